@@ -1,0 +1,118 @@
+"""Every configuration key with its default and its meaning; the other files in this folder state only what differs.
+
+Override any of them on the command line: --config.optimizer.learning_rate=1e-4
+"""
+
+from ml_collections import ConfigDict
+
+METHODS = {
+    "poly_epo": {"advantages": "marginal_set", "length_normalization": "max"},
+    "grpo": {"advantages": "grpo", "length_normalization": "own"},
+    "grpo_div": {"advantages": "grpo_div", "length_normalization": "own"},
+}
+
+
+def get_config(method: str = "poly_epo") -> ConfigDict:
+    """The defaults for one of METHODS, the paper's three (appendix "Implementation Details")."""
+    if method not in METHODS:
+        raise ValueError(f"Unknown method ':{method}' after the config file; choose one of {', '.join(METHODS)}.")
+    config = ConfigDict()
+
+    config.workdir = "runs/default"  # the run folder; a checkpoint found in it is resumed
+    config.compilation_cache = "runs/compiled"  # compiled programs are kept here and reused by later runs
+    config.seed = 0  # of the data order and of every sampled token
+
+    config.model = ConfigDict()
+    config.model.path = ""  # a Hugging Face folder to start from; empty: the policy that `base` describes
+    config.model.dtype = "bfloat16"  # of activations and matrix products: bfloat16 or float32
+    config.model.param_dtype = "float32"  # of weights, gradients and optimizer moments
+    config.model.remat = "full"  # what the backward pass recomputes: none, dots, attention or full
+    config.model.scan_unroll = 1  # layers per step of the layer scan
+    config.model.attention = "auto"  # xla, tokamax (GPU), splash (TPU); auto picks the backend's own
+
+    config.base = ConfigDict()  # a tiny policy fitted to the task's synthetic demonstrations, where model.path is empty
+    config.base.cache_dir = "runs/base"  # kept here, and reused by every run with the same task and recipe
+    config.base.seed = 0
+    config.base.hidden_size = 64
+    config.base.mlp_size = 192
+    config.base.num_layers = 2
+    config.base.num_heads = 4
+    config.base.num_kv_heads = 2
+    config.base.head_dim = 16
+    config.base.batch_size = 128  # demonstrations per step
+    config.base.clean_steps = 1200  # first on right demonstrations,
+    config.base.clean_learning_rate = 3e-3
+    config.base.noisy_steps = 120  # then on demonstrations with deliberate mistakes, which RL can later correct
+    config.base.noisy_learning_rate = 1e-3
+    config.base.error_rate = 1.0  # scale of those mistakes; each task says what 1 means
+    config.base.skew = 0.0  # 0: all strategies equally likely; larger: concentrated on a few
+
+    config.task = ConfigDict()
+    config.task.name = "polynomial"  # a key of poly_epo_jax.tasks.TASKS
+    config.task.options = ConfigDict()  # keyword arguments of that task
+
+    config.judge = ConfigDict()
+    config.judge.name = "exact"  # a key of poly_epo_jax.judges.JUDGES
+
+    config.rollouts = ConfigDict()
+    config.rollouts.name = "embedded"  # a key of poly_epo_jax.rollouts.ROLLOUTS
+    config.rollouts.max_rows = 512  # generations decoded at once by the embedded sampler
+
+    config.sampling = ConfigDict()
+    config.sampling.max_tokens = 32  # longest response, the paper's T_max
+    config.sampling.temperature = 1.0
+    config.sampling.top_p = 1.0  # 1: off
+    config.sampling.top_k = 0  # 0: off
+
+    config.algo = ConfigDict()
+    config.algo.advantages = METHODS[method]["advantages"]  # marginal_set, grpo or grpo_div
+    config.algo.objective = "polychromic"  # of marginal_set: a key of poly_epo_jax.set_rl.OBJECTIVES
+    config.algo.set_size = 4  # n
+    config.algo.num_sets = 0  # K sets drawn per prompt; 0: all C(N, n)
+    config.algo.div_coef = 0.5  # lambda of grpo_div
+    config.algo.loss = "ppo_clip"  # a key of poly_epo_jax.set_rl.LOSSES
+    config.algo.clip_low = 0.20
+    config.algo.clip_high = 0.28
+    config.algo.length_normalization = METHODS[method]["length_normalization"]  # T_i: own length, or max
+    config.algo.kl_coef = 0.0  # weight of KL(policy || initial policy)
+    config.algo.entropy_coef = 0.0  # weight of the entropy bonus
+
+    config.train = ConfigDict()
+    config.train.num_steps = 200
+    config.train.prompts_per_batch = 64
+    config.train.prompts_per_minibatch = 32  # one optimizer update each
+    config.train.num_generations = 8  # N, per prompt
+    config.train.max_prompt_tokens = 16
+    config.train.row_tokens = 40  # sequences are packed into rows of this many tokens
+    config.train.rows_per_microbatch = 68  # rows whose gradient is taken at once; the result does not depend on it
+
+    config.optimizer = ConfigDict()  # AdamW
+    config.optimizer.learning_rate = 5e-4
+    config.optimizer.warmup_updates = 0
+    config.optimizer.schedule = "constant"  # after the warm-up: constant, linear or cosine
+    config.optimizer.final_fraction = 0.0  # of the learning rate, where linear and cosine end
+    config.optimizer.b1 = 0.9
+    config.optimizer.b2 = 0.999
+    config.optimizer.eps = 1e-8
+    config.optimizer.weight_decay = 0.0
+    config.optimizer.max_grad_norm = 0.3
+
+    config.mesh = ConfigDict()  # devices along each axis; one of them may be -1, for all that are left
+    config.mesh.data = 1
+    config.mesh.fsdp = -1
+    config.mesh.tensor = 1
+
+    config.checkpoint = ConfigDict()
+    config.checkpoint.every = 50  # steps
+    config.checkpoint.keep = 2
+
+    config.eval = ConfigDict()  # on held-out problems
+    config.eval.every = 20  # steps; 0: never
+    config.eval.num_problems = 40
+    config.eval.num_generations = 64  # per problem
+
+    config.log = ConfigDict()
+    config.log.samples_every = 10  # steps between batches written to samples.jsonl
+    config.log.wandb_project = ""  # empty: no Weights & Biases
+
+    return config.lock()

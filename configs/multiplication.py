@@ -1,0 +1,27 @@
+"""Multiplication by decomposing and distributing: 7*23: -> 7*(20+3)=140+21=161, and a dozen other ways to do it.
+
+python -m poly_epo_jax.main --config=configs/multiplication.py            (or :grpo, :grpo_div after the file name)
+"""
+
+from ml_collections import ConfigDict
+
+from configs import default
+
+
+def get_config(method: str = "poly_epo") -> ConfigDict:
+    config = default.get_config(method)
+    config.workdir = f"runs/multiplication-{method}"
+
+    config.task.name = "multiplication"
+
+    config.base.clean_steps = 1800
+    config.model.dtype = "float32"
+    config.model.remat = "none"
+    config.model.scan_unroll = 2
+
+    config.sampling.max_tokens = 24
+    config.train.max_prompt_tokens = 6
+    config.train.rows_per_microbatch = 68
+    config.optimizer.schedule = "linear"
+    config.optimizer.final_fraction = 0.02
+    return config

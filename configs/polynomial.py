@@ -1,0 +1,25 @@
+"""Polynomial solving on a laptop: find any (x, y) with y = p(x), where GRPO settles on one x and Poly-EPO keeps many.
+
+python -m poly_epo_jax.main --config=configs/polynomial.py            (or :grpo, :grpo_div after the file name)
+"""
+
+from ml_collections import ConfigDict
+
+from configs import default
+
+
+def get_config(method: str = "poly_epo") -> ConfigDict:
+    config = default.get_config(method)
+    config.workdir = f"runs/polynomial-{method}"
+
+    config.task.name = "polynomial"
+
+    config.model.dtype = "float32"
+    config.model.remat = "none"
+    config.model.scan_unroll = 2
+
+    config.sampling.max_tokens = 14
+    config.train.max_prompt_tokens = 10
+    config.optimizer.schedule = "linear"
+    config.optimizer.final_fraction = 0.02
+    return config

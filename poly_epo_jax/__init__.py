@@ -1,0 +1,1 @@
+"""Set reinforcement learning for language models in JAX (Poly-EPO)."""

@@ -1,0 +1,58 @@
+"""From the `algo` section of a configuration to two functions: advantages of a batch, and the loss of its tokens."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from poly_epo_jax import set_rl
+
+Advantages = Callable[[jax.Array, np.ndarray, np.ndarray], jax.Array]
+"""(random key, rewards [P, N], clusters [P, N]) -> advantages [P, N]; the key draws the K sets where not all are used."""
+
+Loss = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+"""(logprobs, old_logprobs, advantages, weights) -> (loss, sums over tokens); see set_rl.losses."""
+
+
+def make_advantages(algo: ConfigDict) -> Advantages:
+    """The advantage estimator that `algo.advantages` names, jitted."""
+    return jax.jit(ADVANTAGES[algo.advantages](algo))
+
+
+def make_loss(algo: ConfigDict) -> Loss:
+    """The loss that `algo.loss` names, with its clip range bound."""
+    return LOSSES[algo.loss](algo)
+
+
+def _marginal_set(algo: ConfigDict) -> Advantages:
+    objective, n, num_sets = set_rl.OBJECTIVES[algo.objective], algo.set_size, algo.num_sets
+    if objective is set_rl.polychromic and not num_sets:
+        return lambda key, rewards, clusters: set_rl.polychromic_advantages(rewards, clusters, n)
+
+    def advantages(key, rewards, clusters):
+        prompts, generations = rewards.shape
+        if num_sets:
+            draw = partial(set_rl.sample_sets, num_generations=generations, set_size=n, num_sets=num_sets)
+            sets = jax.vmap(draw)(jax.random.split(key, prompts))
+        else:
+            sets = set_rl.enumerate_sets(generations, n)
+        return set_rl.marginal_set_advantages(objective, sets, rewards=rewards, clusters=clusters)
+
+    return advantages
+
+
+ADVANTAGES: dict[str, Callable[[ConfigDict], Advantages]] = {
+    "marginal_set": _marginal_set,
+    "grpo": lambda algo: lambda key, rewards, clusters: set_rl.grpo_advantages(rewards),
+    "grpo_div": lambda algo: (
+        lambda key, rewards, clusters: set_rl.grpo_div_advantages(rewards, clusters, algo.div_coef)
+    ),
+}
+
+LOSSES: dict[str, Callable[[ConfigDict], Loss]] = {
+    "ppo_clip": lambda algo: partial(set_rl.ppo_clip_loss, clip_low=algo.clip_low, clip_high=algo.clip_high),
+    "cispo": lambda algo: partial(set_rl.cispo_loss, clip_low=algo.clip_low, clip_high=algo.clip_high),
+    "policy_gradient": lambda algo: set_rl.policy_gradient_loss,
+}

@@ -1,0 +1,116 @@
+"""The recipe of a tiny base policy: a Qwen3 of some 100,000 weights, fitted to a task's synthetic demonstrations.
+
+It is trained by the same update as RL: with advantage 1 and no clipping the policy gradient is maximum likelihood.
+Right demonstrations come first, then a few with deliberate mistakes, which leave doubts that RL can later settle.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from poly_epo_jax import set_rl
+from poly_epo_jax.batching import TrainingSequence, pack
+from poly_epo_jax.model import hf
+from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.tasks.demonstrations import Demonstrations
+from poly_epo_jax.tokenizer import build_character_tokenizer
+from poly_epo_jax.types import Problem, Task
+from poly_epo_jax.update import PolicyUpdate
+
+OPTIMIZER = {
+    "schedule": "cosine",
+    "final_fraction": 0.05,
+    "b1": 0.9,
+    "b2": 0.98,
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "max_grad_norm": 1.0,
+}
+
+
+@runtime_checkable
+class DemonstratedTask(Task, Protocol):
+    """A task that can show how it is done."""
+
+    alphabet: str  # every character of its prompts and responses
+
+    def demonstration(self, problem: Problem, rng: np.random.Generator, style: Demonstrations) -> str:
+        """One response to the problem."""
+        ...
+
+
+def base_policy(config: ConfigDict, task: Task, mesh: Mesh) -> Path:
+    """The Hugging Face folder of the policy that `config.base` describes; made now unless the cache holds it.
+
+    The cache is keyed by recipe and task, so a changed recipe makes a new policy. It learns from the training and the
+    held-out problems alike: held out means out of RL.
+
+    Raises:
+      ValueError: the task has no demonstrations.
+    """
+    if not isinstance(task, DemonstratedTask):
+        raise ValueError(f"Task {config.task.name} has no demonstrations to fit a base policy to; set model.path.")
+    recipe = json.dumps([config.base.to_dict(), config.task.to_dict()], sort_keys=True)
+    folder = Path(config.base.cache_dir) / f"{config.task.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    if not folder.exists():
+        _make(config, task, mesh, folder)
+    return folder
+
+
+def _make(config: ConfigDict, task: DemonstratedTask, mesh: Mesh, folder: Path) -> None:
+    base = config.base
+    tokenizer = build_character_tokenizer(task.alphabet)
+    eos = tokenizer.convert_tokens_to_ids("<eos>")
+    assert isinstance(eos, int)
+    shape = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=base.hidden_size,
+        mlp_size=base.mlp_size,
+        num_layers=base.num_layers,
+        num_heads=base.num_heads,
+        num_kv_heads=base.num_kv_heads,
+        head_dim=base.head_dim,
+        rope_theta=1e4,
+        dtype="float32",
+        remat="none",
+        scan_unroll=base.num_layers,
+    )
+    model = nnx.eval_shape(lambda: Qwen3(shape, nnx.Rngs(base.seed)))
+    params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(base.seed)))[1]))()
+    problems = [*task.train_problems, *task.held_out_problems]
+    rng = np.random.default_rng(base.seed)
+
+    def demonstrations(style: Demonstrations) -> list[TrainingSequence]:
+        drawn = [problems[i] for i in rng.integers(len(problems), size=base.batch_size)]
+        prompts = tokenizer([problem.prompt for problem in drawn])["input_ids"]
+        texts = tokenizer([task.demonstration(problem, rng, style) for problem in drawn])["input_ids"]
+        responses = [np.array([*text, eos], np.int32) for text in texts]
+        weight = 1 / sum(map(len, responses))
+        return [
+            TrainingSequence(np.array(prompt, np.int32), response, np.zeros(len(response), np.float32), 1.0, weight)
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+
+    phases = (
+        ("demonstrations", base.clean_steps, base.clean_learning_rate, Demonstrations(0.0, base.skew)),
+        ("mistakes", base.noisy_steps, base.noisy_learning_rate, Demonstrations(base.error_rate, base.skew)),
+    )
+    with Progress(TextColumn("base policy, {task.description}"), BarColumn(), TimeRemainingColumn()) as progress:
+        for name, steps, learning_rate, style in phases:
+            optimizer = ConfigDict(OPTIMIZER | {"learning_rate": learning_rate, "warmup_updates": min(50, steps // 4)})
+            update = PolicyUpdate(model, mesh, set_rl.policy_gradient_loss, optimizer, steps)
+            state = update.init(params)
+            for _ in progress.track(range(steps), description=name):
+                batch = pack(demonstrations(style), config.train.row_tokens, config.train.rows_per_microbatch)
+                state, _ = update(state, [batch])
+            params = state.params
+    hf.save_pretrained(folder, params, shape, dtype="float32", eos_token_id=eos)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,92 @@
+"""Packs sequences of any length into rows of a fixed one, so that the device sees few shapes and little padding."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainingSequence:
+    """A prompt of L tokens with one response of T: every response token carries the same advantage and weight."""
+
+    prompt_ids: Int[np.ndarray, "L"]
+    response_ids: Int[np.ndarray, "T"]
+    sampler_logprobs: Float[np.ndarray, "T"]
+    advantage: float
+    weight: float  # of each response token in J, see set_rl.token_weights
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """Rows of packed sequences, all arrays [rows, length]. Position t holds what concerns the prediction of t + 1.
+
+    `segment_ids` counts a row's sequences from 1, 0 is padding. `weights` is positive where `targets` is a response
+    token and 0 elsewhere. `old_logprobs` are those of the policy before the step's first update; while `on_policy` (a
+    scalar) holds, the present policy is that policy, and they are not read.
+    """
+
+    tokens: Int[np.ndarray | jax.Array, "R T"]
+    positions: Int[np.ndarray | jax.Array, "R T"]
+    segment_ids: Int[np.ndarray | jax.Array, "R T"]
+    targets: Int[np.ndarray | jax.Array, "R T"]
+    weights: Float[np.ndarray | jax.Array, "R T"]
+    advantages: Float[np.ndarray | jax.Array, "R T"]
+    sampler_logprobs: Float[np.ndarray | jax.Array, "R T"]
+    old_logprobs: Float[np.ndarray | jax.Array, "R T"]
+    reference_logprobs: Float[np.ndarray | jax.Array, "R T"]
+    on_policy: Bool[np.ndarray | jax.Array, ""]
+
+
+def pack(sequences: Sequence[TrainingSequence], row_tokens: int, rows_per_microbatch: int) -> list[PackedBatch]:
+    """The sequences as microbatches of one shape [rows_per_microbatch, row_tokens]; the last is filled with padding.
+
+    Longest first, each into the first row with room (first-fit decreasing).
+
+    Raises:
+      ValueError: a sequence is longer than a row.
+    """
+    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
+    if lengths and max(lengths) > row_tokens:
+        raise ValueError(
+            f"A sequence has {max(lengths)} tokens, but a row holds train.row_tokens={row_tokens}; raise it to at "
+            "least train.max_prompt_tokens + sampling.max_tokens."
+        )
+    rows: list[list[TrainingSequence]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = next((r for r, free in enumerate(room) if free >= lengths[i]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(row_tokens)
+        rows[row].append(sequences[i])
+        room[row] -= lengths[i]
+    starts = range(0, len(rows), rows_per_microbatch)
+    return [_fill(rows[i : i + rows_per_microbatch], row_tokens, rows_per_microbatch) for i in starts]
+
+
+def _fill(rows: list[list[TrainingSequence]], row_tokens: int, num_rows: int) -> PackedBatch:
+    shape = num_rows, row_tokens
+    tokens, positions, segment_ids, targets = (np.zeros(shape, np.int32) for _ in range(4))
+    weights, advantages, sampler_logprobs = (np.zeros(shape, np.float32) for _ in range(3))
+    for r, row in enumerate(rows):
+        start = 0
+        for segment, sequence in enumerate(row, start=1):
+            ids = np.concatenate([sequence.prompt_ids, sequence.response_ids])
+            end = start + len(ids)
+            tokens[r, start:end] = ids
+            positions[r, start:end] = np.arange(len(ids))
+            segment_ids[r, start:end] = segment
+            targets[r, start : end - 1] = ids[1:]
+            response = slice(end - 1 - len(sequence.response_ids), end - 1)
+            weights[r, response] = sequence.weight
+            advantages[r, response] = sequence.advantage
+            sampler_logprobs[r, response] = sequence.sampler_logprobs
+            start = end
+    empty = np.zeros(shape, np.float32)
+    return PackedBatch(
+        tokens, positions, segment_ids, targets, weights, advantages, sampler_logprobs, empty, empty, np.array(True)
+    )

@@ -1,0 +1,48 @@
+"""Checkpoints of everything a run needs to go on bit for bit: policy, optimizer, step and data position (Orbax)."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+
+class Checkpoints:
+    """Saves in the background, keeps the newest few.
+
+    Args:
+      directory: made if it does not exist.
+      keep: how many checkpoints stay.
+    """
+
+    def __init__(self, directory: Path, keep: int):
+        logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file at INFO
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+
+    @property
+    def latest_step(self) -> int | None:
+        """The newest complete checkpoint's step; one that a crash cut short does not count."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any, data_state: dict[str, Any]) -> None:
+        """Starts saving; `state` may be donated as soon as this returns."""
+        self._manager.save(
+            step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_state))
+        )
+
+    def restore(self, step: int, like: Any, shardings: Any) -> tuple[Any, dict[str, Any]]:
+        """The state and data position at `step`, laid out by `shardings`, whatever mesh they were saved from."""
+        abstract = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, shardings
+        )
+        restored = self._manager.restore(
+            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), data=ocp.args.JsonRestore())
+        )
+        return restored.state, restored.data
+
+    def close(self) -> None:
+        """Waits until what was begun is on disk."""
+        self._manager.wait_until_finished()
+        self._manager.close()

@@ -1,0 +1,145 @@
+"""Checks a configuration before anything is built, so that a wrong value costs a sentence and not a run."""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+MAX_SETS = 10**6  # per prompt
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names the key and what it may be."""
+
+
+def check_config(config: ConfigDict, choices: Mapping[str, Collection[str]]) -> None:
+    """Refuses what no run could use.
+
+    Args:
+      choices: the values that each named key may take, by its dotted name.
+
+    Raises:
+      ConfigError: at the first key that is wrong.
+    """
+    for key, allowed in choices.items():
+        value = _get(config, key)
+        if value not in allowed:
+            raise ConfigError(f"{key}={value!r} is unknown; choose one of {', '.join(sorted(allowed))}.")
+    for key in POSITIVE:
+        _require(_get(config, key) > 0, config, key, "must be positive")
+    for key in NOT_NEGATIVE:
+        _require(_get(config, key) >= 0, config, key, "must not be negative")
+    for key in FRACTIONS:
+        _require(0 <= _get(config, key) <= 1, config, key, "must lie between 0 and 1")
+
+    train, algo = config.train, config.algo
+    _require(config.sampling.top_p > 0, config, "sampling.top_p", "must be above 0; 1 switches it off")
+    _require(
+        config.sampling.temperature > 0, config, "sampling.temperature", "must be positive, for training needs samples"
+    )
+    _require(
+        algo.set_size < train.num_generations,
+        config,
+        "algo.set_size",
+        f"must be smaller than train.num_generations={train.num_generations}",
+    )
+    all_sets = math.comb(train.num_generations, algo.set_size)
+    _require(algo.num_sets <= all_sets, config, "algo.num_sets", f"must be at most C(N, n) = {all_sets}, or 0 for all")
+    # The polychromic objective over all sets has a closed form; any other is scored set by set.
+    if algo.objective != "polychromic" and not algo.num_sets:
+        _require(all_sets <= MAX_SETS, config, "algo.num_sets", f"means all {all_sets} sets; draw some, e.g. 1000")
+    _require(
+        train.prompts_per_batch % train.prompts_per_minibatch == 0,
+        config,
+        "train.prompts_per_minibatch",
+        f"must divide train.prompts_per_batch={train.prompts_per_batch}",
+    )
+    longest = train.max_prompt_tokens + config.sampling.max_tokens
+    _require(
+        train.row_tokens >= longest,
+        config,
+        "train.row_tokens",
+        f"must hold train.max_prompt_tokens + sampling.max_tokens = {longest} tokens",
+    )
+
+
+def check_mesh(config: ConfigDict, mesh_shape: Mapping[str, int], num_heads: int, num_kv_heads: int) -> None:
+    """Refuses a mesh that the model or the batch cannot be split over.
+
+    Raises:
+      ConfigError: naming the axis and what it must divide.
+    """
+    rows, tensor = mesh_shape["data"] * mesh_shape["fsdp"], mesh_shape["tensor"]
+    if config.train.rows_per_microbatch % rows:
+        raise ConfigError(
+            f"train.rows_per_microbatch={config.train.rows_per_microbatch} must be a multiple of mesh.data x mesh.fsdp "
+            f"= {rows}, so that every device gets the same number of rows."
+        )
+    for name, size in (
+        ("the model's attention heads", num_heads),
+        ("the model's key-value heads", num_kv_heads),
+        ("train.row_tokens", config.train.row_tokens),
+    ):
+        if size % tensor:
+            raise ConfigError(f"mesh.tensor={tensor} must divide {name}, of which there are {size}; choose another.")
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of the keys in which two configurations differ."""
+    names = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            names += changed_keys(before, after, f"{prefix}{key}.")
+        elif before != after:
+            names.append(prefix + key)
+    return names
+
+
+POSITIVE = (
+    "sampling.max_tokens",
+    "train.num_steps",
+    "train.prompts_per_batch",
+    "train.prompts_per_minibatch",
+    "train.num_generations",
+    "train.max_prompt_tokens",
+    "train.rows_per_microbatch",
+    "algo.set_size",
+    "rollouts.max_rows",
+    "optimizer.learning_rate",
+    "optimizer.max_grad_norm",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "eval.num_problems",
+    "eval.num_generations",
+    "log.samples_every",
+    "model.scan_unroll",
+    "base.clean_steps",
+)
+NOT_NEGATIVE = (
+    "sampling.top_k",
+    "algo.num_sets",
+    "algo.div_coef",
+    "algo.clip_low",
+    "algo.clip_high",
+    "algo.kl_coef",
+    "algo.entropy_coef",
+    "optimizer.warmup_updates",
+    "optimizer.weight_decay",
+    "eval.every",
+    "base.noisy_steps",
+)
+FRACTIONS = ("sampling.top_p", "optimizer.final_fraction")
+
+
+def _get(config: ConfigDict, key: str) -> Any:
+    value = config
+    for part in key.split("."):
+        value = value[part]
+    return value
+
+
+def _require(holds: bool, config: ConfigDict, key: str, rule: str) -> None:
+    if not holds:
+        raise ConfigError(f"{key}={_get(config, key)!r} {rule}.")

@@ -1,0 +1,168 @@
+"""The figures of a report: logged rows in, a matplotlib figure out.
+
+`Runs` maps a run's label to its rows, one dict per step as read from metrics.jsonl. A row need not hold every metric,
+and null (not finite when logged) counts as absent. Each run keeps its colour in every figure.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from jaxtyping import Float, Int
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+Rows = Sequence[Mapping[str, Any]]
+Runs = Mapping[str, Rows]
+
+DPI = 150
+PANELS = {
+    "reward": "Training reward",
+    "solved": "Prompts with a correct generation",
+    "clusters/correct": "Clusters among correct",
+    "clusters/incorrect": "Clusters among incorrect",
+    "policy/entropy": "Policy entropy",
+    "synergy": "Synergy",
+    "eval/reward": "Held-out reward",
+    "eval/correct_clusters@8": "Held-out correct clusters of 8",
+}
+PASS_AT = re.compile(r"eval/pass@(\d+)")
+
+# Okabe and Ito's colours, which stay apart for colour-blind readers; dashes tell the eighth run from the first.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
+_DASHES = ("-", "--", ":", "-.")
+_STYLE: dict[Any, Any] = {
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.8,
+    "xtick.color": "#888888",
+    "ytick.color": "#888888",
+    "xtick.labelcolor": "#333333",
+    "ytick.labelcolor": "#333333",
+    "lines.solid_capstyle": "round",
+    "legend.frameon": False,
+    "legend.fontsize": 12,
+    "figure.constrained_layout.h_pad": 0.08,
+    "figure.constrained_layout.w_pad": 0.1,
+}
+_MARKED = {"linewidth": 2.2, "marker": "o", "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 1.0}
+
+
+def training_dynamics(runs: Runs) -> Figure | None:
+    """One panel per metric of `PANELS` that some run has, all runs in it (paper, training dynamics figures).
+
+    Training metrics show each step faintly under a smoothed line; held-out ones show each evaluation. None if no run
+    has any of the metrics.
+    """
+    return _panels(runs, list(PANELS), max_columns=4, panel_size=(3.5, 2.8))
+
+
+def comparison(runs: Runs) -> Figure | None:
+    """Held-out reward and distinct correct clusters against step, readable at 900 pixels. None if never evaluated."""
+    return _panels(runs, ["eval/reward", "eval/correct_clusters@8"], max_columns=2, panel_size=(4.5, 3.1))
+
+
+def pass_at_k(runs: Runs) -> Figure | None:
+    """pass@k of each run's last evaluation, k on a log2 axis. None if no run has it."""
+    curves = {label: last_pass_at_k(rows) for label, rows in runs.items()}
+    ks = sorted({k for curve in curves.values() for k in curve})
+    if not ks:
+        return None
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(6.5, 3.8), dpi=DPI, layout="constrained")
+        axes = figure.subplots()
+        for label, style in _styles(runs).items():
+            axes.plot(list(curves[label]), list(curves[label].values()), **_MARKED, **style)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ks, [str(k) for k in ks])
+        axes.set_xlabel("k")
+        axes.set_title("Held-out pass@k at the last evaluation")
+        _add_legend(figure)
+    return figure
+
+
+def series(rows: Rows, metric: str) -> tuple[Int[np.ndarray, "T"], Float[np.ndarray, "T"]]:
+    """The steps [T] at which a metric was logged, and its values [T]."""
+    points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
+    return np.array([step for step, _ in points], int), np.array([value for _, value in points], float)
+
+
+def last_pass_at_k(rows: Rows) -> dict[int, float]:
+    """{k: pass@k} of the last row that has any, by rising k."""
+    for row in reversed(rows):
+        found = {int(match[1]): row[key] for key in row if (match := PASS_AT.fullmatch(key)) and row[key] is not None}
+        if found:
+            return dict(sorted(found.items()))
+    return {}
+
+
+def smooth(values: Float[np.ndarray, "T"]) -> Float[np.ndarray, "T"]:
+    """Gaussian-weighted mean around each of T values; its standard deviation is T / 40 values, so it never lags.
+
+    At the ends the weights that fall outside are left out, and the others scaled up.
+    """
+    deviation = len(values) / 40
+    reach = int(3 * deviation)
+    if reach == 0:
+        return values
+    weights = np.exp(-0.5 * (np.arange(-reach, reach + 1) / deviation) ** 2)
+    return np.convolve(values, weights, "same") / np.convolve(np.ones_like(values), weights, "same")
+
+
+def _panels(runs: Runs, metrics: Sequence[str], max_columns: int, panel_size: tuple[float, float]) -> Figure | None:
+    present = [metric for metric in metrics if any(len(series(rows, metric)[0]) for rows in runs.values())]
+    if not present:
+        return None
+    faint = 0.35 / len(runs) ** 0.5
+    num_rows = -(-len(present) // max_columns)
+    num_columns = -(-len(present) // num_rows)
+    with matplotlib.rc_context(_STYLE):
+        size = (panel_size[0] * num_columns, panel_size[1] * num_rows)
+        figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+        panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+        for index, (axes, metric) in enumerate(zip(panels, present, strict=False)):
+            for label, style in _styles(runs).items():
+                steps, values = series(runs[label], metric)
+                if metric.startswith("eval/"):
+                    axes.plot(steps, values, **_MARKED, **style)
+                else:
+                    axes.plot(steps, values, color=style["color"], linewidth=0.7, alpha=faint, zorder=1)
+                    axes.plot(steps, smooth(values), linewidth=2.2, **style)
+            axes.set_title(PANELS[metric])
+            if index + num_columns >= len(present):  # nothing below
+                axes.set_xlabel("training step")
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        for axes in panels[len(present) :]:
+            axes.remove()
+        _add_legend(figure)
+    return figure
+
+
+def _styles(runs: Runs) -> dict[str, dict[str, Any]]:
+    return {
+        label: {
+            "label": label,
+            "color": _COLOURS[index % len(_COLOURS)],
+            "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
+        }
+        for index, label in enumerate(runs)
+    }
+
+
+def _add_legend(figure: Figure) -> None:
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    entry_inches = 0.8 + 0.1 * max(map(len, labels))
+    columns = min(len(labels), max(1, int(figure.get_figwidth() / entry_inches)))
+    rows = -(-len(labels) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.15 + 0.25 * rows)  # room for it, so that panels keep their size
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns)

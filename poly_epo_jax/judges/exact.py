@@ -1,0 +1,38 @@
+"""The judge for tasks that know their strategies."""
+
+import itertools
+from collections.abc import Hashable
+
+import numpy as np
+from jaxtyping import Int
+
+from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
+from poly_epo_jax.types import Group, Task
+
+
+class ExactJudge:
+    """Clusters by `task.strategy`: generations share a cluster exactly when their strategies are equal.
+
+    Raises:
+      ValueError: the task has no exact clustering.
+    """
+
+    def __init__(self, task: Task):
+        try:
+            for problem in task.train_problems[:1]:
+                task.strategy(problem, "")
+        except NotImplementedError:
+            raise ValueError(
+                f"{type(task).__name__} has no exact clustering; use judge 'llm', which reads the responses, instead."
+            ) from None
+        self._task = task
+
+    async def cluster(self, group: Group) -> Int[np.ndarray, "N"]:
+        """Returns int32 ids [N] in order of first appearance, `DEGENERATE_CLUSTER` where there is no strategy."""
+        unused = (i for i in itertools.count() if i != DEGENERATE_CLUSTER)
+        ids: dict[Hashable, int] = {None: DEGENERATE_CLUSTER}
+        strategies = [self._task.strategy(group.problem, generation.text) for generation in group.generations]
+        for strategy in strategies:
+            if strategy not in ids:
+                ids[strategy] = next(unused)
+        return np.array([ids[strategy] for strategy in strategies], np.int32)

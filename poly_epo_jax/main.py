@@ -1,0 +1,160 @@
+"""Trains a policy: python -m poly_epo_jax.main --config=configs/polynomial.py:poly_epo --config.seed=1"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
+
+from poly_epo_jax.algorithm import ADVANTAGES, LOSSES, make_loss
+from poly_epo_jax.base_policy import base_policy
+from poly_epo_jax.checkpoint import Checkpoints
+from poly_epo_jax.config import ConfigError, changed_keys, check_config, check_mesh
+from poly_epo_jax.data import problem_batches
+from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.model.attention import IMPLEMENTATIONS
+from poly_epo_jax.model.qwen3 import REMAT_POLICIES
+from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.policy import open_policy
+from poly_epo_jax.rollouts import ROLLOUTS
+from poly_epo_jax.set_rl import OBJECTIVES
+from poly_epo_jax.tasks import TASKS
+from poly_epo_jax.tracking import Tracker
+from poly_epo_jax.train import Parts, train
+from poly_epo_jax.types import Task
+from poly_epo_jax.update import SCHEDULES, PolicyUpdate
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "The configuration file, with :method after its name.")
+
+CHOICES = {
+    "task.name": TASKS,
+    "judge.name": JUDGES,
+    "rollouts.name": ROLLOUTS,
+    "algo.advantages": ADVANTAGES,
+    "algo.objective": OBJECTIVES,
+    "algo.loss": LOSSES,
+    "algo.length_normalization": ("own", "max"),
+    "model.dtype": ("float32", "bfloat16"),
+    "model.param_dtype": ("float32", "bfloat16"),
+    "model.remat": REMAT_POLICIES,
+    "model.attention": ("auto", *IMPLEMENTATIONS),
+    "optimizer.schedule": SCHEDULES,
+}
+RESUME_MAY_CHANGE = (
+    "workdir",
+    "compilation_cache",
+    "train.num_steps",
+    "mesh.",
+    "checkpoint.",
+    "log.",
+    "base.cache_dir",
+    "model.path",
+)
+
+
+def run(config: ConfigDict) -> None:
+    """Builds what the configuration describes, and trains it to the end.
+
+    Raises:
+      ValueError, OSError: the configuration cannot run; the message says why and what to do.
+    """
+    check_config(config, CHOICES)
+    jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
+    workdir = Path(config.workdir)
+    _check_same_run(workdir, config)
+    mesh = make_mesh(**config.mesh)
+    task = _make_task(config)
+    path = Path(config.model.path) if config.model.path else base_policy(config, task, mesh)
+    policy = open_policy(path, config.model)
+    check_mesh(config, mesh.shape, policy.config.num_heads, policy.config.num_kv_heads)
+
+    updates_per_step = config.train.prompts_per_batch // config.train.prompts_per_minibatch
+    update = PolicyUpdate(
+        policy.model,
+        mesh,
+        make_loss(config.algo),
+        config.optimizer,
+        total_updates=config.train.num_steps * updates_per_step,
+        temperature=config.sampling.temperature,
+        kl_coef=config.algo.kl_coef,
+        entropy_coef=config.algo.entropy_coef,
+    )
+    batches = problem_batches(task.train_problems, config.train.prompts_per_batch, config.seed)
+    checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
+    step = checkpoints.latest_step or 0
+    if step:
+        state, data_state = checkpoints.restore(step, update.abstract_state, update.shardings)
+        batches.set_state(data_state)
+    else:
+        state = update.init(policy.load_params(mesh))
+    reference = policy.load_params(mesh) if config.algo.kl_coef else None
+    rollouts = ROLLOUTS[config.rollouts.name](
+        policy.model,
+        state.params,
+        mesh,
+        policy.tokenizer,
+        policy.stop_ids,
+        max_prompt_tokens=config.train.max_prompt_tokens,
+        max_rows=config.rollouts.max_rows,
+    )
+    rollouts.update_weights(state.params, step)
+    judge = JUDGES[config.judge.name](task)
+    # Without a checkpoint there is no step to resume from, not even the evaluation before the first.
+    resume_step = step if step else -1
+    json_config = config.to_json(indent=2, sort_keys=True) + "\n"
+    with Tracker(workdir, json_config, config.train.num_steps, resume_step, config.log.wandb_project) as tracker:
+        parts = Parts(task, judge, rollouts, batches, update, state, reference, checkpoints, tracker, step)
+        asyncio.run(train(config, parts))
+    print(f"Done: {workdir}. See it with: python -m poly_epo_jax.report {workdir}")
+
+
+def _make_task(config: ConfigDict) -> Task:
+    options = config.task.options.to_dict()
+    try:
+        return TASKS[config.task.name](**options)
+    except TypeError as error:
+        raise ConfigError(f"task.options={options} does not fit task {config.task.name}: {error}.") from None
+
+
+def _check_same_run(workdir: Path, config: ConfigDict) -> None:
+    """Refuses to go on with a run under settings that would make it another run."""
+    saved = workdir / "config.json"
+    if not saved.exists():
+        return
+    changed = changed_keys(json.loads(saved.read_text()), json.loads(config.to_json()))
+    changed = [key for key in changed if not key.startswith(RESUME_MAY_CHANGE)]
+    if changed:
+        raise ConfigError(
+            f"{workdir} holds a run with another {', '.join(changed)}; set --config.workdir to a new folder, or delete "
+            "that one."
+        )
+
+
+def _parse_flags(argv: Sequence[str]) -> list[str]:
+    """absl's flag parser, with one sentence in place of a traceback where a key or value is wrong."""
+    try:
+        rest = flags.FLAGS(argv)
+        if CONFIG.value is None:
+            raise ConfigError("--config is missing; give a configuration file, such as configs/polynomial.py.")
+        return rest
+    except (flags.Error, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        message = error.args[0] if error.args else error
+        sys.exit(f"Error: {message}")
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        sys.exit(f"Error: unknown argument {argv[1]}; settings are given as --config.KEY=VALUE.")
+    try:
+        logging.set_verbosity(logging.WARNING)
+        run(CONFIG.value)
+    except (ValueError, OSError) as error:
+        sys.exit(f"Error: {error}")
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=_parse_flags)

@@ -1,0 +1,27 @@
+"""How many distinct strategies a prompt's generations show."""
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from poly_epo_jax.metrics.pass_at_k import pass_at_k
+
+
+def distinct_clusters(
+    clusters: Int[np.ndarray, "P m"], selected: Bool[np.ndarray, "P m"], k: int
+) -> Float[np.ndarray, "P"]:
+    """Expected number of clusters among the selected ones of k generations, drawn uniformly from a prompt's m.
+
+    sum_c 1 - C(m - s_c, k) / C(m, k), with s_c the selected members of cluster c: each cluster is its own pass@k. With
+    k = m it is the plain count (paper §6.1 and §6.2: clusters among correct generations, among incorrect ones).
+
+    Args:
+      clusters: cluster ids of the m generations of P prompts.
+      selected: which generations count, say the correct ones. Leave degenerate ones out here: no id is special.
+      k: how many generations are drawn, at most m.
+
+    Raises:
+      ValueError: unless 1 <= k <= m.
+    """
+    num_samples = clusters.shape[1]
+    sizes = [np.unique(ids[keep], return_counts=True)[1] for ids, keep in zip(clusters, selected, strict=True)]
+    return np.array([pass_at_k(num_samples, prompt_sizes, k).sum() for prompt_sizes in sizes])

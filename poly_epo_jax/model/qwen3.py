@@ -1,0 +1,214 @@
+"""Qwen3 in flax.nnx: stacked layers run by one scan, remat by one word, packed training and cached decoding.
+
+Two switches make the same code read its relatives: without `qk_norm` it is Llama, with `attention_bias` it is Qwen2.
+Each weight is declared once, with its shape, logical axes (`sharding.RULES` maps them to the mesh) and initial scale.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from poly_epo_jax.model.attention import cached_attention, packed_attention
+from poly_epo_jax.model.sharding import constrain_rows
+
+REMAT_POLICIES = {
+    "none": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names("attention"),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3Config:
+    """Shapes as in a Hugging Face config; then how to compute: types, remat, layers per scan step, kernel."""
+
+    vocab_size: int
+    hidden_size: int
+    mlp_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 1e6
+    norm_eps: float = 1e-6
+    max_position: int = 32768
+    tied_head: bool = True
+    qk_norm: bool = True
+    attention_bias: bool = False
+    dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+    remat: str = "full"
+    scan_unroll: int = 1
+    attention: str = "auto"
+
+
+class KVCache(NamedTuple):
+    """Keys and values [layers, batch, slots, kv_heads, head_dim] of the tokens decoded so far."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+class Layer(nnx.Module):
+    """A pre-norm decoder layer. Its weights are stacked over layers on axis 0; the scan calls it on one slice."""
+
+    def __init__(self, config: Qwen3Config, rngs: nnx.Rngs):
+        self.config = config
+        d, mlp, head_dim = config.hidden_size, config.mlp_size, config.head_dim
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        residual = (2 * config.num_layers) ** -0.5  # keeps the residual stream's variance near one at any depth
+
+        def stacked(shape: tuple[int, ...], axes: tuple[str, ...], scale: float | None) -> nnx.Param:
+            return _weight(config, rngs, (config.num_layers, *shape), ("layers", *axes), scale)
+
+        self.attention_norm = stacked((d,), ("norm",), None)
+        self.q = stacked((d, heads, head_dim), ("embed", "heads", "head_dim"), d**-0.5)
+        self.k = stacked((d, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), d**-0.5)
+        self.v = stacked((d, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), d**-0.5)
+        self.o = stacked((heads, head_dim, d), ("heads", "head_dim", "embed"), (heads * head_dim) ** -0.5 * residual)
+        if config.qk_norm:
+            self.q_norm = stacked((head_dim,), ("norm",), None)
+            self.k_norm = stacked((head_dim,), ("norm",), None)
+        if config.attention_bias:
+            self.q_bias = stacked((heads, head_dim), ("heads", "head_dim"), 0.0)
+            self.k_bias = stacked((kv_heads, head_dim), ("kv_heads", "head_dim"), 0.0)
+            self.v_bias = stacked((kv_heads, head_dim), ("kv_heads", "head_dim"), 0.0)
+        self.mlp_norm = stacked((d,), ("norm",), None)
+        self.gate = stacked((d, mlp), ("embed", "mlp"), d**-0.5)
+        self.up = stacked((d, mlp), ("embed", "mlp"), d**-0.5)
+        self.down = stacked((mlp, d), ("mlp", "embed"), mlp**-0.5 * residual)
+
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Callable) -> tuple[jax.Array, Any]:
+        """x [B, T, d] -> x; `attend(q, k, v)` returns the attention's output and whatever state it keeps."""
+        config = self.config
+
+        def w(param: nnx.Param) -> jax.Array:
+            return param[...].astype(config.dtype)
+
+        h = rms_norm(x, w(self.attention_norm), config.norm_eps)
+        q, k, v = (_project(h, w(param)) for param in (self.q, self.k, self.v))
+        if config.attention_bias:
+            q, k, v = q + w(self.q_bias)[None, None], k + w(self.k_bias)[None, None], v + w(self.v_bias)[None, None]
+        if config.qk_norm:
+            q = rms_norm(q, w(self.q_norm), config.norm_eps)
+            k = rms_norm(k, w(self.k_norm), config.norm_eps)
+        attended, state = attend(rope(q, positions, config.rope_theta), rope(k, positions, config.rope_theta), v)
+        x = x + _project(checkpoint_name(attended, "attention"), w(self.o), contract=2)
+        h = rms_norm(x, w(self.mlp_norm), config.norm_eps)
+        return x + _project(jax.nn.silu(_project(h, w(self.gate))) * _project(h, w(self.up)), w(self.down)), state
+
+
+class Qwen3(nnx.Module):
+    """The policy pi: token ids to final hidden states; `head` turns those into logits (see `logprobs`)."""
+
+    def __init__(self, config: Qwen3Config, rngs: nnx.Rngs):
+        self.config = config
+        table, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
+        self.embed = _weight(config, rngs, table, axes, config.hidden_size**-0.5)
+        self.layers = Layer(config, rngs)
+        self.norm = _weight(config, rngs, (config.hidden_size,), ("norm",), None)
+        if not config.tied_head:
+            self.untied_head = _weight(config, rngs, table, axes, config.hidden_size**-0.5)
+
+    @property
+    def head(self) -> Float[Array, "V D"]:
+        """The output embedding, in the compute type."""
+        return (self.embed if self.config.tied_head else self.untied_head)[...].astype(self.config.dtype)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        """Final hidden states of packed rows: causal, and only within equal `segment_ids` (0 is padding)."""
+
+        def attend(q, k, v, layer, state):
+            return packed_attention(q, k, v, segment_ids, self.config.attention), state
+
+        return self._run(tokens, positions, attend, state=None)[0]
+
+    def decode(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: KVCache,
+        slot: Int[Array, ""] | int,
+        mask: Bool[Array, "B T S"],
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Final hidden states of T new tokens that are written to cache slots slot..slot+T-1 and see `mask`."""
+
+        def attend(q, k, v, layer, cache):
+            start = (layer, 0, slot, 0, 0)
+            cache = KVCache(
+                jax.lax.dynamic_update_slice(cache.k, k[None].astype(cache.k.dtype), start),
+                jax.lax.dynamic_update_slice(cache.v, v[None].astype(cache.v.dtype), start),
+            )
+            return cached_attention(q, cache.k[layer], cache.v[layer], mask), cache
+
+        return self._run(tokens, positions, attend, cache)
+
+    def init_cache(self, batch: int, slots: int) -> KVCache:
+        config = self.config
+        shape = (config.num_layers, batch, slots, config.num_kv_heads, config.head_dim)
+        return KVCache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
+
+    def _run(self, tokens, positions, attend, state):
+        """Embeds, scans the layers with `attend(q, k, v, layer, state) -> (output, state)`, norms."""
+        config = self.config
+        layer_def, weights = nnx.split(self.layers)
+
+        def step(carry, slice_):
+            x, state = carry
+            index, weights = slice_
+            layer = nnx.merge(layer_def, weights)
+            x, state = layer(x, positions, lambda q, k, v: attend(q, k, v, index, state))
+            return (constrain_rows(x), state), None
+
+        if config.remat != "none":
+            step = jax.checkpoint(step, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
+        x = constrain_rows(self.embed[...][tokens].astype(config.dtype))
+        layers = (jnp.arange(config.num_layers), weights)
+        (x, state), _ = jax.lax.scan(step, (x, state), layers, unroll=config.scan_unroll)
+        return rms_norm(x, self.norm[...].astype(config.dtype), config.norm_eps), state
+
+
+def _weight(
+    config: Qwen3Config, rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], scale: float | None
+) -> nnx.Param:
+    """Normal with standard deviation `scale`; ones where it is None."""
+    if scale is None:
+        return nnx.Param(jnp.ones(shape, config.param_dtype), axes=axes)
+    return nnx.Param(scale * jax.random.normal(rngs.params(), shape, config.param_dtype), axes=axes)
+
+
+def _project(x: jax.Array, weight: jax.Array, contract: int = 1) -> jax.Array:
+    """x [..., in] times weight [in, out], where `in` is `contract` axes and `out` any number of them.
+
+    Done as one plain matrix product: XLA's CPU backend takes twice the time for the gradient of the batched form.
+    """
+    shape_in, shape_out = weight.shape[:contract], weight.shape[contract:]
+    matrix = weight.reshape(math.prod(shape_in), math.prod(shape_out))
+    return (x.reshape(-1, matrix.shape[0]) @ matrix).reshape(*x.shape[: x.ndim - contract], *shape_out)
+
+
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
+    """x / rms(x) * weight; the mean square is taken in float32."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return weight.reshape((1,) * (x.ndim - 1) + weight.shape) * y.astype(x.dtype)
+
+
+def rope(x: Float[Array, "B T N D"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T N D"]:
+    """Rotary position embedding (RoFormer, eq. 34) on halves of the head dimension, in float32."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

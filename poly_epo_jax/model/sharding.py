@@ -1,0 +1,75 @@
+"""How arrays lie on the mesh: axes `data`, `fsdp` and `tensor`, and one table from logical to mesh axes.
+
+`data` replicates the weights, `fsdp` splits each weight along its embedding axis, `tensor` splits heads, MLP and
+vocabulary. Rows of a batch are split over `data` and `fsdp` together.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "tensor")
+ROWS = ("data", "fsdp")
+
+RULES: dict[str | None, str | None] = {
+    "layers": None,
+    "embed": "fsdp",
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "mlp": "tensor",
+    "norm": None,
+}
+
+
+def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
+    """A mesh over the first data * fsdp * tensor devices; one of the three may be -1 and takes what is left.
+
+    Raises:
+      ValueError: the devices cannot be arranged so.
+    """
+    sizes, available = [data, fsdp, tensor], len(jax.devices())
+    shape = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(MESH_AXES, sizes, strict=True))
+    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise ValueError(f"{shape}: every axis must be a positive size, and at most one may be -1.")
+    fixed = int(np.prod([size for size in sizes if size != -1]))
+    if -1 in sizes:
+        if available % fixed:
+            raise ValueError(f"{shape}: the fixed axes take {fixed} devices, which do not divide {available}.")
+        sizes[sizes.index(-1)] = available // fixed
+    elif fixed > available:
+        raise ValueError(f"{shape} needs {fixed} devices, but there are {available}; lower an axis, or set one to -1.")
+    devices = np.asarray(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
+    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def param_shardings(model: nnx.Module, mesh: Mesh) -> dict[str, Any]:
+    """The NamedSharding of every weight of a (possibly abstract) model, in the model's own tree."""
+    _, state = nnx.split(model)
+    return nnx.to_pure_dict(
+        jax.tree.map(
+            lambda param: param.replace(NamedSharding(mesh, PartitionSpec(*(RULES[axis] for axis in param.axes)))),
+            state,
+            is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+        )
+    )
+
+
+def row_sharding(mesh: Mesh) -> NamedSharding:
+    """The sharding of batch arrays [rows, ...]."""
+    return NamedSharding(mesh, PartitionSpec(ROWS))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def constrain_rows(x: jax.Array) -> jax.Array:
+    """Pins an activation [rows, ...] to the batch layout, so that the compiler gathers weights, not activations."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS))

@@ -1,0 +1,52 @@
+"""Opens a Hugging Face folder as a policy: model, weights, tokenizer, stop tokens."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from poly_epo_jax.model import hf
+from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.model.sharding import param_shardings
+from poly_epo_jax.types import Params
+
+
+@dataclasses.dataclass
+class Policy:
+    """A model's structure, without weights, and what turns text into its tokens."""
+
+    path: Path
+    config: Qwen3Config
+    model: Qwen3
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]
+
+    def load_params(self, mesh: Mesh) -> Params:
+        """The weights in the folder, laid out on the mesh."""
+        return hf.load_params(self.path, self.config, param_shardings(self.model, mesh))
+
+
+def open_policy(path: Path, section: ConfigDict) -> Policy:
+    """The policy in a Hugging Face folder, computed with as the `model` section of the configuration says.
+
+    Raises:
+      ValueError, FileNotFoundError: the folder is missing or holds what this code cannot run.
+    """
+    compute = {name: value for name, value in section.items() if name != "path"}
+    config = hf.read_config(path, **compute)
+    model = nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0)))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return Policy(path, config, model, tokenizer, _stop_ids(path, tokenizer))
+
+
+def _stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The end-of-sequence tokens of generation_config.json and of the tokenizer, which differ for base models."""
+    file = path / "generation_config.json"
+    eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+    listed: list[int] = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    own = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
+    return tuple(sorted({*listed, *own}))

@@ -1,0 +1,9 @@
+"""Problems with verifiable rewards. A new task is one file that meets `types.Task` and one line here."""
+
+from poly_epo_jax.tasks.demonstrations import Demonstrations
+from poly_epo_jax.tasks.multiplication import MultiplicationTask
+from poly_epo_jax.tasks.polynomial import PolynomialTask
+
+TASKS = {"polynomial": PolynomialTask, "multiplication": MultiplicationTask}
+
+__all__ = ["TASKS", "Demonstrations", "MultiplicationTask", "PolynomialTask"]

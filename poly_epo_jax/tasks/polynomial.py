@@ -1,0 +1,112 @@
+"""Polynomial solving: name a point on the curve (paper §"Synthetic Domains with Infinitely Many Valid Strategies")."""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from poly_epo_jax.tasks.demonstrations import Demonstrations
+from poly_epo_jax.tasks.splits import split
+from poly_epo_jax.types import Problem
+
+# Canonical integers only: were `y=011` read as 11, one answer could pass for many.
+POINT = re.compile(r"\(x=(0|-?[1-9][0-9]?),y=(0|-?[1-9][0-9]{0,3})\)")
+MAX_Y = 9999
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class PolynomialTask:
+    """Prompt `y=x^2+3x+7:`, response `(x=1,y=11)`; every point on the curve earns 1 and is a strategy of its own.
+
+    The leading coefficient lies in [-max_coefficient, max_coefficient] without 0, those of lower powers of x in the
+    same range with 0, the constant in [-max_constant, max_constant]. Responses may name any x of up to 2 digits and
+    y of up to 4; demonstrations keep to |x| <= max_x. `answer` holds the coefficients, the leading one first: `1,3,7`.
+
+    Raises:
+      ValueError: a difficulty setting is out of range, or more problems are asked for than there are.
+    """
+
+    seed: int = 0
+    degree: int = 1
+    max_coefficient: int = 3
+    max_constant: int = 12
+    max_x: int = 9
+    num_train: int = 110
+    num_held_out: int = 40
+    train_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
+    held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
+
+    alphabet: ClassVar[str] = "0123456789xy=+-^(),:"
+
+    def __post_init__(self):
+        if self.degree not in (1, 2, 3):
+            raise ValueError(f"degree is {self.degree}; choose 1, 2 or 3.")
+        if self.max_coefficient < 1 or self.max_constant < 0:
+            raise ValueError(
+                f"max_coefficient is {self.max_coefficient} and max_constant {self.max_constant}; "
+                "they must be at least 1 and 0."
+            )
+        if not 0 <= self.max_x <= 99:
+            raise ValueError(f"max_x is {self.max_x}; choose 0 to 99, as responses name x with up to 2 digits.")
+        largest_y = self.max_coefficient * sum(self.max_x**k for k in range(1, self.degree + 1)) + self.max_constant
+        if largest_y + 2 > MAX_Y:
+            raise ValueError(
+                f"demonstrations would reach y={largest_y}, but responses name y with up to 4 digits; "
+                "lower max_x, max_coefficient or max_constant."
+            )
+        slopes = range(-self.max_coefficient, self.max_coefficient + 1)
+        constants = range(-self.max_constant, self.max_constant + 1)
+        every = [c for c in itertools.product(*[slopes] * self.degree, constants) if c[0]]
+        train, held_out = split(every, seed=self.seed, num_train=self.num_train, num_held_out=self.num_held_out)
+        self.train_problems, self.held_out_problems = (tuple(map(_problem, part)) for part in (train, held_out))
+
+    def reward(self, problem: Problem, text: str) -> float:
+        """1 for a point on the curve, else 0."""
+        point = self.strategy(problem, text)
+        return float(point is not None and point[1] == _value(problem, point[0]))
+
+    def strategy(self, problem: Problem, text: str) -> tuple[int, int] | None:
+        """The point (x, y), right or wrong: distinct answers are distinct clusters. None if `text` names no point."""
+        match = POINT.fullmatch(text)
+        return (int(match[1]), int(match[2])) if match else None
+
+    def strategies(self, problem: Problem) -> list[tuple[int, int]]:
+        """The demonstrated points by rank: x = 0, 1, -1, 2, -2, ..."""
+        return [(x, _value(problem, x)) for x in map(_x_of_rank, range(2 * self.max_x + 1))]
+
+    def demonstration(self, problem: Problem, rng: np.random.Generator, style: Demonstrations) -> str:
+        """A point as a base policy would name it: y is off by 1 or 2 the more often, the larger |x| is."""
+        x = _x_of_rank(style.rank(2 * self.max_x + 1, rng))
+        y = _value(problem, x)
+        if style.errs(0.1 + 0.03 * abs(x) if x else 0.02, rng):
+            y += int(rng.choice((-2, -1, 1, 2)))
+        return f"(x={x},y={y})"
+
+
+def _problem(coefficients: Sequence[int]) -> Problem:
+    relation = f"y={_polynomial(coefficients)}"
+    return Problem(id=f"polynomial/{relation}", prompt=f"{relation}:", answer=",".join(map(str, coefficients)))
+
+
+def _polynomial(coefficients: Sequence[int]) -> str:
+    text = ""
+    for power, coefficient in zip(reversed(range(len(coefficients))), coefficients, strict=True):
+        if coefficient:
+            variable = ("", "x", f"x^{power}")[min(power, 2)]
+            size = "" if variable and abs(coefficient) == 1 else abs(coefficient)
+            text += f"{'-' if coefficient < 0 else '+'}{size}{variable}"
+    return text.removeprefix("+")
+
+
+def _x_of_rank(rank: int) -> int:
+    return (rank + 1) // 2 if rank % 2 else -(rank // 2)
+
+
+def _value(problem: Problem, x: int) -> int:
+    y = 0
+    for coefficient in problem.answer.split(","):
+        y = y * x + int(coefficient)
+    return y

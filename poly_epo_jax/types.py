@@ -1,0 +1,127 @@
+"""The nouns that travel through a training step, and the three seams where a user plugs in.
+
+`Problem -> Group of N Generations -> GradedGroup (rewards, clusters)`; everything after that is arrays.
+"""
+
+import dataclasses
+from collections.abc import AsyncIterator, Hashable, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int, UInt32
+
+Params = dict[str, Any]
+"""A policy's weights: a nested dict of arrays, the state of `model.qwen3.Qwen3`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One task instance: `prompt` is the text the policy reads, `answer` whatever the task checks against."""
+
+    id: str
+    prompt: str
+    answer: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Generation:
+    """One response y_i of T tokens, as the sampler produced it.
+
+    `token_ids` and `logprobs` [T] include the stop token, `text` does not. `logprobs` are log-softmax(logits /
+    temperature) of the chosen tokens, not renormalised for top-p or top-k. `weight_version` is the number of policy
+    updates that the sampling weights had seen.
+    """
+
+    token_ids: Int[np.ndarray, "T"]
+    logprobs: Float[np.ndarray, "T"]
+    text: str
+    finish_reason: Literal["stop", "length"]
+    weight_version: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """A prompt x and its N generations."""
+
+    problem: Problem
+    prompt_ids: Int[np.ndarray, "L"]
+    generations: tuple[Generation, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeFailure:
+    """A judge that could not cluster a group says why. There is never an invented clustering in its place."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GradedGroup:
+    """A group with its rewards [N] and its clusters [N], or the reason why it has no clustering."""
+
+    group: Group
+    rewards: Float[np.ndarray, "N"]
+    clusters: Int[np.ndarray, "N"] | JudgeFailure
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How to draw generations. `top_p` 1 and `top_k` 0 switch their filters off; `temperature` 0 is greedy."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def generation_seeds(self, num_prompts: int, num_generations: int) -> UInt32[np.ndarray, "P N"]:
+        """Every generation's own seed: it fixes the generation's randomness whatever else is in its batch."""
+        words = np.random.SeedSequence(self.seed).generate_state(num_prompts * num_generations)
+        return words.reshape(num_prompts, num_generations)
+
+
+@runtime_checkable
+class Rollouts(Protocol):
+    """Where generations come from."""
+
+    def generate(self, problems: Sequence[Problem], num_generations: int, sampling: Sampling) -> AsyncIterator[Group]:
+        """Yields one Group per problem as each completes, in any order."""
+        ...
+
+    def update_weights(self, params: Params, version: int) -> None:
+        """From here on generations come from `params`, the policy after `version` updates."""
+        ...
+
+
+@runtime_checkable
+class Judge(Protocol):
+    """Clusters the generations of one prompt by reasoning strategy (paper §4)."""
+
+    async def cluster(self, group: Group) -> Int[np.ndarray, "N"] | JudgeFailure:
+        """Returns cluster ids [N]; `set_rl.DEGENERATE_CLUSTER` marks what is no attempt at reasoning."""
+        ...
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Problems and their verifiable reward."""
+
+    train_problems: Sequence[Problem]
+    held_out_problems: Sequence[Problem]
+
+    def reward(self, problem: Problem, text: str) -> float:
+        """r(x, y) in [0, 1]."""
+        ...
+
+    def strategy(self, problem: Problem, text: str) -> Hashable | None:
+        """What the exact judge clusters by: equal for responses of one strategy, None for degenerate ones.
+
+        Raises:
+          NotImplementedError: the task has no exact clustering; use a judge that reads the responses.
+        """
+        ...
+
+
+Metrics = dict[str, float]
+DeviceMetrics = dict[str, jax.Array]

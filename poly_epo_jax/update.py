@@ -1,0 +1,223 @@
+"""The policy update: gradients of packed microbatches, accumulated, clipped, and given to AdamW.
+
+It knows per-token advantages and a loss function, and no method's name.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from poly_epo_jax.batching import PackedBatch
+from poly_epo_jax.model.logprobs import token_logprobs
+from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.sharding import param_shardings, replicated, row_sharding
+from poly_epo_jax.types import DeviceMetrics, Metrics, Params
+
+Loss = Callable[..., tuple[jax.Array, DeviceMetrics]]
+"""(logprobs, old_logprobs, advantages, weights) -> (loss, sums of metrics over tokens); see set_rl.losses."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that training changes: weights, optimizer moments, and the number of optimizer updates made."""
+
+    params: Params
+    opt_state: optax.OptState
+    updates: jax.Array
+
+
+SCHEDULES: dict[str, Callable[[float, float, int], optax.Schedule]] = {
+    "constant": lambda peak, end, updates: optax.constant_schedule(peak),
+    "linear": optax.linear_schedule,
+    "cosine": lambda peak, end, updates: optax.cosine_decay_schedule(peak, updates, end / peak),
+}
+
+
+def make_schedule(config: ConfigDict, total_updates: int) -> optax.Schedule:
+    """Learning rate by update: linear warm-up, then one of SCHEDULES down to `final_fraction` of the peak."""
+    peak, warmup = config.learning_rate, config.warmup_updates
+    decay = SCHEDULES[config.schedule](peak, peak * config.final_fraction, max(total_updates - warmup, 1))
+    if not warmup:
+        return decay
+    # Counted from one, so that the first update already moves.
+    return optax.join_schedules([lambda update: peak * (update + 1) / (warmup + 1), decay], [warmup])
+
+
+class PolicyUpdate:
+    """Turns minibatches into optimizer updates of a policy.
+
+    Args:
+      model: the policy, possibly abstract: only its structure is used.
+      loss: one of set_rl.LOSSES with its clip range bound.
+      config: the `optimizer` section of the configuration.
+      total_updates: after which the learning-rate schedule ends.
+      temperature: of the sampling distribution whose log-probabilities are trained.
+      kl_coef, entropy_coef: weights of KL(policy || reference) and of the entropy bonus.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3,
+        mesh: Mesh,
+        loss: Loss,
+        config: ConfigDict,
+        total_updates: int,
+        temperature: float = 1.0,
+        kl_coef: float = 0.0,
+        entropy_coef: float = 0.0,
+    ):
+        self.mesh = mesh
+        self.kl_coef = kl_coef
+        self.schedule = make_schedule(config, total_updates)
+        self.optimizer = optax.chain(
+            optax.clip_by_global_norm(config.max_grad_norm),
+            optax.adamw(self.schedule, config.b1, config.b2, config.eps, weight_decay=config.weight_decay),
+        )
+
+        model_def, state = nnx.split(model)
+        weights, scalar = param_shardings(model, mesh), replicated(mesh)
+        opt_state = optax.tree_map_params(
+            self.optimizer,
+            lambda _, sharding: sharding,
+            jax.eval_shape(self.optimizer.init, nnx.to_pure_dict(state)),
+            weights,
+            transform_non_params=lambda _: scalar,
+        )
+        self.shardings = TrainState(weights, opt_state, scalar)
+
+        self.abstract_state = jax.eval_shape(self._first_state, nnx.to_pure_dict(state))
+
+        def forward(params: Params, batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
+            policy = nnx.merge(model_def, params)
+            hidden = policy(batch.tokens, batch.positions, batch.segment_ids)
+            return token_logprobs(hidden, policy.head, jnp.asarray(batch.targets), temperature)
+
+        def objective(params: Params, batch: PackedBatch) -> tuple[jax.Array, DeviceMetrics]:
+            logprobs, entropy = forward(params, batch)
+            old_logprobs = jnp.where(batch.on_policy, jax.lax.stop_gradient(logprobs), batch.old_logprobs)
+            total, metrics = loss(logprobs, old_logprobs, batch.advantages, batch.weights)
+            is_response = batch.weights > 0
+            if kl_coef:
+                # The k3 estimate of KL(policy || reference): unbiased and never negative.
+                log_ratio = jnp.where(is_response, batch.reference_logprobs - logprobs, 0.0)
+                kl = jnp.exp(log_ratio) - 1 - log_ratio
+                total += kl_coef * jnp.sum(batch.weights * kl)
+                metrics["reference_kl"] = jnp.sum(kl)
+            if entropy_coef:
+                total -= entropy_coef * jnp.sum(batch.weights * entropy)
+            mismatch = jnp.where(is_response & batch.on_policy, jnp.abs(logprobs - batch.sampler_logprobs), 0.0)
+            metrics |= {
+                "entropy": jnp.sum(jnp.where(is_response, entropy, 0.0)),
+                "tokens": jnp.sum(is_response),
+                "mismatch": jnp.sum(mismatch),
+                "mismatch_tokens": jnp.sum(is_response & batch.on_policy),
+                "mismatch_max": jnp.max(mismatch),
+            }
+            return total, metrics | {"loss": total}
+
+        def accumulate(params: Params, gradients: Params, batch: PackedBatch) -> tuple[Params, DeviceMetrics]:
+            new, metrics = jax.grad(objective, has_aux=True)(params, batch)
+            return jax.tree.map(jnp.add, gradients, new), metrics
+
+        def apply(state: TrainState, gradients: Params) -> tuple[TrainState, DeviceMetrics]:
+            updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
+            metrics = {
+                "gradient_norm": optax.global_norm(gradients),
+                "update_norm": optax.global_norm(updates),
+                "learning_rate": jnp.asarray(self.schedule(state.updates)),
+            }
+            params = optax.apply_updates(state.params, updates)
+            return TrainState(params, opt_state, state.updates + 1), metrics
+
+        self._init = jax.jit(self._first_state, out_shardings=self.shardings)
+        self._zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), out_shardings=weights)
+        self._logprobs = jax.jit(lambda params, batch: forward(params, batch)[0], out_shardings=row_sharding(mesh))
+        self._accumulate = jax.jit(accumulate, donate_argnums=1, out_shardings=(weights, scalar))
+        self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(self.shardings, scalar))
+
+    def init(self, params: Params) -> TrainState:
+        """The state before the first update; it owns `params` from here on."""
+        with jax.set_mesh(self.mesh):
+            return self._init(params)
+
+    def _first_state(self, params: Params) -> TrainState:
+        return TrainState(params, self.optimizer.init(params), jnp.zeros((), jnp.int32))
+
+    def with_old_logprobs(
+        self, params: Params, minibatches: Sequence[Sequence[PackedBatch]], reference: Params | None = None
+    ) -> list[list[PackedBatch]]:
+        """The minibatches with the log-probabilities that later updates compare with, made before the first of them.
+
+        The first minibatch needs none: `params` do not change before it, so its ratios are exactly one.
+        """
+        with jax.set_mesh(self.mesh):
+            filled = []
+            for index, minibatch in enumerate(minibatches):
+                batches = [self._place(batch) for batch in minibatch]
+                if index:
+                    batches = [
+                        dataclasses.replace(
+                            batch, old_logprobs=self._logprobs(params, batch), on_policy=jnp.array(False)
+                        )
+                        for batch in batches
+                    ]
+                if self.kl_coef:
+                    batches = [
+                        dataclasses.replace(batch, reference_logprobs=self._logprobs(reference, batch))
+                        for batch in batches
+                    ]
+                filled.append(batches)
+            return filled
+
+    def gradient(self, params: Params, minibatch: Sequence[PackedBatch]) -> tuple[Params, list[DeviceMetrics]]:
+        """The loss's gradient over a minibatch, summed over its microbatches, and each one's sums of metrics."""
+        with jax.set_mesh(self.mesh):
+            gradients, metrics = self._zeros(params), []
+            for batch in minibatch:
+                gradients, sums = self._accumulate(params, gradients, self._place(batch))
+                metrics.append(sums)
+            return gradients, metrics
+
+    def __call__(self, state: TrainState, minibatches: Sequence[Sequence[PackedBatch]]) -> tuple[TrainState, Metrics]:
+        """One optimizer update per minibatch, in order. `state` is consumed."""
+        sums: list[DeviceMetrics] = []
+        applied: list[DeviceMetrics] = []
+        for minibatch in minibatches:
+            gradients, metrics = self.gradient(state.params, minibatch)
+            with jax.set_mesh(self.mesh):
+                state, norms = self._apply(state, gradients)
+            sums += metrics
+            applied.append(norms)
+        return state, _summarize(*jax.device_get((sums, applied)))
+
+    def _place(self, batch: PackedBatch) -> PackedBatch:
+        rows, scalar = row_sharding(self.mesh), replicated(self.mesh)
+        return jax.tree.map(lambda x: jax.device_put(x, rows if x.ndim else scalar), batch)
+
+
+def _summarize(sums: list[dict[str, Any]], applied: list[dict[str, Any]]) -> Metrics:
+    """Means over tokens of what the loss counted, means over updates of the norms."""
+    if not applied:
+        return {}
+    total = {name: float(sum(float(metrics[name]) for metrics in sums)) for name in sums[0]}
+    tokens, mismatch_tokens = total.pop("tokens"), max(total.pop("mismatch_tokens"), 1.0)
+    mismatch, loss = total.pop("mismatch"), total.pop("loss")
+    total.pop("mismatch_max")
+    return (
+        {f"policy/{name}": value / tokens for name, value in total.items()}
+        | {f"policy/{name}": float(sum(float(m[name]) for m in applied)) / len(applied) for name in applied[0]}
+        | {
+            "policy/loss": loss / len(applied),
+            "mismatch/mean": mismatch / mismatch_tokens,
+            "mismatch/max": max(float(metrics["mismatch_max"]) for metrics in sums),
+        }
+    )

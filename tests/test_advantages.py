@@ -1,0 +1,289 @@
+"""Advantages against a brute force in float64 that forms every set, and against the method's identities."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from poly_epo_jax.set_rl import (
+    DEGENERATE_CLUSTER,
+    enumerate_sets,
+    exploration_exploitation_synergy,
+    grpo_advantages,
+    grpo_div_advantages,
+    marginal_set_advantages,
+    mean_reward,
+    pass_at_n,
+    polychromic,
+    polychromic_advantages,
+    sample_sets,
+)
+
+FAST_COMPILE = {"xla_backend_optimization_level": 0}  # small programs: compiling costs more than running
+closed_form = jax.jit(polychromic_advantages, static_argnames="set_size", compiler_options=FAST_COMPILE)
+marginal = jax.jit(marginal_set_advantages, static_argnames="objective", compiler_options=FAST_COMPILE)
+
+PROMPTS_PER_SHAPE = 63  # times the 16 shapes that always run: 1,008 cases
+SHAPES = [
+    pytest.param(N, n, marks=[] if N in (3, 4, 5, 8) else pytest.mark.slow) for N in range(3, 10) for n in range(1, N)
+]
+
+
+def random_group(rng, num_prompts, num_generations):
+    """Rewards, half of the prompts binary and half real-valued, and clusters of which some are degenerate."""
+    rewards = rng.random((num_prompts, num_generations)) * 2 - 0.5
+    rewards[::2] = rewards[::2] > 0.5
+    ids = np.array([0, 1, 2, 3, 17, DEGENERATE_CLUSTER])
+    clusters = ids[rng.integers(0, rng.integers(1, 7, (num_prompts, 1)), (num_prompts, num_generations))]
+    clusters[1::3] = ids[::-1][rng.integers(0, 3, clusters[1::3].shape)]
+    return rewards.astype(np.float32), clusters
+
+
+def brute_force(rewards, clusters, sets):
+    """The paper's definitions, literally, for one prompt: (A_marg, product, synergy) of each generation."""
+    rewards, clusters = rewards.astype(np.float64).tolist(), clusters.tolist()
+    R = np.array([sum(rewards[i] for i in members) / len(members) for members in sets])
+    d = np.array([len({clusters[i] for i in members} - {DEGENERATE_CLUSTER}) / len(members) for members in sets])
+
+    def cov(keep):
+        return ((R[keep] - R[keep].mean()) * (d[keep] - d[keep].mean())).mean()
+
+    everything = np.ones(len(sets), bool)
+    advantages = np.zeros((len(rewards), 3))
+    for y in range(len(rewards)):
+        holds = np.array([y in members for members in sets])
+        if holds.any():
+            product = R[holds].mean() * d[holds].mean() - R.mean() * d.mean()
+            advantages[y] = (R * d - (R * d).mean())[holds].mean(), product, cov(holds) - cov(everything)
+    return advantages.T
+
+
+@pytest.mark.parametrize(("num_generations", "set_size"), SHAPES)
+def test_random_groups_against_brute_force(num_generations, set_size):
+    rng = np.random.default_rng([num_generations, set_size])
+    rewards, clusters = random_group(rng, PROMPTS_PER_SHAPE, num_generations)
+    every_set = list(itertools.combinations(range(num_generations), set_size))
+    num_sets = int(rng.integers(1, len(every_set) + 1))
+    some_sets = np.array([rng.permutation(every_set)[:num_sets] for _ in rewards])
+
+    def ours(rewards, clusters, some_sets):
+        features = {"rewards": rewards, "clusters": clusters}
+        return (
+            marginal_set_advantages(polychromic, enumerate_sets(num_generations, set_size), **features),
+            marginal_set_advantages(polychromic, some_sets, **features),
+            polychromic_advantages(rewards, clusters, set_size),
+            exploration_exploitation_synergy(rewards, clusters, set_size),
+        )
+
+    jitted = jax.jit(ours, compiler_options=FAST_COMPILE)
+    enumerated, sampled, closed, (product, synergy) = jitted(rewards, clusters, some_sets)
+    expected = [brute_force(r, c, every_set) for r, c in zip(rewards, clusters, strict=True)]
+    A_marg, expected_product, expected_synergy = np.stack(expected, axis=1)
+    np.testing.assert_allclose(enumerated, A_marg, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(closed, A_marg, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(product, expected_product, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(synergy, expected_synergy, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(product + synergy, A_marg, rtol=0, atol=1e-6)
+
+    expected = [brute_force(r, c, s)[0] for r, c, s in zip(rewards, clusters, some_sets, strict=True)]
+    np.testing.assert_allclose(sampled, np.stack(expected), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("num_generations", "set_size"), [(8, 4), (5, 1), (6, 5)])
+def test_mean_reward_is_scaled_grpo(num_generations, set_size):
+    rewards, _ = random_group(np.random.default_rng(0), 16, num_generations)
+    advantages = marginal(mean_reward, enumerate_sets(num_generations, set_size), rewards=rewards)
+    factor = (num_generations - set_size) / (set_size * (num_generations - 1))
+    centred = rewards.astype(np.float64) - rewards.astype(np.float64).mean(-1, keepdims=True)
+    np.testing.assert_allclose(advantages, factor * centred, atol=1e-6)
+    np.testing.assert_allclose(grpo_advantages(rewards), centred, atol=1e-6)
+
+
+def test_pass_at_n_never_rewards_an_incorrect_generation():
+    rewards = np.array(list(itertools.product([0, 1], repeat=6)), np.float32)
+    advantages = np.asarray(marginal(pass_at_n, enumerate_sets(6, 3), rewards=rewards))
+    assert advantages[rewards == 0].max() <= 1e-7
+    one_correct = rewards.sum(-1) == 1
+    assert (advantages[one_correct] > 0.1)[rewards[one_correct] == 1].all()
+
+
+def test_relabelling_clusters_changes_nothing():
+    rewards, clusters = random_group(np.random.default_rng(1), 32, 8)
+    labels = np.where(np.arange(101) == DEGENERATE_CLUSTER, DEGENERATE_CLUSTER, 500 - np.arange(101))
+    relabelled = labels[clusters]
+    assert (relabelled != clusters).any()
+    np.testing.assert_array_equal(closed_form(rewards, relabelled, 4), closed_form(rewards, clusters, 4))
+    np.testing.assert_array_equal(
+        marginal(polychromic, enumerate_sets(8, 4), rewards=rewards, clusters=relabelled),
+        marginal(polychromic, enumerate_sets(8, 4), rewards=rewards, clusters=clusters),
+    )
+
+
+@pytest.mark.parametrize(("num_generations", "set_size"), [(8, 4), (256, 16)])
+def test_permuting_generations_permutes_advantages(num_generations, set_size):
+    rng = np.random.default_rng(2)
+    rewards, clusters = random_group(rng, 8, num_generations)
+    order = rng.permutation(num_generations)
+    advantages = np.asarray(closed_form(rewards, clusters, set_size))
+    permuted = np.asarray(closed_form(rewards[:, order], clusters[:, order], set_size))
+    assert np.isfinite(advantages).all() and np.abs(advantages).max() > 1e-3
+    np.testing.assert_allclose(permuted, advantages[:, order], atol=1e-6)
+    np.testing.assert_allclose(advantages.mean(-1), 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("cluster", [3, DEGENERATE_CLUSTER])
+def test_identical_generations_get_no_advantage(cluster):
+    rewards, clusters = np.full((2, 8), 0.7, np.float32), np.full((2, 8), cluster)
+    np.testing.assert_allclose(closed_form(rewards, clusters, 4), 0, atol=1e-6)
+    enumerated = marginal(polychromic, enumerate_sets(8, 4), rewards=rewards, clusters=clusters)
+    np.testing.assert_allclose(enumerated, 0, atol=1e-6)
+
+
+def test_optimistic_exploration_pays_an_incorrect_lone_strategy():
+    """Four correct of one strategy, three incorrect of the same, one incorrect of another: only the last explores."""
+    rewards = np.array([[1, 1, 1, 1, 0, 0, 0, 0]], np.float32)
+    clusters = np.array([[0, 0, 0, 0, 0, 0, 0, 1]])
+    advantages = np.asarray(closed_form(rewards, clusters, 4))[0]
+    assert advantages[7] > 0 > advantages[4]
+    gibberish = np.asarray(closed_form(rewards, np.where(clusters == 1, DEGENERATE_CLUSTER, 0), 4))[0]
+    assert gibberish[7] < 0
+
+
+@pytest.mark.parametrize("num_generations", [64, 256])
+def test_closed_form_where_enumeration_is_out_of_reach(num_generations):
+    """Two answers known for any N: all clusters distinct makes f the mean reward, one cluster makes it that over n."""
+    set_size = num_generations // 16
+    rewards = np.random.default_rng(3).random((3, num_generations)).astype(np.float32)
+    scaled = (num_generations - set_size) / (set_size * (num_generations - 1)) * np.asarray(grpo_advantages(rewards))
+    distinct = np.broadcast_to(np.arange(1000, 1000 + num_generations), rewards.shape)
+    np.testing.assert_allclose(closed_form(rewards, distinct, set_size), scaled, atol=1e-6)
+    same = np.zeros_like(distinct)
+    np.testing.assert_allclose(closed_form(rewards, same, set_size), scaled / set_size, atol=1e-6)
+
+
+def test_closed_form_against_monte_carlo_over_four_billion_sets():
+    num_generations, set_size, num_sets = 64, 8, 10_000
+    rewards, clusters = random_group(np.random.default_rng(4), 4, num_generations)
+    sets = np.asarray(sample_sets(jax.random.key(0), num_generations, set_size, num_sets))
+    sampled = marginal(polychromic, sets, rewards=rewards, clusters=clusters)
+    exact = np.asarray(closed_form(rewards, clusters, set_size))
+
+    ordered = np.sort(np.where(clusters == DEGENERATE_CLUSTER, -1, clusters)[:, sets], axis=-1)
+    num_clusters = (np.diff(ordered, axis=-1, prepend=-1) > 0).sum(-1)
+    scores = rewards[:, sets].mean(-1) * num_clusters / set_size
+    holds = (sets[..., None] == np.arange(num_generations)).any(1)
+    for prompt in range(4):
+        # The baseline is estimated from the same sets, which takes the share n / N off the variance.
+        spread = np.array([scores[prompt, holds[:, y]].std() for y in range(num_generations)])
+        standard_error = spread * np.sqrt((1 - set_size / num_generations) / holds.sum(0))
+        z = (np.asarray(sampled[prompt]) - exact[prompt]) / standard_error
+        assert np.abs(z).max() < 4.5
+        assert 0.6 < np.mean(z**2) < 1.5
+
+
+def test_a_users_own_objective_over_embeddings():
+    rng = np.random.default_rng(5)
+    embeddings = rng.normal(size=(3, 6, 4)).astype(np.float32)
+    quality = rng.random((3, 6)).astype(np.float32)
+
+    def spread(embeddings, quality):
+        centre = embeddings.mean(axis=-2, keepdims=True)
+        return jnp.square(embeddings - centre).sum(axis=(-2, -1)) * quality.min(axis=-1)
+
+    sets = list(itertools.combinations(range(6), 3))
+    scores = np.zeros((3, len(sets)))
+    for prompt, (row, members) in itertools.product(range(3), enumerate(sets)):
+        points = embeddings[prompt, members].astype(np.float64)
+        scores[prompt, row] = ((points - points.mean(0)) ** 2).sum() * quality[prompt, members].min()
+    expected = np.zeros((3, 6))
+    for prompt, y in itertools.product(range(3), range(6)):
+        held = [scores[prompt, row] for row, members in enumerate(sets) if y in members]
+        expected[prompt, y] = np.mean(held) - scores[prompt].mean()
+
+    advantages = marginal(spread, enumerate_sets(6, 3), embeddings=embeddings, quality=quality)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_generation_that_no_set_holds_gets_zero():
+    rewards = np.array([[1, 0, 0, 1]], np.float32)
+    sets = np.array([[0, 1], [1, 2]])
+    advantages = marginal(mean_reward, sets, rewards=rewards)
+    np.testing.assert_allclose(advantages, [[0.25, 0.0, -0.25, 0.0]], atol=1e-7)
+
+
+def test_jit_changes_nothing():
+    rewards, clusters = random_group(np.random.default_rng(6), 32, 8)
+    eager = polychromic_advantages(rewards, clusters, 4)
+    np.testing.assert_allclose(closed_form(rewards, clusters, 4), eager, atol=1e-6)
+    features = {"rewards": rewards, "clusters": clusters}
+    eager = marginal_set_advantages(polychromic, enumerate_sets(8, 4), **features)
+    np.testing.assert_allclose(marginal(polychromic, enumerate_sets(8, 4), **features), eager, atol=1e-6)
+
+
+def test_grpo_div_hand_computed():
+    rewards = np.array([[1, 0, 0, 0, 1]], np.float32)
+    clusters = np.array([[1, 1, 2, DEGENERATE_CLUSTER, 1]])
+    bonus = np.array([(5 / 3 - 1) / 4, (5 / 3 - 1) / 4, 1.0, 0.0, (5 / 3 - 1) / 4])  # gibberish is rare, yet unpaid
+    shaped = rewards[0] + 0.5 * bonus
+    np.testing.assert_allclose(grpo_div_advantages(rewards, clusters, 0.5), (shaped - shaped.mean())[None], atol=1e-6)
+    np.testing.assert_allclose(grpo_div_advantages(rewards, clusters, 0.0), grpo_advantages(rewards), atol=1e-7)
+
+
+ON_ALL_ADVANTAGES = pytest.mark.parametrize(
+    "advantages",
+    [
+        lambda r, c: polychromic_advantages(r, c, 2),
+        lambda r, c: exploration_exploitation_synergy(r, c, 2),
+        lambda r, c: grpo_div_advantages(r, c, 0.5),
+        lambda r, c: marginal_set_advantages(polychromic, enumerate_sets(4, 2), rewards=r, clusters=c),
+    ],
+    ids=["polychromic", "synergy", "grpo_div", "marginal"],
+)
+
+
+@ON_ALL_ADVANTAGES
+def test_refuses_nan_rewards(advantages):
+    rewards = np.array([[1, 0, np.nan, 0]], np.float32)
+    with pytest.raises(ValueError, match="rewards hold NaN: give every generation a number"):
+        advantages(rewards, np.zeros((1, 4), int))
+    with pytest.raises(ValueError, match="rewards hold NaN"):
+        grpo_advantages(rewards)
+
+
+@ON_ALL_ADVANTAGES
+def test_refuses_mismatched_shapes(monkeypatch, advantages):
+    monkeypatch.setattr(
+        jaxtyping.config, "jaxtyping_disable", True
+    )  # as outside the tests, where nothing checks shapes
+    with pytest.raises(ValueError, match=r"must share their leading \[P, N\] shape, but have .*\(1, 4\).*\(1, 5\)"):
+        advantages(np.zeros((1, 4), np.float32), np.zeros((1, 5), int))
+    with pytest.raises(ValueError, match=r"must share their leading \[P, N\] shape"):
+        advantages(np.zeros(4, np.float32), np.zeros(4, int))
+
+
+@pytest.mark.parametrize("advantages", [polychromic_advantages, exploration_exploitation_synergy])
+@pytest.mark.parametrize(
+    ("set_size", "message"),
+    [(0, "set_size is 0, but a set holds"), (4, "num_generations is 4 and must exceed set_size 4")],
+)
+def test_refuses_impossible_set_sizes(advantages, set_size, message):
+    with pytest.raises(ValueError, match=message):
+        advantages(np.zeros((1, 4), np.float32), np.zeros((1, 4), int), set_size)
+
+
+def test_refuses_sets_of_another_shape(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    rewards = np.zeros((2, 4), np.float32)
+    for sets in (np.zeros(2, int), np.zeros((3, 5, 2), int)):
+        with pytest.raises(ValueError, match=r"must be \[K, n\] or \[2, K, n\], one per prompt"):
+            marginal_set_advantages(mean_reward, sets, rewards=rewards)
+    with pytest.raises(ValueError, match="num_generations is 4 and must exceed set_size 5"):
+        marginal_set_advantages(mean_reward, np.zeros((3, 5), int), rewards=rewards)
+
+
+def test_refuses_an_objective_without_one_score_per_set():
+    with pytest.raises(ValueError, match=r"returned shape \(6, 2\), but must give one score per set, \[K\]"):
+        marginal_set_advantages(lambda rewards: rewards, enumerate_sets(4, 2), rewards=np.zeros((1, 4), np.float32))

@@ -1,0 +1,370 @@
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from poly_epo_jax.model import hf
+from poly_epo_jax.model.hf import load_params, read_config, save_pretrained
+from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.model.sharding import make_mesh, param_shardings
+
+torch.set_num_threads(1)
+FLOAT32 = {"dtype": "float32", "attention": "xla"}
+SMALL = Qwen3Config(
+    vocab_size=40, hidden_size=16, mlp_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, **FLOAT32
+)
+
+
+def draw_config(index):
+    """Configuration `index` of ten: each model type, with one key head, as many as query heads, and some between."""
+    rng = np.random.default_rng(index)
+    model_type = ("qwen3", "qwen2", "llama")[index % 3]
+    heads = 4
+    hidden_size = int(rng.choice([24, 32, 40]))
+    return Qwen3Config(
+        vocab_size=int(rng.integers(30, 80)),
+        hidden_size=hidden_size,
+        mlp_size=int(rng.integers(20, 60)),
+        num_layers=int(rng.integers(1, 4)),
+        num_heads=heads,
+        num_kv_heads=(1, heads, 2)[index // 3 % 3],
+        head_dim=hidden_size // heads if model_type == "qwen2" else int(rng.choice([4, 14, 16])),
+        rope_theta=float(10 ** rng.uniform(2, 6)),
+        norm_eps=float(rng.choice([1e-6, 1e-5, 1e-2])),
+        max_position=64,
+        tied_head=bool(rng.random() < 0.5),
+        **hf.SWITCHES[model_type],
+        **FLOAT32,
+    )
+
+
+def random_params(config, seed=0):
+    """The initial weights, each moved at random, so that norms are not ones and biases not zeros."""
+    params = nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(seed)))[1])
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: x + jnp.asarray(0.2 * rng.standard_normal(x.shape), x.dtype), params)
+
+
+def random_transformer(config, seed=0):
+    """The transformers model of the same shapes, written with transformers' own names for them."""
+    shapes = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.mlp_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "max_position_embeddings": config.max_position,
+        "tie_word_embeddings": config.tied_head,
+    }
+    if config.qk_norm:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shapes, head_dim=config.head_dim))
+    elif config.attention_bias:
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shapes))
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shapes, head_dim=config.head_dim))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+            parameter.mul_(parameter.ndim == 1).add_(scale * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def our_logits(config, params, tokens):
+    model = nnx.merge(nnx.split(nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0))))[0], params)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    return model(tokens, positions, jnp.ones_like(tokens)) @ model.head.T
+
+
+def assert_same_logits(config, params, transformer):
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 13))
+    with torch.no_grad():
+        expected = transformer(torch.as_tensor(tokens)).logits.numpy()
+    assert expected.std() > 0.3
+    np.testing.assert_allclose(our_logits(config, params, jnp.asarray(tokens)), expected, atol=1e-4, rtol=0)
+
+
+def assert_trees_equal(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("index", range(10))
+def test_logits_of_a_folder_that_transformers_wrote(index, tmp_path):
+    config, folder = draw_config(index), tmp_path / "model"
+    transformer = random_transformer(config, seed=index)
+    transformer.save_pretrained(folder, max_shard_size="20KB" if index % 2 else "5GB")
+    assert (folder / "model.safetensors.index.json").exists() == bool(index % 2)
+    read = read_config(folder, **FLOAT32)
+    assert read == config
+    assert_same_logits(read, load_params(folder, read), transformer)
+
+
+@pytest.mark.parametrize("index", range(10))
+def test_transformers_gives_the_same_logits_for_a_folder_that_we_wrote(index, tmp_path):
+    config, folder = draw_config(index), tmp_path / "model"
+    params = random_params(config, seed=index)
+    save_pretrained(folder, params, config, dtype="float32", max_shard_bytes=20_000 if index % 2 else 5 * 10**9)
+    assert (folder / "model.safetensors.index.json").exists() == bool(index % 2)
+    transformer = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert transformer.dtype == torch.float32
+    assert_same_logits(config, params, transformer)
+    assert read_config(folder, **FLOAT32) == config
+    assert_trees_equal(load_params(folder, config), params)
+
+
+def test_every_table_entry_is_used():
+    used = set()
+    for switches in hf.SWITCHES.values():
+        config = dataclasses.replace(SMALL, **switches, tied_head=False)
+        used |= {tensor.path for tensor in hf._tensors(config).values()}
+    assert used == set(hf.WEIGHTS)
+
+
+def test_bfloat16_files_hold_the_rounded_weights(tmp_path):
+    config = dataclasses.replace(SMALL, tied_head=False)
+    params = random_params(config)
+    save_pretrained(tmp_path / "float32", params, config, dtype="float32")
+    save_pretrained(tmp_path / "bfloat16", params, config)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    rounded, exact = load(tmp_path / "bfloat16").state_dict(), load(tmp_path / "float32").state_dict()
+    assert rounded.keys() == exact.keys()
+    for name, tensor in rounded.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, exact[name].to(torch.bfloat16)), name
+    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+    assert_trees_equal(load_params(tmp_path / "bfloat16", config), expected)
+
+
+@pytest.mark.parametrize("written", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_loaded_weights_have_the_param_dtype(written, param_dtype, tmp_path):
+    transformer = random_transformer(SMALL).to(written)
+    transformer.save_pretrained(tmp_path)
+    params = load_params(tmp_path, read_config(tmp_path, param_dtype=param_dtype))
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(param_dtype)}
+    expected = transformer.model.embed_tokens.weight.detach().to(getattr(torch, param_dtype)).float().numpy()
+    np.testing.assert_array_equal(params["embed"].astype(jnp.float32), expected)
+
+
+def test_params_have_the_models_own_structure(tmp_path):
+    random_transformer(SMALL).save_pretrained(tmp_path)
+    params = load_params(tmp_path, SMALL)
+    assert jax.tree.structure(params) == jax.tree.structure(random_params(SMALL))
+    assert "untied_head" not in params
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_weights_are_laid_out_by_the_given_shardings(tmp_path):
+    params = random_params(SMALL)
+    save_pretrained(tmp_path / "model", params, SMALL, dtype="float32")
+    shardings = param_shardings(nnx.eval_shape(lambda: Qwen3(SMALL, nnx.Rngs(0))), make_mesh(2, 2, 2))
+    loaded = load_params(tmp_path / "model", SMALL, shardings)
+    assert_trees_equal(loaded, params)
+    assert jax.tree.map(lambda x: x.sharding, loaded) == shardings
+    save_pretrained(tmp_path / "again", loaded, SMALL, dtype="float32")
+    assert_trees_equal(load_params(tmp_path / "again", SMALL), params)
+
+
+def test_shards_stay_below_the_limit_and_the_index_names_every_tensor(tmp_path):
+    limit = 2_000
+    save_pretrained(tmp_path / "model", random_params(SMALL), SMALL, max_shard_bytes=limit)
+    index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())
+    files = sorted(file.name for file in (tmp_path / "model").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    held = {}
+    for file in files:
+        tensors = load_file(tmp_path / "model" / file)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= limit
+        held |= dict.fromkeys(tensors, file)
+    assert index["weight_map"] == held
+    assert index["metadata"]["total_size"] == 2 * sum(x.size for x in jax.tree.leaves(random_params(SMALL)))
+
+
+def test_a_crash_leaves_no_folder_and_the_next_save_succeeds(tmp_path, monkeypatch):
+    params = random_params(SMALL)
+
+    def crash(*args, **kwargs):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hf, "save_file", crash)
+        with pytest.raises(OSError, match="disk full"):
+            save_pretrained(tmp_path / "model", params, SMALL)
+    assert not (tmp_path / "model").exists()
+    save_pretrained(tmp_path / "model", params, SMALL)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["model"]
+
+
+def test_stop_and_padding_tokens_are_written_for_generation(tmp_path):
+    save_pretrained(tmp_path / "model", random_params(SMALL), SMALL, eos_token_id=[7, 8], pad_token_id=9)
+    for written in (transformers.AutoConfig, transformers.GenerationConfig):
+        assert written.from_pretrained(tmp_path / "model").eos_token_id == [7, 8]
+        assert written.from_pretrained(tmp_path / "model").pad_token_id == 9
+
+
+def test_a_folder_without_stop_token_does_not_inherit_llamas(tmp_path):
+    llama = dataclasses.replace(SMALL, qk_norm=False)
+    save_pretrained(tmp_path / "model", random_params(llama), llama)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    assert config.architectures == ["LlamaForCausalLM"]
+    assert config.bos_token_id is config.eos_token_id is None
+
+
+def write_config(folder, **changes):
+    """A config.json as transformers 4 wrote it, with `changes` (None deletes a key)."""
+    written = {
+        "model_type": "qwen3",
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "torch_dtype": "bfloat16",
+    }
+    written = {key: value for key, value in (written | changes).items() if key not in changes or value is not None}
+    (folder / "config.json").write_text(json.dumps(written))
+
+
+def test_an_old_config_reads_the_same(tmp_path):
+    write_config(tmp_path)
+    assert read_config(tmp_path, **FLOAT32) == SMALL
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope_theta"),
+    [
+        ({"rope_theta": 5e5}, 5e5),
+        ({"rope_theta": None}, 1e4),
+        ({"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "default"}}, 5e5),
+    ],
+)
+def test_rope_theta_is_found_in_old_and_new_places(changes, rope_theta, tmp_path):
+    write_config(tmp_path, **changes)
+    assert read_config(tmp_path).rope_theta == rope_theta
+
+
+def test_what_older_configs_leave_out_has_transformers_defaults(tmp_path):
+    write_config(tmp_path, model_type="llama", num_key_value_heads=None, head_dim=None, tie_word_embeddings=None)
+    config = read_config(tmp_path)
+    assert (config.num_kv_heads, config.head_dim, config.tied_head) == (4, 4, False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_we_write_serves_old_and_new_readers(dtype, tmp_path):
+    config = dataclasses.replace(SMALL, rope_theta=12345.0)
+    save_pretrained(tmp_path / "model", random_params(config), config, dtype=dtype)
+    written = json.loads((tmp_path / "model/config.json").read_text())
+    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 12345.0
+    assert written["torch_dtype"] == written["dtype"] == dtype
+    assert written["architectures"] == ["Qwen3ForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, r"model_type 'gpt2' is not supported; choose a qwen3 or qwen2 or llama model\."),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling .*'linear'.* is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling .*'yarn'.* is not supported"),
+        ({"attention_bias": True}, "attention_bias True is not supported; choose a qwen3 model without it"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias True is not supported"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias True is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window True is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .* is not supported"),
+        ({"hidden_size": None}, "does not say 'hidden_size'; add it"),
+        ({"vocab_size": None}, "does not say 'vocab_size'; add it"),
+    ],
+)
+def test_a_model_that_ours_cannot_compute_is_refused(changes, message, tmp_path):
+    write_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        read_config(tmp_path)
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="Qwen/Qwen3-4B is not a folder; download the model first"):
+        read_config("Qwen/Qwen3-4B")
+    with pytest.raises(FileNotFoundError, match="is not a folder; download the model first"):
+        load_params(tmp_path / "absent", SMALL)
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json; give a Hugging Face model folder"):
+        read_config(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        load_params(tmp_path, SMALL)
+
+
+def edit_tensors(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_tied_checkpoint_may_hold_its_head_too(tmp_path):
+    save_pretrained(tmp_path / "model", random_params(SMALL), SMALL, dtype="float32")
+    edit_tensors(tmp_path / "model", lambda tensors: tensors.update({"lm_head.weight": np.zeros((40, 16), np.float32)}))
+    assert_trees_equal(load_params(tmp_path / "model", SMALL), random_params(SMALL))
+
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda tensors: tensors.pop(K_PROJ), f"lacks {K_PROJ}; it is incomplete"),
+        (lambda tensors: tensors.update(extra=np.zeros(3)), "has an unexpected extra; the config describes another"),
+        (
+            lambda tensors: tensors.update({K_PROJ: np.zeros((24, 16), np.float32)}),
+            rf"{K_PROJ} has shape \(24, 16\), but the config implies \(12, 16\)",
+        ),
+        (
+            lambda tensors: tensors.update({K_PROJ: np.zeros((12, 16), np.int8)}),
+            f"{K_PROJ} is I8; choose a model in BF16, F16 or F32",
+        ),
+    ],
+    ids=["missing", "unexpected", "shape", "type"],
+)
+def test_tensors_that_do_not_fit_are_refused(edit, message, tmp_path):
+    save_pretrained(tmp_path / "model", random_params(SMALL), SMALL)
+    edit_tensors(tmp_path / "model", edit)
+    with pytest.raises(ValueError, match=message):
+        load_params(tmp_path / "model", SMALL)
+
+
+def test_an_untied_model_needs_its_head(tmp_path):
+    save_pretrained(tmp_path / "model", random_params(SMALL), SMALL)
+    with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):
+        load_params(tmp_path / "model", dataclasses.replace(SMALL, tied_head=False))
+
+
+def test_saving_refuses_what_has_no_architecture_and_what_is_there(tmp_path):
+    both = dataclasses.replace(SMALL, attention_bias=True)
+    with pytest.raises(ValueError, match=r"No Hugging Face architecture has .*'attention_bias': True"):
+        save_pretrained(tmp_path / "model", random_params(both), both)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(FileExistsError, match="exists already; choose another folder, or remove it first"):
+        save_pretrained(tmp_path, random_params(SMALL), SMALL)

@@ -1,0 +1,89 @@
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from poly_epo_jax.judges import JUDGES, ExactJudge
+from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
+from poly_epo_jax.tasks import MultiplicationTask, PolynomialTask
+from poly_epo_jax.types import Generation, Group, Problem
+
+PROBLEM = Problem(id="p", prompt="y=x+5:", answer="1,5")
+
+
+class FirstWord:
+    """A strategy is a text's first word."""
+
+    train_problems: Sequence[Problem] = (PROBLEM,)
+    held_out_problems: Sequence[Problem] = ()
+
+    def reward(self, problem, text):
+        return 0.0
+
+    def strategy(self, problem, text):
+        return text.split()[0] if text else None
+
+
+class Unreadable(FirstWord):
+    def strategy(self, problem, text):
+        raise NotImplementedError
+
+
+def group(texts, problem=PROBLEM) -> Group:
+    tokens = np.zeros(1, np.int32)
+    generations = [Generation(tokens, np.zeros(1, np.float32), text, "stop", 0) for text in texts]
+    return Group(problem, tokens, tuple(generations))
+
+
+def cluster(judge, texts, problem=PROBLEM) -> np.ndarray:
+    return asyncio.run(judge.cluster(group(texts, problem)))
+
+
+def test_ids_are_given_in_order_of_first_appearance():
+    clusters = cluster(JUDGES["exact"](FirstWord()), ["b 1", "a", "", "b 2", "c", "a 3", ""])
+    np.testing.assert_array_equal(clusters, [0, 1, 100, 0, 2, 1, 100])
+    assert clusters.dtype == np.int32
+    assert DEGENERATE_CLUSTER == 100
+
+
+def test_groups_are_judged_apart():
+    judge = ExactJudge(FirstWord())
+    assert cluster(judge, ["a", "b"]).tolist() == cluster(judge, ["b", "c"]).tolist() == [0, 1]
+
+
+def test_no_strategy_takes_the_degenerate_id_in_large_groups():
+    texts = [str(i) for i in range(150)] + [""] + [str(i) for i in range(150)]
+    clusters = cluster(ExactJudge(FirstWord()), texts)
+    expected = [*range(100), *range(101, 151)]
+    np.testing.assert_array_equal(clusters, [*expected, 100, *expected])
+
+
+def test_two_share_a_cluster_exactly_if_they_share_a_strategy():
+    rng = np.random.default_rng(0)
+    task = MultiplicationTask()
+    problem = Problem(id="", prompt="7*24:", answer="7,24")
+    strategy_by_hand = {
+        "7*(20+4)=140+28=168": "tens of 24",
+        "7*(4+20)=28+140=168": "tens of 24",
+        "7*(20+4)=1+1=1": "tens of 24",
+        "7*(6*4)=42*4=168": "factors of 24",
+        "24*(5+2)=1+1=2": "split of 7",
+        "7*(20+": "none",
+        "": "none",
+    }
+    texts = rng.choice(list(strategy_by_hand), size=40).tolist()
+    clusters = cluster(ExactJudge(task), texts, problem)
+    by_hand = np.array([strategy_by_hand[text] for text in texts])
+    np.testing.assert_array_equal(clusters[:, None] == clusters[None], by_hand[:, None] == by_hand[None])
+    np.testing.assert_array_equal(clusters == DEGENERATE_CLUSTER, by_hand == "none")
+
+
+def test_wrong_answers_are_distinct_clusters_in_polynomial_solving():
+    texts = ["(x=0,y=5)", "(x=0,y=6)", "(x=1,y=6)", "(x=0,y=05)", "(x=0,y=5)"]
+    np.testing.assert_array_equal(cluster(ExactJudge(PolynomialTask()), texts), [0, 1, 2, 100, 0])
+
+
+def test_a_task_without_exact_strategies_is_refused_at_construction():
+    with pytest.raises(ValueError, match=r"Unreadable has no exact clustering; use judge 'llm'"):
+        ExactJudge(Unreadable())

@@ -1,0 +1,114 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from poly_epo_jax.model.logprobs import token_logprobs
+from poly_epo_jax.model.sharding import make_mesh
+
+
+def random_inputs(rows=2, length=24, width=16, vocab=50, seed=0):
+    """48 tokens: hidden, head, targets, and a cotangent for each of the two outputs."""
+    rng = np.random.default_rng(seed)
+    hidden = rng.standard_normal((rows, length, width), np.float32)
+    head = rng.standard_normal((vocab, width), np.float32)
+    targets = rng.integers(0, vocab, (rows, length), np.int32)
+    cotangents = rng.standard_normal((2, rows, length), np.float32)
+    return tuple(jnp.asarray(x) for x in (hidden, head, targets, cotangents))
+
+
+def naive_logprobs(hidden, head, targets, temperature=1.0):
+    log_p = jax.nn.log_softmax(hidden @ head.T / temperature, axis=-1)
+    chosen = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+    return chosen, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+
+
+def values_and_gradients(function, hidden, head, targets, cotangents):
+    def value(hidden, head):
+        logprobs, entropy = function(hidden, head, targets)
+        return jnp.sum(cotangents[0] * logprobs + cotangents[1] * entropy), (logprobs, entropy)
+
+    (_, outputs), gradients = jax.jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))(hidden, head)
+    return [*outputs, *gradients]
+
+
+@pytest.mark.parametrize(("chunk_tokens", "temperature"), [(1, 1.0), (16, 0.7), (17, 1.3), (48, 1.0), (1000, 0.7)])
+def test_values_and_gradients_match_the_naive_form(chunk_tokens, temperature):
+    inputs = random_inputs()
+    found = values_and_gradients(lambda *x: token_logprobs(*x, temperature, chunk_tokens), *inputs)
+    expected = values_and_gradients(lambda *x: naive_logprobs(*x, temperature), *inputs)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)
+
+
+def test_values_match_float64():
+    hidden, head, targets, _ = random_inputs()
+    logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / 0.7
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    chosen = [[np.log(p[b, t, targets[b, t]]) for t in range(24)] for b in range(2)]
+    logprobs, entropy = token_logprobs(hidden, head, targets, 0.7)
+    np.testing.assert_allclose(logprobs, chosen, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(entropy, -(p * np.log(p)).sum(-1), atol=1e-5, rtol=0)
+
+
+def test_equal_logits_are_uniform():
+    _, head, targets, _ = random_inputs(vocab=50)
+    logprobs, entropy = token_logprobs(jnp.zeros((2, 24, 16)), head, targets)
+    np.testing.assert_allclose(logprobs, -np.log(50), rtol=1e-6)
+    np.testing.assert_allclose(entropy, np.log(50), rtol=1e-6)
+
+
+def test_huge_logits_stay_finite():
+    hidden, head, targets, cotangents = random_inputs()
+    for x in values_and_gradients(token_logprobs, 1e4 * hidden, head, targets, cotangents):
+        assert np.isfinite(x).all()
+
+
+def test_bfloat16_head_gradient_is_summed_in_float32():
+    """Its error is one rounding's, whatever the number of chunks; summing chunks in bfloat16 is far off."""
+    hidden, head, targets, cotangents = random_inputs(rows=8, length=512, vocab=64)
+    half = hidden.astype(jnp.bfloat16), head.astype(jnp.bfloat16)
+    exact = [x.astype(jnp.float32) for x in half]
+    expected = values_and_gradients(naive_logprobs, *exact, targets, cotangents)[3]
+
+    def summed_in_bfloat16(hidden, head, targets):
+        chunks = [x.reshape(-1, 1, 16, *x.shape[2:]) for x in (hidden, targets)]
+        one_chunk = jax.checkpoint(lambda chunk: token_logprobs(chunk[0], head, chunk[1]))
+        return [x.reshape(targets.shape) for x in jax.lax.map(one_chunk, tuple(chunks))]
+
+    def relative_error(function):
+        found = values_and_gradients(function, *half, targets, cotangents)[3]
+        assert found.dtype == jnp.bfloat16
+        return np.linalg.norm(found.astype(jnp.float32) - expected) / np.linalg.norm(expected)
+
+    error = relative_error(lambda *x: token_logprobs(*x, chunk_tokens=16))
+    assert error < 3e-3  # bfloat16 rounds to 2^-9 = 2e-3
+    assert relative_error(summed_in_bfloat16) > 3 * error
+
+
+def test_the_gradient_never_holds_tokens_times_vocabulary():
+    rows, length, width, vocab = 4, 512, 16, 4096
+    inputs = random_inputs(rows, length, width, vocab)
+    all_logits = rows * length * vocab * 4  # bytes
+
+    def temporary_bytes(function):
+        def value(hidden, head, targets, cotangents):
+            logprobs, entropy = function(hidden, head, targets)
+            return jnp.sum(cotangents[0] * logprobs + cotangents[1] * entropy)
+
+        compiled = jax.jit(jax.grad(value, argnums=(0, 1))).lower(*inputs).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(naive_logprobs) >= all_logits
+    assert temporary_bytes(lambda *x: token_logprobs(*x, chunk_tokens=64)) < all_logits / 4
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 8, 1), (1, 1, 8)])
+def test_under_a_mesh_nothing_changes(axes):
+    inputs = random_inputs(rows=8, width=16, vocab=64)
+    expected = values_and_gradients(token_logprobs, *inputs)
+    with jax.set_mesh(make_mesh(*axes)):
+        found = values_and_gradients(lambda *x: token_logprobs(*x, chunk_tokens=5), *inputs)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,149 @@
+"""Losses against values computed by hand, and the properties that the update relies on."""
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from poly_epo_jax.set_rl import LOSSES, cispo_loss, policy_gradient_loss, ppo_clip_loss, token_weights
+
+EAGER_AND_JIT = pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+ALL_LOSSES = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+
+# Six response tokens, then a padding token. Advantages of the second and fifth token push the ratio further out.
+RATIO = np.array([1.0, 1.5, 0.5, 1.5, 0.5, 1.1])
+ADVANTAGE = np.array([2.0, 1.0, 1.0, -1.0, -1.0, -3.0])
+LOGPROB = np.log([0.5, 0.6, 0.1, 0.9, 0.2, 0.3])
+WEIGHT = 0.1
+
+
+def tokens(pad_logprob=0.0, pad_old_logprob=0.0, pad_advantage=0.0):
+    """(logprobs, old_logprobs, advantages, weights), each [7]."""
+    return (
+        jnp.asarray(np.append(LOGPROB, pad_logprob), jnp.float32),
+        jnp.asarray(np.append(LOGPROB - np.log(RATIO), pad_old_logprob), jnp.float32),
+        jnp.asarray(np.append(ADVANTAGE, pad_advantage), jnp.float32),
+        jnp.asarray(np.append(np.full(6, WEIGHT), 0.0), jnp.float32),
+    )
+
+
+def gradient(loss, arguments, transform=lambda f: f):
+    return np.asarray(transform(jax.grad(lambda *args: loss(*args)[0]))(*arguments))
+
+
+@EAGER_AND_JIT
+def test_ppo_clip_by_hand(transform):
+    loss, metrics = transform(ppo_clip_loss)(*tokens())
+    terms = [1.0 * 2, 1.28, 0.5, -1.5, -0.8, 1.1 * -3]
+    np.testing.assert_allclose(loss, -WEIGHT * sum(terms), rtol=1e-6)
+    assert metrics["clip_fraction"] == 2
+    np.testing.assert_allclose(metrics["ratio"], RATIO.sum(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["kl"], (RATIO - 1 - np.log(RATIO)).sum(), rtol=1e-6)
+
+    expected = -WEIGHT * ADVANTAGE * RATIO
+    expected[[1, 4]] = 0  # clipped
+    np.testing.assert_allclose(gradient(ppo_clip_loss, tokens(), transform), np.append(expected, 0), atol=1e-6)
+
+
+@EAGER_AND_JIT
+def test_cispo_by_hand(transform):
+    loss, metrics = transform(cispo_loss)(*tokens())
+    clipped = np.array([1.0, 1.28, 0.8, 1.28, 0.8, 1.1])
+    np.testing.assert_allclose(loss, -WEIGHT * (clipped * ADVANTAGE * LOGPROB).sum(), rtol=1e-6)
+    assert metrics["clip_fraction"] == 4
+    np.testing.assert_allclose(metrics["ratio"], RATIO.sum(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["kl"], (RATIO - 1 - np.log(RATIO)).sum(), rtol=1e-6)
+
+    expected = -WEIGHT * clipped * ADVANTAGE
+    actual = gradient(cispo_loss, tokens(), transform)
+    np.testing.assert_allclose(actual, np.append(expected, 0), atol=1e-6)
+    assert (actual[:6] != 0).all()
+
+
+@EAGER_AND_JIT
+def test_policy_gradient_by_hand(transform):
+    loss, metrics = transform(policy_gradient_loss)(*tokens())
+    np.testing.assert_allclose(loss, -WEIGHT * (ADVANTAGE * LOGPROB).sum(), rtol=1e-6)
+    assert metrics == {}
+    expected = np.append(-WEIGHT * ADVANTAGE, 0)
+    np.testing.assert_allclose(gradient(policy_gradient_loss, tokens(), transform), expected, atol=1e-7)
+
+
+def test_clip_interval_is_the_callers():
+    _, metrics = ppo_clip_loss(*tokens(), clip_low=0.6, clip_high=0.05)
+    assert metrics["clip_fraction"] == 1  # 1.5 with A > 0 is out, 0.5 with A < 0 is in
+    _, metrics = cispo_loss(*tokens(), clip_low=0.6, clip_high=0.05)
+    assert metrics["clip_fraction"] == 3  # 1.5 twice and 1.1
+
+
+@ALL_LOSSES
+def test_on_policy_every_loss_has_the_policy_gradient(loss):
+    logprobs, _, advantages, weights = tokens()
+    actual = gradient(loss, (logprobs, logprobs, advantages, weights))
+    np.testing.assert_allclose(actual, -np.asarray(weights * advantages), atol=1e-7)
+
+
+@ALL_LOSSES
+@pytest.mark.parametrize("pad", [(-1e9, 0.0, 3.0), (0.0, -1e9, -3.0), (-np.inf, -np.inf, 1e30)])
+def test_masked_tokens_never_matter(loss, pad):
+    value, metrics = loss(*tokens(*pad))
+    clean_value, clean_metrics = loss(*(array[:6] for array in tokens()))
+    np.testing.assert_allclose(value, clean_value, rtol=1e-6)
+    for name, clean in clean_metrics.items():
+        np.testing.assert_allclose(metrics[name], clean, rtol=1e-6)
+    gradients = gradient(loss, tokens(*pad))
+    assert gradients[6] == 0
+    np.testing.assert_allclose(gradients[:6], gradient(loss, tokens())[:6], rtol=1e-6)
+
+
+@ALL_LOSSES
+def test_microbatches_add_up(loss):
+    rng = np.random.default_rng(0)
+    logprobs = -rng.random((4, 6))
+    batch = (logprobs, logprobs + rng.normal(0, 0.3, (4, 6)), rng.normal(size=(4, 6)), rng.random((4, 6)) > 0.3)
+    batch = tuple(jnp.asarray(array, jnp.float32) for array in batch)
+    whole = loss(*batch)
+    parts = [loss(*(array[rows] for array in batch)) for rows in (slice(0, 1), slice(1, 4))]
+    assert jax.tree.structure(whole) == jax.tree.structure(parts[0])
+    summed = jax.tree.map(lambda first, second: first + second, *parts)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), whole, summed)
+
+
+@pytest.mark.parametrize(("length_normalization", "T"), [("own", [[3, 1], [2, 4]]), ("max", [[8, 8], [8, 8]])])
+def test_weights_make_the_papers_objective(length_normalization, T):
+    lengths = np.array([[3, 1], [2, 4]])
+    weights = token_weights(lengths, length_normalization, max_length=8)
+    np.testing.assert_allclose(weights, 1 / (2 * 2 * np.array(T)), rtol=1e-6)
+
+    # J = mean over prompts of (1/N) sum_i (1/T_i) sum_t term, by plain loops over ragged responses.
+    rng = np.random.default_rng(1)
+    logprobs, advantages = -rng.random((2, 2, 4)), rng.normal(size=(2, 2))
+    J = 0.0
+    for prompt in range(2):
+        for i in range(2):
+            total = sum(advantages[prompt, i] * logprobs[prompt, i, t] for t in range(lengths[prompt, i]))
+            J += total / T[prompt][i] / 2 / 2
+    is_response = np.arange(4) < lengths[..., None]
+    loss, _ = policy_gradient_loss(
+        jnp.asarray(logprobs, jnp.float32),
+        jnp.zeros((2, 2, 4)),
+        jnp.asarray(np.broadcast_to(advantages[..., None], (2, 2, 4)), jnp.float32),
+        jnp.where(is_response, weights[..., None], 0),
+    )
+    np.testing.assert_allclose(loss, -J, rtol=1e-5)
+
+
+def test_unknown_length_normalization():
+    with pytest.raises(ValueError, match='length_normalization is "mean", but must be "own" or "max"'):
+        token_weights(np.ones((1, 2), int), "mean", 8)
+
+
+@ALL_LOSSES
+def test_refuses_mismatched_shapes(monkeypatch, loss):
+    monkeypatch.setattr(
+        jaxtyping.config, "jaxtyping_disable", True
+    )  # as outside the tests, where nothing checks shapes
+    logprobs, old_logprobs, _, weights = tokens()
+    with pytest.raises(ValueError, match=r"must share one shape, but have \(7,\), \(7,\), \(1,\), \(7,\)\."):
+        loss(logprobs, old_logprobs, jnp.ones(1), weights)

@@ -1,0 +1,64 @@
+"""pass@k and distinct clusters against every k-subset, and against exact integers."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from poly_epo_jax.metrics.diversity import distinct_clusters
+from poly_epo_jax.metrics.pass_at_k import pass_at_k
+
+
+@pytest.mark.parametrize("k", range(1, 7))
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(k):
+    for num_correct in range(7):
+        is_correct = [i < num_correct for i in range(6)]
+        subsets = [any(subset) for subset in itertools.combinations(is_correct, k)]
+        np.testing.assert_allclose(pass_at_k(6, np.array([num_correct]), k), [np.mean(subsets)], atol=1e-12)
+
+
+@pytest.mark.parametrize(("num_samples", "k"), [(1024, 1), (1024, 256), (10_000, 100), (10_000, 10_000)])
+def test_pass_at_k_is_exact_for_many_samples(num_samples, k):
+    num_correct = np.array([0, 1, 7, num_samples // 2, num_samples - 1, num_samples])
+    exact = [float(1 - Fraction(math.comb(num_samples - int(c), k), math.comb(num_samples, k))) for c in num_correct]
+    estimate = pass_at_k(num_samples, num_correct, k)
+    assert estimate.dtype == np.float64
+    np.testing.assert_allclose(estimate, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_pass_at_k_refuses_impossible_draws(k):
+    with pytest.raises(ValueError, match=f"k is {k}, but must lie between 1 and num_samples, 4"):
+        pass_at_k(4, np.array([1]), k)
+    with pytest.raises(ValueError, match=f"k is {k}, but must lie between 1 and num_samples, 4"):
+        distinct_clusters(np.zeros((1, 4), int), np.ones((1, 4), bool), k)
+
+
+@pytest.mark.parametrize("num_correct", [-1, 5])
+def test_pass_at_k_refuses_impossible_counts(num_correct):
+    with pytest.raises(ValueError, match="num_correct must lie between 0 and num_samples, 4"):
+        pass_at_k(4, np.array([1, num_correct]), 2)
+
+
+@pytest.mark.parametrize("k", range(1, 8))
+def test_distinct_clusters_is_the_mean_over_subsets(k):
+    rng = np.random.default_rng(k)
+    clusters, selected = rng.integers(0, 4, (5, 7)), rng.random((5, 7)) > 0.4
+    expected = [
+        np.mean(
+            [
+                len({int(clusters[prompt, i]) for i in subset if selected[prompt, i]})
+                for subset in itertools.combinations(range(7), k)
+            ]
+        )
+        for prompt in range(5)
+    ]
+    np.testing.assert_allclose(distinct_clusters(clusters, selected, k), expected, atol=1e-12)
+
+
+def test_distinct_clusters_of_all_generations_is_the_plain_count():
+    clusters = np.array([[1, 1, 2, 100], [3, 3, 3, 3], [1, 2, 3, 4]])
+    selected = np.array([[True, True, True, False], [True] * 4, [False] * 4])
+    assert distinct_clusters(clusters, selected, 4).tolist() == [2.0, 1.0, 0.0]

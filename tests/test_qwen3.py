@@ -1,0 +1,224 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from poly_epo_jax.model.qwen3 import REMAT_POLICIES, KVCache, Qwen3, Qwen3Config, rms_norm, rope
+from poly_epo_jax.model.sharding import make_mesh, param_shardings
+
+QWEN3 = Qwen3Config(
+    vocab_size=61,
+    hidden_size=32,
+    mlp_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=12,
+    dtype="float32",
+)
+RELATIVES = {
+    "qwen3": QWEN3,
+    "qwen2": dataclasses.replace(QWEN3, qk_norm=False, attention_bias=True),
+    "llama": dataclasses.replace(QWEN3, qk_norm=False, tied_head=False),
+}
+LENGTHS = (5, 9, 1)
+ROW = 16  # tokens: the three sequences and one of padding
+
+
+def random_params(config, seed=0):
+    """The initial weights, each moved at random, so that norms are not ones and biases not zeros."""
+    params = nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(seed)))[1])
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: x + jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype), params)
+
+
+def build(config, params):
+    graphdef = nnx.split(nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0))))[0]
+    return nnx.merge(graphdef, params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward(config, params, batch):
+    return build(config, params)(*batch)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def loss_gradients(config, params, batch):
+    return jax.grad(lambda params: jnp.mean(jnp.sin(build(config, params)(*batch))))(params)
+
+
+def sequences(seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, QWEN3.vocab_size, length) for length in LENGTHS]
+
+
+def pack(*sequences):
+    """One row: the sequences as segments 1, 2, ..., then padding."""
+    tokens, positions, segment_ids = np.zeros((3, 1, ROW), np.int32)
+    start = 0
+    for segment, sequence in enumerate(sequences, 1):
+        span = slice(start, start + len(sequence))
+        tokens[0, span], positions[0, span], segment_ids[0, span] = sequence, np.arange(len(sequence)), segment
+        start = span.stop
+    return tuple(jnp.asarray(x) for x in (tokens, positions, segment_ids))
+
+
+def assert_trees_close(found, expected, atol):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol, rtol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_packed_sequences_do_not_see_each_other(name):
+    config = RELATIVES[name]
+    params = random_params(config)
+    packed = forward(config, params, pack(*sequences()))
+    start = 0
+    for sequence in sequences():
+        alone = forward(config, params, pack(sequence))[:, : len(sequence)]
+        np.testing.assert_allclose(packed[:, start : start + len(sequence)], alone, atol=1e-5, rtol=0)
+        start += len(sequence)
+    assert np.isfinite(packed).all()
+
+
+def test_later_tokens_do_not_change_earlier_ones():
+    params = random_params(QWEN3)
+    tokens, positions, segment_ids = pack(np.arange(ROW))
+    before = forward(QWEN3, params, (tokens, positions, segment_ids))
+    after = forward(QWEN3, params, (tokens.at[0, 9].add(20), positions, segment_ids))
+    np.testing.assert_array_equal(before[:, :9], after[:, :9])
+    assert (np.abs(before[:, 9:] - after[:, 9:]).max(-1) > 1e-3).all()
+
+
+def test_scanned_equals_unrolled():
+    params, batch = random_params(QWEN3), pack(*sequences())
+    unrolled = dataclasses.replace(QWEN3, scan_unroll=2)
+    np.testing.assert_allclose(forward(unrolled, params, batch), forward(QWEN3, params, batch), atol=1e-5, rtol=0)
+    assert_trees_close(loss_gradients(unrolled, params, batch), loss_gradients(QWEN3, params, batch), atol=1e-5)
+
+
+def test_every_remat_word_gives_the_same_gradients():
+    params, batch = random_params(QWEN3), pack(*sequences())
+    gradients = {word: loss_gradients(dataclasses.replace(QWEN3, remat=word), params, batch) for word in REMAT_POLICIES}
+    assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(gradients["none"]))
+    for word in REMAT_POLICIES:
+        assert_trees_close(gradients[word], gradients["none"], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_remat_words_trade_memory():
+    config = dataclasses.replace(QWEN3, num_layers=16)
+    params, batch = random_params(config), tuple(jnp.tile(x, (16, 1)) for x in pack(*sequences()))
+
+    def temporary_bytes(word):
+        lowered = loss_gradients.lower(dataclasses.replace(config, remat=word), params, batch)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    full, attention, dots, none = (temporary_bytes(word) for word in ("full", "attention", "dots", "none"))
+    assert full < attention < dots < none
+
+
+decode = nnx.jit(Qwen3.decode)
+
+
+def decode_in_steps(model, tokens, positions, visible, steps):
+    """Hidden states of `tokens`, decoded `steps` at a time; `visible` [B, T] marks the tokens that are no padding."""
+    total = tokens.shape[1]
+    cache = model.init_cache(tokens.shape[0], total + 3)  # slots beyond the tokens stay hidden
+    outputs, start = [], 0
+    for step in steps:
+        now, slots = np.arange(start, start + step), np.arange(total + 3)
+        mask = (slots[None, None] <= now[None, :, None]) & np.pad(visible, ((0, 0), (0, 3)))[:, None]
+        hidden, cache = decode(model, tokens[:, now], positions[:, now], cache, jnp.int32(start), jnp.asarray(mask))
+        outputs.append(hidden)
+        start += step
+    return jnp.concatenate(outputs, axis=1), cache
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+@pytest.mark.parametrize("steps", [(1,) * 9, (5, 1, 1, 2)], ids=["one by one", "prompt first"])
+def test_decoding_with_a_cache_equals_the_packed_forward(name, steps):
+    config = RELATIVES[name]
+    params = random_params(config)
+    tokens, positions, segment_ids = pack(sequences()[1])
+    expected = forward(config, params, (tokens, positions, segment_ids))
+    inputs = tokens[:, :9], positions[:, :9], np.ones((1, 9), bool)
+    found, cache = decode_in_steps(build(config, params), *inputs, steps)
+    np.testing.assert_allclose(found, expected[:, :9], atol=1e-5, rtol=0)
+    assert isinstance(cache, KVCache)
+    assert cache.k.shape == cache.v.shape == (2, 1, 12, config.num_kv_heads, config.head_dim)
+
+
+def test_decoding_left_padded_prompts_equals_each_alone():
+    params, prompts = random_params(QWEN3), sequences()
+    longest = max(LENGTHS)
+    tokens, positions = np.zeros((2, len(prompts), longest), np.int32)
+    visible = np.zeros((len(prompts), longest), bool)
+    for row, prompt in enumerate(prompts):
+        tokens[row, longest - len(prompt) :] = prompt
+        positions[row, longest - len(prompt) :] = np.arange(len(prompt))
+        visible[row, longest - len(prompt) :] = True
+    inputs = jnp.asarray(tokens), jnp.asarray(positions), visible
+    found, _ = decode_in_steps(build(QWEN3, params), *inputs, steps=(6, 1, 2))
+    assert np.isfinite(found).all()
+    for row, prompt in enumerate(prompts):
+        alone = forward(QWEN3, params, pack(prompt))[0, : len(prompt)]
+        np.testing.assert_allclose(found[row, longest - len(prompt) :], alone, atol=1e-5, rtol=0)
+
+
+def test_the_head_is_the_embedding_when_tied():
+    params = random_params(QWEN3)
+    assert "untied_head" not in params
+    np.testing.assert_array_equal(build(QWEN3, params).head, params["embed"])
+    llama = random_params(RELATIVES["llama"])
+    np.testing.assert_array_equal(build(RELATIVES["llama"], llama).head, llama["untied_head"])
+
+
+def test_types_are_those_of_the_config():
+    config = dataclasses.replace(QWEN3, dtype="bfloat16")
+    params = random_params(config)
+    model = build(config, params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    assert jax.eval_shape(forward, config, params, pack()).dtype == "bfloat16"
+    assert model.head.dtype == model.init_cache(1, 4).k.dtype == "bfloat16"
+
+
+def test_initial_activations_keep_their_scale():
+    config = RELATIVES["llama"]
+    params = nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(0)))[1])
+    logits = forward(config, params, pack(*sequences())) @ params["untied_head"].T
+    assert 0.5 < float(jnp.std(logits)) < 2
+
+
+def test_rms_norm_matches_float64():
+    rng = np.random.default_rng(0)
+    x, weight = rng.standard_normal((3, 5, 8)), rng.standard_normal(8)
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.1) * weight
+    found = rms_norm(jnp.asarray(x, jnp.float32), jnp.asarray(weight, jnp.float32), 0.1)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_rope_turns_each_pair_by_its_angle():
+    """Coordinates (i, i + D/2) are a complex number, turned by position * theta^(-2i/D)."""
+    rng = np.random.default_rng(0)
+    x, positions = rng.standard_normal((2, 7, 3, 8)), rng.integers(0, 100, (2, 7))
+    turn = np.exp(1j * positions[:, :, None, None] * 50.0 ** (-np.arange(4) / 4))
+    turned = (x[..., :4] + 1j * x[..., 4:]) * turn
+    found = rope(jnp.asarray(x, jnp.float32), jnp.asarray(positions), 50.0)
+    np.testing.assert_allclose(found, np.concatenate([turned.real, turned.imag], -1), atol=1e-4)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_under_a_mesh_gradients_are_the_same():
+    config = dataclasses.replace(QWEN3, vocab_size=64)
+    params = random_params(config)
+    batch = tuple(jnp.concatenate([x] * 8) for x in pack(*sequences()))
+    expected = loss_gradients(config, params, batch)
+    mesh = make_mesh(2, 2, 2)
+    shardings = param_shardings(nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0))), mesh)
+    with jax.set_mesh(mesh):
+        found = loss_gradients(config, jax.device_put(params, shardings), batch)
+    assert_trees_close(found, expected, atol=1e-5)
