@@ -78,7 +78,7 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
     config.algo.entropy_coef = 0.0  # weight of the entropy bonus
 
     config.train = ConfigDict()
-    config.train.num_steps = 200
+    config.train.num_steps = 150
     config.train.prompts_per_batch = 64
     config.train.prompts_per_minibatch = 32  # one optimizer update each
     config.train.num_generations = 8  # N, per prompt

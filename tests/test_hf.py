@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
 
 torch.set_num_threads(1)
-FLOAT32 = {"dtype": "float32", "attention": "xla"}
+FLOAT32: dict[str, Any] = {"dtype": "float32", "attention": "xla"}
 SMALL = Qwen3Config(
     vocab_size=40, hidden_size=16, mlp_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, **FLOAT32
 )

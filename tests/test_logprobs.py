@@ -35,8 +35,10 @@ def values_and_gradients(function, hidden, head, targets, cotangents):
 @pytest.mark.parametrize(("chunk_tokens", "temperature"), [(1, 1.0), (16, 0.7), (17, 1.3), (48, 1.0), (1000, 0.7)])
 def test_values_and_gradients_match_the_naive_form(chunk_tokens, temperature):
     inputs = random_inputs()
-    found = values_and_gradients(lambda *x: token_logprobs(*x, temperature, chunk_tokens), *inputs)
-    expected = values_and_gradients(lambda *x: naive_logprobs(*x, temperature), *inputs)
+    found = values_and_gradients(
+        lambda *x: token_logprobs(*x, temperature=temperature, chunk_tokens=chunk_tokens), *inputs
+    )
+    expected = values_and_gradients(lambda *x: naive_logprobs(*x, temperature=temperature), *inputs)
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)
 
@@ -96,8 +98,9 @@ def test_the_gradient_never_holds_tokens_times_vocabulary():
             logprobs, entropy = function(hidden, head, targets)
             return jnp.sum(cotangents[0] * logprobs + cotangents[1] * entropy)
 
-        compiled = jax.jit(jax.grad(value, argnums=(0, 1))).lower(*inputs).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        memory = jax.jit(jax.grad(value, argnums=(0, 1))).lower(*inputs).compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
 
     assert temporary_bytes(naive_logprobs) >= all_logits
     assert temporary_bytes(lambda *x: token_logprobs(*x, chunk_tokens=64)) < all_logits / 4

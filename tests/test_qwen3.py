@@ -115,7 +115,9 @@ def test_remat_words_trade_memory():
 
     def temporary_bytes(word):
         lowered = loss_gradients.lower(dataclasses.replace(config, remat=word), params, batch)
-        return lowered.compile().memory_analysis().temp_size_in_bytes
+        memory = lowered.compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
 
     full, attention, dots, none = (temporary_bytes(word) for word in ("full", "attention", "dots", "none"))
     assert full < attention < dots < none
