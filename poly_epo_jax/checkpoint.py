@@ -7,16 +7,18 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from poly_epo_jax.types import Params
+
 
 class Checkpoints:
     """Saves in the background, keeps the newest few.
 
     Args:
       directory: made if it does not exist.
-      keep: how many checkpoints stay.
+      keep: how many checkpoints stay; None: all.
     """
 
-    def __init__(self, directory: Path, keep: int):
+    def __init__(self, directory: Path, keep: int | None = None):
         logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file at INFO
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
         self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
@@ -26,6 +28,11 @@ class Checkpoints:
         """The newest complete checkpoint's step; one that a crash cut short does not count."""
         return self._manager.latest_step()
 
+    @property
+    def steps(self) -> list[int]:
+        """The steps of all complete checkpoints, in order."""
+        return sorted(self._manager.all_steps())
+
     def save(self, step: int, state: Any, data_state: dict[str, Any]) -> None:
         """Starts saving; `state` may be donated as soon as this returns."""
         self._manager.save(
@@ -34,15 +41,22 @@ class Checkpoints:
 
     def restore(self, step: int, like: Any, shardings: Any) -> tuple[Any, dict[str, Any]]:
         """The state and data position at `step`, laid out by `shardings`, whatever mesh they were saved from."""
-        abstract = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, shardings
-        )
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), data=ocp.args.JsonRestore())
-        )
+        args = ocp.args.StandardRestore(_abstract(like, shardings))
+        restored = self._manager.restore(step, args=ocp.args.Composite(state=args, data=ocp.args.JsonRestore()))
         return restored.state, restored.data
+
+    def restore_params(self, step: int, like: Params, shardings: Params) -> Params:
+        """The policy's weights alone; optimizer and data position stay on disk."""
+        weights = {"params": _abstract(like, shardings)}
+        restore_args = ocp.checkpoint_utils.construct_restore_args(weights)
+        args = ocp.args.PyTreeRestore(item=weights, restore_args=restore_args, partial_restore=True)
+        return self._manager.restore(step, args=ocp.args.Composite(state=args)).state["params"]
 
     def close(self) -> None:
         """Waits until what was begun is on disk."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def _abstract(like: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, shardings)

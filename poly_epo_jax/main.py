@@ -72,6 +72,8 @@ def run(config: ConfigDict) -> None:
     policy = open_policy(path, config.model)
     check_mesh(config, mesh.shape, policy.config.num_heads, policy.config.num_kv_heads)
 
+    policy.save_description(workdir / "policy")
+
     updates_per_step = config.train.prompts_per_batch // config.train.prompts_per_minibatch
     update = PolicyUpdate(
         policy.model,

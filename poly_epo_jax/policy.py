@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 from flax import nnx
@@ -28,6 +29,14 @@ class Policy:
     def load_params(self, mesh: Mesh) -> Params:
         """The weights in the folder, laid out on the mesh."""
         return hf.load_params(self.path, self.config, param_shardings(self.model, mesh))
+
+    def save_description(self, folder: Path) -> None:
+        """Copies what the folder holds besides weights, so that a run can be exported wherever its base policy went."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("config.json", "generation_config.json"):
+            if (self.path / name).exists():
+                shutil.copy(self.path / name, folder)
+        self.tokenizer.save_pretrained(folder)
 
 
 def open_policy(path: Path, section: ConfigDict) -> Policy:

@@ -28,11 +28,11 @@ Loss = Callable[..., tuple[jax.Array, DeviceMetrics]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that training changes: weights, optimizer moments, and the number of optimizer updates made."""
+    """All that training changes: weights, optimizer moments, and the number of optimizer updates made (int32)."""
 
     params: Params
-    opt_state: optax.OptState
-    updates: jax.Array
+    opt_state: Any
+    updates: Any
 
 
 SCHEDULES: dict[str, Callable[[float, float, int], optax.Schedule]] = {
@@ -98,8 +98,10 @@ class PolicyUpdate:
 
         def forward(params: Params, batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
             policy = nnx.merge(model_def, params)
-            hidden = policy(batch.tokens, batch.positions, batch.segment_ids)
-            return token_logprobs(hidden, policy.head, jnp.asarray(batch.targets), temperature)
+            tokens, positions, segment_ids, targets = map(
+                jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids, batch.targets)
+            )
+            return token_logprobs(policy(tokens, positions, segment_ids), policy.head, targets, temperature)
 
         def objective(params: Params, batch: PackedBatch) -> tuple[jax.Array, DeviceMetrics]:
             logprobs, entropy = forward(params, batch)

@@ -49,7 +49,7 @@ def test_xla_matches_a_float64_loop(heads, kv_heads):
     expected = attention_reference(
         q, k, v, lambda b, t: [s for s in range(t + 1) if segment_ids[b, s] == segment_ids[b, t]]
     )
-    out = packed_attention(*map(jnp.asarray, (q, k, v, segment_ids)), "xla")
+    out = packed_attention(*map(jnp.asarray, (q, k, v, segment_ids)), implementation="xla")
     np.testing.assert_allclose(out, expected, atol=1e-5, rtol=0)
 
 
@@ -66,9 +66,9 @@ def test_cached_attention_sees_exactly_its_mask(heads, kv_heads):
 
 def test_auto_is_xla_on_the_cpu():
     rng = np.random.default_rng(0)
-    inputs = [jnp.asarray(x) for x in random_inputs(rng, 1, 9, 2, 1, 4)]
-    segment_ids = jnp.asarray(random_segments(rng, 1, 9))
-    np.testing.assert_array_equal(packed_attention(*inputs, segment_ids), packed_attention(*inputs, segment_ids, "xla"))
+    q, k, v = map(jnp.asarray, random_inputs(rng, 1, 9, 2, 1, 4))
+    ids = jnp.asarray(random_segments(rng, 1, 9))
+    np.testing.assert_array_equal(packed_attention(q, k, v, ids), packed_attention(q, k, v, ids, "xla"))
 
 
 def output_and_gradients(implementation, inputs, segment_ids):

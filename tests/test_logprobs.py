@@ -70,7 +70,7 @@ def test_bfloat16_head_gradient_is_summed_in_float32():
     """Its error is one rounding's, whatever the number of chunks; summing chunks in bfloat16 is far off."""
     hidden, head, targets, cotangents = random_inputs(rows=8, length=512, vocab=64)
     half = hidden.astype(jnp.bfloat16), head.astype(jnp.bfloat16)
-    exact = [x.astype(jnp.float32) for x in half]
+    exact = half[0].astype(jnp.float32), half[1].astype(jnp.float32)
     expected = values_and_gradients(naive_logprobs, *exact, targets, cotangents)[3]
 
     def summed_in_bfloat16(hidden, head, targets):

@@ -1,0 +1,55 @@
+"""Writes a trained policy as a Hugging Face folder: python -m poly_epo_jax.export RUN FOLDER [--step N]"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flax import nnx
+from ml_collections import ConfigDict
+
+from poly_epo_jax.checkpoint import Checkpoints
+from poly_epo_jax.model import hf
+from poly_epo_jax.model.sharding import make_mesh, param_shardings
+from poly_epo_jax.policy import open_policy
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the command line (`sys.argv` if None) and returns the exit code: 2 if there is nothing to export."""
+    parser = argparse.ArgumentParser("python -m poly_epo_jax.export", description="Export a run's policy.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the Hugging Face folder to write; must not exist")
+    parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the written weights")
+    options = parser.parse_args(arguments)
+    try:
+        export(options.run, options.folder, options.step, options.dtype)
+    except (OSError, ValueError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    print(f"policy: {options.folder}")
+    return 0
+
+
+def export(run: Path, folder: Path, step: int | None = None, dtype: str = "bfloat16") -> None:
+    """Writes the policy of a run's checkpoint, weights and tokenizer, to `folder`.
+
+    Raises:
+      FileNotFoundError: the run has no such checkpoint.
+      FileExistsError: `folder` is there already.
+    """
+    if not (run / "checkpoints").is_dir():
+        raise FileNotFoundError(f"{run} has no checkpoints; give the run folder of a training run.")
+    checkpoints = Checkpoints(run / "checkpoints")
+    step = checkpoints.latest_step if step is None else step
+    if step is None or step not in checkpoints.steps:
+        raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {checkpoints.steps}.")
+    policy = open_policy(run / "policy", ConfigDict({"dtype": "float32"}))
+    abstract = nnx.to_pure_dict(nnx.split(policy.model)[1])
+    params = checkpoints.restore_params(step, abstract, param_shardings(policy.model, make_mesh(1, 1, 1)))
+    hf.save_pretrained(folder, params, policy.config, dtype=dtype, eos_token_id=policy.stop_ids)
+    policy.tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

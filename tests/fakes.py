@@ -1,0 +1,77 @@
+"""A policy small enough to compile in a moment, and sequences for it to train on."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from poly_epo_jax.batching import TrainingSequence
+from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.types import Params
+
+TINY = Qwen3Config(
+    vocab_size=32,
+    hidden_size=16,
+    mlp_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=1e4,
+    dtype="float32",
+    remat="none",
+)
+TINY_MODEL = nnx.eval_shape(lambda: Qwen3(TINY, nnx.Rngs(0)))
+TINY_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123"  # with <pad> and <eos>: TINY.vocab_size
+
+
+def tiny_params(seed: int = 0) -> Params:
+    """Weights of TINY, in numpy: whoever takes them gets arrays of its own. Norms are near one, all else is random."""
+    rng = np.random.default_rng(seed)
+
+    def draw(param: Any) -> Any:
+        noise = rng.standard_normal(param.shape).astype(np.float32)
+        return param.replace(1 + 0.2 * noise if "norm" in param.axes else 0.35 * noise)
+
+    state = nnx.split(TINY_MODEL)[1]
+    return nnx.to_pure_dict(jax.tree.map(draw, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+
+
+def random_sequences(
+    rng: np.random.Generator, count: int, max_prompt: int = 6, max_response: int = 12, vocab: int = TINY.vocab_size
+) -> list[TrainingSequence]:
+    """Prompts and responses of 1 to `max_prompt` and `max_response` random tokens, with random advantages."""
+    sequences = []
+    for _ in range(count):
+        prompt, response = (rng.integers(1, size + 1) for size in (max_prompt, max_response))
+        sequences.append(
+            TrainingSequence(
+                prompt_ids=rng.integers(0, vocab, prompt, np.int32),
+                response_ids=rng.integers(0, vocab, response, np.int32),
+                sampler_logprobs=-rng.exponential(size=response).astype(np.float32),
+                advantage=float(rng.normal()),
+                weight=1 / (count * int(response)),
+            )
+        )
+    return sequences
+
+
+def optimizer_config(**changes: Any) -> ConfigDict:
+    """The `optimizer` section of a configuration."""
+    section = ConfigDict(
+        {
+            "learning_rate": 1e-2,
+            "warmup_updates": 0,
+            "schedule": "constant",
+            "final_fraction": 0.0,
+            "b1": 0.9,
+            "b2": 0.999,
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "max_grad_norm": 1.0,
+        }
+    ).lock()
+    section.update(changes)
+    return section
