@@ -12,33 +12,41 @@ source "$(dirname "$0")/setup_env.sh" ""
 [ $# -ge 4 ] || { echo "Usage: bash launch/sweep.sh FOLDER CONFIG RATES SEEDS [--config.KEY=VALUE ...]" >&2; exit 2; }
 folder=$1 config=$2 rates=$3 seeds=$4
 shift 4
-export XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_multi_thread_eigen=false"
+lanes=$(nproc)
 
-run() { # METHOD RATE SEED FLAGS...
-  local method=$1 rate=$2 seed=$3 out=$folder/$1-lr$2-seed$3
-  shift 3
-  [ -e "$out/done" ] && return
+run() { # METHOD RATE SEED LANE FLAGS...
+  local out=$folder/$1-lr$2-seed$3 core=()
+  local settings=(--config="$config:$1" --config.optimizer.learning_rate="$2" --config.seed="$3" --config.workdir="$out")
+  if command -v taskset >/dev/null; then core=(taskset -c "$4"); fi
+  shift 4
+  [ ! -e "$out/done" ] || return 0
   mkdir -p "$out"
-  python -m poly_epo_jax.main --config="$config:$method" --config.workdir="$out" --config.seed="$seed" \
-    --config.optimizer.learning_rate="$rate" --config.eval.every=50 "$@" >"$out/log.txt" 2>&1 || {
+  "${core[@]}" python -m poly_epo_jax.main "${settings[@]}" --config.eval.every=50 "$@" >"$out/log.txt" 2>&1 || {
     echo "Error: $out failed; see $out/log.txt" >&2
     return 1
   }
-  touch "$out/done" && echo "$out"
+  touch "$out/done"
+  echo "$out"
 }
 
-jobs_at_once=${JOBS:-$(nproc)}
-first=yes failed=
-for seed in $seeds; do
-  for rate in $rates; do
-    for method in poly_epo grpo grpo_div; do
-      # The first run makes the base policy that the others share, so it goes alone.
-      if [ $first ]; then run "$method" "$rate" "$seed" "$@" && first=; continue; fi
-      while [ "$(jobs -rp | wc -l)" -ge "$jobs_at_once" ]; do wait -n || failed=yes; done
-      run "$method" "$rate" "$seed" "$@" &
+lane() { # LANE FLAGS...: every run whose turn is this lane's
+  local lane=$1 index=0
+  shift
+  for seed in $seeds; do
+    for rate in $rates; do
+      for method in poly_epo grpo grpo_div; do
+        if [ $((index++ % lanes)) = "$lane" ]; then run "$method" "$rate" "$seed" "$lane" "$@"; fi
+      done
     done
   done
+}
+
+# The first run makes the base policy that the others share, so it goes alone.
+run poly_epo "${rates%% *}" "${seeds%% *}" 0 "$@"
+pids=()
+for ((i = 0; i < lanes; i++)); do
+  lane "$i" "$@" &
+  pids+=($!)
 done
-while [ "$(jobs -rp)" ]; do wait -n || failed=yes; done
-[ ! $failed ] || exit 1
+for pid in "${pids[@]}"; do wait "$pid"; done
 python -m poly_epo_jax.frontier "$folder"/*/

@@ -2,8 +2,12 @@
 
 import os
 
-# Eight CPU devices, for the meshes; set before jax is imported.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Before jax is imported: eight CPU devices for the meshes, and quick compiles, which take most of the tests' time.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true"
+)
 
 import jax
 from jaxtyping import install_import_hook
