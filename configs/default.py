@@ -32,24 +32,24 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
 
     config.base = ConfigDict()  # a tiny policy fitted to the task's synthetic demonstrations, where model.path is empty
     config.base.cache_dir = "runs/base"  # kept here, and reused by every run with the same task and recipe
-    config.base.seed = 0
-    config.base.hidden_size = 64
-    config.base.mlp_size = 192
-    config.base.num_layers = 2
-    config.base.num_heads = 4
-    config.base.num_kv_heads = 2
-    config.base.head_dim = 16
+    config.base.seed = 0  # of its first weights and of the demonstrations
+    config.base.hidden_size = 64  # its shape: width of the residual stream,
+    config.base.mlp_size = 192  # inner width of the MLP,
+    config.base.num_layers = 2  # transformer layers,
+    config.base.num_heads = 4  # query heads,
+    config.base.num_kv_heads = 2  # key-value heads, each shared by several query heads,
+    config.base.head_dim = 16  # and width of a head
     config.base.batch_size = 128  # demonstrations per step
     config.base.clean_steps = 1200  # first on right demonstrations,
-    config.base.clean_learning_rate = 3e-3
+    config.base.clean_learning_rate = 3e-3  # peak, warmed up to and decayed from within those steps
     config.base.noisy_steps = 120  # then on demonstrations with deliberate mistakes, which RL can later correct
-    config.base.noisy_learning_rate = 1e-3
+    config.base.noisy_learning_rate = 1e-3  # likewise
     config.base.error_rate = 1.0  # scale of those mistakes; each task says what 1 means
     config.base.skew = 0.0  # 0: all strategies equally likely; larger: concentrated on a few
 
     config.task = ConfigDict()
     config.task.name = "polynomial"  # a key of poly_epo_jax.tasks.TASKS
-    config.task.options = ConfigDict()  # keyword arguments of that task
+    config.task.options = ConfigDict()  # keyword arguments of that task, --config.task.options="{'seed': 1}"
 
     config.judge = ConfigDict()
     config.judge.name = "exact"  # a key of poly_epo_jax.judges.JUDGES
@@ -59,56 +59,56 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
     config.rollouts.max_rows = 512  # generations decoded at once by the embedded sampler
 
     config.sampling = ConfigDict()
-    config.sampling.max_tokens = 32  # longest response, the paper's T_max
-    config.sampling.temperature = 1.0
-    config.sampling.top_p = 1.0  # 1: off
-    config.sampling.top_k = 0  # 0: off
+    config.sampling.max_tokens = 24  # longest response, the paper's T_max
+    config.sampling.temperature = 1.0  # of sampling, and of the log-probabilities that are trained
+    config.sampling.top_p = 1.0  # sample from the likeliest tokens that reach this probability; 1: off
+    config.sampling.top_k = 0  # sample from this many likeliest tokens; 0: off
 
     config.algo = ConfigDict()
     config.algo.advantages = METHODS[method]["advantages"]  # marginal_set, grpo or grpo_div
     config.algo.objective = "polychromic"  # of marginal_set: a key of poly_epo_jax.set_rl.OBJECTIVES
-    config.algo.set_size = 4  # n
+    config.algo.set_size = 4  # n, generations per set
     config.algo.num_sets = 0  # K sets drawn per prompt; 0: all C(N, n)
     config.algo.div_coef = 0.5  # lambda of grpo_div
     config.algo.loss = "ppo_clip"  # a key of poly_epo_jax.set_rl.LOSSES
-    config.algo.clip_low = 0.20
-    config.algo.clip_high = 0.28
+    config.algo.clip_low = 0.20  # probability ratios are clipped below 1 - clip_low
+    config.algo.clip_high = 0.28  # and above 1 + clip_high
     config.algo.length_normalization = METHODS[method]["length_normalization"]  # T_i: own length, or max
     config.algo.kl_coef = 0.0  # weight of KL(policy || initial policy)
     config.algo.entropy_coef = 0.0  # weight of the entropy bonus
 
     config.train = ConfigDict()
-    config.train.num_steps = 150
-    config.train.prompts_per_batch = 64
+    config.train.num_steps = 150  # each generates one batch and trains on it
+    config.train.prompts_per_batch = 64  # generated per step
     config.train.prompts_per_minibatch = 32  # one optimizer update each
     config.train.num_generations = 8  # N, per prompt
-    config.train.max_prompt_tokens = 16
+    config.train.max_prompt_tokens = 16  # longest prompt; a longer one is refused
     config.train.row_tokens = 40  # sequences are packed into rows of this many tokens
     config.train.rows_per_microbatch = 68  # rows whose gradient is taken at once; the result does not depend on it
 
     config.optimizer = ConfigDict()  # AdamW
-    config.optimizer.learning_rate = 5e-4
-    config.optimizer.warmup_updates = 0
+    config.optimizer.learning_rate = 5e-4  # peak
+    config.optimizer.warmup_updates = 0  # updates of linear rise before it
     config.optimizer.schedule = "constant"  # after the warm-up: constant, linear or cosine
     config.optimizer.final_fraction = 0.0  # of the learning rate, where linear and cosine end
-    config.optimizer.b1 = 0.9
-    config.optimizer.b2 = 0.999
-    config.optimizer.eps = 1e-8
-    config.optimizer.weight_decay = 0.0
-    config.optimizer.max_grad_norm = 0.3
+    config.optimizer.b1 = 0.9  # decay of the gradient's running mean
+    config.optimizer.b2 = 0.999  # decay of the squared gradient's
+    config.optimizer.eps = 1e-8  # added to the square root of the latter
+    config.optimizer.weight_decay = 0.0  # decoupled, times the learning rate
+    config.optimizer.max_grad_norm = 0.3  # longer gradients are scaled down to this norm
 
     config.mesh = ConfigDict()  # devices along each axis; one of them may be -1, for all that are left
-    config.mesh.data = 1
-    config.mesh.fsdp = -1
-    config.mesh.tensor = 1
+    config.mesh.data = 1  # replicas of the weights
+    config.mesh.fsdp = -1  # shards of each weight along its embedding axis
+    config.mesh.tensor = 1  # shards of heads, MLP and vocabulary
 
     config.checkpoint = ConfigDict()
     config.checkpoint.every = 50  # steps
-    config.checkpoint.keep = 2
+    config.checkpoint.keep = 2  # the newest ones
 
     config.eval = ConfigDict()  # on held-out problems
     config.eval.every = 20  # steps; 0: never
-    config.eval.num_problems = 40
+    config.eval.num_problems = 40  # the first ones
     config.eval.num_generations = 64  # per problem
 
     config.log = ConfigDict()

@@ -19,9 +19,7 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
     config.model.remat = "none"
     config.model.scan_unroll = 2
 
-    config.sampling.max_tokens = 24
     config.train.max_prompt_tokens = 6
-    config.train.rows_per_microbatch = 68
     config.optimizer.schedule = "linear"
     config.optimizer.final_fraction = 0.02
     return config

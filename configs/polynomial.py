@@ -12,8 +12,6 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
     config = default.get_config(method)
     config.workdir = f"runs/polynomial-{method}"
 
-    config.task.name = "polynomial"
-
     config.model.dtype = "float32"
     config.model.remat = "none"
     config.model.scan_unroll = 2

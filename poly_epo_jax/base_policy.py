@@ -6,6 +6,7 @@ Right demonstrations come first, then a few with deliberate mistakes, which leav
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.batching import TrainingSequence, pack
+from poly_epo_jax.config import check_mesh
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
 from poly_epo_jax.tasks.demonstrations import Demonstrations
@@ -60,6 +62,7 @@ def base_policy(config: ConfigDict, task: Task, mesh: Mesh) -> Path:
         raise ValueError(f"Task {config.task.name} has no demonstrations to fit a base policy to; set model.path.")
     recipe = json.dumps([config.base.to_dict(), config.task.to_dict()], sort_keys=True)
     folder = Path(config.base.cache_dir) / f"{config.task.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    check_mesh(config, mesh.shape, config.base.num_heads, config.base.num_kv_heads)
     if not folder.exists():
         _make(config, task, mesh, folder)
     return folder
@@ -112,5 +115,9 @@ def _make(config: ConfigDict, task: DemonstratedTask, mesh: Mesh, folder: Path) 
                 batch = pack(demonstrations(style), config.train.row_tokens, config.train.rows_per_microbatch)
                 state, _ = update(state, [batch])
             params = state.params
-    hf.save_pretrained(folder, params, shape, dtype="float32", eos_token_id=eos)
-    tokenizer.save_pretrained(folder)
+    # Renamed last: a run that dies before leaves no half policy for the next one to take.
+    unfinished = folder.with_name(f"{folder.name}.tokenizer-missing")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    hf.save_pretrained(unfinished, params, shape, dtype="float32", eos_token_id=eos)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(folder)

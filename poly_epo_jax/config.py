@@ -115,7 +115,16 @@ POSITIVE = (
     "eval.num_generations",
     "log.samples_every",
     "model.scan_unroll",
+    "base.hidden_size",
+    "base.mlp_size",
+    "base.num_layers",
+    "base.num_heads",
+    "base.num_kv_heads",
+    "base.head_dim",
+    "base.batch_size",
     "base.clean_steps",
+    "base.clean_learning_rate",
+    "base.noisy_learning_rate",
 )
 NOT_NEGATIVE = (
     "sampling.top_k",

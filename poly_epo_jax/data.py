@@ -19,5 +19,7 @@ def problem_batches(problems: Sequence[Problem], batch_size: int, seed: int) -> 
             f"A batch takes {batch_size} prompts, but there are only {len(problems)} training problems; lower "
             "train.prompts_per_batch or use more problems."
         )
-    dataset = grain.MapDataset.source(problems).shuffle(seed=seed).repeat().batch(batch_size, batch_fn=list)
+    # Grain's own "without end" is 2^63 - 1 problems, which overflows for batches of one.
+    epochs = grain.MapDataset.source(problems).shuffle(seed=seed).repeat(10**9)
+    dataset = epochs.batch(batch_size, batch_fn=list)
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))

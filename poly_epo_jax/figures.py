@@ -173,7 +173,7 @@ def frontier(points: Mapping[str, Sequence[tuple[float, float, float]]]) -> Figu
 
     Args:
       points: by method, each run's (learning rate, distinct correct clusters of 8, reward). Runs of one rate are seeds;
-        a line joins the rates' means, from the lowest (small dot) to the highest (large).
+        a line joins the rates' means, and the dots grow with the rate.
     """
     rates = sorted({rate for runs in points.values() for rate, _, _ in runs})
     with matplotlib.rc_context(_STYLE):
@@ -183,18 +183,16 @@ def frontier(points: Mapping[str, Sequence[tuple[float, float, float]]]) -> Figu
             means = []
             for index, rate in enumerate(rates):
                 seeds = np.array([(clusters, reward) for at, clusters, reward in points[method] if at == rate])
-                if not len(seeds):
-                    continue
-                size = 14 + 22 * index
-                axes.scatter(*seeds.T, s=size, color=style["color"], alpha=0.8, edgecolor="white", zorder=3)
-                means.append((*seeds.mean(axis=0), rate))
-            clusters, reward, at = np.array(means).T
-            axes.plot(clusters, reward, linewidth=1.4, alpha=0.6, **style)
-            for where in (0, -1) if len(means) > 1 else ():
-                place = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center", "fontsize": 9}
-                axes.annotate(f"{at[where]:g}", (clusters[where], reward[where]), color=style["color"], **place)
-        axes.set_xlabel("distinct correct clusters of 8")
-        axes.set_title("Held-out reward, by learning rate" if len(rates) > 1 else f"Held-out reward at {rates[0]:g}")
+                if len(seeds):
+                    size = 14 + 22 * index
+                    axes.scatter(*seeds.T, s=size, color=style["color"], alpha=0.8, edgecolor="white", zorder=3)
+                    means.append(seeds.mean(axis=0))
+            axes.plot(*np.array(means).T, linewidth=1.4, alpha=0.6, **style)
+        which = f"dots grow with the learning rate, {rates[0]:g} to {rates[-1]:g}"
+        axes.set_xlabel(
+            f"distinct correct clusters of 8 ({which})" if len(rates) > 1 else "distinct correct clusters of 8"
+        )
+        axes.set_title("Held-out reward")
         axes.set_xlim(left=0)
         _add_legend(figure)
     return figure

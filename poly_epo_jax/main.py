@@ -1,9 +1,11 @@
 """Trains a policy: python -m poly_epo_jax.main --config=configs/polynomial.py:poly_epo --config.seed=1"""
 
 import asyncio
+import difflib
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -68,6 +70,8 @@ def run(config: ConfigDict) -> None:
     _check_same_run(workdir, config)
     mesh = make_mesh(**config.mesh)
     task = _make_task(config)
+    if config.eval.every and not task.held_out_problems:
+        raise ConfigError(f"eval.every={config.eval.every}, but the task holds out no problems; set eval.every=0.")
     path = Path(config.model.path) if config.model.path else base_policy(config, task, mesh)
     policy = open_policy(path, config.model)
     check_mesh(config, mesh.shape, policy.config.num_heads, policy.config.num_kv_heads)
@@ -139,13 +143,35 @@ def _check_same_run(workdir: Path, config: ConfigDict) -> None:
 def _parse_flags(argv: Sequence[str]) -> list[str]:
     """absl's flag parser, with one sentence in place of a traceback where a key or value is wrong."""
     try:
+        _check_keys(argv)
         rest = flags.FLAGS(argv)
         if CONFIG.value is None:
             raise ConfigError("--config is missing; give a configuration file, such as configs/polynomial.py.")
         return rest
-    except (flags.Error, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        message = error.args[0] if error.args else error
-        sys.exit(f"Error: {message}")
+    except (flags.Error, ValueError, TypeError, OSError) as error:
+        # Where a configuration file fails, its traceback comes first.
+        sys.exit(f"Error: {re.sub(r'^[A-Za-z]+Error: ', '', str(error).splitlines()[-1].strip())}")
+
+
+def _check_keys(argv: Sequence[str]) -> None:
+    """Refuses a --config.KEY that the configuration file does not have, and names those that may be meant."""
+    alone = flags.FlagValues()
+    config = config_flags.DEFINE_config_file("config", None, flag_values=alone, sys_argv=[])
+    overrides = alone(argv, known_only=True)[1:]
+    if config.value is None:
+        return
+    keys = list(_keys(config.value))
+    for name in (override.lstrip("-").partition("=")[0] for override in overrides):
+        if name.startswith("config.") and name not in keys:
+            near = difflib.get_close_matches(name, keys) or ["those in configs/default.py"]
+            raise ConfigError(f"There is no key {name}; choose from {', '.join(near)}.")
+
+
+def _keys(config: ConfigDict, section: str = "config") -> Iterator[str]:
+    for key, value in config.items():
+        yield f"{section}.{key}"
+        if isinstance(value, ConfigDict):
+            yield from _keys(value, f"{section}.{key}")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -154,8 +180,8 @@ def main(argv: Sequence[str]) -> None:
     try:
         logging.set_verbosity(logging.WARNING)
         run(CONFIG.value)
-    except (ValueError, OSError) as error:
-        sys.exit(f"Error: {error}")
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"Error: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":

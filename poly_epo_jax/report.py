@@ -23,6 +23,7 @@ from poly_epo_jax.tracking import METRICS, SAMPLES, TIMING, read_rows
 
 PROBLEMS_SHOWN = 5
 STEPS_AVERAGED = 10
+INLINE_CHARACTERS = 60  # a response of one short line needs no unfolding
 Rows = list[dict[str, Any]]
 
 
@@ -104,9 +105,9 @@ def _summary(label: str, rows: Rows) -> str:
     name = f"<b>{html.escape(label)}</b>"
     if not len(steps):
         return f"{name}: no evaluation up to step {rows[-1]['step']}."
-    changes = [f"held-out reward {rewards[0]:.3f} → {rewards[-1]:.3f}"]
+    changes = [f"held-out reward: {rewards[0]:.3f} → {rewards[-1]:.3f}"]
     if len(clusters):
-        changes.append(f"distinct correct clusters of 8 {clusters[0]:.2f} → {clusters[-1]:.2f}")
+        changes.append(f"distinct correct clusters of 8: {clusters[0]:.2f} → {clusters[-1]:.2f}")
     return f"{name}: {', '.join(changes)}, from step {steps[0]} to step {steps[-1]}."
 
 
@@ -176,11 +177,12 @@ def _cluster(cluster: int | None, generations: Rows) -> str:
 def _generation(row: Mapping[str, Any]) -> str:
     verdict = "right" if row["reward"] == 1 else "wrong"
     advantage = "no advantage" if row["advantage"] is None else f"advantage {row['advantage']:+.3f}"
-    return (
-        f"<details><summary><span class='{verdict}'>reward {row['reward']:.3g}</span> · {advantage}"
-        f" <span class='muted'>generation {row['generation']}</span></summary>"
-        f"<pre>{html.escape(row['response'])}</pre></details>"
-    )
+    score = f"<span class='{verdict}'>reward {row['reward']:.3g}</span> · {advantage}"
+    response = html.escape(row["response"])
+    if len(row["response"]) <= INLINE_CHARACTERS and "\n" not in row["response"]:
+        return f"<p><code>{response}</code> {score}</p>"
+    number = f"<span class='muted'>generation {row['generation']}</span>"
+    return f"<details><summary>{score} {number}</summary><pre>{response}</pre></details>"
 
 
 if __name__ == "__main__":

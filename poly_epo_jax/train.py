@@ -91,7 +91,6 @@ async def train(config: ConfigDict, parts: Parts) -> None:
             parts.checkpoints.save(step, state, parts.batches.get_state())
         if preempted() and not is_last:
             parts.checkpoints.close()
-            parts.tracker.close()
             print(f"SIGTERM: saved after step {step}; the same command resumes there.", file=sys.stderr)
             sys.exit(128 + signal.SIGTERM)
     parts.checkpoints.close()

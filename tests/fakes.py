@@ -1,15 +1,19 @@
 """A policy small enough to compile in a moment, and sequences for it to train on."""
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from poly_epo_jax.batching import TrainingSequence
 from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
-from poly_epo_jax.types import Params
+from poly_epo_jax.model.sharding import param_shardings
+from poly_epo_jax.types import Group, Params, Problem, Rollouts, Sampling
 
 TINY = Qwen3Config(
     vocab_size=32,
@@ -37,6 +41,28 @@ def tiny_params(seed: int = 0) -> Params:
 
     state = nnx.split(TINY_MODEL)[1]
     return nnx.to_pure_dict(jax.tree.map(draw, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+
+
+def on_mesh(params: Params, mesh: Mesh) -> Params:
+    return jax.device_put(params, param_shardings(TINY_MODEL, mesh))
+
+
+def tiny_problems(count: int, max_length: int, seed: int = 0) -> list[Problem]:
+    """Prompts of random characters; their lengths take turns from 1 to `max_length`."""
+    rng = np.random.default_rng(seed)
+    prompts = ["".join(rng.choice(list(TINY_ALPHABET), i % max_length + 1)) for i in range(count)]
+    return [Problem(str(i), prompt, "") for i, prompt in enumerate(prompts)]
+
+
+def collect(
+    rollouts: Rollouts, problems: Sequence[Problem], num_generations: int, sampling: Sampling
+) -> list[Group]:
+    """All groups that the rollouts yield."""
+
+    async def wait() -> list[Group]:
+        return [group async for group in rollouts.generate(problems, num_generations, sampling)]
+
+    return asyncio.run(wait())
 
 
 def random_sequences(

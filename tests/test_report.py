@@ -140,7 +140,7 @@ def test_summary_gives_first_and_last_evaluation():
         {"step": 3, "reward": 0.9},
     ]
     assert report._summary("a", rows) == (
-        "<b>a</b>: held-out reward 0.250 → 0.500, distinct correct clusters of 8 1.50 → 3.00, from step 0 to step 2."
+        "<b>a</b>: held-out reward: 0.250 → 0.500, distinct correct clusters of 8: 1.50 → 3.00, from step 0 to step 2."
     )
     assert report._summary("a", rows[1:2]) == "<b>a</b>: no evaluation up to step 1."
 

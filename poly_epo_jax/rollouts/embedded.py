@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.qwen3 import KVCache, Qwen3
@@ -96,7 +96,7 @@ class EmbeddedRollouts:
             for problem, ids, *outputs in zip(problems, encoded, tokens, logprobs, lengths, strict=False)
         ]
 
-    def _generation(self, tokens: np.ndarray, logprobs: np.ndarray, length: int) -> Generation:
+    def _generation(self, tokens: np.ndarray, logprobs: np.ndarray, length: np.integer) -> Generation:
         token_ids = tokens[:length]
         stopped = bool(np.isin(token_ids[-1], self.stop_ids))
         text = str(self.tokenizer.decode(token_ids[:-1] if stopped else token_ids))
@@ -127,7 +127,7 @@ def _decode(
     params: Params,
     prompts: Int[Array, "Q L"],
     valid: Bool[Array, "Q L"],
-    seeds: Int[Array, "Q N"],
+    seeds: UInt32[Array, "Q N"],
     stop_ids: Int[Array, "S"],
     *,
     max_tokens: int,

@@ -1,0 +1,154 @@
+"""Shipped configurations are whole, explained and fit to run; those that are not are refused with a sentence."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ml_collections import ConfigDict
+
+from configs import default, polynomial
+from poly_epo_jax.config import ConfigError, changed_keys, check_config, check_mesh
+from poly_epo_jax.main import CHOICES
+
+FOLDER = Path(default.__file__).parent
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+MESH = {"data": 1, "fsdp": 2, "tensor": 1}
+
+
+def load(name: str, method: str = "poly_epo") -> ConfigDict:
+    return importlib.import_module(f"configs.{name}").get_config(method)
+
+
+def flat(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key; an empty section counts as a value."""
+    found = {}
+    for key, value in config.items():
+        is_section = isinstance(value, ConfigDict) and len(value)
+        found |= flat(value, f"{prefix}{key}.") if is_section else {prefix + key: value}
+    return found
+
+
+def changed(**changes: Any) -> ConfigDict:
+    """The polynomial configuration with changes, by dotted key."""
+    config = polynomial.get_config()
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+@pytest.mark.parametrize("method", default.METHODS)
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_configs_can_run(name: str, method: str):
+    config = load(name, method)
+    check_config(config, CHOICES)
+    assert config.is_locked
+    assert config.algo.advantages == default.METHODS[method]["advantages"]
+    assert config.algo.length_normalization == default.METHODS[method]["length_normalization"]
+
+
+def test_every_key_is_explained():
+    lines = Path(default.__file__).read_text().splitlines()
+    explained = {}
+    for line in lines:
+        if match := re.match(r"    config\.([\w.]+) = [^#]*(?:#(.*))?$", line):
+            explained[match[1]] = (match[2] or "").strip()
+    keys = flat(default.get_config())
+    assert [key for key in keys if not explained.get(key)] == []
+
+
+@pytest.mark.parametrize("method", default.METHODS)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "default"])
+def test_other_configs_state_only_what_differs(name: str, method: str):
+    tree = ast.parse((FOLDER / f"{name}.py").read_text())
+    targets = [ast.unparse(node.targets[0]) for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    stated = [target.removeprefix("config.") for target in targets if target.startswith("config.")]
+    own, defaults = flat(load(name, method)), flat(default.get_config(method))
+    assert [key for key in stated if own[key] == defaults[key]] == []
+    assert set(stated) == set(changed_keys(defaults, own))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"task.name": "chess"}, ["task.name='chess'", "multiplication, polynomial"]),
+        ({"judge.name": "jury"}, ["judge.name='jury'", "exact"]),
+        ({"rollouts.name": "remote"}, ["rollouts.name='remote'", "embedded"]),
+        ({"algo.loss": "dpo"}, ["algo.loss='dpo'", "cispo, policy_gradient, ppo_clip"]),
+        ({"algo.objective": "mean"}, ["algo.objective='mean'", "mean_reward, pass_at_n, polychromic"]),
+        ({"algo.advantages": "poly_epo"}, ["algo.advantages='poly_epo'", "grpo, grpo_div, marginal_set"]),
+        ({"algo.length_normalization": "mean"}, ["algo.length_normalization='mean'", "max, own"]),
+        ({"optimizer.schedule": "step"}, ["optimizer.schedule='step'", "constant, cosine, linear"]),
+        ({"model.dtype": "float16"}, ["model.dtype='float16'", "bfloat16, float32"]),
+        ({"model.attention": "flash"}, ["model.attention='flash'", "auto"]),
+        ({"algo.set_size": 8}, ["algo.set_size=8", "smaller than train.num_generations=8"]),
+        ({"algo.set_size": 9}, ["algo.set_size=9", "smaller than train.num_generations=8"]),
+        ({"algo.set_size": 0}, ["algo.set_size=0", "positive"]),
+        ({"train.row_tokens": 23}, ["train.row_tokens=23", "= 24 tokens"]),
+        ({"train.prompts_per_minibatch": 5}, ["train.prompts_per_minibatch=5", "divide train.prompts_per_batch=64"]),
+        ({"train.prompts_per_minibatch": 128}, ["train.prompts_per_minibatch=128", "divide"]),
+        ({"algo.num_sets": 71}, ["algo.num_sets=71", "at most C(N, n) = 70"]),
+        ({"algo.num_sets": -1}, ["algo.num_sets=-1", "not be negative"]),
+        ({"sampling.temperature": 0.0}, ["sampling.temperature=0.0", "positive"]),
+        ({"sampling.temperature": float("nan")}, ["sampling.temperature=nan", "positive"]),
+        ({"sampling.top_p": 0.0}, ["sampling.top_p=0.0", "above 0"]),
+        ({"sampling.top_p": 1.5}, ["sampling.top_p=1.5", "between 0 and 1"]),
+        ({"optimizer.learning_rate": -1e-3}, ["optimizer.learning_rate=-0.001", "positive"]),
+        ({"eval.every": -1}, ["eval.every=-1", "not be negative"]),
+        (
+            {"algo.objective": "pass_at_n", "train.num_generations": 32, "algo.set_size": 16},
+            ["algo.num_sets=0", "all 601080390 sets", "draw some"],
+        ),
+    ],
+)
+def test_wrong_values_are_refused(changes: dict[str, Any], words: list[str]):
+    with pytest.raises(ConfigError) as error:
+        check_config(changed(**changes), CHOICES)
+    message = str(error.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algo.set_size": 7},
+        {"train.row_tokens": 24},
+        {"algo.num_sets": 70},
+        {"train.prompts_per_minibatch": 64},
+        {"algo.objective": "pass_at_n"},
+        {"train.num_generations": 32, "algo.set_size": 16},  # polychromic over all sets forms none of them
+        {"eval.every": 0, "base.noisy_steps": 0},
+    ],
+)
+def test_values_on_the_edge_are_fine(changes: dict[str, Any]):
+    check_config(changed(**changes), CHOICES)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "words"),
+    [
+        ({"fsdp": 3}, {}, ["train.rows_per_microbatch=68", "mesh.data x mesh.fsdp = 3"]),
+        ({"data": 4}, {}, ["train.rows_per_microbatch=68", "mesh.data x mesh.fsdp = 8"]),
+        ({"tensor": 3}, {}, ["mesh.tensor=3", "attention heads", "4"]),
+        ({"tensor": 4}, {}, ["mesh.tensor=4", "key-value heads", "2"]),
+        ({"tensor": 2}, {"train.row_tokens": 41}, ["mesh.tensor=2", "train.row_tokens", "41"]),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(mesh: dict[str, int], changes: dict[str, Any], words: list[str]):
+    with pytest.raises(ConfigError) as error:
+        check_mesh(changed(**changes), MESH | mesh, num_heads=4, num_kv_heads=2)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2}, {"tensor": 2}])
+def test_meshes_that_fit_are_fine(mesh: dict[str, int]):
+    check_mesh(changed(), MESH | mesh, num_heads=4, num_kv_heads=2)
+
+
+def test_changed_keys_names_what_differs_at_any_depth():
+    old = {"a": 1, "b": {"c": 2, "d": {"e": 3}}, "gone": 4, "f": {}, "same": [1, 2]}
+    new = {"a": 1, "b": {"c": 5, "d": {"e": 6}}, "came": 4, "f": {"g": 7}, "same": [1, 2]}
+    assert changed_keys(old, new) == ["b.c", "b.d.e", "came", "f.g", "gone"]
+    assert changed_keys(old, old) == []

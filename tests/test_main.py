@@ -1,0 +1,276 @@
+"""Every mistake on the command line costs one sentence, and a short run leaves all that it should."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from absl import flags
+from fakes import TINY, tiny_params
+from jax.experimental.compilation_cache import compilation_cache
+from ml_collections import ConfigDict
+from transformers import PreTrainedTokenizerBase
+
+from configs import polynomial
+from poly_epo_jax import base_policy, main, report, set_rl
+from poly_epo_jax.model import hf
+from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.tasks import PolynomialTask
+from poly_epo_jax.tokenizer import build_character_tokenizer
+from poly_epo_jax.tracking import read_rows
+
+ROOT = Path(__file__).parents[1]
+FILE = "--config=configs/polynomial.py"
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undoes what main does to its process, and lets the command line be read again."""
+    monkeypatch.chdir(ROOT)
+    sigterm, cache = signal.getsignal(signal.SIGTERM), jax.config.jax_compilation_cache_dir
+    yield
+    signal.signal(signal.SIGTERM, sigterm)
+    jax.config.update("jax_compilation_cache_dir", cache)
+    compilation_cache.reset_cache()
+    flags.FLAGS["config"].unparse()
+    flags.FLAGS["config"].value = None
+    for name in [name for name in flags.FLAGS if name.startswith("config.")]:
+        delattr(flags.FLAGS, name)
+
+
+@pytest.fixture
+def sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+    """What main says when it refuses the given flags; they come after a run folder of the test's own."""
+
+    def refuse(file: str, *overrides: str) -> str:
+        folders = [f"--config.workdir={tmp_path / 'run'}", f"--config.compilation_cache={tmp_path / 'compiled'}"]
+        argv = ["main", file, *folders, *overrides] if file else ["main", *overrides]
+        monkeypatch.setattr(sys, "argv", argv)  # where ml_collections looks for overrides
+        with pytest.raises(SystemExit) as refusal:
+            main.main(main._parse_flags(argv))
+        assert isinstance(refusal.value.code, str)
+        return one_sentence(refusal.value.code)
+
+    return refuse
+
+
+def one_sentence(text: str) -> str:
+    assert text.startswith("Error: ")
+    assert len(text.splitlines()) == 1, text
+    assert text == " ".join(text.split())
+    return text
+
+
+@pytest.fixture(scope="module")
+def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random policy with 4 heads and 2 key-value heads that can read polynomials."""
+    folder = tmp_path_factory.mktemp("policies") / "tiny"
+    hf.save_pretrained(folder, tiny_params(), TINY, dtype="float32", eos_token_id=1)
+    build_character_tokenizer(PolynomialTask.alphabet).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["", "--config.seed=1"], ["config.seed"]),
+        ([""], ["--config is missing", "configs/polynomial.py"]),
+        ([FILE + ":poly_eop"], ["Unknown method ':poly_eop'", "choose one of poly_epo, grpo, grpo_div"]),
+        (["--config=configs/polynomail.py"], ["No such file or directory: 'configs/polynomail.py'"]),
+        (["--config=configs"], ["Is a directory: 'configs'"]),
+        ([FILE, "--config.train.num_stepz=3"], ["no key config.train.num_stepz", "choose from config.train.num_steps,"]),
+        ([FILE, "--config.trian.num_steps=3"], ["no key config.trian.num_steps", "choose from config.train.num_steps,"]),
+        ([FILE, "--config.train.num-steps=3"], ["no key config.train.num-steps", "config.train.num_steps"]),
+        ([FILE, "-config.wordkir", "runs/x"], ["no key config.wordkir", "config.workdir"]),
+        ([FILE, "--config.seed.x=3"], ["no key config.seed.x", "config.seed"]),
+        ([FILE, "--config.xxxxxxxxxxxx=3"], ["no key config.xxxxxxxxxxxx", "configs/default.py"]),
+        ([FILE, "--config.train.num_steps=abc"], ["--config.train.num_steps=abc", "invalid literal for int()"]),
+        ([FILE, "--config.train.num_steps=1.5"], ["--config.train.num_steps=1.5", "invalid literal for int()"]),
+        ([FILE, "--config.optimizer.learning_rate=fast"], ["--config.optimizer.learning_rate=fast", "to float"]),
+        ([FILE, "--config.train=3"], ["--config.train=3", "not a dict"]),
+        ([FILE, "--config.train.num_steps"], ["Missing value for flag --config.train.num_steps"]),
+        ([FILE, "--num_steps=3"], ["Unknown command line flag 'num_steps'"]),
+        ([FILE, "train.num_steps=3"], ["unknown argument train.num_steps=3", "--config.KEY=VALUE"]),
+        ([FILE, "--config.task.name=chess"], ["task.name='chess'", "multiplication, polynomial"]),
+        ([FILE, "--config.judge.name=jury"], ["judge.name='jury'", "exact"]),
+        ([FILE, "--config.rollouts.name=remote"], ["rollouts.name='remote'", "embedded"]),
+        ([FILE, "--config.algo.loss=dpo"], ["algo.loss='dpo'", "ppo_clip"]),
+        ([FILE, "--config.algo.objective=mean"], ["algo.objective='mean'", "mean_reward, pass_at_n, polychromic"]),
+        ([FILE, "--config.sampling.temperature=0"], ["sampling.temperature=0.0", "positive"]),
+        ([FILE, "--config.algo.set_size=8"], ["algo.set_size=8", "train.num_generations=8"]),
+        ([FILE, "--config.task.options={'digits': 3}"], ["'digits': 3", "task polynomial", "unexpected keyword"]),
+        ([FILE, "--config.task.options={'degree': 9}"], ["degree is 9; choose 1, 2 or 3"]),
+        ([FILE, "--config.task.options={'num_train': 999}"], ["num_train=999", "at most"]),
+        ([FILE, "--config.task.options={'num_held_out': 0}"], ["eval.every=20", "set eval.every=0"]),
+        ([FILE, "--config.model.path=/no/such/model"], ["/no/such/model is not a folder"]),
+        ([FILE, "--config.model.path=configs"], ["configs has no config.json"]),
+        ([FILE, "--config.mesh.data=16", "--config.mesh.fsdp=1"], ["mesh.data=16", "needs 16 devices", "there are 8"]),
+        ([FILE, "--config.mesh.data=-1"], ["mesh.data=-1", "at most one may be -1"]),
+        ([FILE, "--config.mesh.tensor=8"], ["mesh.tensor=8 must divide the model's attention heads", "4"]),
+    ],
+    ids=lambda value: value[-1].removeprefix("--") or "nothing" if isinstance(value, list) else None,
+)
+def test_mistakes_are_refused_with_one_sentence(arguments: list[str], words: list[str], sentence):
+    text = sentence(*arguments)
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["--config.mesh.tensor=4", "--config.mesh.fsdp=1"], ["mesh.tensor=4", "key-value heads", "2"]),
+        (["--config.mesh.fsdp=8"], ["train.rows_per_microbatch=68", "= 8"]),
+        (["--config.train.prompts_per_batch=128"], ["takes 128 prompts", "only 110 training problems"]),
+        (["--config.workdir=setup.py/run"], ["Not a directory", "setup.py/run"]),
+        (["--config.log.wandb_project=mine"], ["'mine'", "wandb is not installed"]),
+    ],
+    ids=lambda value: value[0].removeprefix("--"),
+)
+def test_what_shows_once_the_policy_is_open(overrides, words, sentence, policy_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    text = sentence(FILE, f"--config.model.path={policy_folder}", "--config.mesh.fsdp=1", *overrides)
+    assert all(word in text for word in words), text
+
+
+def test_a_run_folder_is_not_resumed_under_other_settings(tmp_path: Path, sentence):
+    config = polynomial.get_config()
+    config.train.num_steps, config.seed = 7, 3  # the first may change
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(config.to_json())
+    text = sentence(FILE, "--config.optimizer.learning_rate=1e-3", "--config.log.samples_every=3")
+    assert "holds a run with another optimizer.learning_rate, seed;" in text
+    assert str(tmp_path / "run") in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([FILE + ":ppo"], ["Unknown method ':ppo'"]),
+        ([FILE, "--config.train.num_stepz=3"], ["no key config.train.num_stepz", "config.train.num_steps"]),
+        ([FILE, "--config.model.path=/no/such/model"], ["/no/such/model is not a folder"]),
+    ],
+    ids=["method", "key", "model"],
+)
+def test_a_refusal_ends_the_process_without_traceback(arguments: list[str], words: list[str], tmp_path: Path):
+    devices = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
+    folders = [f"--config.workdir={tmp_path / 'run'}", f"--config.compilation_cache={tmp_path / 'compiled'}"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "poly_epo_jax.main", *arguments, *folders],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": devices},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    text = one_sentence(ended.stderr.removesuffix("\n"))
+    assert all(word in text for word in words), text
+    assert not (tmp_path / "run").exists()
+
+
+def small_config(folder: Path, **changes: Any) -> ConfigDict:
+    config = polynomial.get_config()
+    config.update_from_flattened_dict(
+        {
+            "workdir": str(folder / "run"),
+            "compilation_cache": str(folder / "compiled"),
+            "base.cache_dir": str(folder / "base"),
+            "base.clean_steps": 3,
+            "base.noisy_steps": 2,
+            "base.batch_size": 8,
+            "base.hidden_size": 16,
+            "base.mlp_size": 24,
+            "base.num_layers": 1,
+            "base.head_dim": 8,
+            "train.num_steps": 3,
+            "train.prompts_per_batch": 4,
+            "train.prompts_per_minibatch": 2,
+            "train.num_generations": 4,
+            "train.rows_per_microbatch": 4,
+            "algo.set_size": 2,
+            "algo.advantages": "grpo_div",  # so young a policy earns nothing, but it can differ from itself
+            "algo.kl_coef": 0.01,
+            "mesh.fsdp": 1,
+            "checkpoint.every": 2,
+            "eval.every": 2,
+            "eval.num_problems": 4,
+            "eval.num_generations": 4,
+            "log.samples_every": 2,
+        }
+        | changes
+    )
+    return config
+
+
+def test_a_base_policy_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class NoTraining:
+        def __init__(self, *arguments: Any):
+            pass
+
+        def init(self, params: Any) -> SimpleNamespace:
+            return SimpleNamespace(params=params)
+
+        def __call__(self, state: SimpleNamespace, minibatches: Any) -> tuple[SimpleNamespace, dict[str, float]]:
+            return state, {}
+
+    def disk_is_full(self: Any, folder: Path) -> None:
+        raise OSError("disk is full")
+
+    monkeypatch.setattr(base_policy, "PolicyUpdate", NoTraining)
+    config, task, mesh = small_config(tmp_path), PolynomialTask(), make_mesh(1, 1, 1)
+    with monkeypatch.context() as broken, pytest.raises(OSError, match="disk is full"):
+        broken.setattr(PreTrainedTokenizerBase, "save_pretrained", disk_is_full)
+        base_policy.base_policy(config, task, mesh)
+    folder = base_policy.base_policy(config, task, mesh)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+    assert list(folder.parent.iterdir()) == [folder]
+
+    monkeypatch.setattr(base_policy, "_make", None)  # not called again
+    assert base_policy.base_policy(config, task, mesh) == folder
+
+
+@pytest.mark.slow
+def test_a_short_run_leaves_its_folder_and_goes_on_when_asked(tmp_path: Path):
+    config = small_config(tmp_path)
+    main.run(config)
+
+    run = tmp_path / "run"
+    assert json.loads((run / "config.json").read_text()) == json.loads(config.to_json())
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert ["eval/reward" in row for row in read_rows(run / "metrics.jsonl")] == [True, False, True, True]
+    assert all(row["policy/update_norm"] > 0 for row in read_rows(run / "metrics.jsonl")[1:])
+    timing = read_rows(run / "timing.jsonl")
+    stages = ["advantages", "evaluate", "generate", "logprobs", "step", "sync", "update"]
+    assert [key for key in timing[2] if key.startswith("seconds/")] == [f"seconds/{stage}" for stage in stages]
+    assert all(row["tokens_per_second"] > 0 for row in timing[1:])
+    assert sorted(path.name for path in (run / "checkpoints").iterdir() if path.name.isdigit()) == ["2", "3"]
+    assert any((run / "tensorboard").iterdir())
+
+    samples = read_rows(run / "samples.jsonl")
+    assert [row["step"] for row in samples] == [2] * 16 + [3] * 16
+    rewards, clusters, advantages = (
+        np.array([row[key] for row in samples], dtype).reshape(8, 4)
+        for key, dtype in (("reward", np.float32), ("cluster", np.int32), ("advantage", np.float32))
+    )
+    expected = set_rl.grpo_div_advantages(rewards, clusters, config.algo.div_coef)
+    np.testing.assert_allclose(advantages, expected, atol=1e-6)
+    assert np.abs(advantages).max() > 0
+
+    page = report.write_report([run], tmp_path / "report")
+    assert page.exists()
+    assert {"training_dynamics.png", "pass_at_k.png"} <= {path.name for path in page.parent.iterdir()}
+
+    longer = small_config(tmp_path, **{"train.num_steps": 4, "log.samples_every": 1})
+    main.run(longer)
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in read_rows(run / "samples.jsonl")] == [2] * 16 + [3] * 16 + [4] * 16

@@ -1,0 +1,193 @@
+"""On any mesh of eight devices training and sampling are what they are on one."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fakes import (
+    TINY_ALPHABET,
+    TINY_MODEL,
+    collect,
+    on_mesh,
+    optimizer_config,
+    random_sequences,
+    tiny_params,
+    tiny_problems,
+)
+from jax.sharding import NamedSharding, PartitionSpec
+
+from poly_epo_jax.batching import pack
+from poly_epo_jax.model.logprobs import token_logprobs
+from poly_epo_jax.model.sharding import ROWS, make_mesh
+from poly_epo_jax.rollouts.embedded import EmbeddedRollouts
+from poly_epo_jax.set_rl import ppo_clip_loss
+from poly_epo_jax.tokenizer import build_character_tokenizer
+from poly_epo_jax.types import Sampling
+from poly_epo_jax.update import PolicyUpdate
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+
+# [layers, ...] of TINY and their parts on a mesh of 2 x 2 x 2: fsdp halves the embedding, tensor all else but norms.
+SHARDS = {
+    "embed": (PartitionSpec("tensor", "fsdp"), (16, 8)),
+    "norm": (PartitionSpec(None), (16,)),
+    "layers.attention_norm": (PartitionSpec(None, None), (2, 16)),
+    "layers.q": (PartitionSpec(None, "fsdp", "tensor", None), (2, 8, 2, 8)),
+    "layers.k": (PartitionSpec(None, "fsdp", "tensor", None), (2, 8, 1, 8)),
+    "layers.v": (PartitionSpec(None, "fsdp", "tensor", None), (2, 8, 1, 8)),
+    "layers.o": (PartitionSpec(None, "tensor", None, "fsdp"), (2, 2, 8, 8)),
+    "layers.q_norm": (PartitionSpec(None, None), (2, 8)),
+    "layers.k_norm": (PartitionSpec(None, None), (2, 8)),
+    "layers.mlp_norm": (PartitionSpec(None, None), (2, 16)),
+    "layers.gate": (PartitionSpec(None, "fsdp", "tensor"), (2, 8, 12)),
+    "layers.up": (PartitionSpec(None, "fsdp", "tensor"), (2, 8, 12)),
+    "layers.down": (PartitionSpec(None, "tensor", "fsdp"), (2, 12, 8)),
+}
+
+
+@functools.cache
+def train_step(*axes):
+    """(gradient, its sums of metrics, state after a step of two updates, the step's metrics) on a mesh."""
+    mesh = make_mesh(*axes)
+    # With eps near the gradient's size the update is no coarser than the gradient.
+    config = optimizer_config(eps=1e-3, weight_decay=0.1)
+    update = PolicyUpdate(TINY_MODEL, mesh, ppo_clip_loss, config, total_updates=2, kl_coef=0.1, entropy_coef=0.01)
+    params, reference = on_mesh(tiny_params(), mesh), on_mesh(tiny_params(1), mesh)
+    minibatches = [pack(random_sequences(np.random.default_rng(seed), 30), 20, rows_per_microbatch=8) for seed in (0, 1)]
+    assert all(len(minibatch) > 1 for minibatch in minibatches)
+    minibatches = update.with_old_logprobs(params, minibatches, reference)
+    gradient, sums = update.gradient(params, minibatches[0])
+    return gradient, sums, *update(update.init(params), minibatches)
+
+
+def assert_trees_close(found, expected, atol=1e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=atol), found, expected)
+
+
+ON_MESHES = pytest.mark.parametrize("axes", [(8, 1, 1), (1, 8, 1), (2, 2, 2)], ids="{0[0]}x{0[1]}x{0[2]}".format)
+
+
+@ON_MESHES
+def test_gradients_are_those_of_one_device(axes):
+    gradient, sums, *_ = train_step(*axes)
+    expected, expected_sums, *_ = train_step(1, 1, 1)
+    assert all(np.abs(leaf).max() > 0.05 for leaf in jax.tree.leaves(expected))
+    assert_trees_close(gradient, expected)
+    for metrics, expected_metrics in zip(sums, expected_sums, strict=True):
+        assert_trees_close(metrics["loss"], expected_metrics["loss"])
+
+
+@ON_MESHES
+def test_a_step_ends_as_on_one_device(axes):
+    _, _, state, metrics = train_step(*axes)
+    _, _, expected, expected_metrics = train_step(1, 1, 1)
+    moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), expected.params, tiny_params())
+    assert min(jax.tree.leaves(moved)) > 5e-3
+    assert_trees_close(state.params, expected.params)
+    assert int(state.updates) == 2
+    assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
+
+
+def test_weights_gradients_and_moments_are_sharded():
+    gradient, _, state, _ = train_step(2, 2, 2)
+    moments = next(part for part in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(part))
+    for tree in (state.params, gradient, moments.mu, moments.nu):
+        found = {
+            jax.tree_util.keystr(path, simple=True, separator="."): (
+                leaf.sharding.spec,
+                *{shard.data.shape for shard in leaf.addressable_shards},
+            )
+            for path, leaf in jax.tree.leaves_with_path(tree)
+        }
+        assert found == SHARDS
+
+
+def is_adam(part):
+    return hasattr(part, "mu")
+
+
+def collectives_in_loops(compiled):
+    """(number of loops, kinds of collectives that run inside of them) of a compiled program."""
+    computations = dict(re.findall(r"^(?:ENTRY )?%([\w.-]+) [^\n]*\{\n(.*?)^\}", compiled.as_text(), re.M | re.S))
+    bodies = re.findall(r"body=%([\w.-]+)", compiled.as_text())
+    seen, waiting = set(), list(bodies)
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += [used for used in re.findall(r"%([\w.-]+)", computations[name]) if used in computations]
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    return len(bodies), {kind for name in seen for kind in re.findall(rf" ({kinds})(?:-start)?\(", computations[name])}
+
+
+def compiled_gradient(logprobs):
+    mesh = make_mesh(2, 2, 2)
+
+    def abstract(shape, dtype, *spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    hidden, head = abstract((8, 32, 16), jnp.float32, ROWS), abstract((32, 16), jnp.float32, "tensor", "fsdp")
+    targets = abstract((8, 32), jnp.int32, ROWS)
+    with jax.set_mesh(mesh):
+        gradient = jax.grad(lambda *inputs: sum(output.sum() for output in logprobs(*inputs)), argnums=(0, 1))
+        return jax.jit(gradient, out_shardings=(hidden.sharding, head.sharding)).lower(hidden, head, targets).compile()
+
+
+def test_no_collective_runs_inside_the_vocabulary_loop():
+    loops, kinds = collectives_in_loops(compiled_gradient(functools.partial(token_logprobs, chunk_tokens=8)))
+    assert loops == 2  # forward and backward
+    assert kinds == set()
+
+
+def test_collectives_inside_of_loops_are_found():
+    """The same loop left to the compiler has them: the test above can fail."""
+
+    def left_to_the_compiler(hidden, head, targets):
+        def one_chunk(chunk):
+            log_p = jax.nn.log_softmax(chunk[0] @ head.T)
+            logprobs = jnp.take_along_axis(log_p, chunk[1][..., None], axis=-1)[..., 0]
+            return logprobs, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+
+        chunks = hidden.reshape(8, 4, 8, 16).swapaxes(0, 1), targets.reshape(8, 4, 8).swapaxes(0, 1)
+        return jax.lax.map(one_chunk, chunks)
+
+    loops, kinds = collectives_in_loops(compiled_gradient(left_to_the_compiler))
+    assert loops == 2
+    assert "all-reduce" in kinds
+
+
+@pytest.mark.parametrize("count", [9, 2])
+def test_greedy_generations_are_those_of_one_device(count):
+    def generate(mesh):
+        tokenizer = build_character_tokenizer(TINY_ALPHABET)
+        params = on_mesh(tiny_params(), mesh)
+        rollouts = EmbeddedRollouts(TINY_MODEL, params, mesh, tokenizer, (1, 14), max_prompt_tokens=8, max_rows=8)
+        groups = collect(rollouts, tiny_problems(count, 8), 2, Sampling(max_tokens=10, temperature=0.0))
+        return [[y.token_ids.tolist() for y in group.generations] for group in groups]
+
+    expected = generate(make_mesh(1, 1, 1))
+    assert len(expected) == count
+    assert generate(make_mesh(2, 2, 2)) == expected
+
+
+def test_one_axis_may_take_what_is_left():
+    assert dict(make_mesh(2, -1, 2).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert dict(make_mesh(1, 3, 1).shape) == {"data": 1, "fsdp": 3, "tensor": 1}
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ((-1, -1, 1), "mesh.data=-1, mesh.fsdp=-1, mesh.tensor=1: every axis must be .*, and at most one may be -1"),
+        ((2, 0, 1), "mesh.fsdp=0, mesh.tensor=1: every axis must be a positive size"),
+        ((2, -2, 1), "mesh.fsdp=-2, mesh.tensor=1: every axis must be a positive size"),
+        ((3, -1, 1), "the fixed axes take 3 devices, which do not divide 8"),
+        ((4, 4, 1), "mesh.data=4, mesh.fsdp=4, mesh.tensor=1 needs 16 devices, but there are 8; lower an axis"),
+    ],
+)
+def test_meshes_that_cannot_be_are_refused(axes, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(*axes)
