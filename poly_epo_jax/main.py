@@ -160,6 +160,7 @@ def _check_keys(argv: Sequence[str]) -> None:
     overrides = alone(argv, known_only=True)[1:]
     if config.value is None:
         return
+    config.value.lock()  # where the file could not be read, any use of the configuration says so
     keys = list(_keys(config.value))
     for name in (override.lstrip("-").partition("=")[0] for override in overrides):
         if name.startswith("config.") and name not in keys:

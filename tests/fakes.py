@@ -1,4 +1,4 @@
-"""A policy small enough to compile in a moment, and sequences for it to train on."""
+"""A policy small enough to compile in a moment, and problems and sequences for it to train on."""
 
 import asyncio
 from collections.abc import Sequence
@@ -54,9 +54,7 @@ def tiny_problems(count: int, max_length: int, seed: int = 0) -> list[Problem]:
     return [Problem(str(i), prompt, "") for i, prompt in enumerate(prompts)]
 
 
-def collect(
-    rollouts: Rollouts, problems: Sequence[Problem], num_generations: int, sampling: Sampling
-) -> list[Group]:
+def collect(rollouts: Rollouts, problems: Sequence[Problem], num_generations: int, sampling: Sampling) -> list[Group]:
     """All groups that the rollouts yield."""
 
     async def wait() -> list[Group]:

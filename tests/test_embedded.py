@@ -69,7 +69,7 @@ def test_greedy_generations_are_those_of_transformers(tmp_path):
     for problem, group in zip(problems, found, strict=True):
         ids = TOKENIZER(problem.prompt, return_tensors="pt")["input_ids"]
         with torch.no_grad():
-            out = transformer.generate(
+            out = transformer.generate(  # pyright: ignore[reportAttributeAccessIssue]
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,

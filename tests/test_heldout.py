@@ -47,15 +47,14 @@ class Recorded:
         raise AssertionError("an evaluation does not change weights")
 
 
-class NoJudge(ExactJudge):
-    """Fails on the problems that it is told to."""
+class Unreliable:
+    """The exact judge, which fails on the problems that it is told to."""
 
     def __init__(self, task: Task, failing: Sequence[str]):
-        super().__init__(task)
-        self.failing = failing
+        self.exact, self.failing = ExactJudge(task), failing
 
-    async def cluster(self, group: Group):
-        return JudgeFailure("out of order") if group.problem.id in self.failing else await super().cluster(group)
+    async def cluster(self, group: Group) -> np.ndarray | JudgeFailure:
+        return JudgeFailure("out of order") if group.problem.id in self.failing else await self.exact.cluster(group)
 
 
 def evaluate(responses: dict[str, list[str]], failing: Sequence[str] = ()) -> dict[str, float]:
@@ -64,7 +63,7 @@ def evaluate(responses: dict[str, list[str]], failing: Sequence[str] = ()) -> di
     problems = [Problem(id, id, id) for id in responses]
     num_generations = len(next(iter(responses.values())))
     metrics = asyncio.run(
-        evaluate_held_out(rollouts, task, NoJudge(task, failing), problems, num_generations, SAMPLING)
+        evaluate_held_out(rollouts, task, Unreliable(task, failing), problems, num_generations, SAMPLING)
     )
     assert rollouts.asked == [(len(problems), num_generations, SAMPLING)]
     return metrics

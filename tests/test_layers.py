@@ -44,14 +44,15 @@ def room(module: str) -> str:
     return [*module.split("."), ""][1]
 
 
-def floor(name: str) -> int | None:
-    return next((number for number, rooms in enumerate(FLOORS) if name in rooms), None)
+def floor(name: str) -> int:
+    """Counted from 0; -1 for a room that has none."""
+    return next((number for number, rooms in enumerate(FLOORS) if name in rooms), -1)
 
 
 def violations(module: str, source: str) -> list[str]:
     """A sentence for each import that the module must not have."""
     own, found = room(module), []
-    if module != NAME and floor(own) is None:
+    if module != NAME and floor(own) < 0:
         return [f"{module} has no floor; add {own!r} to one of FLOORS in tests/test_layers.py."]
     for imported in imports(source):
         library, other = imported.split(".")[0], room(imported)
@@ -63,9 +64,9 @@ def violations(module: str, source: str) -> list[str]:
                 found.append(f"{module} imports {library}, but {own} needs {', '.join(sorted(allowed))} only.")
         elif module == NAME:
             found.append(f"{module} imports {imported}, but its __init__ imports nothing.")
-        elif floor(other) is None:
+        elif floor(other) < 0:
             found.append(f"{module} imports {imported}, which has no floor.")
-        elif other != own and (own, other) not in SIDEWAYS and not floor(other) < floor(own):
+        elif other != own and (own, other) not in SIDEWAYS and floor(other) >= floor(own):
             found.append(f"{module} on floor {floor(own)} imports {imported} on floor {floor(other)}.")
     return found
 
