@@ -84,7 +84,7 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
     config.train.num_generations = 8  # N, per prompt
     config.train.max_prompt_tokens = 16  # longest prompt; a longer one is refused
     config.train.row_tokens = 40  # sequences are packed into rows of this many tokens
-    config.train.rows_per_microbatch = 68  # rows whose gradient is taken at once; the result does not depend on it
+    config.train.rows_per_microbatch = 72  # rows whose gradient is taken at once; the result does not depend on it
 
     config.optimizer = ConfigDict()  # AdamW
     config.optimizer.learning_rate = 5e-4  # peak

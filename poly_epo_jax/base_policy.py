@@ -4,6 +4,7 @@ It is trained by the same update as RL: with advantage 1 and no clipping the pol
 Right demonstrations come first, then a few with deliberate mistakes, which leave doubts that RL can later settle.
 """
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -60,9 +61,12 @@ def base_policy(config: ConfigDict, task: Task, mesh: Mesh) -> Path:
     """
     if not isinstance(task, DemonstratedTask):
         raise ValueError(f"Task {config.task.name} has no demonstrations to fit a base policy to; set model.path.")
-    recipe = json.dumps([config.base.to_dict(), config.task.to_dict()], sort_keys=True)
-    folder = Path(config.base.cache_dir) / f"{config.task.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
-    check_mesh(config, mesh.shape, config.base.num_heads, config.base.num_kv_heads)
+    base = {key: value for key, value in config.base.items() if key != "cache_dir"}
+    recipe = {"base": base, "task": config.task.to_dict()}
+    folder = (
+        Path(config.base.cache_dir)
+        / f"{config.task.name}-{hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]}"
+    )
     if not folder.exists():
         _make(config, task, mesh, folder)
     return folder
@@ -86,6 +90,7 @@ def _make(config: ConfigDict, task: DemonstratedTask, mesh: Mesh, folder: Path) 
         remat="none",
         scan_unroll=base.num_layers,
     )
+    check_mesh(config, mesh.shape, dataclasses.asdict(shape))
     model = nnx.eval_shape(lambda: Qwen3(shape, nnx.Rngs(base.seed)))
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(base.seed)))[1]))()
     problems = [*task.train_problems, *task.held_out_problems]

@@ -7,6 +7,13 @@ from typing import Any
 from ml_collections import ConfigDict
 
 MAX_SETS = 10**6  # per prompt
+MESH_SPLITS = {
+    "hidden_size": "fsdp",
+    "num_heads": "tensor",
+    "num_kv_heads": "tensor",
+    "mlp_size": "tensor",
+    "vocab_size": "tensor",
+}
 
 
 class ConfigError(ValueError):
@@ -64,25 +71,26 @@ def check_config(config: ConfigDict, choices: Mapping[str, Collection[str]]) -> 
     )
 
 
-def check_mesh(config: ConfigDict, mesh_shape: Mapping[str, int], num_heads: int, num_kv_heads: int) -> None:
+def check_mesh(config: ConfigDict, mesh_shape: Mapping[str, int], model_sizes: Mapping[str, Any]) -> None:
     """Refuses a mesh that the model or the batch cannot be split over.
+
+    Args:
+      mesh_shape: devices along data, fsdp and tensor.
+      model_sizes: the fields of the model's Qwen3Config.
 
     Raises:
       ConfigError: naming the axis and what it must divide.
     """
-    rows, tensor = mesh_shape["data"] * mesh_shape["fsdp"], mesh_shape["tensor"]
+    rows = mesh_shape["data"] * mesh_shape["fsdp"]
     if config.train.rows_per_microbatch % rows:
         raise ConfigError(
             f"train.rows_per_microbatch={config.train.rows_per_microbatch} must be a multiple of mesh.data x mesh.fsdp "
             f"= {rows}, so that every device gets the same number of rows."
         )
-    for name, size in (
-        ("the model's attention heads", num_heads),
-        ("the model's key-value heads", num_kv_heads),
-        ("train.row_tokens", config.train.row_tokens),
-    ):
-        if size % tensor:
-            raise ConfigError(f"mesh.tensor={tensor} must divide {name}, of which there are {size}; choose another.")
+    split = [(axis, f"the model's {field}", model_sizes[field]) for field, axis in MESH_SPLITS.items()]
+    for axis, name, size in [*split, ("tensor", "train.row_tokens", config.train.row_tokens)]:
+        if size % mesh_shape[axis]:
+            raise ConfigError(f"mesh.{axis}={mesh_shape[axis]} must divide {name}={size}; choose another.")
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -23,6 +23,10 @@ async def _grade(group: Group, task: Task, judge: Judge) -> GradedGroup:
         return np.array([task.reward(group.problem, y.text) for y in group.generations], np.float32)
 
     rewards, clusters = await asyncio.gather(asyncio.to_thread(score), judge.cluster(group))
+    if np.isnan(rewards).any():
+        raise ValueError(
+            f"The task's reward for problem {group.problem.id} is NaN; it must be a number for every text."
+        )
     return GradedGroup(group, rewards, clusters)
 
 

@@ -1,6 +1,7 @@
 """Trains a policy: python -m poly_epo_jax.main --config=configs/polynomial.py:poly_epo --config.seed=1"""
 
 import asyncio
+import dataclasses
 import difflib
 import json
 import re
@@ -74,8 +75,7 @@ def run(config: ConfigDict) -> None:
         raise ConfigError(f"eval.every={config.eval.every}, but the task holds out no problems; set eval.every=0.")
     path = Path(config.model.path) if config.model.path else base_policy(config, task, mesh)
     policy = open_policy(path, config.model)
-    check_mesh(config, mesh.shape, policy.config.num_heads, policy.config.num_kv_heads)
-
+    check_mesh(config, mesh.shape, dataclasses.asdict(policy.config))
     policy.save_description(workdir / "policy")
 
     updates_per_step = config.train.prompts_per_batch // config.train.prompts_per_minibatch
@@ -127,9 +127,9 @@ def _make_task(config: ConfigDict) -> Task:
 
 
 def _check_same_run(workdir: Path, config: ConfigDict) -> None:
-    """Refuses to go on with a run under settings that would make it another run."""
+    """Refuses to resume a run under settings that would make it another run."""
     saved = workdir / "config.json"
-    if not saved.exists():
+    if not saved.exists() or not any((workdir / "checkpoints").glob("[0-9]*")):
         return
     changed = changed_keys(json.loads(saved.read_text()), json.loads(config.to_json()))
     changed = [key for key in changed if not key.startswith(RESUME_MAY_CHANGE)]

@@ -16,6 +16,7 @@ from poly_epo_jax.main import CHOICES
 FOLDER = Path(default.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 MESH = {"data": 1, "fsdp": 2, "tensor": 1}
+MODEL_SIZES = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "mlp_size": 192, "vocab_size": 22}
 
 
 def load(name: str, method: str = "poly_epo") -> ConfigDict:
@@ -130,22 +131,23 @@ def test_values_on_the_edge_are_fine(changes: dict[str, Any]):
 @pytest.mark.parametrize(
     ("mesh", "changes", "words"),
     [
-        ({"fsdp": 3}, {}, ["train.rows_per_microbatch=68", "mesh.data x mesh.fsdp = 3"]),
-        ({"data": 4}, {}, ["train.rows_per_microbatch=68", "mesh.data x mesh.fsdp = 8"]),
-        ({"tensor": 3}, {}, ["mesh.tensor=3", "attention heads", "4"]),
-        ({"tensor": 4}, {}, ["mesh.tensor=4", "key-value heads", "2"]),
+        ({"fsdp": 5}, {}, ["train.rows_per_microbatch=72", "mesh.data x mesh.fsdp = 5"]),
+        ({"data": 8}, {}, ["train.rows_per_microbatch=72", "mesh.data x mesh.fsdp = 16"]),
+        ({"fsdp": 9}, {}, ["mesh.fsdp=9", "hidden_size=64"]),
+        ({"tensor": 3}, {}, ["mesh.tensor=3", "num_heads=4"]),
+        ({"tensor": 4}, {}, ["mesh.tensor=4", "num_kv_heads=2"]),
         ({"tensor": 2}, {"train.row_tokens": 41}, ["mesh.tensor=2", "train.row_tokens", "41"]),
     ],
 )
 def test_meshes_that_do_not_fit_are_refused(mesh: dict[str, int], changes: dict[str, Any], words: list[str]):
     with pytest.raises(ConfigError) as error:
-        check_mesh(changed(**changes), MESH | mesh, num_heads=4, num_kv_heads=2)
+        check_mesh(changed(**changes), MESH | mesh, MODEL_SIZES)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"data": 2}, {"tensor": 2}])
 def test_meshes_that_fit_are_fine(mesh: dict[str, int]):
-    check_mesh(changed(), MESH | mesh, num_heads=4, num_kv_heads=2)
+    check_mesh(changed(), MESH | mesh, MODEL_SIZES)
 
 
 def test_changed_keys_names_what_differs_at_any_depth():

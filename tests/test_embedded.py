@@ -253,3 +253,8 @@ def test_a_prompt_that_is_too_long_is_refused(rollouts):
     message = "The prompt of problem seven has 11 tokens, more than train.max_prompt_tokens=10; raise that, or"
     with pytest.raises(ValueError, match=message):
         generate(rollouts, [*PROBLEMS[:9], too_long], 4)
+
+
+def test_an_empty_prompt_is_refused(rollouts):
+    with pytest.raises(ValueError, match="The prompt of problem blank is empty; leave the problem out"):
+        generate(rollouts, [Problem("blank", "", "")], 4)

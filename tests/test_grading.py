@@ -1,6 +1,7 @@
 """Groups are graded while others are still generated, and a prompt whose judge failed takes no part in the update."""
 
 import asyncio
+import math
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -123,6 +124,15 @@ def test_a_failed_judgement_keeps_its_reason_and_is_not_among_the_judged():
     assert graded[1].clusters == JudgeFailure("out of order")
     np.testing.assert_array_equal(graded[1].rewards, [1, 0])
     assert judged(graded) == [graded[0], graded[2]]
+
+
+def test_a_reward_that_is_no_number_is_refused():
+    class Undecided(ByLetter):
+        def reward(self, problem: Problem, text: str) -> float:
+            return math.nan
+
+    with pytest.raises(ValueError, match="reward for problem p is NaN; it must be a number"):
+        asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Undecided(), LetterJudge()))
 
 
 def test_an_error_in_a_reward_is_not_swallowed():

@@ -113,7 +113,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([FILE, "--config.model.path=configs"], ["configs has no config.json"]),
         ([FILE, "--config.mesh.data=16", "--config.mesh.fsdp=1"], ["mesh.data=16", "needs 16 devices", "there are 8"]),
         ([FILE, "--config.mesh.data=-1"], ["mesh.data=-1", "at most one may be -1"]),
-        ([FILE, "--config.mesh.tensor=8"], ["mesh.tensor=8 must divide the model's attention heads", "4"]),
+        ([FILE, "--config.mesh.tensor=8"], ["mesh.tensor=8 must divide the model's num_heads=4"]),
     ],
     ids=lambda value: value[-1].removeprefix("--") or "nothing" if isinstance(value, list) else None,
 )
@@ -125,8 +125,8 @@ def test_mistakes_are_refused_with_one_sentence(arguments: list[str], words: lis
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["--config.mesh.tensor=4", "--config.mesh.fsdp=1"], ["mesh.tensor=4", "key-value heads", "2"]),
-        (["--config.mesh.fsdp=8"], ["train.rows_per_microbatch=68", "= 8"]),
+        (["--config.mesh.tensor=4", "--config.mesh.fsdp=1"], ["mesh.tensor=4", "num_kv_heads=2"]),
+        (["--config.mesh.fsdp=8", "--config.train.rows_per_microbatch=68"], ["train.rows_per_microbatch=68", "= 8"]),
         (["--config.train.prompts_per_batch=128"], ["takes 128 prompts", "only 110 training problems"]),
         (["--config.workdir=setup.py/run"], ["Not a directory", "setup.py/run"]),
         (["--config.log.wandb_project=mine"], ["'mine'", "wandb is not installed"]),
@@ -142,7 +142,7 @@ def test_what_shows_once_the_policy_is_open(overrides, words, sentence, policy_f
 def test_a_run_folder_is_not_resumed_under_other_settings(tmp_path: Path, sentence):
     config = polynomial.get_config()
     config.train.num_steps, config.seed = 7, 3  # the first may change
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text(config.to_json())
     text = sentence(FILE, "--config.optimizer.learning_rate=1e-3", "--config.log.samples_every=3")
     assert "holds a run with another optimizer.learning_rate, seed;" in text

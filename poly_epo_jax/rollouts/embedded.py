@@ -57,7 +57,7 @@ class EmbeddedRollouts:
         """Yields the problems' groups, chunk by chunk, in order.
 
         Raises:
-          ValueError: a prompt is longer than `max_prompt_tokens`.
+          ValueError: a prompt is empty, or longer than `max_prompt_tokens`.
         """
         seeds = sampling.generation_seeds(len(problems), num_generations)
         size = min(len(problems), max(1, self.max_rows // num_generations))
@@ -104,6 +104,8 @@ class EmbeddedRollouts:
 
     def _encode(self, problem: Problem) -> np.ndarray:
         ids = np.asarray(self.tokenizer.encode(problem.prompt, add_special_tokens=False), np.int32)
+        if not len(ids):
+            raise ValueError(f"The prompt of problem {problem.id} is empty; leave the problem out.")
         if len(ids) > self.max_prompt_tokens:
             raise ValueError(
                 f"The prompt of problem {problem.id} has {len(ids)} tokens, more than "
