@@ -86,8 +86,8 @@ def table(results: Results) -> str:
 
 
 def _cell(values: np.ndarray) -> str:
-    mean = f"{values.mean():.3g}"
-    return mean if len(values) == 1 else f"{mean} ({values.min():.3g} to {values.max():.3g})"
+    mean, low, high = (f"{value:.3g}" for value in (values.mean(), values.min(), values.max()))
+    return mean if low == high else f"{mean} ({low} to {high})"
 
 
 if __name__ == "__main__":
