@@ -188,10 +188,8 @@ def frontier(points: Mapping[str, Sequence[tuple[float, float, float]]]) -> Figu
                     axes.scatter(*seeds.T, s=size, color=style["color"], alpha=0.8, edgecolor="white", zorder=3)
                     means.append(seeds.mean(axis=0))
             axes.plot(*np.array(means).T, linewidth=1.4, alpha=0.6, **style)
-        which = f"dots grow with the learning rate, {rates[0]:g} to {rates[-1]:g}"
-        axes.set_xlabel(
-            f"distinct correct clusters of 8 ({which})" if len(rates) > 1 else "distinct correct clusters of 8"
-        )
+        dots = " (larger dots: larger learning rate)" if len(rates) > 1 else f", learning rate {rates[0]:g}"
+        axes.set_xlabel(f"distinct correct clusters of 8{dots}")
         axes.set_title("Held-out reward")
         axes.set_xlim(left=0)
         _add_legend(figure)
