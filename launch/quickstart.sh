@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains Poly-EPO and GRPO on polynomial solving, from the same base policy and with equal updates, and compares them.
-# About ten minutes on two CPU cores, most of it training. A second call resumes what the first left unfinished.
+# About seven minutes on two CPU cores, installing included. A second call resumes what the first left unfinished.
 source "$(dirname "$0")/setup_env.sh" ""
 
 for method in poly_epo grpo; do

@@ -5,8 +5,8 @@
 #
 # The figures of docs/synthetic.md:
 #   bash launch/sweep.sh runs/frontier       configs/polynomial.py     "1e-4 2.5e-4 5e-4 1e-3" "0 1 2"
-#   bash launch/sweep.sh runs/skewed         configs/polynomial.py     "5e-4"                  "0 1 2" --config.base.skew=0.5
-#   bash launch/sweep.sh runs/multiplication configs/multiplication.py "5e-4"                  "0 1 2"
+#   bash launch/sweep.sh runs/skewed         configs/polynomial.py     "5e-4"                  "0" --config.base.skew=0.5
+#   bash launch/sweep.sh runs/multiplication configs/multiplication.py "5e-4"                  "0"
 # Finished runs are left alone and broken-off ones resumed, so the same command can simply be repeated.
 source "$(dirname "$0")/setup_env.sh" ""
 [ $# -ge 4 ] || { echo "Usage: bash launch/sweep.sh FOLDER CONFIG RATES SEEDS [--config.KEY=VALUE ...]" >&2; exit 2; }
