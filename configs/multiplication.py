@@ -20,6 +20,7 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
     config.model.scan_unroll = 2
 
     config.train.max_prompt_tokens = 6
+    config.train.row_tokens = 54
     config.optimizer.schedule = "linear"
     config.optimizer.final_fraction = 0.02
     return config

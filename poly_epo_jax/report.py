@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         page = write_report(options.runs, options.output or default)
     except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        print(f"Error: {error}", file=sys.stderr)
         return 2
     print(f"report: {page}")
     return 0
