@@ -5,21 +5,24 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from absl import flags
 from fakes import TINY, tiny_params
 from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import ConfigDict
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from configs import polynomial
-from poly_epo_jax import base_policy, main, report
+from poly_epo_jax import base_policy, export, main, report
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.tasks import PolynomialTask
@@ -263,6 +266,20 @@ def test_a_short_run_leaves_its_folder_and_goes_on_when_asked(tmp_path: Path):
     page = report.write_report([run], tmp_path / "report")
     assert page.exists()
     assert {"training_dynamics.png", "pass_at_k.png"} <= {path.name for path in page.parent.iterdir()}
+
+    exported = tmp_path / "policy"
+    assert export.main([str(run), str(exported), "--dtype", "float32"]) == 0
+    with ocp.CheckpointManager(run / "checkpoints") as manager, warnings.catch_warnings(action="ignore"):
+        args = ocp.args.Composite(state=ocp.args.StandardRestore())  # as saved, which Orbax warns of
+        trained = manager.restore(3, args=args).state["params"]
+    theirs = AutoModelForCausalLM.from_pretrained(exported).state_dict()
+    np.testing.assert_array_equal(theirs["model.embed_tokens.weight"], trained["embed"])
+    q = trained["layers"]["q"][0]
+    np.testing.assert_array_equal(theirs["model.layers.0.self_attn.q_proj.weight"], q.reshape(q.shape[0], -1).T)
+    assert AutoTokenizer.from_pretrained(exported).encode("y=x:") == build_character_tokenizer(
+        PolynomialTask.alphabet
+    ).encode("y=x:")
+    assert export.main([str(run), str(tmp_path / "other"), "--step", "1"]) == 2  # only 2 and 3 were kept
 
     longer = small_config(tmp_path, **{"train.num_steps": 4, "log.samples_every": 1})
     main.run(longer)
