@@ -22,8 +22,11 @@ def make_advantages(algo: ConfigDict) -> Advantages:
 
 
 def make_loss(algo: ConfigDict) -> Loss:
-    """The loss that `algo.loss` names, with its clip range bound."""
-    return LOSSES[algo.loss](algo)
+    """The loss that `algo.loss` names, with its clip range bound; the plain policy gradient has none."""
+    loss = set_rl.LOSSES[algo.loss]
+    if loss is set_rl.policy_gradient_loss:
+        return loss
+    return partial(loss, clip_low=algo.clip_low, clip_high=algo.clip_high)
 
 
 def _marginal_set(algo: ConfigDict) -> Advantages:
@@ -49,10 +52,4 @@ ADVANTAGES: dict[str, Callable[[ConfigDict], Advantages]] = {
     "grpo_div": lambda algo: (
         lambda key, rewards, clusters: set_rl.grpo_div_advantages(rewards, clusters, algo.div_coef)
     ),
-}
-
-LOSSES: dict[str, Callable[[ConfigDict], Loss]] = {
-    "ppo_clip": lambda algo: partial(set_rl.ppo_clip_loss, clip_low=algo.clip_low, clip_high=algo.clip_high),
-    "cispo": lambda algo: partial(set_rl.cispo_loss, clip_low=algo.clip_low, clip_high=algo.clip_high),
-    "policy_gradient": lambda algo: set_rl.policy_gradient_loss,
 }

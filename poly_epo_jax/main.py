@@ -13,7 +13,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from poly_epo_jax.algorithm import ADVANTAGES, LOSSES, make_loss
+from poly_epo_jax.algorithm import ADVANTAGES, make_loss
 from poly_epo_jax.base_policy import base_policy
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.config import ConfigError, changed_keys, check_config, check_mesh
@@ -24,7 +24,7 @@ from poly_epo_jax.model.qwen3 import REMAT_POLICIES
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import open_policy
 from poly_epo_jax.rollouts import ROLLOUTS
-from poly_epo_jax.set_rl import OBJECTIVES
+from poly_epo_jax.set_rl import LOSSES, OBJECTIVES
 from poly_epo_jax.tasks import TASKS
 from poly_epo_jax.tracking import Tracker
 from poly_epo_jax.train import Parts, train
