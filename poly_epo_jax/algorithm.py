@@ -8,12 +8,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from poly_epo_jax import set_rl
+from poly_epo_jax.types import Loss
 
 Advantages = Callable[[jax.Array, np.ndarray, np.ndarray], jax.Array]
 """(random key, rewards [P, N], clusters [P, N]) -> advantages [P, N]; the key draws the K sets, if not all."""
-
-Loss = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
-"""(logprobs, old_logprobs, advantages, weights) -> (loss, sums over tokens); see set_rl.losses."""
 
 
 def make_advantages(algo: ConfigDict) -> Advantages:

@@ -26,7 +26,8 @@ class PackedBatch:
 
     `segment_ids` counts a row's sequences from 1, 0 is padding. `weights` is positive where `targets` is a response
     token and 0 elsewhere. `old_logprobs` are those of the policy before the step's first update; while `on_policy` (a
-    scalar) holds, the present policy is that policy, and they are not read.
+    scalar) holds, the present policy is that policy, and they are not read. `reference_logprobs` are those of the
+    initial policy, read only where a KL term asks for them.
     """
 
     tokens: Int[np.ndarray | jax.Array, "R T"]

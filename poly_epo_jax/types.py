@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
@@ -125,3 +125,5 @@ class Task(Protocol):
 
 Metrics = dict[str, float]
 DeviceMetrics = dict[str, jax.Array]
+Loss = Callable[..., tuple[jax.Array, DeviceMetrics]]
+"""(logprobs, old_logprobs, advantages, weights) -> (loss, sums of metrics over tokens); see set_rl.losses."""

@@ -19,10 +19,7 @@ from poly_epo_jax.batching import PackedBatch
 from poly_epo_jax.model.logprobs import token_logprobs
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import param_shardings, replicated, row_sharding
-from poly_epo_jax.types import DeviceMetrics, Metrics, Params
-
-Loss = Callable[..., tuple[jax.Array, DeviceMetrics]]
-"""(logprobs, old_logprobs, advantages, weights) -> (loss, sums of metrics over tokens); see set_rl.losses."""
+from poly_epo_jax.types import DeviceMetrics, Loss, Metrics, Params
 
 
 @jax.tree_util.register_dataclass
