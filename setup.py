@@ -13,9 +13,12 @@ setup(
     install_requires=[
         "absl-py",
         "flax>=0.12",
+        "datasets>=4.0",
         "grain>=0.2.18",
+        "httpx>=0.28",
         "jax>=0.10",
         "jaxtyping>=0.3",
+        "math-verify[antlr4_13_2]>=0.9",
         "matplotlib>=3.9",
         "ml-collections>=1.1",
         "numpy>=2.0",

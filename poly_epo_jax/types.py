@@ -29,8 +29,8 @@ class Generation:
     """One response y_i of T tokens, as the sampler produced it.
 
     `token_ids` and `logprobs` [T] include the stop token, `text` does not. `logprobs` are log-softmax(logits /
-    temperature) of the chosen tokens, not renormalised for top-p or top-k. `weight_version` is the number of policy
-    updates that the sampling weights had seen.
+    temperature) of the chosen tokens, not renormalised for top-p or top-k. `weight_version` is the number of training
+    steps that the sampling weights had seen.
     """
 
     token_ids: Int[np.ndarray, "T"]
@@ -49,20 +49,32 @@ class Group:
     generations: tuple[Generation, ...]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Clustering:
+    """Cluster ids [N], `set_rl.DEGENERATE_CLUSTER` for what is no attempt at reasoning; why, where the judge says."""
+
+    ids: Int[np.ndarray, "N"]
+    rationales: tuple[str, ...] | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class JudgeFailure:
-    """A judge that could not cluster a group says why. There is never an invented clustering in its place."""
+    """A judge that could not cluster a group says why. There is never an invented clustering in its place.
 
+    `kind` is one word, by which failures are counted; `reason` a sentence.
+    """
+
+    kind: str
     reason: str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GradedGroup:
-    """A group with its rewards [N] and its clusters [N], or the reason why it has no clustering."""
+    """A group with its rewards [N] and its clustering, or the reason why it has none."""
 
     group: Group
     rewards: Float[np.ndarray, "N"]
-    clusters: Int[np.ndarray, "N"] | JudgeFailure
+    clustering: Clustering | JudgeFailure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +101,12 @@ class Rollouts(Protocol):
         """Yields one Group per problem as each completes, in any order."""
         ...
 
-    def update_weights(self, params: Params, version: int) -> None:
-        """From here on generations come from `params`, the policy after `version` updates."""
+    async def update_weights(self, params: Params, version: int) -> None:
+        """From here on generations come from `params`, the policy after `version` training steps."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the sampler holds."""
         ...
 
 
@@ -98,8 +114,8 @@ class Rollouts(Protocol):
 class Judge(Protocol):
     """Clusters the generations of one prompt by reasoning strategy (paper §4)."""
 
-    async def cluster(self, group: Group) -> Int[np.ndarray, "N"] | JudgeFailure:
-        """Returns cluster ids [N]; `set_rl.DEGENERATE_CLUSTER` marks what is no attempt at reasoning."""
+    async def cluster(self, group: Group) -> Clustering | JudgeFailure:
+        """Which generations share a strategy, or why that could not be told."""
         ...
 
 

@@ -10,9 +10,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "poly_epo_jax"
 NAME = PACKAGE.name
 FLOORS = (
-    {"types", "config", "clock"},
-    {"set_rl", "model", "metrics", "batching"},
-    {"rollouts", "judges", "tasks", "data", "checkpoint", "tracking", "update"}
+    {"types", "config", "clock", "servers"},
+    {"set_rl", "model", "metrics", "batching", "data"},
+    {"rollouts", "judges", "tasks", "checkpoint", "tracking", "update"}
     | {"grading", "algorithm", "policy", "tokenizer", "figures"},
     {"base_policy", "heldout", "train"},
     {"main", "report", "export", "frontier", "evaluate", "bench"},
