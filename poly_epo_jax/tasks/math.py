@@ -1,0 +1,84 @@
+r"""Mathematics with checkable answers, from any data set of problems: the answer in the last `\boxed{}` counts."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NoReturn
+
+from poly_epo_jax.data import Dropped, clean_problems, load_problems
+from poly_epo_jax.tasks.answers import last_boxed, mend
+from poly_epo_jax.tasks.verifier import Outcome, Verifier
+from poly_epo_jax.types import Problem
+
+SLOT = "{problem}"
+QWEN_TEMPLATE = (
+    f"<|im_start|>user\n{SLOT}\n\n"
+    "Work through the problem one step at a time, and write your final answer inside \\boxed{}.<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+MAX_ANSWER_LENGTH = 2_000
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class MathTask:
+    """Problems of the sources `train` and `held_out`, each read as `data.read_rows` says; `held_out` may name several.
+
+    A prompt is `template` with the problem in place of `{problem}`. `dropped` counts, for `train` and `held_out`, the
+    problems that `data.clean_problems` leaves out. Answers are compared by `num_workers` processes (0: one for every
+    two CPU cores, and at least 2), each with `memory_gb` of memory and `deadline_seconds` for one answer.
+
+    Raises:
+      ValueError, OSError: a source cannot be read, an id names two problems, or a setting is out of range.
+    """
+
+    train: str
+    held_out: str | Sequence[str] = ""
+    problem_column: str = "problem"
+    answer_column: str = "answer"
+    id_column: str = "id"
+    template: str = QWEN_TEMPLATE
+    num_workers: int = 0
+    deadline_seconds: float = 8.0
+    memory_gb: float = 4.0
+    train_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
+    held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
+    dropped: dict[str, Dropped] = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self):
+        if self.template.count(SLOT) != 1:
+            raise ValueError(f"template is {self.template!r}; it must hold {SLOT} once, where the problem goes.")
+        sources = [self.held_out] if isinstance(self.held_out, str) else self.held_out
+        held_out, dropped_held_out = clean_problems(self._load([source for source in sources if source]))
+        train, dropped_train = clean_problems(self._load([self.train]), held_out)
+        self.dropped = {"train": dropped_train, "held_out": dropped_held_out}
+        self.train_problems, self.held_out_problems = (tuple(map(self._prompted, part)) for part in (train, held_out))
+        self._verifier = Verifier(self.num_workers, self.deadline_seconds, self.memory_gb)
+
+    def reward(self, problem: Problem, text: str) -> float:
+        r"""1 if the last `\boxed{}` of `text` equals the problem's answer, else 0; may be called from any thread."""
+        answer = last_boxed(text)
+        if not answer or len(answer) > MAX_ANSWER_LENGTH:
+            return 0.0
+        return float(self._verifier.compare(mend(problem.answer), mend(answer)) is Outcome.RIGHT)
+
+    def strategy(self, problem: Problem, text: str) -> NoReturn:
+        """Raises NotImplementedError: strategies of mathematics take a judge that reads the responses."""
+        raise NotImplementedError("math has no exact clustering; use a judge that reads the responses.")
+
+    def metrics(self) -> dict[str, float]:
+        """Answers that earned 0 since the last call because comparing them took too long, or ended a worker."""
+        counts = self._verifier.take_counts()
+        return {
+            "grader/timeouts": float(counts[Outcome.TIMED_OUT]),
+            "grader/crashes": float(counts[Outcome.CRASHED]),
+        }
+
+    def close(self) -> None:
+        """Ends the processes that compare answers; they otherwise end with the task."""
+        self._verifier.close()
+
+    def _load(self, sources: Sequence[str]) -> list[Problem]:
+        columns = (self.problem_column, self.answer_column, self.id_column)
+        return [problem for source in sources for problem in load_problems(source, *columns)]
+
+    def _prompted(self, problem: Problem) -> Problem:
+        return dataclasses.replace(problem, prompt=self.template.replace(SLOT, problem.prompt))
