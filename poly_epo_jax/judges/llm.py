@@ -1,0 +1,198 @@
+"""The judge that reads the responses: a language model behind an OpenAI-compatible server (paper §4 and appendix)."""
+
+import asyncio
+import collections
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from typing import Any
+
+import httpx
+
+from poly_epo_jax.judges.prompt import build_messages, load_rubric, reply_schema
+from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_model_name
+from poly_epo_jax.servers import ServerError, backoff_seconds, describe, open_client, wait_until_healthy
+from poly_epo_jax.types import Clustering, Group, JudgeFailure
+
+RETRIED = ("unavailable", "truncated", "malformed")
+"""Kinds of failure after which the judge is asked again."""
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class LLMJudge:
+    """Clusters the N responses of a prompt with one chat completion, whose form a JSON schema prescribes.
+
+    Every reply is checked, and whatever goes wrong becomes a JudgeFailure, never a clustering. Its kinds are
+
+      unreachable  the server accepted no connections for `wait_seconds`
+      refused      it answered with an error that asking again does not mend
+      unavailable  it answered 429 or 5xx or not in time, or the connection broke; asked again after a while
+      truncated    the reply did not run to its end; asked again with another seed
+      malformed    the reply is not what was asked for; asked again with another seed
+
+    Args:
+      url: of the server, without the /v1 that every path begins with.
+      model: the name by which the server knows the judge; "": the first one that it lists.
+      api_key_env: the name of the environment variable that holds the server's key; "": it needs none.
+      temperature: of the judge's sampling.
+      max_tokens: longest reply. Each response takes up to 60: a rationale of 120 characters and what is around it.
+      retries: attempts for one prompt in all.
+      timeout_seconds: how long one reply may take.
+      wait_seconds: how long a server that accepts no connections is waited for, in all and not for each prompt.
+      max_concurrency: prompts that are judged at once.
+      prompt_file: a text to replace the rubric, in which `{num_responses}` stands for N; "": the one shipped here.
+      max_response_chars: of a longer response the judge reads only so many, from its beginning and its end.
+
+    Raises:
+      ValueError: a setting is impossible, or the key's environment variable is not set.
+    """
+
+    url: str
+    model: str
+    api_key_env: str
+    temperature: float
+    max_tokens: int
+    retries: int
+    timeout_seconds: float
+    wait_seconds: float
+    max_concurrency: int
+    prompt_file: str
+    max_response_chars: int
+
+    def __post_init__(self):
+        self.url = self.url.rstrip("/")
+        if not self.url.startswith(("http://", "https://")) or self.url.endswith("/v1"):
+            raise ValueError(f"The judge's url is {self.url!r}; write it as http://host:port, without /v1.")
+        for name in ("max_tokens", "retries", "timeout_seconds", "max_concurrency"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"The judge's {name} is {getattr(self, name)}; it must be positive.")
+        if self.max_response_chars < 2:
+            raise ValueError(f"The judge's max_response_chars is {self.max_response_chars}; it must be at least 2.")
+        self._rubric = load_rubric(self.prompt_file)
+        self._key = _read_key(self.api_key_env)
+        self._listed_model = ""
+        self._unreachable_since: float | None = None
+        self._counts = collections.Counter[str]()
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    async def cluster(self, group: Group) -> Clustering | JudgeFailure:
+        """Which responses share a strategy, with a rationale for each; or why that could not be told."""
+        responses = [generation.text for generation in group.generations]
+        schema = {"name": "clusters", "schema": reply_schema(len(responses)), "strict": True}
+        messages, num_shortened = build_messages(self._rubric, group.problem.prompt, responses, self.max_response_chars)
+        self._counts["shortened_responses"] += num_shortened
+        request = {
+            "messages": messages,
+            "response_format": {"type": "json_schema", "json_schema": schema},
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+        }
+        async with self._slot(), open_client(self.timeout_seconds) as client:
+            attempt = 1
+            while True:
+                outcome = await self._attempt(client, request | {"seed": _seed(group, attempt)}, len(responses))
+                if isinstance(outcome, Clustering) or outcome.kind not in RETRIED or attempt == self.retries:
+                    return outcome
+                if outcome.kind == "unavailable":
+                    await asyncio.sleep(backoff_seconds(attempt))
+                attempt += 1
+                self._counts["retries"] += 1
+
+    async def wait_until_ready(self) -> None:
+        """Returns once the server answers.
+
+        Raises:
+          ServerError: it did not within `wait_seconds`.
+        """
+        try:
+            await wait_until_healthy(
+                f"{self.url}/v1/models", self.wait_seconds, f"the judge at {self.url}", self._headers()
+            )
+        except ServerError as error:
+            raise ServerError(self._without_key(str(error))) from None
+
+    def metrics(self) -> dict[str, float]:
+        """How many requests were repeated and how many responses shortened since the last call."""
+        counts, self._counts = self._counts, collections.Counter[str]()
+        return {f"judge/{name}": float(counts[name]) for name in ("retries", "shortened_responses")}
+
+    async def _attempt(
+        self, client: httpx.AsyncClient, request: dict[str, Any], num_responses: int
+    ) -> Clustering | JudgeFailure:
+        try:
+            if not (self.model or self._listed_model):
+                self._listed_model = read_model_name(await self._send(client, "GET", "/v1/models"))
+            request = {"model": self.model or self._listed_model, **request}
+            return read_clustering(await self._send(client, "POST", "/v1/chat/completions", request), num_responses)
+        except ReplyError as error:
+            kind, reason = error.kind, str(error)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            kind, reason = "unreachable", f"{describe(error)}; start it, or correct judge.url"
+        except httpx.HTTPStatusError as error:
+            kind, reason = self._refusal(error.response)
+        except httpx.HTTPError as error:
+            kind, reason = "unavailable", describe(error)
+        return JudgeFailure(kind, self._without_key(f"The judge at {self.url}: {reason}."))
+
+    async def _send(
+        self, client: httpx.AsyncClient, method: str, path: str, payload: dict[str, Any] | None = None
+    ) -> bytes:
+        """The body of a good answer. All prompts share one wait for a server that is not there."""
+        failures = 0
+        while True:
+            try:
+                response = await client.request(method, f"{self.url}{path}", json=payload, headers=self._headers())
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                now, failures = time.monotonic(), failures + 1
+                self._unreachable_since = self._unreachable_since or now
+                left = self._unreachable_since + self.wait_seconds - now
+                if left <= 0:
+                    raise
+                await asyncio.sleep(min(backoff_seconds(failures), left))
+            else:
+                self._unreachable_since = None
+                return response.raise_for_status().content
+
+    def _refusal(self, response: httpx.Response) -> tuple[str, str]:
+        status = response.status_code
+        # The key is taken out before the text is cut, so that no part of it stays.
+        reason = f"it answered {status}: {self._without_key(response.text).strip()[:500]}"
+        if status in (401, 403):
+            variable = f"the environment variable {self.api_key_env}" if self._key else "judge.api_key_env"
+            reason = f"it answered {status}; check {variable}"
+        return "unavailable" if status == 429 or status >= 500 else "refused", reason
+
+    def _slot(self) -> asyncio.Semaphore:
+        """A semaphore belongs to an event loop, and a judge may outlive one."""
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = loop, asyncio.Semaphore(self.max_concurrency)
+        return self._slots[1]
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._key, "[key]") if self._key else text
+
+
+def _read_key(variable: str) -> str:
+    if not variable:
+        return ""
+    key = os.environ.get(variable, "").strip()
+    # Of a key that cannot stand in a header, httpx would quote the whole in its error.
+    if not key or not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            f"The judge's api_key_env names the environment variable {variable}, which holds no key; set it, or leave "
+            "api_key_env empty for a server without keys."
+        )
+    return key
+
+
+def _seed(group: Group, attempt: int) -> int:
+    """The same for the same group, another for each attempt; 31 bits, which every server accepts."""
+    versions = [generation.weight_version for generation in group.generations]
+    words = json.dumps([group.problem.id, versions, attempt]).encode()
+    return int.from_bytes(hashlib.sha256(words).digest()[:4]) >> 1

@@ -1,0 +1,175 @@
+"""Whatever a judge replies becomes the clustering that it meant or a typed failure; nothing is made up for it."""
+
+import json
+
+import numpy as np
+import pytest
+
+from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_model_name
+
+FENCE = "```"
+GOOD = {"1": {"rationale": "Macro: a; micro: b", "cluster": 1}, "2": {"rationale": "Macro: none", "cluster": 100}}
+TEXT = json.dumps(GOOD)
+
+
+def completion(content, finish_reason="stop", **message) -> bytes:
+    choice = {
+        "index": 0,
+        "finish_reason": finish_reason,
+        "message": {"role": "assistant", "content": content} | message,
+    }
+    return json.dumps({"object": "chat.completion", "choices": [choice]}).encode()
+
+
+def changed(**verdict) -> str:
+    """A good reply but for response 2."""
+    return json.dumps(GOOD | {"2": {"rationale": "Macro: c", "cluster": 2} | verdict})
+
+
+def without(entry: str) -> str:
+    return json.dumps(GOOD | {"2": {name: value for name, value in GOOD["2"].items() if name != entry}})
+
+
+MALFORMED = {
+    "not JSON": ["cluster 1", "{'1': 1}", TEXT.replace('"', "“"), TEXT.replace(", ", "; "), TEXT + "}"],
+    "text around JSON": [
+        f"Here it is: {TEXT}",
+        f"{TEXT} I hope that this helps.",
+        f"<think>\n{TEXT}\n</think>\n{TEXT}",
+        f"{TEXT}\n{TEXT}",
+        f"\ufeff{TEXT}",
+    ],
+    "code fence": [
+        f"{FENCE}json\n{TEXT}\n{FENCE}",
+        f"{FENCE}\n{TEXT}\n{FENCE}",
+        f"{TEXT}\n{FENCE}",
+        f"{FENCE}JSON {TEXT}",
+        f"\n\n{FENCE}json\n{TEXT}",
+    ],
+    "missing response": [
+        "{}",
+        '{"1": {"rationale": "a", "cluster": 1}}',
+        TEXT.replace('"2"', '" 2"'),
+        TEXT.replace('"2"', '"02"'),
+        TEXT.replace('"1"', '"\uff11"'),  # the full-width digit
+    ],
+    "extra response": [json.dumps(GOOD | {name: GOOD["1"]}) for name in ("3", "0", "100", "", "summary")],
+    "duplicate key": [
+        TEXT[:-1] + ', "2": {"rationale": "a", "cluster": 2}}',
+        TEXT[:-1] + ', "1": {"rationale": "Macro: a; micro: b", "cluster": 1}}',
+        TEXT.replace('"cluster": 1}', '"cluster": 1, "cluster": 2}'),
+        TEXT.replace('"cluster": 1}', '"cluster": 1, "rationale": "b"}'),
+        TEXT.replace('"cluster": 1}', '"cluster": 1, "cl\\u0075ster": 1}'),
+    ],
+    "id out of range": [changed(cluster=cluster) for cluster in (0, 3, -1, 101, 10**30)],
+    "id of another type": [changed(cluster=cluster) for cluster in ("2", 2.0, True, None, [2])],
+    "no rationale": [*(changed(rationale=rationale) for rationale in ("", " \n", None, ["a"])), without("rationale")],
+    "other shape": [
+        json.dumps([GOOD["1"], GOOD["2"]]),
+        json.dumps({"clusters": GOOD}),
+        '{"1": 1, "2": 2}',
+        without("cluster"),
+        changed(confidence=1),
+    ],
+    "cut or endless": [TEXT[:-1], TEXT[:30], "{", '{"1": ' * 100_000, '{"1": ' + "9" * 5000 + "}"],
+    "empty": ["", " \n ", None, [{"type": "text", "text": TEXT}], 7],
+}
+
+
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_malformed_reply_is_told_as_such(kind, number):
+    content = MALFORMED[kind][number]
+    with pytest.raises(ReplyError) as caught:
+        read_clustering(completion(content), 2)
+    assert caught.value.kind == "malformed"
+    assert len(str(caught.value)) < 300
+
+
+def test_there_are_five_of_each_of_twelve_kinds():
+    assert [len(contents) for contents in MALFORMED.values()] == [5] * 12
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (MALFORMED["text around JSON"][0], "text before it"),
+        (MALFORMED["text around JSON"][1], "text after it"),
+        (MALFORMED["code fence"][0], "code fence"),
+        (MALFORMED["missing response"][1], "leaves out response 2"),
+        (MALFORMED["extra response"][0], "no responses: .'3'"),
+        (MALFORMED["duplicate key"][0], "occurs twice"),
+        (MALFORMED["id out of range"][1], "response 2 is put into cluster 3"),
+        (MALFORMED["no rationale"][0], "response 2 has no rationale"),
+        (MALFORMED["other shape"][0], "no JSON object"),
+        (MALFORMED["empty"][0], "empty"),
+    ],
+)
+def test_the_reason_names_what_is_wrong(content, complaint):
+    with pytest.raises(ReplyError, match=complaint):
+        read_clustering(completion(content), 2)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xff\xfe",
+        b"<html>502 Bad Gateway</html>",
+        b"[]",
+        b"null",
+        b'"stop"',
+        b'{"error": {"message": "no"}}',
+        b'{"choices": []}',
+        b'{"choices": {"0": 1}}',
+        b'{"choices": [null]}',
+        b'{"choices": [{"finish_reason": "stop"}]}',
+        b'{"choices": [{"finish_reason": "stop", "message": null}]}',
+        b'{"choices": [{"finish_reason": "stop", "message": "{}"}]}',
+        b'{"choices": [{"finish_reason": null, "message": {"content": "{}"}}]}',
+        b"[" * 100_000,
+    ],
+)
+def test_an_answer_that_is_no_completion_is_malformed(body):
+    with pytest.raises(ReplyError) as caught:
+        read_clustering(body, 2)
+    assert caught.value.kind == "malformed"
+
+
+@pytest.mark.parametrize("content", [TEXT, TEXT[:30], "", None])
+@pytest.mark.parametrize("finish_reason", ["length", "abort", "content_filter", "tool_calls", ""])
+def test_a_reply_that_did_not_end_by_itself_is_truncated_even_where_it_reads_well(content, finish_reason):
+    with pytest.raises(ReplyError) as caught:
+        read_clustering(completion(content, finish_reason), 2)
+    assert caught.value.kind == "truncated"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        completion(TEXT),
+        completion(f"\n {json.dumps(GOOD, indent=2)}\n\n"),
+        completion(json.dumps(dict(reversed(GOOD.items())))),
+        completion(None, reasoning_content=TEXT),
+        completion(" \n", reasoning_content=TEXT),
+        completion(TEXT, reasoning_content="Let me see: {}"),
+    ],
+)
+def test_a_good_reply_is_read(body):
+    clustering = read_clustering(body, 2)
+    np.testing.assert_array_equal(clustering.ids, [1, 100])
+    assert clustering.ids.dtype == np.int32
+    assert clustering.rationales == ("Macro: a; micro: b", "Macro: none")
+
+
+def test_rationales_can_be_printed_and_stored():
+    """Constrained decoding may leave raw control characters, and JSON can spell what is no character."""
+    reply = TEXT.replace("Macro: none", "one\ntwo\0three\\ud800")
+    assert read_clustering(completion(reply), 2).rationales == ("Macro: a; micro: b", "one\ntwo\ufffdthree\ufffd")
+
+
+def test_the_first_model_is_read():
+    assert read_model_name(b'{"object": "list", "data": [{"id": "judge-1"}, {"id": "judge-2"}]}') == "judge-1"
+    for body in (b'{"data": []}', b"[]", b"{}", b'{"data": [{"id": 1}]}', b"oops"):
+        with pytest.raises(ReplyError):
+            read_model_name(body)
