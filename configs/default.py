@@ -24,6 +24,7 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
 
     config.model = ConfigDict()
     config.model.path = ""  # a Hugging Face folder to start from; empty: the policy that `base` describes
+    config.model.stop_tokens = ()  # that end a response, besides the end-of-sequence tokens which the folder names
     config.model.dtype = "bfloat16"  # of activations and matrix products: bfloat16 or float32
     config.model.param_dtype = "float32"  # of weights, gradients and optimizer moments
     config.model.remat = "full"  # what the backward pass recomputes: none, dots, attention or full
@@ -52,11 +53,31 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
     config.task.options = ConfigDict()  # keyword arguments of that task, --config.task.options="{'seed': 1}"
 
     config.judge = ConfigDict()
-    config.judge.name = "exact"  # a key of poly_epo_jax.judges.JUDGES
+    config.judge.name = "exact"  # a key of poly_epo_jax.judges.JUDGES; all else but the last key is for "llm"
+    config.judge.url = ""  # of an OpenAI-compatible server, such as http://127.0.0.1:30001
+    config.judge.model = ""  # by the name it has there; empty: the first that the server lists
+    config.judge.api_key_env = ""  # the environment variable that holds the key of a hosted model
+    config.judge.temperature = 0.7  # of the judge's own sampling
+    config.judge.max_tokens = 2048  # longest reply
+    config.judge.prompt_file = ""  # your own rubric; empty: poly_epo_jax/judges/rubric.md
+    config.judge.max_response_chars = 20_000  # of a longer response the judge sees head and tail
+    config.judge.retries = 3  # requests per prompt, in all, before a malformed reply counts as a failure
+    config.judge.timeout_seconds = 300.0  # per request
+    config.judge.wait_seconds = 600.0  # for a server that does not answer
+    config.judge.max_concurrency = 64  # requests at once
+    config.judge.max_failed_share = 0.25  # of a batch's prompts; the run stops where the judge fails on more
 
     config.rollouts = ConfigDict()
     config.rollouts.name = "embedded"  # a key of poly_epo_jax.rollouts.ROLLOUTS
-    config.rollouts.max_rows = 512  # generations decoded at once by the embedded sampler
+    config.rollouts.max_rows = 512  # generations at once, in each server if not embedded; all else is for "sglang"
+    config.rollouts.urls = ""  # of servers, or of a router, such as http://127.0.0.1:30000; commas between several
+    config.rollouts.weight_urls = ""  # where weights go, if not to the same: the servers behind a router
+    config.rollouts.weight_sync = "disk"  # how: disk (a folder that the servers read) or tensor (CUDA IPC on one host)
+    config.rollouts.weights_dir = "/dev/shm/poly_epo_jax"  # that folder; on several hosts, one that they share
+    config.rollouts.weights_dtype = "bfloat16"  # what the servers compute with
+    config.rollouts.tensor_parallel = 1  # of each server, for tensor
+    config.rollouts.timeout_seconds = 1800.0  # for the generations of one prompt, and for a weight update
+    config.rollouts.wait_seconds = 900.0  # for a server that does not answer, at the start or later
 
     config.sampling = ConfigDict()
     config.sampling.max_tokens = 24  # longest response, the paper's T_max
@@ -74,6 +95,8 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
     config.algo.clip_low = 0.20  # probability ratios are clipped below 1 - clip_low
     config.algo.clip_high = 0.28  # and above 1 + clip_high
     config.algo.length_normalization = METHODS[method]["length_normalization"]  # T_i: own length, or max
+    config.algo.old_logprobs = "trainer"  # whose log-probabilities ratios are to: trainer or sampler
+    config.algo.importance_cap = 2.0  # largest ratio to the sampler's (truncated importance sampling)
     config.algo.kl_coef = 0.0  # weight of KL(policy || initial policy)
     config.algo.entropy_coef = 0.0  # weight of the entropy bonus
 
@@ -82,7 +105,8 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
     config.train.prompts_per_batch = 64  # generated per step
     config.train.prompts_per_minibatch = 32  # one optimizer update each
     config.train.num_generations = 8  # N, per prompt
-    config.train.max_prompt_tokens = 16  # longest prompt; a longer one is refused
+    config.train.max_prompt_tokens = 16  # longest prompt; problems with a longer one are left out
+    config.train.staleness = 0  # 1: the next batch is generated while this one is trained, one step off-policy
     config.train.row_tokens = 40  # sequences are packed into rows of this many tokens
     config.train.rows_per_microbatch = 72  # rows whose gradient is taken at once; the result does not depend on it
 

@@ -1,4 +1,4 @@
-"""Seconds per stage of a training step."""
+"""Seconds per stage of a training step, and of work that overlaps."""
 
 import time
 from collections.abc import Iterator
@@ -26,3 +26,28 @@ class StageClock:
 
     def seconds(self) -> Metrics:
         return {f"seconds/{name}": seconds for name, seconds in self._seconds.items()} | {"seconds/step": self.total()}
+
+
+class BusyTime:
+    """How long at least one of several overlapping pieces of work was under way."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._since = 0.0
+        self._past = 0.0
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        if not self._running:
+            self._since = time.perf_counter()
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._past += time.perf_counter() - self._since
+
+    def seconds(self) -> float:
+        """So far, what is under way now included."""
+        return self._past + (time.perf_counter() - self._since if self._running else 0.0)

@@ -62,6 +62,23 @@ def check_config(config: ConfigDict, choices: Mapping[str, Collection[str]]) -> 
         "train.prompts_per_minibatch",
         f"must divide train.prompts_per_batch={train.prompts_per_batch}",
     )
+    served = config.rollouts.name == "sglang"
+    _require(not served or config.rollouts.urls, config, "rollouts.urls", "must name a server of the policy")
+    _require(config.judge.name != "llm" or config.judge.url, config, "judge.url", "must name the judge's server")
+    if train.staleness:
+        _require(
+            served,
+            config,
+            "rollouts.name",
+            "shares the trainer's weights and devices and cannot generate while they train; set train.staleness=0, or "
+            "rollouts.name=sglang",
+        )
+        _require(
+            algo.old_logprobs == "sampler",
+            config,
+            "algo.old_logprobs",
+            "would ignore that train.staleness=1 trains on the generations of an older policy; set it to 'sampler'",
+        )
     longest = train.max_prompt_tokens + config.sampling.max_tokens
     _require(
         train.row_tokens >= longest,
@@ -115,6 +132,14 @@ POSITIVE = (
     "train.rows_per_microbatch",
     "algo.set_size",
     "rollouts.max_rows",
+    "rollouts.tensor_parallel",
+    "rollouts.timeout_seconds",
+    "judge.max_tokens",
+    "judge.max_response_chars",
+    "judge.retries",
+    "judge.timeout_seconds",
+    "judge.max_concurrency",
+    "algo.importance_cap",
     "optimizer.learning_rate",
     "optimizer.max_grad_norm",
     "checkpoint.every",
@@ -136,6 +161,9 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "sampling.top_k",
+    "rollouts.wait_seconds",
+    "judge.temperature",
+    "judge.wait_seconds",
     "algo.num_sets",
     "algo.div_coef",
     "algo.clip_low",
@@ -147,7 +175,7 @@ NOT_NEGATIVE = (
     "eval.every",
     "base.noisy_steps",
 )
-FRACTIONS = ("sampling.top_p", "optimizer.final_fraction")
+FRACTIONS = ("sampling.top_p", "optimizer.final_fraction", "judge.max_failed_share")
 
 
 def _get(config: ConfigDict, key: str) -> Any:

@@ -5,7 +5,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 from grain import DatasetIterator
@@ -21,6 +21,13 @@ class Dropped:
     duplicates: int = 0
     conflicting: int = 0
     held_out: int = 0
+
+
+@runtime_checkable
+class Cleaned(Protocol):
+    """A task that left problems out: how many, by part (train, held_out)."""
+
+    dropped: dict[str, Dropped]
 
 
 def read_rows(source: str) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ def export(run: Path, folder: Path, step: int | None = None, dtype: str = "bfloa
     step = checkpoints.latest_step if step is None else step
     if step is None or step not in checkpoints.steps:
         raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {checkpoints.steps}.")
-    policy = open_policy(run / "policy", ConfigDict({"dtype": "float32"}))
+    policy = open_policy(run / "policy", ConfigDict({"dtype": "float32", "stop_tokens": ()}))
     abstract = nnx.to_pure_dict(nnx.split(policy.model)[1])
     params = checkpoints.restore_params(step, abstract, param_shardings(policy.model, make_mesh(1, 1, 1)))
     hf.save_pretrained(folder, params, policy.config, dtype=dtype, eos_token_id=policy.stop_ids)

@@ -1,35 +1,88 @@
-"""Rewards and clusters for groups as they arrive: grading overlaps the generation of the other prompts."""
+"""Rewards and clusters for groups as they arrive: grading and judging overlap the generation of the other prompts."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
+from jaxtyping import Int
 
-from poly_epo_jax.types import GradedGroup, Group, Judge, JudgeFailure, Problem, Task
+from poly_epo_jax.clock import BusyTime
+from poly_epo_jax.types import Clustering, GradedGroup, Group, Judge, JudgeFailure, Metrics, Problem, Task
+
+
+class JudgeError(RuntimeError):
+    """The judge fails so often that training on the rest would be another experiment."""
 
 
 async def grade_groups(
     groups: AsyncIterator[Group], problems: Sequence[Problem], task: Task, judge: Judge
-) -> list[GradedGroup]:
-    """Grades and judges each group as soon as it is complete; returns them in the order of `problems`."""
-    running = [asyncio.create_task(_grade(group, task, judge)) async for group in groups]
-    graded = await asyncio.gather(*running)
+) -> tuple[list[GradedGroup], Metrics]:
+    """Grades and judges each group as soon as it is complete.
+
+    Returns:
+      The graded groups in the order of `problems`; and timing: seconds during which anything was graded or judged, and
+      `judge/hidden`, the share of the judge's seconds that passed while other groups were still generated.
+    """
+    grading, judging = BusyTime(), BusyTime()
+    running = []
+    try:
+        async for group in groups:
+            running.append(asyncio.create_task(_grade(group, task, judge, grading, judging)))
+        hidden = judging.seconds()
+        graded = await asyncio.gather(*running)
+    finally:
+        for one in running:
+            one.cancel()
     order = {problem.id: position for position, problem in enumerate(problems)}
-    return sorted(graded, key=lambda one: order[one.group.problem.id])
+    graded = sorted(graded, key=lambda one: order[one.group.problem.id])
+    timing = {"seconds/grade": grading.seconds(), "seconds/judge": judging.seconds()}
+    return graded, timing | {"judge/hidden": hidden / max(timing["seconds/judge"], 1e-9)}
 
 
-async def _grade(group: Group, task: Task, judge: Judge) -> GradedGroup:
-    def score() -> np.ndarray:
-        return np.array([task.reward(group.problem, y.text) for y in group.generations], np.float32)
+async def _grade(group: Group, task: Task, judge: Judge, grading: BusyTime, judging: BusyTime) -> GradedGroup:
+    async def score() -> np.ndarray:
+        with grading.work():
+            rewards = await asyncio.to_thread(lambda: [task.reward(group.problem, y.text) for y in group.generations])
+        return np.array(rewards, np.float32)
 
-    rewards, clusters = await asyncio.gather(asyncio.to_thread(score), judge.cluster(group))
+    async def cluster():
+        with judging.work():
+            return await judge.cluster(group)
+
+    rewards, clustering = await asyncio.gather(score(), cluster())
     if np.isnan(rewards).any():
         raise ValueError(
             f"The task's reward for problem {group.problem.id} is NaN; it must be a number for every text."
         )
-    return GradedGroup(group, rewards, clusters)
+    return GradedGroup(group, rewards, clustering)
 
 
 def judged(graded: Sequence[GradedGroup]) -> list[GradedGroup]:
     """The groups that have a clustering; the others take no part in the update."""
-    return [one for one in graded if not isinstance(one.clusters, JudgeFailure)]
+    return [one for one in graded if not isinstance(one.clustering, JudgeFailure)]
+
+
+def cluster_ids(graded: Sequence[GradedGroup]) -> Int[np.ndarray, "P N"]:
+    """The clusters of groups that have been judged."""
+    ids = [one.clustering.ids for one in graded if isinstance(one.clustering, Clustering)]
+    return np.array(ids, np.int32).reshape(len(ids), -1 if ids else 0)
+
+
+def judge_failures(graded: Sequence[GradedGroup]) -> list[JudgeFailure]:
+    """Why the other groups have none."""
+    return [one.clustering for one in graded if isinstance(one.clustering, JudgeFailure)]
+
+
+def check_judge(graded: Sequence[GradedGroup], max_failed_share: float) -> None:
+    """Raises:
+    JudgeError: the judge failed on more than this share of the groups.
+    """
+    failures = judge_failures(graded)
+    if len(failures) > max_failed_share * len(graded):
+        kind, count = Counter(failure.kind for failure in failures).most_common(1)[0]
+        reason = next(failure.reason for failure in failures if failure.kind == kind)
+        raise JudgeError(
+            f"The judge failed on {len(failures)} of {len(graded)} prompts, more than judge.max_failed_share="
+            f"{max_failed_share:g} allows; {count} times it was {kind}, for example: {reason}"
+        )

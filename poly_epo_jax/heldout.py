@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from poly_epo_jax.grading import grade_groups, judged
+from poly_epo_jax.grading import cluster_ids, grade_groups, judged
 from poly_epo_jax.metrics.diversity import distinct_clusters
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
 from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
@@ -17,7 +17,7 @@ async def evaluate_held_out(
     """Means over problems. `@k` is the expectation over the k-subsets of a problem's generations, for k = 1, 2, 4, ...;
     a generation is correct where its reward is 1."""
     groups = rollouts.generate(problems, num_generations, sampling)
-    graded = await grade_groups(groups, problems, task, judge)
+    graded, _ = await grade_groups(groups, problems, task, judge)
     rewards = np.stack([one.rewards for one in graded])
     correct = rewards == 1
     sizes = [2**i for i in range(num_generations.bit_length()) if 2**i <= num_generations]
@@ -28,7 +28,7 @@ async def evaluate_held_out(
     clustered = judged(graded)
     metrics["eval/judge_failed_problems"] = float(len(graded) - len(clustered))
     if clustered:
-        clusters = np.stack([np.asarray(one.clusters) for one in clustered])
+        clusters = cluster_ids(clustered)
         correct = np.stack([one.rewards == 1 for one in clustered])
         reasoned = clusters != DEGENERATE_CLUSTER
         metrics["eval/degenerate"] = float(1 - reasoned.mean())

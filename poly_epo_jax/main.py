@@ -17,18 +17,19 @@ from poly_epo_jax.algorithm import ADVANTAGES, make_loss
 from poly_epo_jax.base_policy import base_policy
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.config import ConfigError, changed_keys, check_config, check_mesh
-from poly_epo_jax.data import problem_batches
+from poly_epo_jax.data import Cleaned, drop_long_prompts, problem_batches
+from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.model.qwen3 import REMAT_POLICIES
 from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.policy import open_policy
-from poly_epo_jax.rollouts import ROLLOUTS
+from poly_epo_jax.policy import Policy, open_policy
+from poly_epo_jax.rollouts import ROLLOUTS, WEIGHT_SYNCS
 from poly_epo_jax.set_rl import LOSSES, OBJECTIVES
 from poly_epo_jax.tasks import TASKS
 from poly_epo_jax.tracking import Tracker
 from poly_epo_jax.train import Parts, train
-from poly_epo_jax.types import Task
+from poly_epo_jax.types import Problem, Task
 from poly_epo_jax.update import SCHEDULES, PolicyUpdate
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The configuration file, with :method after its name.")
@@ -37,6 +38,10 @@ CHOICES = {
     "task.name": TASKS,
     "judge.name": JUDGES,
     "rollouts.name": ROLLOUTS,
+    "rollouts.weight_sync": WEIGHT_SYNCS,
+    "rollouts.weights_dtype": ("float32", "bfloat16"),
+    "algo.old_logprobs": ("trainer", "sampler"),
+    "train.staleness": (0, 1),
     "algo.advantages": ADVANTAGES,
     "algo.objective": OBJECTIVES,
     "algo.loss": LOSSES,
@@ -56,6 +61,14 @@ RESUME_MAY_CHANGE = (
     "log.",
     "base.cache_dir",
     "model.path",
+    "rollouts.",
+    "judge.url",
+    "judge.api_key_env",
+    "judge.retries",
+    "judge.timeout_seconds",
+    "judge.wait_seconds",
+    "judge.max_concurrency",
+    "judge.max_failed_share",
 )
 
 
@@ -88,8 +101,10 @@ def run(config: ConfigDict) -> None:
         temperature=config.sampling.temperature,
         kl_coef=config.algo.kl_coef,
         entropy_coef=config.algo.entropy_coef,
+        importance_cap=config.algo.importance_cap if config.algo.old_logprobs == "sampler" else None,
     )
-    batches = problem_batches(task.train_problems, config.train.prompts_per_batch, config.seed)
+    train_problems, held_out_problems = _problems_that_fit(task, policy, config, workdir)
+    batches = problem_batches(train_problems, config.train.prompts_per_batch, config.seed)
     checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
     step = checkpoints.latest_step or 0
     if step:
@@ -98,23 +113,19 @@ def run(config: ConfigDict) -> None:
     else:
         state = update.init(policy.load_params(mesh))
     reference = policy.load_params(mesh) if config.algo.kl_coef else None
-    rollouts = ROLLOUTS[config.rollouts.name](
-        policy.model,
-        state.params,
-        mesh,
-        policy.tokenizer,
-        policy.stop_ids,
-        max_prompt_tokens=config.train.max_prompt_tokens,
-        max_rows=config.rollouts.max_rows,
-    )
-    rollouts.update_weights(state.params, step)
-    judge = JUDGES[config.judge.name](task)
+    judge = JUDGES[config.judge.name](task, config.judge)
+    rollouts = ROLLOUTS[config.rollouts.name](policy.model, mesh, policy.tokenizer, policy.stop_ids, config)
     # Without a checkpoint there is no step to resume from, not even the evaluation before the first.
     resume_step = step if step else -1
     json_config = config.to_json(indent=2, sort_keys=True) + "\n"
     with Tracker(workdir, json_config, config.train.num_steps, resume_step, config.log.wandb_project) as tracker:
-        parts = Parts(task, judge, rollouts, batches, update, state, reference, checkpoints, tracker, step)
-        asyncio.run(train(config, parts))
+        parts = Parts(
+            task, held_out_problems, judge, rollouts, batches, update, state, reference, checkpoints, tracker, step
+        )
+        try:
+            asyncio.run(train(config, parts))
+        finally:
+            rollouts.close()
     print(f"Done: {workdir}. See it with: python -m poly_epo_jax.report {workdir}")
 
 
@@ -124,6 +135,24 @@ def _make_task(config: ConfigDict) -> Task:
         return TASKS[config.task.name](**options)
     except TypeError as error:
         raise ConfigError(f"task.options={options} does not fit task {config.task.name}: {error}.") from None
+
+
+def _problems_that_fit(
+    task: Task, policy: Policy, config: ConfigDict, workdir: Path
+) -> tuple[Sequence[Problem], Sequence[Problem]]:
+    """The training and the held-out problems, but those with too long a prompt; data.json counts what was dropped."""
+    counts, problems = {}, []
+    for name, part in (("train", task.train_problems), ("held_out", task.held_out_problems)):
+        kept, too_long = drop_long_prompts(part, policy.tokenizer, config.train.max_prompt_tokens)
+        before = dataclasses.asdict(task.dropped[name]) if isinstance(task, Cleaned) else {}
+        counts[name] = {"kept": len(kept), "dropped": before | {"too_long": too_long}}
+        problems.append(kept)
+        reasons = [f"{count} {reason.replace('_', ' ')}" for reason, count in counts[name]["dropped"].items() if count]
+        if reasons:
+            print(f"{name.replace('_', '-')} problems: {len(kept)}; dropped: {', '.join(reasons)}.")
+    (workdir / "data.json").write_text(json.dumps(counts, indent=2) + "\n")
+    train_problems, held_out_problems = problems
+    return train_problems, held_out_problems
 
 
 def _check_same_run(workdir: Path, config: ConfigDict) -> None:
@@ -181,7 +210,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         logging.set_verbosity(logging.WARNING)
         run(CONFIG.value)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, JudgeError) as error:
         sys.exit(f"Error: {' '.join(str(error).split())}")
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from flax import nnx
@@ -45,17 +46,25 @@ def open_policy(path: Path, section: ConfigDict) -> Policy:
     Raises:
       ValueError, FileNotFoundError: the folder is missing or holds what this code cannot run.
     """
-    compute = {name: value for name, value in section.items() if name != "path"}
+    compute = {name: value for name, value in section.items() if name not in ("path", "stop_tokens")}
     config = hf.read_config(path, **compute)
     model = nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0)))
     tokenizer = AutoTokenizer.from_pretrained(path)
-    return Policy(path, config, model, tokenizer, _stop_ids(path, tokenizer))
+    return Policy(path, config, model, tokenizer, _stop_ids(path, tokenizer, section.stop_tokens))
 
 
-def _stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The end-of-sequence tokens of generation_config.json and of the tokenizer, which differ for base models."""
+def _stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase, more: Sequence[str]) -> tuple[int, ...]:
+    """The end-of-sequence tokens of generation_config.json and of the tokenizer, which differ for base models.
+
+    Raises:
+      ValueError: one of `more` is no token.
+    """
+    vocabulary = tokenizer.get_vocab()
+    for token in more:
+        if token not in vocabulary:
+            raise ValueError(f"model.stop_tokens: {token!r} is no token of {path}; leave it out, or correct it.")
     file = path / "generation_config.json"
     eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
     listed: list[int] = eos if isinstance(eos, list) else [] if eos is None else [eos]
     own = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
-    return tuple(sorted({*listed, *own}))
+    return tuple(sorted({*listed, *own, *(vocabulary[token] for token in more)}))

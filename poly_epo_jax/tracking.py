@@ -3,12 +3,14 @@
 A run folder holds
 
     config.json      the run's whole config
+    data.json        how many problems there are, and how many were left out and why
     metrics.jsonl    one row per step, {"step": 12, "reward": 0.61, ...}: numbers that follow from config and seed
                      alone, so an interrupted and resumed run leaves the same bytes as one that never was
     timing.jsonl     one row per step, {"step": 12, "seconds/generate": 3.2, "tokens_per_second": 5100.0, ...}: what
                      depends on the machine
     samples.jsonl    one row per logged generation: {"step", "problem", "prompt", "generation", "response", "reward",
-                     "cluster", "advantage"}; cluster and advantage are null where the prompt had no clustering
+                     "cluster", "rationale", "advantage"}; cluster and advantage are null where the prompt had no
+                     clustering, rationale is what the judge gave as its reason, if it gives any
     tensorboard/     metrics and timing as TensorBoard events
     checkpoints/     see checkpoint.py
     report/          see report.py

@@ -1,10 +1,11 @@
 """The training loop (paper, Algorithm 1): generate, grade, judge, marginalise over sets, update, hand weights back."""
 
+import asyncio
 import dataclasses
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import jax
 import numpy as np
@@ -16,11 +17,23 @@ from poly_epo_jax.algorithm import make_advantages
 from poly_epo_jax.batching import PackedBatch, TrainingSequence, pack
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.clock import StageClock
-from poly_epo_jax.grading import grade_groups, judged
+from poly_epo_jax.experience import Batch, Experience
+from poly_epo_jax.grading import check_judge, cluster_ids, judged
 from poly_epo_jax.heldout import evaluate_held_out
-from poly_epo_jax.metrics.diversity import distinct_clusters
+from poly_epo_jax.records import cluster_metrics, rollout_metrics, sample_rows
 from poly_epo_jax.tracking import Tracker
-from poly_epo_jax.types import GradedGroup, Judge, JudgeFailure, Metrics, Params, Rollouts, Sampling, Task
+from poly_epo_jax.types import (
+    Counting,
+    GradedGroup,
+    Judge,
+    Metrics,
+    Params,
+    Problem,
+    Rollouts,
+    Sampling,
+    Served,
+    Task,
+)
 from poly_epo_jax.update import PolicyUpdate, TrainState
 
 
@@ -29,6 +42,7 @@ class Parts:
     """What a run is made of; main.py builds it from a configuration."""
 
     task: Task
+    held_out: Sequence[Problem]
     judge: Judge
     rollouts: Rollouts
     batches: DatasetIterator
@@ -41,59 +55,88 @@ class Parts:
 
 
 async def train(config: ConfigDict, parts: Parts) -> None:
-    """Runs from `parts.step` to `config.train.num_steps`.
+    """Runs from `parts.step` to `config.train.num_steps`. Whatever ends it, the steps that are trained are saved.
 
     Raises:
-      SystemExit: on SIGTERM, after the present step has been saved.
+      SystemExit: on SIGTERM, after the present step.
+      JudgeError: the judge fails more often than `judge.max_failed_share`.
     """
     advantages_of = make_advantages(config.algo)
     preempted = _catch_sigterm()
-    state = parts.state
-    if parts.step == 0 and config.eval.every:
-        parts.tracker.log(0, await _evaluate(config, parts), {})
+    experience = _experience(config, parts)
+    state, saved = parts.state, parts.step
+    newest = parts.step, state, parts.batches.get_state()
+    try:
+        if isinstance(parts.judge, Served):
+            await parts.judge.wait_until_ready()
+        await parts.rollouts.update_weights(state.params, parts.step)
+        if parts.step == 0 and config.eval.every:
+            parts.tracker.log(0, await _evaluate(config, parts), {})
 
-    for step in range(parts.step + 1, config.train.num_steps + 1):
-        clock = StageClock()
-        is_last = step == config.train.num_steps
-        problems = next(parts.batches)
+        for step in range(parts.step + 1, config.train.num_steps + 1):
+            clock = StageClock()
+            is_last = step == config.train.num_steps
 
-        with clock.stage("generate"):
-            groups = parts.rollouts.generate(problems, config.train.num_generations, _sampling(config, step))
-            graded = await grade_groups(groups, problems, parts.task, parts.judge)
+            with clock.stage("generate"):
+                batch = await experience.batch(step)
+                check_judge(batch.graded, config.judge.max_failed_share)
 
-        with clock.stage("advantages"):
-            kept = judged(graded)
-            rewards, clusters = _stack(kept, config.train.num_generations)
-            key = jax.random.fold_in(jax.random.key(config.seed), step)
-            advantages = np.asarray(advantages_of(key, rewards, clusters)) if kept else rewards
+            with clock.stage("advantages"):
+                kept = judged(batch.graded)
+                rewards, clusters = _stack(kept, config.train.num_generations)
+                key = jax.random.fold_in(jax.random.key(config.seed), step)
+                advantages = np.asarray(advantages_of(key, rewards, clusters)) if kept else rewards
 
-        with clock.stage("logprobs"):
-            minibatches = _pack_minibatches(config, kept, advantages)
-            minibatches = parts.update.with_old_logprobs(state.params, minibatches, parts.reference)
+            # In threads, so that the next batch's generations can be received, graded and judged meanwhile.
+            with clock.stage("logprobs"):
+                minibatches = await asyncio.to_thread(_pack_minibatches, config, kept, advantages)
+                minibatches = await asyncio.to_thread(
+                    parts.update.with_old_logprobs, state.params, minibatches, parts.reference
+                )
 
-        with clock.stage("update"):
-            state, update_metrics = parts.update(state, minibatches)
+            with clock.stage("update"):
+                newest = None  # for the update consumes the state
+                state, update_metrics = await asyncio.to_thread(parts.update, state, minibatches)
+                newest = step, state, batch.data_state
 
-        with clock.stage("sync"):
-            parts.rollouts.update_weights(state.params, step)
+            metrics = rollout_metrics(batch.graded, step) | cluster_metrics(rewards, clusters, config.algo.set_size)
+            metrics |= update_metrics | _counts(parts)
+            try:
+                with clock.stage("sync"):
+                    await parts.rollouts.update_weights(state.params, step)
+                if config.eval.every and (step % config.eval.every == 0 or is_last):
+                    with clock.stage("evaluate"):
+                        metrics |= await _evaluate(config, parts)
+            finally:
+                # A step's rows are on disk before a checkpoint counts it as done: a crash can repeat but not lose them.
+                parts.tracker.log(step, metrics, _timing(clock, batch))
+                if step % config.log.samples_every == 0 or is_last:
+                    parts.tracker.log_samples(step, sample_rows(batch.graded, advantages))
 
-        metrics = _rollout_metrics(graded) | _cluster_metrics(config, rewards, clusters) | update_metrics
-        if config.eval.every and (step % config.eval.every == 0 or is_last):
-            with clock.stage("evaluate"):
-                metrics |= await _evaluate(config, parts)
+            if step % config.checkpoint.every == 0:
+                parts.checkpoints.save(*newest)
+                saved = step
+            if preempted() and not is_last:
+                print(f"SIGTERM: saving after step {step}; the same command resumes there.", file=sys.stderr)
+                sys.exit(128 + signal.SIGTERM)
+    finally:
+        await experience.close()
+        if newest is not None and newest[0] > saved:
+            parts.checkpoints.save(*newest)
+        parts.checkpoints.close()
 
-        # A step's rows are on disk before a checkpoint counts the step as done: a crash can repeat but not lose them.
-        num_tokens = sum(len(y.token_ids) for one in graded for y in one.group.generations)
-        parts.tracker.log(step, metrics, clock.seconds() | {"tokens_per_second": num_tokens / clock.total()})
-        if step % config.log.samples_every == 0 or is_last:
-            parts.tracker.log_samples(step, _sample_rows(graded, advantages))
-        if step % config.checkpoint.every == 0 or is_last or preempted():
-            parts.checkpoints.save(step, state, parts.batches.get_state())
-        if preempted() and not is_last:
-            parts.checkpoints.close()
-            print(f"SIGTERM: saved after step {step}; the same command resumes there.", file=sys.stderr)
-            sys.exit(128 + signal.SIGTERM)
-    parts.checkpoints.close()
+
+def _experience(config: ConfigDict, parts: Parts) -> Experience:
+    return Experience(
+        parts.rollouts,
+        parts.task,
+        parts.judge,
+        parts.batches,
+        config.train.num_generations,
+        partial(_sampling, config),
+        last_step=config.train.num_steps,
+        staleness=config.train.staleness,
+    )
 
 
 def _sampling(config: ConfigDict, step: int) -> Sampling:
@@ -103,7 +146,7 @@ def _sampling(config: ConfigDict, step: int) -> Sampling:
 
 
 async def _evaluate(config: ConfigDict, parts: Parts) -> Metrics:
-    problems = parts.task.held_out_problems[: config.eval.num_problems]
+    problems = parts.held_out[: config.eval.num_problems]
     sampling = Sampling(**config.sampling, seed=config.seed)
     return await evaluate_held_out(
         parts.rollouts, parts.task, parts.judge, problems, config.eval.num_generations, sampling
@@ -112,10 +155,9 @@ async def _evaluate(config: ConfigDict, parts: Parts) -> Metrics:
 
 def _stack(kept: Sequence[GradedGroup], num_generations: int) -> tuple[np.ndarray, np.ndarray]:
     """Rewards and clusters [P, N] of the prompts that take part in the update."""
-    rewards = [one.rewards for one in kept]
-    clusters = [one.clusters for one in kept]
+    rewards = np.array([one.rewards for one in kept], np.float32)
     shape = len(kept), num_generations
-    return np.array(rewards, np.float32).reshape(shape), np.array(clusters, np.int32).reshape(shape)
+    return rewards.reshape(shape), cluster_ids(kept).reshape(shape)
 
 
 def _pack_minibatches(
@@ -137,54 +179,18 @@ def _pack_minibatches(
     return minibatches
 
 
-def _rollout_metrics(graded: Sequence[GradedGroup]) -> Metrics:
-    rewards = np.stack([one.rewards for one in graded])
-    generations = [y for one in graded for y in one.group.generations]
-    return {
-        "reward": float(rewards.mean()),
-        "solved": float((rewards == 1).any(axis=1).mean()),
-        "response/length": float(np.mean([len(y.token_ids) for y in generations])),
-        "response/truncated": float(np.mean([y.finish_reason == "length" for y in generations])),
-        "judge/failed_prompts": float(len(graded) - len(judged(graded))),
-    }
+def _timing(clock: StageClock, batch: Batch) -> Metrics:
+    num_tokens = sum(len(y.token_ids) for one in batch.graded for y in one.group.generations)
+    return clock.seconds() | batch.timing | {"tokens_per_second": num_tokens / clock.total()}
 
 
-def _cluster_metrics(config: ConfigDict, rewards: np.ndarray, clusters: np.ndarray) -> Metrics:
-    """Means over the prompts that have a clustering; `synergy` is the mean size of the covariance term."""
-    if not len(rewards):
-        return {}
-    reasoned, correct = clusters != set_rl.DEGENERATE_CLUSTER, rewards == 1
-    terms = set_rl.exploration_exploitation_synergy(rewards, clusters, config.algo.set_size)
-    size = rewards.shape[1]
-    return {
-        "clusters/correct": float(distinct_clusters(clusters, correct & reasoned, size).mean()),
-        "clusters/incorrect": float(distinct_clusters(clusters, ~correct & reasoned, size).mean()),
-        "degenerate": float(1 - reasoned.mean()),
-        "synergy": float(np.abs(terms.synergy).mean()),
-    }
-
-
-def _sample_rows(graded: Sequence[GradedGroup], advantages: np.ndarray) -> list[dict[str, Any]]:
-    advantage_rows = iter(advantages.tolist())
-    rows = []
-    for one in graded:
-        if isinstance(one.clusters, JudgeFailure):
-            clusters = of_prompt = [None] * len(one.rewards)
-        else:
-            clusters, of_prompt = one.clusters.tolist(), next(advantage_rows)
-        rows += [
-            {
-                "problem": one.group.problem.id,
-                "prompt": one.group.problem.prompt,
-                "generation": index,
-                "response": y.text,
-                "reward": float(one.rewards[index]),
-                "cluster": clusters[index],
-                "advantage": of_prompt[index],
-            }
-            for index, y in enumerate(one.group.generations)
-        ]
-    return rows
+def _counts(parts: Parts) -> Metrics:
+    """What the step's parts counted."""
+    counts: Metrics = {}
+    for part in (parts.task, parts.judge, parts.rollouts):
+        if isinstance(part, Counting):
+            counts |= part.metrics()
+    return counts
 
 
 def _catch_sigterm():

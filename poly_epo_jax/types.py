@@ -139,6 +139,24 @@ class Task(Protocol):
         ...
 
 
+@runtime_checkable
+class Served(Protocol):
+    """A judge that depends on a server."""
+
+    async def wait_until_ready(self) -> None:
+        """Returns once the server answers; called before the first step."""
+        ...
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A task, judge or sampler that counts what it had to mend or give up; the counts go to the step's metrics."""
+
+    def metrics(self) -> dict[str, float]:
+        """The counts since the last call."""
+        ...
+
+
 Metrics = dict[str, float]
 DeviceMetrics = dict[str, jax.Array]
 Loss = Callable[..., tuple[jax.Array, DeviceMetrics]]

@@ -59,6 +59,8 @@ class PolicyUpdate:
       total_updates: after which the learning-rate schedule ends.
       temperature: of the sampling distribution whose log-probabilities are trained.
       kl_coef, entropy_coef: weights of KL(policy || reference) and of the entropy bonus.
+      importance_cap: where given, probability ratios are to the sampler's log-probabilities and truncated at this value
+        (truncated importance sampling); else they are to the policy's own before the step's first update.
     """
 
     def __init__(
@@ -71,9 +73,11 @@ class PolicyUpdate:
         temperature: float = 1.0,
         kl_coef: float = 0.0,
         entropy_coef: float = 0.0,
+        importance_cap: float | None = None,
     ):
         self.mesh = mesh
         self.kl_coef = kl_coef
+        self.importance_cap = importance_cap
         self.schedule = make_schedule(config, total_updates)
         self.optimizer = optax.chain(
             optax.clip_by_global_norm(config.max_grad_norm),
@@ -102,9 +106,19 @@ class PolicyUpdate:
 
         def objective(params: Params, batch: PackedBatch) -> tuple[jax.Array, DeviceMetrics]:
             logprobs, entropy = forward(params, batch)
-            old_logprobs = jnp.where(batch.on_policy, jax.lax.stop_gradient(logprobs), batch.old_logprobs)
-            total, metrics = loss(logprobs, old_logprobs, batch.advantages, batch.weights)
+            present = jax.lax.stop_gradient(logprobs)
             is_response = batch.weights > 0
+            first_logprobs = jnp.where(batch.on_policy, present, batch.old_logprobs)
+            measured = is_response if importance_cap is None else is_response & batch.on_policy
+            sums = _mismatch(first_logprobs, batch.sampler_logprobs, measured)
+            if importance_cap is None:
+                old_logprobs = first_logprobs
+            else:
+                # A ratio of at most the cap; where that binds, the token keeps its gradient, weighted by the cap.
+                floor = present - jnp.log(importance_cap)
+                old_logprobs = jnp.maximum(batch.sampler_logprobs, floor)
+                sums["truncated"] = jnp.sum(is_response & (batch.sampler_logprobs < floor))
+            total, metrics = loss(logprobs, old_logprobs, batch.advantages, batch.weights)
             if kl_coef:
                 # The k3 estimate of KL(policy || reference): unbiased and never negative.
                 log_ratio = jnp.where(is_response, batch.reference_logprobs - logprobs, 0.0)
@@ -113,15 +127,8 @@ class PolicyUpdate:
                 metrics["reference_kl"] = jnp.sum(kl)
             if entropy_coef:
                 total -= entropy_coef * jnp.sum(batch.weights * entropy)
-            mismatch = jnp.where(is_response & batch.on_policy, jnp.abs(logprobs - batch.sampler_logprobs), 0.0)
-            metrics |= {
-                "entropy": jnp.sum(jnp.where(is_response, entropy, 0.0)),
-                "tokens": jnp.sum(is_response),
-                "mismatch": jnp.sum(mismatch),
-                "mismatch_tokens": jnp.sum(is_response & batch.on_policy),
-                "mismatch_max": jnp.max(mismatch),
-            }
-            return total, metrics | {"loss": total}
+            metrics |= {"entropy": jnp.sum(jnp.where(is_response, entropy, 0.0)), "tokens": jnp.sum(is_response)}
+            return total, metrics | sums | {"loss": total}
 
         def accumulate(params: Params, gradients: Params, batch: PackedBatch) -> tuple[Params, DeviceMetrics]:
             new, metrics = jax.grad(objective, has_aux=True)(params, batch)
@@ -156,18 +163,18 @@ class PolicyUpdate:
     ) -> list[list[PackedBatch]]:
         """The minibatches with the log-probabilities that later updates compare with, made before the first of them.
 
-        The first minibatch needs none: `params` do not change before it, so its ratios are exactly one.
+        The first minibatch needs none: `params` do not change before it, so its ratios are exactly one. Nor do the
+        others where ratios are to the sampler's.
         """
         with jax.set_mesh(self.mesh):
             filled = []
             for index, minibatch in enumerate(minibatches):
                 batches = [self._place(batch) for batch in minibatch]
                 if index:
+                    batches = [dataclasses.replace(batch, on_policy=jnp.array(False)) for batch in batches]
+                if index and self.importance_cap is None:
                     batches = [
-                        dataclasses.replace(
-                            batch, old_logprobs=self._logprobs(params, batch), on_policy=jnp.array(False)
-                        )
-                        for batch in batches
+                        dataclasses.replace(batch, old_logprobs=self._logprobs(params, batch)) for batch in batches
                     ]
                 if self.kl_coef:
                     batches = [
@@ -203,13 +210,27 @@ class PolicyUpdate:
         return jax.tree.map(lambda x: jax.device_put(x, rows if x.ndim else scalar), batch)
 
 
+def _mismatch(trained: Any, sampled: Any, measured: Any) -> DeviceMetrics:
+    """How far the sampler's log-probabilities are from the trainer's, for one and the same policy.
+
+    `mismatch_kl` sums the k3 estimate of KL(sampler || trainer), e^d - 1 - d with d = trained - sampled.
+    """
+    difference = jnp.where(measured, trained - sampled, 0.0)
+    return {
+        "mismatch": jnp.sum(jnp.abs(difference)),
+        "mismatch_kl": jnp.sum(jnp.exp(difference) - 1 - difference),
+        "mismatch_tokens": jnp.sum(measured),
+        "mismatch_max": jnp.max(jnp.abs(difference)),
+    }
+
+
 def _summarize(sums: list[dict[str, Any]], applied: list[dict[str, Any]]) -> Metrics:
     """Means over tokens of what the loss counted, means over updates of the norms."""
     if not applied:
         return {}
     total = {name: float(sum(float(metrics[name]) for metrics in sums)) for name in sums[0]}
     tokens, mismatch_tokens = total.pop("tokens"), max(total.pop("mismatch_tokens"), 1.0)
-    mismatch, loss = total.pop("mismatch"), total.pop("loss")
+    mismatch, mismatch_kl, loss = total.pop("mismatch"), total.pop("mismatch_kl"), total.pop("loss")
     total.pop("mismatch_max")
     return (
         {f"policy/{name}": value / tokens for name, value in total.items()}
@@ -218,5 +239,6 @@ def _summarize(sums: list[dict[str, Any]], applied: list[dict[str, Any]]) -> Met
             "policy/loss": loss / len(applied),
             "mismatch/mean": mismatch / mismatch_tokens,
             "mismatch/max": max(float(metrics["mismatch_max"]) for metrics in sums),
+            "mismatch/kl": mismatch_kl / mismatch_tokens,
         }
     )

@@ -1,5 +1,6 @@
 """The sampler inside the trainer: against transformers, against the trainer's forward pass, and by its statistics."""
 
+import asyncio
 import functools
 
 import jax
@@ -28,8 +29,9 @@ TOKENIZER = build_character_tokenizer(TINY_ALPHABET)
 
 
 def make_rollouts(seed=0, max_rows=64):
-    params = on_mesh(tiny_params(seed), MESH)
-    return EmbeddedRollouts(TINY_MODEL, params, MESH, TOKENIZER, STOP_IDS, MAX_PROMPT, max_rows)
+    rollouts = EmbeddedRollouts(TINY_MODEL, MESH, TOKENIZER, STOP_IDS, MAX_PROMPT, max_rows)
+    asyncio.run(rollouts.update_weights(on_mesh(tiny_params(seed), MESH), 0))
+    return rollouts
 
 
 PROBLEMS = tiny_problems(10, MAX_PROMPT)
@@ -238,13 +240,13 @@ def test_filters_by_hand():
 
 def test_new_weights_change_generations_and_their_version(rollouts, groups):
     assert {y.weight_version for group in groups for y in group.generations} == {0}
-    rollouts.update_weights(on_mesh(tiny_params(1), MESH), 7)
+    asyncio.run(rollouts.update_weights(on_mesh(tiny_params(1), MESH), 7))
     changed = generate(rollouts, PROBLEMS, 4)
     assert {y.weight_version for group in changed for y in group.generations} == {7}
     assert all(one != other for one, other in zip(token_ids(changed), token_ids(groups), strict=True))
     trainer, sampler = trainer_logprobs(1, changed, 1.0)
     np.testing.assert_allclose(sampler, trainer, rtol=0, atol=1e-4)
-    rollouts.update_weights(on_mesh(tiny_params(0), MESH), 0)
+    asyncio.run(rollouts.update_weights(on_mesh(tiny_params(0), MESH), 0))
     assert_same_generations(generate(rollouts, PROBLEMS, 4), groups)
 
 

@@ -17,11 +17,11 @@ from poly_epo_jax import set_rl
 from poly_epo_jax.algorithm import make_loss
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.data import problem_batches
-from poly_epo_jax.grading import grade_groups, judged
+from poly_epo_jax.grading import JudgeError, check_judge, cluster_ids, grade_groups, judged
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.tracking import Tracker, read_rows
 from poly_epo_jax.train import Parts, train
-from poly_epo_jax.types import Generation, Group, JudgeFailure, Params, Problem, Sampling
+from poly_epo_jax.types import Clustering, Generation, Group, JudgeFailure, Params, Problem, Sampling
 from poly_epo_jax.update import PolicyUpdate
 
 PROBLEMS = [Problem(id, f"{id}:", "a") for id in ("p", "q", "r")]
@@ -56,10 +56,10 @@ class LetterJudge:
     def __init__(self, failing: Sequence[str] = ()):
         self.failing = failing
 
-    async def cluster(self, group: Group) -> np.ndarray | JudgeFailure:
+    async def cluster(self, group: Group) -> Clustering | JudgeFailure:
         if group.problem.id in self.failing:
-            return JudgeFailure("out of order")
-        return np.array([LETTERS.index(y.text) for y in group.generations], np.int32)
+            return JudgeFailure("broken", "out of order")
+        return Clustering(np.array([LETTERS.index(y.text) for y in group.generations], np.int32))
 
 
 async def stream(groups: Sequence[Group]) -> AsyncIterator[Group]:
@@ -69,10 +69,10 @@ async def stream(groups: Sequence[Group]) -> AsyncIterator[Group]:
 
 def test_results_follow_the_order_of_the_problems():
     groups = [group(PROBLEMS[i], texts) for i, texts in ((2, "ab"), (0, "ca"), (1, "dd"))]
-    graded = asyncio.run(grade_groups(stream(groups), PROBLEMS, ByLetter(), LetterJudge()))
+    graded, _ = asyncio.run(grade_groups(stream(groups), PROBLEMS, ByLetter(), LetterJudge()))
     assert [one.group for one in graded] == [groups[1], groups[2], groups[0]]
     np.testing.assert_array_equal([one.rewards for one in graded], [[0, 1], [0, 0], [1, 0]])
-    np.testing.assert_array_equal([one.clusters for one in graded], [[2, 0], [3, 3], [0, 1]])
+    np.testing.assert_array_equal(cluster_ids(graded), [[2, 0], [3, 3], [0, 1]])
     assert {one.rewards.dtype for one in graded} == {np.dtype(np.float32)}
 
 
@@ -120,8 +120,11 @@ def test_groups_are_judged_at_once():
 
 def test_a_failed_judgement_keeps_its_reason_and_is_not_among_the_judged():
     groups = [group(problem, "ab") for problem in PROBLEMS]
-    graded = asyncio.run(grade_groups(stream(groups), PROBLEMS, ByLetter(), LetterJudge(failing=["q"])))
-    assert graded[1].clusters == JudgeFailure("out of order")
+    graded, _ = asyncio.run(grade_groups(stream(groups), PROBLEMS, ByLetter(), LetterJudge(failing=["q"])))
+    assert graded[1].clustering == JudgeFailure("broken", "out of order")
+    check_judge(graded, max_failed_share=0.34)
+    with pytest.raises(JudgeError, match=r"failed on 1 of 3 prompts, more than .*=0\.33 allows; 1 times it was broken"):
+        check_judge(graded, max_failed_share=0.33)
     np.testing.assert_array_equal(graded[1].rewards, [1, 0])
     assert judged(graded) == [graded[0], graded[2]]
 
@@ -154,7 +157,10 @@ class RandomLetters:
         for problem in problems:
             yield group(problem, [LETTERS[i] for i in rng.integers(4, size=num_generations)])
 
-    def update_weights(self, params: Params, version: int) -> None:
+    async def update_weights(self, params: Params, version: int) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -185,14 +191,16 @@ def restored_sigterm() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-def train_tiny(run_dir: Path, failing: Sequence[str]) -> tuple[Params, Params]:
+def train_tiny(run_dir: Path, failing: Sequence[str], max_failed_share: float = 1.0) -> tuple[Params, Params]:
     """Trains for two steps into a run folder; returns the weights before and after, the latter from the checkpoint."""
     config, mesh = tiny_config(), make_mesh(1, 1, 1)
+    config.judge.max_failed_share = max_failed_share
     update = PolicyUpdate(TINY_MODEL, mesh, make_loss(config.algo), optimizer_config(), total_updates=4)
     checkpoints = Checkpoints(run_dir / "checkpoints")
     with Tracker(run_dir, "{}", config.train.num_steps, -1) as tracker:
         parts = Parts(
             task=ByLetter(),
+            held_out=ByLetter.held_out_problems,
             judge=LetterJudge(failing),
             rollouts=RandomLetters(),
             batches=problem_batches(PROBLEMS, 3, seed=0),

@@ -9,7 +9,7 @@ import pytest
 
 from poly_epo_jax.heldout import evaluate_held_out
 from poly_epo_jax.judges import ExactJudge
-from poly_epo_jax.types import Generation, Group, JudgeFailure, Problem, Rollouts, Sampling, Task
+from poly_epo_jax.types import Clustering, Generation, Group, JudgeFailure, Problem, Rollouts, Sampling, Task
 
 SAMPLING = Sampling(max_tokens=1)
 
@@ -43,8 +43,11 @@ class Recorded:
             texts = self.responses[problem.id]
             yield Group(problem, ids, tuple(Generation(ids, np.zeros(1, np.float32), t, "stop", 0) for t in texts))
 
-    def update_weights(self, params, version):
+    async def update_weights(self, params, version):
         raise AssertionError("an evaluation does not change weights")
+
+    def close(self):
+        pass
 
 
 class Unreliable:
@@ -53,8 +56,12 @@ class Unreliable:
     def __init__(self, task: Task, failing: Sequence[str]):
         self.exact, self.failing = ExactJudge(task), failing
 
-    async def cluster(self, group: Group) -> np.ndarray | JudgeFailure:
-        return JudgeFailure("out of order") if group.problem.id in self.failing else await self.exact.cluster(group)
+    async def cluster(self, group: Group) -> Clustering | JudgeFailure:
+        return (
+            JudgeFailure("broken", "out of order")
+            if group.problem.id in self.failing
+            else await self.exact.cluster(group)
+        )
 
 
 def evaluate(responses: dict[str, list[str]], failing: Sequence[str] = ()) -> dict[str, float]:

@@ -3,6 +3,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from poly_epo_jax.judges import JUDGES, ExactJudge
 from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
@@ -37,11 +38,11 @@ def group(texts, problem=PROBLEM) -> Group:
 
 
 def cluster(judge, texts, problem=PROBLEM) -> np.ndarray:
-    return asyncio.run(judge.cluster(group(texts, problem)))
+    return asyncio.run(judge.cluster(group(texts, problem))).ids
 
 
 def test_ids_are_given_in_order_of_first_appearance():
-    clusters = cluster(JUDGES["exact"](FirstWord()), ["b 1", "a", "", "b 2", "c", "a 3", ""])
+    clusters = cluster(JUDGES["exact"](FirstWord(), ConfigDict()), ["b 1", "a", "", "b 2", "c", "a 3", ""])
     np.testing.assert_array_equal(clusters, [0, 1, 100, 0, 2, 1, 100])
     assert clusters.dtype == np.int32
     assert DEGENERATE_CLUSTER == 100

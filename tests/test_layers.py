@@ -14,10 +14,10 @@ FLOORS = (
     {"set_rl", "model", "metrics", "batching", "data"},
     {"rollouts", "judges", "tasks", "checkpoint", "tracking", "update"}
     | {"grading", "algorithm", "policy", "tokenizer", "figures"},
-    {"base_policy", "heldout", "train"},
+    {"base_policy", "heldout", "experience", "records", "train"},
     {"main", "report", "export", "frontier", "evaluate", "bench"},
 )
-SIDEWAYS = {("clock", "types"), ("train", "heldout")}
+SIDEWAYS = {("clock", "types"), ("train", "heldout"), ("train", "experience"), ("train", "records")}
 """(who, whom) on one floor, beside the modules of one package."""
 
 LIBRARIES = {"set_rl": {"jax", "numpy", "jaxtyping"}, "metrics": {"numpy", "jaxtyping"}}

@@ -13,7 +13,7 @@ from flax import nnx
 
 from poly_epo_jax.batching import pack
 from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.set_rl import ppo_clip_loss
+from poly_epo_jax.set_rl import cispo_loss, ppo_clip_loss
 from poly_epo_jax.update import SCHEDULES, PolicyUpdate, make_schedule
 
 LONGEST = 18
@@ -34,11 +34,11 @@ REFERENCE = on_mesh(near(tiny_params(), 0.02, seed=2), MESH)
 
 
 @functools.cache
-def make_update(kl_coef=0.0, entropy_coef=0.0, temperature=1.0):
+def make_update(kl_coef=0.0, entropy_coef=0.0, temperature=1.0, loss=ppo_clip_loss, importance_cap=None):
     return PolicyUpdate(
         TINY_MODEL,
         MESH,
-        functools.partial(ppo_clip_loss, clip_low=0.2, clip_high=0.28),
+        functools.partial(loss, clip_low=0.2, clip_high=0.28),
         # Clips some gradients and not others; with eps near their size Adam does not hide by how much.
         optimizer_config(
             learning_rate=0.02,
@@ -54,6 +54,7 @@ def make_update(kl_coef=0.0, entropy_coef=0.0, temperature=1.0):
         temperature=temperature,
         kl_coef=kl_coef,
         entropy_coef=entropy_coef,
+        importance_cap=importance_cap,
     )
 
 
@@ -117,7 +118,8 @@ def naive_tokens(params, rows, old=None, kl_coef=0.0, entropy_coef=0.0, temperat
         "policy/kl": ratio - 1 - jnp.log(ratio),
         "policy/reference_kl": kl,
         "policy/entropy": entropy,
-        "mismatch": jnp.abs(logprobs - rows.sampled),
+        "mismatch/mean": jnp.abs(old - rows.sampled),
+        "mismatch/kl": jnp.exp(old - rows.sampled) - 1 - (old - rows.sampled),
     }
 
 
@@ -197,13 +199,43 @@ def test_metrics_are_means_over_response_tokens():
     first = of_response(naive_tokens(NOW, first, **REGULARISED), first)
     second = of_response(naive_tokens(middle.params, second, NOW, **REGULARISED), second)
     assert np.abs(second["policy/ratio"] - 1).max() > 0.05
-    for name in first.keys() - {"loss", "mismatch"}:
+    for name in first.keys() - {"loss"}:
         expected = np.concatenate([first[name], second[name]]).mean()
         assert metrics[name] == pytest.approx(expected, rel=1e-4, abs=1e-6), name
     assert metrics["policy/loss"] == pytest.approx((first["loss"].sum() + second["loss"].sum()) / 2, abs=1e-6)
-    # Only the first minibatch is computed with the weights that sampled it.
-    assert metrics["mismatch/mean"] == pytest.approx(first["mismatch"].mean(), rel=1e-5)
-    assert metrics["mismatch/max"] == pytest.approx(first["mismatch"].max(), rel=1e-5)
+    largest = max(first["mismatch/mean"].max(), second["mismatch/mean"].max())
+    assert metrics["mismatch/max"] == pytest.approx(largest, rel=1e-5)
+
+
+def test_ratios_to_the_sampler_are_truncated():
+    """The gradient is that of min(w, cap) with w's own gradient kept: weight * min(w, cap) * advantage * log p."""
+    cap = 1.5
+    update, rng = make_update(loss=cispo_loss, importance_cap=cap), np.random.default_rng(5)
+    rows = alone(SEQUENCES)
+    logprobs = np.asarray(naive_logprobs(NOW, rows.tokens)[0])
+    near_sampler = [
+        dataclasses.replace(s, sampler_logprobs=row[mask] + rng.normal(0, 0.5, mask.sum()).astype(np.float32))
+        for s, row, mask in zip(SEQUENCES, logprobs, rows.is_response, strict=True)
+    ]
+    rows = alone(near_sampler)
+    first, second = update.with_old_logprobs(NOW, [pack(near_sampler, 40, rows_per_microbatch=2)] * 2)
+    assert not any(np.any(batch.old_logprobs) for batch in [*first, *second])
+    found, sums = update.gradient(NOW, second)
+
+    def loss(params):
+        logprobs = naive_logprobs(params, rows.tokens)[0]
+        ratio = jnp.exp(jax.lax.stop_gradient(logprobs) - rows.sampled)
+        weight = jnp.clip(jnp.minimum(ratio, cap), 0.8, 1.28)
+        return -jnp.sum(rows.weights * weight * rows.advantages * logprobs), ratio
+
+    (_, ratio), expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(NOW)
+    assert_trees_close(found, expected, atol=1e-5)
+    truncated = (np.asarray(ratio) > cap)[rows.is_response]
+    assert 0.05 < truncated.mean() < 0.95
+    assert sum(int(metrics["truncated"]) for metrics in sums) == int(truncated.sum())
+    # The later minibatch is trained with other weights than sampled it, so it says nothing of the sampler.
+    assert sum(int(metrics["mismatch_tokens"]) for metrics in sums) == 0
+    assert sum(int(metrics["mismatch_tokens"]) for metrics in update.gradient(NOW, first)[1]) == len(truncated)
 
 
 def test_updates_are_clipped_adamw():

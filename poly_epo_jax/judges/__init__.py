@@ -1,7 +1,16 @@
-"""Judges cluster generations by strategy. A new judge is one file that meets `types.Judge` and one line here."""
+"""Who clusters the generations of a prompt: a name to a constructor each, which takes the task and `config.judge`."""
+
+from collections.abc import Callable
+
+from ml_collections import ConfigDict
 
 from poly_epo_jax.judges.exact import ExactJudge
+from poly_epo_jax.judges.llm import LLMJudge
+from poly_epo_jax.types import Judge, Task
 
-JUDGES = {"exact": ExactJudge}
-
-__all__ = ["JUDGES", "ExactJudge"]
+JUDGES: dict[str, Callable[[Task, ConfigDict], Judge]] = {
+    "exact": lambda task, section: ExactJudge(task),
+    "llm": lambda task, section: LLMJudge(
+        **{key: value for key, value in section.items() if key not in ("name", "max_failed_share")}
+    ),
+}

@@ -4,10 +4,9 @@ import itertools
 from collections.abc import Hashable
 
 import numpy as np
-from jaxtyping import Int
 
 from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
-from poly_epo_jax.types import Group, Task
+from poly_epo_jax.types import Clustering, Group, Task
 
 
 class ExactJudge:
@@ -27,12 +26,12 @@ class ExactJudge:
             ) from None
         self._task = task
 
-    async def cluster(self, group: Group) -> Int[np.ndarray, "N"]:
-        """Returns int32 ids [N] in order of first appearance, `DEGENERATE_CLUSTER` where there is no strategy."""
+    async def cluster(self, group: Group) -> Clustering:
+        """Ids in order of first appearance, `DEGENERATE_CLUSTER` where there is no strategy."""
         unused = (i for i in itertools.count() if i != DEGENERATE_CLUSTER)
         ids: dict[Hashable, int] = {None: DEGENERATE_CLUSTER}
         strategies = [self._task.strategy(group.problem, generation.text) for generation in group.generations]
         for strategy in strategies:
             if strategy not in ids:
                 ids[strategy] = next(unused)
-        return np.array([ids[strategy] for strategy in strategies], np.int32)
+        return Clustering(np.array([ids[strategy] for strategy in strategies], np.int32))

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +60,8 @@ class Weight:
         size = dict(zip(self.ours, ours, strict=True))
         return tuple(math.prod(size[letter] for letter in word) for word in self.theirs.split())
 
-    def export(self, ours: np.ndarray) -> np.ndarray:
+    def export(self, ours: Any) -> Any:
+        """Theirs, an array of the same library."""
         order = [self.ours.index(letter) for letter in self._letters]
         return ours.transpose(order).reshape(self.shape(ours.shape))
 
@@ -196,6 +197,13 @@ def save_pretrained(
     unfinished.rename(path)
 
 
+def exported_tensors(params: Params, config: Qwen3Config, dtype: str) -> Iterator[tuple[str, jax.Array]]:
+    """Every tensor by its Hugging Face name and in that layout, as `dtype`, whole on the first device."""
+    weights, device = _by_path(params), jax.local_devices()[0]
+    for name, tensor in _tensors(config).items():
+        yield name, jax.device_put(_export(weights, tensor, jnp.dtype(dtype)), device)
+
+
 def _folder(path: str | Path) -> Path:
     if not Path(path).is_dir():
         raise FileNotFoundError(f"{path} is not a folder; download the model first and give its local folder.")
@@ -275,7 +283,7 @@ def _config_json(config: Qwen3Config, dtype: str) -> dict[str, Any]:
 
 def _write_tensors(folder: Path, params: Params, config: Qwen3Config, dtype: np.dtype, max_shard_bytes: int) -> None:
     tensors = _tensors(config)
-    weights = {_dotted(key_path): leaf for key_path, leaf in jax.tree.leaves_with_path(params)}
+    weights = _by_path(params)
     sizes = {name: math.prod(tensor.ours) * dtype.itemsize for name, tensor in tensors.items()}
     shards = _shards(sizes, max_shard_bytes)
     files = ["model.safetensors"]
@@ -285,12 +293,17 @@ def _write_tensors(folder: Path, params: Params, config: Qwen3Config, dtype: np.
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
 
-    def export(tensor: Tensor) -> np.ndarray:
-        ours = np.asarray(jnp.asarray(weights[tensor.path][tensor.index], dtype))
-        return np.ascontiguousarray(WEIGHTS[tensor.path].export(ours))
-
     for file, names in zip(files, shards, strict=True):
-        save_file({name: export(tensors[name]) for name in names}, folder / file, metadata={"format": "pt"})
+        content = {name: np.ascontiguousarray(_export(weights, tensors[name], dtype)) for name in names}
+        save_file(content, folder / file, metadata={"format": "pt"})
+
+
+def _by_path(params: Params) -> dict[str, Any]:
+    return {_dotted(key_path): leaf for key_path, leaf in jax.tree.leaves_with_path(params)}
+
+
+def _export(weights: dict[str, Any], tensor: Tensor, dtype: np.dtype) -> jax.Array:
+    return WEIGHTS[tensor.path].export(jnp.asarray(weights[tensor.path][tensor.index], dtype))
 
 
 def _shards(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:

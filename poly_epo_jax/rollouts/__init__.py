@@ -1,5 +1,55 @@
 """Where generations come from: a name to a constructor each."""
 
-from poly_epo_jax.rollouts.embedded import EmbeddedRollouts
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-ROLLOUTS = {"embedded": EmbeddedRollouts}
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+from transformers import PreTrainedTokenizerBase
+
+from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.rollouts.embedded import EmbeddedRollouts
+from poly_epo_jax.rollouts.sglang import SGLangRollouts
+from poly_epo_jax.rollouts.weight_sync import DiskSync, TensorSync
+from poly_epo_jax.types import Rollouts
+
+WEIGHT_SYNCS = ("disk", "tensor")
+
+
+def _embedded(
+    model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: ConfigDict
+) -> EmbeddedRollouts:
+    limits = config.train.max_prompt_tokens, config.rollouts.max_rows
+    return EmbeddedRollouts(model, mesh, tokenizer, stop_ids, *limits)
+
+
+def _sglang(
+    model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: ConfigDict
+) -> SGLangRollouts:
+    section = config.rollouts
+    if section.weight_sync == "disk":
+        run = str(Path(config.workdir).absolute())
+        sync = DiskSync(Path(section.weights_dir), run, model.config, section.weights_dtype)
+    else:
+        sync = TensorSync(model.config, section.weights_dtype, section.tensor_parallel)
+    return SGLangRollouts(
+        _split(section.urls),
+        _split(section.weight_urls),
+        sync,
+        tokenizer,
+        stop_ids,
+        max_prompt_tokens=config.train.max_prompt_tokens,
+        max_rows=section.max_rows,
+        timeout_seconds=section.timeout_seconds,
+        wait_seconds=section.wait_seconds,
+    )
+
+
+def _split(urls: str) -> list[str]:
+    return [url.strip() for url in urls.split(",") if url.strip()]
+
+
+ROLLOUTS: dict[str, Callable[[Qwen3, Mesh, PreTrainedTokenizerBase, Sequence[int], ConfigDict], Rollouts]] = {
+    "embedded": _embedded,
+    "sglang": _sglang,
+}

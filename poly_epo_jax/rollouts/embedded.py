@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.qwen3 import KVCache, Qwen3
 from poly_epo_jax.model.sharding import row_sharding
+from poly_epo_jax.rollouts.tokens import encode_prompt, response_text
 from poly_epo_jax.types import Generation, Group, Params, Problem, Sampling
 
 
@@ -30,7 +31,6 @@ class EmbeddedRollouts:
     def __init__(
         self,
         model: Qwen3,
-        params: Params,
         mesh: Mesh,
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: Sequence[int],
@@ -42,14 +42,16 @@ class EmbeddedRollouts:
         self.stop_ids = np.asarray(stop_ids, np.int32)
         self.max_prompt_tokens = max_prompt_tokens
         self.max_rows = max_rows
-        self.update_weights(params, 0)
         self._decode = jax.jit(
             partial(_decode, nnx.split(model)[0]), static_argnames=("max_tokens", "temperature", "top_p", "top_k")
         )
 
-    def update_weights(self, params: Params, version: int) -> None:
+    async def update_weights(self, params: Params, version: int) -> None:
         """Shares the trainer's arrays; nothing is copied."""
         self.params, self.version = params, version
+
+    def close(self) -> None:
+        """Nothing is held that is not the trainer's."""
 
     async def generate(
         self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
@@ -69,7 +71,7 @@ class EmbeddedRollouts:
                 yield group
 
     def _generate(self, problems: Sequence[Problem], seeds: np.ndarray, size: int, sampling: Sampling) -> list[Group]:
-        encoded = [self._encode(problem) for problem in problems]
+        encoded = [encode_prompt(self.tokenizer, problem, self.max_prompt_tokens) for problem in problems]
         prompts = np.zeros((size, self.max_prompt_tokens), np.int32)
         valid = np.zeros(prompts.shape, bool)
         valid[:, -1] = True  # padding prompts too need one token to attend to
@@ -99,19 +101,8 @@ class EmbeddedRollouts:
     def _generation(self, tokens: np.ndarray, logprobs: np.ndarray, length: np.integer) -> Generation:
         token_ids = tokens[:length]
         stopped = bool(np.isin(token_ids[-1], self.stop_ids))
-        text = str(self.tokenizer.decode(token_ids[:-1] if stopped else token_ids))
+        text = response_text(self.tokenizer, token_ids, stopped)
         return Generation(token_ids, logprobs[:length], text, "stop" if stopped else "length", self.version)
-
-    def _encode(self, problem: Problem) -> np.ndarray:
-        ids = np.asarray(self.tokenizer.encode(problem.prompt, add_special_tokens=False), np.int32)
-        if not len(ids):
-            raise ValueError(f"The prompt of problem {problem.id} is empty; leave the problem out.")
-        if len(ids) > self.max_prompt_tokens:
-            raise ValueError(
-                f"The prompt of problem {problem.id} has {len(ids)} tokens, more than "
-                f"train.max_prompt_tokens={self.max_prompt_tokens}; raise that, or leave the problem out."
-            )
-        return ids
 
 
 class _State(NamedTuple):

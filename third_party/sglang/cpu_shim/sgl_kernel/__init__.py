@@ -1,0 +1,36 @@
+"""Stands in for the CPU build of `sgl_kernel`, of which there is no wheel.
+
+SGLang on a CPU imports these names when it starts. Only the first is called in ordinary serving; the others belong to
+speculative decoding. `torch.ops.sgl_kernel.convert_weight_packed` has to stay undefined, or SGLang takes this for the
+build that has AMX.
+"""
+
+__version__ = "0.0.0+cpustub"
+
+
+def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):
+    offset = 0
+    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
+        req_to_token[row, start:end] = out_cache_loc[offset : offset + end - start].to(req_to_token.dtype)
+        offset += end - start
+
+
+def _missing(name):
+    def function(*arguments, **keywords):
+        raise NotImplementedError(f"sgl_kernel.{name} is not part of the stand-in for CPU tests.")
+
+    function.__name__ = name
+    return function
+
+
+for _name in (
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "copy_all_layer_kv_cache_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+    "rotate_input_ids_cpu",
+    "verify_tree_greedy_cpu",
+    "build_tree_kernel_efficient_cpu",
+):
+    globals()[_name] = _missing(_name)

@@ -1,0 +1,24 @@
+"""Lets SGLang run beside a CPU build of torch; python imports this by itself where its folder is on PYTHONPATH.
+
+The torchvision on PyPI is linked against CUDA, so its operators do not load, and importing it fails for want of two of
+them. They are declared here before it is imported; serving text calls neither.
+"""
+
+import importlib.abc
+import sys
+
+
+class _DeclareOperators(importlib.abc.MetaPathFinder):
+    library = None
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision" and _DeclareOperators.library is None:
+            import torch
+
+            library = _DeclareOperators.library = torch.library.Library("torchvision", "DEF")
+            library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return None  # whatever the module, the finders after this one find it
+
+
+sys.meta_path.insert(0, _DeclareOperators())

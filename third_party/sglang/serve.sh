@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Serves a model: bash third_party/sglang/serve.sh gpu|cpu MODEL PORT [flags of sglang.launch_server, which win]
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+[ $# -ge 3 ] || { echo "Usage: bash third_party/sglang/serve.sh gpu|cpu MODEL PORT [flags]" >&2; exit 2; }
+device=$1 model=$2 port=$3
+shift 3
+python=$here/env-$device/bin/python
+[ -x "$python" ] || { echo "Error: no $python; run: bash third_party/sglang/setup.sh $device" >&2; exit 1; }
+flags=(--model-path "$model" --host 127.0.0.1 --port "$port" --skip-server-warmup)
+if [ "$device" = cpu ]; then
+  export PYTHONPATH=$here/cpu_shim SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
+  # In float32, with a float32 KV cache, so that log-probabilities can be compared with the trainer's.
+  flags+=(--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph --dtype float32
+    --mem-fraction-static 0.2)
+fi
+exec "$python" -m sglang.launch_server "${flags[@]}" "$@"
