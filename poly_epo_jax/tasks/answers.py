@@ -8,6 +8,7 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d+)(?!\w)", re.ASCII)
 REPEATING = re.compile(r"(?<![\w.])(\d+)\.(\d*)\\overline\{(\d+)\}", re.ASCII)
 OPEN_DECIMAL = re.compile(r"(?<=\d)\.(?=/)")
+MATH_MODE = re.compile(r"(?<!\\)\\[][()]")
 PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
 
 
@@ -28,9 +29,10 @@ def mend(answer: str) -> str:
     r"""The same answer in notation that math-verify reads as it was meant.
 
     `4.5e33` is a power of ten, not a multiple of Euler's number; `8.\overline{3}` is 25/3; `\frac{1 \pm 5}{2}` is two
-    numbers; `~` is a space; full stops and commas at the end are none of the answer's, nor is the one in `3./2`.
+    numbers; `~` is a space; `\[` and `\(` begin no part of the answer; full stops and commas at the end are none of
+    the answer's, nor is the one in `3./2`.
     """
-    answer = answer.replace("~", " ")
+    answer = MATH_MODE.sub(" ", answer.replace("~", " ")).strip()
     answer = SCIENTIFIC.sub(lambda match: rf"{match[1]} \times 10^{{{match[2].lstrip('+')}}}", answer)
     answer = REPEATING.sub(_repeating_decimal, answer)
     answer = OPEN_DECIMAL.sub("", answer)

@@ -29,8 +29,9 @@ class Outcome(enum.Enum):
 class Verifier:
     """A pool of worker processes that runs math-verify; its methods may be called from any thread.
 
-    Workers start with the first comparison. One that overruns `deadline_seconds`, its share of memory or its stack is
-    replaced. They end with `close()`, with the verifier, or with this process, however that ends.
+    Workers start with the first comparison. One gives up a comparison that takes a quarter of `deadline_seconds` of CPU
+    time; it is replaced if it overruns `deadline_seconds`, or dies of too little memory or stack. They end with
+    `close()`, with the verifier, or with this process, however that ends.
     """
 
     def __init__(self, num_workers: int = 0, deadline_seconds: float = 8.0, memory_gb: float = 4.0):
@@ -42,7 +43,7 @@ class Verifier:
             )
         self._num_workers = num_workers or max(2, (os.cpu_count() or 1) // 2)
         self._deadline_seconds = deadline_seconds
-        limits = (str(int(memory_gb * 2**30)), str(2 * deadline_seconds))
+        limits = (str(int(memory_gb * 2**30)), str(deadline_seconds / 4))
         # -P keeps the script's folder off the path, where our math.py would pass for the standard library's.
         self._command = [sys.executable, "-P", str(WORKER), *limits]
         self._workers: list[_Worker] = []

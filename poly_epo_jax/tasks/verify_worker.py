@@ -1,7 +1,7 @@
 r"""One worker of the verifier: reads lines of JSON [gold, answer], writes "right", "wrong" or "timed out" for each.
 
 A program of its own, so that it imports neither this package nor JAX: `python -P verify_worker.py BYTES SECONDS`, its
-limits on memory and on the CPU time of one comparison. It grades in its main thread, where math-verify's alarms work.
+memory and the CPU time of one comparison. It grades in its main thread, as no other can be interrupted.
 """
 
 import functools
@@ -16,21 +16,24 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.errors import TimeoutException
-from math_verify.utils import timeout
 from sympy import Eq, Expr
 
-ALARM_SECONDS = 2
 TINY = 1e-3
 
 
 @functools.lru_cache(maxsize=64)
 def parsed(text: str) -> list[Any]:
-    """The answer as SymPy reads it, and as a string."""
-    # Plain expressions are LaTeX as well. math-verify's other reader would take the last number in what has none.
-    return parse(f"\\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=ALARM_SECONDS, raise_on_error=True)
+    """The answer as SymPy reads it, if it can, and as a string."""
+    # The box as a whole or nothing: math-verify would else search it for some part that it can read.
+    return parse(
+        f"\\boxed{{{text}}}",
+        [LatexExtractionConfig()],
+        extraction_mode="first_match",
+        parsing_timeout=None,  # pyright: ignore[reportArgumentType]  (None is documented)
+        raise_on_error=True,
+    )
 
 
-@timeout(ALARM_SECONDS)
 def agree_in_scale(gold: Any, answer: Any) -> bool:
     """False for tiny numbers that differ: math-verify compares to an absolute 1e-6, by which 1e-9 would equal 1e-30."""
     sides = [side.rhs if isinstance(side, Eq) else side for side in (gold, answer)]
@@ -41,29 +44,36 @@ def agree_in_scale(gold: Any, answer: Any) -> bool:
     return bool(size == 0 or size > TINY or abs((gold - answer).evalf()) <= 1e-3 * size)
 
 
-def grade(gold: str, answer: str) -> str:
-    """Tries every reading of both; what cannot be read or compared is not equal, and SymPy raises all sorts there."""
-    outcome = "wrong"
+def equal(gold: Any, answer: Any) -> bool:
+    """Whether two readings agree; False where they cannot be compared, for which SymPy raises all sorts."""
     try:
-        pairs = list(itertools.product(parsed(gold), parsed(answer)))
+        same = verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
+        return same and agree_in_scale(gold, answer)
+    except MemoryError:
+        raise
+    except Exception:
+        return False
+
+
+def grade(gold: str, answer: str, cpu_seconds: float) -> str:
+    """Right if any reading of the answer agrees with any of the gold."""
+    # CPU time, which other processes cannot use up. Again and again, as SymPy catches all exceptions at places.
+    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds, 0.5)
+    try:
+        pairs = itertools.product(parsed(gold), parsed(answer))
+        return "right" if any(equal(*pair) for pair in pairs) else "wrong"
     except TimeoutException:
         return "timed out"
     except MemoryError:
         raise
-    except Exception:
+    except Exception:  # as above
         return "wrong"
-    for pair in pairs:
-        try:
-            equal = verify(*pair, allow_set_relation_comp=True, timeout_seconds=ALARM_SECONDS, raise_on_error=True)
-            if equal and agree_in_scale(*pair):
-                return "right"
-        except TimeoutException:
-            outcome = "timed out"
-        except MemoryError:
-            raise
-        except Exception:
-            continue
-    return outcome
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def time_out(*_: object) -> None:
+    raise TimeoutException
 
 
 def main() -> None:
@@ -74,17 +84,19 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)
+    signal.signal(signal.SIGVTALRM, time_out)
     # What libraries print must not pass for a reply, and their complaints about odd answers are of no use.
     replies = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
-    grade("1", "1")
+    grade("1", "1", cpu_seconds=60.0)
     os.write(replies, b'"ready"\n')
     os.dup2(nowhere, 2)
     for line in sys.stdin:
-        # Should the parent be gone, no one else would end a comparison that never returns: this signal does.
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        outcome = grade(*json.loads(line))
+        # Some computations let no Python code run, and the parent that would end them may be gone: this signal kills.
+        signal.setitimer(signal.ITIMER_PROF, 4 * cpu_seconds)
+        gold, answer = json.loads(line)
+        outcome = grade(gold, answer, cpu_seconds)
         signal.setitimer(signal.ITIMER_PROF, 0)
         os.write(replies, f"{json.dumps(outcome)}\n".encode())
 

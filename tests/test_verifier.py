@@ -1,0 +1,327 @@
+"""Answers are compared in processes that may hang, swell or die without harm to anyone else's answers."""
+
+import gc
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from poly_epo_jax.tasks import verifier as module
+from poly_epo_jax.tasks.verifier import START_SECONDS, WORKER, Outcome, Verifier
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory limits and /proc are Linux's")
+
+HONEST = [(rf"\frac{{{i}}}{{{i + 1}}}", rf"\frac{{{2 * i + (i % 2)}}}{{{2 * i + 2}}}") for i in range(1, 201)]
+"""Right where i is even."""
+
+SQUARE = r" \\ ".join(" & ".join(f"x_{{{i}{j}}}" for j in range(10)) for i in range(10))
+HOSTILE = {
+    # Of the facts that led to worker processes:
+    "power tower": r"10^{10^{10}}",
+    "factorial": r"(10^9)!",
+    "long sum": r"\sum_{k=1}^{10^9}\frac1k",
+    "parentheses": "(" * 999 + "1" + ")" * 999,
+    "fraction of powers": r"\frac{10^{10^9}}{10^{10^9}-1}",
+    "difference of powers": r"2^{2^{40}}-2^{2^{40}}+6",
+    # And more:
+    "higher tower": r"9^{9^{9^{9^9}}}",
+    "tower without braces": "9^9^9^9",
+    "factorial of factorials": "((((5!)!)!)!)!",
+    "binomial": r"\binom{10^9}{5 \cdot 10^8}",
+    "long product": r"\prod_{k=1}^{10^8}(1+\frac{1}{k})",
+    "integrals": r"\int_0^1 \int_0^1 \int_0^1 e^{x^{y^{z}}} \sin(x^y) dx dy dz",
+    "limit": r"\lim_{x\to 0}\frac{\sin(x^{x^{x^x}})}{x^{x^x}}",
+    "cosine": r"\cos(10^{10^{7}})",
+    "divisor": r"\gcd(10^{10^8},5)",
+    "nested fractions": r"\frac{1}{" * 150 + "1" + "}" * 150,
+    "nested roots": r"\sqrt{" * 250 + "5" + "}" * 250,
+    "determinant": rf"\det\begin{{pmatrix}}{SQUARE}\end{{pmatrix}}",
+    "matrix power": rf"\begin{{pmatrix}}{SQUARE}\end{{pmatrix}}^{{50}}",
+    "long list": "1," * 999 + "1",
+    "long set": r"\{" + ",".join(map(str, range(400))) + r"\}",
+    "chain of equations": "x=" * 999 + "6",
+    "huge exponent": r"1 \times 10^{" + "9" * 1_500 + "}",
+    "digits": "9" * 2_000,
+    "dollars": "$" * 2_000,
+    "backslashes": "\\" * 2_000,
+    "spaces": " " * 1_999 + "6",
+    "letters": "a" * 2_000,
+    "openings": r"\left(" * 300 + "5",
+    "unclosed": "{" * 1_000,
+    "dangling": r"\frac" * 300,
+    "control characters": "".join(map(chr, range(32))) + "\x7f",
+    "NUL": "\x005\x00",
+    "surrogate": "\ud800",
+    "lines": '6"]\n["5", "5"]\n["5", "5',
+    "JSON": '"}],["5","5"]',
+    "part of a box": "6 [5] [5",
+    "dollars in a box": r"\foo $5$ \foo",
+    "quotation marks": '\\"' * 500,
+    "emoji": "🧮" * 500,
+    "right to left": "\u202e5",
+    "mathematical digit": "\N{MATHEMATICAL DOUBLE-STRUCK DIGIT FIVE}",
+}
+
+
+OBEDIENT = """
+import os, sys
+os.write(1, b'"ready"\\n')
+for line in sys.stdin:
+    if "5" in line.split(",")[1]: os.write(1, b'"right"\\n')
+    """
+"""A worker that finds 5 right; what it does about other answers is to be added."""
+
+
+def pids(pool: Verifier) -> list[int]:
+    return [worker._process.pid for worker in pool._workers]
+
+
+@pytest.fixture(scope="module")
+def shared_pool():
+    pool = Verifier(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def pool():
+    pool = Verifier(1, deadline_seconds=5.0, memory_gb=1.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def fake_worker(tmp_path: Path, monkeypatch):
+    """Lets a pool run some other program as its workers."""
+
+    def install(source: str, deadline_seconds: float = 5.0) -> Verifier:
+        (tmp_path / "worker.py").write_text(source)
+        monkeypatch.setattr(module, "WORKER", tmp_path / "worker.py")
+        return Verifier(2, deadline_seconds)
+
+    return install
+
+
+def honest_outcomes(pool: Verifier, threads: int) -> list[bool]:
+    with ThreadPoolExecutor(threads) as executor:
+        outcomes = list(executor.map(lambda pair: pool.compare(*pair), HONEST))
+    assert set(outcomes) == {Outcome.RIGHT, Outcome.WRONG}
+    return [outcome is Outcome.RIGHT for outcome in outcomes]
+
+
+def test_many_threads_share_a_pool(shared_pool: Verifier):
+    shared_pool.take_counts()
+    shared_pool.compare("1", "1")
+    start = time.monotonic()
+    assert honest_outcomes(shared_pool, threads=16) == [i % 2 == 0 for i in range(1, 201)]
+    print(f"{len(HONEST)} comparisons on 2 workers took {time.monotonic() - start:.2f} s")
+    counts = {Outcome.RIGHT: 101, Outcome.WRONG: 100, Outcome.TIMED_OUT: 0, Outcome.CRASHED: 0}
+    assert shared_pool.take_counts() == counts
+    assert set(shared_pool.take_counts().values()) == {0}
+
+
+@pytest.mark.parametrize("answer", ["factorial", "lines", "JSON", "surrogate", "NUL", "backslashes"])
+def test_a_hostile_answer_is_not_right(shared_pool: Verifier, answer: str):
+    assert shared_pool.compare("5", HOSTILE[answer]) is not Outcome.RIGHT
+    assert shared_pool.compare("5", "5") is Outcome.RIGHT
+
+
+def test_a_hostile_gold_is_no_answer_s_fault(shared_pool: Verifier):
+    assert shared_pool.compare("(10^9)!", "5") is Outcome.TIMED_OUT
+    assert shared_pool.compare("", "") is Outcome.WRONG
+
+
+@pytest.mark.slow
+def test_honest_answers_are_unharmed_by_hostile_ones(shared_pool: Verifier):
+    def compare(answer: str) -> tuple[Outcome, float]:
+        start = time.monotonic()
+        return shared_pool.compare("5", answer), time.monotonic() - start
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(4) as executor:
+        hostile = [executor.submit(compare, answer) for answer in HOSTILE.values()]
+        assert honest_outcomes(shared_pool, threads=4) == [i % 2 == 0 for i in range(1, 201)]
+        print(f"{len(HONEST)} honest comparisons among hostile ones took {time.monotonic() - start:.2f} s")
+        results = dict(zip(HOSTILE, (future.result() for future in hostile), strict=True))
+    print(f"{len(HOSTILE)} hostile ones took {time.monotonic() - start:.2f} s")
+    assert [name for name, (outcome, _) in results.items() if outcome is Outcome.RIGHT] == []
+    # Each waits for others too, and what is killed leaves the next one to wait for a new worker.
+    assert max(seconds for _, seconds in results.values()) < 60
+
+
+def test_the_deadline_holds_where_timers_do_not(fake_worker):
+    pool = fake_worker(OBEDIENT + "if 'slow' in line: __import__('time').sleep(60)", deadline_seconds=0.5)
+    assert pool.compare("5", "5") is Outcome.RIGHT
+    before = pids(pool)
+    start = time.monotonic()
+    assert [pool.compare("5", "slow") for _ in range(2)] == [Outcome.TIMED_OUT] * 2
+    assert 1 <= time.monotonic() - start < 30
+    assert not set(before) & set(pids(pool))
+    assert pool.compare("5", "5") is Outcome.RIGHT
+    assert pool.take_counts()[Outcome.TIMED_OUT] == 2
+    pool.close()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_worker_that_died_is_replaced_and_costs_no_answer(pool: Verifier, sent: signal.Signals):
+    assert pool.compare("5", "5") is Outcome.RIGHT
+    (before,) = pids(pool)
+    os.kill(before, sent)
+    assert pool.compare("5", "5") is Outcome.RIGHT
+    assert pids(pool) != [before]
+    assert pool.take_counts()[Outcome.CRASHED] == 0
+
+
+def test_a_stopped_worker_is_killed(pool: Verifier):
+    assert pool.compare("5", "5") is Outcome.RIGHT
+    os.kill(pids(pool)[0], signal.SIGSTOP)
+    assert pool.compare("5", "5") is Outcome.TIMED_OUT
+    assert pool.compare("5", "5") is Outcome.RIGHT
+
+
+def test_an_answer_that_kills_every_worker_is_a_crash(fake_worker):
+    pool = fake_worker(OBEDIENT + "if 'deadly' in line: break")
+    assert [pool.compare("5", answer) for answer in ("5", "deadly", "5", "deadly")] == [
+        Outcome.RIGHT,
+        Outcome.CRASHED,
+    ] * 2
+    assert pool.take_counts() == {
+        Outcome.RIGHT: 2,
+        Outcome.WRONG: 0,
+        Outcome.TIMED_OUT: 0,
+        Outcome.CRASHED: 2,
+    }
+    pool.close()
+
+
+def test_a_worker_that_cannot_start_says_so(fake_worker, capfd):
+    pool = fake_worker("import math_verify_that_is_missing")
+    for _ in range(3):
+        with pytest.raises(ChildProcessError, match=r"did not start: it ended, .* see that math-verify is installed"):
+            pool.compare("5", "5")
+    assert "No module named 'math_verify_that_is_missing'" in capfd.readouterr().err
+    pool.close()
+
+
+def test_a_worker_that_is_silent_at_its_start_is_given_up(fake_worker, monkeypatch):
+    monkeypatch.setattr(module, "START_SECONDS", 0.3)
+    pool = fake_worker("import time\ntime.sleep(60)")
+    with pytest.raises(ChildProcessError, match="did not start: it said nothing for 0 s"):
+        pool.compare("5", "5")
+    pool.close()
+    assert START_SECONDS > 60, "imports are slow on a busy machine"
+
+
+@needs_linux
+def test_memory_is_limited(pool: Verifier):
+    pool.compare("5", "5")
+    assert resource.prlimit(pids(pool)[0], resource.RLIMIT_AS)[0] == 2**30
+
+
+def test_closing_ends_the_workers():
+    pool = Verifier(2)
+    pool.close()
+    with pytest.raises(ValueError, match="closed"):
+        pool.compare("5", "5")
+    for end in ("close", "forget"):
+        pool = Verifier(2)
+        assert pool.compare("5", "5") is Outcome.RIGHT
+        processes = [worker._process for worker in pool._workers]
+        assert len(processes) == 2
+        if end == "close":
+            pool.close()
+            pool.close()
+        else:
+            del pool
+            gc.collect()
+        assert all(process.returncode == -signal.SIGKILL for process in processes)
+
+
+@needs_linux
+def test_workers_end_with_a_parent_that_is_killed():
+    parent = subprocess.run(
+        [sys.executable, "-c", _DIES], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."}
+    )
+    assert parent.returncode == -signal.SIGKILL
+    remaining = [Path("/proc", pid) for pid in parent.stdout.split()]
+    assert len(remaining) == 2
+    deadline = time.monotonic() + 60
+    while any(_runs(process) for process in remaining) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(_runs(process) for process in remaining)
+
+
+_DIES = """
+import os, signal
+from poly_epo_jax.tasks.verifier import Verifier
+pool = Verifier(2)
+pool.compare("5", "5")
+print(*(worker._process.pid for worker in pool._workers), flush=True)
+pool._workers[0]._process.stdin.write(b'["5", "(10^9)!"]\\n')
+pool._workers[0]._process.stdin.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def _runs(process: Path) -> bool:
+    """A zombie that its new parent has yet to collect has ended."""
+    try:
+        return process.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("settings", [dict(num_workers=-1), dict(deadline_seconds=0.0), dict(memory_gb=0.0)])
+def test_impossible_settings_are_refused(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        Verifier(**settings)
+
+
+def test_zero_workers_are_two_or_half_the_cores(monkeypatch):
+    for cores, workers in ((None, 2), (1, 2), (4, 2), (64, 32)):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        assert Verifier()._num_workers == workers
+
+
+def run_worker(lines: list[str], cpu_seconds: float = 10.0) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-P", str(WORKER), str(4 << 30), str(cpu_seconds)]
+    return subprocess.run(command, input="".join(lines), capture_output=True, text=True)
+
+
+def test_the_worker_s_protocol():
+    """Whatever the answers are, each line gets one, and nothing else is written."""
+    answers = ["5", HOSTILE["JSON"], HOSTILE["lines"], HOSTILE["NUL"], r"\frac", "print(5)", "5"]
+    done = run_worker([json.dumps(["5", answer]) + "\n" for answer in answers])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [json.loads(line) for line in done.stdout.splitlines()] == ["ready", "right", *["wrong"] * 5, "right"]
+
+
+def test_a_worker_without_a_parent_does_not_compute_for_ever():
+    """Not even where nothing that Python could handle, nor an end of its input, would reach it."""
+    program = f"""
+import runpy, signal, sys
+signal.signal = lambda *_: None
+signal.setitimer = lambda which, *times, set=signal.setitimer: which == signal.ITIMER_PROF and set(which, *times)
+sys.argv = ["worker", str(4 << 30), "0.2"]
+runpy.run_path({str(WORKER)!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", program], input='["5", "(10^9)!"]\n', text=True, capture_output=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGPROF, '"ready"\n')
+
+
+def test_a_worker_imports_neither_jax_nor_this_package():
+    program = f"""
+import runpy, sys
+sys.argv = ["worker", str(4 << 30), "16"]
+runpy.run_path({str(WORKER)!r}, run_name="__main__")
+assert not {{"jax", "torch", "poly_epo_jax"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], input="", capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, '"ready"\n')
