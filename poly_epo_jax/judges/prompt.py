@@ -17,7 +17,9 @@ from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
 # Printable ASCII without `"` and `\`. Beyond 128 repetitions xgrammar takes another path, which fails in its 0.2.7.
 RATIONALE_PATTERN = r"^[!#-\[\]-~][ !#-\[\]-~]{0,119}$"
 
-CONTROL_TOKEN_START = re.compile(r"<(?=\S)|\[(?=/?[A-Za-z_]{3})")  # <|im_end|>, </think>, <s> ...; [INST], [/INST] ...
+CONTROL_TOKEN_START = re.compile(
+    r"<(?=[^\s=])|\[(?=/?[A-Za-z_]{3})"
+)  # <|im_end|>, </think>, <s> ...; [INST], [/INST] ...
 UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -70,7 +72,7 @@ def neutralize(text: str) -> str:
     """`text` with a space in every control token of a chat template, and without what is no character.
 
     Tokenizers read `<|im_end|>` as one token wherever it stands; `< |im_end|>` is ordinary text. As templates differ,
-    every `<` is followed by a space here, and `[` before a word such as INST.
+    every `<` is followed by a space here (but for `<=`), and so is `[` before a word such as INST.
     """
     return CONTROL_TOKEN_START.sub(r"\g<0> ", printable(text))
 
