@@ -336,6 +336,9 @@ def test_a_judge_that_obeys_its_responses_clusters_nothing(serve):
     [
         ({"url": "judge:8000"}, "write it as http://host:port"),
         ({"url": f"{URL}/v1/"}, "without /v1"),
+        ({"url": "http://judge:port"}, "write it as http://host:port"),
+        ({"url": "http://"}, "write it as http://host:port"),
+        ({"url": "http://me:secret@judge:8000"}, "holds a password, which would be logged"),
         ({"retries": 0}, "retries is 0"),
         ({"max_concurrency": 0}, "max_concurrency is 0"),
         ({"max_tokens": 0}, "max_tokens is 0"),

@@ -37,7 +37,7 @@ class LLMJudge:
       model: the name by which the server knows the judge; "": the first one that it lists.
       api_key_env: the name of the environment variable that holds the server's key; "": it needs none.
       temperature: of the judge's sampling.
-      max_tokens: longest reply. Each response takes up to 60: a rationale of 120 characters and what is around it.
+      max_tokens: longest reply; a response takes about 50, a rationale of 120 characters and what is around it.
       retries: attempts for one prompt in all.
       timeout_seconds: how long one reply may take.
       wait_seconds: how long a server that accepts no connections is waited for, in all and not for each prompt.
@@ -63,8 +63,7 @@ class LLMJudge:
 
     def __post_init__(self):
         self.url = self.url.rstrip("/")
-        if not self.url.startswith(("http://", "https://")) or self.url.endswith("/v1"):
-            raise ValueError(f"The judge's url is {self.url!r}; write it as http://host:port, without /v1.")
+        _check_url(self.url)
         for name in ("max_tokens", "retries", "timeout_seconds", "max_concurrency"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"The judge's {name} is {getattr(self, name)}; it must be positive.")
@@ -176,6 +175,17 @@ class LLMJudge:
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "[key]") if self._key else text
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL:
+        parts = httpx.URL("")
+    if parts.userinfo:
+        raise ValueError("The judge's url holds a password, which would be logged; name it by api_key_env instead.")
+    if parts.scheme not in ("http", "https") or not parts.host or url.endswith("/v1"):
+        raise ValueError(f"The judge's url is {url!r}; write it as http://host:port, without /v1.")
 
 
 def _read_key(variable: str) -> str:
