@@ -1,9 +1,10 @@
 """Problems with verifiable rewards. A new task is one file that meets `types.Task` and one line here."""
 
 from poly_epo_jax.tasks.demonstrations import Demonstrations
+from poly_epo_jax.tasks.math import MathTask
 from poly_epo_jax.tasks.multiplication import MultiplicationTask
 from poly_epo_jax.tasks.polynomial import PolynomialTask
 
-TASKS = {"polynomial": PolynomialTask, "multiplication": MultiplicationTask}
+TASKS = {"polynomial": PolynomialTask, "multiplication": MultiplicationTask, "math": MathTask}
 
-__all__ = ["TASKS", "Demonstrations", "MultiplicationTask", "PolynomialTask"]
+__all__ = ["TASKS", "Demonstrations", "MathTask", "MultiplicationTask", "PolynomialTask"]

@@ -6,7 +6,7 @@ BOX = re.compile(r"\\boxed\s*\{")
 # An escaped character, or a brace; `\\` goes first so that the brace of `\\{` counts.
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d+)(?!\w)", re.ASCII)
-REPEATING = re.compile(r"(?<![\w.])(\d+)\.(\d*)\\overline\{(\d+)\}", re.ASCII)
+REPEATING = re.compile(r"(?<![\w.])(\d{1,99})\.(\d{0,99})\\overline\{(\d{1,99})\}", re.ASCII)
 OPEN_DECIMAL = re.compile(r"(?<=\d)\.(?=/)")
 MATH_MODE = re.compile(r"(?<!\\)\\[][()]")
 PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")

@@ -24,7 +24,7 @@ class MathTask:
 
     A prompt is `template` with the problem in place of `{problem}`. `dropped` counts, for `train` and `held_out`, the
     problems that `data.clean_problems` leaves out. Answers are compared by `num_workers` processes (0: one for every
-    two CPU cores, and at least 2), each with `memory_gb` of memory and `deadline_seconds` for one answer.
+    two CPU cores, and at least 2), each with `memory_gb` of memory and `cpu_seconds` of CPU time for one answer.
 
     Raises:
       ValueError, OSError: a source cannot be read, an id names two problems, or a setting is out of range.
@@ -37,7 +37,7 @@ class MathTask:
     id_column: str = "id"
     template: str = QWEN_TEMPLATE
     num_workers: int = 0
-    deadline_seconds: float = 8.0
+    cpu_seconds: float = 2.0
     memory_gb: float = 4.0
     train_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
     held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
@@ -51,7 +51,7 @@ class MathTask:
         train, dropped_train = clean_problems(self._load([self.train]), held_out)
         self.dropped = {"train": dropped_train, "held_out": dropped_held_out}
         self.train_problems, self.held_out_problems = (tuple(map(self._prompted, part)) for part in (train, held_out))
-        self._verifier = Verifier(self.num_workers, self.deadline_seconds, self.memory_gb)
+        self._verifier = Verifier(self.num_workers, self.cpu_seconds, self.memory_gb)
 
     def reward(self, problem: Problem, text: str) -> float:
         r"""1 if the last `\boxed{}` of `text` equals the problem's answer, else 0; may be called from any thread."""

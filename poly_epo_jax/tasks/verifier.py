@@ -6,6 +6,7 @@ import enum
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -29,21 +30,22 @@ class Outcome(enum.Enum):
 class Verifier:
     """A pool of worker processes that runs math-verify; its methods may be called from any thread.
 
-    Workers start with the first comparison. One gives up a comparison that takes a quarter of `deadline_seconds` of CPU
-    time; it is replaced if it overruns `deadline_seconds`, or dies of too little memory or stack. They end with
+    Workers start with the first comparison. One gives up a comparison that takes `cpu_seconds` of CPU time, and dies
+    where it cannot give up by twice that; what dies, or does not answer in 15 times that, is replaced. Workers end with
     `close()`, with the verifier, or with this process, however that ends.
     """
 
-    def __init__(self, num_workers: int = 0, deadline_seconds: float = 8.0, memory_gb: float = 4.0):
+    def __init__(self, num_workers: int = 0, cpu_seconds: float = 2.0, memory_gb: float = 4.0):
         """`num_workers` 0 means one for every two CPU cores, and at least 2."""
-        if num_workers < 0 or deadline_seconds <= 0 or memory_gb <= 0:
+        if num_workers < 0 or cpu_seconds <= 0 or memory_gb <= 0:
             raise ValueError(
-                f"num_workers is {num_workers}, deadline_seconds {deadline_seconds} and memory_gb {memory_gb}; "
+                f"num_workers is {num_workers}, cpu_seconds {cpu_seconds} and memory_gb {memory_gb}; "
                 "the first must be at least 0, the others above 0."
             )
         self._num_workers = num_workers or max(2, (os.cpu_count() or 1) // 2)
-        self._deadline_seconds = deadline_seconds
-        limits = (str(int(memory_gb * 2**30)), str(deadline_seconds / 4))
+        # On a busy machine, CPU time and that of the clock are far apart.
+        self._deadline_seconds = 15 * cpu_seconds
+        limits = (str(int(memory_gb * 2**30)), str(cpu_seconds))
         # -P keeps the script's folder off the path, where our math.py would pass for the standard library's.
         self._command = [sys.executable, "-P", str(WORKER), *limits]
         self._workers: list[_Worker] = []
@@ -110,8 +112,9 @@ class _Worker:
             if reply:
                 return Outcome(json.loads(reply))
             self.stop()
+            overran = reply is None or self._process.returncode == -signal.SIGPROF
             self._start()
-            if reply is None:
+            if overran:
                 return Outcome.TIMED_OUT
         return Outcome.CRASHED
 

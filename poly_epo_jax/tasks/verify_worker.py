@@ -94,7 +94,7 @@ def main() -> None:
     os.dup2(nowhere, 2)
     for line in sys.stdin:
         # Some computations let no Python code run, and the parent that would end them may be gone: this signal kills.
-        signal.setitimer(signal.ITIMER_PROF, 4 * cpu_seconds)
+        signal.setitimer(signal.ITIMER_PROF, 2 * cpu_seconds)
         gold, answer = json.loads(line)
         outcome = grade(gold, answer, cpu_seconds)
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,0 +1,348 @@
+"""Mathematics from any data set: prompts from a template, rewards for the last box."""
+
+import json
+import os
+import random
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from poly_epo_jax.data import Dropped, load_problems
+from poly_epo_jax.judges.exact import ExactJudge
+from poly_epo_jax.tasks import TASKS, MathTask
+from poly_epo_jax.tasks.answers import last_boxed, mend
+from poly_epo_jax.tasks.math import MAX_ANSWER_LENGTH
+from poly_epo_jax.tasks.verifier import Outcome, Verifier
+from poly_epo_jax.tasks.verify_worker import parsed
+from poly_epo_jax.types import Problem, Task
+
+ROWS = [{"problem": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(4)]
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    if "POLY_EPO_SHARED" not in os.environ:
+        pytest.skip("POLY_EPO_SHARED does not name a folder with data/math")
+    return Path(os.environ["POLY_EPO_SHARED"], "data/math")
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    pool = Verifier(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    """Makes tasks of rows, and closes them."""
+    made: list[MathTask] = []
+
+    def source(name: str, rows: list[dict]) -> str:
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / name)
+
+    def build(train: list[dict] = ROWS, *held_out: list[dict], **options) -> MathTask:
+        others = [source(f"held_out_{i}.jsonl", rows) for i, rows in enumerate(held_out)]
+        made.append(MathTask(train=source("train.jsonl", train), held_out=others, **options))
+        return made[-1]
+
+    yield build
+    for task in made:
+        task.close()
+
+
+def test_it_is_a_task_of_the_registry(tmp_path: Path):
+    (tmp_path / "train.jsonl").write_text(json.dumps(ROWS[0]))
+    task = TASKS["math"](train=str(tmp_path / "train.jsonl"))
+    assert isinstance(task, MathTask) and isinstance(task, Task)
+    assert (len(task.train_problems), len(task.held_out_problems)) == (1, 0)
+
+
+def test_problems_and_what_was_dropped(make: Callable[..., MathTask]):
+    odd = {"problem": "What is 1 + 1 ?", "answer": "$2$"}
+    clash = [{"problem": "Clash", "answer": answer} for answer in "12"]
+    held_out = [{"problem": "Held out", "answer": "7", "id": "h"}, ROWS[3]], [{"problem": "Another", "answer": "8"}]
+    task = make([*ROWS, odd, *clash], *held_out, template="Q: {problem} A:")
+    assert [problem.id for problem in task.train_problems] == ["train/1", "train/2", "train/3"]
+    assert task.train_problems[1] == Problem(id="train/2", prompt="Q: What is 1 + 1? A:", answer="2")
+    assert [problem.id for problem in task.held_out_problems] == ["h", "held_out_0/2", "held_out_1/1"]
+    assert task.dropped == {"train": Dropped(duplicates=2, conflicting=1, held_out=1), "held_out": Dropped()}
+
+
+def test_one_held_out_source_needs_no_list(make: Callable[..., MathTask]):
+    train = make().train
+    assert MathTask(train=train, held_out=train).held_out_problems[0].id == "train/1"
+    assert MathTask(train=train, held_out="").held_out_problems == ()
+
+
+def test_columns_have_names(make: Callable[..., MathTask]):
+    rows = [{"q": "1?", "a": 1, "name": "x"}]
+    task = make(rows, template="{problem}", problem_column="q", answer_column="a", id_column="name")
+    assert task.train_problems == (Problem(id="x", prompt="1?", answer="1"),)
+    with pytest.raises(ValueError, match="nothing in column 'problem'; its columns are q, a, name"):
+        make(rows)
+
+
+def test_the_default_template_is_qwen_s_chat(make: Callable[..., MathTask]):
+    """Braces and percent signs of problems are text."""
+    problem = r"Let $\frac{a}{b}$ be {problem} {} {0} %s \1."
+    (made,) = make([{"problem": problem, "answer": "1"}]).train_problems
+    before, after = made.prompt.split(problem)
+    assert before == "<|im_start|>user\n"
+    assert after.startswith("\n\n")
+    assert after.endswith(r"\boxed{}.<|im_end|>" + "\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("template", ["", "{}", "{problem} and {problem}"])
+def test_a_template_has_one_slot(make: Callable[..., MathTask], template: str):
+    with pytest.raises(ValueError, match=r"template is .* must hold \{problem\} once"):
+        make(template=template)
+
+
+def test_ids_are_unique_among_held_out_sources(make: Callable[..., MathTask]):
+    row = {"problem": "1?", "answer": "1", "id": "same"}
+    with pytest.raises(ValueError, match="2 problems have the id 'same'"):
+        make(ROWS, [row], [row | {"problem": "2?"}])
+
+
+def test_there_is_no_exact_clustering(make: Callable[..., MathTask]):
+    with pytest.raises(ValueError, match="MathTask has no exact clustering; use judge 'llm'"):
+        ExactJudge(make())
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("", None),
+        ("5", None),
+        (r"\boxed{5}", "5"),
+        (r"so \boxed{ 5 }.", "5"),
+        (r"\boxed {5}", "5"),
+        (r"first \boxed{4}, no, \boxed{5}. Done.", "5"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{x\right.} and so on}", r"\left\{x\right."),
+        (r"\boxed{a \\{b}} c}", r"a \\{b}"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{4} then \boxed{103", None),
+        (r"\boxed{103\}", None),
+        (r"\boxed{", None),
+        (r"\boxed", None),
+        (r"\boxed 5", None),
+        (r"\fbox{5}", None),
+        (r"\boxed{}", ""),
+        ("\\boxed{\n5\n}", "5"),
+    ],
+)
+def test_the_last_box_counts(text: str, answer: str | None):
+    assert last_boxed(text) == answer
+
+
+def test_finding_the_box_takes_linear_time():
+    for text in (r"\boxed{" * 100_000, r"\boxed{" + "{" * 500_000, "\\" * 500_000, r"\boxed " * 100_000):
+        assert last_boxed(text) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("4.5e33", r"4.5 \times 10^{33}"),
+        ("-2E-6", r"-2 \times 10^{-6}"),
+        ("1e+05, .5e1", r"1 \times 10^{05}, .5 \times 10^{1}"),
+        ("3e^2", "3e^2"),
+        ("3e", "3e"),
+        ("x1e5", "x1e5"),
+        ("1e5x", "1e5x"),
+        (r"-446.\overline{2}", r"-\frac{4020-4}{9}".replace("4020-4", str(4462 - 446))),
+        (r"0.1\overline{6}", r"\frac{15}{90}"),
+        ("-3./2", "-3/2"),
+        ("5.", "5"),
+        ("5 ,", "5"),
+        (r"5\,", r"5\,"),
+        (r"\left\{x\right.", r"\left\{x\right."),
+        ("0.333...", "0.333..."),
+        (r"1 \pm \sqrt{2}", r"1 + \sqrt{2}, 1 - \sqrt{2}"),
+        (r"\pm 1, \pm 2", r"\pm 1, \pm 2"),
+        (r"\begin{pmatrix} 1 \end{pmatrix}", r"\begin{pmatrix} 1 \end{pmatrix}"),
+        (r"\[ k = 3 \]", "k = 3"),
+        (r"1 \\[2pt] 2", r"1 \\[2pt] 2"),
+        ("5~m", "5 m"),
+        ("", ""),
+    ],
+)
+def test_mending(written: str, meant: str):
+    assert mend(written) == meant
+
+
+PAIRS = {
+    True: [
+        (r"\frac{3}{4}", "0.75"),
+        (r"\frac34", "3/4"),
+        (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
+        ("3,1,2", "1, 2, 3"),
+        (r"\{1,2\}", r"\{2,1\}"),
+        ("(3,4]", r"\left(3, 4\right]"),
+        ("[1,2]", r"1 \le x \le 2"),
+        ("[1,2]", r"x \in [1,2]"),
+        ("5", r"5\text{ cm}"),
+        ("5", r"5~\mathrm{m/s}"),
+        ("5 apples", "5"),
+        (r"50\%", "50"),
+        ("5.5\\%", "0.055"),
+        ("0.0005", "0.05\\%"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"),
+        (r"90^\circ", "90"),
+        ("1,234,567", "1234567"),
+        ("12345", "12{,}345"),
+        ("103", r"\boxed{103}"),
+        ("025", "25"),
+        ("5", "x = 5"),
+        ("x=5", "5"),
+        ("5", "5."),
+        ("5", "$5$"),
+        ("5", r"\(5\)"),
+        ("5", r"\text{5}"),
+        (r"\text{Evelyn}", "Evelyn"),
+        (r"\text{(B)}", "B"),
+        ("p - q", "-q + p"),
+        ("4.5e33", r"4.5 \times 10^{33}"),
+        (r"4.5 \times 10^{33}", "4.5e+33"),
+        ("6.7e-27", r"x = 6.70 \cdot 10^{-27}"),
+        ("10^{-9}", r"\frac{1}{10^9}"),
+        (r"\frac{1}{3000}", "0.000333"),
+        (r"8.\overline{3}", r"\frac{25}{3}"),
+        ("-1./3", r"-\frac{1}{3}"),
+        (r"\frac{-4 \pm \sqrt{31}}{15}", r"\frac{-4 - \sqrt{31}}{15}, \frac{-4 + \sqrt{31}}{15}"),
+        ("-2, 3", r"x = \frac{1 \pm 5}{2}"),
+        (r"\{1 \pm \sqrt{5}, -2\}", r"1+\sqrt5, 1-\sqrt5, -2"),
+        (r"\pm 1, \pm 2", "-2, -1, 1, 2"),
+    ],
+    False: [
+        ("5", "6"),
+        ("5", "-5"),
+        ("5", "4, 5"),
+        ("5", "5 or 6"),
+        ("5", r"5 \text{ or } 6"),
+        ("5", "the answer is not 5"),
+        ("5", r"\foo 5"),
+        ("5", r"\frac{1 \pm 5}{2}"),
+        ("5", "5?"),
+        ("(1,2)", "(2,1)"),
+        ("(3,4]", "[3,4)"),
+        ("(3,4]", "(3,4)"),
+        (r"\frac{1}{3}", "0.333"),
+        ("4.5e33", "4.6e33"),
+        ("4.5e33", "4.5e32"),
+        ("4.5e33", "4.5"),
+        # All of these are equal to six decimals.
+        ("6.7e-27", r"6.71 \times 10^{-27}"),
+        ("6.7e-27", r"9.9 \times 10^{-30}"),
+        ("6.7e-27", r"x = 9.9 \times 10^{-30}"),
+        ("6.7e-27", "0"),
+        ("1.2e-7", "4e-7"),
+        ("12345678901234567890", "12345678901234567891"),
+        (r"1 \pm \sqrt{2}", r"1 + \sqrt{2}"),
+        ("even", r"\text{odd}"),
+        ("True", "False"),
+        ("", ""),
+    ],
+}
+
+
+@pytest.mark.parametrize("right", PAIRS)
+def test_tricky_pairs(verifier: Verifier, right: bool):
+    outcomes = {pair: verifier.compare(*map(mend, pair)) for pair in PAIRS[right]}
+    expected = Outcome.RIGHT if right else Outcome.WRONG
+    assert {pair: outcome for pair, outcome in outcomes.items() if outcome is not expected} == {}
+
+
+def test_rewards(make: Callable[..., MathTask]):
+    task = make([{"problem": "1?", "answer": r"\frac{1}{2}"}])
+    (problem,) = task.train_problems
+    texts = {
+        r"\boxed{0.5}": 1.0,
+        r"\boxed{0.5} \boxed{1}": 0.0,
+        "0.5": 0.0,
+        r"\boxed{0.5": 0.0,
+        r"\boxed{(10^9)!}": 0.0,
+    }
+    with ThreadPoolExecutor(4) as executor:
+        rewards = executor.map(lambda text: task.reward(problem, text), texts)
+    assert list(rewards) == list(texts.values())
+    assert task.metrics() == {"grader/timeouts": 1.0, "grader/crashes": 0.0}
+    assert task.metrics() == {"grader/timeouts": 0.0, "grader/crashes": 0.0}
+
+
+def test_no_worker_is_asked_about_nothing_or_too_much(make: Callable[..., MathTask], monkeypatch):
+    task = make()
+    asked = []
+
+    def compare(gold: str, answer: str) -> Outcome:
+        asked.append((gold, answer, threading.current_thread()))
+        return Outcome.RIGHT
+
+    monkeypatch.setattr(task._verifier, "compare", compare)
+    for answer in ("", " ", "1" * (MAX_ANSWER_LENGTH + 1)):
+        assert task.reward(task.train_problems[1], rf"\boxed{{{answer}}}") == 0.0
+    assert asked == []
+    assert task.reward(task.train_problems[1], rf"\boxed{{{'1' * MAX_ANSWER_LENGTH}}}") == 1.0
+    assert asked == [("2", "1" * MAX_ANSWER_LENGTH, threading.current_thread())]
+
+
+def test_the_grader_s_settings_are_checked(make: Callable[..., MathTask]):
+    with pytest.raises(ValueError, match="num_workers is -1"):
+        make(num_workers=-1)
+
+
+STRINGS = {
+    "minerva_5": "np.arcsin",
+    "minerva_27": "a derivative, and the sun as a unit",
+    "minerva_261": "the reduced Planck constant",
+    "minerva_268": "E with an index",
+    "minerva_269": "E with an index",
+    "deepscaler_L5_3854": "two points without a comma",
+}
+"""Golds that math-verify cannot read, so that only the same string equals them."""
+
+SAMPLES = {"gsm8k_train": 100, "dapo_math_17k": 200, "deepscaler_40k": 400}
+NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?(e-?[0-9]+)?")
+MANY = ("math500", "minerva_math", "deepscaler_40k")
+BENCHMARKS = ("aime_2024", "aime_2025", "aime_2026", "hmmt_feb_2025", "math500", "minerva_math")
+
+
+def golds(shared: Path, name: str) -> list[Problem]:
+    problems = load_problems(str(shared / f"{name}.jsonl"))
+    if name in SAMPLES:
+        problems = problems[:: len(problems) // SAMPLES[name]]
+    return problems
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in MANY else ()) for name in (*BENCHMARKS, *SAMPLES)],
+)
+def test_golds_equal_themselves(shared: Path, make: Callable[..., MathTask], name: str):
+    """And can be read, but for the exceptions: the string alone equals itself whatever it means."""
+    problems, task = golds(shared, name), make()
+    with ThreadPoolExecutor(4) as executor:
+        boxed = [(problem, rf"Hence \boxed{{{problem.answer}}}.") for problem in problems]
+        rewards = list(executor.map(lambda pair: task.reward(*pair), boxed))
+    assert [problem.id for problem, reward in zip(problems, rewards, strict=True) if reward != 1.0] == []
+    unread = [p.id for p in problems if all(isinstance(reading, str) for reading in parsed(mend(p.answer)))]
+    assert [identifier for identifier in unread if identifier not in STRINGS] == []
+
+
+@pytest.mark.parametrize("name", ["minerva_math", "aime_2025"])
+def test_golds_differ_from_other_golds(shared: Path, verifier: Verifier, name: str):
+    numbers = {p.answer: float(p.answer) for p in golds(shared, name) if NUMBER.fullmatch(p.answer)}
+    assert len(numbers) > 20
+    pairs = [tuple(random.Random(i).sample(sorted(numbers), 2)) for i in range(200)]
+    with ThreadPoolExecutor(4) as executor:
+        outcomes = list(executor.map(lambda pair: verifier.compare(*map(mend, pair)), pairs))
+    right = [pair for pair, outcome in zip(pairs, outcomes, strict=True) if outcome is not Outcome.WRONG]
+    assert [pair for pair in right if numbers[pair[0]] != numbers[pair[1]]] == []
