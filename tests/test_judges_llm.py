@@ -261,11 +261,16 @@ def test_a_dead_port_is_unreachable():
 
 
 def test_all_prompts_share_one_wait(serve, monkeypatch):
-    serve(httpx.ConnectError("refused"))
-    clock = iter([1.0, 4.0, 11.0, 12.0, 13.0])
+    down = httpx.ConnectError("refused")
+    serve(down)
+    clock = iter([1.0, 4.0, 11.0, 12.0, 13.0, 20.0, 21.0])
     monkeypatch.setattr(llm, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     judge = make_judge(wait_seconds=10.0)
     assert [failure(judge).kind for _ in range(3)] == ["unreachable"] * 3  # after 10 s, and then at once
+    serve(completion(REPLY))
+    assert isinstance(cluster(judge), Clustering)
+    serve(down, down, completion(REPLY))  # a new outage, a new wait
+    assert isinstance(cluster(judge), Clustering)
     assert list(clock) == []
 
 
