@@ -140,20 +140,16 @@ def test_a_hostile_gold_is_no_answer_s_fault(shared_pool: Verifier):
 
 @pytest.mark.slow
 def test_honest_answers_are_unharmed_by_hostile_ones(shared_pool: Verifier):
-    def compare(answer: str) -> tuple[Outcome, float]:
-        start = time.monotonic()
-        return shared_pool.compare("5", answer), time.monotonic() - start
-
     start = time.monotonic()
     with ThreadPoolExecutor(4) as executor:
-        hostile = [executor.submit(compare, answer) for answer in HOSTILE.values()]
+        hostile = [executor.submit(shared_pool.compare, "5", answer) for answer in HOSTILE.values()]
         assert honest_outcomes(shared_pool, threads=4) == [i % 2 == 0 for i in range(1, 201)]
         print(f"{len(HONEST)} honest comparisons among hostile ones took {time.monotonic() - start:.2f} s")
-        results = dict(zip(HOSTILE, (future.result() for future in hostile), strict=True))
-    print(f"{len(HOSTILE)} hostile ones took {time.monotonic() - start:.2f} s")
-    assert [name for name, (outcome, _) in results.items() if outcome is Outcome.RIGHT] == []
-    # Each waits for others too, and what is killed leaves the next one to wait for a new worker.
-    assert max(seconds for _, seconds in results.values()) < 60
+        outcomes = dict(zip(HOSTILE, (future.result() for future in hostile), strict=True))
+    seconds = time.monotonic() - start
+    print(f"{len(HOSTILE)} hostile ones took {seconds:.2f} s")
+    assert [name for name, outcome in outcomes.items() if outcome is Outcome.RIGHT] == []
+    assert seconds < 5 * len(HOSTILE), "about 1 s each on an idle machine"
 
 
 def test_the_deadline_holds_where_timers_do_not(fake_worker):
