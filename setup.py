@@ -16,6 +16,7 @@ setup(
         "datasets>=4.0",
         "grain>=0.2.18",
         "httpx>=0.28",
+        "huggingface_hub",
         "jax>=0.10",
         "jaxtyping>=0.3",
         "math-verify[antlr4_13_2]>=0.9",

@@ -23,7 +23,7 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
     config.seed = 0  # of the data order and of every sampled token
 
     config.model = ConfigDict()
-    config.model.path = ""  # a Hugging Face folder to start from; empty: the policy that `base` describes
+    config.model.path = ""  # a Hugging Face folder, or a name on the hub; empty: the policy that `base` describes
     config.model.stop_tokens = ()  # that end a response, besides the end-of-sequence tokens which the folder names
     config.model.dtype = "bfloat16"  # of activations and matrix products: bfloat16 or float32
     config.model.param_dtype = "float32"  # of weights, gradients and optimizer moments
@@ -61,7 +61,7 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
     config.judge.max_tokens = 2048  # longest reply
     config.judge.prompt_file = ""  # your own rubric; empty: poly_epo_jax/judges/rubric.md
     config.judge.max_response_chars = 20_000  # of a longer response the judge sees head and tail
-    config.judge.retries = 3  # requests per prompt, in all, before a malformed reply counts as a failure
+    config.judge.attempts = 3  # requests per prompt, in all, before a malformed reply counts as a failure
     config.judge.timeout_seconds = 300.0  # per request
     config.judge.wait_seconds = 600.0  # for a server that does not answer
     config.judge.max_concurrency = 64  # requests at once

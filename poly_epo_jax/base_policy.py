@@ -61,15 +61,18 @@ def base_policy(config: ConfigDict, task: Task, mesh: Mesh) -> Path:
     """
     if not isinstance(task, DemonstratedTask):
         raise ValueError(f"Task {config.task.name} has no demonstrations to fit a base policy to; set model.path.")
-    base = {key: value for key, value in config.base.items() if key != "cache_dir"}
-    recipe = {"base": base, "task": config.task.to_dict()}
-    folder = (
-        Path(config.base.cache_dir)
-        / f"{config.task.name}-{hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]}"
-    )
+    folder = base_policy_folder(config)
     if not folder.exists():
         _make(config, task, mesh, folder)
     return folder
+
+
+def base_policy_folder(config: ConfigDict) -> Path:
+    """Where the policy that `config.base` describes is kept, whether or not it has been made."""
+    base = {key: value for key, value in config.base.items() if key != "cache_dir"}
+    recipe = {"base": base, "task": config.task.to_dict()}
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
+    return Path(config.base.cache_dir) / f"{config.task.name}-{digest}"
 
 
 def _make(config: ConfigDict, task: DemonstratedTask, mesh: Mesh, folder: Path) -> None:

@@ -136,7 +136,7 @@ POSITIVE = (
     "rollouts.timeout_seconds",
     "judge.max_tokens",
     "judge.max_response_chars",
-    "judge.retries",
+    "judge.attempts",
     "judge.timeout_seconds",
     "judge.max_concurrency",
     "algo.importance_cap",

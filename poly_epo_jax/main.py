@@ -23,7 +23,7 @@ from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.model.qwen3 import REMAT_POLICIES
 from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.policy import Policy, open_policy
+from poly_epo_jax.policy import Policy, find_model, open_policy
 from poly_epo_jax.rollouts import ROLLOUTS, WEIGHT_SYNCS
 from poly_epo_jax.set_rl import LOSSES, OBJECTIVES
 from poly_epo_jax.tasks import TASKS
@@ -64,7 +64,7 @@ RESUME_MAY_CHANGE = (
     "rollouts.",
     "judge.url",
     "judge.api_key_env",
-    "judge.retries",
+    "judge.attempts",
     "judge.timeout_seconds",
     "judge.wait_seconds",
     "judge.max_concurrency",
@@ -86,7 +86,7 @@ def run(config: ConfigDict) -> None:
     task = _make_task(config)
     if config.eval.every and not task.held_out_problems:
         raise ConfigError(f"eval.every={config.eval.every}, but the task holds out no problems; set eval.every=0.")
-    path = Path(config.model.path) if config.model.path else base_policy(config, task, mesh)
+    path = find_model(config.model.path) if config.model.path else base_policy(config, task, mesh)
     policy = open_policy(path, config.model)
     check_mesh(config, mesh.shape, dataclasses.asdict(policy.config))
     policy.save_description(workdir / "policy")

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from flax import nnx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -38,6 +41,24 @@ class Policy:
             if (self.path / name).exists():
                 shutil.copy(self.path / name, folder)
         self.tokenizer.save_pretrained(folder)
+
+
+def find_model(path: str) -> Path:
+    """The local folder of a model that is named by its folder or, as `organisation/name`, by its place on the hub.
+
+    Raises:
+      OSError: it is neither here nor to be had from there.
+    """
+    if Path(path).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise OSError(
+            f"{path} is no folder, and cannot be downloaded ({first_line}); correct model.path, or download the model "
+            "elsewhere and give its folder."
+        ) from error
 
 
 def open_policy(path: Path, section: ConfigDict) -> Policy:

@@ -41,7 +41,7 @@ def describe(error: Exception) -> str:
         case httpx.TimeoutException():
             return "it did not answer in time"
         case httpx.HTTPStatusError():
-            return f"it answered {error.response.status_code}: {error.response.text.strip()[:500]}"
+            return f"it answered {error.response.status_code}"
         case _:
             return f"the connection broke ({str(error) or type(error).__name__})"
 
@@ -50,13 +50,15 @@ async def wait_until_healthy(url: str, seconds: float, name: str, headers: Mappi
     """Returns once `url` answers 200, and says on stderr that it waits where that takes longer than a moment.
 
     Raises:
-      ServerError: it did not within `seconds`.
+      ServerError: it did not within `seconds`, or it wants another key.
     """
-    start, announced = time.monotonic(), False
+    start, announced, status = time.monotonic(), False, 0
     async with open_client(10.0) as client:
         while True:
             try:
-                (await client.get(url, headers=headers)).raise_for_status()
+                response = await client.get(url, headers=headers)
+                status = response.status_code
+                response.raise_for_status()
             except httpx.HTTPError as error:
                 problem = describe(error)
             else:
@@ -64,10 +66,10 @@ async def wait_until_healthy(url: str, seconds: float, name: str, headers: Mappi
                     print(f"{name} answers.", file=sys.stderr)
                 return
             waited = time.monotonic() - start
-            if waited >= seconds:
+            if waited >= seconds or status in (401, 403):
                 raise ServerError(
-                    f"{name} did not become healthy within {seconds:.0f} s: GET {url}: {problem}; start it, or correct "
-                    "its address."
+                    f"{name} did not become healthy within {waited:.0f} s: GET {url}: {problem}; start it, or correct "
+                    "its address or key."
                 )
             if not announced:
                 announced = True

@@ -1,6 +1,7 @@
 """A policy small enough to compile in a moment, and problems and sequences for it to train on."""
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,12 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from poly_epo_jax.batching import TrainingSequence
+from poly_epo_jax.batching import TrainingSequence, pack
 from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
-from poly_epo_jax.model.sharding import param_shardings
+from poly_epo_jax.model.sharding import make_mesh, param_shardings
+from poly_epo_jax.set_rl import policy_gradient_loss
 from poly_epo_jax.types import Group, Params, Problem, Rollouts, Sampling
+from poly_epo_jax.update import PolicyUpdate
 
 TINY = Qwen3Config(
     vocab_size=32,
@@ -99,3 +102,24 @@ def optimizer_config(**changes: Any) -> ConfigDict:
     ).lock()
     section.update(changes)
     return section
+
+
+def trainer_logprobs(seed: int, groups: Sequence[Group], temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    """(the trainer's with `tiny_params(seed)`, the sampler's) log-probabilities of all response tokens."""
+    mesh = make_mesh(1, 1, 1)
+    update = _update(temperature)
+    pairs = [(group.prompt_ids, y) for group in groups for y in group.generations]
+    sequences = [TrainingSequence(prompt_ids, y.token_ids, y.logprobs, 1.0, 1.0) for prompt_ids, y in pairs]
+    row_tokens = max(50, *(len(s.prompt_ids) + len(s.response_ids) for s in sequences))
+    packed = pack(sequences, row_tokens, rows_per_microbatch=24)
+    _, batches = update.with_old_logprobs(on_mesh(tiny_params(seed), mesh), [[], packed])
+    masks = [np.asarray(batch.weights) > 0 for batch in batches]
+    assert sum(mask.sum() for mask in masks) == sum(len(y.token_ids) for _, y in pairs)
+    trainer = [np.asarray(batch.old_logprobs)[mask] for batch, mask in zip(batches, masks, strict=True)]
+    sampler = [np.asarray(batch.sampler_logprobs)[mask] for batch, mask in zip(batches, masks, strict=True)]
+    return np.concatenate(trainer), np.concatenate(sampler)
+
+
+@functools.cache
+def _update(temperature: float) -> PolicyUpdate:
+    return PolicyUpdate(TINY_MODEL, make_mesh(1, 1, 1), policy_gradient_loss, optimizer_config(), 1, temperature)

@@ -1,7 +1,6 @@
 """The sampler inside the trainer: against transformers, against the trainer's forward pass, and by its statistics."""
 
 import asyncio
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +8,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from fakes import TINY, TINY_ALPHABET, TINY_MODEL, collect, on_mesh, optimizer_config, tiny_params, tiny_problems
+from fakes import TINY, TINY_ALPHABET, TINY_MODEL, collect, on_mesh, tiny_params, tiny_problems
 from flax import nnx
 
-from poly_epo_jax.batching import TrainingSequence, pack
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.rollouts.embedded import EmbeddedRollouts, _kept
-from poly_epo_jax.set_rl import policy_gradient_loss
 from poly_epo_jax.tokenizer import build_character_tokenizer
 from poly_epo_jax.types import Problem, Rollouts, Sampling
-from poly_epo_jax.update import PolicyUpdate
 
 torch.set_num_threads(1)
 STOP_IDS = (1, 14, 26)
@@ -83,23 +79,6 @@ def test_greedy_generations_are_those_of_transformers(tmp_path):
     reasons = [group.generations[0].finish_reason for group in found]
     assert min(reasons.count("stop"), reasons.count("length")) >= 8
     assert len({tuple(ids) for (ids,) in token_ids(found)}) > 20
-
-
-def trainer_logprobs(seed, groups, temperature):
-    """(the trainer's, the sampler's) log-probabilities of all response tokens."""
-    update = make_update(temperature)
-    pairs = [(group.prompt_ids, y) for group in groups for y in group.generations]
-    sequences = [TrainingSequence(prompt_ids, y.token_ids, y.logprobs, 1.0, 1.0) for prompt_ids, y in pairs]
-    packed = pack(sequences, row_tokens=50, rows_per_microbatch=24)
-    _, (batch,) = update.with_old_logprobs(on_mesh(tiny_params(seed), MESH), [[], packed])
-    is_response = np.asarray(batch.weights) > 0
-    assert is_response.sum() == sum(len(y.token_ids) for _, y in pairs)
-    return np.asarray(batch.old_logprobs)[is_response], np.asarray(batch.sampler_logprobs)[is_response]
-
-
-@functools.cache
-def make_update(temperature):
-    return PolicyUpdate(TINY_MODEL, MESH, policy_gradient_loss, optimizer_config(), 1, temperature)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -39,7 +39,7 @@ def make_judge(**changes) -> LLMJudge:
         "api_key_env": "",
         "temperature": 0.7,
         "max_tokens": 1024,
-        "retries": 3,
+        "attempts": 3,
         "timeout_seconds": 5.0,
         "wait_seconds": 0.0,
         "max_concurrency": 4,
@@ -123,7 +123,7 @@ def test_a_good_reply_becomes_a_clustering(serve):
 def test_a_malformed_reply_is_a_typed_failure(serve, kind):
     for content in MALFORMED[kind]:
         serve(completion(content))
-        assert failure(make_judge(retries=1)).kind == "malformed"
+        assert failure(make_judge(attempts=1)).kind == "malformed"
 
 
 @pytest.mark.parametrize("bad", [completion("no"), completion(REPLY, "length"), b"no", completion(None)])
@@ -242,7 +242,7 @@ def test_an_unnamed_model_is_asked_for_once(serve):
 def test_a_server_that_comes_up_is_waited_for(serve):
     down = httpx.ConnectError("refused")
     server = serve(down, down, completion(REPLY))
-    judge = make_judge(wait_seconds=60.0, retries=1)
+    judge = make_judge(wait_seconds=60.0, attempts=1)
     assert isinstance(cluster(judge), Clustering)
     assert server.backoffs == [1, 2]
     assert judge.metrics()["judge/retries"] == 0.0
@@ -344,7 +344,7 @@ def test_a_judge_that_obeys_its_responses_clusters_nothing(serve):
         ({"url": "http://judge:port"}, "write it as http://host:port"),
         ({"url": "http://"}, "write it as http://host:port"),
         ({"url": "http://me:secret@judge:8000"}, "holds a password, which would be logged"),
-        ({"retries": 0}, "retries is 0"),
+        ({"attempts": 0}, "attempts is 0"),
         ({"max_concurrency": 0}, "max_concurrency is 0"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"timeout_seconds": 0.0}, "timeout_seconds is 0"),

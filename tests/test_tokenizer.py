@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from poly_epo_jax.tasks import TASKS
+from poly_epo_jax.tasks import MultiplicationTask, PolynomialTask
 from poly_epo_jax.tokenizer import build_character_tokenizer
 
 HOSTILE = " \n\t'.,!?<>|/pademos1é中"  # all that tokenizers like to normalise, clean up or take for special tokens
@@ -20,7 +20,7 @@ def tokenize(request, tmp_path):
     return build if request.param == "fresh" else lambda alphabet: reloaded(build(alphabet), tmp_path)
 
 
-@pytest.mark.parametrize("alphabet", [HOSTILE, *(task.alphabet for task in TASKS.values())])
+@pytest.mark.parametrize("alphabet", [HOSTILE, *(task.alphabet for task in (PolynomialTask, MultiplicationTask))])
 def test_every_text_over_the_alphabet_survives(tokenize, alphabet):
     tokenizer, rng = tokenize(alphabet), np.random.default_rng(0)
     for length in range(40):

@@ -38,7 +38,7 @@ class LLMJudge:
       api_key_env: the name of the environment variable that holds the server's key; "": it needs none.
       temperature: of the judge's sampling.
       max_tokens: longest reply; a response takes about 50, a rationale of 120 characters and what is around it.
-      retries: attempts for one prompt in all.
+      attempts: requests for one prompt, in all, until a reply is well-formed.
       timeout_seconds: how long one reply may take.
       wait_seconds: how long a server that accepts no connections is waited for, in all and not for each prompt.
       max_concurrency: prompts that are judged at once.
@@ -54,7 +54,7 @@ class LLMJudge:
     api_key_env: str
     temperature: float
     max_tokens: int
-    retries: int
+    attempts: int
     timeout_seconds: float
     wait_seconds: float
     max_concurrency: int
@@ -64,7 +64,7 @@ class LLMJudge:
     def __post_init__(self):
         self.url = self.url.rstrip("/")
         _check_url(self.url)
-        for name in ("max_tokens", "retries", "timeout_seconds", "max_concurrency"):
+        for name in ("max_tokens", "attempts", "timeout_seconds", "max_concurrency"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"The judge's {name} is {getattr(self, name)}; it must be positive.")
         if self.max_response_chars < 2:
@@ -92,7 +92,7 @@ class LLMJudge:
             attempt = 1
             while True:
                 outcome = await self._attempt(client, request | {"seed": _seed(group, attempt)}, len(responses))
-                if isinstance(outcome, Clustering) or outcome.kind not in RETRIED or attempt == self.retries:
+                if isinstance(outcome, Clustering) or outcome.kind not in RETRIED or attempt == self.attempts:
                     return outcome
                 if outcome.kind == "unavailable":
                     await asyncio.sleep(backoff_seconds(attempt))

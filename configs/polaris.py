@@ -1,0 +1,48 @@
+"""The paper's run: Qwen3-4B-Base on POLARIS-53K, judged by Qwen3-4B-Instruct, on 4 x H200.
+
+python -m poly_epo_jax.main --config=configs/polaris.py              (or :grpo, :grpo_div after the file name)
+
+The policy's and the judge's servers must run; `bash launch/node.sh` starts them, and this, on one node, and says which
+GPU does what. 850 steps of 1,024 responses are two epochs. docs/polaris.md puts every row of the paper's table beside
+the key that holds it.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import default
+
+
+def get_config(method: str = "poly_epo") -> ConfigDict:
+    config = default.get_config(method)
+    config.workdir = f"runs/polaris-{method}"
+
+    config.model.path = "Qwen/Qwen3-4B-Base"
+    # The prompt is a chat turn, which a base model may end with either token.
+    config.model.stop_tokens = ("<|im_end|>", "<|endoftext|>")
+
+    config.task.name = "math"
+    with config.task.options.unlocked():
+        config.task.options.train = "POLARIS-Project/Polaris-Dataset-53K"
+
+    config.judge.name = "llm"
+    config.judge.url = "http://127.0.0.1:30010"  # Qwen/Qwen3-4B-Instruct-2507
+
+    config.rollouts.name = "sglang"
+    config.rollouts.urls = "http://127.0.0.1:30000,http://127.0.0.1:30001,http://127.0.0.1:30002"
+    config.rollouts.max_rows = 352  # 128 x 8 responses over three servers, with a little room to differ
+
+    config.sampling.max_tokens = 4096
+    config.train.max_prompt_tokens = 1024
+    config.train.num_steps = 850
+    config.train.prompts_per_batch = 128
+    config.train.prompts_per_minibatch = 64
+    # 16,384 tokens per device and microbatch hold three to forty sequences.
+    config.train.row_tokens = 16_384
+    config.train.rows_per_microbatch = 4
+    config.optimizer.learning_rate = 1e-6
+    config.mesh.fsdp = 4
+
+    config.eval.every = 0  # until task.options.held_out names a data set
+    config.checkpoint.every = 25
+    config.log.samples_every = 1
+    return config

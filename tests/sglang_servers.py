@@ -1,0 +1,85 @@
+"""Real SGLang servers on the CPU, each in a process group of its own, stopped by the one that started it."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SGLANG = ROOT / "third_party" / "sglang"
+STARTED_WITHIN = 300.0  # seconds; 20 on an idle machine
+
+
+def require_sglang() -> None:
+    """Skips, or where POLY_EPO_REQUIRE_SGLANG is set fails, the test that cannot run without SGLang's environment."""
+    if any((SGLANG / "env-cpu").glob("installed-*")):
+        return
+    reason = "SGLang's CPU environment is not installed: bash third_party/sglang/setup.sh cpu"
+    if os.environ.get("POLY_EPO_REQUIRE_SGLANG"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class SGLangServer:
+    """A server of the model in a folder; `start` returns once it answers, `kill` is SIGKILL."""
+
+    def __init__(self, model: Path, log: Path, *flags: str):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = log
+        self._command = ["bash", str(SGLANG / "serve.sh"), "cpu", str(model), str(self.port), *flags]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def launch(self) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}  # its threads would spin while others need the cores
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + STARTED_WITHIN
+        while time.monotonic() < deadline:
+            assert self._process is not None and self._process.poll() is None, self._log.read_text()[-3000:]
+            try:
+                if httpx.get(f"{self.url}/health", timeout=20).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.5)
+        raise TimeoutError(self._log.read_text()[-3000:])
+
+    def start(self) -> "SGLangServer":
+        self.launch()
+        self.wait()
+        return self
+
+    def kill(self) -> None:
+        """Ends the server, its scheduler and its detokenizer at once; the port is free afterwards."""
+        if self._process is None:
+            return
+        for pid in [self._process.pid, *_descendants(self._process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+    return [one for child in children for one in [child, *_descendants(child)]]

@@ -1,0 +1,206 @@
+"""Whole runs over real SGLang servers: the laptop's run, and every stage of the paper's at a small size."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import flax.nnx as nnx
+import pytest
+from sglang_servers import ROOT, SGLangServer, free_port, require_sglang
+from transformers import AutoTokenizer
+
+from configs import polynomial
+from poly_epo_jax.base_policy import base_policy_folder
+from poly_epo_jax.model import hf
+from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.tracking import read_rows
+
+pytestmark = pytest.mark.slow
+
+STEPS = 30
+LAPTOP = {
+    "base.cache_dir": ROOT / "runs" / "base",
+    "compilation_cache": ROOT / "runs" / "compiled",
+    "train.num_steps": STEPS,
+    "eval.every": STEPS,
+    "eval.num_generations": 16,
+    "checkpoint.every": STEPS,
+}
+# Not those of conftest.py, which make compiling fast and all else slow.
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+
+
+def run(folder: Path, config: str, **settings: Any) -> list[dict[str, Any]]:
+    """The metrics of a run in a process of its own."""
+    flags = [f"--config.{key}={value}" for key, value in ({"workdir": folder} | settings).items()]
+    command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={config}", *flags]
+    ended = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=1200)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return read_rows(folder / "metrics.jsonl")
+
+
+def gains(rows: list[dict[str, Any]]) -> tuple[float, float]:
+    """What training added to the held-out reward and to the distinct correct answers among 8."""
+    first, last = rows[0], rows[-1]
+    assert (first["step"], last["step"]) == (0, STEPS)
+    return tuple(last[name] - first[name] for name in ("eval/reward", "eval/correct_clusters@8"))
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    require_sglang()
+    return run(tmp_path_factory.mktemp("embedded") / "run", "configs/polynomial.py", **LAPTOP)
+
+
+@pytest.fixture(scope="module")
+def servers(embedded, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SGLangServer]]:
+    """Two servers of the laptop run's base policy, which the embedded run has left in the cache."""
+    config = polynomial.get_config()
+    config.base.cache_dir = str(LAPTOP["base.cache_dir"])
+    model, folder = base_policy_folder(config), tmp_path_factory.mktemp("servers")
+    flags = ("--max-total-tokens", "32768", "--max-running-requests", "128", "--context-length", "64")
+    started = [SGLangServer(model, folder / f"server-{i}.log", *flags) for i in range(2)]
+    try:
+        for server in started:
+            server.launch()
+        for server in started:
+            server.wait()
+        yield started
+    finally:
+        for server in started:
+            server.kill()
+
+
+def served(servers: list[SGLangServer], **settings: Any) -> dict[str, Any]:
+    return {
+        "rollouts.name": "sglang",
+        "rollouts.urls": ",".join(server.url for server in servers),
+        "rollouts.weights_dtype": "float32",
+        "rollouts.max_rows": 128,
+    } | settings
+
+
+@pytest.mark.parametrize("weight_sync", ["disk", "tensor"])
+def test_the_laptop_run_learns_over_servers_as_it_does_without(embedded, servers, tmp_path, weight_sync):
+    settings = LAPTOP | served(servers) | {"rollouts.weight_sync": weight_sync, "rollouts.weights_dir": tmp_path / "w"}
+    rows = run(tmp_path / "run", "configs/polynomial.py", **settings)
+    assert max(row["mismatch/max"] for row in rows[1:]) < 1e-3
+    assert {row["response/staleness"] for row in rows[1:]} == {0.0}
+    assert sum(row["rollouts/drawn_again"] + row["rollouts/lost_servers"] for row in rows[1:]) == 0
+    (reward, clusters), (embedded_reward, embedded_clusters) = gains(rows), gains(embedded)
+    # The same policy, updates and prompts; only the samples differ.
+    assert embedded_reward > 0.05 and embedded_clusters > 0.2
+    assert reward == pytest.approx(embedded_reward, abs=0.04)
+    assert clusters == pytest.approx(embedded_clusters, abs=0.5)
+    assert not any((tmp_path / "w").glob("*"))  # nothing is left where weights were handed over
+
+
+def test_one_step_off_policy(servers, tmp_path):
+    settings = served(servers) | {
+        "train.num_steps": 5,
+        "train.staleness": 1,
+        "algo.old_logprobs": "sampler",
+        "eval.every": 0,
+        "rollouts.weights_dir": tmp_path / "weights",
+        "base.cache_dir": LAPTOP["base.cache_dir"],
+        "compilation_cache": LAPTOP["compilation_cache"],
+    }
+    rows = run(tmp_path / "run", "configs/polynomial.py", **settings)
+    assert [row["response/staleness"] for row in rows] == [0, 1, 1, 1, 1]
+    # The sampler's policy is the trainer's in the first step, and one step behind it afterwards.
+    assert rows[0]["mismatch/max"] < 1e-3 < min(row["mismatch/max"] for row in rows[1:])
+    longer = settings | {"train.num_steps": 7}
+    assert [row["step"] for row in run(tmp_path / "run", "configs/polynomial.py", **longer)] == list(range(1, 8))
+
+
+@pytest.fixture
+def small_qwen(tmp_path: Path) -> Path:
+    """Random weights of a Qwen3 with the true vocabulary."""
+    shared = os.environ.get("POLY_EPO_SHARED")
+    if not shared:
+        pytest.skip("POLY_EPO_SHARED does not name the folder that holds the tokenizer and the problems.")
+    config = Qwen3Config(
+        vocab_size=151_669,
+        hidden_size=32,
+        mlp_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rope_theta=1e6,
+        dtype="float32",
+    )
+    params = nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(0)))[1])
+    hf.save_pretrained(tmp_path / "model", params, config, dtype="float32", eos_token_id=151_643)
+    AutoTokenizer.from_pretrained(Path(shared) / "tokenizers" / "qwen3").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_every_stage_of_the_papers_run(small_qwen, tmp_path):
+    """launch/node.sh starts policy server, judge and trainer, runs three steps on real problems, and stops them."""
+    require_sglang()
+    data = Path(os.environ["POLY_EPO_SHARED"]) / "data" / "math"
+    options = {"train": str(data / "gsm8k_train.jsonl"), "held_out": str(data / "aime_2025.jsonl")}
+    port = free_port()
+    settings = {
+        "workdir": tmp_path / "run",
+        "compilation_cache": tmp_path / "compiled",
+        "model.path": small_qwen,
+        "model.dtype": "float32",
+        "task.options": options,
+        "judge.url": f"http://127.0.0.1:{port + 10}",
+        "rollouts.urls": f"http://127.0.0.1:{port}",
+        "rollouts.weights_dir": tmp_path / "weights",
+        "rollouts.weights_dtype": "float32",
+        "sampling.max_tokens": 40,
+        "train.num_steps": 3,
+        "train.prompts_per_batch": 4,
+        "train.prompts_per_minibatch": 2,
+        "train.num_generations": 4,
+        "train.max_prompt_tokens": 250,
+        "train.row_tokens": 300,
+        "algo.set_size": 2,
+        "algo.entropy_coef": 0.01,  # random weights earn no reward to learn from
+        "optimizer.learning_rate": 1e-3,
+        "mesh.fsdp": 1,
+        "eval.every": 3,
+        "eval.num_problems": 2,
+        "eval.num_generations": 4,
+    }
+    environment = ENVIRONMENT | {
+        "DEVICE": "cpu",
+        "SERVERS": "1",
+        "PORT": str(port),
+        "POLICY": str(small_qwen),
+        "JUDGE": str(small_qwen),
+        "POLICY_FLAGS": "--context-length 512 --max-total-tokens 16384",
+        "JUDGE_FLAGS": "--context-length 8192 --max-total-tokens 32768",
+        "LOGS": str(tmp_path / "logs"),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = ["bash", "launch/node.sh", "--config=configs/polaris.py"]
+    command += [f"--config.{key}={value}" for key, value in settings.items()]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert all(row["judge/failed_prompts"] == 0 and row["mismatch/max"] < 1e-3 for row in rows[1:])
+    assert all(row["policy/update_norm"] > 0 for row in rows[1:])
+    assert all(0 <= row["judge/hidden"] <= 1 for row in read_rows(tmp_path / "run" / "timing.jsonl")[1:])
+    samples = read_rows(tmp_path / "run" / "samples.jsonl")
+    assert len(samples) == 3 * 4 * 4
+    assert {row["cluster"] for row in samples} <= {1, 2, 3, 4, 100}
+    assert all(row["rationale"] and row["prompt"].startswith("<|im_start|>user\n") for row in samples)
+    counts = json.loads((tmp_path / "run" / "data.json").read_text())
+    assert counts["train"]["kept"] + sum(counts["train"]["dropped"].values()) == 7473
+    assert counts["held_out"]["dropped"]["too_long"] > 0
+    assert not any(map(_is_served, (port, port + 10)))
+
+
+def _is_served(port: int) -> bool:
+    return f"--port {port}" in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
