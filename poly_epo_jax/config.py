@@ -20,7 +20,7 @@ class ConfigError(ValueError):
     """A configuration that cannot run; the message names the key and what it may be."""
 
 
-def check_config(config: ConfigDict, choices: Mapping[str, Collection[str]]) -> None:
+def check_config(config: ConfigDict, choices: Mapping[str, Collection[Any]]) -> None:
     """Refuses what no run could use.
 
     Args:
@@ -32,7 +32,7 @@ def check_config(config: ConfigDict, choices: Mapping[str, Collection[str]]) -> 
     for key, allowed in choices.items():
         value = _get(config, key)
         if value not in allowed:
-            raise ConfigError(f"{key}={value!r} is unknown; choose one of {', '.join(sorted(allowed))}.")
+            raise ConfigError(f"{key}={value!r} is unknown; choose one of {', '.join(map(str, sorted(allowed)))}.")
     for key in POSITIVE:
         _require(_get(config, key) > 0, config, key, "must be positive")
     for key in NOT_NEGATIVE:
@@ -63,8 +63,8 @@ def check_config(config: ConfigDict, choices: Mapping[str, Collection[str]]) -> 
         f"must divide train.prompts_per_batch={train.prompts_per_batch}",
     )
     served = config.rollouts.name == "sglang"
-    _require(not served or config.rollouts.urls, config, "rollouts.urls", "must name a server of the policy")
-    _require(config.judge.name != "llm" or config.judge.url, config, "judge.url", "must name the judge's server")
+    _require(not served or bool(config.rollouts.urls), config, "rollouts.urls", "must name a server of the policy")
+    _require(config.judge.name != "llm" or bool(config.judge.url), config, "judge.url", "must name the judge's server")
     if train.staleness:
         _require(
             served,

@@ -218,7 +218,7 @@ def _mismatch(trained: Any, sampled: Any, measured: Any) -> DeviceMetrics:
     difference = jnp.where(measured, trained - sampled, 0.0)
     return {
         "mismatch": jnp.sum(jnp.abs(difference)),
-        "mismatch_kl": jnp.sum(jnp.exp(difference) - 1 - difference),
+        "mismatch_kl": jnp.sum(jnp.expm1(difference) - difference),
         "mismatch_tokens": jnp.sum(measured),
         "mismatch_max": jnp.max(jnp.abs(difference)),
     }

@@ -15,7 +15,16 @@ from poly_epo_jax.batching import TrainingSequence, pack
 from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
 from poly_epo_jax.set_rl import policy_gradient_loss
-from poly_epo_jax.types import Group, Params, Problem, Rollouts, Sampling
+from poly_epo_jax.types import (
+    Clustering,
+    Generation,
+    Group,
+    JudgeFailure,
+    Params,
+    Problem,
+    Rollouts,
+    Sampling,
+)
 from poly_epo_jax.update import PolicyUpdate
 
 TINY = Qwen3Config(
@@ -31,6 +40,8 @@ TINY = Qwen3Config(
     remat="none",
 )
 TINY_MODEL = nnx.eval_shape(lambda: Qwen3(TINY, nnx.Rngs(0)))
+PROBLEMS = [Problem(id, f"{id}:", "a") for id in ("p", "q", "r")]
+LETTERS = "abcd"
 TINY_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123"  # with <pad> and <eos>: TINY.vocab_size
 
 
@@ -123,3 +134,37 @@ def trainer_logprobs(seed: int, groups: Sequence[Group], temperature: float) -> 
 @functools.cache
 def _update(temperature: float) -> PolicyUpdate:
     return PolicyUpdate(TINY_MODEL, make_mesh(1, 1, 1), policy_gradient_loss, optimizer_config(), 1, temperature)
+
+
+def group(problem: Problem, texts: Sequence[str]) -> Group:
+    """Responses of one letter, followed by a stop token."""
+    generations = [
+        Generation(np.array([2 + LETTERS.index(text), 1], np.int32), np.full(2, -1, np.float32), text, "stop", 0)
+        for text in texts
+    ]
+    return Group(problem, np.array([7, 8], np.int32), tuple(generations))
+
+
+class ByLetter:
+    """The right letter earns 1; each letter is a strategy."""
+
+    train_problems: Sequence[Problem] = PROBLEMS
+    held_out_problems: Sequence[Problem] = PROBLEMS[:2]
+
+    def reward(self, problem: Problem, text: str) -> float:
+        return float(text == problem.answer)
+
+    def strategy(self, problem: Problem, text: str) -> str:
+        return text
+
+
+class LetterJudge:
+    """Clusters by letter, and has no clustering for some problems."""
+
+    def __init__(self, failing: Sequence[str] = ()):
+        self.failing = failing
+
+    async def cluster(self, group: Group) -> Clustering | JudgeFailure:
+        if group.problem.id in self.failing:
+            return JudgeFailure("broken", "out of order")
+        return Clustering(np.array([LETTERS.index(y.text) for y in group.generations], np.int32))

@@ -1,7 +1,9 @@
 """Shipped configurations are whole, explained and fit to run; those that are not are refused with a sentence."""
 
 import ast
+import functools
 import importlib
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,18 @@ def test_other_configs_state_only_what_differs(name: str, method: str):
         ({"sampling.top_p": 1.5}, ["sampling.top_p=1.5", "between 0 and 1"]),
         ({"optimizer.learning_rate": -1e-3}, ["optimizer.learning_rate=-0.001", "positive"]),
         ({"eval.every": -1}, ["eval.every=-1", "not be negative"]),
+        ({"rollouts.name": "sglang"}, ["rollouts.urls=''", "name a server of the policy"]),
+        ({"judge.name": "llm"}, ["judge.url=''", "name the judge's server"]),
+        ({"judge.max_failed_share": 1.5}, ["judge.max_failed_share=1.5", "between 0 and 1"]),
+        ({"rollouts.weight_sync": "nccl"}, ["rollouts.weight_sync='nccl'", "disk, tensor"]),
+        ({"algo.old_logprobs": "both"}, ["algo.old_logprobs='both'", "sampler, trainer"]),
+        ({"algo.importance_cap": 0.0}, ["algo.importance_cap=0.0", "positive"]),
+        ({"train.staleness": 2}, ["train.staleness=2", "0, 1"]),
+        ({"train.staleness": 1}, ["rollouts.name='embedded'", "set train.staleness=0, or rollouts.name=sglang"]),
+        (
+            {"train.staleness": 1, "rollouts.name": "sglang", "rollouts.urls": "http://localhost:1"},
+            ["algo.old_logprobs='trainer'", "set it to 'sampler'"],
+        ),
         (
             {"algo.objective": "pass_at_n", "train.num_generations": 32, "algo.set_size": 16},
             ["algo.num_sets=0", "all 601080390 sets", "draw some"],
@@ -148,6 +162,27 @@ def test_meshes_that_do_not_fit_are_refused(mesh: dict[str, int], changes: dict[
 @pytest.mark.parametrize("mesh", [{}, {"data": 2}, {"tensor": 2}])
 def test_meshes_that_fit_are_fine(mesh: dict[str, int]):
     check_mesh(changed(), MESH | mesh, MODEL_SIZES)
+
+
+def test_the_papers_table_is_what_the_config_says():
+    """docs/polaris.md, row by row: the paper's value is the documented one, and that is the configuration's."""
+    config, rows = load("polaris"), []
+    for line in (FOLDER.parent / "docs" / "polaris.md").read_text().splitlines():
+        if match := re.fullmatch(r"\| ([^|]+) \| ([^|]+) \| `([\w.]+)` \| `([^`]+)`.* \|", line):
+            rows.append(match.groups())
+    assert len(rows) == 16
+    for name, papers, key, ours in rows:
+        value = functools.reduce(getattr, key.split("."), config)
+        assert str(value) == ours, name
+        if name not in ("Base model", "Number of sets", "Device"):
+            assert float(papers) == float(ours), name
+    assert math.comb(config.train.num_generations, config.algo.set_size) == 70
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}])
+def test_the_papers_model_fits_its_meshes(mesh: dict[str, int]):
+    sizes = {"hidden_size": 2560, "num_heads": 32, "num_kv_heads": 8, "mlp_size": 9728, "vocab_size": 151_936}
+    check_mesh(load("polaris"), {"data": 1, "fsdp": 1, "tensor": 1} | mesh, sizes)
 
 
 def test_changed_keys_names_what_differs_at_any_depth():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from fakes import TINY, TINY_ALPHABET, TINY_MODEL, collect, on_mesh, tiny_params, tiny_problems
+from fakes import TINY, TINY_ALPHABET, TINY_MODEL, collect, on_mesh, tiny_params, tiny_problems, trainer_logprobs
 from flax import nnx
 
 from poly_epo_jax.model import hf

@@ -139,8 +139,8 @@ def test_a_cache_of_older_weights_is_found_out(servers, tmp_path, monkeypatch):
         trainer, sampler = trainer_logprobs(2, collect(rollouts, problems, 8, sampling), 1.0)
         assert np.abs(trainer - sampler).max() > 0.01  # so the check is worth having
 
-    asyncio.run(rollouts.update_weights(weights(2), 2))
-    assert_generated_by(2, collect(rollouts, problems, 8, sampling), version=2)
+    asyncio.run(rollouts.update_weights(weights(2), 3))
+    assert_generated_by(2, collect(rollouts, problems, 8, sampling), version=3)
 
 
 def test_weights_of_another_run_are_not_trained_on(servers, tmp_path):

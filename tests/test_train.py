@@ -1,0 +1,226 @@
+"""The loop: what takes part in an update, what is left behind when something fails, one batch ahead."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from fakes import LETTERS, PROBLEMS, TINY_MODEL, ByLetter, LetterJudge, group, optimizer_config, tiny_params
+from ml_collections import ConfigDict
+
+from configs import default
+from poly_epo_jax import set_rl
+from poly_epo_jax.algorithm import make_loss
+from poly_epo_jax.checkpoint import Checkpoints
+from poly_epo_jax.data import problem_batches
+from poly_epo_jax.experience import Experience
+from poly_epo_jax.grading import JudgeError
+from poly_epo_jax.model.sharding import make_mesh, param_shardings
+from poly_epo_jax.servers import ServerError
+from poly_epo_jax.tracking import Tracker, read_rows
+from poly_epo_jax.train import Parts, train
+from poly_epo_jax.types import Group, Params, Problem, Rollouts, Sampling
+from poly_epo_jax.update import PolicyUpdate
+
+
+class RandomLetters:
+    """Responses that follow from the seed alone."""
+
+    async def generate(
+        self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
+    ) -> AsyncIterator[Group]:
+        rng = np.random.default_rng(sampling.seed)
+        for problem in problems:
+            yield group(problem, [LETTERS[i] for i in rng.integers(4, size=num_generations)])
+
+    async def update_weights(self, params: Params, version: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def tiny_config() -> ConfigDict:
+    config = default.get_config()
+    config.update_from_flattened_dict(
+        {
+            "train.num_steps": 2,
+            "judge.max_failed_share": 1.0,
+            "train.prompts_per_batch": 3,
+            "train.prompts_per_minibatch": 2,
+            "train.num_generations": 8,
+            "train.row_tokens": 8,
+            "train.rows_per_microbatch": 4,
+            "checkpoint.every": 1,
+            "eval.every": 2,
+            "eval.num_generations": 2,
+            "log.samples_every": 1,
+        }
+    )
+    return config
+
+
+@pytest.fixture
+def restored_sigterm() -> Iterator[None]:
+    """Training catches SIGTERM for the rest of the process."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def train_tiny(
+    run_dir: Path,
+    failing: Sequence[str] = (),
+    rollouts: Rollouts | None = None,
+    **changes: Any,
+) -> tuple[Params, Params]:
+    """Trains for two steps into a run folder; returns the weights before and after, the latter from the checkpoint."""
+    config, mesh = tiny_config(), make_mesh(1, 1, 1)
+    config.update_from_flattened_dict(changes)
+    update = PolicyUpdate(TINY_MODEL, mesh, make_loss(config.algo), optimizer_config(), total_updates=4)
+    checkpoints = Checkpoints(run_dir / "checkpoints")
+    with Tracker(run_dir, "{}", config.train.num_steps, -1) as tracker:
+        parts = Parts(
+            task=ByLetter(),
+            held_out=ByLetter.held_out_problems,
+            judge=LetterJudge(failing),
+            rollouts=rollouts or RandomLetters(),
+            batches=problem_batches(PROBLEMS, 3, seed=0),
+            update=update,
+            state=update.init(tiny_params()),
+            reference=None,
+            checkpoints=checkpoints,
+            tracker=tracker,
+            step=0,
+        )
+        asyncio.run(train(config, parts))
+    return tiny_params(), saved(run_dir, 2)
+
+
+def saved(run_dir: Path, step: int) -> Params:
+    """The weights of a checkpoint."""
+    mesh = make_mesh(1, 1, 1)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny_params())
+    return Checkpoints(run_dir / "checkpoints").restore_params(step, abstract, param_shardings(TINY_MODEL, mesh))
+
+
+def changed(before: Params, after: Params) -> list[bool]:
+    return [not np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (before, after)), strict=True)]
+
+
+@pytest.mark.usefixtures("restored_sigterm")
+def test_a_step_whose_judgements_all_failed_changes_nothing(tmp_path: Path):
+    before, after = train_tiny(tmp_path, failing=["p", "q", "r"])
+    assert not any(changed(before, after))
+
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["judge/failed_prompts"] for row in rows[1:]] == [3, 3]
+    assert all(0 < row["reward"] < 1 for row in rows[1:])
+    assert [row["eval/judge_failed_problems"] for row in (rows[0], rows[2])] == [2, 2]
+    assert not [key for row in rows for key in row if key.startswith(("clusters/", "policy/"))]
+
+    samples = read_rows(tmp_path / "samples.jsonl")
+    assert len(samples) == 2 * 3 * 8
+    assert {(row["cluster"], row["advantage"]) for row in samples} == {(None, None)}
+    assert {row["reward"] for row in samples} == {0.0, 1.0}
+
+
+@pytest.mark.usefixtures("restored_sigterm")
+def test_one_failed_judgement_leaves_out_one_prompt(tmp_path: Path):
+    before, after = train_tiny(tmp_path, failing=["q"])
+    assert all(changed(before, after))
+    assert [row["judge/failed_prompts"] for row in read_rows(tmp_path / "metrics.jsonl")[1:]] == [1, 1]
+
+    samples = read_rows(tmp_path / "samples.jsonl")
+    for step in (1, 2):
+        for problem in PROBLEMS:
+            rows = [row for row in samples if (row["step"], row["problem"]) == (step, problem.id)]
+            assert [row["generation"] for row in rows] == list(range(8))
+            rewards = np.array([[row["reward"] for row in rows]], np.float32)
+            np.testing.assert_array_equal(rewards, [[row["response"] == "a" for row in rows]])
+            if problem.id == "q":
+                assert {(row["cluster"], row["advantage"]) for row in rows} == {(None, None)}
+                continue
+            clusters = np.array([[row["cluster"] for row in rows]], np.int32)
+            np.testing.assert_array_equal(clusters, [[LETTERS.index(row["response"]) for row in rows]])
+            expected = set_rl.polychromic_advantages(rewards, clusters, tiny_config().algo.set_size)
+            np.testing.assert_allclose([[row["advantage"] for row in rows]], expected, atol=1e-6)
+
+
+class Failing(RandomLetters):
+    """Fails at the n-th generation, or at the n-th hand-over of weights (the first is that before the first step)."""
+
+    def __init__(self, generation: int = 0, hand_over: int = 0):
+        self.left = {"generation": generation, "hand-over": hand_over}
+
+    def count(self, what: str) -> None:
+        self.left[what] -= 1
+        if self.left[what] == 0:
+            raise ServerError(f"The server died at the {what}.")
+
+    async def generate(
+        self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
+    ) -> AsyncIterator[Group]:
+        self.count("generation")
+        async for one in super().generate(problems, num_generations, sampling):
+            yield one
+
+    async def update_weights(self, params: Params, version: int) -> None:
+        self.count("hand-over")
+
+
+@pytest.mark.usefixtures("restored_sigterm")
+@pytest.mark.parametrize(
+    ("rollouts", "trained"),
+    [(Failing(generation=1), 0), (Failing(generation=3), 2), (Failing(hand_over=1), 0), (Failing(hand_over=4), 3)],
+    ids=["first generation", "third generation", "first hand-over", "after the third step"],
+)
+def test_what_is_trained_is_kept_when_a_server_fails(tmp_path: Path, rollouts: Failing, trained: int):
+    with pytest.raises(ServerError, match="The server died"):
+        train_tiny(tmp_path, (), rollouts, **{"train.num_steps": 5, "checkpoint.every": 50, "eval.every": 0})
+    assert Checkpoints(tmp_path / "checkpoints").steps == ([trained] if trained else [])
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, trained + 1))
+    if trained:
+        assert all(changed(tiny_params(), saved(tmp_path, trained)))
+
+
+@pytest.mark.usefixtures("restored_sigterm")
+def test_a_judge_that_fails_too_often_ends_the_run(tmp_path: Path):
+    with pytest.raises(JudgeError, match="failed on 2 of 3 prompts"):
+        train_tiny(tmp_path, ["p", "q"], None, **{"judge.max_failed_share": 0.5, "eval.every": 0})
+    assert read_rows(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_batches_are_begun_when_they_should_be(staleness: int):
+    """At 0 when they are asked for; at 1 as soon as the one before is handed out. The data stands after what was."""
+    begun = []
+
+    class Watched(RandomLetters):
+        async def generate(self, problems: Sequence[Problem], num_generations: int, sampling: Sampling):
+            begun.append(sampling.seed)
+            async for one in super().generate(problems, num_generations, sampling):
+                yield one
+
+    async def main() -> None:
+        batches = problem_batches(PROBLEMS, 2, seed=0)
+        again = problem_batches(PROBLEMS, 2, seed=0)
+        experience = Experience(
+            Watched(), ByLetter(), LetterJudge(), batches, 4, lambda step: Sampling(2, seed=step), 3, staleness
+        )
+        for step in (1, 2, 3):
+            batch = await experience.batch(step)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert begun == list(range(1, min(step + staleness, 3) + 1))
+            expected = next(again)
+            assert [one.group.problem for one in batch.graded] == expected
+            assert batch.data_state == again.get_state()
+        await experience.close()
+
+    asyncio.run(main())
