@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -43,7 +44,8 @@ class SGLangServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}  # its threads would spin while others need the cores
+        # Its threads would spin while others need the cores.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SGLANG / "cpu_shim")}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -53,13 +55,14 @@ class SGLangServer:
         deadline = time.monotonic() + STARTED_WITHIN
         while time.monotonic() < deadline:
             assert self._process is not None and self._process.poll() is None, self._log.read_text()[-3000:]
-            try:
-                if httpx.get(f"{self.url}/health", timeout=20).status_code == 200:
+            with contextlib.suppress(httpx.HTTPError):
+                if self._answers():
                     return
-            except httpx.HTTPError:
-                pass
             time.sleep(0.5)
         raise TimeoutError(self._log.read_text()[-3000:])
+
+    def _answers(self) -> bool:
+        return httpx.get(f"{self.url}/health", timeout=20).status_code == 200
 
     def start(self) -> "SGLangServer":
         self.launch()
@@ -75,6 +78,19 @@ class SGLangServer:
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
+
+
+class Router(SGLangServer):
+    """SGLang's router in front of servers, with the same way to start and to end."""
+
+    def __init__(self, servers: Sequence[SGLangServer], log: Path):
+        super().__init__(Path(), log)
+        python = str(SGLANG / "env-cpu" / "bin" / "python")
+        self._command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(self.port)]
+        self._command += ["--worker-urls", *(server.url for server in servers), "--policy", "round_robin"]
+
+    def _answers(self) -> bool:
+        return httpx.get(f"{self.url}/readiness", timeout=20).status_code == 200
 
 
 def _descendants(pid: int) -> list[int]:

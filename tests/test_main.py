@@ -252,7 +252,7 @@ def test_a_short_run_leaves_its_folder_and_goes_on_when_asked(tmp_path: Path):
     assert ["eval/reward" in row for row in read_rows(run / "metrics.jsonl")] == [True, False, True, True]
     assert all(row["policy/update_norm"] > 0 for row in read_rows(run / "metrics.jsonl")[1:])
     timing = read_rows(run / "timing.jsonl")
-    stages = ["advantages", "evaluate", "generate", "logprobs", "step", "sync", "update"]
+    stages = ["advantages", "evaluate", "generate", "grade", "judge", "logprobs", "step", "sync", "update"]
     assert [key for key in timing[2] if key.startswith("seconds/")] == [f"seconds/{stage}" for stage in stages]
     assert all(row["tokens_per_second"] > 0 for row in timing[1:])
     assert sorted(path.name for path in (run / "checkpoints").iterdir() if path.name.isdigit()) == ["2", "3"]
@@ -260,7 +260,7 @@ def test_a_short_run_leaves_its_folder_and_goes_on_when_asked(tmp_path: Path):
 
     samples = read_rows(run / "samples.jsonl")
     assert [row["step"] for row in samples] == [2] * 16 + [3] * 16
-    columns = {"step", "problem", "prompt", "generation", "response", "reward", "cluster", "advantage"}
+    columns = {"step", "problem", "prompt", "generation", "response", "reward", "cluster", "rationale", "advantage"}
     assert all(row.keys() == columns for row in samples)
 
     page = report.write_report([run], tmp_path / "report")

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from fakes import TINY, TINY_ALPHABET, collect, tiny_params, tiny_problems, trainer_logprobs
-from sglang_servers import SGLangServer, require_sglang
+from sglang_servers import Router, SGLangServer, require_sglang
 
 from poly_epo_jax.model import hf
 from poly_epo_jax.rollouts import weight_sync
@@ -221,6 +221,22 @@ def test_a_server_that_is_killed_and_started_again_completes_the_batch(model, tm
     assert rollouts.metrics()["rollouts/lost_servers"] == 1
     said = capsys.readouterr().err
     assert "Waiting up to 300 s for the SGLang server" in said and f"The server {server.url} is back" in said
+
+
+def test_a_router_spreads_prompts_and_weights_go_behind_it(servers, tmp_path):
+    router = Router(servers, tmp_path / "router.log").start()
+    try:
+        sync = DiskSync(tmp_path / "weights", "a run", TINY, "float32")
+        rollouts = rollouts_of([router], sync)
+        rollouts.weight_urls = [server.url for server in servers]
+        problems = tiny_problems(12, MAX_PROMPT)
+        for version in (1, 2):
+            asyncio.run(rollouts.update_weights(weights(version), version))
+            groups = collect(rollouts, problems, 4, Sampling(16))
+            assert_complete(groups, problems, 4)
+            assert_generated_by(version, groups, version)
+    finally:
+        router.kill()
 
 
 def test_a_request_that_the_server_refuses_ends_the_run(servers, tmp_path):

@@ -137,19 +137,12 @@ class SGLangRollouts:
             missing = [index for index in range(len(seeds)) if index not in done]
             tokens = len(missing) * (len(prompt_ids) + sampling.max_tokens)
             async with fleet.lease(len(missing), tokens) as server:
-                try:
-                    answers = await self._ask(client, server, problem, prompt_ids, seeds[missing], sampling)
-                except httpx.HTTPError as error:
-                    self._lose(fleet, server, describe(error))
-                    continue
-                versions = {answer["meta_info"]["weight_version"] for answer in answers}
-                if versions != {self._name}:
-                    self._drawn_again += len(missing)
-                    self._lose(fleet, server, f"it generates from weights {versions} instead of {self._name}")
-                    continue
-            whole = {index: answer for index, answer in zip(missing, answers, strict=True) if _is_whole(answer)}
-            self._drawn_again += len(missing) - len(whole)
-            done |= {index: self._generation(answer) for index, answer in whole.items()}
+                # One request each, as routers do not take lists; side by side, as the prompt is then read but once.
+                answers = await asyncio.gather(
+                    *(self._ask(client, server, problem, prompt_ids, seeds[index], sampling) for index in missing),
+                    return_exceptions=True,
+                )
+                self._keep(fleet, server, done, dict(zip(missing, answers, strict=True)))
             if len(done) == len(seeds):
                 return Group(problem, prompt_ids, tuple(done[index] for index in range(len(seeds))))
         raise ServerError(
@@ -157,16 +150,38 @@ class SGLangRollouts:
             "their logs for why they die or abort."
         )
 
+    def _keep(
+        self,
+        fleet: Fleet,
+        server: Server,
+        done: dict[int, Generation],
+        answers: dict[int, dict[str, Any] | BaseException],
+    ) -> None:
+        """Adds whole generations from the present weights to `done`; the others will be drawn again."""
+        for index, answer in answers.items():
+            if isinstance(answer, httpx.HTTPError):
+                self._lose(fleet, server, describe(answer))
+            elif isinstance(answer, BaseException):
+                raise answer
+            elif answer["meta_info"]["weight_version"] != self._name:
+                version = answer["meta_info"]["weight_version"]
+                self._lose(fleet, server, f"it generates from weights {version} instead of {self._name}")
+                self._drawn_again += 1
+            elif _is_whole(answer):
+                done[index] = self._generation(answer)
+            else:
+                self._drawn_again += 1
+
     async def _ask(
         self,
         client: httpx.AsyncClient,
         server: Server,
         problem: Problem,
         prompt_ids: np.ndarray,
-        seeds: np.ndarray,
+        seed: np.integer,
         sampling: Sampling,
-    ) -> list[dict[str, Any]]:
-        """One answer per seed.
+    ) -> dict[str, Any]:
+        """The server's answer for one generation.
 
         Raises:
           ServerError: the server refuses the request, as it would again.
@@ -178,13 +193,9 @@ class SGLangRollouts:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
             "stop_token_ids": self.stop_ids,
+            "sampling_seed": int(seed) >> 1,  # its seeds are signed
         }
-        body = {
-            "input_ids": [prompt_ids.tolist()] * len(seeds),
-            # Its seeds are signed.
-            "sampling_params": [parameters | {"sampling_seed": int(seed) >> 1} for seed in seeds],
-            "return_logprob": True,
-        }
+        body = {"input_ids": prompt_ids.tolist(), "sampling_params": parameters, "return_logprob": True}
         response = await client.post(f"{server.url}/generate", json=body)
         if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
             raise ServerError(f"{server.url} refuses the prompt of problem {problem.id}: {response.text.strip()[:500]}")
@@ -203,8 +214,9 @@ class SGLangRollouts:
 
     async def _revive(self, url: str) -> None:
         """Returns when the server can be asked again, and has the present weights, whatever it was started with."""
-        await self._wait(url)
         workers = [url] if url in self.weight_urls else self.weight_urls
+        if url not in workers:
+            await wait_until_healthy(f"{url}/health", self.wait_seconds, f"the router {url}")
         async with open_client(self.wait_seconds) as client:
             for worker in workers:
                 await self._wait(worker)

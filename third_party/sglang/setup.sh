@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes SGLang's own environment beside this file, or reuses it: env-gpu to serve on NVIDIA, env-cpu to run the tests.
 #
-#   bash third_party/sglang/setup.sh gpu|cpu        (PYTHON=... names another interpreter)
+#   bash third_party/sglang/setup.sh gpu|cpu        (SGLANG_PYTHON=... names another interpreter)
 #
 # It is kept apart from the trainer's: the two pin different versions of torch and transformers. The CPU pins leave out
 # what only CUDA needs, which `pip install sglang` would bring; sgl_kernel, of which there is no CPU wheel, and two
@@ -9,13 +9,13 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 case ${1:-} in
-  cpu) python=${PYTHON:-python3.11} versions='(3, 11)' ;;
-  gpu) python=${PYTHON:-python3.12} versions='(3, 12)' ;;
+  cpu) python=${SGLANG_PYTHON:-python3.11} versions='(3, 11)' ;;
+  gpu) python=${SGLANG_PYTHON:-python3.12} versions='(3, 12)' ;;
   *) echo "Usage: bash third_party/sglang/setup.sh gpu|cpu" >&2; exit 2 ;;
 esac
 env=$here/env-$1 pins=$here/requirements-$1.txt
 "$python" -c "import sys; sys.exit(sys.version_info[:2] != $versions)" || {
-  echo "Error: SGLang's $1 pins need Python $versions, and $python is not that; name one with PYTHON=..." >&2
+  echo "Error: SGLang's $1 pins need Python $versions, and $python is not that; name one with SGLANG_PYTHON=..." >&2
   exit 1
 }
 stamp=$env/installed-$(cksum <"$pins" | tr -d ' ')
