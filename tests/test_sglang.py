@@ -220,7 +220,7 @@ def test_a_server_that_is_killed_and_started_again_completes_the_batch(model, tm
     assert_generated_by(1, groups, version=1)
     assert rollouts.metrics()["rollouts/lost_servers"] == 1
     said = capsys.readouterr().err
-    assert "Waiting up to 300 s for the SGLang server" in said and f"The server {server.url} is back" in said
+    assert "Waiting up to 300 s for SGLang server" in said and f"The server {server.url} is back" in said
 
 
 def test_a_router_spreads_prompts_and_weights_go_behind_it(servers, tmp_path):

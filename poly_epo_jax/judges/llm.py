@@ -106,9 +106,7 @@ class LLMJudge:
           ServerError: it did not within `wait_seconds`.
         """
         try:
-            await wait_until_healthy(
-                f"{self.url}/v1/models", self.wait_seconds, f"the judge at {self.url}", self._headers()
-            )
+            await wait_until_healthy(f"{self.url}/v1/models", self.wait_seconds, f"Judge {self.url}", self._headers())
         except ServerError as error:
             raise ServerError(self._without_key(str(error))) from None
 

@@ -216,7 +216,7 @@ class SGLangRollouts:
         """Returns when the server can be asked again, and has the present weights, whatever it was started with."""
         workers = [url] if url in self.weight_urls else self.weight_urls
         if url not in workers:
-            await wait_until_healthy(f"{url}/health", self.wait_seconds, f"the router {url}")
+            await wait_until_healthy(f"{url}/health", self.wait_seconds, f"SGLang router {url}")
         async with open_client(self.wait_seconds) as client:
             for worker in workers:
                 await self._wait(worker)
@@ -226,7 +226,7 @@ class SGLangRollouts:
 
     async def _wait(self, url: str) -> None:
         # Not /health, which generates a token: a server that was left paused would never answer it.
-        await wait_until_healthy(f"{url}/model_info", self.wait_seconds, f"the SGLang server {url}")
+        await wait_until_healthy(f"{url}/model_info", self.wait_seconds, f"SGLang server {url}")
 
     async def _send_weights(self, urls: Sequence[str]) -> None:
         """Pauses the servers, loads the newest weights into them, lets them go on, and checks that they use them."""

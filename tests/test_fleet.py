@@ -1,0 +1,134 @@
+"""Who is asked next, and what each request says; real servers are in test_sglang.py."""
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import httpx
+import pytest
+from fakes import TINY, TINY_ALPHABET, collect, tiny_problems
+
+from poly_epo_jax.rollouts import sglang
+from poly_epo_jax.rollouts.fleet import Fleet
+from poly_epo_jax.rollouts.sglang import SGLangRollouts
+from poly_epo_jax.rollouts.weight_sync import DiskSync
+from poly_epo_jax.servers import ServerError
+from poly_epo_jax.tokenizer import build_character_tokenizer
+from poly_epo_jax.types import Sampling
+
+URLS = ["http://a", "http://b"]
+
+
+async def never(url: str) -> None:
+    await asyncio.Event().wait()
+
+
+def test_the_server_with_the_fewest_outstanding_tokens_is_next():
+    async def main() -> list[str]:
+        fleet = Fleet(URLS, 100, never)
+        async with fleet.lease(4, 900) as first, fleet.lease(4, 200) as second, fleet.lease(4, 200) as third:
+            async with fleet.lease(4, 1) as fourth:
+                pass
+            async with fleet.lease(4, 1000) as fifth, fleet.lease(4, 1) as sixth:
+                return [server.url for server in (first, second, third, fourth, fifth, sixth)]
+
+    assert asyncio.run(main()) == ["http://a", "http://b", "http://b", "http://b", "http://b", "http://a"]
+
+
+def test_no_server_is_given_more_than_it_takes_but_for_one_group():
+    async def main() -> None:
+        fleet, waits = Fleet(URLS[:1], 10, never), []
+        async with fleet.lease(64, 1):  # larger than the limit, but alone
+
+            async def second() -> None:
+                async with fleet.lease(1, 1):
+                    waits.append("over")
+
+            task = asyncio.create_task(second())
+            await asyncio.sleep(0.01)
+            assert not waits
+        await task
+        assert waits
+
+    asyncio.run(main())
+
+
+def test_a_lost_server_is_asked_again_once_it_is_back():
+    async def main() -> None:
+        back = asyncio.Event()
+
+        async def revive(url: str) -> None:
+            assert url == "http://a"
+            await back.wait()
+
+        fleet = Fleet(URLS, 100, revive)
+        async with fleet.lease(4, 1) as server:
+            fleet.lost(server, "it died")
+            fleet.lost(server, "it is still dead")
+        async with fleet.lease(4, 1) as other, fleet.lease(4, 1) as again:
+            assert other.url == again.url == "http://b"
+            back.set()
+            await asyncio.sleep(0.01)
+            async with fleet.lease(4, 1) as server:
+                assert server.url == "http://a"
+        await fleet.close()
+
+    asyncio.run(main())
+
+
+def test_when_every_server_is_given_up_the_reason_is_told():
+    async def main() -> None:
+        async def give_up(url: str) -> None:
+            raise ServerError(f"{url} has melted.")
+
+        fleet = Fleet(URLS[:1], 100, give_up)
+        async with fleet.lease(4, 1) as server:
+            fleet.lost(server, "it died")
+        async with fleet.lease(4, 1):
+            pass
+
+    with pytest.raises(ServerError, match=r"No server is left to generate. http://a has melted."):
+        asyncio.run(main())
+
+
+def rollouts_with(
+    handler: Callable[[httpx.Request], httpx.Response], tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> SGLangRollouts:
+    monkeypatch.setattr(sglang, "open_client", lambda _: httpx.AsyncClient(transport=httpx.MockTransport(handler)))
+    monkeypatch.setattr(sglang, "backoff_seconds", lambda attempt: 0.0)
+    limits = {"max_prompt_tokens": 8, "max_rows": 64, "timeout_seconds": 9.0, "wait_seconds": 0.0}
+    sync, tokenizer = DiskSync(tmp_path, "a run", TINY, "float32"), build_character_tokenizer(TINY_ALPHABET)
+    return SGLangRollouts(URLS, [], sync, tokenizer, (1, 14), **limits)
+
+
+def test_requests_say_all_that_sampling_does(tmp_path, monkeypatch):
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        meta = {"weight_version": rollouts._name, "finish_reason": {"type": "stop"}}
+        return httpx.Response(
+            200, json={"output_ids": [1], "meta_info": meta | {"output_token_logprobs": [[-1, 1, None]]}}
+        )
+
+    rollouts, problems = rollouts_with(answer, tmp_path, monkeypatch), tiny_problems(5, 8)
+    sampling = Sampling(7, temperature=0.5, top_p=0.9, top_k=3, seed=11)
+    groups = collect(rollouts, problems, 4, sampling)
+    assert sorted(group.problem.id for group in groups) == ["0", "1", "2", "3", "4"]
+    seeds = [body["sampling_params"].pop("sampling_seed") for body in asked]
+    assert len(set(seeds)) == 20 and all(0 <= seed < 2**31 for seed in seeds)
+    parameters = {"max_new_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop_token_ids": [1, 14]}
+    assert all(body["sampling_params"] == parameters and body["return_logprob"] for body in asked)
+    collect(rollouts, problems, 4, sampling)
+    assert sorted(body["sampling_params"]["sampling_seed"] for body in asked[20:]) == sorted(seeds)
+
+
+def test_a_server_that_always_aborts_is_not_asked_for_ever(tmp_path, monkeypatch):
+    def abort(request: httpx.Request) -> httpx.Response:
+        meta = {"weight_version": rollouts._name, "finish_reason": {"type": "abort"}, "output_token_logprobs": []}
+        return httpx.Response(200, json={"output_ids": [], "meta_info": meta})
+
+    rollouts = rollouts_with(abort, tmp_path, monkeypatch)
+    with pytest.raises(ServerError, match="failed 8 times to generate for problem 0; see their logs"):
+        collect(rollouts, tiny_problems(1, 8), 2, Sampling(4))
+    assert rollouts.metrics()["rollouts/drawn_again"] == 16
