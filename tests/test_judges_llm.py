@@ -256,7 +256,7 @@ def test_a_dead_port_is_unreachable():
     outcome = failure(judge)
     assert outcome.kind == "unreachable"
     assert "start it, or correct judge.url" in outcome.reason
-    with pytest.raises(servers.ServerError, match=f"the judge at {url} did not become healthy"):
+    with pytest.raises(servers.ServerError, match=f"Judge {url} did not become healthy"):
         asyncio.run(judge.wait_until_ready())
 
 
