@@ -77,21 +77,20 @@ class SGLangRollouts:
         prompts = [encode_prompt(self.tokenizer, problem, self.max_prompt_tokens) for problem in problems]
         seeds = sampling.generation_seeds(len(problems), num_generations)
         fleet = Fleet(self.urls, self.max_rows, self._revive)
-        async with open_client(self.timeout_seconds) as client:
-            tasks = [
-                asyncio.create_task(self._group(client, fleet, problem, ids, row, sampling))
-                for problem, ids, row in zip(problems, prompts, seeds, strict=True)
-            ]
-            self._running.update(tasks)
-            try:
-                for group in asyncio.as_completed(tasks):
-                    yield await group
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                self._running.difference_update(tasks)
-                await fleet.close()
+        tasks = [
+            asyncio.create_task(self._group(fleet, problem, ids, row, sampling))
+            for problem, ids, row in zip(problems, prompts, seeds, strict=True)
+        ]
+        self._running.update(tasks)
+        try:
+            for group in asyncio.as_completed(tasks):
+                yield await group
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._running.difference_update(tasks)
+            await fleet.close()
 
     async def update_weights(self, params: Params, version: int) -> None:
         """Loads the weights into every server and makes sure that each generates from them, with an empty cache.
@@ -123,7 +122,6 @@ class SGLangRollouts:
 
     async def _group(
         self,
-        client: httpx.AsyncClient,
         fleet: Fleet,
         problem: Problem,
         prompt_ids: np.ndarray,
@@ -136,7 +134,8 @@ class SGLangRollouts:
                 await asyncio.sleep(backoff_seconds(attempt))
             missing = [index for index in range(len(seeds)) if index not in done]
             tokens = len(missing) * (len(prompt_ids) + sampling.max_tokens)
-            async with fleet.lease(len(missing), tokens) as server:
+            # A client for each group: the time that httpx takes for a request grows with the requests of the same client.
+            async with fleet.lease(len(missing), tokens) as server, open_client(self.timeout_seconds) as client:
                 # One request each, as routers do not take lists; side by side, as the prompt is then read but once.
                 answers = await asyncio.gather(
                     *(self._ask(client, server, problem, prompt_ids, seeds[index], sampling) for index in missing),
