@@ -134,7 +134,7 @@ class SGLangRollouts:
                 await asyncio.sleep(backoff_seconds(attempt))
             missing = [index for index in range(len(seeds)) if index not in done]
             tokens = len(missing) * (len(prompt_ids) + sampling.max_tokens)
-            # A client for each group: the time that httpx takes for a request grows with the requests of the same client.
+            # A client for each group: what httpx takes for a request grows with the requests of its client.
             async with fleet.lease(len(missing), tokens) as server, open_client(self.timeout_seconds) as client:
                 # One request each, as routers do not take lists; side by side, as the prompt is then read but once.
                 answers = await asyncio.gather(
