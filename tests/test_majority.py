@@ -82,6 +82,7 @@ def test_random_subsets_estimate_the_exact_mean():
     answers, correct = np.take_along_axis(answers, order, axis=1), np.take_along_axis(correct, order, axis=1)
     all_subsets = math.comb(12, 5)
     exact = np.array(majority_at_k(answers, correct, 5, all_subsets))
+    np.testing.assert_array_equal(majority_at_k(answers, correct, 5, all_subsets + 1, seed=1), exact)
     drawn, again, other = (
         np.array(majority_at_k(answers, correct, 5, all_subsets - 1, seed=seed)) for seed in (0, 0, 1)
     )

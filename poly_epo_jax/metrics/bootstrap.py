@@ -57,7 +57,7 @@ def bootstrap_interval(
     ends = []
     for z in (-widest, widest):
         shifted = acceleration + z
-        # Not positive only for a handful of problems and a level near 1: the end is then the last resample.
+        # Not positive only for a handful of problems and a level near 1: the end is then the outermost resample.
         corrected = acceleration + shifted / np.maximum(1 - acceleration * shifted, np.finfo(np.float64).eps)
         quantiles = np.array([_NORMAL.cdf(x) for x in corrected])
         rows = np.rint(quantiles * (num_resamples - 1)).astype(int)
@@ -76,7 +76,7 @@ def _resampled_means(
     for start in range(0, num_resamples, at_once):
         stop = min(start + at_once, num_resamples)
         counts = rng.multinomial(num_problems, uniform, size=stop - start)
-        means[start:stop] = counts.astype(np.float64) @ values / num_problems
+        np.matmul(counts / num_problems, values, out=means[start:stop])
     return means
 
 
