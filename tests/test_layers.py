@@ -11,10 +11,10 @@ PACKAGE = Path(__file__).parents[1] / "poly_epo_jax"
 NAME = PACKAGE.name
 FLOORS = (
     {"types", "config", "clock", "servers"},
-    {"set_rl", "model", "metrics", "batching", "data"},
+    {"set_rl", "model", "metrics", "batching", "data", "command_line"},
     {"rollouts", "judges", "tasks", "checkpoint", "tracking", "update"}
     | {"grading", "algorithm", "policy", "tokenizer", "figures"},
-    {"base_policy", "heldout", "experience", "records", "train"},
+    {"base_policy", "heldout", "experience", "records", "train", "benchmarks", "evaluation"},
     {"main", "report", "export", "frontier", "evaluate", "bench"},
 )
 SIDEWAYS = {("clock", "types"), ("train", "heldout"), ("train", "experience"), ("train", "records")}
