@@ -39,8 +39,8 @@ function chooseCollection() {
   control["left-out"].textContent =
     `Here are ${plural(problems.length, "problem")} of ${all_problems.toLocaleString("en")} and ` +
     `${plural(shown, "sample")} of ${all_samples.toLocaleString("en")}: the first ${report.bounds.problems} problems, the first ` +
-    `${report.bounds.samples} samples of each, and of a longer text ${report.bounds.characters.toLocaleString("en")} ` +
-    `characters from both ends. All: ${file}`;
+    `${report.bounds.samples} samples of each, and ` +
+    `${report.bounds.characters.toLocaleString("en")} characters of a longer text. All of it is in ${file}`;
   listProblems();
 }
 

@@ -34,7 +34,11 @@ def run_sections(runs: figures.Runs, labels: Sequence[str]) -> list[Section]:
     pass_at_k = _lines("Held-out pass@k at the last evaluation", ("k (attempts)", "log2"), "pass@k", at_end)
     return _sections(
         [
-            ("Held out, during training", "Each dot is an evaluation.", [*held_out, pass_at_k]),
+            (
+                "Held out, during training",
+                "Each dot is an evaluation; pass@k is that of the last.",
+                [*held_out, pass_at_k],
+            ),
             ("Training dynamics", "Smoothed over steps; the faint line is each step.", dynamics),
         ],
         list(runs),

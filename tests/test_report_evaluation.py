@@ -12,6 +12,7 @@ from reports import write_fake_evaluation
 from test_report import Page, data_of, write_fake_run
 
 from poly_epo_jax import evaluation_figures, figures, report, report_charts, report_page, report_samples
+from poly_epo_jax.evaluation import results as evaluation_results
 from poly_epo_jax.report_samples import WIDEST, Bounds, Excerpt
 
 MODELS = {"base": 0.2, "grpo": 0.4, "poly_epo": 0.5}
@@ -155,6 +156,13 @@ def test_summary_puts_each_model_beside_the_first():
     assert apart == "<b>new</b> instead of base: nothing in common."
 
 
+def test_hostile_names_are_text_too(tmp_path: Path):
+    write_fake_evaluation(tmp_path / "e", {"<img src=x>": 0.5, "&b": 0.5}, ("<script>alert(1)", "x"))
+    page = report.write_report([tmp_path / "e"], tmp_path / "out").read_text(encoding="utf-8")
+    assert page.count("<script") == 2 and "<img" not in page
+    assert "<script>alert(1)" in Page(page).text and "&b instead of" not in page
+
+
 def test_models_can_be_chosen_and_ordered(evaluation: Path, tmp_path: Path, capsys):
     assert report.main([str(evaluation), "--models=poly_epo,base", "--output", str(tmp_path)]) == 0
     data = data_of((tmp_path / "report.html").read_text())
@@ -225,6 +233,15 @@ def test_an_evaluation_is_read_row_by_row(tmp_path: Path):
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 2_000_000
+
+
+def test_what_evaluations_write_is_read(tmp_path: Path):
+    folder = write_fake_evaluation(tmp_path / "e", {"a": 0.5}, ("x",)) / "x" / "a"
+    (folder / "results.json").write_text(json.dumps(evaluation_results(folder)))
+    page = report.write_report([tmp_path / "e"], tmp_path / "out").read_text(encoding="utf-8")
+    titles = [section["title"] for section in data_of(page)["sections"]]
+    assert titles == ["pass@k", "Majority voting", "Branching", "Rollout trees"]
+    assert all(column in page for column in report_page._COLUMNS.values() if "{" not in column)
 
 
 def test_without_samples_there_is_no_browser(tmp_path: Path):
