@@ -9,7 +9,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["poly_epo_jax", "poly_epo_jax.*"]),
-    package_data={"poly_epo_jax": ["report.html.template", "judges/rubric.md"]},
+    package_data={"poly_epo_jax": ["report.html.template", "report*.css", "report*.js", "judges/rubric.md"]},
     install_requires=[
         "absl-py",
         "flax>=0.12",

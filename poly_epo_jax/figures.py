@@ -6,12 +6,14 @@ and null (not finite when logged) counts as absent. Each run keeps its colour in
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 Rows = Sequence[Mapping[str, Any]]
@@ -33,7 +35,7 @@ PASS_AT = re.compile(r"eval/pass@(\d+)")
 # Okabe and Ito's colours, which stay apart for colour-blind readers; dashes tell the eighth run from the first.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
 _DASHES = ("-", "--", ":", "-.")
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.titlesize": 12,
     "axes.titlelocation": "left",
@@ -52,10 +54,18 @@ _STYLE: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
     "legend.frameon": False,
     "legend.fontsize": 12,
+    "pdf.fonttype": 42,  # text that can be searched and edited; publishers refuse the default
     "figure.constrained_layout.h_pad": 0.08,
     "figure.constrained_layout.w_pad": 0.1,
 }
-_MARKED = {"linewidth": 2.2, "marker": "o", "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 1.0}
+MARKED = {"linewidth": 2.2, "marker": "o", "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 1.0}
+
+
+def save(figure: Figure, output: Path, name: str) -> None:
+    """Writes NAME.png and NAME.pdf, the same bytes for the same figure."""
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(output / f"{name}.png")
+        figure.savefig(output / f"{name}.pdf", metadata={"CreationDate": None})
 
 
 def training_dynamics(runs: Runs) -> Figure | None:
@@ -78,16 +88,16 @@ def pass_at_k(runs: Runs) -> Figure | None:
     ks = sorted({k for curve in curves.values() for k in curve})
     if not ks:
         return None
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(6.5, 3.8), dpi=DPI, layout="constrained")
         axes = figure.subplots()
-        for label, style in _styles(runs).items():
-            axes.plot(list(curves[label]), list(curves[label].values()), **_MARKED, **style)
+        for label, style in styles(list(runs)).items():
+            axes.plot(list(curves[label]), list(curves[label].values()), **MARKED, **style)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ks, [str(k) for k in ks])
         axes.set_xlabel("k")
         axes.set_title("Held-out pass@k at the last evaluation")
-        _add_legend(figure)
+        add_legend(figure, styles(list(runs)))
     return figure
 
 
@@ -126,15 +136,15 @@ def _panels(runs: Runs, metrics: Sequence[str], max_columns: int, panel_size: tu
     faint = 0.35 / len(runs) ** 0.5
     num_rows = -(-len(present) // max_columns)
     num_columns = -(-len(present) // num_rows)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         size = (panel_size[0] * num_columns, panel_size[1] * num_rows)
         figure = Figure(figsize=size, dpi=DPI, layout="constrained")
         panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
         for index, (axes, metric) in enumerate(zip(panels, present, strict=False)):
-            for label, style in _styles(runs).items():
+            for label, style in styles(list(runs)).items():
                 steps, values = series(runs[label], metric)
                 if metric.startswith("eval/"):
-                    axes.plot(steps, values, **_MARKED, **style)
+                    axes.plot(steps, values, **MARKED, **style)
                 else:
                     axes.plot(steps, values, color=style["color"], linewidth=0.7, alpha=faint, zorder=1)
                     axes.plot(steps, smooth(values), linewidth=2.2, **style)
@@ -144,28 +154,30 @@ def _panels(runs: Runs, metrics: Sequence[str], max_columns: int, panel_size: tu
             axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         for axes in panels[len(present) :]:
             axes.remove()
-        _add_legend(figure)
+        add_legend(figure, styles(list(runs)))
     return figure
 
 
-def _styles(runs: Runs) -> dict[str, dict[str, Any]]:
+def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The look of each label's line, told from all others by colour and dashes: it follows from the label's place."""
     return {
         label: {
             "label": label,
             "color": _COLOURS[index % len(_COLOURS)],
             "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
         }
-        for index, label in enumerate(runs)
+        for index, label in enumerate(labels)
     }
 
 
-def _add_legend(figure: Figure) -> None:
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    entry_inches = 0.8 + 0.1 * max(map(len, labels))
-    columns = min(len(labels), max(1, int(figure.get_figwidth() / entry_inches)))
-    rows = -(-len(labels) // columns)
+def add_legend(figure: Figure, looks: Mapping[str, Mapping[str, Any]]) -> None:
+    """One legend of the given `styles` over all panels, in room of its own."""
+    handles = [Line2D([], [], linewidth=2.2, **look) for look in looks.values()]
+    entry_inches = 0.8 + 0.1 * max(map(len, looks))
+    columns = min(len(looks), max(1, int(figure.get_figwidth() / entry_inches)))
+    rows = -(-len(looks) // columns)
     figure.set_figheight(figure.get_figheight() + 0.15 + 0.25 * rows)  # room for it, so that panels keep their size
-    figure.legend(handles, labels, loc="outside upper left", ncols=columns)
+    figure.legend(handles=handles, loc="outside upper left", ncols=columns)
 
 
 def frontier(points: Mapping[str, Sequence[tuple[float, float, float]]]) -> Figure:
@@ -176,10 +188,10 @@ def frontier(points: Mapping[str, Sequence[tuple[float, float, float]]]) -> Figu
         a line joins the rates' means, and the dots grow with the rate.
     """
     rates = sorted({rate for runs in points.values() for rate, _, _ in runs})
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(6.5, 4.2), dpi=DPI, layout="constrained")
         axes = figure.subplots()
-        for method, style in _styles(dict.fromkeys(points, ())).items():
+        for method, style in styles(list(points)).items():
             means = []
             for index, rate in enumerate(rates):
                 seeds = np.array([(clusters, reward) for at, clusters, reward in points[method] if at == rate])
@@ -192,5 +204,5 @@ def frontier(points: Mapping[str, Sequence[tuple[float, float, float]]]) -> Figu
         axes.set_xlabel(f"distinct correct clusters of 8{dots}")
         axes.set_title("Held-out reward")
         axes.set_xlim(left=0)
-        _add_legend(figure)
+        add_legend(figure, styles(list(points)))
     return figure

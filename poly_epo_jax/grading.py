@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -16,9 +17,13 @@ class JudgeError(RuntimeError):
 
 
 async def grade_groups(
-    groups: AsyncIterator[Group], problems: Sequence[Problem], task: Task, judge: Judge
+    groups: AsyncIterator[Group],
+    problems: Sequence[Problem],
+    task: Task,
+    judge: Judge,
+    then: Callable[[GradedGroup], Awaitable[None]] | None = None,
 ) -> tuple[list[GradedGroup], Metrics]:
-    """Grades and judges each group as soon as it is complete.
+    """Grades and judges each group as soon as it is complete, and hands it to `then`, if given.
 
     Returns:
       The graded groups in the order of `problems`; and timing: seconds during which anything was graded or judged, and
@@ -28,7 +33,7 @@ async def grade_groups(
     running = []
     try:
         async for group in groups:
-            running.append(asyncio.create_task(_grade(group, task, judge, grading, judging)))
+            running.append(asyncio.create_task(_grade(group, task, judge, grading, judging, then)))
         hidden = judging.seconds()
         graded = await asyncio.gather(*running)
     finally:
@@ -40,7 +45,9 @@ async def grade_groups(
     return graded, timing | {"judge/hidden": hidden / max(timing["seconds/judge"], 1e-9)}
 
 
-async def _grade(group: Group, task: Task, judge: Judge, grading: BusyTime, judging: BusyTime) -> GradedGroup:
+async def _grade(
+    group: Group, task: Task, judge: Judge, grading: BusyTime, judging: BusyTime, then: Any
+) -> GradedGroup:
     async def score() -> np.ndarray:
         with grading.work():
             rewards = await asyncio.to_thread(lambda: [task.reward(group.problem, y.text) for y in group.generations])
@@ -55,7 +62,10 @@ async def _grade(group: Group, task: Task, judge: Judge, grading: BusyTime, judg
         raise ValueError(
             f"The task's reward for problem {group.problem.id} is NaN; it must be a number for every text."
         )
-    return GradedGroup(group, rewards, clustering)
+    graded = GradedGroup(group, rewards, clustering)
+    if then is not None:
+        await then(graded)
+    return graded
 
 
 def judged(graded: Sequence[GradedGroup]) -> list[GradedGroup]:

@@ -2,20 +2,19 @@
 
 import asyncio
 import dataclasses
-import difflib
 import json
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from absl import app, flags, logging
-from ml_collections import ConfigDict, config_flags
+from absl import app, logging
+from ml_collections import ConfigDict
 
 from poly_epo_jax.algorithm import ADVANTAGES, make_loss
 from poly_epo_jax.base_policy import base_policy
 from poly_epo_jax.checkpoint import Checkpoints
+from poly_epo_jax.command_line import CONFIG, parse_flags
 from poly_epo_jax.config import ConfigError, changed_keys, check_config, check_mesh
 from poly_epo_jax.data import Cleaned, drop_long_prompts, problem_batches
 from poly_epo_jax.grading import JudgeError
@@ -31,8 +30,6 @@ from poly_epo_jax.tracking import Tracker
 from poly_epo_jax.train import Parts, train
 from poly_epo_jax.types import Problem, Task
 from poly_epo_jax.update import SCHEDULES, PolicyUpdate
-
-CONFIG = config_flags.DEFINE_config_file("config", None, "The configuration file, with :method after its name.")
 
 CHOICES = {
     "task.name": TASKS,
@@ -169,41 +166,6 @@ def _check_same_run(workdir: Path, config: ConfigDict) -> None:
         )
 
 
-def _parse_flags(argv: Sequence[str]) -> list[str]:
-    """absl's flag parser, with one sentence in place of a traceback where a key or value is wrong."""
-    try:
-        _check_keys(argv)
-        rest = flags.FLAGS(argv)
-        if CONFIG.value is None:
-            raise ConfigError("--config is missing; give a configuration file, such as configs/polynomial.py.")
-        return rest
-    except (flags.Error, ValueError, TypeError, OSError) as error:
-        # Where a configuration file fails, its traceback comes first.
-        sys.exit(f"Error: {re.sub(r'^[A-Za-z]+Error: ', '', str(error).splitlines()[-1].strip())}")
-
-
-def _check_keys(argv: Sequence[str]) -> None:
-    """Refuses a --config.KEY that the configuration file does not have, and names those that may be meant."""
-    alone = flags.FlagValues()
-    config = config_flags.DEFINE_config_file("config", None, flag_values=alone, sys_argv=[])
-    overrides = alone(argv, known_only=True)[1:]
-    if config.value is None:
-        return
-    config.value.lock()  # where the file could not be read, any use of the configuration says so
-    keys = list(_keys(config.value))
-    for name in (override.lstrip("-").partition("=")[0] for override in overrides):
-        if name.startswith("config.") and name not in keys:
-            near = difflib.get_close_matches(name, keys) or ["those in configs/default.py"]
-            raise ConfigError(f"There is no key {name}; choose from {', '.join(near)}.")
-
-
-def _keys(config: ConfigDict, section: str = "config") -> Iterator[str]:
-    for key, value in config.items():
-        yield f"{section}.{key}"
-        if isinstance(value, ConfigDict):
-            yield from _keys(value, f"{section}.{key}")
-
-
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         sys.exit(f"Error: unknown argument {argv[1]}; settings are given as --config.KEY=VALUE.")
@@ -215,4 +177,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse_flags)
+    app.run(main, flags_parser=parse_flags)

@@ -1,41 +1,51 @@
-"""Draws what happened in one run, or in several side by side: figures and one page that needs nothing else.
+"""Shows what training did, from runs and evaluations: figures, and one page that needs nothing else.
 
-    python -m poly_epo_jax.report RUN [RUN ...] [--output DIR]
+    python -m poly_epo_jax.report FOLDER [FOLDER ...] [--output DIR] [--models NAME,NAME]
 
-writes training_dynamics.png, pass_at_k.png, comparison.png and report.html (with the first two inside it), by default
-to RUN/report, or for several runs to report/ beside the first. It may be called while a run is still training.
+FOLDER is a run (it may still be training) or an evaluation; several are shown side by side. Written are report.html and
+each figure as PNG and PDF, by default to FOLDER/report, or for several folders to report/ beside the first:
+  of runs         training_dynamics, comparison, pass_at_k
+  of evaluations  evaluation_pass_at_k, majority, branches, rollout_trees
 """
 
 import argparse
-import base64
-import html
-import importlib.resources
-import re
-import string
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from poly_epo_jax import figures
+from matplotlib.figure import Figure
+
+from poly_epo_jax import evaluation_figures, figures
+from poly_epo_jax.evaluation_figures import Tree, lay_out_tree
+from poly_epo_jax.report_charts import evaluation_sections, run_sections
+from poly_epo_jax.report_data import Evaluation, Evaluations, Run, labels, read_folders
+from poly_epo_jax.report_page import (
+    evaluation_summaries,
+    fill_page,
+    final_values,
+    metrics_table,
+    results_tables,
+    run_summary,
+)
+from poly_epo_jax.report_samples import Collection, bound, evaluation_collection, run_collections
 from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
-from poly_epo_jax.tracking import METRICS, SAMPLES, TIMING, read_rows
 
-PROBLEMS_SHOWN = 5
-STEPS_AVERAGED = 10
-INLINE_CHARACTERS = 60  # a response of one short line needs no unfolding
-Rows = list[dict[str, Any]]
+MAX_SAMPLE_BYTES = 8_000_000
+TREE_ROLLOUTS = 12
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the command line (`sys.argv` if None) and returns the exit code: 2 if there is nothing to report on."""
-    parser = argparse.ArgumentParser("python -m poly_epo_jax.report", description="Report on finished or live runs.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: report/ in or beside RUN")
+    parser = argparse.ArgumentParser("python -m poly_epo_jax.report", description="Report on runs and evaluations.")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run folder or an evaluation folder")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: report/ in or beside it")
+    parser.add_argument("--models", default="", metavar="NAME,NAME", help="models of the evaluations, in this order")
     options = parser.parse_args(arguments)
-    default = (options.runs[0] if len(options.runs) == 1 else options.runs[0].resolve().parent) / "report"
+    folders = options.folders
+    default = (folders[0] if len(folders) == 1 else folders[0].resolve().parent) / "report"
+    models = [name for name in options.models.split(",") if name]
     try:
-        page = write_report(options.runs, options.output or default)
+        page = write_report(folders, options.output or default, models)
     except (OSError, ValueError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
@@ -43,146 +53,93 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
-    """Writes figures and page for the given runs to `output`, made if missing, and returns the page's path.
+def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = ()) -> Path:
+    """Writes figures and page for the given folders to `output`, made if missing, and returns the page's path.
 
     Raises:
-      ValueError: a run folder is missing, holds no logged step, or holds a damaged row.
+      ValueError: a folder is missing, holds neither run nor evaluation, or holds a damaged row.
       OSError: `output` cannot be written.
     """
-    labels = _labels(run_dirs)
-    metrics = {label: _read_metrics(run_dir) for label, run_dir in labels.items()}
-    timing = {label: read_rows(run_dir / TIMING) for label, run_dir in labels.items()}
-    samples = {label: read_rows(run_dir / SAMPLES) for label, run_dir in labels.items()}
+    runs, evaluations = read_folders(folders, models)
+    collections = [one for label, run in runs.items() for one in run_collections(label, run.folder)]
+    problem, of_evaluations, trees = _read_samples(evaluations)
+    collections, bounds = bound([*of_evaluations, *collections], MAX_SAMPLE_BYTES)
 
+    metrics = {label: run.metrics for label, run in runs.items()}
+    results = {name: {model: one.results for model, one in of.items()} for name, of in evaluations.items()}
+    tree_title = f"The first {TREE_ROLLOUTS} samples of {problem}, by their shared prefixes" if trees else ""
+    all_labels = labels(runs, evaluations)
     output.mkdir(parents=True, exist_ok=True)
-    drawn = {
-        "training_dynamics": figures.training_dynamics(metrics),
-        "pass_at_k": figures.pass_at_k(metrics),
-        "comparison": figures.comparison(metrics),
-    }
-    for name, figure in drawn.items():
+    for name, figure in _draw(metrics, results, tree_title, trees, figures.styles(all_labels)).items():
         if figure is not None:
-            figure.savefig(output / f"{name}.png")
+            figures.save(figure, output, name)
 
-    template = importlib.resources.files("poly_epo_jax").joinpath("report.html.template").read_text(encoding="utf-8")
+    summaries = evaluation_summaries(results) if results else []
+    summaries += [run_summary(label, rows) for label, rows in metrics.items()]
+    body = {
+        "summaries": "\n".join(f"<li>{summary}</li>" for summary in summaries),
+        "results": results_tables(results, all_labels),
+        "metrics": _final_metrics(runs),
+    }
+    data = {
+        "sections": evaluation_sections(results, tree_title, trees, all_labels) + run_sections(metrics, all_labels),
+        "collections": collections,
+        "bounds": vars(bounds),
+        "degenerate": DEGENERATE_CLUSTER,
+    }
     page = output / "report.html"
-    page.write_text(
-        string.Template(template).substitute(
-            title=html.escape(" · ".join(labels)),
-            summaries="\n".join(f"<li>{_summary(label, rows)}</li>" for label, rows in metrics.items()),
-            figures="\n".join(
-                _embed(output / f"{name}.png") for name in ("training_dynamics", "pass_at_k") if drawn[name] is not None
-            ),
-            table=_table({label: _final_values(metrics[label] + timing[label]) for label in labels}),
-            samples="\n".join(_run_samples(label, rows) for label, rows in samples.items()),
-        ),
-        encoding="utf-8",
-        errors="replace",
-    )
+    title = " · ".join([*evaluations, *runs])
+    page.write_text(fill_page(title, body, data), encoding="utf-8", errors="replace")
     return page
 
 
-def _labels(run_dirs: Sequence[Path]) -> dict[str, Path]:
-    names = [run_dir.resolve().name for run_dir in run_dirs]
+def _draw(
+    metrics: figures.Runs,
+    results: evaluation_figures.Evaluations,
+    tree_title: str,
+    trees: dict[str, Tree],
+    looks: evaluation_figures.Looks,
+) -> dict[str, Figure | None]:
     return {
-        name if names.count(name) == 1 else str(run_dir): run_dir for name, run_dir in zip(names, run_dirs, strict=True)
+        "training_dynamics": figures.training_dynamics(metrics),
+        "pass_at_k": figures.pass_at_k(metrics),
+        "comparison": figures.comparison(metrics),
+        "evaluation_pass_at_k": evaluation_figures.pass_at_k(results, looks),
+        "majority": evaluation_figures.majority(results, looks),
+        "branches": evaluation_figures.branches(results, looks),
+        "rollout_trees": evaluation_figures.rollout_trees(tree_title, trees, looks),
     }
 
 
-def _read_metrics(run_dir: Path) -> Rows:
-    if not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is not a folder: name the run folder of a training run, the one with {METRICS}.")
-    rows = read_rows(run_dir / METRICS)
-    if not rows:
-        raise ValueError(f"{run_dir} holds no logged step ({METRICS} is missing or empty): let the run train first.")
-    return rows
+def _read_samples(evaluations: Evaluations) -> tuple[str | None, list[Collection], dict[str, Tree]]:
+    """The samples of every evaluation, and the trees of the first two models on a problem of the first benchmark."""
+    collections, trees, problem = [], {}, None
+    for place, (benchmark, models) in enumerate(evaluations.items()):
+        in_tree = list(models)[:2] if place == 0 else []
+        if in_tree:
+            problem = _sometimes_solved(models[in_tree[0]])
+        for model, evaluation in models.items():
+            problems = [row["problem"] for row in evaluation.results["per_problem"]]
+            wanted = problem if model in in_tree else None
+            collection, rollouts = evaluation_collection(
+                model, benchmark, evaluation.folder, problems, wanted, TREE_ROLLOUTS
+            )
+            if collection is not None:
+                collections.append(collection)
+            if rollouts:
+                trees[model] = lay_out_tree(*map(list, zip(*rollouts.values(), strict=True)))
+    return problem, collections, trees
 
 
-def _summary(label: str, rows: Rows) -> str:
-    steps, rewards = figures.series(rows, "eval/reward")
-    _, clusters = figures.series(rows, "eval/correct_clusters@8")
-    name = f"<b>{html.escape(label)}</b>"
-    if not len(steps):
-        return f"{name}: no evaluation up to step {rows[-1]['step']}."
-    changes = [f"held-out reward: {rewards[0]:.3f} → {rewards[-1]:.3f}"]
-    if len(clusters):
-        changes.append(f"distinct correct clusters of 8: {clusters[0]:.2f} → {clusters[-1]:.2f}")
-    return f"{name}: {', '.join(changes)}, from step {steps[0]} to step {steps[-1]}."
+def _sometimes_solved(evaluation: Evaluation) -> str | None:
+    """The problem of which closest to half of the samples are right."""
+    rows = evaluation.results["per_problem"]
+    share = {row["problem"]: row["num_correct"] / max(row["num_samples"], 1) for row in rows}
+    return min(share, key=lambda problem: abs(share[problem] - 0.5), default=None)
 
 
-def _embed(picture: Path) -> str:
-    name = picture.stem.replace("_", " ")
-    data = base64.b64encode(picture.read_bytes()).decode()
-    image = f'<img alt="{name}" src="data:image/png;base64,{data}">'
-    return f'<figure class="{picture.stem}"><div class="wide">{image}</div></figure>'
-
-
-def _final_values(rows: Rows) -> dict[str, float]:
-    values = {}
-    for metric in {key for row in rows for key in row if key != "step"}:
-        _, logged = figures.series(rows, metric)
-        if len(logged):
-            values[metric] = float(logged[-1] if metric.startswith("eval/") else logged[-STEPS_AVERAGED:].mean())
-    return values
-
-
-def _table(finals: Mapping[str, Mapping[str, float]]) -> str:
-    def natural(metric: str) -> list[Any]:
-        words_and_numbers = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", metric)]
-        return [not metric.startswith("eval/"), "/" in metric, *words_and_numbers]
-
-    header = "".join(f"<th>{html.escape(label)}</th>" for label in finals)
-    lines = [f"<tr><th>metric</th>{header}</tr>"]
-    for metric in sorted({metric for values in finals.values() for metric in values}, key=natural):
-        cells = [f"{values[metric]:.4g}" if metric in values else "-" for values in finals.values()]
-        lines.append(f"<tr><td>{html.escape(metric)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    return f"<table>{''.join(lines)}</table>"
-
-
-def _run_samples(label: str, rows: Rows) -> str:
-    if not rows:
-        return f"<h3>{html.escape(label)}</h3><p>No generations were logged.</p>"
-    last = rows[-1]["step"]
-    problems: dict[str, Rows] = {}
-    for row in rows:
-        if row["step"] == last:
-            problems.setdefault(row["problem"], []).append(row)
-    shown = [_problem(problem, generations) for problem, generations in list(problems.items())[:PROBLEMS_SHOWN]]
-    return f"<h3>{html.escape(label)} <span class='muted'>step {last}</span></h3>{''.join(shown)}"
-
-
-def _problem(problem: str, generations: Rows) -> str:
-    clusters: dict[int | None, Rows] = {}
-    for row in generations:
-        clusters.setdefault(row["cluster"], []).append(row)
-    correct = sum(row["reward"] == 1 for row in generations)
-    strategies = len(clusters.keys() - {DEGENERATE_CLUSTER})
-    clustering = "not clustered" if None in clusters else f"{strategies} clusters"
-    about = f"{correct} of {len(generations)} correct, {clustering}"
-    largest_first = sorted(clusters.items(), key=lambda item: (item[0] == DEGENERATE_CLUSTER, -len(item[1])))
-    return (
-        f"<details><summary>{html.escape(problem)} <span class='muted'>{about}</span></summary>"
-        f"<pre>{html.escape(generations[0]['prompt'])}</pre>"
-        f"{''.join(_cluster(cluster, members) for cluster, members in largest_first)}</details>"
-    )
-
-
-def _cluster(cluster: int | None, generations: Rows) -> str:
-    name = {None: "Not clustered", DEGENERATE_CLUSTER: "Degenerate"}.get(cluster, f"Cluster {cluster}")
-    size = f"{len(generations)} generation{'s' * (len(generations) > 1)}"
-    return f"<h4>{name} <span class='muted'>{size}</span></h4>" + "".join(map(_generation, generations))
-
-
-def _generation(row: Mapping[str, Any]) -> str:
-    verdict = "right" if row["reward"] == 1 else "wrong"
-    advantage = "no advantage" if row["advantage"] is None else f"advantage {row['advantage']:+.3f}"
-    score = f"<span class='{verdict}'>reward {row['reward']:.3g}</span> · {advantage}"
-    response = html.escape(row["response"])
-    if len(row["response"]) <= INLINE_CHARACTERS and "\n" not in row["response"]:
-        return f"<p><code>{response}</code> {score}</p>"
-    number = f"<span class='muted'>generation {row['generation']}</span>"
-    return f"<details><summary>{score} {number}</summary><pre>{response}</pre></details>"
+def _final_metrics(runs: dict[str, Run]) -> str:
+    return metrics_table({label: final_values(run.metrics + run.timing) for label, run in runs.items()}) if runs else ""
 
 
 if __name__ == "__main__":

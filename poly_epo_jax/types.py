@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import hashlib
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -87,10 +88,10 @@ class Sampling:
     top_k: int = 0
     seed: int = 0
 
-    def generation_seeds(self, num_prompts: int, num_generations: int) -> UInt32[np.ndarray, "P N"]:
-        """Every generation's own seed: it fixes the generation's randomness whatever else is in its batch."""
-        words = np.random.SeedSequence(self.seed).generate_state(num_prompts * num_generations)
-        return words.reshape(num_prompts, num_generations)
+    def generation_seeds(self, problem: Problem, num_generations: int) -> UInt32[np.ndarray, "N"]:
+        """Each generation's own seed, the same whatever other problems are generated for beside this one."""
+        words = np.frombuffer(hashlib.sha256(problem.id.encode()).digest(), np.uint32)
+        return np.random.SeedSequence([self.seed, *words.tolist()]).generate_state(num_generations)
 
 
 @runtime_checkable
@@ -136,6 +137,19 @@ class Task(Protocol):
         Raises:
           NotImplementedError: the task has no exact clustering; use a judge that reads the responses.
         """
+        ...
+
+
+@runtime_checkable
+class Voting(Task, Protocol):
+    """A task whose responses give answers that can be voted on."""
+
+    def answer(self, problem: Problem, text: str) -> str | None:
+        """The answer that the response gives, if it gives one."""
+        ...
+
+    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
+        """Whether two answers are one vote."""
         ...
 
 

@@ -11,13 +11,20 @@ PACKAGE = Path(__file__).parents[1] / "poly_epo_jax"
 NAME = PACKAGE.name
 FLOORS = (
     {"types", "config", "clock", "servers"},
-    {"set_rl", "model", "metrics", "batching", "data"},
+    {"set_rl", "model", "metrics", "batching", "data", "command_line"},
     {"rollouts", "judges", "tasks", "checkpoint", "tracking", "update"}
-    | {"grading", "algorithm", "policy", "tokenizer", "figures"},
-    {"base_policy", "heldout", "experience", "records", "train"},
+    | {"grading", "algorithm", "policy", "tokenizer", "figures", "evaluation_figures"},
+    {"base_policy", "heldout", "experience", "records", "train", "benchmarks", "evaluation"}
+    | {"report_data", "report_samples", "report_charts", "report_page"},
     {"main", "report", "export", "frontier", "evaluate", "bench"},
 )
-SIDEWAYS = {("clock", "types"), ("train", "heldout"), ("train", "experience"), ("train", "records")}
+SIDEWAYS = {
+    ("clock", "types"),
+    ("evaluation_figures", "figures"),
+    ("train", "heldout"),
+    ("train", "experience"),
+    ("train", "records"),
+}
 """(who, whom) on one floor, beside the modules of one package."""
 
 LIBRARIES = {"set_rl": {"jax", "numpy", "jaxtyping"}, "metrics": {"numpy", "jaxtyping"}}

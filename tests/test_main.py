@@ -57,7 +57,7 @@ def sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., s
         argv = ["main", file, *folders, *overrides] if file else ["main", *overrides]
         monkeypatch.setattr(sys, "argv", argv)  # where ml_collections looks for overrides
         with pytest.raises(SystemExit) as refusal:
-            main.main(main._parse_flags(argv))
+            main.main(main.parse_flags(argv))
         assert isinstance(refusal.value.code, str)
         return one_sentence(refusal.value.code)
 

@@ -19,6 +19,15 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(k):
         np.testing.assert_allclose(pass_at_k(6, np.array([num_correct]), k), [np.mean(subsets)], atol=1e-12)
 
 
+def test_pass_at_k_takes_every_k_for_many_problems():
+    num_correct = np.array([0, 1, 3, 3, 8])
+    curve = np.array([pass_at_k(8, num_correct, k) for k in range(1, 9)])
+    np.testing.assert_allclose(curve[0], num_correct / 8, atol=1e-12)
+    np.testing.assert_array_equal(curve[-1], num_correct > 0)
+    assert np.all(np.diff(curve[:, 1:4], axis=0)[:5] > 0)
+    assert pass_at_k(8, np.array([], int), 3).shape == (0,)
+
+
 @pytest.mark.parametrize(("num_samples", "k"), [(1024, 1), (1024, 256), (10_000, 100), (10_000, 10_000)])
 def test_pass_at_k_is_exact_for_many_samples(num_samples, k):
     num_correct = np.array([0, 1, 7, num_samples // 2, num_samples - 1, num_samples])

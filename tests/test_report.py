@@ -1,16 +1,20 @@
 """Reports are drawn from made-up run folders, shaped like those of real runs."""
 
+import base64
+import hashlib
 import html.parser
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import reports
 
-from poly_epo_jax import figures, report
+from poly_epo_jax import figures, report, report_page, report_samples
 
-HOSTILE = "</pre><script>alert('x')</script><img src=x onerror=alert(1)> \ud800 $title"
+HOSTILE = reports.HOSTILE
 
 
 def write_fake_run(run_dir: Path, seed: int, num_steps: int = 200, gain: float = 1.0, evaluate_every: int = 20) -> Path:
@@ -48,6 +52,7 @@ def write_fake_run(run_dir: Path, seed: int, num_steps: int = 200, gain: float =
             "response": HOSTILE if generation == 0 else f"I try x = {cluster}, so y = {cluster**2 + problem}.",
             "reward": float(cluster % 2),
             "cluster": None if problem == 1 else cluster,
+            "rationale": None if problem == 1 else f"strategy {cluster}: {HOSTILE}",
             "advantage": None if problem == 1 else (cluster % 2 - 0.5) / 7,
         }
         for step in (num_steps // 2, num_steps)
@@ -75,7 +80,7 @@ def page(two_runs: list[Path]) -> str:
 class Page(html.parser.HTMLParser):
     """The tags of a page, checked to be balanced, and its text."""
 
-    VOID = frozenset({"meta", "img", "br"})
+    VOID = frozenset({"meta", "img", "br", "input"})
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -111,19 +116,43 @@ def test_figures_have_their_sizes_at_150_dpi(two_runs: list[Path], page: str):
     assert png_size(folder / "comparison.png") == (1350, 525)
 
 
+def test_every_figure_is_there_as_pdf_too(two_runs: list[Path], page: str):
+    for name in ("training_dynamics", "pass_at_k", "comparison"):
+        pdf = (two_runs[0].parent / "report" / f"{name}.pdf").read_bytes()
+        assert pdf.startswith(b"%PDF") and b"/FontFile2" in pdf and b"/Type3" not in pdf
+
+
 def test_page_is_balanced_and_loads_nothing(page: str):
     parsed = Page(page)
-    images = [attributes["src"] or "" for tag, attributes in parsed.tags if tag == "img"]
-    assert len(images) == 2
-    assert all(source.startswith("data:image/png;base64,") for source in images)
-    assert "http://" not in page and "https://" not in page and "url(" not in page and "@import" not in page
-    assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in parsed.tags}
+    without_data = page.replace(data_of(page, parse=False), "").replace("http://www.w3.org/2000/svg", "")
+    assert "http://" not in without_data and "https://" not in without_data
+    assert "url(" not in without_data and "@import" not in without_data
+    tags = [tag for tag, _ in parsed.tags]
+    assert not {"link", "iframe", "object", "img"} & set(tags)
+    assert tags.count("script") == 2  # the data and the page's own
+    (policy,) = (attributes["content"] for _, attributes in parsed.tags if "http-equiv" in attributes)
+    assert policy and policy.startswith("default-src 'none'; script-src 'sha256-")
 
 
-def test_page_shows_hostile_text_as_text(page: str):
-    assert "<script" not in page
-    assert "<img src=x" not in page
-    assert HOSTILE.replace("\ud800", "?") in Page(page).text
+def test_policy_allows_just_the_pages_own_script_and_style(page: str):
+    for tag in ("script", "style"):
+        text = page[page.index(f"<{tag}>") + len(tag) + 2 : page.rindex(f"</{tag}>")]
+        assert base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() in page[: page.index("<style>")]
+
+
+def test_hostile_text_stays_inside_the_data(page: str):
+    assert page.count("<script") == 2 and "<img" not in page and "<" not in data_of(page, parse=False)
+    sample = data_of(page)["collections"][0]["problems"][0]["samples"][0]
+    assert sample["response"] == HOSTILE.replace("\x00\x1b", "\\x00\\x1b").replace("\u202e", "\\u202e").replace(
+        "\ud800", "?"
+    )
+    assert sample["rationale"] == f"strategy 0: {sample['response']}"
+
+
+def data_of(page: str, parse: bool = True) -> Any:
+    start = page.index('id="data">') + len('id="data">')
+    data = page[start : page.index("</script>", start)]
+    return json.loads(data) if parse else data
 
 
 def test_page_names_runs_and_escapes_their_names(tmp_path: Path):
@@ -139,15 +168,15 @@ def test_summary_gives_first_and_last_evaluation():
         {"step": 2, "reward": 0.9, "eval/reward": 0.5, "eval/correct_clusters@8": 3.0},
         {"step": 3, "reward": 0.9},
     ]
-    assert report._summary("a", rows) == (
+    assert report_page.run_summary("a", rows) == (
         "<b>a</b>: held-out reward: 0.250 → 0.500, distinct correct clusters of 8: 1.50 → 3.00, from step 0 to step 2."
     )
-    assert report._summary("a", rows[1:2]) == "<b>a</b>: no evaluation up to step 1."
+    assert report_page.run_summary("a", rows[1:2]) == "<b>a</b>: no evaluation up to step 1."
 
 
 def test_final_values_average_training_but_not_evaluation():
     rows = [{"step": step, "reward": float(step), "eval/reward": float(step), "kl": None} for step in range(1, 21)]
-    assert report._final_values(rows) == {"reward": 15.5, "eval/reward": 20.0}  # the mean of 11..20
+    assert report_page.final_values(rows) == {"reward": 15.5, "eval/reward": 20.0}  # the mean of 11..20
 
 
 def test_table_sorts_pass_at_k_by_number(page: str):
@@ -156,16 +185,31 @@ def test_table_sorts_pass_at_k_by_number(page: str):
     assert places == sorted(places)
 
 
-def test_samples_are_the_last_step_grouped_by_cluster(page: str):
-    text = Page(page).text
-    assert "problem-0 5 of 8 correct, 4 clusters" in text  # clusters 0, 1, 2, 3; the degenerate one does not count
-    assert "problem-1 5 of 8 correct, not clustered" in text
-    assert "step 200" in text and "step 100" not in text
-    assert "problem-4" in text and "problem-5" not in text
-    first = text[text.index("problem-0") : text.index("problem-1")]
-    order = ["Cluster 3 3 generations", "Cluster 1 2 generations", "Cluster 0 1 g", "Cluster 2 1 g", "Degenerate 1 g"]
-    assert [first.index(name) for name in order] == sorted(first.index(name) for name in order)
-    assert "reward 1 · advantage +0.071" in first
+def test_samples_are_those_of_the_first_and_last_step(page: str):
+    collections = data_of(page)["collections"]
+    assert [(one["model"], one["part"]) for one in collections] == [
+        (run, step) for run in ("grpo", "poly-epo") for step in ("step 100", "step 200")
+    ]
+    first, second = collections[0]["problems"][:2]
+    assert (first["id"], first["size"], first["correct"]) == ("problem-0", 8, 5)
+    assert [(cluster["id"], cluster["size"]) for cluster in first["clusters"]] == [
+        (3, 3),
+        (1, 2),
+        (0, 1),
+        (2, 1),
+        (100, 1),
+    ]
+    assert first["samples"][1]["advantage"] == pytest.approx(0.5 / 7)
+    assert second["clusters"] == [{"id": None, "size": 8, "correct": 5}]
+    assert "rationale" not in second["samples"][0]
+
+
+def test_steps_without_end_leave_the_first_and_the_last(tmp_path: Path):
+    run = write_fake_run(tmp_path / "run", seed=0, num_steps=2, evaluate_every=0)
+    rows = (run / "samples.jsonl").read_text().splitlines(keepends=True)
+    many = [json.dumps(json.loads(row) | {"step": step}) + "\n" for step in (5, 6, 7) for row in rows[:8]]
+    (run / "samples.jsonl").write_text("".join(many) + '{"step": 8, "half')
+    assert [one["part"] for one in report_samples.run_collections("run", run)] == ["step 5", "step 7"]
 
 
 def test_output_defaults_to_the_run_itself_or_to_beside_several(two_runs: list[Path], page: str, capsys):
@@ -189,8 +233,9 @@ def test_live_run_with_a_half_written_row_and_no_evaluation(tmp_path: Path):
         file.write('{"step": 3, "rew')
     page = report.write_report([run], tmp_path / "out").read_text()
     assert "young</b>: no evaluation up to step 2." in page
-    assert "No generations were logged." in page
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.html", "training_dynamics.png"]
+    assert data_of(page)["collections"] == []
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["report.html", "training_dynamics.pdf", "training_dynamics.png"]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +261,7 @@ def test_no_run_named_is_exit_code_2(capsys):
     with pytest.raises(SystemExit) as exit:
         report.main([])
     assert exit.value.code == 2
-    assert "RUN" in capsys.readouterr().err
+    assert "FOLDER" in capsys.readouterr().err
 
 
 def test_panels_exist_only_for_logged_metrics():

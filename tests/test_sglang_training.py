@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import flax.nnx as nnx
+import httpx
 import pytest
 from sglang_servers import ROOT, SGLangServer, free_port, require_sglang
 from transformers import AutoTokenizer
 
 from configs import polynomial
 from poly_epo_jax.base_policy import base_policy_folder
+from poly_epo_jax.evaluation import SAMPLES, read_samples
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
 from poly_epo_jax.tracking import read_rows
@@ -115,6 +117,25 @@ def test_one_step_off_policy(servers, tmp_path):
     assert rows[0]["mismatch/max"] < 1e-3 < min(row["mismatch/max"] for row in rows[1:])
     longer = settings | {"train.num_steps": 7}
     assert [row["step"] for row in run(tmp_path / "run", "configs/polynomial.py", **longer)] == list(range(1, 8))
+
+
+def test_a_server_and_a_folder_are_evaluated_alike(servers, tmp_path):
+    """Greedily, so that both write the same: the server's weights are left as they are."""
+    config = polynomial.get_config()
+    config.base.cache_dir = str(LAPTOP["base.cache_dir"])
+    folder, url = base_policy_folder(config), servers[0].url
+    weights = {"model_path": str(folder), "weight_version": "of the folder"}  # other tests have changed them
+    assert httpx.post(f"{url}/update_weights_from_disk", json=weights).json()["success"]
+    command = [sys.executable, "-m", "poly_epo_jax.evaluate", "--config=configs/polynomial.py"]
+    command += [f"--models=folder={folder},server={url}", "--benchmarks=polynomial"]
+    command += ["--samples=2", f"--output={tmp_path}", "--config.sampling.temperature=0.0"]
+    subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, timeout=300)
+    responses = [
+        [row["response"] for row in read_samples(tmp_path / "polynomial" / label / SAMPLES)]
+        for label in ("folder", "server")
+    ]
+    assert len(responses[0]) == 80 and responses[0] == responses[1]
+    assert httpx.get(f"{url}/model_info").json()["weight_version"] == "of the folder"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -26,7 +27,7 @@ def _embedded(
 def _sglang(
     model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: ConfigDict
 ) -> SGLangRollouts:
-    section = config.rollouts
+    section, limits = config.rollouts, served_limits(config)
     if section.weight_sync == "disk":
         run = str(Path(config.workdir).absolute())
         sync = DiskSync(Path(section.weights_dir), run, model.config, section.weights_dtype)
@@ -39,10 +40,13 @@ def _sglang(
         tokenizer,
         stop_ids,
         max_prompt_tokens=config.train.max_prompt_tokens,
-        max_rows=section.max_rows,
-        timeout_seconds=section.timeout_seconds,
-        wait_seconds=section.wait_seconds,
+        **limits,
     )
+
+
+def served_limits(config: ConfigDict) -> dict[str, Any]:
+    """How much and how long servers are asked, as keyword arguments of SGLangRollouts."""
+    return {name: config.rollouts[name] for name in ("max_rows", "timeout_seconds", "wait_seconds")}
 
 
 def _split(urls: str) -> list[str]:

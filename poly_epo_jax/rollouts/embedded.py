@@ -61,7 +61,9 @@ class EmbeddedRollouts:
         Raises:
           ValueError: a prompt is empty, or longer than `max_prompt_tokens`.
         """
-        seeds = sampling.generation_seeds(len(problems), num_generations)
+        if not problems:
+            return
+        seeds = np.array([sampling.generation_seeds(problem, num_generations) for problem in problems])
         size = min(len(problems), max(1, self.max_rows // num_generations))
         rows = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         size = -(-size // rows) * rows  # every device gets the same number of prompts

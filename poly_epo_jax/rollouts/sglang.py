@@ -30,7 +30,7 @@ class SGLangRollouts:
     Args:
       urls: where prompts are sent: servers, or a router in front of them.
       weight_urls: where weights are sent: the servers behind the router; empty: `urls`.
-      weight_sync: how.
+      weight_sync: how; None: never, and generations are drawn from the weights that the servers have.
       max_prompt_tokens: a longer prompt is refused.
       max_rows: generations that one URL is given at once.
       timeout_seconds: for the generations of one prompt, and for one weight update.
@@ -41,7 +41,7 @@ class SGLangRollouts:
         self,
         urls: Sequence[str],
         weight_urls: Sequence[str],
-        weight_sync: WeightSync,
+        weight_sync: WeightSync | None,
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: Sequence[int],
         *,
@@ -62,6 +62,7 @@ class SGLangRollouts:
         # Two runs that update the same server by mistake notice each other by this word.
         self._run = secrets.token_hex(4)
         self._version = 0
+        self._adopted = ""
         self._running: set[asyncio.Task[Group]] = set()
         self._lost_servers = self._drawn_again = 0
 
@@ -75,11 +76,12 @@ class SGLangRollouts:
           ServerError: no server is left, or one refuses a request.
         """
         prompts = [encode_prompt(self.tokenizer, problem, self.max_prompt_tokens) for problem in problems]
-        seeds = sampling.generation_seeds(len(problems), num_generations)
+        if self.weight_sync is None:
+            await self._adopt_weights()
         fleet = Fleet(self.urls, self.max_rows, self._revive)
         tasks = [
-            asyncio.create_task(self._group(fleet, problem, ids, row, sampling))
-            for problem, ids, row in zip(problems, prompts, seeds, strict=True)
+            asyncio.create_task(self._group(fleet, problem, ids, num_generations, sampling))
+            for problem, ids in zip(problems, prompts, strict=True)
         ]
         self._running.update(tasks)
         try:
@@ -92,6 +94,17 @@ class SGLangRollouts:
             self._running.difference_update(tasks)
             await fleet.close()
 
+    async def _adopt_weights(self) -> None:
+        """Takes the weights that the servers have for those to generate from."""
+        found = {}
+        async with open_client(self.wait_seconds) as client:
+            for url in self.weight_urls:
+                await self._wait(url)
+                found[url] = (await client.get(f"{url}/model_info")).raise_for_status().json()["weight_version"]
+        if len(set(found.values())) > 1:
+            raise ServerError(f"The servers serve different weights, {found}; evaluate one at a time.")
+        self._adopted = next(iter(found.values()))
+
     async def update_weights(self, params: Params, version: int) -> None:
         """Loads the weights into every server and makes sure that each generates from them, with an empty cache.
 
@@ -100,6 +113,10 @@ class SGLangRollouts:
         Raises:
           ServerError: a server does not take them, or goes on with others.
         """
+        if self.weight_sync is None:
+            raise ValueError(
+                "These rollouts were opened to leave the servers' weights as they are; give a weight_sync."
+            )
         if self._running:
             await asyncio.wait(self._running)
         self._version = version
@@ -113,21 +130,23 @@ class SGLangRollouts:
         return {name: float(count) for name, count in counts.items()}
 
     def close(self) -> None:
-        self.weight_sync.close()
+        if self.weight_sync is not None:
+            self.weight_sync.close()
 
     @property
     def _name(self) -> str:
         """What the servers call the present weights."""
-        return f"{self._run}-{self._version}"
+        return self._adopted or f"{self._run}-{self._version}"
 
     async def _group(
         self,
         fleet: Fleet,
         problem: Problem,
         prompt_ids: np.ndarray,
-        seeds: np.ndarray,
+        num_generations: int,
         sampling: Sampling,
     ) -> Group:
+        seeds = sampling.generation_seeds(problem, num_generations)
         done: dict[int, Generation] = {}
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
@@ -229,6 +248,8 @@ class SGLangRollouts:
 
     async def _send_weights(self, urls: Sequence[str]) -> None:
         """Pauses the servers, loads the newest weights into them, lets them go on, and checks that they use them."""
+        if self.weight_sync is None:
+            raise ServerError(f"{', '.join(urls)} changed weights while they were generated from; begin anew.")
         for attempt in range(1, MAX_ATTEMPTS + 1):
             await asyncio.gather(*(self._wait(url) for url in urls))
             try:

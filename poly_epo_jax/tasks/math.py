@@ -22,6 +22,7 @@ MAX_ANSWER_LENGTH = 2_000
 class MathTask:
     """Problems of the sources `train` and `held_out`, each read as `data.read_rows` says; `held_out` may name several.
 
+    Where answers stand at the end of worked solutions, `answer_marker` is what comes before them (GSM8K's is "####").
     A prompt is `template` with the problem in place of `{problem}`. `dropped` counts, for `train` and `held_out`, the
     problems that `data.clean_problems` leaves out. Answers are compared by `num_workers` processes (0: one for every
     two CPU cores, and at least 2), each with `memory_gb` of memory and `cpu_seconds` of CPU time for one answer.
@@ -35,6 +36,7 @@ class MathTask:
     problem_column: str = "problem"
     answer_column: str = "answer"
     id_column: str = "id"
+    answer_marker: str = ""
     template: str = QWEN_TEMPLATE
     num_workers: int = 0
     cpu_seconds: float = 2.0
@@ -55,10 +57,19 @@ class MathTask:
 
     def reward(self, problem: Problem, text: str) -> float:
         r"""1 if the last `\boxed{}` of `text` equals the problem's answer, else 0; may be called from any thread."""
-        answer = last_boxed(text)
-        if not answer or len(answer) > MAX_ANSWER_LENGTH:
+        answer = self.answer(problem, text)
+        if answer is None:
             return 0.0
         return float(self._verifier.compare(mend(problem.answer), mend(answer)) is Outcome.RIGHT)
+
+    def answer(self, problem: Problem, text: str) -> str | None:
+        r"""What the last `\boxed{}` of `text` holds."""
+        answer = last_boxed(text)
+        return answer if answer and len(answer) <= MAX_ANSWER_LENGTH else None
+
+    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
+        """Whether two answers are equal as mathematics: 1/2 and 0.5 are one vote."""
+        return self._verifier.compare(mend(first), mend(second)) is Outcome.RIGHT
 
     def strategy(self, problem: Problem, text: str) -> NoReturn:
         """Raises NotImplementedError: strategies of mathematics take a judge that reads the responses."""
@@ -78,7 +89,13 @@ class MathTask:
 
     def _load(self, sources: Sequence[str]) -> list[Problem]:
         columns = (self.problem_column, self.answer_column, self.id_column)
-        return [problem for source in sources for problem in load_problems(source, *columns)]
+        problems = [problem for source in sources for problem in load_problems(source, *columns)]
+        if not self.answer_marker:
+            return problems
+        return [
+            dataclasses.replace(problem, answer=problem.answer.rsplit(self.answer_marker, 1)[-1].strip())
+            for problem in problems
+        ]
 
     def _prompted(self, problem: Problem) -> Problem:
         return dataclasses.replace(problem, prompt=self.template.replace(SLOT, problem.prompt))

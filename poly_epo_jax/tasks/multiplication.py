@@ -84,6 +84,14 @@ class MultiplicationTask:
         parts = (first, second) if symbol == "-" else (max(first, second), min(first, second))
         return Plan(_other_operand(problem, int(match[1])), symbol, parts)
 
+    def answer(self, problem: Problem, text: str) -> str | None:
+        """The result that a parsed response ends with."""
+        match = RESPONSE.fullmatch(text)
+        return match[7] if match else None
+
+    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
+        return first == second
+
     def strategies(self, problem: Problem) -> list[Plan]:
         """The demonstrated plans, at least 12, by rank: kind by kind, and the larger operand's first in each."""
         kinds = zip(*map(_plans_by_kind, sorted(_operands(problem), reverse=True)), strict=True)

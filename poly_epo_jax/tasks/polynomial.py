@@ -73,6 +73,13 @@ class PolynomialTask:
         match = POINT.fullmatch(text)
         return (int(match[1]), int(match[2])) if match else None
 
+    def answer(self, problem: Problem, text: str) -> str | None:
+        """The point as it is written, which is canonical."""
+        return text if POINT.fullmatch(text) else None
+
+    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
+        return first == second
+
     def strategies(self, problem: Problem) -> list[tuple[int, int]]:
         """The demonstrated points by rank: x = 0, 1, -1, 2, -2, ..."""
         return [(x, _value(problem, x)) for x in map(_x_of_rank, range(2 * self.max_x + 1))]

@@ -1,0 +1,52 @@
+"""The paper's benchmarks by name, and any file or data set by its own; a synthetic task is its own benchmark."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from poly_epo_jax.tasks import TASKS, MathTask
+from poly_epo_jax.types import Problem, Task
+
+BENCHMARKS: dict[str, dict[str, Any]] = {
+    "beyond_aime": {"train": "ByteDance-Seed/BeyondAIME:test"},
+    "aime_2025": {"train": "MathArena/aime_2025", "id_column": "problem_idx"},
+    "aime_2026": {"train": "MathArena/aime_2026", "id_column": "problem_idx"},
+    "hmmt_feb_2025": {"train": "MathArena/hmmt_feb_2025", "id_column": "problem_idx"},
+    "hmmt_nov_2025": {"train": "MathArena/hmmt_nov_2025", "id_column": "problem_idx"},
+    "minerva": {"train": "math-ai/minervamath:test", "problem_column": "question"},
+    "math_500": {"train": "HuggingFaceH4/MATH-500:test", "id_column": "unique_id"},
+    "gsm8k": {"train": "openai/gsm8k:main:test", "problem_column": "question", "answer_marker": "####"},
+}
+"""MathTask's options for each name: where the Hugging Face hub has it, and what its columns are called."""
+
+
+@dataclasses.dataclass
+class Benchmark:
+    """What to call it, the task that grades it, and its problems."""
+
+    label: str
+    task: Task
+    problems: Sequence[Problem]
+
+
+def open_benchmark(name: str, config: ConfigDict) -> Benchmark:
+    """The benchmark that `name` means.
+
+    Args:
+      name: a key of BENCHMARKS; a synthetic task, which is evaluated on its held-out problems; or what `data.read_rows`
+        reads, such as a .jsonl file with columns `problem` and `answer`. `label=name` gives it another label.
+      config: its `task` section holds the options of the task, and the template of mathematical prompts.
+
+    Raises:
+      ValueError, OSError: it cannot be read.
+    """
+    label, _, source = name.rpartition("=") if "=" in name else ("", "", name)
+    options = config.task.options.to_dict()
+    if source in TASKS and source != "math":
+        task = TASKS[source](**(options if source == config.task.name else {}))
+        return Benchmark(label or source, task, task.held_out_problems)
+    shared = {key: value for key, value in options.items() if key in ("template", "num_workers")}
+    task = MathTask(**(BENCHMARKS.get(source, {"train": source}) | shared))
+    return Benchmark(label or source.split("/")[-1].split(":")[0].split(".")[0], task, task.train_problems)

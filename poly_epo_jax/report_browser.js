@@ -1,0 +1,114 @@
+// Shows the samples of report_samples.py: a collection's problems, filtered; a problem's generations by cluster.
+
+const DEGENERATE = report.degenerate;
+const control = Object.fromEntries(
+  ["model", "part", "filter", "search", "left-out", "count", "problems", "problem"].map((id) => [id, document.getElementById(id)]));
+const FILTERS = {
+  all: () => true,
+  solved: (problem) => problem.correct > 0,
+  unsolved: (problem) => problem.correct === 0,
+  mixed: (problem) => problem.correct > 0 && problem.correct < problem.size,
+};
+let chosen = null; // the problem's id: it stays when the model changes
+
+const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+const signed = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(3)}`;
+
+function options(select, values) {
+  const before = select.value;
+  select.replaceChildren(...values.map((value) => Object.assign(make("option", "", value), { value })));
+  if (values.includes(before)) select.value = before;
+}
+
+const collection = () =>
+  report.collections.find((one) => one.model === control.model.value && one.part === control.part.value);
+
+function contains(problem, text) {
+  const texts = [problem.id, problem.prompt, ...problem.samples.map((sample) => sample.response)];
+  return texts.some((one) => one.toLowerCase().includes(text));
+}
+
+function chooseModel() {
+  options(control.part, report.collections.filter((one) => one.model === control.model.value).map((one) => one.part));
+  chooseCollection();
+}
+
+function chooseCollection() {
+  const { problems, all_problems, all_samples, file } = collection();
+  const shown = problems.reduce((sum, problem) => sum + problem.samples.length, 0);
+  control["left-out"].textContent =
+    `Here are ${plural(problems.length, "problem")} of ${all_problems.toLocaleString("en")} and ` +
+    `${plural(shown, "sample")} of ${all_samples.toLocaleString("en")}: the first ${report.bounds.problems} problems, the first ` +
+    `${report.bounds.samples} samples of each, and ` +
+    `${report.bounds.characters.toLocaleString("en")} characters of a longer text. All of it is in ${file}`;
+  listProblems();
+}
+
+function listProblems() {
+  const text = control.search.value.trim().toLowerCase();
+  const all = collection().problems;
+  const found = all.filter((problem) => FILTERS[control.filter.value](problem) && (!text || contains(problem, text)));
+  control.count.textContent = `${found.length} of ${plural(all.length, "problem")}`;
+  control.problems.replaceChildren(...found.map((problem) => {
+    const about = make("span", "muted", `${problem.correct} of ${problem.size} right`);
+    const button = make("button", "", make("span", "text", problem.id), about);
+    button.type = "button";
+    button.dataset.problem = problem.id;
+    button.addEventListener("click", () => {
+      chosen = problem.id;
+      showProblem(problem);
+    });
+    return make("li", "", button);
+  }));
+  showProblem(found.find((problem) => problem.id === chosen) ?? found[0]);
+}
+
+function showProblem(problem) {
+  for (const button of control.problems.querySelectorAll("button"))
+    button.setAttribute("aria-current", String(button.dataset.problem === problem?.id));
+  if (!problem) {
+    control.problem.replaceChildren(make("p", "muted", "No problem fits."));
+    return;
+  }
+  const strategies = problem.clusters.filter(({ id }) => id !== null && id !== DEGENERATE).length;
+  const clustering = problem.clusters.some(({ id }) => id === null) ? "not clustered" : plural(strategies, "cluster");
+  control.problem.replaceChildren(
+    make("h3", "", make("span", "text", problem.id)),
+    make("p", "muted", `${problem.correct} of ${problem.size} right, ${clustering}`),
+    make("pre", "prompt", problem.prompt),
+    problem.gold ? make("p", "", "Answer: ", make("span", "text", problem.gold)) : "",
+    ...[...problem.clusters]
+      .sort((a, b) => (a.id === DEGENERATE) - (b.id === DEGENERATE))
+      .map((cluster) => showCluster(cluster, problem.samples.filter((sample) => sample.cluster === cluster.id))));
+}
+
+function showCluster({ id, size, correct }, samples) {
+  const name = id === null ? "Not clustered" : id === DEGENERATE ? "Degenerate" : `Cluster ${id}`;
+  const shown = samples.length === size ? "" : `, ${samples.length || "none"} shown`;
+  const about = make("span", "muted", ` ${plural(size, "generation")}, ${correct} right${shown}`);
+  return make("section", "cluster", make("h4", "", name, about), ...samples.map(showSample));
+}
+
+function showSample(sample) {
+  const about = [`generation ${sample.number}`];
+  if (sample.advantage !== null) about.unshift(`advantage ${signed(sample.advantage)}`);
+  if (sample.answer !== undefined) about.push(`answer ${sample.answer}`);
+  if (sample.tokens !== undefined) about.push(plural(sample.tokens, "token"));
+  if (sample.cut) about.push("cut off");
+  const reward = make("span", sample.reward === 1 ? "right" : "wrong", `reward ${Number(sample.reward.toPrecision(3))}`);
+  const opening = sample.response.trimStart().slice(0, 90).replaceAll("\n", " ");
+  const summary = make("summary", "", reward, make("span", "muted text", ` · ${about.join(" · ")} `),
+    make("span", "opening text", opening));
+  const rationale = sample.rationale ? make("p", "rationale", "Judge: ", make("span", "text", sample.rationale)) : null;
+  return make("details", "sample", summary, rationale, make("pre", "", sample.response));
+}
+
+if (report.collections.length) {
+  document.getElementById("browser").hidden = false;
+  options(control.model, [...new Set(report.collections.map((one) => one.model))]);
+  control.model.addEventListener("change", chooseModel);
+  control.part.addEventListener("change", chooseCollection);
+  control.filter.addEventListener("change", listProblems);
+  control.search.addEventListener("input", listProblems);
+  chooseModel();
+}

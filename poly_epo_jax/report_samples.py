@@ -1,0 +1,219 @@
+"""The generations that a report shows: few, shortened, and read row by row, since a file may hold millions of tokens.
+
+A collection is what the page's browser chooses between: one model on one benchmark, or one step of a run. It is a
+dict, ready for JSON once `bound` has been there: {"model", "part", "file", "all_problems", "all_samples", "problems":
+[{"id", "prompt", "gold", "size", "correct", "clusters": [{"id", "size", "correct"}], "samples": [...]}]}. Sizes count
+all of a problem's samples, shown or not.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from poly_epo_jax.tracking import SAMPLES
+
+Row = dict[str, Any]
+Collection = dict[str, Any]
+_SHARED = {"problem": str, "prompt": str, "response": str, "reward": int | float, "cluster": int | None}
+_OF_RUN = _SHARED | {"step": int, "generation": int, "advantage": int | float | None}
+_OF_EVALUATION = _SHARED | {"sample": int, "token_ids": list}
+# What would not be seen, or would turn the text around it, is written as in Python's strings.
+_CONTROLS = [*range(32), *range(127, 160), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_VISIBLE = {code: ascii(chr(code))[1:-1] for code in _CONTROLS if chr(code) not in "\n\t"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The most that is shown: problems of a collection, samples of a problem, characters of a text."""
+
+    problems: int = 20
+    samples: int = 16
+    characters: int = 4000
+
+
+WIDEST = Bounds()
+_TIGHTER = (
+    WIDEST,
+    Bounds(20, 16, 2000),
+    Bounds(20, 8, 1500),
+    Bounds(10, 8, 1000),
+    Bounds(10, 4, 500),
+    Bounds(3, 2, 200),
+)
+
+
+def run_collections(label: str, folder: Path) -> list[Collection]:
+    """What a run generated at the first and at the last step that was logged; none if none was.
+
+    Raises:
+      ValueError: a row is damaged.
+    """
+    first: _Shown | None = None
+    last: _Shown | None = None
+    step = None
+    for row in _rows(folder / SAMPLES, _OF_RUN):
+        if row["step"] != step:
+            step = row["step"]
+            first, last = first or last, _Shown()
+        if last is not None:
+            last.add(row, row["generation"])
+    at_steps = [shown for shown in (first, last) if shown is not None]
+    return [shown.collection(label, f"step {shown.step}", folder / SAMPLES) for shown in at_steps]
+
+
+def evaluation_collection(
+    model: str, benchmark: str, folder: Path, problems: Sequence[str], tree_problem: str | None, tree_size: int
+) -> tuple[Collection | None, dict[int, tuple[np.ndarray, bool]]]:
+    """A model's samples of a benchmark's first problems, None if they are not there.
+
+    Args:
+      problems: all of the benchmark's, in its order.
+      tree_problem: the problem for the rollout tree, if this model is in it.
+
+    Returns:
+      Collection, and the token ids and correctness of `tree_problem`'s first `tree_size` samples, by sample.
+
+    Raises:
+      ValueError: a row is damaged.
+    """
+    shown = _Shown({problem: None for problem in problems[: WIDEST.problems]})
+    rollouts: dict[int, tuple[np.ndarray, bool]] = {}
+    found = False
+    for row in _rows(folder / SAMPLES, _OF_EVALUATION):
+        found = True
+        if row["problem"] == tree_problem and row["sample"] < tree_size:
+            rollouts[row["sample"]] = np.array(row["token_ids"], np.int64), row["reward"] == 1
+        shown.add(row, row["sample"])
+    collection = shown.collection(model, benchmark, folder / SAMPLES) if found else None
+    return collection, dict(sorted(rollouts.items()))
+
+
+def bound(collections: Sequence[Collection], max_bytes: int) -> tuple[list[Collection], Bounds]:
+    """As much of the collections as fits into so many bytes of JSON, with the bounds that make it fit."""
+    bounds = WIDEST
+    for bounds in _TIGHTER:
+        bounded = [_cut(collection, bounds) for collection in collections]
+        if len(json.dumps(bounded, ensure_ascii=False).encode(errors="replace")) <= max_bytes:
+            return bounded, bounds
+    return [_cut({**collection, "problems": []}, bounds) for collection in collections], bounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Excerpt:
+    """Both ends of a text, enough of them for any bounds, and its whole length. A short text is all in `head`."""
+
+    head: str
+    tail: str
+    length: int
+
+    @classmethod
+    def of(cls, text: str) -> "Excerpt":
+        whole = len(text) <= WIDEST.characters
+        ends = (text, "") if whole else (text[: WIDEST.characters], text[-WIDEST.characters :])
+        return cls(ends[0].translate(_VISIBLE), ends[1].translate(_VISIBLE), len(text))
+
+    def within(self, characters: int) -> str:
+        """At most so many characters, besides a note in the middle that says how many were left out."""
+        if self.length <= characters:
+            return self.head
+        end = characters // 3
+        note = f"[… {self.length - characters:,} characters left out …]"
+        return f"{self.head[: characters - end]}\n{note}\n{(self.tail or self.head)[-end:]}"
+
+
+class _Shown:
+    """Collects a step's or benchmark's problems: those given, or the first that come."""
+
+    def __init__(self, problems: Mapping[str, None] | None = None) -> None:
+        self._open = problems is None
+        self._problems: dict[str, Row] = {problem: {} for problem in problems or ()}
+        self._seen: set[str] = set()
+        self._num_samples = 0
+        self.step: int | None = None
+
+    def add(self, row: Row, number: int) -> None:
+        self.step = row.get("step")
+        self._num_samples += 1
+        self._seen.add(row["problem"])
+        if self._open and len(self._problems) < WIDEST.problems:
+            self._problems.setdefault(row["problem"], {})
+        problem = self._problems.get(row["problem"])
+        if problem is None:
+            return
+        if not problem:
+            gold = row.get("gold")
+            texts = {"id": row["problem"], "prompt": row["prompt"], "gold": None if gold is None else str(gold)}
+            problem |= {**_excerpts(texts), "size": 0, "correct": 0, "clusters": {}, "samples": []}
+        correct = int(row["reward"] == 1)
+        problem["size"] += 1
+        problem["correct"] += correct
+        cluster = problem["clusters"].setdefault(row["cluster"], {"id": row["cluster"], "size": 0, "correct": 0})
+        cluster["size"] += 1
+        cluster["correct"] += correct
+        if number < WIDEST.samples:
+            problem["samples"].append(_sample(row, number))
+
+    def collection(self, model: str, part: str, file: Path) -> Collection:
+        problems = [problem for problem in self._problems.values() if problem]
+        for problem in problems:
+            problem["clusters"] = sorted(problem["clusters"].values(), key=lambda cluster: -cluster["size"])
+            problem["samples"].sort(key=lambda sample: sample["number"])
+        return {
+            "model": model,
+            "part": part,
+            "file": str(file),
+            "all_problems": len(self._seen),
+            "all_samples": self._num_samples,
+            "problems": problems,
+        }
+
+
+def _sample(row: Row, number: int) -> Row:
+    texts = {"response": row["response"], "rationale": row.get("rationale"), "answer": row.get("answer_text")}
+    others = {"reward": row["reward"], "advantage": row.get("advantage"), "cluster": row["cluster"]}
+    length = {"tokens": len(row["token_ids"])} if "token_ids" in row else {}
+    cut = {"cut": True} if row.get("finish_reason") == "length" else {}
+    return {"number": number, **others, **length, **cut, **_excerpts(texts)}
+
+
+def _excerpts(texts: Mapping[str, Any]) -> dict[str, Excerpt]:
+    return {name: Excerpt.of(str(text)) for name, text in texts.items() if text is not None}
+
+
+def _cut(item: Any, bounds: Bounds) -> Any:
+    """The same with every excerpt shortened, and lists of problems and samples too."""
+    if isinstance(item, Excerpt):
+        return item.within(bounds.characters)
+    if isinstance(item, list):
+        return [_cut(entry, bounds) for entry in item]
+    if not isinstance(item, dict):
+        return item
+    kept = {key: _cut(value, bounds) for key, value in item.items()}
+    if "problems" in kept:
+        kept["problems"] = kept["problems"][: bounds.problems]
+    if "samples" in kept:
+        kept["samples"] = [sample for sample in kept["samples"] if sample["number"] < bounds.samples]
+    return kept
+
+
+def _rows(path: Path, columns: Mapping[str, Any]) -> Iterator[Row]:
+    """The complete rows of a samples.jsonl, none if it does not exist; a last line without its end is not complete."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            row: Row = {}
+            try:
+                row = json.loads(line)
+                whole = all(isinstance(row[name], kind) for name, kind in columns.items())
+            except (ValueError, KeyError, TypeError, RecursionError):
+                whole = False
+            if not whole:
+                raise ValueError(f"{path}, line {number}, is not a sample: mend or delete that line.")
+            yield row
