@@ -113,8 +113,7 @@ def test_a_stop_token_ends_a_generation(groups):
 
 
 def test_generations_of_a_prompt_differ(groups):
-    for of_prompt in token_ids(groups):
-        assert len({tuple(ids) for ids in of_prompt}) > 2  # two that stop at once may agree
+    # Those that stop at once may agree.
     long = [tuple(ids) for of_prompt in token_ids(groups) for ids in of_prompt if len(ids) > 5]
     assert len(set(long)) == len(long) > 10
 

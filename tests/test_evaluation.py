@@ -102,7 +102,7 @@ def test_rows_say_all_of_a_sample(tmp_path: Path):
         assert len(set(votes.values())) == len({text.replace("c", "b") for text in votes})
 
 
-def write(folder: Path, rows: list[tuple[str, str, int | None]]) -> Path:
+def write(folder: Path, rows: Sequence[tuple[str, str, int | None]]) -> Path:
     """Samples of (problem, letter, cluster)."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / SAMPLES).open("w") as file:
@@ -173,7 +173,7 @@ def test_benchmarks_by_name_task_and_file(tmp_path: Path):
     mine = open_benchmark(f"other={file}", polaris.get_config())
     assert mine.label == "other"
     assert "1+1?" in mine.problems[0].prompt
-    with pytest.raises(FileNotFoundError, match="There is no missing.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"There is no missing\.jsonl"):
         open_benchmark("missing.jsonl", config)
     assert {"beyond_aime", "aime_2025", "aime_2026", "hmmt_feb_2025", "hmmt_nov_2025", "minerva"} <= BENCHMARKS.keys()
 
