@@ -118,12 +118,12 @@ def pass_at_k(evaluations: Evaluations, looks: Looks) -> Figure | None:
 
 
 def majority(evaluations: Evaluations, looks: Looks) -> Figure | None:
-    """How often the majority of k samples is right over its share of the votes, k growing along the line."""
+    """Accuracy of the majority of k samples over its share of the votes; lines begin on the right, at k = 1."""
 
     def draw(axes: Axes, results: Results, look: Mapping[str, Any]) -> None:
         points = votes(results)
         axes.plot([p.share.mean for p in points], [p.accuracy.mean for p in points], **figures.MARKED, **look)
-        for point in points[:1] + points[1:][-1:]:
+        for point in points[-1:]:
             place = (point.share.mean, point.accuracy.mean)
             text = f"k = {point.k}"
             note = axes.annotate(text, place, (0, 6), textcoords="offset points", ha="center", fontsize=8)
