@@ -123,7 +123,7 @@ def majority(evaluations: Evaluations, looks: Looks) -> Figure | None:
     def draw(axes: Axes, results: Results, look: Mapping[str, Any]) -> None:
         points = votes(results)
         axes.plot([p.share.mean for p in points], [p.accuracy.mean for p in points], **figures.MARKED, **look)
-        for point in points[-1:]:
+        for point in points[-1:] if not axes.texts else ():  # the other lines end at the same k
             place = (point.share.mean, point.accuracy.mean)
             text = f"k = {point.k}"
             note = axes.annotate(text, place, (0, 6), textcoords="offset points", ha="center", fontsize=8)
