@@ -29,7 +29,7 @@ from poly_epo_jax.benchmarks import Benchmark, open_benchmark
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.command_line import CONFIG, parse_flags
 from poly_epo_jax.config import ConfigError
-from poly_epo_jax.evaluation import RESULTS, draw_samples, results
+from poly_epo_jax.evaluation import RESULTS, draw_samples, open_folder, results
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
 from poly_epo_jax.policy import Policy, find_model, open_policy
@@ -56,9 +56,10 @@ SHOWN = {
 
 @dataclasses.dataclass
 class Model:
-    """A model to evaluate: behind `url`, or `params` of a policy to sample from here."""
+    """A model to evaluate: behind `url`, or `params` of a policy to sample from here; and which weights these are."""
 
     policy: Policy
+    weights: str
     url: str = ""
     params: Params | None = None
 
@@ -97,13 +98,16 @@ def run(config: ConfigDict) -> None:
         judge = JUDGES[config.judge.name](benchmark.task, config.judge) if JUDGED.value else Unjudged()
         for label, model in models.items():
             folder = Path(OUTPUT.value) / benchmark.label / label
+            about = {"benchmark": name, "model": model.weights, "samples": SAMPLES.value}
+            about |= {"sampling": dataclasses.asdict(sampling), "judge": config.judge.name if JUDGED.value else None}
+            open_folder(folder, about)
             rollouts = _open_rollouts(model, benchmark.problems, config, mesh)
             try:
                 asyncio.run(_draw(folder, model, rollouts, benchmark, judge, sampling))
             finally:
                 rollouts.close()
-            about = {"benchmark": benchmark.label, "model": label, "sampling": dataclasses.asdict(sampling)}
-            found = about | results(folder)
+            labels = {"benchmark": benchmark.label, "model": label, "sampling": about["sampling"]}
+            found = labels | results(folder)
             (folder / RESULTS).write_text(json.dumps(found, indent=1) + "\n")
             table.add_row(benchmark.label, label, *(_cell(found["metrics"].get(metric)) for metric in shown))
     Console().print(table)
@@ -146,16 +150,17 @@ def _open_model(name: str, config: ConfigDict, mesh: Mesh) -> tuple[str, Model]:
             raise ServerError(
                 f"{url} does not say what it serves ({describe(error)}); start an SGLang server."
             ) from error
-        return label, Model(open_policy(find_model(info["tokenizer_path"]), config.model), url=url)
+        policy = open_policy(find_model(info["tokenizer_path"]), config.model)
+        return label, Model(policy, f"{info['model_path']} {info['weight_version']}", url=url)
     if not (Path(source) / "checkpoints").is_dir():
         policy = open_policy(find_model(source), config.model)
-        return label, Model(policy, params=policy.load_params(mesh))
+        return label, Model(policy, source, params=policy.load_params(mesh))
     policy, checkpoints = open_policy(Path(source) / "policy", config.model), Checkpoints(Path(source) / "checkpoints")
     if checkpoints.latest_step is None:
         raise FileNotFoundError(f"{source} has no checkpoint yet; let the run train until its first.")
     abstract = nnx.to_pure_dict(nnx.split(policy.model)[1])
     params = checkpoints.restore_params(checkpoints.latest_step, abstract, param_shardings(policy.model, mesh))
-    return label, Model(policy, params=params)
+    return label, Model(policy, f"{source} step {checkpoints.latest_step}", params=params)
 
 
 def _open_rollouts(model: Model, problems: Sequence[Problem], config: ConfigDict, mesh: Mesh) -> Rollouts:

@@ -2,6 +2,7 @@
 
 A folder EVALUATION/<benchmark>/<model>/ holds
 
+    about.json       which model, benchmark, sampling and judge the samples are from
     samples.jsonl    one row per sample: {"problem", "prompt", "gold", "sample", "response", "token_ids",
                      "finish_reason", "reward", "answer", "answer_text", "cluster", "rationale"}; equal numbers in
                      "answer" are one vote, -1 is no answer; cluster is null where there is no clustering
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from poly_epo_jax.config import changed_keys
 from poly_epo_jax.grading import grade_groups
 from poly_epo_jax.metrics.answer_entropy import answer_entropy
 from poly_epo_jax.metrics.bootstrap import bootstrap_interval
@@ -27,8 +29,25 @@ from poly_epo_jax.metrics.pass_at_k import pass_at_k
 from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
 from poly_epo_jax.types import Clustering, GradedGroup, Judge, Problem, Rollouts, Sampling, Task, Voting
 
-SAMPLES, RESULTS = "samples.jsonl", "results.json"
+SAMPLES, RESULTS, ABOUT = "samples.jsonl", "results.json", "about.json"
 Row = dict[str, Any]
+
+
+def open_folder(folder: Path, about: dict[str, Any]) -> None:
+    """Makes the folder, or makes sure that what is in it is of the same model, benchmark, sampling and judge.
+
+    Raises:
+      ValueError: it is of another.
+    """
+    file = folder / ABOUT
+    if file.exists():
+        changed = changed_keys(json.loads(file.read_text()), about)
+        if changed:
+            raise ValueError(
+                f"{folder} holds samples with another {', '.join(changed)}; choose another --output, or delete it."
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(about, indent=1) + "\n")
 
 
 async def draw_samples(
@@ -41,7 +60,7 @@ async def draw_samples(
     sampling: Sampling,
     progress: Callable[[int], None],
 ) -> None:
-    """Completes samples.jsonl: what an earlier call, however it ended, has left there is not drawn again.
+    """Completes the samples of an opened folder: what an earlier call, however it ended, has left is not drawn again.
 
     Args:
       progress: told how many problems are complete.
@@ -49,7 +68,6 @@ async def draw_samples(
     Raises:
       ValueError: the file is damaged.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / SAMPLES
     order = {problem.id: place for place, problem in enumerate(problems)}
     complete = _drop_incomplete(path, set(order), num_samples)

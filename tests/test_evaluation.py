@@ -16,7 +16,7 @@ from fakes import LETTERS, TINY, ByLetter, LetterJudge, group, tiny_params
 
 from configs import polaris, polynomial
 from poly_epo_jax.benchmarks import BENCHMARKS, open_benchmark
-from poly_epo_jax.evaluation import SAMPLES, draw_samples, read_samples, results
+from poly_epo_jax.evaluation import SAMPLES, draw_samples, open_folder, read_samples, results
 from poly_epo_jax.model import hf
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.tokenizer import build_character_tokenizer
@@ -64,6 +64,7 @@ class SeededLetters:
 
 def draw(folder: Path, rollouts: SeededLetters, problems: Sequence[Problem] = PROBLEMS) -> list[int]:
     told = []
+    open_folder(folder, {"sampling": {"seed": 7}})
     task, judge = VotedLetters(), LetterJudge()
     asyncio.run(draw_samples(folder, rollouts, task, judge, problems, 4, Sampling(2, seed=7), told.append))
     return told
@@ -84,6 +85,12 @@ def test_samples_are_kept_as_they_come_and_not_drawn_again(tmp_path: Path):
     assert len(rollouts.asked) == 6
     assert path.read_bytes() == (tmp_path / "whole" / SAMPLES).read_bytes()
     assert draw(tmp_path / "broken", SeededLetters(groups_before_death=0)) == [9]  # nothing is asked for
+
+
+def test_samples_of_different_kinds_are_not_mixed(tmp_path: Path):
+    draw(tmp_path, SeededLetters())
+    with pytest.raises(ValueError, match=r"holds samples with another model, sampling\.seed; choose another --output"):
+        open_folder(tmp_path, {"sampling": {"seed": 8}, "model": "another"})
 
 
 def test_rows_say_all_of_a_sample(tmp_path: Path):
