@@ -18,7 +18,6 @@ from pathlib import Path
 
 import httpx
 from absl import app, flags, logging
-from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from rich.console import Console
@@ -26,17 +25,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from poly_epo_jax.benchmarks import Benchmark, open_benchmark
-from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.command_line import CONFIG, parse_flags
 from poly_epo_jax.config import ConfigError
 from poly_epo_jax.evaluation import RESULTS, draw_samples, open_folder, results
 from poly_epo_jax.judges import JUDGES
-from poly_epo_jax.model.sharding import make_mesh, param_shardings
+from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy
 from poly_epo_jax.rollouts import served_limits
 from poly_epo_jax.rollouts.embedded import EmbeddedRollouts
 from poly_epo_jax.rollouts.sglang import SGLangRollouts
 from poly_epo_jax.servers import ServerError, describe
+from poly_epo_jax.trained_policy import open_trained_policy
 from poly_epo_jax.types import Group, Judge, JudgeFailure, Params, Problem, Rollouts, Sampling, Served
 
 MODELS = flags.DEFINE_list("models", [], "Run folders, Hugging Face folders or names, server URLs; label= names one.")
@@ -155,12 +154,8 @@ def _open_model(name: str, config: ConfigDict, mesh: Mesh) -> tuple[str, Model]:
     if not (Path(source) / "checkpoints").is_dir():
         policy = open_policy(find_model(source), config.model)
         return label, Model(policy, source, params=policy.load_params(mesh))
-    policy, checkpoints = open_policy(Path(source) / "policy", config.model), Checkpoints(Path(source) / "checkpoints")
-    if checkpoints.latest_step is None:
-        raise FileNotFoundError(f"{source} has no checkpoint yet; let the run train until its first.")
-    abstract = nnx.to_pure_dict(nnx.split(policy.model)[1])
-    params = checkpoints.restore_params(checkpoints.latest_step, abstract, param_shardings(policy.model, mesh))
-    return label, Model(policy, f"{source} step {checkpoints.latest_step}", params=params)
+    policy, params, step = open_trained_policy(Path(source), config.model, mesh)
+    return label, Model(policy, f"{source} step {step}", params=params)
 
 
 def _open_rollouts(model: Model, problems: Sequence[Problem], config: ConfigDict, mesh: Mesh) -> Rollouts:

@@ -5,13 +5,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flax import nnx
 from ml_collections import ConfigDict
 
-from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.model import hf
-from poly_epo_jax.model.sharding import make_mesh, param_shardings
-from poly_epo_jax.policy import open_policy
+from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.trained_policy import open_trained_policy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,15 +36,8 @@ def export(run: Path, folder: Path, step: int | None = None, dtype: str = "bfloa
       FileNotFoundError: the run has no such checkpoint.
       FileExistsError: `folder` is there already.
     """
-    if not (run / "checkpoints").is_dir():
-        raise FileNotFoundError(f"{run} has no checkpoints; give the run folder of a training run.")
-    checkpoints = Checkpoints(run / "checkpoints")
-    step = checkpoints.latest_step if step is None else step
-    if step is None or step not in checkpoints.steps:
-        raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {checkpoints.steps}.")
-    policy = open_policy(run / "policy", ConfigDict({"dtype": "float32", "stop_tokens": ()}))
-    abstract = nnx.to_pure_dict(nnx.split(policy.model)[1])
-    params = checkpoints.restore_params(step, abstract, param_shardings(policy.model, make_mesh(1, 1, 1)))
+    section = ConfigDict({"dtype": "float32", "stop_tokens": ()})
+    policy, params, _ = open_trained_policy(run, section, make_mesh(1, 1, 1), step)
     hf.save_pretrained(folder, params, policy.config, dtype=dtype, eos_token_id=policy.stop_ids)
     policy.tokenizer.save_pretrained(folder)
 

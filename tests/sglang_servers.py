@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -78,6 +78,20 @@ class SGLangServer:
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
+
+
+@contextlib.contextmanager
+def running(servers: list[SGLangServer]) -> Iterator[list[SGLangServer]]:
+    """Starts them side by side, and ends them whatever happens."""
+    try:
+        for server in servers:
+            server.launch()
+        for server in servers:
+            server.wait()
+        yield servers
+    finally:
+        for server in servers:
+            server.kill()
 
 
 class Router(SGLangServer):

@@ -91,6 +91,21 @@ def test_when_every_server_is_given_up_the_reason_is_told():
         asyncio.run(main())
 
 
+def test_a_revival_that_breaks_is_told_and_not_waited_for():
+    async def main() -> None:
+        async def breaks(url: str) -> None:
+            raise KeyError("weight_version")
+
+        fleet = Fleet(URLS[:1], 100, breaks)
+        async with fleet.lease(4, 1) as server:
+            fleet.lost(server, "it died")
+        async with asyncio.timeout(5), fleet.lease(4, 1):
+            pass
+
+    with pytest.raises(ServerError, match="weight_version"):
+        asyncio.run(main())
+
+
 def rollouts_with(
     handler: Callable[[httpx.Request], httpx.Response], tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> SGLangRollouts:

@@ -14,7 +14,7 @@ FLOORS = (
     {"set_rl", "model", "metrics", "batching", "data", "command_line"},
     {"rollouts", "judges", "tasks", "checkpoint", "tracking", "update"}
     | {"grading", "algorithm", "policy", "tokenizer", "figures", "evaluation_figures"},
-    {"base_policy", "heldout", "experience", "records", "train", "benchmarks", "evaluation"}
+    {"base_policy", "heldout", "experience", "records", "train", "benchmarks", "evaluation", "trained_policy"}
     | {"report_data", "report_samples", "report_charts", "report_page"},
     {"main", "report", "export", "frontier", "evaluate", "bench"},
 )

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from fakes import TINY, TINY_ALPHABET, collect, tiny_params, tiny_problems, trainer_logprobs
-from sglang_servers import Router, SGLangServer, require_sglang
+from sglang_servers import Router, SGLangServer, require_sglang, running
 
 from poly_epo_jax.model import hf
 from poly_epo_jax.rollouts import weight_sync
@@ -42,15 +42,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def servers(model: Path) -> Iterator[list[SGLangServer]]:
     started = [SGLangServer(model, model.with_name(f"server-{i}.log"), *FLAGS) for i in range(2)]
-    try:
-        for server in started:
-            server.launch()
-        for server in started:
-            server.wait()
+    with running(started):
         yield started
-    finally:
-        for server in started:
-            server.kill()
 
 
 @pytest.fixture(params=["disk", "tensor"])

@@ -11,7 +11,7 @@ from typing import Any
 import flax.nnx as nnx
 import httpx
 import pytest
-from sglang_servers import ROOT, SGLangServer, free_port, require_sglang
+from sglang_servers import ROOT, SGLangServer, free_port, require_sglang, running
 from transformers import AutoTokenizer
 
 from configs import polynomial
@@ -66,15 +66,8 @@ def servers(embedded, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list
     model, folder = base_policy_folder(config), tmp_path_factory.mktemp("servers")
     flags = ("--max-total-tokens", "32768", "--max-running-requests", "128", "--context-length", "64")
     started = [SGLangServer(model, folder / f"server-{i}.log", *flags) for i in range(2)]
-    try:
-        for server in started:
-            server.launch()
-        for server in started:
-            server.wait()
+    with running(started):
         yield started
-    finally:
-        for server in started:
-            server.kill()
 
 
 def served(servers: list[SGLangServer], **settings: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class Server:
     rows: int = 0  # generations
     tokens: int = 0  # prompts and the longest that their generations may become
     is_up: bool = True
-    failure: ServerError | None = None  # why it was given up
+    failure: Exception | None = None  # why it was given up
 
 
 class Fleet:
@@ -25,7 +25,7 @@ class Fleet:
 
     Args:
       max_rows: generations that one server is given at once; the rest waits here, for whichever is free first.
-      revive: waits until a lost server can be asked again; raises ServerError to give it up.
+      revive: waits until a lost server can be asked again; raises to give it up.
     """
 
     def __init__(self, urls: Sequence[str], max_rows: int, revive: Callable[[str], Awaitable[None]]):
@@ -47,7 +47,7 @@ class Fleet:
             server = self._next(rows)
             if server is None:
                 failures = [one.failure for one in self._servers if one.failure is not None]
-                raise ServerError(f"No server is left to generate. {failures[-1]}")
+                raise ServerError(f"No server is left to generate. {failures[-1]}") from failures[-1]
             server.rows += rows
             server.tokens += tokens
         try:
@@ -85,7 +85,7 @@ class Fleet:
             await self._revive(server.url)
             server.is_up = True
             print(f"The server {server.url} is back.", file=sys.stderr)
-        except ServerError as failure:
+        except Exception as failure:  # whatever it is, who waits for this server has to hear of it
             server.failure = failure
         async with self._changed:
             self._changed.notify_all()

@@ -96,11 +96,7 @@ class SGLangRollouts:
 
     async def _adopt_weights(self) -> None:
         """Takes the weights that the servers have for those to generate from."""
-        found = {}
-        async with open_client(self.wait_seconds) as client:
-            for url in self.weight_urls:
-                await self._wait(url)
-                found[url] = (await client.get(f"{url}/model_info")).raise_for_status().json()["weight_version"]
+        found = {url: await self._weight_version(url) for url in self.weight_urls}
         if len(set(found.values())) > 1:
             raise ServerError(f"The servers serve different weights, {found}; evaluate one at a time.")
         self._adopted = next(iter(found.values()))
@@ -235,12 +231,20 @@ class SGLangRollouts:
         workers = [url] if url in self.weight_urls else self.weight_urls
         if url not in workers:
             await wait_until_healthy(f"{url}/health", self.wait_seconds, f"SGLang router {url}")
-        async with open_client(self.wait_seconds) as client:
-            for worker in workers:
-                await self._wait(worker)
-                info = (await client.get(f"{worker}/model_info")).raise_for_status().json()
-                if info["weight_version"] != self._name:
-                    await self._send_weights([worker])
+        for worker in workers:
+            if await self._weight_version(worker) != self._name:
+                await self._send_weights([worker])
+
+    async def _weight_version(self, url: str) -> str:
+        """What a server calls its weights, once it answers; it may yet die between two questions."""
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            await self._wait(url)
+            try:
+                async with open_client(self.timeout_seconds) as client:
+                    return (await client.get(f"{url}/model_info")).raise_for_status().json()["weight_version"]
+            except httpx.HTTPError:
+                await asyncio.sleep(backoff_seconds(attempt))
+        raise ServerError(f"{url} died {MAX_ATTEMPTS} times just after it had answered; see its log.")
 
     async def _wait(self, url: str) -> None:
         # Not /health, which generates a token: a server that was left paused would never answer it.

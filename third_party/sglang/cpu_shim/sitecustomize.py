@@ -9,13 +9,13 @@ import sys
 
 
 class _DeclareOperators(importlib.abc.MetaPathFinder):
-    library = None
+    declared = None
 
     def find_spec(self, name, path=None, target=None):
-        if name == "torchvision" and _DeclareOperators.library is None:
+        if name == "torchvision" and _DeclareOperators.declared is None:
             import torch
 
-            library = _DeclareOperators.library = torch.library.Library("torchvision", "DEF")
+            library = _DeclareOperators.declared = torch.library.Library("torchvision", "DEF")
             library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         return None  # whatever the module, the finders after this one find it
