@@ -31,6 +31,7 @@ from poly_epo_jax.update import PolicyUpdate
 OPTIMIZER = {
     "schedule": "cosine",
     "final_fraction": 0.05,
+    "first_moment_dtype": "float32",
     "b1": 0.9,
     "b2": 0.98,
     "eps": 1e-8,
@@ -75,13 +76,17 @@ def base_policy_folder(config: ConfigDict) -> Path:
     return Path(config.base.cache_dir) / f"{config.task.name}-{digest}"
 
 
-def _make(config: ConfigDict, task: DemonstratedTask, mesh: Mesh, folder: Path) -> None:
+def base_shape(config: ConfigDict, task: Task) -> Qwen3Config:
+    """The shape that `config.base` describes, with a token for each character of the task.
+
+    Raises:
+      ValueError: the task has no demonstrations.
+    """
+    if not isinstance(task, DemonstratedTask):
+        raise ValueError(f"Task {config.task.name} has no demonstrations to fit a base policy to; set model.path.")
     base = config.base
-    tokenizer = build_character_tokenizer(task.alphabet)
-    eos = tokenizer.convert_tokens_to_ids("<eos>")
-    assert isinstance(eos, int)
-    shape = Qwen3Config(
-        vocab_size=len(tokenizer),
+    return Qwen3Config(
+        vocab_size=len(build_character_tokenizer(task.alphabet)),
         hidden_size=base.hidden_size,
         mlp_size=base.mlp_size,
         num_layers=base.num_layers,
@@ -93,6 +98,14 @@ def _make(config: ConfigDict, task: DemonstratedTask, mesh: Mesh, folder: Path) 
         remat="none",
         scan_unroll=base.num_layers,
     )
+
+
+def _make(config: ConfigDict, task: DemonstratedTask, mesh: Mesh, folder: Path) -> None:
+    base = config.base
+    tokenizer = build_character_tokenizer(task.alphabet)
+    eos = tokenizer.convert_tokens_to_ids("<eos>")
+    assert isinstance(eos, int)
+    shape = base_shape(config, task)
     check_mesh(config, mesh.shape, dataclasses.asdict(shape))
     model = nnx.eval_shape(lambda: Qwen3(shape, nnx.Rngs(base.seed)))
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(base.seed)))[1]))()

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,9 +20,7 @@ class TrainingSequence:
     weight: float  # of each response token in J, see set_rl.token_weights
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class PackedBatch:
+class PackedBatch(NamedTuple):
     """Rows of packed sequences, all arrays [rows, length]. Position t holds what concerns the prediction of t + 1.
 
     `segment_ids` counts a row's sequences from 1, 0 is padding. `weights` is positive where `targets` is a response
@@ -69,25 +68,27 @@ def pack(sequences: Sequence[TrainingSequence], row_tokens: int, rows_per_microb
     return [_fill(rows[i : i + rows_per_microbatch], row_tokens, rows_per_microbatch) for i in starts]
 
 
+def empty_batch(num_rows: int, row_tokens: int) -> PackedBatch:
+    """Padding only."""
+    ids = (np.zeros((num_rows, row_tokens), np.int32) for _ in range(4))
+    values = (np.zeros((num_rows, row_tokens), np.float32) for _ in range(5))
+    return PackedBatch(*ids, *values, on_policy=np.array(True))
+
+
 def _fill(rows: list[list[TrainingSequence]], row_tokens: int, num_rows: int) -> PackedBatch:
-    shape = num_rows, row_tokens
-    tokens, positions, segment_ids, targets = (np.zeros(shape, np.int32) for _ in range(4))
-    weights, advantages, sampler_logprobs = (np.zeros(shape, np.float32) for _ in range(3))
+    batch = empty_batch(num_rows, row_tokens)
     for r, row in enumerate(rows):
         start = 0
         for segment, sequence in enumerate(row, start=1):
             ids = np.concatenate([sequence.prompt_ids, sequence.response_ids])
             end = start + len(ids)
-            tokens[r, start:end] = ids
-            positions[r, start:end] = np.arange(len(ids))
-            segment_ids[r, start:end] = segment
-            targets[r, start : end - 1] = ids[1:]
+            batch.tokens[r, start:end] = ids
+            batch.positions[r, start:end] = np.arange(len(ids))
+            batch.segment_ids[r, start:end] = segment
+            batch.targets[r, start : end - 1] = ids[1:]
             response = slice(end - 1 - len(sequence.response_ids), end - 1)
-            weights[r, response] = sequence.weight
-            advantages[r, response] = sequence.advantage
-            sampler_logprobs[r, response] = sequence.sampler_logprobs
+            batch.weights[r, response] = sequence.weight
+            batch.advantages[r, response] = sequence.advantage
+            batch.sampler_logprobs[r, response] = sequence.sampler_logprobs
             start = end
-    empty = np.zeros(shape, np.float32)
-    return PackedBatch(
-        tokens, positions, segment_ids, targets, weights, advantages, sampler_logprobs, empty, empty, np.array(True)
-    )
+    return batch

@@ -1,53 +1,183 @@
-"""Seconds per stage of a training step, and of work that overlaps."""
+"""When the stages of training steps were under way: spans on one clock, which may overlap."""
 
+import dataclasses
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from poly_epo_jax.types import Metrics
 
-
-class StageClock:
-    """Started when made; each `with clock.stage(name)` adds to that stage."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._seconds: Metrics = {}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def total(self) -> float:
-        """Seconds since the clock was made, whichever stage took them."""
-        return time.perf_counter() - self._start
-
-    def seconds(self) -> Metrics:
-        return {f"seconds/{name}": seconds for name, seconds in self._seconds.items()} | {"seconds/step": self.total()}
+MERGED_GAP = 0.005  # of a step: what lies closer together is one span of its row
+Interval = tuple[float, float]
+"""Start and end, in seconds."""
 
 
 class BusyTime:
-    """How long at least one of several overlapping pieces of work was under way."""
+    """When at least one of several overlapping pieces of work was under way."""
 
     def __init__(self) -> None:
         self._running = 0
         self._since = 0.0
-        self._past = 0.0
+        self._past: list[Interval] = []
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        if not self._running:
-            self._since = time.perf_counter()
-        self._running += 1
+        self._begin()
+        token = _work.set(self)
         try:
             yield
         finally:
-            self._running -= 1
-            if not self._running:
-                self._past += time.perf_counter() - self._since
+            _work.reset(token)
+            self._end()
+
+    def intervals(self) -> list[Interval]:
+        """In order and apart, as `time.perf_counter` told them; what is under way now ends now."""
+        return [*self._past, (self._since, time.perf_counter())] if self._running else list(self._past)
 
     def seconds(self) -> float:
         """So far, what is under way now included."""
-        return self._past + (time.perf_counter() - self._since if self._running else 0.0)
+        return sum((end - start for start, end in self.intervals()), 0.0)
+
+    def _begin(self) -> None:
+        if not self._running:
+            self._since = time.perf_counter()
+        self._running += 1
+
+    def _end(self) -> None:
+        self._running -= 1
+        if not self._running:
+            self._past.append((self._since, time.perf_counter()))
+
+
+_work: ContextVar[BusyTime | None] = ContextVar("_work", default=None)
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """The piece of work that this happens in stands still meanwhile: the time is another's, which is waited for."""
+    work = _work.get()
+    if work is not None:
+        work._end()
+    try:
+        yield
+    finally:
+        if work is not None:
+            work._begin()
+
+
+class StageClock:
+    """The stages of one step, of which several may be under way at once."""
+
+    def __init__(self) -> None:
+        self._stages: dict[str, BusyTime] = {}
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Each `with` adds to the stage."""
+        return self.busy(name).work()
+
+    def busy(self, name: str) -> BusyTime:
+        return self._stages.setdefault(name, BusyTime())
+
+    def stages(self) -> dict[str, BusyTime]:
+        return dict(self._stages)
+
+    def seconds(self) -> Metrics:
+        return {f"seconds/{name}": busy.seconds() for name, busy in self._stages.items()}
+
+
+class Span(NamedTuple):
+    """A stage under way from `start` to `end`, in seconds, for the batch of `step`."""
+
+    stage: str
+    start: float
+    end: float
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """All that was under way during one step, for whichever step's batch.
+
+    `start` is in seconds since training began; the spans count from there, and end within `seconds`.
+    """
+
+    start: float
+    seconds: float
+    spans: list[Span]
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> "Window":
+        """What `row` has written.
+
+        Raises:
+          ValueError, KeyError, TypeError: it has not.
+        """
+        spans = [Span(str(stage), float(start), float(end), int(step)) for stage, start, end, step in row["spans"]]
+        return cls(float(row["start"]), max(float(row["seconds"]), 1e-4), spans)
+
+    def critical_seconds(self) -> Metrics:
+        """For each stage the seconds in which nothing else was under way, of which speeding it up saves its part."""
+        alone = alone_intervals(self.spans)
+        return {f"critical/{stage}": sum((end - start for start, end in of), 0.0) for stage, of in alone.items()}
+
+    def row(self) -> dict[str, Any]:
+        """Ready for JSON, to a tenth of a millisecond; spans that nearly touch are one, which bounds their number."""
+        merged = merge(self.spans, MERGED_GAP * self.seconds)
+        spans = [[one.stage, round(one.start, 4), round(one.end, 4), one.step] for one in merged]
+        return {"start": round(self.start, 4), "seconds": round(self.seconds, 4), "spans": spans}
+
+
+class Timeline:
+    """The clocks of all steps, cut into one window after the other without a gap. Starts when made."""
+
+    def __init__(self) -> None:
+        self._start = self._cut = time.perf_counter()
+        self._clocks: dict[int, StageClock] = {}
+
+    def clock(self, step: int) -> StageClock:
+        """That of a step, made when it is first asked for."""
+        return self._clocks.setdefault(step, StageClock())
+
+    def cut(self, step: int) -> Window:
+        """What was under way since the last cut. Steps before `step` are over, and forgotten afterwards."""
+        start, end = self._cut, time.perf_counter()
+        spans = [
+            Span(stage, max(begun, start) - start, min(ended, end) - start, of_step)
+            for of_step, clock in self._clocks.items()
+            for stage, busy in clock.stages().items()
+            for begun, ended in busy.intervals()
+            if ended > start
+        ]
+        self._cut = end
+        self._clocks = {of_step: clock for of_step, clock in self._clocks.items() if of_step >= step}
+        return Window(start - self._start, end - start, sorted(spans, key=lambda one: (one.start, one.end)))
+
+
+def merge(spans: Iterable[Span], gap: float) -> list[Span]:
+    """Joins spans of one stage and step that lie no further apart than `gap` seconds; in order of their starts."""
+    merged: dict[tuple[str, int], list[Span]] = {}
+    for span in sorted(spans, key=lambda one: one.start):
+        of_stage = merged.setdefault((span.stage, span.step), [])
+        if of_stage and span.start - of_stage[-1].end <= gap:
+            of_stage[-1] = of_stage[-1]._replace(end=max(span.end, of_stage[-1].end))
+        else:
+            of_stage.append(span)
+    return sorted((span for of_stage in merged.values() for span in of_stage), key=lambda one: one.start)
+
+
+def alone_intervals(spans: Iterable[Span]) -> dict[str, list[Interval]]:
+    """For each stage when it was the only one under way."""
+    spans = list(spans)
+    changes = [(one.start, 1, one.stage) for one in spans] + [(one.end, -1, one.stage) for one in spans]
+    alone: dict[str, list[Interval]] = {one.stage: [] for one in spans}
+    running: Counter[str] = Counter()
+    for (now, change, stage), (then, *_) in pairwise(sorted(changes)):
+        running[stage] += change
+        under_way = [name for name, count in running.items() if count > 0]
+        if len(under_way) == 1 and then > now:
+            alone[under_way[0]].append((now, then))
+    return alone

@@ -7,6 +7,7 @@ from typing import Any
 
 from grain import DatasetIterator
 
+from poly_epo_jax.clock import Timeline
 from poly_epo_jax.grading import grade_groups
 from poly_epo_jax.types import GradedGroup, Judge, Metrics, Problem, Rollouts, Sampling, Task
 
@@ -28,6 +29,7 @@ class Experience:
       last_step: no batch is made for a later one.
       staleness: 0: a batch is begun when it is asked for, on the newest weights. 1: the next one is begun as soon as
         one is handed out, on the weights of then, which training will have left by one step when it uses it.
+      timeline: told when each batch is generated, graded and judged.
     """
 
     def __init__(
@@ -40,10 +42,11 @@ class Experience:
         sampling: Callable[[int], Sampling],
         last_step: int,
         staleness: int,
+        timeline: Timeline,
     ):
         self._rollouts, self._task, self._judge, self._batches = rollouts, task, judge, batches
         self._num_generations, self._sampling = num_generations, sampling
-        self._last_step, self._staleness = last_step, staleness
+        self._last_step, self._staleness, self._timeline = last_step, staleness, timeline
         self._ahead: asyncio.Task[Batch] | None = None
 
     async def batch(self, step: int) -> Batch:
@@ -64,7 +67,8 @@ class Experience:
 
         async def make() -> Batch:
             groups = self._rollouts.generate(problems, self._num_generations, self._sampling(step))
-            graded, timing = await grade_groups(groups, problems, self._task, self._judge)
+            clock = self._timeline.clock(step)
+            graded, timing = await grade_groups(groups, problems, self._task, self._judge, clock=clock)
             return Batch(graded, timing, data_state)
 
         return asyncio.create_task(make())

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from poly_epo_jax.clock import BusyTime
+from poly_epo_jax.clock import StageClock
 from poly_epo_jax.types import Clustering, GradedGroup, Group, Judge, JudgeFailure, Metrics, Problem, Task
 
 
@@ -22,39 +22,41 @@ async def grade_groups(
     task: Task,
     judge: Judge,
     then: Callable[[GradedGroup], Awaitable[None]] | None = None,
+    clock: StageClock | None = None,
 ) -> tuple[list[GradedGroup], Metrics]:
     """Grades and judges each group as soon as it is complete, and hands it to `then`, if given.
 
+    Args:
+      clock: remembers when anything was generated, graded or judged.
+
     Returns:
-      The graded groups in the order of `problems`; and timing: seconds during which anything was graded or judged, and
-      `judge/hidden`, the share of the judge's seconds that passed while other groups were still generated.
+      The graded groups in the order of `problems`; and timing: the seconds of these three stages, and `judge/hidden`,
+      the share of the judge's seconds that passed while other groups were still generated.
     """
-    grading, judging = BusyTime(), BusyTime()
+    clock = clock or StageClock()
     running = []
     try:
-        async for group in groups:
-            running.append(asyncio.create_task(_grade(group, task, judge, grading, judging, then)))
-        hidden = judging.seconds()
+        with clock.stage("generate"):
+            async for group in groups:
+                running.append(asyncio.create_task(_grade(group, task, judge, clock, then)))
+        hidden = clock.busy("judge").seconds()
         graded = await asyncio.gather(*running)
     finally:
         for one in running:
             one.cancel()
     order = {problem.id: position for position, problem in enumerate(problems)}
     graded = sorted(graded, key=lambda one: order[one.group.problem.id])
-    timing = {"seconds/grade": grading.seconds(), "seconds/judge": judging.seconds()}
-    return graded, timing | {"judge/hidden": hidden / max(timing["seconds/judge"], 1e-9)}
+    return graded, clock.seconds() | {"judge/hidden": hidden / max(clock.busy("judge").seconds(), 1e-9)}
 
 
-async def _grade(
-    group: Group, task: Task, judge: Judge, grading: BusyTime, judging: BusyTime, then: Any
-) -> GradedGroup:
+async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then: Any) -> GradedGroup:
     async def score() -> np.ndarray:
-        with grading.work():
+        with clock.stage("grade"):
             rewards = await asyncio.to_thread(lambda: [task.reward(group.problem, y.text) for y in group.generations])
         return np.array(rewards, np.float32)
 
     async def cluster():
-        with judging.work():
+        with clock.stage("judge"):
             return await judge.cluster(group)
 
     rewards, clustering = await asyncio.gather(score(), cluster())

@@ -11,44 +11,23 @@ import jax
 from absl import app, logging
 from ml_collections import ConfigDict
 
-from poly_epo_jax.algorithm import ADVANTAGES, make_loss
+from poly_epo_jax.algorithm import make_loss
 from poly_epo_jax.base_policy import base_policy
 from poly_epo_jax.checkpoint import Checkpoints
+from poly_epo_jax.choices import CHOICES, make_task
 from poly_epo_jax.command_line import CONFIG, parse_flags
 from poly_epo_jax.config import ConfigError, changed_keys, check_config, check_mesh
 from poly_epo_jax.data import Cleaned, drop_long_prompts, problem_batches
 from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.judges import JUDGES
-from poly_epo_jax.model.attention import IMPLEMENTATIONS
-from poly_epo_jax.model.qwen3 import REMAT_POLICIES
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy
-from poly_epo_jax.rollouts import ROLLOUTS, WEIGHT_SYNCS
-from poly_epo_jax.set_rl import LOSSES, OBJECTIVES
-from poly_epo_jax.tasks import TASKS
+from poly_epo_jax.rollouts import ROLLOUTS
 from poly_epo_jax.tracking import Tracker
 from poly_epo_jax.train import Parts, train
 from poly_epo_jax.types import Problem, Task
-from poly_epo_jax.update import SCHEDULES, PolicyUpdate
+from poly_epo_jax.update import PolicyUpdate
 
-CHOICES = {
-    "task.name": TASKS,
-    "judge.name": JUDGES,
-    "rollouts.name": ROLLOUTS,
-    "rollouts.weight_sync": WEIGHT_SYNCS,
-    "rollouts.weights_dtype": ("float32", "bfloat16"),
-    "algo.old_logprobs": ("trainer", "sampler"),
-    "train.staleness": (0, 1),
-    "algo.advantages": ADVANTAGES,
-    "algo.objective": OBJECTIVES,
-    "algo.loss": LOSSES,
-    "algo.length_normalization": ("own", "max"),
-    "model.dtype": ("float32", "bfloat16"),
-    "model.param_dtype": ("float32", "bfloat16"),
-    "model.remat": REMAT_POLICIES,
-    "model.attention": ("auto", *IMPLEMENTATIONS),
-    "optimizer.schedule": SCHEDULES,
-}
 RESUME_MAY_CHANGE = (
     "workdir",
     "compilation_cache",
@@ -80,7 +59,7 @@ def run(config: ConfigDict) -> None:
     workdir = Path(config.workdir)
     _check_same_run(workdir, config)
     mesh = make_mesh(**config.mesh)
-    task = _make_task(config)
+    task = make_task(config)
     if config.eval.every and not task.held_out_problems:
         raise ConfigError(f"eval.every={config.eval.every}, but the task holds out no problems; set eval.every=0.")
     path = find_model(config.model.path) if config.model.path else base_policy(config, task, mesh)
@@ -124,14 +103,6 @@ def run(config: ConfigDict) -> None:
         finally:
             rollouts.close()
     print(f"Done: {workdir}. See it with: python -m poly_epo_jax.report {workdir}")
-
-
-def _make_task(config: ConfigDict) -> Task:
-    options = config.task.options.to_dict()
-    try:
-        return TASKS[config.task.name](**options)
-    except TypeError as error:
-        raise ConfigError(f"task.options={options} does not fit task {config.task.name}: {error}.") from None
 
 
 def _problems_that_fit(

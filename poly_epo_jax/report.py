@@ -4,7 +4,7 @@
 
 FOLDER is a run (it may still be training) or an evaluation; several are shown side by side. Written are report.html and
 each figure as PNG and PDF, by default to FOLDER/report, or for several folders to report/ beside the first:
-  of runs         training_dynamics, comparison, pass_at_k
+  of runs         training_dynamics, comparison, pass_at_k, timeline
   of evaluations  evaluation_pass_at_k, majority, branches, rollout_trees
 """
 
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from poly_epo_jax import evaluation_figures, figures
+from poly_epo_jax import evaluation_figures, figures, timeline_figures
 from poly_epo_jax.evaluation_figures import Tree, lay_out_tree
-from poly_epo_jax.report_charts import evaluation_sections, run_sections
+from poly_epo_jax.report_charts import evaluation_sections, run_sections, timeline_sections
 from poly_epo_jax.report_data import Evaluation, Evaluations, Run, labels, read_folders
 from poly_epo_jax.report_page import (
     evaluation_summaries,
@@ -66,11 +66,13 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     collections, bounds = bound([*of_evaluations, *collections], MAX_SAMPLE_BYTES)
 
     metrics = {label: run.metrics for label, run in runs.items()}
+    timelines = {label: run.timeline for label, run in runs.items()}
     results = {name: {model: one.results for model, one in of.items()} for name, of in evaluations.items()}
     tree_title = f"The first {TREE_ROLLOUTS} samples of {problem}, by their shared prefixes" if trees else ""
     all_labels = labels(runs, evaluations)
     output.mkdir(parents=True, exist_ok=True)
-    for name, figure in _draw(metrics, results, tree_title, trees, figures.styles(all_labels)).items():
+    drawn = _draw(metrics, results, tree_title, trees, figures.styles(all_labels))
+    for name, figure in (drawn | {"timeline": timeline_figures.timeline(timelines)}).items():
         if figure is not None:
             figures.save(figure, output, name)
 
@@ -82,7 +84,11 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
         "metrics": _final_metrics(runs),
     }
     data = {
-        "sections": evaluation_sections(results, tree_title, trees, all_labels) + run_sections(metrics, all_labels),
+        "sections": [
+            *evaluation_sections(results, tree_title, trees, all_labels),
+            *run_sections(metrics, all_labels),
+            *timeline_sections(timelines, all_labels),
+        ],
         "collections": collections,
         "bounds": vars(bounds),
         "degenerate": DEGENERATE_CLUSTER,

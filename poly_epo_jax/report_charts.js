@@ -53,18 +53,22 @@ function scale(from, to, [low, high], transform = (value) => value) {
   return (value) => from + (to - from) * (transform(value) - start) / length;
 }
 
+function xAxis(svg, x, ticks, label, left = INNER.left) {
+  draw(svg, "path", { class: "axis", d: `M${Math.min(left, x(ticks[0]))} ${INNER.bottom}H${INNER.right}` });
+  for (const tick of ticks) {
+    draw(svg, "path", { class: "axis", d: `M${x(tick)} ${INNER.bottom}v4` });
+    draw(svg, "text", { x: x(tick), y: INNER.bottom + 17, "text-anchor": "middle" }, shownTick(tick));
+  }
+  draw(svg, "text", { x: (left + INNER.right) / 2, y: HEIGHT - 6, "text-anchor": "middle" }, label);
+}
+
 function axes(svg, x, y, xTicks, yTicks, xLabel, yLabel = "") {
   draw(svg, "text", { x: 4, y: 14 }, yLabel);
   for (const tick of yTicks) {
     draw(svg, "path", { class: "grid", d: `M${INNER.left} ${y(tick)}H${INNER.right}` });
     draw(svg, "text", { x: INNER.left - 6, y: y(tick) + 4, "text-anchor": "end" }, shownTick(tick));
   }
-  draw(svg, "path", { class: "axis", d: `M${Math.min(INNER.left, x(xTicks[0]))} ${INNER.bottom}H${INNER.right}` });
-  for (const tick of xTicks) {
-    draw(svg, "path", { class: "axis", d: `M${x(tick)} ${INNER.bottom}v4` });
-    draw(svg, "text", { x: x(tick), y: INNER.bottom + 17, "text-anchor": "middle" }, shownTick(tick));
-  }
-  draw(svg, "text", { x: (INNER.left + INNER.right) / 2, y: HEIGHT - 6, "text-anchor": "middle" }, xLabel);
+  xAxis(svg, x, xTicks, xLabel);
 }
 
 // Draws the panel and returns its points in rows, [{x, y, label, text}]: one row per line.
@@ -112,6 +116,32 @@ function drawTree(svg, panel) {
   return [panel.leaves.map(([length, row, , , text]) => ({ x: x(length), y: y(row), label: panel.title, text }))];
 }
 
+function drawTimeline(svg, panel) {
+  const left = 86, height = (INNER.bottom - INNER.top) / panel.lanes.length, bar = Math.min(0.7 * height, 22);
+  const x = scale(left, INNER.right, [0, panel.seconds]);
+  const y = (lane) => INNER.top + (lane + 0.5) * height;
+  panel.lanes.forEach((stage, lane) => {
+    draw(svg, "path", { class: "grid", d: `M${left} ${y(lane)}H${INNER.right}` });
+    draw(svg, "text", { x: left - 6, y: y(lane) + 4, "text-anchor": "end" }, stage);
+  });
+  panel.steps.forEach(([step, start], place) => {
+    const width = x(panel.steps[place + 1]?.[1] ?? panel.seconds) - x(start);
+    if (place) draw(svg, "path", { class: "cut", d: `M${x(start)} ${INNER.top - 8}V${INNER.bottom}` });
+    if (panel.steps.length > 1 && width > 30) draw(svg, "text", { x: x(start) + width / 2, y: 14, "text-anchor": "middle" }, step);
+  });
+  const group = draw(svg, "g", { class: look(panel.look) });
+  const rows = panel.lanes.map(() => []);
+  for (const [start, end, lane, odd, alone, text] of panel.bars) {
+    const place = { y: y(lane) - bar / 2, height: bar };
+    const across = (from, to) => ({ x: x(from), width: Math.max(0.75, x(to) - x(from)), ...place });
+    draw(group, "rect", { class: `bar ${odd ? "odd" : ""}`, ...across(start, end) });
+    for (const part of alone) draw(group, "rect", { class: `bar alone ${odd ? "odd" : ""}`, ...across(...part) });
+    rows[lane].push({ x: x((start + end) / 2), left: x(start), right: x(end), y: y(lane), label: panel.lanes[lane], text });
+  }
+  xAxis(svg, x, linearTicks(0, panel.seconds, 5), "seconds", left);
+  return rows;
+}
+
 // Tells the nearest point's numbers; arrow keys go along a line (left, right) and to the next line (up, down).
 function inspect(figure, svg, rows) {
   const tip = make("div", "tip");
@@ -141,10 +171,12 @@ function inspect(figure, svg, rows) {
     const box = svg.getBoundingClientRect();
     const [x, y] = [(event.clientX - box.left) * WIDTH / box.width, (event.clientY - box.top) * WIDTH / box.width];
     let least = Infinity;
+    const within = (point) => Math.max(point.left ?? point.x, Math.min(x, point.right ?? point.x)); // a bar is wide
     rows.forEach((points, r) => points.forEach((point, p) => {
-      const distance = (point.x - x) ** 2 + (point.y - y) ** 2;
+      const distance = (within(point) - x) ** 2 + (point.y - y) ** 2;
       if (distance < least) [least, row, place] = [distance, r, p];
     }));
+    rows[row][place].x = within(rows[row][place]);
     show();
   }
   svg.addEventListener("pointermove", nearest);
@@ -162,11 +194,13 @@ function inspect(figure, svg, rows) {
   });
 }
 
+const DRAWN_BY = { lines: drawLines, tree: drawTree, timeline: drawTimeline };
+
 function drawPanel(panel) {
   const figure = make("figure", panel.kind, make("figcaption", "", panel.title));
   const name = `${panel.title}${panel.y?.label ? `: ${panel.y.label}` : ""}. Arrow keys tell its numbers.`;
   const svg = draw(figure, "svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: 0, role: "application", "aria-label": name });
-  inspect(figure, svg, panel.kind === "tree" ? drawTree(svg, panel) : drawLines(svg, panel));
+  inspect(figure, svg, DRAWN_BY[panel.kind](svg, panel));
   return figure;
 }
 

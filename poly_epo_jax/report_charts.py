@@ -1,10 +1,12 @@
 """The interactive figures of the page, as data for report_charts.js.
 
-A section is {"title", "note", "legend": [{"label", "look"}], "panels": [panel]}. A panel is a line chart or a tree:
+A section is {"title", "note", "legend": [{"label", "look"}], "panels": [panel]}. A panel is one of
     {"kind": "lines", "title", "x": {"label", "scale": "linear" or "log2"}, "y": {"label"},
      "series": [{"label", "look", "marked", "points": [[x, y, low, high, what hovering says]], "faint": [[x, y]]}]}
     {"kind": "tree", "title", "longest", "rows", "edges": [[start, end, row, parent row, generations]],
      "leaves": [[length, row, edge row, 1 if right, what hovering says]]}
+    {"kind": "timeline", "title", "look", "seconds", "lanes": [stage], "steps": [[step, start]],
+     "bars": [[start, end, lane, 1 if of every other step, the parts alone [[start, end]], what hovering says]]}
 Looks are places in the report's list of labels, the same as in `figures.styles`.
 """
 
@@ -13,10 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from poly_epo_jax import evaluation_figures, figures
+from poly_epo_jax import evaluation_figures, figures, timeline_figures
 from poly_epo_jax.evaluation_figures import Evaluations, Results, Tree
 
 MOST_POINTS = 300  # of a line; hovering finds no more on a screen
+HOW_BARS_LOOK = (
+    "Full colour: nothing else was under way; pale: something else was. Colour and grey take turns with the step whose "
+    "batch is worked on."
+)
 HELD_OUT = ("eval/reward", "eval/correct_clusters@8")
 Panel = dict[str, Any]
 Section = dict[str, Any]
@@ -44,6 +50,20 @@ def run_sections(runs: figures.Runs, labels: Sequence[str]) -> list[Section]:
         list(runs),
         labels,
     )
+
+
+def timeline_sections(runs: Mapping[str, timeline_figures.Windows], labels: Sequence[str]) -> list[Section]:
+    """What was under way when, a section per run that tells."""
+    return [
+        {
+            "title": "Timeline" if len(runs) == 1 else f"Timeline of {label}",
+            "note": f"{timeline_figures.sentence(windows)} {HOW_BARS_LOOK}",
+            "legend": [],
+            "panels": [_bars(one, labels.index(label)) for one in timeline_figures.excerpts(windows)],
+        }
+        for label, windows in runs.items()
+        if windows
+    ]
 
 
 def evaluation_sections(
@@ -174,6 +194,28 @@ def _tree(model: str, tree: Tree) -> Panel:
         "rows": len(tree.leaves),
         "edges": edges,
         "leaves": leaves,
+    }
+
+
+def _bars(excerpt: timeline_figures.Excerpt, look: int) -> Panel:
+    def said(bar: timeline_figures.Bar) -> str:
+        length, alone = bar.end - bar.start, sum((end - start for start, end in bar.alone), 0.0)
+        share = f"{length / excerpt.seconds:.1%} of {'the step' if len(excerpt.starts) == 1 else 'these steps'}"
+        return f"for step {bar.step}: {_number(length)} s, {share}; {_number(alone)} s of it alone"
+
+    lanes = excerpt.stages
+    bars = [
+        [bar.start, bar.end, lanes.index(bar.stage), int(excerpt.is_odd(bar)), bar.alone, said(bar)]
+        for bar in excerpt.bars
+    ]
+    return {
+        "kind": "timeline",
+        "title": excerpt.title.capitalize(),
+        "look": look,
+        "seconds": excerpt.seconds,
+        "lanes": lanes,
+        "steps": [list(one) for one in excerpt.starts.items()],
+        "bars": bars,
     }
 
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from poly_epo_jax.tracking import METRICS, TIMING, read_rows
+from poly_epo_jax.clock import Window
+from poly_epo_jax.tracking import METRICS, TIMELINE, TIMING, read_rows
 
 RESULTS = "results.json"
 Rows = list[dict[str, Any]]
@@ -20,11 +21,12 @@ _COUNTS = ("num_problems", "num_samples")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run's folder, and its rows of metrics.jsonl and timing.jsonl."""
+    """A run's folder, its rows of metrics.jsonl and timing.jsonl, and what was under way in each step, if it tells."""
 
     folder: Path
     metrics: Rows
     timing: Rows
+    timeline: dict[int, Window]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +77,19 @@ def _read_run(folder: Path) -> Run:
             f"{folder} holds no logged step ({METRICS} is missing or empty) and no evaluation "
             f"(BENCHMARK/MODEL/{RESULTS}): train or evaluate first."
         )
-    return Run(folder, rows, read_rows(folder / TIMING))
+    return Run(folder, rows, read_rows(folder / TIMING), _read_timeline(folder / TIMELINE))
+
+
+def _read_timeline(path: Path) -> dict[int, Window]:
+    windows = {}
+    for row in read_rows(path):
+        try:
+            windows[row["step"]] = Window.read(row)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} does not tell what was under way in step {row['step']}: mend or delete it."
+            ) from error
+    return windows
 
 
 def _read_evaluations(folders: Sequence[Path], models: Sequence[str]) -> Evaluations:

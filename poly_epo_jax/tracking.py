@@ -7,7 +7,12 @@ A run folder holds
     metrics.jsonl    one row per step, {"step": 12, "reward": 0.61, ...}: numbers that follow from config and seed
                      alone, so an interrupted and resumed run leaves the same bytes as one that never was
     timing.jsonl     one row per step, {"step": 12, "seconds/generate": 3.2, "tokens_per_second": 5100.0, ...}: what
-                     depends on the machine
+                     depends on the machine. seconds/STAGE: how long the stage of this step's batch was under way;
+                     critical/STAGE: how long it was the only one, in this step; sync/share: of the step, for weights
+    timeline.jsonl   one row per step, {"step": 3, "seconds": 4.1, "spans": [["generate", 0.0, 1.2, 3], ...], "start":
+                     12.5}: what was under way from the row before on, `start` seconds after training began (or went
+                     on), for `seconds`. A span is a stage, its start and end in that time, and the step whose batch it
+                     is for: the next one's, where that is generated ahead, or the last one's, which is checkpointed
     samples.jsonl    one row per logged generation: {"step", "problem", "prompt", "generation", "response", "reward",
                      "cluster", "rationale", "advantage"}; cluster and advantage are null where the prompt had no
                      clustering, rationale is what the judge gave as its reason, if it gives any
@@ -42,7 +47,7 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttr
 
 from poly_epo_jax.types import Metrics
 
-METRICS, TIMING, SAMPLES = "metrics.jsonl", "timing.jsonl", "samples.jsonl"
+METRICS, TIMING, TIMELINE, SAMPLES = "metrics.jsonl", "timing.jsonl", "timeline.jsonl", "samples.jsonl"
 
 _TRAINING_SHOWN = {
     "reward": "reward",
@@ -80,7 +85,7 @@ class Tracker:
       wandb_project: also log to this Weights & Biases project; empty: do not.
 
     Raises:
-      OSError: the run folder cannot be written, e.g. the disk is full; `log` and `log_samples` raise it too.
+      OSError: the run folder cannot be written, e.g. the disk is full; every `log...` raises it too.
       ValueError: a row of an earlier run is damaged.
       ImportError: `wandb_project` is given and wandb is not installed.
     """
@@ -93,7 +98,7 @@ class Tracker:
         with _explain_os_error(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             _replace(run_dir / "config.json", [config_json.encode()])
-            for name in (METRICS, TIMING, SAMPLES):
+            for name in (METRICS, TIMING, TIMELINE, SAMPLES):
                 rows = _lines_and_rows(run_dir / name)
                 _replace(run_dir / name, (line for line, row in rows if row["step"] <= resume_step))
             # Not SummaryWriter: it writes from a thread, which a full disk ends, and then its queue blocks the caller.
@@ -113,6 +118,10 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.log({**metrics, **timing}, step=step)
         self._display.show(step, metrics, timing)
+
+    def log_timeline(self, step: int, row: Mapping[str, Any]) -> None:
+        """Records what was under way during this step: a row of timeline.jsonl, less the step."""
+        self._append(TIMELINE, [{"step": step, **row}])
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Records generations of this step, one row each; the keys are those of samples.jsonl, less the step."""
@@ -245,7 +254,7 @@ class _Display:
         blocks = [
             _block("training", self._latest, _TRAINING_SHOWN),
             _block(f"held out{evaluated}", self._latest, _HELD_OUT_SHOWN),
-            _block("seconds", self._latest, stages | {"tokens_per_second": "tokens/s"}),
+            _block("seconds", self._latest, stages | {"sync/share": "sync share", "tokens_per_second": "tokens/s"}),
         ]
         return Group(self._progress, Columns(blocks, padding=(1, 2)))
 

@@ -16,7 +16,7 @@ from poly_epo_jax import set_rl
 from poly_epo_jax.algorithm import make_advantages
 from poly_epo_jax.batching import PackedBatch, TrainingSequence, pack
 from poly_epo_jax.checkpoint import Checkpoints
-from poly_epo_jax.clock import StageClock
+from poly_epo_jax.clock import StageClock, Timeline, Window
 from poly_epo_jax.experience import Batch, Experience
 from poly_epo_jax.grading import check_judge, cluster_ids, judged
 from poly_epo_jax.heldout import evaluate_held_out
@@ -63,7 +63,8 @@ async def train(config: ConfigDict, parts: Parts) -> None:
     """
     advantages_of = make_advantages(config.algo)
     preempted = _catch_sigterm()
-    experience = _experience(config, parts)
+    timeline = Timeline()
+    experience = _experience(config, parts, timeline)
     state, saved = parts.state, parts.step
     newest = parts.step, state, parts.batches.get_state()
     try:
@@ -73,13 +74,13 @@ async def train(config: ConfigDict, parts: Parts) -> None:
         if parts.step == 0 and config.eval.every:
             parts.tracker.log(0, await _evaluate(config, parts), {})
 
+        timeline.cut(parts.step)  # so that all this is in no step's time
         for step in range(parts.step + 1, config.train.num_steps + 1):
-            clock = StageClock()
+            clock = timeline.clock(step)
             is_last = step == config.train.num_steps
 
-            with clock.stage("generate"):
-                batch = await experience.batch(step)
-                check_judge(batch.graded, config.judge.max_failed_share)
+            batch = await experience.batch(step)  # which tells the timeline what it does when
+            check_judge(batch.graded, config.judge.max_failed_share)
 
             with clock.stage("advantages"):
                 kept = judged(batch.graded)
@@ -109,12 +110,15 @@ async def train(config: ConfigDict, parts: Parts) -> None:
                         metrics |= await _evaluate(config, parts)
             finally:
                 # A step's rows are on disk before a checkpoint counts it as done: a crash can repeat but not lose them.
-                parts.tracker.log(step, metrics, _timing(clock, batch))
+                window = timeline.cut(step)
+                parts.tracker.log(step, metrics, _timing(clock, window, batch))
+                parts.tracker.log_timeline(step, window.row())
                 if step % config.log.samples_every == 0 or is_last:
                     parts.tracker.log_samples(step, sample_rows(batch.graded, advantages))
 
             if step % config.checkpoint.every == 0:
-                parts.checkpoints.save(*newest)
+                with clock.stage("checkpoint"):
+                    parts.checkpoints.save(*newest)
                 saved = step
             if preempted() and not is_last:
                 print(f"SIGTERM: saving after step {step}; the same command resumes there.", file=sys.stderr)
@@ -126,7 +130,7 @@ async def train(config: ConfigDict, parts: Parts) -> None:
         parts.checkpoints.close()
 
 
-def _experience(config: ConfigDict, parts: Parts) -> Experience:
+def _experience(config: ConfigDict, parts: Parts, timeline: Timeline) -> Experience:
     return Experience(
         parts.rollouts,
         parts.task,
@@ -136,6 +140,7 @@ def _experience(config: ConfigDict, parts: Parts) -> Experience:
         partial(_sampling, config),
         last_step=config.train.num_steps,
         staleness=config.train.staleness,
+        timeline=timeline,
     )
 
 
@@ -179,9 +184,12 @@ def _pack_minibatches(
     return minibatches
 
 
-def _timing(clock: StageClock, batch: Batch) -> Metrics:
+def _timing(clock: StageClock, window: Window, batch: Batch) -> Metrics:
+    """Seconds of the step's own stages, and what its window holds, which may be work for another step's batch."""
     num_tokens = sum(len(y.token_ids) for one in batch.graded for y in one.group.generations)
-    return clock.seconds() | batch.timing | {"tokens_per_second": num_tokens / clock.total()}
+    timing = clock.seconds() | batch.timing | {"seconds/step": window.seconds}
+    shares = {"sync/share": timing["seconds/sync"] / window.seconds, "tokens_per_second": num_tokens / window.seconds}
+    return timing | window.critical_seconds() | shares
 
 
 def _counts(parts: Parts) -> Metrics:

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from poly_epo_jax.batching import PackedBatch
+from poly_epo_jax.batching import PackedBatch, empty_batch
 from poly_epo_jax.model.logprobs import token_logprobs
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import param_shardings, replicated, row_sharding
@@ -81,7 +81,14 @@ class PolicyUpdate:
         self.schedule = make_schedule(config, total_updates)
         self.optimizer = optax.chain(
             optax.clip_by_global_norm(config.max_grad_norm),
-            optax.adamw(self.schedule, config.b1, config.b2, config.eps, weight_decay=config.weight_decay),
+            optax.adamw(
+                self.schedule,
+                config.b1,
+                config.b2,
+                config.eps,
+                weight_decay=config.weight_decay,
+                mu_dtype=config.first_moment_dtype,
+            ),
         )
 
         model_def, state = nnx.split(model)
@@ -89,7 +96,7 @@ class PolicyUpdate:
         opt_state = optax.tree_map_params(
             self.optimizer,
             lambda _, sharding: sharding,
-            jax.eval_shape(self.optimizer.init, nnx.to_pure_dict(state)),
+            jax.eval_shape(self._first_state, nnx.to_pure_dict(state)).opt_state,
             weights,
             transform_non_params=lambda _: scalar,
         )
@@ -102,7 +109,8 @@ class PolicyUpdate:
             tokens, positions, segment_ids, targets = map(
                 jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids, batch.targets)
             )
-            return token_logprobs(policy(tokens, positions, segment_ids), policy.head, targets, temperature)
+            hidden = policy(tokens, positions, segment_ids)
+            return token_logprobs(hidden, policy.head, targets, jnp.asarray(batch.weights) > 0, temperature)
 
         def objective(params: Params, batch: PackedBatch) -> tuple[jax.Array, DeviceMetrics]:
             logprobs, entropy = forward(params, batch)
@@ -127,12 +135,16 @@ class PolicyUpdate:
                 metrics["reference_kl"] = jnp.sum(kl)
             if entropy_coef:
                 total -= entropy_coef * jnp.sum(batch.weights * entropy)
+            sums["padding"] = jnp.mean(batch.segment_ids == 0)
             metrics |= {"entropy": jnp.sum(jnp.where(is_response, entropy, 0.0)), "tokens": jnp.sum(is_response)}
             return total, metrics | sums | {"loss": total}
 
         def accumulate(params: Params, gradients: Params, batch: PackedBatch) -> tuple[Params, DeviceMetrics]:
-            new, metrics = jax.grad(objective, has_aux=True)(params, batch)
-            return jax.tree.map(jnp.add, gradients, new), metrics
+            # Each layer's gradient is added in place as the backward pass makes it: there is no second tree of them.
+            total, pullback, metrics = jax.vjp(lambda params: objective(params, batch), params, has_aux=True)
+            sums = jax.tree.map(jax.new_ref, gradients)
+            pullback.with_refs(sums)(jnp.ones_like(total))  # pyright: ignore[reportFunctionMemberAccess]
+            return jax.tree.map(jax.freeze, sums), metrics
 
         def apply(state: TrainState, gradients: Params) -> tuple[TrainState, DeviceMetrics]:
             updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
@@ -145,10 +157,29 @@ class PolicyUpdate:
             return TrainState(params, opt_state, state.updates + 1), metrics
 
         self._init = jax.jit(self._first_state, out_shardings=self.shardings)
-        self._zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), out_shardings=weights)
+        self._zeros = jax.jit(partial(jax.tree.map, _float32_zeros), out_shardings=weights)
         self._logprobs = jax.jit(lambda params, batch: forward(params, batch)[0], out_shardings=row_sharding(mesh))
         self._accumulate = jax.jit(accumulate, donate_argnums=1, out_shardings=(weights, scalar))
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(self.shardings, scalar))
+
+    def lower(self, num_rows: int, row_tokens: int) -> dict[str, jax.stages.Lowered]:
+        """The programs of microbatches [num_rows, row_tokens] and of the optimizer, to be compiled without weights.
+
+        `logprobs` makes old log-probabilities, `gradient` adds a microbatch's to the sum, `optimizer` takes the sum.
+        """
+
+        def abstract(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        state = jax.tree.map(abstract, self.abstract_state, self.shardings)
+        gradients = jax.tree.map(abstract, jax.eval_shape(self._zeros, state.params), self.shardings.params)
+        batch = self.place(empty_batch(num_rows, row_tokens))
+        with jax.set_mesh(self.mesh):
+            return {
+                "logprobs": self._logprobs.lower(state.params, batch),
+                "gradient": self._accumulate.lower(state.params, gradients, batch),
+                "optimizer": self._apply.lower(state, gradients),
+            }
 
     def init(self, params: Params) -> TrainState:
         """The state before the first update; it owns `params` from here on."""
@@ -156,7 +187,9 @@ class PolicyUpdate:
             return self._init(params)
 
     def _first_state(self, params: Params) -> TrainState:
-        return TrainState(params, self.optimizer.init(params), jnp.zeros((), jnp.int32))
+        # Moments are those of float32 gradients, whatever the weights' type.
+        opt_state = self.optimizer.init(jax.tree.map(_float32_zeros, params))
+        return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
 
     def with_old_logprobs(
         self, params: Params, minibatches: Sequence[Sequence[PackedBatch]], reference: Params | None = None
@@ -169,29 +202,29 @@ class PolicyUpdate:
         with jax.set_mesh(self.mesh):
             filled = []
             for index, minibatch in enumerate(minibatches):
-                batches = [self._place(batch) for batch in minibatch]
+                batches = [self.place(batch) for batch in minibatch]
                 if index:
-                    batches = [dataclasses.replace(batch, on_policy=jnp.array(False)) for batch in batches]
+                    batches = [batch._replace(on_policy=jnp.array(False)) for batch in batches]
                 if index and self.importance_cap is None:
-                    batches = [
-                        dataclasses.replace(batch, old_logprobs=self._logprobs(params, batch)) for batch in batches
-                    ]
+                    batches = [batch._replace(old_logprobs=self._logprobs(params, batch)) for batch in batches]
                 if self.kl_coef:
-                    batches = [
-                        dataclasses.replace(batch, reference_logprobs=self._logprobs(reference, batch))
-                        for batch in batches
-                    ]
+                    batches = [batch._replace(reference_logprobs=self._logprobs(reference, batch)) for batch in batches]
                 filled.append(batches)
             return filled
 
     def gradient(self, params: Params, minibatch: Sequence[PackedBatch]) -> tuple[Params, list[DeviceMetrics]]:
         """The loss's gradient over a minibatch, summed over its microbatches, and each one's sums of metrics."""
+        gradients, metrics = self.zero_gradients(params), []
         with jax.set_mesh(self.mesh):
-            gradients, metrics = self._zeros(params), []
             for batch in minibatch:
-                gradients, sums = self._accumulate(params, gradients, self._place(batch))
+                gradients, sums = self._accumulate(params, gradients, self.place(batch))
                 metrics.append(sums)
             return gradients, metrics
+
+    def zero_gradients(self, params: Params) -> Params:
+        """What gradients are added to: float32, laid out as the weights are."""
+        with jax.set_mesh(self.mesh):
+            return self._zeros(params)
 
     def __call__(self, state: TrainState, minibatches: Sequence[Sequence[PackedBatch]]) -> tuple[TrainState, Metrics]:
         """One optimizer update per minibatch, in order. `state` is consumed."""
@@ -205,9 +238,14 @@ class PolicyUpdate:
             applied.append(norms)
         return state, _summarize(*jax.device_get((sums, applied)))
 
-    def _place(self, batch: PackedBatch) -> PackedBatch:
+    def place(self, batch: PackedBatch) -> PackedBatch:
+        """The microbatch on the mesh."""
         rows, scalar = row_sharding(self.mesh), replicated(self.mesh)
         return jax.tree.map(lambda x: jax.device_put(x, rows if x.ndim else scalar), batch)
+
+
+def _float32_zeros(x: Any) -> jax.Array:
+    return jnp.zeros(x.shape, jnp.float32)
 
 
 def _mismatch(trained: Any, sampled: Any, measured: Any) -> DeviceMetrics:
@@ -232,11 +270,13 @@ def _summarize(sums: list[dict[str, Any]], applied: list[dict[str, Any]]) -> Met
     tokens, mismatch_tokens = total.pop("tokens"), max(total.pop("mismatch_tokens"), 1.0)
     mismatch, mismatch_kl, loss = total.pop("mismatch"), total.pop("mismatch_kl"), total.pop("loss")
     total.pop("mismatch_max")
+    padding = total.pop("padding") / len(sums)
     return (
         {f"policy/{name}": value / tokens for name, value in total.items()}
         | {f"policy/{name}": float(sum(float(m[name]) for m in applied)) / len(applied) for name in applied[0]}
         | {
             "policy/loss": loss / len(applied),
+            "packing/padding": padding,  # share of the update's tokens
             "mismatch/mean": mismatch / mismatch_tokens,
             "mismatch/max": max(float(metrics["mismatch_max"]) for metrics in sums),
             "mismatch/kl": mismatch_kl / mismatch_tokens,

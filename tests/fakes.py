@@ -69,12 +69,13 @@ def tiny_problems(count: int, max_length: int, seed: int = 0) -> list[Problem]:
 
 
 def collect(rollouts: Rollouts, problems: Sequence[Problem], num_generations: int, sampling: Sampling) -> list[Group]:
-    """All groups that the rollouts yield."""
+    """All groups that the rollouts yield, in the order of the problems."""
 
     async def wait() -> list[Group]:
         return [group async for group in rollouts.generate(problems, num_generations, sampling)]
 
-    return asyncio.run(wait())
+    order = {problem.id: place for place, problem in enumerate(problems)}
+    return sorted(asyncio.run(wait()), key=lambda group: order[group.problem.id])
 
 
 def random_sequences(
@@ -104,6 +105,7 @@ def optimizer_config(**changes: Any) -> ConfigDict:
             "warmup_updates": 0,
             "schedule": "constant",
             "final_fraction": 0.0,
+            "first_moment_dtype": "float32",
             "b1": 0.9,
             "b2": 0.999,
             "eps": 1e-8,

@@ -12,8 +12,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import default, polynomial
+from poly_epo_jax.choices import CHOICES
 from poly_epo_jax.config import ConfigError, changed_keys, check_config, check_mesh
-from poly_epo_jax.main import CHOICES
 
 FOLDER = Path(default.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))

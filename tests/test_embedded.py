@@ -10,10 +10,13 @@ import torch
 import transformers
 from fakes import TINY, TINY_ALPHABET, TINY_MODEL, collect, on_mesh, tiny_params, tiny_problems, trainer_logprobs
 from flax import nnx
+from test_token_sampling import reference_kept
 
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.rollouts.embedded import EmbeddedRollouts, _kept
+from poly_epo_jax.rollouts import slot_programs as programs
+from poly_epo_jax.rollouts.embedded import EmbeddedRollouts
+from poly_epo_jax.rollouts.slots import Slots, cache_sizes
 from poly_epo_jax.tokenizer import build_character_tokenizer
 from poly_epo_jax.types import Problem, Rollouts, Sampling
 
@@ -89,7 +92,7 @@ def test_log_probabilities_are_the_trainers(rollouts, temperature):
     np.testing.assert_allclose(sampler, trainer, rtol=0, atol=1e-4)
 
 
-def test_groups_come_whole_and_in_order(rollouts, groups):
+def test_groups_come_whole(rollouts, groups):
     assert isinstance(rollouts, Rollouts)
     assert [group.problem for group in groups] == PROBLEMS
     for group in groups:
@@ -119,7 +122,7 @@ def test_generations_of_a_prompt_differ(groups):
 
 
 def test_a_generation_depends_on_its_seed_alone(rollouts, groups):
-    few_at_once = make_rollouts(max_rows=12)  # three prompts; the last batch has one, and padding
+    few_at_once = make_rollouts(max_rows=10)  # a prompt's generations are not all decoded at once
     assert_same_generations(generate(few_at_once, PROBLEMS, 4), groups)
     assert_same_generations(generate(few_at_once, PROBLEMS[:3], 4), groups[:3])
     other_neighbours = [PROBLEMS[0], *tiny_problems(10, MAX_PROMPT, seed=1)[1:-1], PROBLEMS[-1]]
@@ -161,7 +164,9 @@ def assert_drawn_from(tokens, probabilities):
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 6)], ids=["all", "filtered"])
 def test_tokens_are_drawn_from_the_softmax(top_p, top_k):
     """The first token, and the second after the commonest first, of 4096 generations of one prompt."""
-    (group,) = generate(make_rollouts(), PROBLEMS[4:5], 4096, max_tokens=2, temperature=0.7, top_p=top_p, top_k=top_k)
+    (group,) = generate(
+        make_rollouts(max_rows=4096), PROBLEMS[4:5], 4096, max_tokens=2, temperature=0.7, top_p=top_p, top_k=top_k
+    )
     first = np.array([y.token_ids[0] for y in group.generations])
     common = np.bincount(np.where(np.isin(first, STOP_IDS), 0, first)).argmax()
     second = [y.token_ids[1] for y in group.generations if y.token_ids[0] == common]
@@ -173,47 +178,6 @@ def test_tokens_are_drawn_from_the_softmax(top_p, top_k):
         assert_drawn_from(tokens, np.where(kept, unfiltered, 0) / unfiltered[kept].sum())
         logprobs = [y.logprobs[len(before)] for y in group.generations if not before or y.token_ids[0] == common]
         np.testing.assert_allclose(logprobs, np.log(unfiltered[tokens]), rtol=0, atol=1e-4)  # not renormalised
-
-
-def reference_kept(probabilities, top_p, top_k):
-    """By sorting. Ties with the last token kept are kept too."""
-    ordered = np.sort(probabilities)[::-1]
-    kept = probabilities >= ordered[min(top_k or len(ordered), len(ordered)) - 1]
-    ordered = ordered[ordered >= probabilities[kept].min()]
-    reaches = ordered.cumsum() / ordered.sum() >= top_p
-    return kept & (probabilities >= (ordered[reaches.argmax()] if top_p < 1 else 0))
-
-
-FILTERS = [(0.1, 0), (0.5, 0), (0.9, 0), (0.99, 0), (0.999, 0), (1.0, 1), (1.0, 10), (1.0, 1000), (0.5, 1), (0.9, 10)]
-
-
-@pytest.mark.parametrize(("top_p", "top_k"), FILTERS)
-@pytest.mark.parametrize("spread", [0.1, 1.0, 5.0])
-@pytest.mark.parametrize("ties", [False, True])
-def test_filters_keep_what_sorting_keeps(top_p, top_k, spread, ties):
-    logits = np.random.default_rng(0).normal(scale=spread, size=(50, 300)).astype(np.float32)
-    if ties:
-        logits = np.round(logits * 4) / 4
-    probabilities = np.exp(logits.astype(np.float64))
-    expected = np.stack([reference_kept(row / row.sum(), top_p, top_k) for row in probabilities])
-    kept = jax.jit(_kept, static_argnums=(1, 2))(jnp.asarray(logits), top_p, top_k)
-    np.testing.assert_array_equal(kept, expected)
-    if top_k and not ties:
-        assert (expected.sum(axis=1) <= top_k).all()
-
-
-def test_filters_by_hand():
-    logits = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]]))
-
-    def kept(top_p, top_k):
-        return np.flatnonzero(_kept(logits, top_p, top_k)[0]).tolist()
-
-    assert kept(1.0, 0) == [0, 1, 2, 3]
-    assert kept(1.0, 2) == [1, 3]
-    assert kept(0.39, 0) == [1]
-    assert kept(0.41, 0) == [1, 3]
-    assert kept(0.91, 0) == [0, 1, 2, 3]
-    assert kept(0.75, 3) == [1, 3]  # 0.7 of the 0.9 that top-k leaves
 
 
 def test_new_weights_change_generations_and_their_version(rollouts, groups):
@@ -238,3 +202,88 @@ def test_a_prompt_that_is_too_long_is_refused(rollouts):
 def test_an_empty_prompt_is_refused(rollouts):
     with pytest.raises(ValueError, match="The prompt of problem blank is empty; leave the problem out"):
         generate(rollouts, [Problem("blank", "", "")], 4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_refilled_slots_equal_single_requests(temperature):
+    """Responses of very different lengths, many more than slots, in caches of every size: each as if it were alone."""
+    problems, sampling = tiny_problems(9, MAX_PROMPT, seed=3), {"max_tokens": 90, "temperature": temperature}
+    busy, alone = make_rollouts(max_rows=5), make_rollouts(max_rows=1)
+    found = generate(busy, problems, 4, **sampling)
+    assert_same_generations(found, [generate(alone, [problem], 4, **sampling)[0] for problem in problems])
+    lengths = {len(y.token_ids) for group in found for y in group.generations}
+    assert min(lengths) < 5 and max(lengths) > 40 and len(lengths) >= (9 if temperature else 4)
+
+
+def number_of_programs():
+    return programs.decode._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_run_compiles_once():
+    """Steps of one size share the decoding loop, whatever their prompts; so do instances."""
+    problems = tiny_problems(12, MAX_PROMPT, seed=4)
+    generate(make_rollouts(max_rows=8), problems[:4], 4)
+    compiled = number_of_programs()
+    for start in (2, 5, 8):
+        generate(make_rollouts(max_rows=8), problems[start : start + 4], 4, seed=start)
+    assert number_of_programs() == compiled
+
+
+def test_groups_come_as_they_complete_and_the_event_loop_is_free():
+    rollouts = make_rollouts(max_rows=4)
+    generate(rollouts, PROBLEMS, 4)  # compiles
+
+    async def watch() -> tuple[list[int], int]:
+        ticks, seen = 0, []
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        async for _ in rollouts.generate(PROBLEMS, 4, Sampling(MAX_TOKENS)):
+            seen.append(ticks)
+        ticking.cancel()
+        return seen, ticks
+
+    seen, ticks = asyncio.run(watch())
+    assert len(seen) == len(PROBLEMS) and len(set(seen)) > 3 and seen[0] > 0 and ticks > seen[0]
+
+
+def test_a_generation_that_is_broken_off_leaves_no_thread_and_no_trace(rollouts, groups):
+    busy: list[bool] = []
+    advance = Slots.advance
+
+    def watched(slots: Slots):
+        busy.append(True)
+        finished = advance(slots)
+        busy.pop()
+        return finished
+
+    async def first_of(problems) -> None:
+        iterator = rollouts.generate(problems, 4, Sampling(MAX_TOKENS))
+        async for _ in iterator:
+            break
+        await iterator.aclose()
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(first_of(PROBLEMS[:1]))
+        while not busy:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not busy  # what ran on the device has ended
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Slots, "advance", watched)
+        asyncio.run(first_of(PROBLEMS))
+        asyncio.run(cancelled())
+    assert_same_generations(generate(rollouts, PROBLEMS, 4), groups)
+
+
+@pytest.mark.parametrize(("length", "sizes"), [(24, [24]), (192, [24, 48, 96, 144, 192]), (66, [8, 16, 40, 56, 66])])
+def test_cache_sizes(length, sizes):
+    assert cache_sizes(length) == sizes

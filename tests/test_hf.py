@@ -12,13 +12,13 @@ import transformers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from poly_epo_jax.model import hf
+from poly_epo_jax.model import hf, hf_files
 from poly_epo_jax.model.hf import load_params, read_config, save_pretrained
 from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
 
 torch.set_num_threads(1)
-FLOAT32: dict[str, Any] = {"dtype": "float32", "attention": "xla"}
+FLOAT32: dict[str, Any] = {"dtype": "float32", "attention": "blockwise"}
 SMALL = Qwen3Config(
     vocab_size=40, hidden_size=16, mlp_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, **FLOAT32
 )
@@ -201,7 +201,7 @@ def test_a_crash_leaves_no_folder_and_the_next_save_succeeds(tmp_path, monkeypat
         raise OSError("disk full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(hf, "save_file", crash)
+        patched.setattr(hf_files, "save_file", crash)
         with pytest.raises(OSError, match="disk full"):
             save_pretrained(tmp_path / "model", params, SMALL)
     assert not (tmp_path / "model").exists()

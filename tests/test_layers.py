@@ -13,14 +13,17 @@ FLOORS = (
     {"types", "config", "clock", "servers"},
     {"set_rl", "model", "metrics", "batching", "data", "command_line"},
     {"rollouts", "judges", "tasks", "checkpoint", "tracking", "update"}
-    | {"grading", "algorithm", "policy", "tokenizer", "figures", "evaluation_figures"},
+    | {"grading", "algorithm", "policy", "tokenizer", "figures", "evaluation_figures", "timeline_figures"}
+    | {"ceilings"},
     {"base_policy", "heldout", "experience", "records", "train", "benchmarks", "evaluation", "trained_policy"}
+    | {"choices", "stages"}
     | {"report_data", "report_samples", "report_charts", "report_page"},
     {"main", "report", "export", "frontier", "evaluate", "bench"},
 )
 SIDEWAYS = {
     ("clock", "types"),
     ("evaluation_figures", "figures"),
+    ("timeline_figures", "figures"),
     ("train", "heldout"),
     ("train", "experience"),
     ("train", "records"),

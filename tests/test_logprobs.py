@@ -23,6 +23,11 @@ def naive_logprobs(hidden, head, targets, temperature=1.0):
     return chosen, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 
 
+def of_all(hidden, head, targets, **options):
+    """`token_logprobs` of every token."""
+    return token_logprobs(hidden, head, targets, jnp.ones(targets.shape, bool), **options)
+
+
 def values_and_gradients(function, hidden, head, targets, cotangents):
     def value(hidden, head):
         logprobs, entropy = function(hidden, head, targets)
@@ -35,10 +40,31 @@ def values_and_gradients(function, hidden, head, targets, cotangents):
 @pytest.mark.parametrize(("chunk_tokens", "temperature"), [(1, 1.0), (16, 0.7), (17, 1.3), (48, 1.0), (1000, 0.7)])
 def test_values_and_gradients_match_the_naive_form(chunk_tokens, temperature):
     inputs = random_inputs()
-    found = values_and_gradients(
-        lambda *x: token_logprobs(*x, temperature=temperature, chunk_tokens=chunk_tokens), *inputs
-    )
+    found = values_and_gradients(lambda *x: of_all(*x, temperature=temperature, chunk_tokens=chunk_tokens), *inputs)
     expected = values_and_gradients(lambda *x: naive_logprobs(*x, temperature=temperature), *inputs)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.9])
+@pytest.mark.parametrize("chunk_tokens", [7, 48])
+def test_only_the_wanted_tokens_are_computed(share, chunk_tokens):
+    """Values and gradients are those of the naive form, masked; the other tokens may even be no numbers."""
+    hidden, head, targets, cotangents = random_inputs()
+    wanted = jnp.asarray(np.random.default_rng(1).random(targets.shape) < share)
+
+    def masked(hidden, head, targets):
+        return [jnp.where(wanted, x, 0.0) for x in naive_logprobs(hidden, head, targets)]
+
+    expected = values_and_gradients(masked, hidden, head, targets, cotangents)
+    hidden = jnp.where(wanted[..., None], hidden, jnp.nan)
+    found = values_and_gradients(
+        lambda hidden, head, targets: token_logprobs(hidden, head, targets, wanted, chunk_tokens=chunk_tokens),
+        hidden,
+        head,
+        targets,
+        cotangents,
+    )
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)
 
@@ -48,21 +74,21 @@ def test_values_match_float64():
     logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / 0.7
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     chosen = [[np.log(p[b, t, targets[b, t]]) for t in range(24)] for b in range(2)]
-    logprobs, entropy = token_logprobs(hidden, head, targets, 0.7)
+    logprobs, entropy = of_all(hidden, head, targets, temperature=0.7)
     np.testing.assert_allclose(logprobs, chosen, atol=1e-5, rtol=0)
     np.testing.assert_allclose(entropy, -(p * np.log(p)).sum(-1), atol=1e-5, rtol=0)
 
 
 def test_equal_logits_are_uniform():
     _, head, targets, _ = random_inputs(vocab=50)
-    logprobs, entropy = token_logprobs(jnp.zeros((2, 24, 16)), head, targets)
+    logprobs, entropy = of_all(jnp.zeros((2, 24, 16)), head, targets)
     np.testing.assert_allclose(logprobs, -np.log(50), rtol=1e-6)
     np.testing.assert_allclose(entropy, np.log(50), rtol=1e-6)
 
 
 def test_huge_logits_stay_finite():
     hidden, head, targets, cotangents = random_inputs()
-    for x in values_and_gradients(token_logprobs, 1e4 * hidden, head, targets, cotangents):
+    for x in values_and_gradients(of_all, 1e4 * hidden, head, targets, cotangents):
         assert np.isfinite(x).all()
 
 
@@ -75,7 +101,7 @@ def test_bfloat16_head_gradient_is_summed_in_float32():
 
     def summed_in_bfloat16(hidden, head, targets):
         chunks = [x.reshape(-1, 1, 16, *x.shape[2:]) for x in (hidden, targets)]
-        one_chunk = jax.checkpoint(lambda chunk: token_logprobs(chunk[0], head, chunk[1]))
+        one_chunk = jax.checkpoint(lambda chunk: of_all(chunk[0], head, chunk[1]))
         return [x.reshape(targets.shape) for x in jax.lax.map(one_chunk, tuple(chunks))]
 
     def relative_error(function):
@@ -83,7 +109,7 @@ def test_bfloat16_head_gradient_is_summed_in_float32():
         assert found.dtype == jnp.bfloat16
         return np.linalg.norm(found.astype(jnp.float32) - expected) / np.linalg.norm(expected)
 
-    error = relative_error(lambda *x: token_logprobs(*x, chunk_tokens=16))
+    error = relative_error(lambda *x: of_all(*x, chunk_tokens=16))
     assert error < 3e-3  # bfloat16 rounds to 2^-9 = 2e-3
     assert relative_error(summed_in_bfloat16) > 3 * error
 
@@ -103,15 +129,15 @@ def test_the_gradient_never_holds_tokens_times_vocabulary():
         return memory.temp_size_in_bytes
 
     assert temporary_bytes(naive_logprobs) >= all_logits
-    assert temporary_bytes(lambda *x: token_logprobs(*x, chunk_tokens=64)) < all_logits / 4
+    assert temporary_bytes(lambda *x: of_all(*x, chunk_tokens=64)) < all_logits / 4
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 @pytest.mark.parametrize("axes", [(2, 2, 2), (1, 8, 1), (1, 1, 8)])
 def test_under_a_mesh_nothing_changes(axes):
     inputs = random_inputs(rows=8, width=16, vocab=64)
-    expected = values_and_gradients(token_logprobs, *inputs)
+    expected = values_and_gradients(of_all, *inputs)
     with jax.set_mesh(make_mesh(*axes)):
-        found = values_and_gradients(lambda *x: token_logprobs(*x, chunk_tokens=5), *inputs)
+        found = values_and_gradients(lambda *x: of_all(*x, chunk_tokens=5), *inputs)
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from poly_epo_jax.model.qwen3 import REMAT_POLICIES, KVCache, Qwen3, Qwen3Config, rms_norm, rope
+from poly_epo_jax.model.qwen3 import REMAT_POLICIES, Qwen3, Qwen3Config, rms_norm, rope
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
 
 QWEN3 = Qwen3Config(
@@ -123,54 +123,6 @@ def test_remat_words_trade_memory():
     assert full < attention < dots < none
 
 
-decode = nnx.jit(Qwen3.decode)
-
-
-def decode_in_steps(model, tokens, positions, visible, steps):
-    """Hidden states of `tokens`, decoded `steps` at a time; `visible` [B, T] marks the tokens that are no padding."""
-    total = tokens.shape[1]
-    cache = model.init_cache(tokens.shape[0], total + 3)  # slots beyond the tokens stay hidden
-    outputs, start = [], 0
-    for step in steps:
-        now, slots = np.arange(start, start + step), np.arange(total + 3)
-        mask = (slots[None, None] <= now[None, :, None]) & np.pad(visible, ((0, 0), (0, 3)))[:, None]
-        hidden, cache = decode(model, tokens[:, now], positions[:, now], cache, jnp.int32(start), jnp.asarray(mask))
-        outputs.append(hidden)
-        start += step
-    return jnp.concatenate(outputs, axis=1), cache
-
-
-@pytest.mark.parametrize("name", RELATIVES)
-@pytest.mark.parametrize("steps", [(1,) * 9, (5, 1, 1, 2)], ids=["one by one", "prompt first"])
-def test_decoding_with_a_cache_equals_the_packed_forward(name, steps):
-    config = RELATIVES[name]
-    params = random_params(config)
-    tokens, positions, segment_ids = pack(sequences()[1])
-    expected = forward(config, params, (tokens, positions, segment_ids))
-    inputs = tokens[:, :9], positions[:, :9], np.ones((1, 9), bool)
-    found, cache = decode_in_steps(build(config, params), *inputs, steps)
-    np.testing.assert_allclose(found, expected[:, :9], atol=1e-5, rtol=0)
-    assert isinstance(cache, KVCache)
-    assert cache.k.shape == cache.v.shape == (2, 1, 12, config.num_kv_heads, config.head_dim)
-
-
-def test_decoding_left_padded_prompts_equals_each_alone():
-    params, prompts = random_params(QWEN3), sequences()
-    longest = max(LENGTHS)
-    tokens, positions = np.zeros((2, len(prompts), longest), np.int32)
-    visible = np.zeros((len(prompts), longest), bool)
-    for row, prompt in enumerate(prompts):
-        tokens[row, longest - len(prompt) :] = prompt
-        positions[row, longest - len(prompt) :] = np.arange(len(prompt))
-        visible[row, longest - len(prompt) :] = True
-    inputs = jnp.asarray(tokens), jnp.asarray(positions), visible
-    found, _ = decode_in_steps(build(QWEN3, params), *inputs, steps=(6, 1, 2))
-    assert np.isfinite(found).all()
-    for row, prompt in enumerate(prompts):
-        alone = forward(QWEN3, params, pack(prompt))[0, : len(prompt)]
-        np.testing.assert_allclose(found[row, longest - len(prompt) :], alone, atol=1e-5, rtol=0)
-
-
 def test_the_head_is_the_embedding_when_tied():
     params = random_params(QWEN3)
     assert "untied_head" not in params
@@ -185,7 +137,7 @@ def test_types_are_those_of_the_config():
     model = build(config, params)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     assert jax.eval_shape(forward, config, params, pack()).dtype == "bfloat16"
-    assert model.head.dtype == model.init_cache(1, 4).k.dtype == "bfloat16"
+    assert model.head.dtype == "bfloat16"
 
 
 def test_initial_activations_keep_their_scale():

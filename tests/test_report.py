@@ -43,6 +43,7 @@ def write_fake_run(run_dir: Path, seed: int, num_steps: int = 200, gain: float =
             seconds = {"seconds/generate": 12 + rng.normal(), "seconds/update": 5.0, "seconds/step": 18.0}
             timing.append({"step": step, **seconds, "tokens_per_second": 5000 + 100 * rng.normal()})
         metrics.append(row)
+    timeline = [{"step": step, "start": 18.0 * (step - 1), **fake_window(step)} for step in range(1, num_steps + 1)]
     samples = [
         {
             "step": step,
@@ -60,9 +61,25 @@ def write_fake_run(run_dir: Path, seed: int, num_steps: int = 200, gain: float =
         for generation, cluster in enumerate([0, 1, 1, 2, 3, 3, 3, 100])
     ]
     run_dir.mkdir(parents=True)
-    for name, rows in {"metrics": metrics, "timing": timing, "samples": samples}.items():
+    for name, rows in {"metrics": metrics, "timing": timing, "timeline": timeline, "samples": samples}.items():
         (run_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return run_dir
+
+
+def fake_window(step: int) -> dict[str, Any]:
+    """18 s, or every tenth time 30 s: generation for 12 s, some of it beside the update of the batch before."""
+    spans = [
+        ["generate", 0.0, 8.0, step],
+        ["grade", 2.0, 8.5, step],
+        ["judge", 2.0, 4.0, step],
+        ["judge", 4.5, 9.0, step],
+        ["logprobs", 9.0, 9.5, step],
+        ["generate", 9.0, 18.0, step + 1],
+        ["update", 9.5, 15.0, step],
+        ["sync", 16.0, 17.0, step],
+    ]
+    evaluated = step % 10 == 0
+    return {"seconds": 30.0 if evaluated else 18.0, "spans": spans + [["evaluate", 18.0, 30.0, step]] * evaluated}
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +134,32 @@ def test_figures_have_their_sizes_at_150_dpi(two_runs: list[Path], page: str):
 
 
 def test_every_figure_is_there_as_pdf_too(two_runs: list[Path], page: str):
-    for name in ("training_dynamics", "pass_at_k", "comparison"):
+    for name in ("training_dynamics", "pass_at_k", "comparison", "timeline"):
         pdf = (two_runs[0].parent / "report" / f"{name}.pdf").read_bytes()
         assert pdf.startswith(b"%PDF") and b"/FontFile2" in pdf and b"/Type3" not in pdf
+
+
+def test_every_run_has_its_timeline_with_what_is_alone_in_words(page: str):
+    sections = [section for section in data_of(page)["sections"] if section["title"].startswith("Timeline")]
+    assert [section["title"] for section in sections] == ["Timeline of grpo", "Timeline of poly-epo"]
+    for look, section in enumerate(sections):
+        assert "Generation alone takes 22% of it, judging 3%; for 75% two or more" in section["note"]
+        step, several = section["panels"]
+        assert (step["title"], several["title"]) == ("Step 199, of median length", "Steps 197 to 200")
+        assert step["look"] == several["look"] == look
+        assert step["lanes"] == ["generate", "grade", "judge", "logprobs", "update", "sync"]
+        assert several["steps"] == [[197, 0.0], [198, 18.0], [199, 36.0], [200, 54.0]] and several["seconds"] == 84.0
+        said = [bar[-1] for bar in step["bars"]]
+        assert "for step 199: 8 s, 44.4% of the step; 2 s of it alone" in said
+        assert "for step 200: 9 s, 50.0% of the step; 2 s of it alone" in said
+
+
+@pytest.mark.parametrize("spans", [None, [["update", 0.0, 1.0]], [["update", "early", 1.0, 1]], 5])
+def test_a_damaged_timeline_is_one_sentence(tmp_path: Path, capsys, spans: Any):
+    run = write_fake_run(tmp_path / "run", seed=0, num_steps=2, evaluate_every=0)
+    (run / "timeline.jsonl").write_text(json.dumps({"step": 7, "start": 0.0, "seconds": 1.0, "spans": spans}) + "\n")
+    assert report.main([str(run)]) == 2
+    assert "timeline.jsonl does not tell what was under way in step 7" in capsys.readouterr().err
 
 
 def test_page_is_balanced_and_loads_nothing(page: str):
@@ -229,11 +269,13 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path):
 def test_live_run_with_a_half_written_row_and_no_evaluation(tmp_path: Path):
     run = write_fake_run(tmp_path / "young", seed=0, num_steps=2, evaluate_every=0)
     (run / "samples.jsonl").unlink()
+    (run / "timeline.jsonl").unlink()  # older runs have none
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rew')
     page = report.write_report([run], tmp_path / "out").read_text()
     assert "young</b>: no evaluation up to step 2." in page
     assert data_of(page)["collections"] == []
+    assert [section["title"] for section in data_of(page)["sections"]] == ["Training dynamics"]
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["report.html", "training_dynamics.pdf", "training_dynamics.png"]
 

@@ -71,11 +71,14 @@ def test_all_figures_are_drawn(tab: chromium.Tab):
     titles = tab.run("[...document.querySelectorAll('#figures h2')].map((one) => one.textContent)")
     assert titles == [
         *("pass@k", "Majority voting", "Branching", "Rollout trees"),
-        *("Held out, during training", "Training dynamics"),
+        *("Held out, during training", "Training dynamics", "Timeline"),
     ]
-    assert tab.run("document.querySelectorAll('figure').length") == 3 * 2 + 2 + 3 + 6
+    assert tab.run("document.querySelectorAll('figure').length") == 3 * 2 + 2 + 3 + 6 + 2
     assert tab.run("[...document.querySelectorAll('figure.lines')].every((one) => one.querySelector('path.line'))")
     assert tab.run("document.querySelectorAll('figure.tree .leaf-right, figure.tree .leaf-wrong').length") == 16
+    assert tab.run(
+        "[...document.querySelectorAll('figure.timeline')].map((one) => one.querySelectorAll('.cut').length)"
+    ) == [*(0, 3)]
     drawn = tab.run("[...document.querySelectorAll('figure svg')].map((svg) => svg.innerHTML).join()")
     assert not any(word in drawn for word in ("NaN", "undefined", "Infinity"))
 
@@ -101,6 +104,20 @@ def test_keys_walk_along_a_line_and_to_the_next(tab: chromium.Tab):
     assert said == ["base pass@1", "base pass@2", "poly_epo pass@2", "poly_epo pass@1"]
     tab.press("Escape")
     assert tab.run("document.querySelector('figure .tip').hidden")
+
+
+def test_a_bar_tells_its_numbers_wherever_it_is_touched(tab: chromium.Tab):
+    tab.run("document.querySelector('figure.timeline').scrollIntoView()")
+    bar = box(tab, "document.querySelector('figure.timeline .bar')")
+    for share in (0.05, 0.5, 0.95):
+        tab.move_mouse(bar["x"] + share * bar["width"], bar["y"] + bar["height"] / 2)
+        said = text(tab, "figure.timeline .tip").replace("\n", " ")
+        assert said == "generate for step 199: 8 s, 44.4% of the step; 2 s of it alone"
+        ring = box(tab, "document.querySelector('figure.timeline .here')")
+        assert ring["x"] + ring["width"] / 2 == pytest.approx(bar["x"] + share * bar["width"], abs=2)
+    tab.run("document.querySelector('figure.timeline svg').focus()")
+    tab.press("ArrowDown")
+    assert text(tab, "figure.timeline .tip").startswith("grade")
 
 
 def test_samples_are_chosen_and_filtered(tab: chromium.Tab):

@@ -16,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from poly_epo_jax import tracking
 from poly_epo_jax.tracking import Tracker, read_rows
 
-FILES = ("metrics.jsonl", "timing.jsonl", "samples.jsonl")
+FILES = ("metrics.jsonl", "timing.jsonl", "timeline.jsonl", "samples.jsonl")
 CONFIG = '{"seed": 0}'
 
 
@@ -28,6 +28,9 @@ def log_steps(tracker: Tracker, first: int, last: int) -> None:
             rows = [{"problem": "p", "generation": i, "response": f"é\n{i}", "reward": rng.random()} for i in range(3)]
             tracker.log_samples(step, rows)
         tracker.log(step, {"reward": rng.random(), "clusters/correct": rng.normal()}, {"seconds/step": rng.random()})
+        tracker.log_timeline(
+            step, {"start": 2.0 * step, "seconds": 2.0, "spans": [["update", 0.0, rng.random(), step]]}
+        )
 
 
 def contents(run_dir: Path) -> dict[str, bytes]:
@@ -62,7 +65,7 @@ def test_resuming_leaves_the_bytes_of_an_uninterrupted_run(tmp_path: Path, check
         log_steps(tracker, checkpoint + 1, 9)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
     names = sorted(path.name for path in (tmp_path / "killed").iterdir())
-    assert names == ["config.json", "metrics.jsonl", "samples.jsonl", "tensorboard", "timing.jsonl"]
+    assert names == ["config.json", *sorted(["tensorboard", *FILES])]
 
 
 def test_resuming_at_the_last_step_only_drops_the_half_row(tmp_path: Path):
@@ -140,6 +143,10 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path):
         (tmp_path / "samples.jsonl").symlink_to("/dev/full")
         with pytest.raises(OSError, match="No space left on device"):
             tracker.log_samples(1, [{"response": "x"}])
+        (tmp_path / "timeline.jsonl").unlink()
+        (tmp_path / "timeline.jsonl").symlink_to("/dev/full")
+        with pytest.raises(OSError, match=r"cannot write to the run folder .*No space left on device"):
+            tracker.log_timeline(1, {"start": 0.0, "seconds": 1.0, "spans": []})
 
 
 def test_a_run_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path):
@@ -198,7 +205,7 @@ def test_a_terminal_gets_one_screen_of_what_matters(tmp_path: Path, capsys, monk
     monkeypatch.setenv("LINES", "24")
     metrics = {name: 0.5 for name in tracking._TRAINING_SHOWN}
     stages = ("generate", "grade", "logprobs", "update", "evaluate", "checkpoint", "step")
-    timing = {f"seconds/{stage}": 1.25 for stage in stages} | {"tokens_per_second": 12345.6}
+    timing = {f"seconds/{stage}": 1.25 for stage in stages} | {"tokens_per_second": 12345.6, "sync/share": 0.0625}
     with Tracker(tmp_path, CONFIG, total_steps=9, resume_step=-1) as tracker:
         tracker.log(0, {name: 0.25 for name in tracking._HELD_OUT_SHOWN}, {})
         tracker.log(1, metrics, timing)
@@ -206,7 +213,8 @@ def test_a_terminal_gets_one_screen_of_what_matters(tmp_path: Path, capsys, monk
     screen = out[out.rindex("training") :].splitlines()
     assert len(screen) <= 12 and max(map(len, screen)) <= 80
     assert "1/9" in out
-    for label in [*tracking._TRAINING_SHOWN.values(), "held out (step 0)", *stages, "tokens/s", "12,346", "0.250"]:
+    shown = [*tracking._TRAINING_SHOWN.values(), "held out (step 0)", *stages, "sync share", "tokens/s"]
+    for label in [*shown, "12,346", "0.250", "0.0625"]:
         assert label in "\n".join(screen)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from configs import default
 from poly_epo_jax import set_rl
 from poly_epo_jax.algorithm import make_loss
 from poly_epo_jax.checkpoint import Checkpoints
+from poly_epo_jax.clock import Timeline
 from poly_epo_jax.data import problem_batches
 from poly_epo_jax.experience import Experience
 from poly_epo_jax.grading import JudgeError
@@ -152,6 +154,49 @@ def test_one_failed_judgement_leaves_out_one_prompt(tmp_path: Path):
             np.testing.assert_allclose([[row["advantage"] for row in rows]], expected, atol=1e-6)
 
 
+class SlowLetters(RandomLetters):
+    """Each batch takes a while."""
+
+    async def generate(
+        self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
+    ) -> AsyncIterator[Group]:
+        await asyncio.sleep(0.2)
+        async for one in super().generate(problems, num_generations, sampling):
+            yield one
+
+    async def update_weights(self, params: Params, version: int) -> None:
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.usefixtures("restored_sigterm")
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_each_step_leaves_what_was_under_way_in_it(tmp_path: Path, staleness: int):
+    settings = {"train.num_steps": 4, "train.staleness": staleness, "checkpoint.every": 2, "eval.every": 3}
+    train_tiny(tmp_path, (), SlowLetters(), **settings)
+    rows, timing = read_rows(tmp_path / "timeline.jsonl"), read_rows(tmp_path / "timing.jsonl")[1:]
+    assert [row["step"] for row in rows] == [row["step"] for row in timing] == [1, 2, 3, 4]
+    for before, row in pairwise(rows):  # without a gap
+        assert row["start"] == pytest.approx(before["start"] + before["seconds"], abs=2e-4)
+    for row, times in zip(rows, timing, strict=True):
+        step, spans = row["step"], row["spans"]
+        assert all(0 <= start <= end <= row["seconds"] + 1e-4 for _, start, end, _ in spans)
+        own = list(dict.fromkeys(stage for stage, _, _, of in spans if of == step))
+        makes = ["generate", "grade", "judge"]
+        assert own[:3] == makes or (staleness and step > 1)
+        trains = ["advantages", "logprobs", "update", "sync", *(["evaluate"] if step in (3, 4) else [])]
+        assert [stage for stage in own if stage not in makes] == trains
+        others = {(stage, of - step) for stage, _, _, of in spans if of != step}
+        assert (("checkpoint", -1) in others) == (step == 3)
+        assert (("generate", 1) in others) == (staleness == 1 and step < 4)
+        assert times["seconds/step"] == pytest.approx(row["seconds"], abs=1e-4)
+        assert times["seconds/generate"] >= 0.2 and times["seconds/sync"] >= 0.05
+        assert times["sync/share"] == times["seconds/sync"] / times["seconds/step"]
+        critical = {key.removeprefix("critical/"): times[key] for key in times if key.startswith("critical/")}
+        assert critical.keys() == {stage for stage, *_ in spans} and sum(critical.values()) <= times["seconds/step"]
+        if not staleness:
+            assert critical["generate"] >= 0.19
+
+
 class Failing(RandomLetters):
     """Fails at the n-th generation, or at the n-th hand-over of weights (the first is that before the first step)."""
 
@@ -211,7 +256,10 @@ def test_batches_are_begun_when_they_should_be(staleness: int):
         batches = problem_batches(PROBLEMS, 2, seed=0)
         again = problem_batches(PROBLEMS, 2, seed=0)
         experience = Experience(
-            Watched(), ByLetter(), LetterJudge(), batches, 4, lambda step: Sampling(2, seed=step), 3, staleness
+            *(Watched(), ByLetter(), LetterJudge(), batches, 4, lambda step: Sampling(2, seed=step)),
+            last_step=3,
+            staleness=staleness,
+            timeline=Timeline(),
         )
         for step in (1, 2, 3):
             batch = await experience.batch(step)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -180,6 +181,10 @@ def test_nothing_depends_on_how_sequences_are_packed():
         gradients.append(update.gradient(NOW, minibatch)[0])
         metrics.append((len(minibatch), update(start(update), [minibatch])[1]))
     assert metrics[0][0] == 1 and metrics[1][0] > 2 and metrics[2][0] > 2
+    tokens = sum(len(s.prompt_ids) + len(s.response_ids) for s in SEQUENCES)
+    for (num_microbatches, found), shape in zip(metrics, ((24, LONGEST), (5, LONGEST), (2, 40)), strict=True):
+        padding = 1 - tokens / (num_microbatches * math.prod(shape))
+        assert found.pop("packing/padding") == pytest.approx(padding, abs=1e-6)
     norm = metrics[0][1]["policy/gradient_norm"]
     for gradient in gradients[1:]:
         assert_trees_close(gradient, gradients[0], atol=1e-6 * norm)
@@ -306,3 +311,32 @@ def test_without_minibatches_nothing_changes():
     assert metrics == {}
     assert int(after.updates) == 0
     jax.tree.map(np.testing.assert_array_equal, after.params, NOW)
+
+
+def test_a_run_compiles_each_program_once():
+    """Steps differ in their number of microbatches, in lengths and in whether they are on policy; shapes do not."""
+    update = make_update(entropy_coef=0.02)
+    state = start(update)
+    for seed, count in ((0, 24), (1, 9), (2, 40)):
+        sequences = random_sequences(np.random.default_rng(seed), count)
+        packed = [pack(sequences[::2], 40, rows_per_microbatch=2), pack(sequences[1::2], 40, rows_per_microbatch=2)]
+        state, _ = update(state, update.with_old_logprobs(state.params, packed))
+    programs: Any = update._accumulate, update._logprobs, update._apply, update._zeros
+    assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
+
+
+def test_moments_are_float32_but_the_first_where_asked():
+    def dtypes(**changes):
+        config = optimizer_config(**changes)
+        update = PolicyUpdate(TINY_MODEL, MESH, functools.partial(ppo_clip_loss), config, total_updates=5)
+        minibatches = update.with_old_logprobs(NOW, [pack(SEQUENCES, 40, rows_per_microbatch=2)])
+        state, _ = update(update.init(tiny_params()), minibatches)
+        moments = next(part for part in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(part))
+        return [{leaf.dtype.name for leaf in jax.tree.leaves(tree)} for tree in (moments.mu, moments.nu, state.params)]
+
+    assert dtypes() == [{"float32"}] * 3
+    assert dtypes(first_moment_dtype="bfloat16") == [{"bfloat16"}, {"float32"}, {"float32"}]
+
+
+def is_adam(part):
+    return hasattr(part, "mu")

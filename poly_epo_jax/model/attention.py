@@ -1,10 +1,15 @@
-"""Causal attention within packed segments, behind one function: XLA anywhere, tokamax on GPU, splash on TPU."""
+"""Causal attention within packed segments, behind one function: a kernel for GPUs, one for TPUs, else a plain form."""
+
+import functools
+import importlib.util
+import warnings
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from poly_epo_jax.model.blockwise import blockwise_attention, segment_starts
 from poly_epo_jax.model.sharding import ROWS
 
 KERNEL_BLOCK = 512  # the GPU and TPU kernels work on whole blocks of this many tokens
@@ -23,61 +28,85 @@ def packed_attention(
     `implementation` is a key of IMPLEMENTATIONS, or "auto": the backend's own.
     """
     if implementation == "auto":
-        implementation = {"gpu": "tokamax", "tpu": "splash"}.get(jax.default_backend(), "xla")
+        implementation = _fastest()
     attend = IMPLEMENTATIONS[implementation]
-    if implementation == "xla" or jax.sharding.get_abstract_mesh().empty:
-        return attend(q, k, v, segment_ids)
-    # The compiler cannot split a kernel, so each device runs it on its own rows and heads.
-    heads, rows = PartitionSpec(ROWS, None, "tensor", None), PartitionSpec(ROWS, None)
-    return jax.shard_map(attend, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False)(
-        q, k, v, segment_ids
-    )
+    if not jax.sharding.get_abstract_mesh().empty:
+        # The compiler cannot split a kernel or its loops, so each device runs them on its own rows and heads.
+        heads, rows = PartitionSpec(ROWS, None, "tensor", None), PartitionSpec(ROWS, None)
+        attend = jax.shard_map(attend, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False)
+    return attend(q, k, v, segment_ids)
 
 
 def cached_attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
-    mask: Bool[Array, "B T S"],
-) -> Float[Array, "B T H D"]:
-    """Attention of T new tokens over a cache of S slots, those of them that `mask` shows."""
-    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+    q: Float[Array, "B H D"],
+    k: Float[Array, "B K D S"],
+    v: Float[Array, "B K S D"],
+    visible: Bool[Array, "B S"],
+) -> Float[Array, "B H D"]:
+    """Attention of one new token per row over a cache of S tokens, those of them that are `visible`.
+
+    Keys and values lie as the two products read them. The softmax is taken in float32.
+    """
+    rows, kv_heads, head_dim, _ = k.shape
+    grouped = q.reshape(rows, kv_heads, -1, head_dim) * head_dim**-0.5
+    scores = jnp.einsum("bkgd,bkds->bkgs", grouped, k, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf)).astype(v.dtype)
+    return jnp.einsum("bkgs,bksd->bkgd", weights, v).reshape(q.shape)
 
 
-def _xla(q, k, v, segment_ids):
-    causal = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
-    same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return cached_attention(q, k, v, causal[None] & same_segment)
+@functools.cache
+def _fastest() -> str:
+    """The backend's kernel, or the plain form where there is none, which is said once."""
+    backend = jax.default_backend()
+    if backend == "gpu" and importlib.util.find_spec("tokamax"):
+        return "tokamax"
+    if backend == "tpu":
+        return "splash"
+    if backend != "cpu":
+        warnings.warn(
+            f"There is no fast attention kernel for {backend} here, so the plain form runs, which is much slower; on "
+            "GPUs, pip install -e '.[gpu]' brings one.",
+            stacklevel=2,
+        )
+    return "blockwise"
 
 
 def _tokamax(q, k, v, segment_ids):
     # The packed causal mask exists only in tokamax's private mask type: a key is visible from its segment's start on.
     from tokamax._src.ops.attention import api, base  # pyright: ignore[reportMissingImports]
 
-    index = jnp.arange(q.shape[1])
-    starts = segment_ids[:, 1:] != segment_ids[:, :-1]
-    starts = jnp.concatenate([jnp.ones_like(starts[:, :1]), starts], axis=1)
-    segment_start = jax.lax.cummax(jnp.where(starts, index[None], 0), axis=1)
-    mask = base.Mask(k_start=segment_start[:, None, :], is_causal=True)
-    kernel = "mosaic_gpu" if jax.default_backend() == "gpu" else "xla"
-    return api.IMPLEMENTATIONS[kernel](q, k, v, mask=mask)
+    length, (q, k, v, segment_ids) = q.shape[1], _whole_blocks(q, k, v, segment_ids)
+    mask = base.Mask(k_start=segment_starts(segment_ids)[:, None, :], is_causal=True)
+    return api.IMPLEMENTATIONS[_tokamax_kernel()](q, k, v, mask=mask)[:, :length]
+
+
+def _tokamax_kernel() -> str:
+    """Hopper GPUs and later have a kernel of their own."""
+    if jax.default_backend() == "cpu":
+        return "xla"
+    return "mosaic_gpu" if float(jax.devices()[0].compute_capability) >= 9 else "triton"
 
 
 def _splash(q, k, v, segment_ids):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    length, num_heads = q.shape[1:3]
-    block = min(KERNEL_BLOCK, length)
+    length, (q, k, v, segment_ids) = q.shape[1], _whole_blocks(q, k, v, segment_ids)
     kernel = splash.make_splash_mha_single_device(
-        masks.MultiHeadMask([masks.CausalMask((length, length))] * num_heads),
-        block_sizes=splash.BlockSizes(*[block] * 8),  # pyright: ignore[reportArgumentType]
+        masks.MultiHeadMask([masks.CausalMask((q.shape[1], q.shape[1]))] * q.shape[2]),
+        block_sizes=splash.BlockSizes(*[KERNEL_BLOCK] * 8),  # pyright: ignore[reportArgumentType]
         interpret=jax.default_backend() == "cpu",
     )
     heads_first = (x.swapaxes(1, 2) for x in (q * q.shape[-1] ** -0.5, k, v))
     rows = (*heads_first, splash.SegmentIds(segment_ids, segment_ids))
     out = jax.vmap(kernel)(*rows)
-    return out.swapaxes(1, 2).astype(q.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    return out.swapaxes(1, 2)[:, :length].astype(q.dtype)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-IMPLEMENTATIONS = {"xla": _xla, "tokamax": _tokamax, "splash": _splash}
+def _whole_blocks(*arrays):
+    """Arrays [B, T, ...] with T padded with zeros to a multiple of KERNEL_BLOCK."""
+    padding = -arrays[0].shape[1] % KERNEL_BLOCK
+    return [jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)) for x in arrays]
+
+
+IMPLEMENTATIONS = {"blockwise": blockwise_attention, "tokamax": _tokamax, "splash": _splash}

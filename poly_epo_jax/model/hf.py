@@ -1,7 +1,7 @@
 """The one map between our weights and Hugging Face's: a table of names and axes that loading and saving both read.
 
 A model folder is what transformers writes: config.json beside model.safetensors, or beside several such files and
-their index. Weights pass through the host one stacked tensor (loading) or one file (saving) at a time.
+their index (hf_files.py). Weights pass through the host one stacked tensor (loading) or a few files (saving) at a time.
 """
 
 import dataclasses
@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
+from poly_epo_jax.model.hf_files import open_tensors, write_json, write_tensors
 from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
 from poly_epo_jax.types import Params
 
@@ -153,7 +152,7 @@ def load_params(path: str | Path, config: Qwen3Config, shardings: Params | None 
       FileNotFoundError: `path` is not a folder with safetensors files.
       ValueError: a tensor is missing, unexpected, of another shape than `config` says, or not of 16 or 32 bit floats.
     """
-    tensors, source = _tensors(config), _open_tensors(_folder(path))
+    tensors, source = _tensors(config), open_tensors(_folder(path))
     _check_tensors(path, config, tensors, source)
 
     def load(key_path, leaf, sharding=None):
@@ -181,6 +180,7 @@ def save_pretrained(
     """Writes a model folder that transformers and the servers read. It appears whole or, after a crash, not at all.
 
     Raises:
+      OSError, SafetensorError: it cannot be written.
       FileExistsError: `path` is there already.
       ValueError: `config` is no Hugging Face architecture.
     """
@@ -191,9 +191,15 @@ def save_pretrained(
     unfinished = path.with_name(f"{path.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    _write_json(unfinished / "config.json", description)
-    _write_json(unfinished / "generation_config.json", token_ids)
-    _write_tensors(unfinished, params, config, jnp.dtype(dtype), max_shard_bytes)
+    write_json(unfinished / "config.json", description)
+    write_json(unfinished / "generation_config.json", token_ids)
+    tensors, weights = _tensors(config), _by_path(params)
+    sizes = {name: math.prod(tensor.ours) * jnp.dtype(dtype).itemsize for name, tensor in tensors.items()}
+
+    def fetch(names: Sequence[str]) -> dict[str, np.ndarray]:
+        return jax.device_get({name: _export(weights, tensors[name], jnp.dtype(dtype)) for name in names})
+
+    write_tensors(unfinished, sizes, fetch, max_shard_bytes)
     unfinished.rename(path)
 
 
@@ -229,19 +235,6 @@ def _tensors(config: Qwen3Config) -> dict[str, Tensor]:
         else:
             tensors[name] = Tensor(path, ..., leaf.shape)
     return tensors
-
-
-def _open_tensors(folder: Path) -> dict[str, Any]:
-    """Name -> the open file that holds it."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    elif (folder / "model.safetensors").is_file():
-        files = ["model.safetensors"]
-    else:
-        raise FileNotFoundError(f"{folder} has neither model.safetensors nor {index.name}; convert the model to those.")
-    opened = [safe_open(folder / file, "numpy") for file in files]
-    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
 
 def _check_tensors(path: str | Path, config: Qwen3Config, tensors: dict[str, Tensor], source: dict[str, Any]) -> None:
@@ -281,42 +274,9 @@ def _config_json(config: Qwen3Config, dtype: str) -> dict[str, Any]:
     }
 
 
-def _write_tensors(folder: Path, params: Params, config: Qwen3Config, dtype: np.dtype, max_shard_bytes: int) -> None:
-    tensors = _tensors(config)
-    weights = _by_path(params)
-    sizes = {name: math.prod(tensor.ours) * dtype.itemsize for name, tensor in tensors.items()}
-    shards = _shards(sizes, max_shard_bytes)
-    files = ["model.safetensors"]
-    if len(shards) > 1:
-        files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        _write_json(folder / "model.safetensors.index.json", index)
-
-    for file, names in zip(files, shards, strict=True):
-        content = {name: np.ascontiguousarray(_export(weights, tensors[name], dtype)) for name in names}
-        save_file(content, folder / file, metadata={"format": "pt"})
-
-
 def _by_path(params: Params) -> dict[str, Any]:
     return {_dotted(key_path): leaf for key_path, leaf in jax.tree.leaves_with_path(params)}
 
 
 def _export(weights: dict[str, Any], tensor: Tensor, dtype: np.dtype) -> jax.Array:
     return WEIGHTS[tensor.path].export(jnp.asarray(weights[tensor.path][tensor.index], dtype))
-
-
-def _shards(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
-    """The names in their order, cut into runs of at most `max_bytes` (but of one tensor at least)."""
-    shards, room = [[]], max_bytes
-    for name, size in sizes.items():
-        if shards[-1] and size > room:
-            shards.append([])
-            room = max_bytes
-        shards[-1].append(name)
-        room -= size
-    return shards
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Qwen3 in flax.nnx: stacked layers run by one scan, remat by one word, packed training and cached decoding.
+"""Qwen3 in flax.nnx: stacked layers run by one scan, remat by one word, packed training (`decoding` decodes).
 
 Two switches make the same code read its relatives: without `qk_norm` it is Llama, with `attention_bias` it is Qwen2.
 Each weight is declared once, with its shape, logical axes (`sharding.RULES` maps them to the mesh) and initial scale.
@@ -6,21 +6,23 @@ Each weight is declared once, with its shape, logical axes (`sharding.RULES` map
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from poly_epo_jax.model.attention import cached_attention, packed_attention
+from poly_epo_jax.model.attention import packed_attention
+from poly_epo_jax.model.product import product
 from poly_epo_jax.model.sharding import constrain_rows
 
 REMAT_POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names("attention"),
+    ),
     "attention": jax.checkpoint_policies.save_only_these_names("attention"),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -48,13 +50,6 @@ class Qwen3Config:
     remat: str = "full"
     scan_unroll: int = 1
     attention: str = "auto"
-
-
-class KVCache(NamedTuple):
-    """Keys and values [layers, batch, slots, kv_heads, head_dim] of the tokens decoded so far."""
-
-    k: jax.Array
-    v: jax.Array
 
 
 class Layer(nnx.Module):
@@ -86,8 +81,8 @@ class Layer(nnx.Module):
         self.up = stacked((d, mlp), ("embed", "mlp"), d**-0.5)
         self.down = stacked((mlp, d), ("mlp", "embed"), mlp**-0.5 * residual)
 
-    def __call__(self, x: jax.Array, positions: jax.Array, attend: Callable) -> tuple[jax.Array, Any]:
-        """x [B, T, d] -> x; `attend(q, k, v)` returns the attention's output and whatever state it keeps."""
+    def __call__(self, x: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        """x [B, T, d] -> x."""
         config = self.config
 
         def w(param: nnx.Param) -> jax.Array:
@@ -100,10 +95,11 @@ class Layer(nnx.Module):
         if config.qk_norm:
             q = rms_norm(q, w(self.q_norm), config.norm_eps)
             k = rms_norm(k, w(self.k_norm), config.norm_eps)
-        attended, state = attend(rope(q, positions, config.rope_theta), rope(k, positions, config.rope_theta), v)
+        q, k = rope(q, positions, config.rope_theta), rope(k, positions, config.rope_theta)
+        attended = packed_attention(q, k, v, segment_ids, config.attention)
         x = x + _project(checkpoint_name(attended, "attention"), w(self.o), contract=2)
         h = rms_norm(x, w(self.mlp_norm), config.norm_eps)
-        return x + _project(jax.nn.silu(_project(h, w(self.gate))) * _project(h, w(self.up)), w(self.down)), state
+        return x + _project(jax.nn.silu(_project(h, w(self.gate))) * _project(h, w(self.up)), w(self.down))
 
 
 class Qwen3(nnx.Module):
@@ -127,55 +123,17 @@ class Qwen3(nnx.Module):
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
         """Final hidden states of packed rows: causal, and only within equal `segment_ids` (0 is padding)."""
-
-        def attend(q, k, v, layer, state):
-            return packed_attention(q, k, v, segment_ids, self.config.attention), state
-
-        return self._run(tokens, positions, attend, state=None)[0]
-
-    def decode(
-        self,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        cache: KVCache,
-        slot: Int[Array, ""] | int,
-        mask: Bool[Array, "B T S"],
-    ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """Final hidden states of T new tokens that are written to cache slots slot..slot+T-1 and see `mask`."""
-
-        def attend(q, k, v, layer, cache):
-            start = (layer, 0, slot, 0, 0)
-            cache = KVCache(
-                jax.lax.dynamic_update_slice(cache.k, k[None].astype(cache.k.dtype), start),
-                jax.lax.dynamic_update_slice(cache.v, v[None].astype(cache.v.dtype), start),
-            )
-            return cached_attention(q, cache.k[layer], cache.v[layer], mask), cache
-
-        return self._run(tokens, positions, attend, cache)
-
-    def init_cache(self, batch: int, slots: int) -> KVCache:
-        config = self.config
-        shape = (config.num_layers, batch, slots, config.num_kv_heads, config.head_dim)
-        return KVCache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
-
-    def _run(self, tokens, positions, attend, state):
-        """Embeds, scans the layers with `attend(q, k, v, layer, state) -> (output, state)`, norms."""
         config = self.config
         layer_def, weights = nnx.split(self.layers)
 
-        def step(carry, slice_):
-            x, state = carry
-            index, weights = slice_
-            layer = nnx.merge(layer_def, weights)
-            x, state = layer(x, positions, lambda q, k, v: attend(q, k, v, index, state))
-            return (constrain_rows(x), state), None
+        def step(x, weights):
+            return constrain_rows(nnx.merge(layer_def, weights)(x, positions, segment_ids)), None
 
         if config.remat != "none":
             step = jax.checkpoint(step, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
         x = constrain_rows(self.embed[...][tokens].astype(config.dtype))
-        layers = (jnp.arange(config.num_layers), weights)
-        (x, state), _ = jax.lax.scan(step, (x, state), layers, unroll=config.scan_unroll)
-        return rms_norm(x, self.norm[...].astype(config.dtype), config.norm_eps), state
+        x, _ = jax.lax.scan(step, x, weights, unroll=config.scan_unroll)
+        return rms_norm(x, self.norm[...].astype(config.dtype), config.norm_eps)
 
 
 def _weight(
@@ -194,7 +152,7 @@ def _project(x: jax.Array, weight: jax.Array, contract: int = 1) -> jax.Array:
     """
     shape_in, shape_out = weight.shape[:contract], weight.shape[contract:]
     matrix = weight.reshape(math.prod(shape_in), math.prod(shape_out))
-    return (x.reshape(-1, matrix.shape[0]) @ matrix).reshape(*x.shape[: x.ndim - contract], *shape_out)
+    return product(x.reshape(-1, matrix.shape[0]), matrix).reshape(*x.shape[: x.ndim - contract], *shape_out)
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:

@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from poly_epo_jax.clock import waiting
 from poly_epo_jax.rollouts.fleet import Fleet, Server
 from poly_epo_jax.rollouts.tokens import encode_prompt, response_text
 from poly_epo_jax.rollouts.weight_sync import WeightSync, post
@@ -63,7 +64,7 @@ class SGLangRollouts:
         self._run = secrets.token_hex(4)
         self._version = 0
         self._adopted = ""
-        self._running: set[asyncio.Task[Group]] = set()
+        self._running: set[asyncio.Task[None]] = set()
         self._lost_servers = self._drawn_again = 0
 
     async def generate(
@@ -83,16 +84,16 @@ class SGLangRollouts:
             asyncio.create_task(self._group(fleet, problem, ids, num_generations, sampling))
             for problem, ids in zip(problems, prompts, strict=True)
         ]
-        self._running.update(tasks)
+        batch = asyncio.create_task(_end(tasks, fleet))
+        self._running.add(batch)
+        batch.add_done_callback(self._running.discard)
         try:
             for group in asyncio.as_completed(tasks):
                 yield await group
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._running.difference_update(tasks)
-            await fleet.close()
+            await batch
 
     async def _adopt_weights(self) -> None:
         """Takes the weights that the servers have for those to generate from."""
@@ -104,19 +105,23 @@ class SGLangRollouts:
     async def update_weights(self, params: Params, version: int) -> None:
         """Loads the weights into every server and makes sure that each generates from them, with an empty cache.
 
-        Generations that are under way keep the weights they began with: they are waited for.
+        Generations that are under way keep the weights they began with, also on a server that comes back: the new
+        weights are prepared beside them, and sent when all are complete.
 
         Raises:
           ServerError: a server does not take them, or goes on with others.
+          OSError: they cannot be written.
         """
         if self.weight_sync is None:
             raise ValueError(
                 "These rollouts were opened to leave the servers' weights as they are; give a weight_sync."
             )
-        if self._running:
-            await asyncio.wait(self._running)
+        await asyncio.to_thread(self.weight_sync.prepare, params, self._name_of(version))
+        with waiting():
+            while self._running:
+                await asyncio.wait(self._running)
         self._version = version
-        await asyncio.to_thread(self.weight_sync.prepare, params, self._name)
+        await asyncio.to_thread(self.weight_sync.switch)
         await self._send_weights(self.weight_urls)
 
     def metrics(self) -> Metrics:
@@ -132,7 +137,10 @@ class SGLangRollouts:
     @property
     def _name(self) -> str:
         """What the servers call the present weights."""
-        return self._adopted or f"{self._run}-{self._version}"
+        return self._adopted or self._name_of(self._version)
+
+    def _name_of(self, version: int) -> str:
+        return f"{self._run}-{version}"
 
     async def _group(
         self,
@@ -281,6 +289,12 @@ class SGLangRollouts:
             raise ServerError(
                 f"{url} kept the cache of its old weights through an update to {self._name}; start it again."
             )
+
+
+async def _end(tasks: Sequence[asyncio.Task[Group]], fleet: Fleet) -> None:
+    """Returns when all groups are complete or given up, and no server is brought back for them any more."""
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await fleet.close()
 
 
 def _is_whole(answer: dict[str, Any]) -> bool:

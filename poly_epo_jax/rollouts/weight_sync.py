@@ -28,14 +28,18 @@ METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
 
 @runtime_checkable
 class WeightSync(Protocol):
-    """Holds the newest weights in the form that servers take, so that one which comes back can be given them again."""
+    """Holds the present weights in the form that servers take, so that one which comes back can be given them again."""
 
     def prepare(self, params: Params, version: str) -> None:
-        """From here on `send` sends these weights, and calls them `version`."""
+        """Readies weights to be called `version`; servers may still generate from the present ones, and come back."""
+        ...
+
+    def switch(self) -> None:
+        """From here on `send` sends the prepared weights."""
         ...
 
     async def send(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
-        """Loads them into the paused servers, whose caches are flushed.
+        """Loads the present weights into the paused servers, whose caches are flushed.
 
         Raises:
           ServerError: a server did not take them.
@@ -59,11 +63,12 @@ class DiskSync:
     def __init__(self, folder: Path, run: str, config: Qwen3Config, dtype: str):
         self._folder = folder.absolute() / hashlib.sha256(run.encode()).hexdigest()[:12]
         self._config, self._dtype = config, dtype
-        self._version = ""
+        self._version = self._prepared = ""
+        self._outdated: list[str] = []
         self.close()
 
     def prepare(self, params: Params, version: str) -> None:
-        """Writes `version` whole, then removes the older one, which nobody reads any more.
+        """Writes `version` whole, beside the present one.
 
         Raises:
           OSError: it cannot be written.
@@ -75,13 +80,17 @@ class DiskSync:
                 f"The weights cannot be written to {self._folder} ({error}); make room there, or set "
                 "rollouts.weights_dir to a folder with room for two versions."
             ) from error
-        if self._version:
-            shutil.rmtree(self._folder / self._version)
-        self._version = version
+        self._prepared = version
+
+    def switch(self) -> None:
+        self._outdated += [self._version] if self._version else []
+        self._version = self._prepared
 
     async def send(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
         body = {"model_path": str(self._folder / self._version), "weight_version": self._version, "flush_cache": True}
         await asyncio.gather(*(post(client, url, "update_weights_from_disk", body) for url in urls))
+        while self._outdated:  # only now, for a server that had just come back may have been reading it
+            await asyncio.to_thread(shutil.rmtree, self._folder / self._outdated.pop())
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -91,7 +100,7 @@ class TensorSync:
     """Sends flattened buckets of tensors: handles of CUDA memory where the weights lie on a GPU, else the bytes.
 
     A handle is good for servers on this host that see the trainer's first GPU under the same number; servers must not
-    be data parallel. Holds one copy of the weights.
+    be data parallel. Holds one copy of the weights: the device need not have room for two, so all is done by `switch`.
 
     Args:
       tensor_parallel: ranks of each server, which all get the same payload.
@@ -109,11 +118,16 @@ class TensorSync:
         self._config, self._dtype, self._ranks = config, dtype, tensor_parallel
         self._metadata = _metadata_class()
         self._version = ""
+        self._prepared: tuple[Params, str] = {}, ""
         self._buckets: list[Any] = []  # kept while a server may still open the handles to them
 
     def prepare(self, params: Params, version: str) -> None:
+        self._prepared = params, version
+
+    def switch(self) -> None:
+        self._buckets = []
+        (params, self._version), self._prepared = self._prepared, ({}, "")
         self._buckets = list(self._make_buckets(params))
-        self._version = version
 
     async def send(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
         # A trainer that died may have left its update open; where none did, the server just says so.

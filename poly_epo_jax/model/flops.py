@@ -1,0 +1,35 @@
+"""Model FLOPs and bytes: what a computation must do at least, from shapes alone. A multiply-add counts as two."""
+
+import numpy as np
+from jaxtyping import Int
+
+from poly_epo_jax.model.qwen3 import Qwen3Config
+
+
+def layer_weights(config: Qwen3Config) -> int:
+    """Elements of all layers' matrices; norms and biases are left out, as they cost next to nothing."""
+    attention = config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
+    return config.num_layers * config.hidden_size * (attention + 3 * config.mlp_size)
+
+
+def total_weights(config: Qwen3Config) -> int:
+    """Elements of the layers' matrices and of the embedding; the head's too, where it is not tied."""
+    return layer_weights(config) + config.vocab_size * config.hidden_size * (1 if config.tied_head else 2)
+
+
+def forward_flops(
+    config: Qwen3Config, prompt_lengths: Int[np.ndarray, "S"], response_lengths: Int[np.ndarray, "S"]
+) -> float:
+    """Of one forward pass over S sequences, with the head on response tokens only; a backward pass costs twice that.
+
+    Attention counts each query's earlier tokens of its own sequence: two products with the head dimension.
+    """
+    lengths = (prompt_lengths + response_lengths).astype(float)
+    matrices = 2 * layer_weights(config) * lengths.sum()
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * (lengths * (lengths + 1) / 2).sum()
+    return float(matrices + attention + 2 * config.vocab_size * config.hidden_size * response_lengths.sum())
+
+
+def cache_bytes_per_token(config: Qwen3Config, value_bytes: int) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * value_bytes

@@ -1,0 +1,87 @@
+"""The files of a Hugging Face model folder: opening what holds the tensors, and writing it several files at a time."""
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+WRITERS = 4
+"""Files written at once; the host holds the tensors of these and of the next one."""
+SMALLEST_SHARD = 32 * 2**20  # bytes; below it another file costs more than it wins
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def open_tensors(folder: Path) -> dict[str, Any]:
+    """Name -> the open file that holds it.
+
+    Raises:
+      FileNotFoundError: the folder has no safetensors files.
+    """
+    if (folder / _INDEX).is_file():
+        files = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
+    elif (folder / _ONE).is_file():
+        files = [_ONE]
+    else:
+        raise FileNotFoundError(f"{folder} has neither {_ONE} nor {_INDEX}; convert the model to those.")
+    opened = [safe_open(folder / file, "numpy") for file in files]
+    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+
+
+def write_tensors(
+    folder: Path,
+    sizes: Mapping[str, int],
+    fetch: Callable[[Sequence[str]], Mapping[str, np.ndarray]],
+    max_shard_bytes: int,
+) -> None:
+    """Writes one file, or several and their index, with a pool of threads.
+
+    Args:
+      sizes: of every tensor in bytes, by name, in the order in which they are written.
+      fetch: brings one file's tensors to the host, while others are written. Called from this thread alone, as programs
+        of several devices must not be started from several threads.
+      max_shard_bytes: the largest file, unless it holds a single tensor; large models are cut finer, so that all
+        writers have an even share.
+
+    Raises:
+      OSError, SafetensorError: a file cannot be written. Those that are being written then are waited for.
+    """
+    even = max(SMALLEST_SHARD, -(-sum(sizes.values()) // (2 * WRITERS)))
+    shards = _shards(sizes, min(max_shard_bytes, even))
+    files = [_ONE]
+    if len(shards) > 1:
+        files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        write_json(folder / _INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+
+    writing: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for file, names in zip(files, shards, strict=True):
+            content = {name: np.ascontiguousarray(values) for name, values in fetch(names).items()}
+            if len(writing) == WRITERS:
+                writing.popleft().result()
+            writing.append(pool.submit(save_file, content, folder / file, metadata={"format": "pt"}))
+        for one in writing:
+            one.result()
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """The names in their order, cut into runs of at most `max_bytes` (but of one tensor at least)."""
+    shards: list[list[str]] = [[]]
+    room = max_bytes
+    for name, size in sizes.items():
+        if shards[-1] and size > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards

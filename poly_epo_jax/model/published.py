@@ -1,0 +1,45 @@
+"""The shapes of the published dense Qwen3 models, for plans and benchmarks on machines that do not hold them."""
+
+from poly_epo_jax.model.qwen3 import Qwen3Config
+
+SHAPES = {
+    # hidden, MLP, layers, query heads, tied head; all have 8 key heads of 128 and the same vocabulary.
+    "Qwen3-0.6B": (1024, 3072, 28, 16, True),
+    "Qwen3-1.7B": (2048, 6144, 28, 16, True),
+    "Qwen3-4B": (2560, 9728, 36, 32, True),
+    "Qwen3-8B": (4096, 12288, 36, 32, False),
+    "Qwen3-14B": (5120, 17408, 40, 40, False),
+    "Qwen3-32B": (5120, 25600, 64, 64, False),
+}
+
+
+def is_published(name: str) -> bool:
+    """Whether a name on the hub, such as Qwen/Qwen3-4B-Base, is one of SHAPES."""
+    return _key(name) in SHAPES
+
+
+def published_config(name: str, **compute: object) -> Qwen3Config:
+    """The shape of a published model.
+
+    Args:
+      compute: the fields of Qwen3Config that say how to compute, such as dtype.
+
+    Raises:
+      KeyError: it is not one of SHAPES.
+    """
+    hidden_size, mlp_size, num_layers, num_heads, tied_head = SHAPES[_key(name)]
+    return Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=hidden_size,
+        mlp_size=mlp_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        head_dim=128,
+        tied_head=tied_head,
+        **compute,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _key(name: str) -> str:
+    return name.rpartition("/")[2].removesuffix("-Base")

@@ -1,0 +1,81 @@
+"""One token at a time is what the packed forward pass is, for every relative, at any length of the cache."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_qwen3 import QWEN3, RELATIVES, build, forward, pack, random_params
+
+from poly_epo_jax.model import decoding
+
+LENGTHS, TOTAL = (5, 8, 1), 9  # of the prompts, and of all that is read
+prefill = jax.jit(decoding.prefill, static_argnums=0)
+decode = jax.jit(decoding.decode, static_argnums=0)
+decoding_weights = jax.jit(decoding.decoding_weights, static_argnums=0)
+
+
+def decoded(config, params, tokens, cache_length):
+    """Logits [rows, position, V] of what follows each token from the prompt's last one on, each row at its pace."""
+    weights = decoding_weights(config, params)
+    valid = np.arange(8)[None] < np.array(LENGTHS)[:, None]
+    prompts = prefill(config, weights, jnp.asarray(np.where(valid, tokens[:, :8], 0)), jnp.asarray(valid))
+    cache = decoding.init_cache(config, len(LENGTHS) + 1, cache_length)
+    cache = cache.with_rows(jnp.array([3, 1, 0, 9]), prompts, jnp.array([0, 1, 2, 0]))  # 9 is no row
+    rows = np.array([3, 1, 0])
+    logits = np.zeros((len(LENGTHS), TOTAL, config.vocab_size), np.float32)
+    positions, now = np.zeros(4, np.int32), np.zeros(4, np.int32)
+    for step in range(TOTAL):
+        place = np.minimum(np.array(LENGTHS) - 1 + step, TOTAL - 1)
+        positions[rows], now[rows] = place, tokens[np.arange(3), place]
+        found, cache = decode(config, weights, jnp.asarray(now), jnp.asarray(positions), cache)
+        logits[np.arange(3), place] = np.asarray(found).T[rows]
+    return logits
+
+
+@functools.cache
+def setting(name):
+    config = RELATIVES[name]
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (len(LENGTHS), TOTAL))
+    return config, random_params(config), tokens
+
+
+def assert_logits_of_the_packed_forward(config, params, tokens, logits, atol):
+    head = np.asarray(build(config, params).head, np.float32)
+    for row, length in enumerate(LENGTHS):
+        hidden = forward(config, params, pack(tokens[row]))[0, :TOTAL]
+        expected = np.asarray(hidden, np.float32) @ head.T
+        assert expected.std() > 0.3
+        np.testing.assert_allclose(logits[row, length - 1 :], expected[length - 1 :], atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("cache_length", [TOTAL, TOTAL + 7])
+@pytest.mark.parametrize("name", RELATIVES)
+def test_decoding_equals_the_packed_forward(name, cache_length):
+    config, params, tokens = setting(name)
+    logits = decoded(config, params, tokens, cache_length)
+    assert_logits_of_the_packed_forward(config, params, tokens, logits, atol=2e-5)
+
+
+def test_decoding_in_bfloat16():
+    config, params, tokens = setting("qwen3")
+    config = dataclasses.replace(config, dtype="bfloat16")
+    assert_logits_of_the_packed_forward(config, params, tokens, decoded(config, params, tokens, TOTAL), atol=0.1)
+    weights = decoding_weights(config, params)
+    kept = {weights["embed"].dtype, *(leaf.dtype for leaf in jax.tree.leaves(weights["layers"]))}
+    assert kept == {jnp.dtype("float32"), jnp.dtype("bfloat16")}
+    assert decoding.init_cache(config, 1, 4).k[0].dtype == weights["head"].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("length", [3, 6, 11])
+def test_a_resized_cache_keeps_what_fits(length):
+    rng = np.random.default_rng(0)
+    cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), decoding.init_cache(QWEN3, 2, 6))
+    resized, kept = cache.resized(length), min(length, 6)
+    assert resized.length == length
+    for k, v, old_k, old_v in zip(*resized, *cache, strict=True):
+        np.testing.assert_array_equal(k[..., :kept], old_k[..., :kept])
+        np.testing.assert_array_equal(v[:, :, :kept], old_v[:, :, :kept])
+        assert not k[..., kept:].any() and not v[:, :, kept:].any()

@@ -1,0 +1,79 @@
+"""Several files at a time: who writes what, how much the host holds, and what happens when one cannot be written."""
+
+import errno
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from poly_epo_jax.model import hf_files
+from poly_epo_jax.model.hf_files import WRITERS, open_tensors, write_tensors
+
+VALUES = {f"tensor{i:02}": np.random.default_rng(i).normal(size=250).astype(np.float32) for i in range(24)}
+SIZES = {name: values.nbytes for name, values in VALUES.items()}
+
+
+def fetch(names: Sequence[str]) -> dict[str, np.ndarray]:
+    return {name: VALUES[name] for name in names}
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 2_000, 1_000, 1])
+def test_every_tensor_is_read_back(tmp_path: Path, max_shard_bytes: int):
+    write_tensors(tmp_path, SIZES, fetch, max_shard_bytes)
+    source = open_tensors(tmp_path)
+    assert source.keys() == VALUES.keys()
+    for name, values in VALUES.items():
+        np.testing.assert_array_equal(source[name].get_tensor(name), values)
+    num_files = {10**9: 1, 2_000: 12, 1_000: 24, 1: 24}[max_shard_bytes]
+    assert len(list(tmp_path.glob("*.safetensors"))) == num_files
+
+
+def test_all_writers_have_an_even_share_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hf_files, "SMALLEST_SHARD", 1_000)
+    write_tensors(tmp_path, SIZES, fetch, 10**9)
+    held = [sum(values.nbytes for values in load_file(file).values()) for file in tmp_path.glob("*.safetensors")]
+    assert len(held) == 2 * WRITERS and set(held) == {sum(SIZES.values()) // (2 * WRITERS)}
+
+
+def test_files_are_written_side_by_side_while_the_next_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """No file is done before all writers have one and the next is fetched: one after the other would end in error."""
+    changed = threading.Condition()
+    fetched = begun = written = most_held = 0
+
+    def save(*arguments: Any, **keywords: Any) -> None:
+        nonlocal begun, written
+        with changed:
+            begun += 1
+            changed.notify_all()
+            assert changed.wait_for(lambda: begun >= WRITERS and fetched > WRITERS, timeout=20)
+            written += 1
+
+    def watched(names: Sequence[str]) -> dict[str, np.ndarray]:
+        nonlocal fetched, most_held
+        with changed:
+            fetched += 1
+            most_held = max(most_held, fetched - written)
+            changed.notify_all()
+        return fetch(names)
+
+    monkeypatch.setattr(hf_files, "save_file", save)
+    write_tensors(tmp_path, SIZES, watched, 1)
+    assert (fetched, written, most_held) == (24, 24, WRITERS + 1)
+
+
+def test_a_file_that_cannot_be_written_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    begun = []
+
+    def save(content: Any, path: Path, **keywords: Any) -> None:
+        begun.append(path.name)
+        if "00002-of" in path.name:
+            raise OSError(errno.ENOSPC, "disk full")
+
+    monkeypatch.setattr(hf_files, "save_file", save)
+    with pytest.raises(OSError, match="disk full"):
+        write_tensors(tmp_path, SIZES, fetch, 1)
+    assert len(begun) <= WRITERS + 1

@@ -1,0 +1,70 @@
+"""The update of the real Qwen3-4B shape on four devices, compiled but not run: what its program holds and sends."""
+
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import pytest
+from fakes import optimizer_config
+from flax import nnx
+from programs import COLLECTIVES, loop_bodies
+
+from poly_epo_jax.model.flops import total_weights
+from poly_epo_jax.model.published import published_config
+from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.set_rl import ppo_clip_loss
+from poly_epo_jax.update import PolicyUpdate
+
+DEVICES, ROW_TOKENS = 4, 8192
+CONFIG = published_config("Qwen/Qwen3-4B-Base")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(jax.device_count() < DEVICES, reason="needs four devices"),
+]
+
+
+@functools.cache
+def compiled():
+    model = nnx.eval_shape(lambda: Qwen3(CONFIG, nnx.Rngs(0)))
+    update = PolicyUpdate(model, make_mesh(1, DEVICES, 1), ppo_clip_loss, optimizer_config(), total_updates=1)
+    return update.lower(DEVICES, ROW_TOKENS)["gradient"].compile()
+
+
+def program_text() -> str:
+    return compiled().as_text() or ""
+
+
+def vocabulary_loops():
+    """The loops that make logits: [chunk, vocabulary]."""
+    logits = re.compile(rf"\[\d+,{CONFIG.vocab_size}\]")
+    return [body for body in loop_bodies(program_text()) if logits.search(body)]
+
+
+def test_no_collective_runs_inside_the_vocabulary_loop():
+    loops = vocabulary_loops()
+    assert len(loops) >= 2  # forwards and backwards
+    assert [kind for text in loops for kind in COLLECTIVES.findall(text)] == []
+    assert COLLECTIVES.findall(program_text())  # elsewhere there are some, and they are found
+
+
+def test_no_buffer_is_as_large_as_tokens_times_vocabulary():
+    shapes = re.findall(r"\w+\[([\d,]+)\]", program_text())
+    of_vocabulary = [list(map(int, shape.split(","))) for shape in shapes if str(CONFIG.vocab_size) in shape.split(",")]
+    largest = max(math.prod(shape) for shape in of_vocabulary)
+    assert largest == CONFIG.vocab_size * CONFIG.hidden_size  # the head itself
+    assert largest < ROW_TOKENS * CONFIG.vocab_size / 2
+
+
+def test_gradients_are_added_in_place():
+    """All of the sum is handed over as it lies, and the rest of the program's memory has no room for a second one."""
+    memory: Any = compiled().memory_analysis()
+    gradient_bytes = 4 * total_weights(CONFIG) / DEVICES
+    assert memory.alias_size_in_bytes >= gradient_bytes
+    head_bytes = 4 * CONFIG.vocab_size * CONFIG.hidden_size  # its gradient is summed over chunks on each device
+    # Each layer's input is kept; this backend holds it in float32.
+    kept_bytes = 4 * CONFIG.num_layers * ROW_TOKENS * CONFIG.hidden_size
+    assert memory.temp_size_in_bytes < kept_bytes + 2 * head_bytes + gradient_bytes / 2

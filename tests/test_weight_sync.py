@@ -1,0 +1,164 @@
+"""Weights are written while generations run, and sent when those are complete; real servers are in test_sglang.py."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from fakes import TINY, TINY_ALPHABET, tiny_params, tiny_problems
+
+from poly_epo_jax import servers
+from poly_epo_jax.clock import BusyTime
+from poly_epo_jax.rollouts import sglang
+from poly_epo_jax.rollouts.sglang import SGLangRollouts
+from poly_epo_jax.rollouts.weight_sync import DiskSync
+from poly_epo_jax.tokenizer import build_character_tokenizer
+from poly_epo_jax.types import Group, Sampling
+
+URLS = ["http://a", "http://b"]
+
+
+class Servers:
+    """Servers that load any folder that is there, and generate one token once `may_end` is set."""
+
+    def __init__(self) -> None:
+        self.versions = dict.fromkeys(URLS, "default")
+        self.loaded: list[tuple[str, str]] = []
+        self.asked, self.may_end, self.may_answer = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.dying = ""
+
+    async def handle(self, request: httpx.Request) -> httpx.Response:
+        url, endpoint = f"http://{request.url.host}", request.url.path.strip("/")
+        body = json.loads(request.content) if request.content else {}
+        if endpoint == "model_info":
+            if self.dying == url:
+                await self.may_answer.wait()
+            return httpx.Response(200, json={"weight_version": self.versions[url]})
+        if endpoint == "update_weights_from_disk":
+            assert (Path(body["model_path"]) / "model.safetensors").is_file()
+            self.versions[url] = body["weight_version"]
+            self.loaded.append((url, body["weight_version"].split("-")[1]))
+        if endpoint == "generate" and "return_logprob" in body:
+            self.asked.set()
+            if self.dying == url:
+                self.versions[url] = "default"  # as it was started with
+                raise httpx.ConnectError("dead")
+            version = self.versions[url]
+            await self.may_end.wait()
+            meta = {"weight_version": version, "finish_reason": {"type": "stop"}}
+            meta["output_token_logprobs"] = [[-1.0, 1, None]]
+            return httpx.Response(200, json={"output_ids": [1], "meta_info": meta})
+        meta = {"weight_version": self.versions[url], "cached_tokens": 0}
+        return httpx.Response(200, json={"success": True, "meta_info": meta})
+
+
+def rollouts_over(fake: Servers, folder: Path, monkeypatch: pytest.MonkeyPatch) -> SGLangRollouts:
+    for module in (sglang, servers):
+        monkeypatch.setattr(
+            module, "open_client", lambda _: httpx.AsyncClient(transport=httpx.MockTransport(fake.handle))
+        )
+    monkeypatch.setattr(sglang, "backoff_seconds", lambda attempt: 0.0)
+    limits = {"max_prompt_tokens": 8, "max_rows": 64, "timeout_seconds": 9.0, "wait_seconds": 9.0}
+    sync, tokenizer = DiskSync(folder, "a run", TINY, "float32"), build_character_tokenizer(TINY_ALPHABET)
+    return SGLangRollouts(URLS, [], sync, tokenizer, (1, 14), **limits)
+
+
+def on_disk(folder: Path) -> list[str]:
+    return sorted(one.name.split("-")[1] for below in folder.iterdir() for one in below.iterdir())
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not true():
+            await asyncio.sleep(0.001)
+
+
+async def generate(rollouts: SGLangRollouts) -> list[Group]:
+    return [group async for group in rollouts.generate(tiny_problems(4, 8), 2, Sampling(4))]
+
+
+def versions(groups: list[Group]) -> set[int]:
+    return {y.weight_version for group in groups for y in group.generations}
+
+
+def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Path, monkeypatch):
+    async def main() -> None:
+        fake = Servers()
+        rollouts, busy = rollouts_over(fake, tmp_path, monkeypatch), BusyTime()
+        await rollouts.update_weights(tiny_params(1), 1)
+        assert on_disk(tmp_path) == ["1"]
+
+        async def update() -> None:
+            with busy.work():
+                await rollouts.update_weights(tiny_params(2), 2)
+
+        generating = asyncio.create_task(generate(rollouts))
+        await fake.asked.wait()
+        updating = asyncio.create_task(update())
+        await until(lambda: on_disk(tmp_path) == ["1", "2"])
+        written_at, before = time.perf_counter(), busy.seconds()
+        await asyncio.sleep(0.3)
+        assert not updating.done() and [version for _, version in fake.loaded] == ["1", "1"]
+        fake.may_end.set()
+        assert versions(await generating) == {1}
+        await updating
+        assert sorted(fake.loaded[2:]) == [(url, "2") for url in URLS]
+        assert on_disk(tmp_path) == ["2"]
+        # The wait of 0.3 s was for generations: it is not the weights' time.
+        assert busy.seconds() - before < time.perf_counter() - written_at - 0.2
+        assert versions(await generate(rollouts)) == {2}
+
+    asyncio.run(main())
+
+
+def test_a_server_that_comes_back_meanwhile_is_given_the_weights_of_its_batch(tmp_path: Path, monkeypatch, capsys):
+    async def main() -> None:
+        fake = Servers()
+        rollouts = rollouts_over(fake, tmp_path, monkeypatch)
+        await rollouts.update_weights(tiny_params(1), 1)
+        fake.dying = "http://a"
+        generating = asyncio.create_task(generate(rollouts))
+        await until(lambda: fake.versions["http://a"] == "default")
+        updating = asyncio.create_task(rollouts.update_weights(tiny_params(2), 2))
+        await until(lambda: on_disk(tmp_path) == ["1", "2"])
+        fake.dying = ""
+        fake.may_answer.set()
+        await until(lambda: fake.versions["http://a"] != "default")
+        assert fake.loaded[2:] == [("http://a", "1")] and not updating.done()
+        assert on_disk(tmp_path) == ["1", "2"]
+        # The server is back once it has been checked, not as soon as it has the weights.
+        await until(lambda: "The server http://a is back" in capsys.readouterr().err)
+        fake.may_end.set()
+        assert versions(await generating) == {1}
+        await updating
+        assert sorted(fake.loaded[3:]) == [(url, "2") for url in URLS]
+        assert on_disk(tmp_path) == ["2"]
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_still_lost_when_the_batch_is_complete_is_given_only_the_new_weights(
+    tmp_path: Path, monkeypatch
+):
+    async def main() -> None:
+        fake = Servers()
+        rollouts = rollouts_over(fake, tmp_path, monkeypatch)
+        await rollouts.update_weights(tiny_params(1), 1)
+        fake.dying = "http://a"
+        generating = asyncio.create_task(generate(rollouts))
+        await until(lambda: fake.versions["http://a"] == "default")
+        updating = asyncio.create_task(rollouts.update_weights(tiny_params(2), 2))
+        fake.may_end.set()
+        assert versions(await generating) == {1}
+        await asyncio.sleep(0.1)
+        assert not updating.done() and fake.loaded[2:] == [] and on_disk(tmp_path) == ["1", "2"]
+        fake.dying = ""
+        fake.may_answer.set()
+        await updating
+        assert sorted(fake.loaded[2:]) == [(url, "2") for url in URLS]
+        assert on_disk(tmp_path) == ["2"]
+
+    asyncio.run(main())
