@@ -127,6 +127,12 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
     config.mesh.fsdp = -1  # shards of each weight along its embedding axis
     config.mesh.tensor = 1  # shards of heads, MLP and vocabulary
 
+    config.hosts = ConfigDict()  # several processes that train as one, with the same configuration but for the index
+    config.hosts.coordinator = ""  # HOST:PORT of the first; auto: SLURM or the TPU pod knows; empty: a single process
+    config.hosts.count = 1  # how many there are, where not auto
+    config.hosts.index = 0  # which of them this is, likewise
+    config.hosts.wait_seconds = 300  # for each other at the start
+
     config.checkpoint = ConfigDict()
     config.checkpoint.every = 50  # steps
     config.checkpoint.keep = 2  # the newest ones

@@ -1,4 +1,7 @@
-"""Generated, graded and judged batches: made when they are needed or, at staleness 1, one ahead of training."""
+"""Generated, graded and judged batches: made when they are needed or, at staleness 1, one ahead of training.
+
+On several hosts each process makes its share of the prompts' groups, and has the whole batch in the end.
+"""
 
 import asyncio
 import dataclasses
@@ -7,6 +10,7 @@ from typing import Any
 
 from grain import DatasetIterator
 
+from poly_epo_jax import hosts
 from poly_epo_jax.clock import Timeline
 from poly_epo_jax.grading import grade_groups
 from poly_epo_jax.types import GradedGroup, Judge, Metrics, Problem, Rollouts, Sampling, Task
@@ -14,7 +18,7 @@ from poly_epo_jax.types import GradedGroup, Judge, Metrics, Problem, Rollouts, S
 
 @dataclasses.dataclass
 class Batch:
-    """A step's graded groups, what making them took, and where the data stands after them."""
+    """A step's graded groups, what making them took on this host, and where the data stands after them."""
 
     graded: list[GradedGroup]
     timing: Metrics
@@ -51,7 +55,9 @@ class Experience:
 
     async def batch(self, step: int) -> Batch:
         """The batch of `step`, waited for."""
-        batch = await (self._ahead or self._begin(step))
+        shares = await hosts.gather(self._ahead or self._begin(step))
+        graded = [one for share in shares for one in share.graded]
+        batch = dataclasses.replace(shares[hosts.index()], graded=graded)
         self._ahead = self._begin(step + 1) if self._staleness and step < self._last_step else None
         return batch
 
@@ -62,7 +68,7 @@ class Experience:
             await asyncio.gather(self._ahead, return_exceptions=True)
 
     def _begin(self, step: int) -> asyncio.Task[Batch]:
-        problems = next(self._batches)
+        problems = hosts.share(next(self._batches))
         data_state = self._batches.get_state()
 
         async def make() -> Batch:

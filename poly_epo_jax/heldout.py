@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from poly_epo_jax import hosts
 from poly_epo_jax.grading import cluster_ids, grade_groups, judged
 from poly_epo_jax.metrics.diversity import distinct_clusters
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
@@ -16,8 +17,9 @@ async def evaluate_held_out(
 ) -> Metrics:
     """Means over problems. `@k` is the expectation over the k-subsets of a problem's generations, for k = 1, 2, 4, ...;
     a generation is correct where its reward is 1."""
-    groups = rollouts.generate(problems, num_generations, sampling)
-    graded, _ = await grade_groups(groups, problems, task, judge)
+    own = hosts.share(problems)
+    groups = rollouts.generate(own, num_generations, sampling)
+    graded = [one for share, _ in await hosts.gather(grade_groups(groups, own, task, judge)) for one in share]
     rewards = np.stack([one.rewards for one in graded])
     correct = rewards == 1
     sizes = [2**i for i in range(num_generations.bit_length()) if 2**i <= num_generations]

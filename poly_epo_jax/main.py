@@ -1,6 +1,7 @@
 """Trains a policy: python -m poly_epo_jax.main --config=configs/polynomial.py:poly_epo --config.seed=1"""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import sys
@@ -11,6 +12,7 @@ import jax
 from absl import app, logging
 from ml_collections import ConfigDict
 
+from poly_epo_jax import hosts
 from poly_epo_jax.algorithm import make_loss
 from poly_epo_jax.base_policy import base_policy
 from poly_epo_jax.checkpoint import Checkpoints
@@ -20,10 +22,10 @@ from poly_epo_jax.config import ConfigError, changed_keys, check_config, check_m
 from poly_epo_jax.data import Cleaned, drop_long_prompts, problem_batches
 from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.judges import JUDGES
-from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.model.sharding import host_mesh, make_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy
 from poly_epo_jax.rollouts import ROLLOUTS
-from poly_epo_jax.tracking import Tracker
+from poly_epo_jax.tracking import NoTracker, Tracker
 from poly_epo_jax.train import Parts, train
 from poly_epo_jax.types import Problem, Task
 from poly_epo_jax.update import PolicyUpdate
@@ -33,6 +35,7 @@ RESUME_MAY_CHANGE = (
     "compilation_cache",
     "train.num_steps",
     "mesh.",
+    "hosts.",
     "checkpoint.",
     "log.",
     "base.cache_dir",
@@ -55,17 +58,23 @@ def run(config: ConfigDict) -> None:
       ValueError, OSError: the configuration cannot run; the message says why and what to do.
     """
     check_config(config, CHOICES)
+    hosts.join(config.hosts)
     jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
     workdir = Path(config.workdir)
     _check_same_run(workdir, config)
     mesh = make_mesh(**config.mesh)
+    here = host_mesh(mesh)
     task = make_task(config)
     if config.eval.every and not task.held_out_problems:
         raise ConfigError(f"eval.every={config.eval.every}, but the task holds out no problems; set eval.every=0.")
-    path = find_model(config.model.path) if config.model.path else base_policy(config, task, mesh)
+    if config.model.path:
+        path = find_model(config.model.path)
+    else:
+        path = hosts.on_first(lambda: base_policy(config, task, here))
     policy = open_policy(path, config.model)
     check_mesh(config, mesh.shape, dataclasses.asdict(policy.config))
-    policy.save_description(workdir / "policy")
+    if hosts.is_first():
+        policy.save_description(workdir / "policy")
 
     updates_per_step = config.train.prompts_per_batch // config.train.prompts_per_minibatch
     update = PolicyUpdate(
@@ -90,11 +99,10 @@ def run(config: ConfigDict) -> None:
         state = update.init(policy.load_params(mesh))
     reference = policy.load_params(mesh) if config.algo.kl_coef else None
     judge = JUDGES[config.judge.name](task, config.judge)
-    rollouts = ROLLOUTS[config.rollouts.name](policy.model, mesh, policy.tokenizer, policy.stop_ids, config)
+    rollouts = ROLLOUTS[config.rollouts.name](policy.model, here, policy.tokenizer, policy.stop_ids, config)
     # Without a checkpoint there is no step to resume from, not even the evaluation before the first.
     resume_step = step if step else -1
-    json_config = config.to_json(indent=2, sort_keys=True) + "\n"
-    with Tracker(workdir, json_config, config.train.num_steps, resume_step, config.log.wandb_project) as tracker:
+    with _tracker(config, resume_step) as tracker:
         parts = Parts(
             task, held_out_problems, judge, rollouts, batches, update, state, reference, checkpoints, tracker, step
         )
@@ -102,7 +110,16 @@ def run(config: ConfigDict) -> None:
             asyncio.run(train(config, parts))
         finally:
             rollouts.close()
-    print(f"Done: {workdir}. See it with: python -m poly_epo_jax.report {workdir}")
+    if hosts.is_first():
+        print(f"Done: {workdir}. See it with: python -m poly_epo_jax.report {workdir}")
+
+
+def _tracker(config: ConfigDict, resume_step: int) -> contextlib.AbstractContextManager[Tracker | NoTracker]:
+    """One host logs."""
+    if not hosts.is_first():
+        return contextlib.nullcontext(NoTracker())
+    json_config = config.to_json(indent=2, sort_keys=True) + "\n"
+    return Tracker(Path(config.workdir), json_config, config.train.num_steps, resume_step, config.log.wandb_project)
 
 
 def _problems_that_fit(
@@ -116,9 +133,10 @@ def _problems_that_fit(
         counts[name] = {"kept": len(kept), "dropped": before | {"too_long": too_long}}
         problems.append(kept)
         reasons = [f"{count} {reason.replace('_', ' ')}" for reason, count in counts[name]["dropped"].items() if count]
-        if reasons:
+        if reasons and hosts.is_first():
             print(f"{name.replace('_', '-')} problems: {len(kept)}; dropped: {', '.join(reasons)}.")
-    (workdir / "data.json").write_text(json.dumps(counts, indent=2) + "\n")
+    if hosts.is_first():
+        (workdir / "data.json").write_text(json.dumps(counts, indent=2) + "\n")
     train_problems, held_out_problems = problems
     return train_problems, held_out_problems
 
@@ -143,7 +161,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         logging.set_verbosity(logging.WARNING)
         run(CONFIG.value)
-    except (ValueError, OSError, ImportError, JudgeError) as error:
+    except (ValueError, OSError, ImportError, JudgeError, hosts.HostError) as error:
         sys.exit(f"Error: {' '.join(str(error).split())}")
 
 

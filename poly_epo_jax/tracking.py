@@ -152,6 +152,16 @@ class Tracker:
         self._events.flush()
 
 
+class NoTracker:
+    """In the place of a Tracker, on the hosts that do not log."""
+
+    def log(self, step: int, metrics: Metrics, timing: Metrics) -> None: ...
+
+    def log_timeline(self, step: int, row: Mapping[str, Any]) -> None: ...
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+
 def _to_line(row: Mapping[str, Any]) -> bytes:
     plain = {key: value.item() if hasattr(value, "item") else value for key, value in row.items()}  # numpy scalars
     finite = {

@@ -6,13 +6,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 from grain import DatasetIterator
 from ml_collections import ConfigDict
 
-from poly_epo_jax import set_rl
+from poly_epo_jax import hosts, set_rl
 from poly_epo_jax.algorithm import make_advantages
 from poly_epo_jax.batching import PackedBatch, TrainingSequence, pack
 from poly_epo_jax.checkpoint import Checkpoints
@@ -20,8 +21,9 @@ from poly_epo_jax.clock import StageClock, Timeline, Window
 from poly_epo_jax.experience import Batch, Experience
 from poly_epo_jax.grading import check_judge, cluster_ids, judged
 from poly_epo_jax.heldout import evaluate_held_out
+from poly_epo_jax.model.sharding import params_on_host
 from poly_epo_jax.records import cluster_metrics, rollout_metrics, sample_rows
-from poly_epo_jax.tracking import Tracker
+from poly_epo_jax.tracking import NoTracker, Tracker
 from poly_epo_jax.types import (
     Counting,
     GradedGroup,
@@ -39,7 +41,7 @@ from poly_epo_jax.update import PolicyUpdate, TrainState
 
 @dataclasses.dataclass
 class Parts:
-    """What a run is made of; main.py builds it from a configuration."""
+    """What a run is made of; main.py builds it from a configuration, on every host."""
 
     task: Task
     held_out: Sequence[Problem]
@@ -50,7 +52,7 @@ class Parts:
     state: TrainState
     reference: Params | None  # the initial policy, where algo.kl_coef asks for it
     checkpoints: Checkpoints
-    tracker: Tracker
+    tracker: Tracker | NoTracker
     step: int  # already trained
 
 
@@ -58,8 +60,9 @@ async def train(config: ConfigDict, parts: Parts) -> None:
     """Runs from `parts.step` to `config.train.num_steps`. Whatever ends it, the steps that are trained are saved.
 
     Raises:
-      SystemExit: on SIGTERM, after the present step.
+      SystemExit: on SIGTERM, on whichever host, after the present step.
       JudgeError: the judge fails more often than `judge.max_failed_share`.
+      HostError: another host failed.
     """
     advantages_of = make_advantages(config.algo)
     preempted = _catch_sigterm()
@@ -69,10 +72,11 @@ async def train(config: ConfigDict, parts: Parts) -> None:
     newest = parts.step, state, parts.batches.get_state()
     try:
         if isinstance(parts.judge, Served):
-            await parts.judge.wait_until_ready()
-        await parts.rollouts.update_weights(state.params, parts.step)
+            await hosts.gather(parts.judge.wait_until_ready())
+        await _hand_over(parts, state.params, parts.step)
         if parts.step == 0 and config.eval.every:
-            parts.tracker.log(0, await _evaluate(config, parts), {})
+            metrics = await _evaluate(config, parts)
+            await hosts.together(asyncio.to_thread(parts.tracker.log, 0, metrics, {}))
 
         timeline.cut(parts.step)  # so that all this is in no step's time
         for step in range(parts.step + 1, config.train.num_steps + 1):
@@ -91,37 +95,38 @@ async def train(config: ConfigDict, parts: Parts) -> None:
             # In threads, so that the next batch's generations can be received, graded and judged meanwhile.
             with clock.stage("logprobs"):
                 minibatches = await asyncio.to_thread(_pack_minibatches, config, kept, advantages)
-                minibatches = await asyncio.to_thread(
-                    parts.update.with_old_logprobs, state.params, minibatches, parts.reference
+                minibatches = await hosts.together(
+                    asyncio.to_thread(parts.update.with_old_logprobs, state.params, minibatches, parts.reference)
                 )
 
             with clock.stage("update"):
                 newest = None  # for the update consumes the state
-                state, update_metrics = await asyncio.to_thread(parts.update, state, minibatches)
+                state, update_metrics = await hosts.together(asyncio.to_thread(parts.update, state, minibatches))
                 newest = step, state, batch.data_state
 
             metrics = rollout_metrics(batch.graded, step) | cluster_metrics(rewards, clusters, config.algo.set_size)
-            metrics |= update_metrics | _counts(parts)
+            metrics |= update_metrics | hosts.total(await hosts.gather(_counts(parts)))
             try:
                 with clock.stage("sync"):
-                    await parts.rollouts.update_weights(state.params, step)
+                    await _hand_over(parts, state.params, step)
                 if config.eval.every and (step % config.eval.every == 0 or is_last):
                     with clock.stage("evaluate"):
                         metrics |= await _evaluate(config, parts)
             finally:
                 # A step's rows are on disk before a checkpoint counts it as done: a crash can repeat but not lose them.
+                samples = step % config.log.samples_every == 0 or is_last
+                rows = sample_rows(batch.graded, advantages) if samples else []
                 window = timeline.cut(step)
-                parts.tracker.log(step, metrics, _timing(clock, window, batch))
-                parts.tracker.log_timeline(step, window.row())
-                if step % config.log.samples_every == 0 or is_last:
-                    parts.tracker.log_samples(step, sample_rows(batch.graded, advantages))
+                log = partial(_log, parts.tracker, step, metrics, _timing(clock, window, batch), window, rows)
+                await hosts.together(asyncio.to_thread(log))
 
             if step % config.checkpoint.every == 0:
                 with clock.stage("checkpoint"):
                     parts.checkpoints.save(*newest)
                 saved = step
-            if preempted() and not is_last:
-                print(f"SIGTERM: saving after step {step}; the same command resumes there.", file=sys.stderr)
+            if any(await hosts.gather(preempted())) and not is_last:
+                if hosts.is_first():
+                    print(f"SIGTERM: saving after step {step}; the same command resumes there.", file=sys.stderr)
                 sys.exit(128 + signal.SIGTERM)
     finally:
         await experience.close()
@@ -184,6 +189,20 @@ def _pack_minibatches(
     return minibatches
 
 
+async def _hand_over(parts: Parts, params: Params, version: int) -> None:
+    """Gives every host's sampler the weights."""
+    here = await hosts.together(asyncio.to_thread(params_on_host, params, parts.update.mesh))
+    await hosts.together(parts.rollouts.update_weights(here, version))
+
+
+def _log(
+    tracker: Tracker | NoTracker, step: int, metrics: Metrics, timing: Metrics, window: Window, samples: Sequence[Any]
+) -> None:
+    tracker.log(step, metrics, timing)
+    tracker.log_timeline(step, window.row())
+    tracker.log_samples(step, samples)
+
+
 def _timing(clock: StageClock, window: Window, batch: Batch) -> Metrics:
     """Seconds of the step's own stages, and what its window holds, which may be work for another step's batch."""
     num_tokens = sum(len(y.token_ids) for one in batch.graded for y in one.group.generations)
@@ -192,8 +211,8 @@ def _timing(clock: StageClock, window: Window, batch: Batch) -> Metrics:
     return timing | window.critical_seconds() | shares
 
 
-def _counts(parts: Parts) -> Metrics:
-    """What the step's parts counted."""
+async def _counts(parts: Parts) -> Metrics:
+    """What the step's parts counted on this host."""
     counts: Metrics = {}
     for part in (parts.task, parts.judge, parts.rollouts):
         if isinstance(part, Counting):
@@ -205,4 +224,8 @@ def _catch_sigterm():
     """From now on SIGTERM only sets a flag; the function returned tells whether it came."""
     received = []
     signal.signal(signal.SIGTERM, lambda *_: received.append(True))
-    return lambda: bool(received)
+
+    async def came() -> bool:
+        return bool(received)
+
+    return came

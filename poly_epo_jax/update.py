@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -202,9 +203,7 @@ class PolicyUpdate:
         with jax.set_mesh(self.mesh):
             filled = []
             for index, minibatch in enumerate(minibatches):
-                batches = [self.place(batch) for batch in minibatch]
-                if index:
-                    batches = [batch._replace(on_policy=jnp.array(False)) for batch in batches]
+                batches = [self.place(batch._replace(on_policy=np.array(not index))) for batch in minibatch]
                 if index and self.importance_cap is None:
                     batches = [batch._replace(old_logprobs=self._logprobs(params, batch)) for batch in batches]
                 if self.kl_coef:
@@ -241,7 +240,13 @@ class PolicyUpdate:
     def place(self, batch: PackedBatch) -> PackedBatch:
         """The microbatch on the mesh."""
         rows, scalar = row_sharding(self.mesh), replicated(self.mesh)
-        return jax.tree.map(lambda x: jax.device_put(x, rows if x.ndim else scalar), batch)
+
+        def put(x: Any) -> jax.Array:
+            sharding = rows if x.ndim else scalar
+            # Every host has the whole batch, and takes its devices' part.
+            return x if isinstance(x, jax.Array) else jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+        return jax.tree.map(put, batch)
 
 
 def _float32_zeros(x: Any) -> jax.Array:

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "poly_epo_jax"
 NAME = PACKAGE.name
 FLOORS = (
-    {"types", "config", "clock", "servers"},
+    {"types", "config", "clock", "servers", "hosts"},
     {"set_rl", "model", "metrics", "batching", "data", "command_line"},
     {"rollouts", "judges", "tasks", "checkpoint", "tracking", "update"}
     | {"grading", "algorithm", "policy", "tokenizer", "figures", "evaluation_figures", "timeline_figures"}

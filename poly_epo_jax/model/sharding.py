@@ -4,12 +4,15 @@
 vocabulary. Rows of a batch are split over `data` and `fsdp` together.
 """
 
+import math
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from poly_epo_jax.types import Params
 
 MESH_AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")
@@ -73,3 +76,36 @@ def constrain_rows(x: jax.Array) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS))
+
+
+def host_mesh(mesh: Mesh) -> Mesh:
+    """The part of the mesh that lies on this process's devices, as a mesh of its own; the same one if that is all.
+
+    As much of `tensor` stays together as one host has of it, then of `fsdp`; the rest is `data`.
+    """
+    if jax.process_count() == 1:
+        return mesh
+    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    tensor = math.gcd(mesh.shape["tensor"], len(local))
+    fsdp = math.gcd(mesh.shape["fsdp"], len(local) // tensor)
+    return Mesh(np.asarray(local).reshape(-1, fsdp, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def params_on_host(params: Params, mesh: Mesh) -> Params:
+    """The weights laid out on `host_mesh(mesh)`: a whole copy on every host, gathered by all of them together."""
+    if jax.process_count() == 1:
+        return params
+    here = host_mesh(mesh)
+    hosts = Mesh(
+        np.asarray(sorted(mesh.devices.flat, key=lambda device: device.process_index)).reshape(-1, *here.devices.shape),
+        ("hosts", *MESH_AXES),
+        axis_types=(AxisType.Auto,) * 4,
+    )
+
+    def gather(x: jax.Array) -> jax.Array:
+        assert isinstance(x.sharding, NamedSharding)
+        copies = jax.device_put(x, NamedSharding(hosts, x.sharding.spec))
+        shards = [shard.data for shard in copies.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(here, x.sharding.spec), shards)
+
+    return jax.tree.map(gather, params)

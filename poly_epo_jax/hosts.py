@@ -1,0 +1,180 @@
+"""Several processes, one per host, that train as one; with a single process everything here is trivial.
+
+Each has a share of the prompts to generate, grade and judge. They exchange what they made, and from there on all do the
+same with the same. So the collectives of one process always meet those of the others, in the same order; what may fail on
+one alone goes through `together`, `gather` or `on_first`, which raise on every process what was raised on one.
+"""
+
+import asyncio
+import atexit
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
+
+T = TypeVar("T")
+
+HEARTBEAT_SECONDS = 30
+"""A process that is silent for so long is dead, and JAX's runtime ends the others."""
+GOODBYE_SECONDS = 10
+"""How long one that ends waits for the others to end as well."""
+
+
+class HostError(RuntimeError):
+    """What was raised on another process."""
+
+
+def join(section: ConfigDict) -> None:
+    """Connects this process with the others, as `config.hosts` says. Comes before anything that uses a device.
+
+    Raises:
+      ValueError: the section is incomplete, or the others are not found.
+    """
+    coordinator, count, index = section.coordinator, section.count, section.index
+    if not coordinator:
+        return
+    explicit: dict[str, Any] = {}
+    if coordinator != "auto":
+        if not 0 <= index < count:
+            raise ValueError(
+                f"hosts.coordinator={coordinator} needs hosts.count, the number of processes, and hosts.index, from 0 "
+                f"to one less, but they are {count} and {index}; set them, or hosts.coordinator=auto under SLURM or on "
+                "a TPU pod."
+            )
+        explicit = {"coordinator_address": coordinator, "num_processes": count, "process_id": index}
+    # On CPUs the collectives of programs that run at the same time would meet each other's.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    try:
+        jax.distributed.initialize(
+            **explicit,
+            initialization_timeout=section.wait_seconds,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=GOODBYE_SECONDS,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"hosts.coordinator={coordinator}: the processes did not find each other ({_first_line(error)}); start all "
+            "of them, within hosts.wait_seconds, with the address of the first."
+        ) from error
+    # One that stops at Ctrl-C by itself could not save without the others.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _leave_word()
+
+
+def count() -> int:
+    return jax.process_count()
+
+
+def is_first() -> bool:
+    """Whether this is the process that logs, shows and writes what there should be one of."""
+    return index() == 0
+
+
+def index() -> int:
+    """This process's number, from 0."""
+    return jax.process_index()
+
+
+def share(items: Sequence[T]) -> Sequence[T]:
+    """This process's part; the parts of all, in their order, are the whole."""
+    return items[len(items) * index() // count() : len(items) * (index() + 1) // count()]
+
+
+async def together(work: Awaitable[T]) -> T:
+    """Does this process's part of what all do, and returns its own result once all are done.
+
+    Raises:
+      HostError: another process failed at its part. Where this one did, its own error is raised.
+    """
+    result, error = await _attempt(work)
+    await asyncio.to_thread(_agree, None, error)
+    return result
+
+
+async def gather(work: Awaitable[T]) -> list[T]:
+    """Does this process's part, and returns everyone's results, in the order of processes.
+
+    Raises:
+      HostError: another process failed at its part. Where this one did, its own error is raised.
+    """
+    return await asyncio.to_thread(_agree, *await _attempt(work))
+
+
+def on_first(function: Callable[[], T]) -> T:
+    """What the first process's call returns or raises, on all processes; the others wait for it."""
+
+    async def call() -> Any:
+        return function() if is_first() else None
+
+    return asyncio.run(gather(call()))[0]
+
+
+def total(counts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The sums of what every process counted."""
+    return {name: sum(one[name] for one in counts) for name in counts[0]}
+
+
+async def _attempt(work: Awaitable[T]) -> tuple[Any, Exception | None]:
+    try:
+        return await work, None
+    except Exception as error:  # whatever it is, it is raised by _agree, here and everywhere
+        return None, error
+
+
+def _agree(result: Any, error: Exception | None) -> list[Any]:
+    """Every process's result, if none has an error instead."""
+    if count() == 1:
+        if error is not None:
+            raise error
+        return [result]
+    outcomes = [pickle.loads(one) for one in _exchange(pickle.dumps((result, None if error is None else str(error))))]
+    if error is not None:
+        raise error
+    for process, (_, failure) in enumerate(outcomes):
+        if failure is not None:
+            raise HostError(f"Process {process} of {count()}: {failure}")
+    return [result for result, _ in outcomes]
+
+
+def _exchange(own: bytes) -> list[bytes]:
+    """The bytes of every process."""
+    try:
+        lengths = multihost_utils.process_allgather(np.array(len(own), np.int32))
+        padded = np.zeros(int(lengths.max()), np.uint8)
+        padded[: len(own)] = np.frombuffer(own, np.uint8)
+        rows = multihost_utils.process_allgather(padded)
+    except (ValueError, RuntimeError) as error:  # which of them, and what it says, depends on the backend
+        # Ends at once, for no one is left to save with or to say goodbye to. What it says last is in _leave_word.
+        print(f"Process {index()} lost touch with the others: {_first_line(error)}", file=sys.stderr, flush=True)
+        os._exit(1)
+    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _leave_word() -> None:
+    """Has a sentence written should this process not end by itself: JAX's runtime aborts it if another one dies.
+
+    A shell waits at the end of a pipe that only this process holds, for the line that says that all is well.
+    """
+    message = (
+        f"Error: process {index()} of {count()} was ended from outside, or because another one is gone; the log of the "
+        "one that ended first says why. Start all of them again: they go on from the last checkpoint."
+    )
+    watcher = subprocess.Popen(
+        ["sh", "-c", 'read -r word; [ "$word" = ended ] || echo "$0" >&2', message],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # so that Ctrl-C does not end it first
+    )
+    # Before JAX says goodbye to the others, which it does at exit as well.
+    atexit.register(watcher.communicate, b"ended\n")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

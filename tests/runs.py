@@ -1,0 +1,117 @@
+"""Real training runs, small enough for a test: `python -m poly_epo_jax.main` in one process or several."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+from sglang_servers import free_port
+
+from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.trained_policy import open_trained_policy
+from poly_epo_jax.types import Params
+
+SETTINGS = {
+    "task.options": "{'max_coefficient': 1, 'max_constant': 9, 'max_x': 1, 'num_train': 28, 'num_held_out': 8}",
+    "base.clean_steps": 60,
+    "base.noisy_steps": 4,
+    "base.batch_size": 64,
+    "base.hidden_size": 32,
+    "base.mlp_size": 64,
+    "base.num_layers": 1,
+    "base.head_dim": 8,
+    "train.prompts_per_batch": 8,
+    "train.prompts_per_minibatch": 4,
+    "train.rows_per_microbatch": 16,
+    "eval.num_problems": 8,
+    "eval.num_generations": 8,
+    "log.samples_every": 4,
+}
+
+
+class Run:
+    """A run folder below `root` and the processes that work on it: `count` at a time, one after the other."""
+
+    def __init__(self, root: Path, name: str, changes: Mapping[str, Any], count: int = 1):
+        self.folder, self.count, self._logs = root / name, count, [root / f"{name}-{i}.log" for i in range(count)]
+        caches = {"base.cache_dir": root / "base", "compilation_cache": root / "compiled", "workdir": self.folder}
+        flags = [f"--config.{key}={value}" for key, value in (SETTINGS | dict(changes) | caches).items()]
+        self._command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/polynomial.py", *flags]
+        devices = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
+        # Every program goes to the cache, not only what takes long to compile: all processes but the first start fast.
+        self._environment = os.environ | {"XLA_FLAGS": devices, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+    def start(self) -> list[subprocess.Popen[bytes]]:
+        coordinator = f"127.0.0.1:{free_port()}"
+        # JAX's coordinator would listen on every interface.
+        environment = self._environment | {"JAX_COORDINATOR_BIND_ADDRESS": coordinator}
+        processes = []
+        for index, log in enumerate(self._logs):
+            hosts = {"coordinator": coordinator, "count": self.count, "index": index} if self.count > 1 else {}
+            with log.open("ab") as file:
+                processes.append(
+                    subprocess.Popen(
+                        self._command + [f"--config.hosts.{key}={value}" for key, value in hosts.items()],
+                        cwd=Path(__file__).parents[1],
+                        env=environment,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        return processes
+
+    def finish(self) -> None:
+        """Runs to the end; whatever happens, no process is left."""
+        processes = self.start()
+        try:
+            for index, process in enumerate(processes):
+                assert process.wait(timeout=300) == 0, self.log(index)
+        finally:
+            _kill(processes)
+
+    def stop(self, step: int, delay: float, number: signal.Signals, index: int = 0, within: float = 60) -> list[int]:
+        """Starts the run, sends one of its processes a signal `delay` seconds after the step's row was written.
+
+        Returns the exit codes of all, which must end `within` so many seconds.
+        """
+        processes = self.start()
+        try:
+            while self.rows_written() <= step:
+                assert all(process.poll() is None for process in processes), self.log()
+                time.sleep(0.002)
+            time.sleep(delay)
+            processes[index].send_signal(number)
+            deadline = time.monotonic() + within
+            return [process.wait(timeout=max(deadline - time.monotonic(), 0.1)) for process in processes]
+        finally:
+            _kill(processes)
+
+    def rows_written(self) -> int:
+        path = self.folder / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def bytes(self, *names: str) -> list[bytes]:
+        return [(self.folder / name).read_bytes() for name in names]
+
+    def checkpoints(self) -> list[int]:
+        return sorted(int(path.name) for path in (self.folder / "checkpoints").iterdir() if path.name.isdigit())
+
+    def params(self) -> Params:
+        """The weights of the last checkpoint, on one device."""
+        section = ConfigDict({"dtype": "float32", "stop_tokens": ()})
+        return open_trained_policy(self.folder, section, make_mesh(1, 1, 1))[1]
+
+    def log(self, index: int = 0) -> str:
+        return self._logs[index].read_text()
+
+
+def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
