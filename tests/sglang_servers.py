@@ -69,6 +69,10 @@ class SGLangServer:
         self.wait()
         return self
 
+    def generated(self) -> int:
+        """How many requests for generations, but the checks of its weights, it has answered since it was started."""
+        return self._log.read_text().count('"POST /generate HTTP/1.1" 200')
+
     def kill(self) -> None:
         """Ends the server, its scheduler and its detokenizer at once; the port is free afterwards."""
         if self._process is None:
@@ -102,6 +106,11 @@ class Router(SGLangServer):
         python = str(SGLANG / "env-cpu" / "bin" / "python")
         self._command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(self.port)]
         self._command += ["--worker-urls", *(server.url for server in servers), "--policy", "round_robin"]
+        self._command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+
+    def workers(self) -> set[str]:
+        """URLs of the servers that it gives prompts to."""
+        return {worker["url"] for worker in httpx.get(f"{self.url}/workers").json()["workers"]}
 
     def _answers(self) -> bool:
         return httpx.get(f"{self.url}/readiness", timeout=20).status_code == 200

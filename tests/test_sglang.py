@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def rollouts_of(
     servers: Sequence[SGLangServer], sync: WeightSync, stop_ids: Sequence[int] = STOP_IDS, **changes: Any
 ) -> SGLangRollouts:
     settings = {"max_prompt_tokens": MAX_PROMPT, "max_rows": 64, "timeout_seconds": 60.0, "wait_seconds": 120.0}
-    return SGLangRollouts([one.url for one in servers], [], sync, TOKENIZER, stop_ids, **(settings | changes))
+    return SGLangRollouts([one.url for one in servers], sync, TOKENIZER, stop_ids, **(settings | changes))
 
 
 def weights(seed: int) -> Params:
@@ -216,20 +217,41 @@ def test_a_server_that_is_killed_and_started_again_completes_the_batch(model, tm
     assert "Waiting up to 300 s for SGLang server" in said and f"The server {server.url} is back" in said
 
 
-def test_a_router_spreads_prompts_and_weights_go_behind_it(servers, tmp_path):
-    router = Router(servers, tmp_path / "router.log").start()
-    try:
-        sync = DiskSync(tmp_path / "weights", "a run", TINY, "float32")
-        rollouts = rollouts_of([router], sync)
-        rollouts.weight_urls = [server.url for server in servers]
-        problems = tiny_problems(12, MAX_PROMPT)
-        for version in (1, 2):
-            asyncio.run(rollouts.update_weights(weights(version), version))
-            groups = collect(rollouts, problems, 4, Sampling(16))
-            assert_complete(groups, problems, 4)
-            assert_generated_by(version, groups, version)
-    finally:
-        router.kill()
+def test_workers_behind_a_router_are_current_before_they_serve(servers, model, tmp_path, capsys):
+    """One is killed in the middle of a batch, and comes back with the weights of its model folder."""
+    dying = SGLangServer(model, model.with_name("behind-a-router.log"), *FLAGS)
+    workers, problems = [servers[0], dying], tiny_problems(32, MAX_PROMPT)
+
+    def restart() -> None:
+        dying.kill()
+        dying.start()
+        deadline = time.monotonic() + 120
+        while dying.url not in router.workers():
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+    with running([dying]), running([Router(workers, tmp_path / "router.log")]) as (router,):
+        rollouts = rollouts_of([router], DiskSync(tmp_path / "weights", "a run", TINY, "float32"), max_rows=16)
+        asyncio.run(rollouts.update_weights(weights(1), 1))
+        assert router.workers() == {worker.url for worker in workers}
+        before = [worker.generated() for worker in workers]
+        groups = collect(rollouts, problems, 4, Sampling(16))
+        assert_complete(groups, problems, 4)
+        assert_generated_by(1, groups, version=1)
+        shares = [worker.generated() - count for worker, count in zip(workers, before, strict=True)]
+        assert sum(shares) == 128 and min(shares) >= 32
+
+        groups = collect_with(rollouts, problems, 2, restart)
+        assert_complete(groups, problems, 4)
+        assert_generated_by(1, groups, version=1)
+        counts = rollouts.metrics()
+        assert counts["rollouts/drawn_again"] == 0 and counts["rollouts/lost_servers"] >= 1
+        assert f"The worker {dying.url} is out of the router" in capsys.readouterr().err
+
+        asyncio.run(rollouts.update_weights(weights(2), 2))
+        for _ in range(2):
+            groups = collect(rollouts, problems[:8], 4, Sampling(16))
+            assert_generated_by(2, groups, version=2)
 
 
 def test_a_request_that_the_server_refuses_ends_the_run(servers, tmp_path):
