@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -69,9 +70,10 @@ class SGLangServer:
         self.wait()
         return self
 
-    def generated(self) -> int:
-        """How many requests for generations, but the checks of its weights, it has answered since it was started."""
-        return self._log.read_text().count('"POST /generate HTTP/1.1" 200')
+    def requests(self) -> list[str]:
+        """The paths of the POST requests that it has answered, in order, also before it was last killed."""
+        answered = re.findall(r'"POST /(\w+) HTTP/1.1" 200', self._log.read_text())
+        return [path for path in answered if path != "freeze_gc"]  # its own, when it has started
 
     def kill(self) -> None:
         """Ends the server, its scheduler and its detokenizer at once; the port is free afterwards."""
