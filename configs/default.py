@@ -69,9 +69,8 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
 
     config.rollouts = ConfigDict()
     config.rollouts.name = "embedded"  # a key of poly_epo_jax.rollouts.ROLLOUTS
-    config.rollouts.max_rows = 512  # generations at once, in each server if not embedded; all else is for "sglang"
-    config.rollouts.urls = ""  # of servers, or of a router, such as http://127.0.0.1:30000; commas between several
-    config.rollouts.weight_urls = ""  # where weights go, if not to the same: the servers behind a router
+    config.rollouts.max_rows = 512  # generations at once, for each URL if not embedded; all else is for "sglang"
+    config.rollouts.urls = ""  # of servers or routers, such as http://127.0.0.1:30000; commas between several
     config.rollouts.weight_sync = "disk"  # how: disk (a folder that the servers read) or tensor (CUDA IPC on one host)
     config.rollouts.weights_dir = "/dev/shm/poly_epo_jax"  # that folder; on several hosts, one that they share
     config.rollouts.weights_dtype = "bfloat16"  # what the servers compute with

@@ -33,6 +33,7 @@ from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy
 from poly_epo_jax.rollouts import served_limits
 from poly_epo_jax.rollouts.embedded import EmbeddedRollouts
+from poly_epo_jax.rollouts.endpoints import served_model
 from poly_epo_jax.rollouts.sglang import SGLangRollouts
 from poly_epo_jax.servers import ServerError, describe
 from poly_epo_jax.trained_policy import open_trained_policy
@@ -144,13 +145,13 @@ def _open_model(name: str, config: ConfigDict, mesh: Mesh) -> tuple[str, Model]:
     if source.startswith(("http://", "https://")):
         url = source.rstrip("/")
         try:
-            info = httpx.get(f"{url}/model_info", timeout=30.0).raise_for_status().json()
+            info = asyncio.run(served_model(url))
         except httpx.HTTPError as error:
             raise ServerError(
-                f"{url} does not say what it serves ({describe(error)}); start an SGLang server."
+                f"{url} does not say what it serves ({describe(error)}); start an SGLang or sglang-jax server."
             ) from error
         policy = open_policy(find_model(info["tokenizer_path"]), config.model)
-        return label, Model(policy, f"{info['model_path']} {info['weight_version']}", url=url)
+        return label, Model(policy, f"{info['model_path']} {info.get('weight_version', '')}".strip(), url=url)
     if not (Path(source) / "checkpoints").is_dir():
         policy = open_policy(find_model(source), config.model)
         return label, Model(policy, source, params=policy.load_params(mesh))
@@ -165,9 +166,7 @@ def _open_rollouts(model: Model, problems: Sequence[Problem], config: ConfigDict
     longest = max(map(len, encoded))
     if model.url:
         limits = served_limits(config)
-        return SGLangRollouts(
-            [model.url], [], None, policy.tokenizer, policy.stop_ids, max_prompt_tokens=longest, **limits
-        )
+        return SGLangRollouts([model.url], None, policy.tokenizer, policy.stop_ids, max_prompt_tokens=longest, **limits)
     return EmbeddedRollouts(policy.model, mesh, policy.tokenizer, policy.stop_ids, longest, config.rollouts.max_rows)
 
 

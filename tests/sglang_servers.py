@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -69,6 +70,11 @@ class SGLangServer:
         self.wait()
         return self
 
+    def requests(self) -> list[str]:
+        """The paths of the POST requests that it has answered, in order, also before it was last killed."""
+        answered = re.findall(r'"POST /(\w+) HTTP/1.1" 200', self._log.read_text())
+        return [path for path in answered if path != "freeze_gc"]  # its own, when it has started
+
     def kill(self) -> None:
         """Ends the server, its scheduler and its detokenizer at once; the port is free afterwards."""
         if self._process is None:
@@ -102,6 +108,11 @@ class Router(SGLangServer):
         python = str(SGLANG / "env-cpu" / "bin" / "python")
         self._command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(self.port)]
         self._command += ["--worker-urls", *(server.url for server in servers), "--policy", "round_robin"]
+        self._command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+
+    def workers(self) -> set[str]:
+        """URLs of the servers that it gives prompts to."""
+        return {worker["url"] for worker in httpx.get(f"{self.url}/workers").json()["workers"]}
 
     def _answers(self) -> bool:
         return httpx.get(f"{self.url}/readiness", timeout=20).status_code == 200

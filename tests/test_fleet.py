@@ -2,18 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 
 import httpx
 import pytest
-from fakes import TINY, TINY_ALPHABET, collect, tiny_problems
+from fake_servers import answer_to_get, generated, open_rollouts
+from fakes import collect, tiny_problems
 
-from poly_epo_jax.rollouts import sglang
 from poly_epo_jax.rollouts.fleet import Fleet
-from poly_epo_jax.rollouts.sglang import SGLangRollouts
-from poly_epo_jax.rollouts.weight_sync import DiskSync
 from poly_epo_jax.servers import ServerError
-from poly_epo_jax.tokenizer import build_character_tokenizer
 from poly_epo_jax.types import Sampling
 
 URLS = ["http://a", "http://b"]
@@ -106,44 +102,71 @@ def test_a_revival_that_breaks_is_told_and_not_waited_for():
         asyncio.run(main())
 
 
-def rollouts_with(
-    handler: Callable[[httpx.Request], httpx.Response], tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> SGLangRollouts:
-    monkeypatch.setattr(sglang, "open_client", lambda _: httpx.AsyncClient(transport=httpx.MockTransport(handler)))
-    monkeypatch.setattr(sglang, "backoff_seconds", lambda attempt: 0.0)
-    limits = {"max_prompt_tokens": 8, "max_rows": 64, "timeout_seconds": 9.0, "wait_seconds": 0.0}
-    sync, tokenizer = DiskSync(tmp_path, "a run", TINY, "float32"), build_character_tokenizer(TINY_ALPHABET)
-    return SGLangRollouts(URLS, [], sync, tokenizer, (1, 14), **limits)
-
-
-def test_requests_say_all_that_sampling_does(tmp_path, monkeypatch):
+def test_requests_say_all_that_sampling_does(monkeypatch):
     asked = []
 
     def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return answer_to_get(request.url.path, weight_version="w")
         asked.append(json.loads(request.content))
-        meta = {"weight_version": rollouts._name, "finish_reason": {"type": "stop"}}
-        return httpx.Response(
-            200, json={"output_ids": [1], "meta_info": meta | {"output_token_logprobs": [[-1, 1, None]]}}
-        )
+        return generated(request, "w")
 
-    rollouts, problems = rollouts_with(answer, tmp_path, monkeypatch), tiny_problems(5, 8)
+    rollouts, problems = open_rollouts(answer, monkeypatch, URLS, None), tiny_problems(5, 8)
     sampling = Sampling(7, temperature=0.5, top_p=0.9, top_k=3, seed=11)
     groups = collect(rollouts, problems, 4, sampling)
     assert sorted(group.problem.id for group in groups) == ["0", "1", "2", "3", "4"]
-    seeds = [body["sampling_params"].pop("sampling_seed") for body in asked]
+    assert len(asked) == 5  # one for each prompt
+    assert all(body["return_logprob"] and len(body["input_ids"]) == 4 for body in asked)
+    assert all(ids == body["input_ids"][0] for body in asked for ids in body["input_ids"])
+    said = [parameters for body in asked for parameters in body["sampling_params"]]
+    seeds = [parameters.pop("sampling_seed") for parameters in said]
     assert len(set(seeds)) == 20 and all(0 <= seed < 2**31 for seed in seeds)
     parameters = {"max_new_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop_token_ids": [1, 14]}
-    assert all(body["sampling_params"] == parameters and body["return_logprob"] for body in asked)
+    assert said == [parameters] * 20
     collect(rollouts, problems, 4, sampling)
-    assert sorted(body["sampling_params"]["sampling_seed"] for body in asked[20:]) == sorted(seeds)
+    again = [parameters["sampling_seed"] for body in asked[5:] for parameters in body["sampling_params"]]
+    assert sorted(again) == sorted(seeds)
 
 
-def test_a_server_that_always_aborts_is_not_asked_for_ever(tmp_path, monkeypatch):
+def test_only_what_is_missing_of_a_group_is_drawn_again(monkeypatch):
+    """With the seeds that it was first drawn with: each generation is kept apart, though asked for in one list."""
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return answer_to_get(request.url.path, weight_version="w")
+        parameters = json.loads(request.content)["sampling_params"]
+        asked.append([one["sampling_seed"] for one in parameters] if isinstance(parameters, list) else parameters)
+        answers = generated(request, "w").json()
+        if len(asked) == 1:
+            answers[1]["meta_info"]["finish_reason"]["type"] = "abort"
+        return httpx.Response(200, json=answers)
+
+    rollouts = open_rollouts(answer, monkeypatch, URLS, None)
+    (group,) = collect(rollouts, tiny_problems(1, 8), 4, Sampling(7))
+    assert len(group.generations) == 4
+    first, second = asked
+    assert second["sampling_seed"] == first[1]
+    assert rollouts.metrics()["rollouts/drawn_again"] == 1
+
+
+def test_a_server_that_always_aborts_is_not_asked_for_ever(monkeypatch):
     def abort(request: httpx.Request) -> httpx.Response:
-        meta = {"weight_version": rollouts._name, "finish_reason": {"type": "abort"}, "output_token_logprobs": []}
-        return httpx.Response(200, json={"output_ids": [], "meta_info": meta})
+        if request.method == "GET":
+            return answer_to_get(request.url.path, weight_version="w")
+        return generated(request, "w", "abort", tokens=0)
 
-    rollouts = rollouts_with(abort, tmp_path, monkeypatch)
+    rollouts = open_rollouts(abort, monkeypatch, URLS, None)
     with pytest.raises(ServerError, match="failed 8 times to generate for problem 0; see their logs"):
         collect(rollouts, tiny_problems(1, 8), 2, Sampling(4))
     assert rollouts.metrics()["rollouts/drawn_again"] == 16
+
+
+def test_weights_that_change_during_an_evaluation_end_it(monkeypatch):
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return answer_to_get(request.url.path, weight_version="w")
+        return generated(request, "another")
+
+    with pytest.raises(ServerError, match="changed weights while they were generated from; begin anew"):
+        collect(open_rollouts(answer, monkeypatch, URLS, None), tiny_problems(1, 8), 2, Sampling(4))

@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def rollouts_of(
     servers: Sequence[SGLangServer], sync: WeightSync, stop_ids: Sequence[int] = STOP_IDS, **changes: Any
 ) -> SGLangRollouts:
     settings = {"max_prompt_tokens": MAX_PROMPT, "max_rows": 64, "timeout_seconds": 60.0, "wait_seconds": 120.0}
-    return SGLangRollouts([one.url for one in servers], [], sync, TOKENIZER, stop_ids, **(settings | changes))
+    return SGLangRollouts([one.url for one in servers], sync, TOKENIZER, stop_ids, **(settings | changes))
 
 
 def weights(seed: int) -> Params:
@@ -162,74 +163,76 @@ def test_partial_generations_are_drawn_again(servers, tmp_path):
     assert rollouts.metrics()["rollouts/drawn_again"] > 0
 
 
-def collect_with(rollouts: SGLangRollouts, problems: Sequence[Problem], after: int, act: Any) -> list[Group]:
-    """All groups; `act` runs in a thread once `after` of them have come."""
+def collect_over_a_restart(
+    rollouts: SGLangRollouts, problems: Sequence[Problem], servers: Sequence[SGLangServer], is_back: Callable[[], bool]
+) -> list[Group]:
+    """All groups. After two of them the second server is killed, and started again while the first is held up."""
+    held, dying = servers
+    asked: list[str] = []
+
+    def restart() -> None:
+        httpx.post(f"{held.url}/pause_generation", json={"mode": "retract"}).raise_for_status()
+        dying.kill()
+        asked.extend(dying.requests())
+        dying.start()
+        deadline = time.monotonic() + 120
+        while len(dying.requests()) < len(asked) + 4 or not is_back():  # pause, load, continue, check
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        httpx.post(f"{held.url}/continue_generation", json={}).raise_for_status()
 
     async def main() -> list[Group]:
         groups, action = [], None
         async for group in rollouts.generate(problems, 4, Sampling(300)):
             groups.append(group)
-            if len(groups) == after:
-                action = asyncio.create_task(asyncio.to_thread(act))
+            if len(groups) == 2:
+                action = asyncio.create_task(asyncio.to_thread(restart))
         assert action is not None
         await action
         return groups
 
-    return asyncio.run(main())
+    groups = asyncio.run(main())
+    # It was started with weights of no version, and was given the present ones before it was asked for anything.
+    since = dying.requests()[len(asked) :]
+    assert since[:2] == ["pause_generation", "update_weights_from_disk"] and since.count("generate") > 3
+    return groups
 
 
-def test_the_prompts_of_a_dead_server_go_to_another(servers, model, tmp_path, capsys):
-    dying = SGLangServer(model, model.with_name("dying.log"), *FLAGS).start()
-    try:
-        rollouts = rollouts_of([servers[0], dying], DiskSync(tmp_path, "a run", TINY, "float32"), max_rows=16)
-        asyncio.run(rollouts.update_weights(weights(1), 1))
-        problems = tiny_problems(24, MAX_PROMPT)
-        groups = collect_with(rollouts, problems, 2, dying.kill)
-    finally:
-        dying.kill()
+def test_a_server_that_dies_in_a_batch_is_current_before_it_serves_again(servers, tmp_path, capsys):
+    sync, problems = DiskSync(tmp_path, "a run", TINY, "float32"), tiny_problems(24, MAX_PROMPT)
+    rollouts = rollouts_of(servers, sync, max_rows=16, timeout_seconds=300.0)
+    asyncio.run(rollouts.update_weights(weights(1), 1))
+    groups = collect_over_a_restart(rollouts, problems, servers, lambda: True)
     assert_complete(groups, problems, 4)
     assert_generated_by(1, groups, version=1)
-    assert rollouts.metrics()["rollouts/lost_servers"] == 1
-    assert f"Lost the server {dying.url}" in capsys.readouterr().err
-
-
-def test_a_server_that_is_killed_and_started_again_completes_the_batch(model, tmp_path, capsys):
-    """It comes back with the weights of its model folder, and is given the present ones before it serves."""
-    require_sglang()
-    server = SGLangServer(model, model.with_name("restarted.log"), *FLAGS).start()
-
-    def restart() -> None:
-        server.kill()
-        server.start()
-
-    try:
-        rollouts = rollouts_of([server], DiskSync(tmp_path, "a run", TINY, "float32"), max_rows=16, wait_seconds=300.0)
-        asyncio.run(rollouts.update_weights(weights(1), 1))
-        problems = tiny_problems(16, MAX_PROMPT)
-        groups = collect_with(rollouts, problems, 2, restart)
-    finally:
-        server.kill()
-    assert_complete(groups, problems, 4)
-    assert_generated_by(1, groups, version=1)
-    assert rollouts.metrics()["rollouts/lost_servers"] == 1
+    assert rollouts.metrics() == {"rollouts/lost_servers": 1.0, "rollouts/drawn_again": 0.0}
     said = capsys.readouterr().err
-    assert "Waiting up to 300 s for SGLang server" in said and f"The server {server.url} is back" in said
+    assert f"Lost the server {servers[1].url}" in said and f"The server {servers[1].url} is back" in said
 
 
-def test_a_router_spreads_prompts_and_weights_go_behind_it(servers, tmp_path):
-    router = Router(servers, tmp_path / "router.log").start()
-    try:
+def test_a_worker_that_dies_behind_a_router_is_current_before_it_serves_again(servers, tmp_path, capsys):
+    problems = tiny_problems(24, MAX_PROMPT)
+    with running([Router(servers, tmp_path / "router.log")]) as (router,):
         sync = DiskSync(tmp_path / "weights", "a run", TINY, "float32")
-        rollouts = rollouts_of([router], sync)
-        rollouts.weight_urls = [server.url for server in servers]
-        problems = tiny_problems(12, MAX_PROMPT)
+        rollouts = rollouts_of([router], sync, max_rows=16, timeout_seconds=300.0)
         for version in (1, 2):
             asyncio.run(rollouts.update_weights(weights(version), version))
+            asked = [len(server.requests()) for server in servers]
             groups = collect(rollouts, problems, 4, Sampling(16))
             assert_complete(groups, problems, 4)
             assert_generated_by(version, groups, version)
-    finally:
-        router.kill()
+            shares = [len(server.requests()) - count for server, count in zip(servers, asked, strict=True)]
+            assert sum(shares) == 96 and min(shares) >= 24
+        assert rollouts.metrics() == {"rollouts/lost_servers": 0.0, "rollouts/drawn_again": 0.0}
+
+        dying = servers[1].url
+        groups = collect_over_a_restart(rollouts, problems, servers, lambda: dying in router.workers())
+        assert_complete(groups, problems, 4)
+        assert_generated_by(2, groups, version=2)
+        counts, said = rollouts.metrics(), capsys.readouterr().err
+        assert counts["rollouts/lost_servers"] >= 1 and counts["rollouts/drawn_again"] == 0
+        assert f"The worker {dying} is out of the router" in said
+        assert f"The worker {dying} is back behind the router" in said
 
 
 def test_a_request_that_the_server_refuses_ends_the_run(servers, tmp_path):

@@ -7,15 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-import pytest
-from fakes import TINY, TINY_ALPHABET, tiny_params, tiny_problems
+from fake_servers import answer_to_get, generated, open_rollouts
+from fakes import tiny_params, tiny_problems
 
-from poly_epo_jax import servers
 from poly_epo_jax.clock import BusyTime
-from poly_epo_jax.rollouts import sglang
 from poly_epo_jax.rollouts.sglang import SGLangRollouts
-from poly_epo_jax.rollouts.weight_sync import DiskSync
-from poly_epo_jax.tokenizer import build_character_tokenizer
 from poly_epo_jax.types import Group, Sampling
 
 URLS = ["http://a", "http://b"]
@@ -33,10 +29,10 @@ class Servers:
     async def handle(self, request: httpx.Request) -> httpx.Response:
         url, endpoint = f"http://{request.url.host}", request.url.path.strip("/")
         body = json.loads(request.content) if request.content else {}
-        if endpoint == "model_info":
+        if request.method == "GET":
             if self.dying == url:
                 await self.may_answer.wait()
-            return httpx.Response(200, json={"weight_version": self.versions[url]})
+            return answer_to_get(request.url.path, weight_version=self.versions[url])
         if endpoint == "update_weights_from_disk":
             assert (Path(body["model_path"]) / "model.safetensors").is_file()
             self.versions[url] = body["weight_version"]
@@ -48,22 +44,9 @@ class Servers:
                 raise httpx.ConnectError("dead")
             version = self.versions[url]
             await self.may_end.wait()
-            meta = {"weight_version": version, "finish_reason": {"type": "stop"}}
-            meta["output_token_logprobs"] = [[-1.0, 1, None]]
-            return httpx.Response(200, json={"output_ids": [1], "meta_info": meta})
+            return generated(request, version)
         meta = {"weight_version": self.versions[url], "cached_tokens": 0}
         return httpx.Response(200, json={"success": True, "meta_info": meta})
-
-
-def rollouts_over(fake: Servers, folder: Path, monkeypatch: pytest.MonkeyPatch) -> SGLangRollouts:
-    for module in (sglang, servers):
-        monkeypatch.setattr(
-            module, "open_client", lambda _: httpx.AsyncClient(transport=httpx.MockTransport(fake.handle))
-        )
-    monkeypatch.setattr(sglang, "backoff_seconds", lambda attempt: 0.0)
-    limits = {"max_prompt_tokens": 8, "max_rows": 64, "timeout_seconds": 9.0, "wait_seconds": 9.0}
-    sync, tokenizer = DiskSync(folder, "a run", TINY, "float32"), build_character_tokenizer(TINY_ALPHABET)
-    return SGLangRollouts(URLS, [], sync, tokenizer, (1, 14), **limits)
 
 
 def on_disk(folder: Path) -> list[str]:
@@ -87,7 +70,7 @@ def versions(groups: list[Group]) -> set[int]:
 def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Path, monkeypatch):
     async def main() -> None:
         fake = Servers()
-        rollouts, busy = rollouts_over(fake, tmp_path, monkeypatch), BusyTime()
+        rollouts, busy = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path), BusyTime()
         await rollouts.update_weights(tiny_params(1), 1)
         assert on_disk(tmp_path) == ["1"]
 
@@ -117,7 +100,7 @@ def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Pa
 def test_a_server_that_comes_back_meanwhile_is_given_the_weights_of_its_batch(tmp_path: Path, monkeypatch, capsys):
     async def main() -> None:
         fake = Servers()
-        rollouts = rollouts_over(fake, tmp_path, monkeypatch)
+        rollouts = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path)
         await rollouts.update_weights(tiny_params(1), 1)
         fake.dying = "http://a"
         generating = asyncio.create_task(generate(rollouts))
@@ -145,7 +128,7 @@ def test_a_server_that_is_still_lost_when_the_batch_is_complete_is_given_only_th
 ):
     async def main() -> None:
         fake = Servers()
-        rollouts = rollouts_over(fake, tmp_path, monkeypatch)
+        rollouts = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path)
         await rollouts.update_weights(tiny_params(1), 1)
         fake.dying = "http://a"
         generating = asyncio.create_task(generate(rollouts))

@@ -34,8 +34,7 @@ def _sglang(
     else:
         sync = TensorSync(model.config, section.weights_dtype, section.tensor_parallel)
     return SGLangRollouts(
-        _split(section.urls),
-        _split(section.weight_urls),
+        [url.strip() for url in section.urls.split(",") if url.strip()],
         sync,
         tokenizer,
         stop_ids,
@@ -47,10 +46,6 @@ def _sglang(
 def served_limits(config: ConfigDict) -> dict[str, Any]:
     """How much and how long servers are asked, as keyword arguments of SGLangRollouts."""
     return {name: config.rollouts[name] for name in ("max_rows", "timeout_seconds", "wait_seconds")}
-
-
-def _split(urls: str) -> list[str]:
-    return [url.strip() for url in urls.split(",") if url.strip()]
 
 
 ROLLOUTS: dict[str, Callable[[Qwen3, Mesh, PreTrainedTokenizerBase, Sequence[int], ConfigDict], Rollouts]] = {

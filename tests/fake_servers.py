@@ -1,0 +1,50 @@
+"""SGLang's HTTP API without SGLang: a transport in memory, and answers in the form of the real ones."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fakes import TINY, TINY_ALPHABET
+
+from poly_epo_jax import servers
+from poly_epo_jax.rollouts import endpoints, router, served_weights, sglang
+from poly_epo_jax.rollouts.sglang import SGLangRollouts
+from poly_epo_jax.rollouts.weight_sync import DiskSync
+from poly_epo_jax.tokenizer import build_character_tokenizer
+
+Handler = Callable[[httpx.Request], Any]
+
+
+def open_rollouts(
+    handle: Handler, monkeypatch: pytest.MonkeyPatch, urls: Sequence[str], folder: Path | None, **changes: Any
+) -> SGLangRollouts:
+    """Rollouts whose every request `handle` answers; their weights go through `folder`, or are left as they are."""
+
+    def open_client(_: float) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.MockTransport(handle))
+
+    for module in (servers, endpoints, router, served_weights, sglang):
+        monkeypatch.setattr(module, "open_client", open_client)
+    for module in (served_weights, sglang):
+        monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
+    limits = {"max_prompt_tokens": 8, "max_rows": 64, "timeout_seconds": 9.0, "wait_seconds": 9.0} | changes
+    sync = None if folder is None else DiskSync(folder, "a run", TINY, "float32")
+    return SGLangRollouts(urls, sync, build_character_tokenizer(TINY_ALPHABET), (1, 14), **limits)
+
+
+def answer_to_get(path: str, **info: Any) -> httpx.Response:
+    """What an SGLang server answers to the requests that only ask."""
+    status = {"/workers": 404, "/update_weights_from_disk": 405}.get(path, 200)
+    return httpx.Response(status, json=info)
+
+
+def generated(request: httpx.Request, version: str, reason: str = "stop", tokens: int = 1) -> httpx.Response:
+    """`tokens` stop tokens for each prompt of a request."""
+    info = {"weight_version": version, "finish_reason": {"type": reason}, "completion_tokens": tokens}
+    info["output_token_logprobs"] = [[-1.0, 1, None]] * tokens
+    answer = {"output_ids": [1] * tokens, "meta_info": info}
+    parameters = json.loads(request.content)["sampling_params"]
+    return httpx.Response(200, json=[answer] * len(parameters) if isinstance(parameters, list) else answer)
