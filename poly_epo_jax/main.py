@@ -10,17 +10,20 @@ from pathlib import Path
 import jax
 from absl import app, logging
 from ml_collections import ConfigDict
+from rich.console import Console
 
 from poly_epo_jax.algorithm import make_loss
 from poly_epo_jax.base_policy import base_policy
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.choices import CHOICES, make_task
 from poly_epo_jax.command_line import CONFIG, parse_flags
-from poly_epo_jax.config import ConfigError, changed_keys, check_config, check_mesh
+from poly_epo_jax.config import ConfigError, changed_keys, check_config
 from poly_epo_jax.data import Cleaned, drop_long_prompts, problem_batches
 from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.model.mesh_choice import check_mesh
 from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.plan import print_plan
 from poly_epo_jax.policy import Policy, find_model, open_policy
 from poly_epo_jax.rollouts import ROLLOUTS
 from poly_epo_jax.tracking import Tracker
@@ -33,6 +36,7 @@ RESUME_MAY_CHANGE = (
     "compilation_cache",
     "train.num_steps",
     "mesh.",
+    "train.rows_per_device",
     "checkpoint.",
     "log.",
     "base.cache_dir",
@@ -65,6 +69,7 @@ def run(config: ConfigDict) -> None:
     path = find_model(config.model.path) if config.model.path else base_policy(config, task, mesh)
     policy = open_policy(path, config.model)
     check_mesh(config, mesh.shape, dataclasses.asdict(policy.config))
+    print_plan(config, policy.config, Console())
     policy.save_description(workdir / "policy")
 
     updates_per_step = config.train.prompts_per_batch // config.train.prompts_per_minibatch

@@ -32,7 +32,7 @@ SETTINGS = {
     "train.num_steps": LAST_STEP,
     "train.prompts_per_batch": 8,
     "train.prompts_per_minibatch": 4,
-    "train.rows_per_microbatch": 16,
+    "train.rows_per_device": 16,
     "checkpoint.every": CHECKPOINT_EVERY,
     "eval.every": 8,
     "eval.num_problems": 8,
