@@ -1,9 +1,13 @@
 """Every configuration key with its default and its meaning; the other files in this folder state only what differs.
 
 Override any of them on the command line: --config.optimizer.learning_rate=1e-4
+
+Words after a file's name choose a method, a mesh, or both: --config=configs/polaris.py:grpo,h200x8
 """
 
 from ml_collections import ConfigDict
+
+from configs.meshes import MESHES
 
 METHODS = {
     "poly_epo": {"advantages": "marginal_set", "length_normalization": "max"},
@@ -12,10 +16,24 @@ METHODS = {
 }
 
 
-def get_config(method: str = "poly_epo") -> ConfigDict:
-    """The defaults for one of METHODS, the paper's three (appendix "Implementation Details")."""
-    if method not in METHODS:
-        raise ValueError(f"Unknown method ':{method}' after the config file; choose one of {', '.join(METHODS)}.")
+def parse_words(words: str) -> tuple[str, str]:
+    """(one of METHODS, one of MESHES or "") from `words`, which names at most one of each, with a comma between."""
+    methods, meshes = [], []
+    for word in filter(None, words.split(",")):
+        if word not in METHODS and word not in MESHES:
+            raise ValueError(
+                f"Unknown word ':{word}' after the config file; choose a method ({', '.join(METHODS)}), a mesh "
+                f"({', '.join(MESHES)}), or both, with a comma between."
+            )
+        (methods if word in METHODS else meshes).append(word)
+    if len(methods) > 1 or len(meshes) > 1:
+        raise ValueError(f"':{words}' after the config file names two methods or two meshes; name one of each at most.")
+    return [*methods, "poly_epo"][0], [*meshes, ""][0]
+
+
+def get_config(words: str = "poly_epo") -> ConfigDict:
+    """The defaults for one of METHODS, the paper's three (appendix "Implementation Details"), and one of MESHES."""
+    method, mesh = parse_words(words)
     config = ConfigDict()
 
     config.workdir = "runs/default"  # the run folder; a checkpoint found in it is resumed
@@ -107,7 +125,7 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
     config.train.max_prompt_tokens = 16  # longest prompt; problems with a longer one are left out
     config.train.staleness = 0  # 1: the next batch is generated while this one is trained, one step off-policy
     config.train.row_tokens = 40  # sequences are packed into rows of this many tokens
-    config.train.rows_per_microbatch = 72  # rows whose gradient is taken at once; the result does not depend on it
+    config.train.rows_per_device = 72  # rows whose gradient is taken at once, on each group of mesh.tensor devices
 
     config.optimizer = ConfigDict()  # AdamW
     config.optimizer.learning_rate = 5e-4  # peak
@@ -125,6 +143,10 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
     config.mesh.data = 1  # replicas of the weights
     config.mesh.fsdp = -1  # shards of each weight along its embedding axis
     config.mesh.tensor = 1  # shards of heads, MLP and vocabulary
+    config.mesh.device = ""  # what the devices are: a key of poly_epo_jax.devices.DEVICES; empty: whatever is there
+    config.mesh.devices = 0  # how many there are; 0: not said
+    if mesh:
+        config.mesh.update({key: value for key, value in MESHES[mesh].items() if key != "processes"})
 
     config.hosts = ConfigDict()  # several processes that train as one, with the same configuration but for the index
     config.hosts.coordinator = ""  # HOST:PORT of the first; auto: SLURM or the TPU pod knows; empty: a single process

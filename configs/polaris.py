@@ -1,6 +1,6 @@
 """The paper's run: Qwen3-4B-Base on POLARIS-53K, judged by Qwen3-4B-Instruct, on 4 x H200.
 
-python -m poly_epo_jax.main --config=configs/polaris.py              (or :grpo, :grpo_div after the file name)
+python -m poly_epo_jax.main --config=configs/polaris.py              (or :grpo, :grpo_div, :h200x8 after the file name)
 
 The policy's and the judge's servers must run; `bash launch/node.sh` starts them, and this, on one node, and says which
 GPU does what. 850 steps of 1,024 responses are two epochs. docs/polaris.md puts every row of the paper's table beside
@@ -12,9 +12,9 @@ from ml_collections import ConfigDict
 from configs import default
 
 
-def get_config(method: str = "poly_epo") -> ConfigDict:
-    config = default.get_config(method)
-    config.workdir = f"runs/polaris-{method}"
+def get_config(words: str = "poly_epo") -> ConfigDict:
+    config = default.get_config(words)
+    config.workdir = f"runs/polaris-{default.parse_words(words)[0]}"
 
     config.model.path = "Qwen/Qwen3-4B-Base"
     # The prompt is a chat turn, which a base model may end with either token.
@@ -36,11 +36,10 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
     config.train.num_steps = 850
     config.train.prompts_per_batch = 128
     config.train.prompts_per_minibatch = 64
-    # 16,384 tokens per device and microbatch hold three to forty sequences.
+    # A row of 16,384 tokens holds three to forty sequences.
     config.train.row_tokens = 16_384
-    config.train.rows_per_microbatch = 4
+    config.train.rows_per_device = 1
     config.optimizer.learning_rate = 1e-6
-    config.mesh.fsdp = 4
 
     config.eval.every = 0  # until task.options.held_out names a data set
     config.checkpoint.every = 25

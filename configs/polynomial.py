@@ -8,9 +8,9 @@ from ml_collections import ConfigDict
 from configs import default
 
 
-def get_config(method: str = "poly_epo") -> ConfigDict:
-    config = default.get_config(method)
-    config.workdir = f"runs/polynomial-{method}"
+def get_config(words: str = "poly_epo") -> ConfigDict:
+    config = default.get_config(words)
+    config.workdir = f"runs/polynomial-{default.parse_words(words)[0]}"
 
     config.model.dtype = "float32"
     config.model.remat = "none"

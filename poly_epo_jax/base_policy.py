@@ -20,8 +20,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.batching import TrainingSequence, pack
-from poly_epo_jax.config import check_mesh
+from poly_epo_jax.config import microbatch_rows
 from poly_epo_jax.model import hf
+from poly_epo_jax.model.mesh_choice import check_mesh
 from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
 from poly_epo_jax.tasks.demonstrations import Demonstrations
 from poly_epo_jax.tokenizer import build_character_tokenizer
@@ -133,7 +134,7 @@ def _make(config: ConfigDict, task: DemonstratedTask, mesh: Mesh, folder: Path) 
             update = PolicyUpdate(model, mesh, set_rl.policy_gradient_loss, optimizer, steps)
             state = update.init(params)
             for _ in progress.track(range(steps), description=name):
-                batch = pack(demonstrations(style), config.train.row_tokens, config.train.rows_per_microbatch)
+                batch = pack(demonstrations(style), config.train.row_tokens, microbatch_rows(config, mesh.shape))
                 state, _ = update(state, [batch])
             params = state.params
     # Renamed last: a run that dies before leaves no half policy for the next one to take.

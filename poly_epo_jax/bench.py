@@ -1,9 +1,10 @@
 """How fast each stage of a training step is, and how near its limit, for a configuration's model, mesh and batch.
 
 python -m poly_epo_jax.bench --config=configs/polynomial.py --config.mesh.fsdp=1 --output=runs/bench.json
+python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan        only the memory it needs, on any machine
 
 Weights and tokens are random, so no model need be here: a published Qwen3 is known by its name. Run it after editing
-the mesh, the rows of a microbatch or the remat word, and compare.
+the mesh, the rows per device or the remat word, and compare.
 """
 
 import dataclasses
@@ -20,18 +21,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from configs.meshes import MESHES
 from poly_epo_jax.base_policy import base_shape
 from poly_epo_jax.ceilings import Ceilings, measure_ceilings
 from poly_epo_jax.choices import CHOICES, make_task
 from poly_epo_jax.command_line import CONFIG, parse_flags
-from poly_epo_jax.config import check_config, check_mesh
+from poly_epo_jax.config import check_config, microbatch_rows
 from poly_epo_jax.model import hf
+from poly_epo_jax.model.mesh_choice import check_mesh
 from poly_epo_jax.model.published import is_published, published_config
 from poly_epo_jax.model.qwen3 import Qwen3Config
 from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.plan import print_plan, print_plans
 from poly_epo_jax.policy import find_model
 from poly_epo_jax.stages import Stage, make_workload, time_stages
 
+PLAN = flags.DEFINE_bool("plan", False, "Only plans the memory of each device; needs none of the devices.")
+PLANS = flags.DEFINE_bool("plans", False, "The same for every mesh of configs/meshes.py.")
 OUTPUT = flags.DEFINE_string("output", "runs/bench.json", "Where the figures are written.")
 
 
@@ -49,7 +55,7 @@ def run(config: ConfigDict, output: Path) -> None:
     console.width = max(console.width, 100)  # of the table, also where the output is a file
     with console.status("measuring what the device does at best"):
         ceilings = measure_ceilings(config.model.dtype)
-    workload = make_workload(config, shape.vocab_size)
+    workload = make_workload(config, shape.vocab_size, microbatch_rows(config, mesh.shape))
     stages = []
     with console.status("") as status:
         status.update("generate, or compiling the update")
@@ -63,7 +69,7 @@ def run(config: ConfigDict, output: Path) -> None:
         "dtype": config.model.dtype,
         "sequences": len(workload.prompt_lengths),
         "tokens": int((workload.prompt_lengths + workload.response_lengths).sum()),
-        "microbatch_tokens": config.train.rows_per_microbatch * config.train.row_tokens,
+        "microbatch_tokens": microbatch_rows(config, mesh.shape) * config.train.row_tokens,
         "pad_share": workload.pad_share,
         "device_tflops": ceilings.flops_per_second / 1e12,
         "device_gb_per_second": ceilings.bytes_per_second / 1e9,
@@ -71,6 +77,21 @@ def run(config: ConfigDict, output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({"setting": setting, "stages": rows}, indent=2) + "\n")
     _show(console, setting, rows, output)
+
+
+def plan(config: ConfigDict, output: Path, every_mesh: bool) -> None:
+    """Shows how much memory each device needs, and writes the figures to `output`.
+
+    Raises:
+      ValueError, OSError: the configuration cannot run; the message says why and what to do.
+    """
+    check_config(config, CHOICES)
+    shape, console = _shape(config), Console()
+    console.width = max(console.width, 100)
+    found = print_plans(config, shape, MESHES, console) if every_mesh else print_plan(config, shape, console)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(found, indent=2) + "\n")
+    console.print(f"Written to {output}.")
 
 
 def _shape(config: ConfigDict) -> Qwen3Config:
@@ -137,7 +158,10 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"Error: unknown argument {argv[1]}; settings are given as --config.KEY=VALUE.")
     logging.set_verbosity(logging.WARNING)
     try:
-        run(CONFIG.value, Path(OUTPUT.value))
+        if PLAN.value or PLANS.value:
+            plan(CONFIG.value, Path(OUTPUT.value), PLANS.value)
+        else:
+            run(CONFIG.value, Path(OUTPUT.value))
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"Error: {' '.join(str(error).split())}")
 

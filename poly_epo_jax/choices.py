@@ -4,6 +4,7 @@ from ml_collections import ConfigDict
 
 from poly_epo_jax.algorithm import ADVANTAGES
 from poly_epo_jax.config import ConfigError
+from poly_epo_jax.devices import DEVICES
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.model.qwen3 import REMAT_POLICIES
@@ -29,6 +30,7 @@ CHOICES = {
     "model.param_dtype": ("float32", "bfloat16"),
     "model.remat": REMAT_POLICIES,
     "model.attention": ("auto", *IMPLEMENTATIONS),
+    "mesh.device": ("", *DEVICES),
     "optimizer.schedule": SCHEDULES,
     "optimizer.first_moment_dtype": ("float32", "bfloat16"),
 }

@@ -7,13 +7,6 @@ from typing import Any
 from ml_collections import ConfigDict
 
 MAX_SETS = 10**6  # per prompt
-MESH_SPLITS = {
-    "hidden_size": "fsdp",
-    "num_heads": "tensor",
-    "num_kv_heads": "tensor",
-    "mlp_size": "tensor",
-    "vocab_size": "tensor",
-}
 
 
 class ConfigError(ValueError):
@@ -88,26 +81,9 @@ def check_config(config: ConfigDict, choices: Mapping[str, Collection[Any]]) -> 
     )
 
 
-def check_mesh(config: ConfigDict, mesh_shape: Mapping[str, int], model_sizes: Mapping[str, Any]) -> None:
-    """Refuses a mesh that the model or the batch cannot be split over.
-
-    Args:
-      mesh_shape: devices along data, fsdp and tensor.
-      model_sizes: the fields of the model's Qwen3Config.
-
-    Raises:
-      ConfigError: naming the axis and what it must divide.
-    """
-    rows = mesh_shape["data"] * mesh_shape["fsdp"]
-    if config.train.rows_per_microbatch % rows:
-        raise ConfigError(
-            f"train.rows_per_microbatch={config.train.rows_per_microbatch} must be a multiple of mesh.data x mesh.fsdp "
-            f"= {rows}, so that every device gets the same number of rows."
-        )
-    split = [(axis, f"the model's {field}", model_sizes[field]) for field, axis in MESH_SPLITS.items()]
-    for axis, name, size in [*split, ("tensor", "train.row_tokens", config.train.row_tokens)]:
-        if size % mesh_shape[axis]:
-            raise ConfigError(f"mesh.{axis}={mesh_shape[axis]} must divide {name}={size}; choose another.")
+def microbatch_rows(config: ConfigDict, mesh_shape: Mapping[str, int]) -> int:
+    """Rows whose gradient is taken at once on all devices of a mesh: its data and fsdp axes split them."""
+    return config.train.rows_per_device * mesh_shape["data"] * mesh_shape["fsdp"]
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -129,7 +105,7 @@ POSITIVE = (
     "train.prompts_per_minibatch",
     "train.num_generations",
     "train.max_prompt_tokens",
-    "train.rows_per_microbatch",
+    "train.rows_per_device",
     "algo.set_size",
     "rollouts.max_rows",
     "rollouts.tensor_parallel",
@@ -160,6 +136,7 @@ POSITIVE = (
     "base.noisy_learning_rate",
 )
 NOT_NEGATIVE = (
+    "mesh.devices",
     "sampling.top_k",
     "rollouts.wait_seconds",
     "judge.temperature",

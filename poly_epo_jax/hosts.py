@@ -1,8 +1,8 @@
 """Several processes, one per host, that train as one; with a single process everything here is trivial.
 
 Each has a share of the prompts to generate, grade and judge. They exchange what they made, and from there on all do the
-same with the same. So the collectives of one process always meet those of the others, in the same order; what may fail on
-one alone goes through `together`, `gather` or `on_first`, which raise on every process what was raised on one.
+same with the same, so that the collectives of one process always meet those of the others. What may fail on one alone
+goes through `together`, `gather` or `on_first`, which raise on every process what was raised on one.
 """
 
 import asyncio

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 from absl import app, logging
 from ml_collections import ConfigDict
+from rich.console import Console
 
 from poly_epo_jax import hosts
 from poly_epo_jax.algorithm import make_loss
@@ -18,11 +19,13 @@ from poly_epo_jax.base_policy import base_policy
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.choices import CHOICES, make_task
 from poly_epo_jax.command_line import CONFIG, parse_flags
-from poly_epo_jax.config import ConfigError, changed_keys, check_config, check_mesh
+from poly_epo_jax.config import ConfigError, changed_keys, check_config
 from poly_epo_jax.data import Cleaned, drop_long_prompts, problem_batches
 from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.model.mesh_choice import check_mesh
 from poly_epo_jax.model.sharding import host_mesh, make_mesh
+from poly_epo_jax.plan import print_plan
 from poly_epo_jax.policy import Policy, find_model, open_policy
 from poly_epo_jax.rollouts import ROLLOUTS
 from poly_epo_jax.tracking import NoTracker, Tracker
@@ -36,6 +39,7 @@ RESUME_MAY_CHANGE = (
     "train.num_steps",
     "mesh.",
     "hosts.",
+    "train.rows_per_device",
     "checkpoint.",
     "log.",
     "base.cache_dir",
@@ -74,6 +78,7 @@ def run(config: ConfigDict) -> None:
     policy = open_policy(path, config.model)
     check_mesh(config, mesh.shape, dataclasses.asdict(policy.config))
     if hosts.is_first():
+        print_plan(config, policy.config, Console())
         policy.save_description(workdir / "policy")
 
     updates_per_step = config.train.prompts_per_batch // config.train.prompts_per_minibatch

@@ -63,8 +63,11 @@ class Workload:
         return float(np.mean([ids == 0 for ids in segment_ids]))
 
 
-def make_workload(config: ConfigDict, vocab_size: int) -> Workload:
-    """Full-length prompts, and responses whose lengths are log-normal, as reasoning's are; both of random tokens."""
+def make_workload(config: ConfigDict, vocab_size: int, num_rows: int) -> Workload:
+    """Full-length prompts, and responses whose lengths are log-normal, as reasoning's are; both of random tokens.
+
+    They are packed into microbatches of `num_rows` rows.
+    """
     train, rng = config.train, np.random.default_rng(0)
     count = train.prompts_per_batch * train.num_generations
     mean = np.log(MEAN_LENGTH * config.sampling.max_tokens) - SIGMA**2 / 2
@@ -81,10 +84,7 @@ def make_workload(config: ConfigDict, vocab_size: int) -> Workload:
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     size = train.prompts_per_minibatch * train.num_generations
-    minibatches = [
-        pack(sequences[start : start + size], train.row_tokens, train.rows_per_microbatch)
-        for start in range(0, count, size)
-    ]
+    minibatches = [pack(sequences[start : start + size], train.row_tokens, num_rows) for start in range(0, count, size)]
     return Workload(prompts, responses, minibatches)
 
 
@@ -168,7 +168,7 @@ def _update(config: ConfigDict, model: Qwen3, mesh: Mesh, params: Params, worklo
         entropy_coef=config.algo.entropy_coef,
     )
     programs = {}
-    for name, lowered in update.lower(train.rows_per_microbatch, train.row_tokens).items():
+    for name, lowered in update.lower(len(minibatches[0][0].tokens), train.row_tokens).items():
         start = time.perf_counter()
         compiled = lowered.compile()
         programs[name] = compiled, time.perf_counter() - start

@@ -18,6 +18,7 @@ from poly_epo_jax.algorithm import make_advantages
 from poly_epo_jax.batching import PackedBatch, TrainingSequence, pack
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.clock import StageClock, Timeline, Window
+from poly_epo_jax.config import microbatch_rows
 from poly_epo_jax.experience import Batch, Experience
 from poly_epo_jax.grading import check_judge, cluster_ids, judged
 from poly_epo_jax.heldout import evaluate_held_out
@@ -65,6 +66,7 @@ async def train(config: ConfigDict, parts: Parts) -> None:
       HostError: another host failed.
     """
     advantages_of = make_advantages(config.algo)
+    num_rows = microbatch_rows(config, parts.update.mesh.shape)
     preempted = _catch_sigterm()
     timeline = Timeline()
     experience = _experience(config, parts, timeline)
@@ -94,7 +96,7 @@ async def train(config: ConfigDict, parts: Parts) -> None:
 
             # In threads, so that the next batch's generations can be received, graded and judged meanwhile.
             with clock.stage("logprobs"):
-                minibatches = await asyncio.to_thread(_pack_minibatches, config, kept, advantages)
+                minibatches = await asyncio.to_thread(_pack_minibatches, config, kept, advantages, num_rows)
                 minibatches = await hosts.together(
                     asyncio.to_thread(parts.update.with_old_logprobs, state.params, minibatches, parts.reference)
                 )
@@ -171,9 +173,9 @@ def _stack(kept: Sequence[GradedGroup], num_generations: int) -> tuple[np.ndarra
 
 
 def _pack_minibatches(
-    config: ConfigDict, kept: Sequence[GradedGroup], advantages: np.ndarray
+    config: ConfigDict, kept: Sequence[GradedGroup], advantages: np.ndarray, num_rows: int
 ) -> list[list[PackedBatch]]:
-    """The batch as minibatches of packed microbatches; each minibatch is a mean over its own prompts."""
+    """The batch as minibatches of packed microbatches of `num_rows`; each minibatch is a mean over its own prompts."""
     minibatches = []
     for start in range(0, len(kept), config.train.prompts_per_minibatch):
         prompts = slice(start, start + config.train.prompts_per_minibatch)
@@ -185,7 +187,7 @@ def _pack_minibatches(
             for group, *rows in zip(groups, advantages[prompts], np.asarray(weights), strict=True)
             for y, advantage, weight in zip(group.generations, *rows, strict=True)
         ]
-        minibatches.append(pack(sequences, config.train.row_tokens, config.train.rows_per_microbatch))
+        minibatches.append(pack(sequences, config.train.row_tokens, num_rows))
     return minibatches
 
 

@@ -27,7 +27,7 @@ SETTINGS = {
     "base.head_dim": 8,
     "train.prompts_per_batch": 8,
     "train.prompts_per_minibatch": 4,
-    "train.rows_per_microbatch": 16,
+    "train.rows_per_device": 16,
     "eval.num_problems": 8,
     "eval.num_generations": 8,
     "log.samples_every": 4,

@@ -16,7 +16,7 @@ TINY = {
     "train.prompts_per_minibatch": 2,
     "train.num_generations": 4,
     "algo.set_size": 2,
-    "train.rows_per_microbatch": 2,
+    "train.rows_per_device": 2,
     "rollouts.max_rows": 8,
     "base.hidden_size": 16,
     "base.mlp_size": 32,
@@ -66,7 +66,7 @@ def test_weights_for_servers_are_written_and_removed(small_ceilings, tmp_path):
 
 def test_the_papers_batch_packs_with_less_than_five_percent_padding():
     """512 sequences a minibatch, their lengths log-normal, in rows of 16,384 tokens, four to a microbatch."""
-    workload = make_workload(polaris.get_config(), vocab_size=100)
+    workload = make_workload(polaris.get_config(), vocab_size=100, num_rows=4)
     assert [len(workload.response_lengths), len(workload.minibatches)] == [1024, 2]
     assert 0.35 * 4096 < workload.response_lengths.mean() < 0.45 * 4096
     assert np.percentile(workload.response_lengths, 99) > 2 * workload.response_lengths.mean()

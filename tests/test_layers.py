@@ -10,11 +10,11 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "poly_epo_jax"
 NAME = PACKAGE.name
 FLOORS = (
-    {"types", "config", "clock", "servers", "hosts"},
+    {"types", "config", "clock", "servers", "hosts", "devices"},
     {"set_rl", "model", "metrics", "batching", "data", "command_line"},
     {"rollouts", "judges", "tasks", "checkpoint", "tracking", "update"}
     | {"grading", "algorithm", "policy", "tokenizer", "figures", "evaluation_figures", "timeline_figures"}
-    | {"ceilings"},
+    | {"ceilings", "plan"},
     {"base_policy", "heldout", "experience", "records", "train", "benchmarks", "evaluation", "trained_policy"}
     | {"choices", "stages"}
     | {"report_data", "report_samples", "report_charts", "report_page"},

@@ -114,9 +114,15 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([FILE, "--config.task.options={'num_held_out': 0}"], ["eval.every=20", "set eval.every=0"]),
         ([FILE, "--config.model.path=/no/such/model"], ["/no/such/model is not a folder"]),
         ([FILE, "--config.model.path=configs"], ["configs has no config.json"]),
-        ([FILE, "--config.mesh.data=16", "--config.mesh.fsdp=1"], ["mesh.data=16", "needs 16 devices", "there are 8"]),
+        (
+            [FILE, "--config.mesh.data=16", "--config.mesh.fsdp=1"],
+            ["mesh.data=16", "takes 16 devices", "there are 8", "data=8, fsdp=1, tensor=1"],
+        ),
         ([FILE, "--config.mesh.data=-1"], ["mesh.data=-1", "at most one may be -1"]),
-        ([FILE, "--config.mesh.tensor=8"], ["mesh.tensor=8 must divide the model's num_heads=4"]),
+        (
+            [FILE, "--config.mesh.tensor=8"],
+            ["mesh.tensor=8 does not divide the model's num_heads=4", "data=1, fsdp=4, tensor=2"],
+        ),
     ],
     ids=lambda value: value[-1].removeprefix("--") or "nothing" if isinstance(value, list) else None,
 )
@@ -129,7 +135,6 @@ def test_mistakes_are_refused_with_one_sentence(arguments: list[str], words: lis
     ("overrides", "words"),
     [
         (["--config.mesh.tensor=4", "--config.mesh.fsdp=1"], ["mesh.tensor=4", "num_kv_heads=2"]),
-        (["--config.mesh.fsdp=8", "--config.train.rows_per_microbatch=68"], ["train.rows_per_microbatch=68", "= 8"]),
         (["--config.train.prompts_per_batch=128"], ["takes 128 prompts", "only 110 training problems"]),
         (["--config.workdir=setup.py/run"], ["Not a directory", "setup.py/run"]),
         (["--config.log.wandb_project=mine"], ["'mine'", "wandb is not installed"]),
@@ -198,7 +203,7 @@ def small_config(folder: Path, **changes: Any) -> ConfigDict:
             "train.prompts_per_batch": 4,
             "train.prompts_per_minibatch": 2,
             "train.num_generations": 4,
-            "train.rows_per_microbatch": 4,
+            "train.rows_per_device": 4,
             "algo.set_size": 2,
             "algo.kl_coef": 0.01,
             "algo.entropy_coef": 0.01,  # so young a policy earns nothing that it could learn from

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -183,10 +184,51 @@ def test_one_axis_may_take_what_is_left():
         ((-1, -1, 1), "mesh.data=-1, mesh.fsdp=-1, mesh.tensor=1: every axis must be .*, and at most one may be -1"),
         ((2, 0, 1), "mesh.fsdp=0, mesh.tensor=1: every axis must be a positive size"),
         ((2, -2, 1), "mesh.fsdp=-2, mesh.tensor=1: every axis must be a positive size"),
-        ((3, -1, 1), "the fixed axes take 3 devices, which do not divide 8"),
-        ((4, 4, 1), "mesh.data=4, mesh.fsdp=4, mesh.tensor=1 needs 16 devices, but there are 8; lower an axis"),
+        ((3, -1, 1), "takes a multiple of 3 devices, but there are 8; the nearest mesh .* is data=2, fsdp=4, tensor=1"),
+        (
+            (4, 4, 1),
+            "mesh.data=4, mesh.fsdp=4, mesh.tensor=1 takes 16 devices, but there are 8; .* is data=2, fsdp=4, tensor=1",
+        ),
     ],
 )
 def test_meshes_that_cannot_be_are_refused(axes, message):
     with pytest.raises(ValueError, match=message):
         make_mesh(*axes)
+
+
+def test_another_kind_or_number_of_devices_is_refused():
+    with pytest.raises(ValueError, match=r"mesh\.device=h200, but the devices here are cpu"):
+        make_mesh(1, -1, 1, device="h200")
+    with pytest.raises(ValueError, match=r"mesh\.devices=16, but there are 8 here"):
+        make_mesh(1, -1, 1, devices=16)
+    assert dict(make_mesh(1, -1, 1, device="cpu", devices=4).shape) == {"data": 1, "fsdp": 4, "tensor": 1}
+
+
+def test_with_several_processes_every_device_takes_part(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="takes 4 of 8 devices, but with 2 processes all must take part"):
+        make_mesh(1, 4, 1)
+    assert make_mesh(1, -1, 1).size == 8
+
+
+class Chip:
+    """A TPU chip as far as its place matters."""
+
+    platform, device_kind, slice_index, core_on_chip = "tpu", "TPU v6 lite", 0, 0
+
+    def __init__(self, id: int, coords: tuple[int, int, int]):
+        self.id, self.coords = id, coords
+
+
+@pytest.mark.parametrize("axes", [(1, 8, 2), (1, 4, 4), (2, 2, 4), (1, -1, 1), (4, 1, 4)])
+def test_tensor_parts_are_neighbours_in_the_torus(axes, monkeypatch):
+    """Sixteen chips, 4 x 4, that are listed in no good order."""
+    places = np.random.default_rng(0).permutation([(x, y, 0) for y in range(4) for x in range(4)])
+    chips = [Chip(id, tuple(place)) for id, place in enumerate(places.tolist())]
+    monkeypatch.setattr(jax, "devices", lambda: chips)
+    found = make_mesh(*axes).devices
+    assert {chip.id for chip in found.flat} == set(range(16))
+    for group in found.reshape(-1, found.shape[-1]):
+        for one, other in itertools.pairwise(group):
+            steps = [min(abs(a - b), 4 - abs(a - b)) for a, b in zip(one.coords, other.coords, strict=True)]
+            assert sum(steps) == 1

@@ -56,7 +56,7 @@ def tiny_config() -> ConfigDict:
             "train.prompts_per_minibatch": 2,
             "train.num_generations": 8,
             "train.row_tokens": 8,
-            "train.rows_per_microbatch": 4,
+            "train.rows_per_device": 4,
             "checkpoint.every": 1,
             "eval.every": 2,
             "eval.num_generations": 2,

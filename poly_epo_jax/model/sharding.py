@@ -10,11 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from poly_epo_jax.config import ConfigError
+from poly_epo_jax.devices import device_name
+from poly_epo_jax.model.mesh_choice import AXES, fill_mesh
 from poly_epo_jax.types import Params
 
-MESH_AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")
 
 RULES: dict[str | None, str | None] = {
@@ -29,25 +32,37 @@ RULES: dict[str | None, str | None] = {
 }
 
 
-def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
+def make_mesh(data: int, fsdp: int, tensor: int, device: str = "", devices: int = 0) -> Mesh:
     """A mesh over the first data * fsdp * tensor devices; one of the three may be -1 and takes what is left.
 
+    Neighbours along `tensor`, then along `fsdp`, are close in the machine: on TPUs in the torus, on GPUs in a node.
+
+    Args:
+      device: what the devices must be, a key of DEVICES; empty: whatever is there.
+      devices: how many of them there must be; 0: what is there.
+
     Raises:
-      ValueError: the devices cannot be arranged so.
+      ConfigError: the devices cannot be arranged so.
     """
-    sizes, available = [data, fsdp, tensor], len(jax.devices())
-    shape = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(MESH_AXES, sizes, strict=True))
-    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise ValueError(f"{shape}: every axis must be a positive size, and at most one may be -1.")
-    fixed = int(np.prod([size for size in sizes if size != -1]))
-    if -1 in sizes:
-        if available % fixed:
-            raise ValueError(f"{shape}: the fixed axes take {fixed} devices, which do not divide {available}.")
-        sizes[sizes.index(-1)] = available // fixed
-    elif fixed > available:
-        raise ValueError(f"{shape} needs {fixed} devices, but there are {available}; lower an axis, or set one to -1.")
-    devices = np.asarray(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
-    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    available = jax.devices()
+    kind = available[0].device_kind
+    if device and device_name(kind) != device:
+        raise ConfigError(f"mesh.device={device}, but the devices here are {kind}; choose another mesh.")
+    if devices > len(available):
+        raise ConfigError(f"mesh.devices={devices}, but there are {len(available)} here; choose another mesh.")
+    sizes = fill_mesh({"data": data, "fsdp": fsdp, "tensor": tensor}, devices or len(available))
+    shape, used = tuple(sizes.values()), math.prod(sizes.values())
+    if used == len(available):
+        # Physical axes may be split, so that no arrangement is refused for the machine's form.
+        arranged = mesh_utils.create_device_mesh(shape, available, allow_split_physical_axes=True)
+    elif jax.process_count() > 1:
+        raise ConfigError(
+            f"The mesh takes {used} of {len(available)} devices, but with {jax.process_count()} processes all must "
+            "take part; set one axis to -1."
+        )
+    else:
+        arranged = np.asarray(available[:used]).reshape(shape)
+    return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def param_shardings(model: nnx.Module, mesh: Mesh) -> dict[str, Any]:
@@ -88,7 +103,7 @@ def host_mesh(mesh: Mesh) -> Mesh:
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     tensor = math.gcd(mesh.shape["tensor"], len(local))
     fsdp = math.gcd(mesh.shape["fsdp"], len(local) // tensor)
-    return Mesh(np.asarray(local).reshape(-1, fsdp, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return Mesh(np.asarray(local).reshape(-1, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def params_on_host(params: Params, mesh: Mesh) -> Params:
@@ -98,7 +113,7 @@ def params_on_host(params: Params, mesh: Mesh) -> Params:
     here = host_mesh(mesh)
     hosts = Mesh(
         np.asarray(sorted(mesh.devices.flat, key=lambda device: device.process_index)).reshape(-1, *here.devices.shape),
-        ("hosts", *MESH_AXES),
+        ("hosts", *AXES),
         axis_types=(AxisType.Auto,) * 4,
     )
 

@@ -23,11 +23,11 @@ for tokens in $row_tokens; do
   for kernel in $kernels; do
     # Rollouts by servers that are not asked: only the update is timed.
     bench "update-$tokens-$kernel" "${settings[@]}" --config.rollouts.name=sglang --config.rollouts.weight_sync=tensor \
-      --config.train.row_tokens="$tokens" --config.train.rows_per_microbatch=1 --config.model.attention="$kernel" \
+      --config.train.row_tokens="$tokens" --config.train.rows_per_device=1 --config.model.attention="$kernel" \
       --config.rollouts.urls=http://127.0.0.1:1
   done
 done
 for rows in $slots; do
   bench "decode-$rows" "${settings[@]}" --config.rollouts.max_rows="$rows" \
-    --config.train.row_tokens="${row_tokens%% *}" --config.train.rows_per_microbatch=1
+    --config.train.row_tokens="${row_tokens%% *}" --config.train.rows_per_device=1
 done

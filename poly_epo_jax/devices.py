@@ -1,0 +1,29 @@
+"""What a device has, as its maker states it: memory, bf16 arithmetic, and how fast bytes move."""
+
+from typing import NamedTuple
+
+
+class Device(NamedTuple):
+    """One GPU or TPU chip; None where it differs from machine to machine. GB are 10^9 bytes."""
+
+    kinds: tuple[str, ...]  # what jax.Device.device_kind begins with
+    memory_bytes: int | None
+    flops_per_second: float | None  # dense bf16 products
+    bytes_per_second: float | None  # to and from its memory
+    link_bytes_per_second: float | None  # to its neighbours, both directions together
+    jax_share: float = 1.0  # of the memory that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
+
+
+DEVICES = {
+    "cpu": Device(("cpu",), None, None, None, None),
+    "h200": Device(("NVIDIA H200",), 141 * 10**9, 989e12, 4.8e12, 900e9, jax_share=0.75),
+    "v5p": Device(("TPU v5p",), 95 * 10**9, 459e12, 2.765e12, 1200e9),
+    "v6e": Device(("TPU v6",), 32 * 10**9, 918e12, 1.638e12, 800e9),
+}
+
+
+def device_name(kind: str) -> str:
+    """The key in DEVICES of what JAX calls `kind`; "" where it is none of them."""
+    if kind == "TPU v5":  # some versions' name of v5p, and the beginning of that of v5e
+        return "v5p"
+    return next((name for name, device in DEVICES.items() if kind.startswith(device.kinds)), "")

@@ -1,0 +1,359 @@
+"""How much memory each device needs for a configuration, by arithmetic alone: no device, weights or compiler is asked.
+
+A device holds parameters and moments all the time, and what the stage that is under way needs besides. Of these the
+largest is the peak. Terms follow what compiled programs were seen to hold, in bytes of the type that they hold it in;
+`tests/test_plan.py` compares their sum with the compiled programs'.
+"""
+
+import bisect
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from poly_epo_jax.config import ConfigError
+from poly_epo_jax.devices import DEVICES, device_name
+from poly_epo_jax.model import flops
+from poly_epo_jax.model.logprobs import ACCELERATOR_CHUNK_TOKENS, CHUNK_TOKENS
+from poly_epo_jax.model.mesh_choice import AXES, check_mesh, fill_mesh
+from poly_epo_jax.model.qwen3 import Qwen3Config
+
+SMALL_SHARE = 0.01  # of the peak; what takes less is shown as the rest
+FLOAT32 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a plan is made for: a kind of device, a key of DEVICES or "", and the sizes of the mesh's axes."""
+
+    device: str
+    mesh: Mapping[str, int]
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.mesh.values())
+
+    @property
+    def row_shards(self) -> int:
+        return self.mesh["data"] * self.mesh["fsdp"]
+
+    @property
+    def weight_shards(self) -> int:
+        return self.mesh["fsdp"] * self.mesh["tensor"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Bytes of one device: `resident` always, and one of `stages` at a time; each by the name of what takes them."""
+
+    setting: Setting
+    rows_per_device: int
+    row_tokens: int
+    resident: Mapping[str, int]
+    stages: Mapping[str, Mapping[str, int]]
+    memory_bytes: int | None  # that JAX may use; None where it is not known
+
+    def stage_bytes(self, name: str) -> int:
+        """While the stage runs."""
+        return sum(self.resident.values()) + sum(self.stages[name].values())
+
+    @property
+    def peak_stage(self) -> str:
+        return max(self.stages, key=self.stage_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.stage_bytes(self.peak_stage)
+
+    @property
+    def fits(self) -> bool:
+        """Also where the memory is not known."""
+        return self.memory_bytes is None or self.peak_bytes <= self.memory_bytes
+
+
+def make_plan(
+    config: ConfigDict, shape: Qwen3Config, setting: Setting, memory_bytes: int | None, rows_per_device: int = 0
+) -> Plan:
+    """The plan of a configuration, with its train.rows_per_device where none is given."""
+    rows = rows_per_device or config.train.rows_per_device
+    stages = {
+        "gradient": _gradient(config, shape, setting, rows),
+        "optimizer": _optimizer(shape, setting),
+    }
+    resident = _resident(config, shape, setting)
+    if config.rollouts.name == "embedded":
+        resident["weights laid out for decoding"] = (
+            flops.total_weights(shape) * _bytes_of(shape.dtype) // setting.weight_shards
+        )
+        stages["generate"] = _generate(config, shape, setting)
+    return Plan(setting, rows, config.train.row_tokens, resident, stages, memory_bytes)
+
+
+def largest_rows(config: ConfigDict, shape: Qwen3Config, setting: Setting, memory_bytes: int | None) -> int:
+    """The largest train.rows_per_device that fits, and that a minibatch could fill; 0 where not even one fits.
+
+    Where the memory is not known, it is that of the configuration.
+    """
+    if memory_bytes is None:
+        return config.train.rows_per_device
+    longest = config.train.max_prompt_tokens + config.sampling.max_tokens
+    sequences = config.train.prompts_per_minibatch * config.train.num_generations
+    rows = sequences // max(1, config.train.row_tokens // longest) // setting.row_shards
+    return bisect.bisect_left(
+        range(1, max(1, rows) + 1), True, key=lambda n: not make_plan(config, shape, setting, memory_bytes, n).fits
+    )
+
+
+def setting_of(config: ConfigDict) -> tuple[Setting, int | None]:
+    """What config.mesh describes, and the bytes of a device that JAX may use, None where that is not known.
+
+    Only what config.mesh leaves open is asked of the devices that are there.
+
+    Raises:
+      ConfigError: the devices cannot be arranged so.
+    """
+    mesh = config.mesh
+    here = [] if mesh.device and mesh.devices else jax.devices()
+    device = mesh.device or device_name(here[0].device_kind)
+    setting = Setting(device, fill_mesh({axis: mesh[axis] for axis in AXES}, mesh.devices or len(here)))
+    if here and (limit := (here[0].memory_stats() or {}).get("bytes_limit")):
+        return setting, limit
+    if device == "cpu":  # which all of its devices share
+        return setting, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // setting.num_devices
+    if not device:
+        return setting, None
+    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", DEVICES[device].jax_share))
+    return setting, int(share * (DEVICES[device].memory_bytes or 0))
+
+
+def _resident(config: ConfigDict, shape: Qwen3Config, setting: Setting) -> dict[str, int]:
+    """Norms and biases are left out: they take less than a thousandth."""
+    weights = flops.total_weights(shape) // setting.weight_shards
+    parameters = weights * _bytes_of(shape.param_dtype)
+    moments = weights * (_bytes_of(config.optimizer.first_moment_dtype) + FLOAT32)
+    reference = {"reference policy": parameters} if config.algo.kl_coef else {}
+    return {"parameters": parameters, "optimizer moments": moments} | reference
+
+
+def _gradient(config: ConfigDict, shape: Qwen3Config, setting: Setting, rows: int) -> dict[str, int]:
+    """One microbatch's forward and backward pass: what is kept for the latter, and the larger of its two parts.
+
+    First the head goes through the vocabulary, then the layers are gone through backwards.
+    """
+    tokens = rows * config.train.row_tokens
+    kept = _kept_values(shape, setting) * tokens * _activation_bytes(shape, setting)
+    if shape.remat == "none":  # then the attention's weights in the compute type are kept, too
+        attention = shape.num_layers * shape.hidden_size * _head_widths(shape) * 2
+        kept += attention // setting.mesh["tensor"] * _bytes_of(shape.dtype)
+    head, layer = _head(shape, setting, tokens), _layer(shape, setting, tokens)
+    weights = flops.total_weights(shape) // setting.weight_shards
+    larger = head if sum(head.values()) > sum(layer.values()) else layer
+    return {"sum of gradients": weights * FLOAT32, "kept for the backward pass": int(kept)} | larger
+
+
+def _head(shape: Qwen3Config, setting: Setting, tokens: int) -> dict[str, int]:
+    """The loop over the vocabulary, backwards: the whole head, its gradient, and a chunk's logits, on every device."""
+    elements = shape.vocab_size * shape.hidden_size
+    value_bytes = _bytes_of(shape.dtype)
+    gathered = elements * value_bytes
+    if setting.weight_shards == 1 and shape.dtype == shape.param_dtype:
+        gathered = 0  # the parameter itself
+    chunk = CHUNK_TOKENS["cpu"] if setting.device == "cpu" else ACCELERATOR_CHUNK_TOKENS
+    hidden = 3 * tokens // setting.mesh["tensor"] * shape.hidden_size * value_bytes
+    return {
+        "the whole head": gathered,
+        "sums of the head's gradient": 2 * elements * FLOAT32,
+        "logits of a chunk": 3 * min(chunk, tokens) * shape.vocab_size * FLOAT32,
+        "hidden states": hidden,
+    }
+
+
+def _layer(shape: Qwen3Config, setting: Setting, tokens: int) -> dict[str, int]:
+    """A layer's backward pass, at its MLP: all that its forward pass made, the MLP's own gradients, and its weights."""
+    value_bytes, tensor = _bytes_of(shape.dtype), setting.mesh["tensor"]
+    weights = 0
+    if setting.mesh["fsdp"] > 1 or shape.dtype != shape.param_dtype:
+        mlp = 3 * shape.hidden_size * shape.mlp_size
+        weights = (flops.layer_weights(shape) // shape.num_layers + mlp) // tensor * value_bytes
+    return {
+        "a layer's activations": _layer_values(shape, setting) * tokens * _activation_bytes(shape, setting),
+        "a layer's weights and gradients": weights,
+        "the head's gradient": shape.vocab_size * shape.hidden_size // setting.weight_shards * value_bytes,
+    }
+
+
+def _layer_values(shape: Qwen3Config, setting: Setting) -> int:
+    """Values per token that a layer holds at once where its MLP goes backwards.
+
+    Of the MLP's width are gate, up, silu(gate), their product, and the gradients of the product and of one factor. Of
+    the stream's width are the layer's input, the same after attention, each also normalised, and the gradient that came
+    in. Of the query heads' width are queries before and after rotation and the attention's result; of the key heads'
+    keys before, between and after normalisation and rotation, and values. On a CPU products want some transposed, and
+    the blockwise attention lays out blocks and starts sums.
+    """
+    mlp, stream, heads, kv_heads = (6, 7, 5, 6) if _is_blockwise(shape, setting) else (6, 5, 3, 4)
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    tensor = setting.mesh["tensor"]
+    return (mlp * shape.mlp_size + heads * q + kv_heads * kv) // tensor + stream * shape.hidden_size
+
+
+def _kept_values(shape: Qwen3Config, setting: Setting) -> int:
+    """Values per token that all layers' forward passes keep for the backward pass, which `remat` decides.
+
+    Each layer's input is split over tensor, too, by the token; with remat=none all of `_layer_values` is kept.
+    """
+    tensor, width = setting.mesh["tensor"], shape.num_heads * shape.head_dim
+    kept = shape.hidden_size
+    if shape.remat in ("attention", "dots"):
+        # The blockwise form keeps its result in blocks as well as in rows.
+        kept += (2 if _is_blockwise(shape, setting) else 1) * width
+    if shape.remat == "dots":
+        kept += 2 * shape.mlp_size + width + 2 * shape.num_kv_heads * shape.head_dim + shape.hidden_size
+    per_layer = _layer_values(shape, setting) if shape.remat == "none" else kept // tensor
+    return shape.num_layers * per_layer
+
+
+def _optimizer(shape: Qwen3Config, setting: Setting) -> dict[str, int]:
+    """The gradients, and the updates: all of them are there before they are added, for their norm is measured."""
+    weights = flops.total_weights(shape) // setting.weight_shards
+    stack = shape.num_layers * shape.hidden_size * shape.mlp_size
+    largest = max(stack, shape.vocab_size * shape.hidden_size) // setting.weight_shards
+    return {"sum of gradients": weights * FLOAT32, "updates": (weights + largest) * FLOAT32}
+
+
+def _generate(config: ConfigDict, shape: Qwen3Config, setting: Setting) -> dict[str, int]:
+    """Slots with the longest cache while it grows from three quarters of that, the prompts held apart, and logits."""
+    train, shards = config.train, setting.row_shards
+    requests = train.prompts_per_batch * train.num_generations
+    slots = -(-min(config.rollouts.max_rows, requests) // shards)  # per device
+    prompts = -(-max(1, slots * shards // train.num_generations) // shards)
+    per_token = flops.cache_bytes_per_token(shape, _bytes_of(shape.dtype)) // setting.mesh["tensor"]
+    length = train.max_prompt_tokens + config.sampling.max_tokens
+    return {
+        "keys and values": int(1.75 * slots * length * per_token),
+        "prompts' keys and values": prompts * (1 << (train.max_prompt_tokens - 1).bit_length()) * per_token,
+        "logits": 3 * slots * shape.vocab_size * FLOAT32,
+    }
+
+
+def _head_widths(shape: Qwen3Config) -> int:
+    return shape.head_dim * (shape.num_heads + shape.num_kv_heads)
+
+
+def _is_blockwise(shape: Qwen3Config, setting: Setting) -> bool:
+    return shape.attention == "blockwise" or (shape.attention == "auto" and setting.device == "cpu")
+
+
+def _activation_bytes(shape: Qwen3Config, setting: Setting) -> int:
+    """Of one value; CPUs multiply in float32 only, so what is bfloat16 elsewhere is held in that there."""
+    return FLOAT32 if setting.device == "cpu" else _bytes_of(shape.dtype)
+
+
+def _bytes_of(dtype: str) -> int:
+    return jax.numpy.dtype(dtype).itemsize
+
+
+def print_plan(config: ConfigDict, shape: Qwen3Config, console: Console) -> dict[str, Any]:
+    """Shows the plan as a line per stage and one of sums, with a warning where it does not fit; returns `as_row`.
+
+    Raises:
+      ConfigError: the mesh does not fit the devices or the model.
+    """
+    plan, rows_that_fit = _checked_plan(config, shape)
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("while", "GB", "of which, on each device"):
+        table.add_column(column, justify="right" if column == "GB" else "left", no_wrap=column == "GB")
+    for stage, own in plan.stages.items():
+        total = plan.stage_bytes(stage)
+        terms = sorted([*plan.resident.items(), *own.items()], key=lambda term: -term[1])
+        shown = [f"{name} {_gigabytes(size)}" for name, size in terms if size >= SMALL_SHARE * total]
+        table.add_row(stage, _gigabytes(total), ", ".join(shown))
+    console.print(table)
+    axes = ", ".join(f"{axis} {size}" for axis, size in plan.setting.mesh.items())
+    limit = f" of {_gigabytes(plan.memory_bytes)}" if plan.memory_bytes else ""
+    hint = f"; train.rows_per_device={rows_that_fit} would fit" if rows_that_fit else ""
+    console.print(
+        f"Plan: {plan.setting.num_devices} x {plan.setting.device or 'unknown'}, mesh {axes}, "
+        f"train.rows_per_device={plan.rows_per_device} of {plan.row_tokens:,} tokens: "
+        f"{_gigabytes(plan.peak_bytes)}{limit} GB on each device{hint}.",
+        soft_wrap=True,
+    )
+    if not plan.fits:
+        lower = "train.rows_per_device" if rows_that_fit else "train.row_tokens"
+        console.print(
+            f"Warning: by this plan a device needs {_gigabytes(plan.peak_bytes)} GB and JAX may take "
+            f"{_gigabytes(plan.memory_bytes or 0)}; take more devices, or lower {lower}.",
+            soft_wrap=True,
+            style="bold yellow",
+        )
+    return as_row(plan, rows_that_fit)
+
+
+def print_plans(
+    config: ConfigDict, shape: Qwen3Config, meshes: Mapping[str, Mapping[str, Any]], console: Console
+) -> dict[str, Any]:
+    """A table of the plans on each of these meshes, by name; one that the model cannot be split over is left out."""
+    table, found = Table(box=box.SIMPLE_HEAD), {}
+    for column in ("mesh", "hosts", "device", "data x fsdp x tensor", "held GB", "peak GB", "of GB", "while", "rows"):
+        table.add_column(column, justify="right" if "GB" in column or column in ("hosts", "rows") else "left")
+    for name, mesh in meshes.items():
+        one = config.copy_and_resolve_references()
+        one.mesh.update({key: value for key, value in mesh.items() if key in one.mesh})
+        try:
+            plan, rows_that_fit = _checked_plan(one, shape)
+        except ConfigError as error:
+            console.print(f"{name}: {error}", soft_wrap=True)
+            continue
+        found[name] = as_row(plan, rows_that_fit)
+        table.add_row(
+            name,
+            str(mesh["processes"]),
+            f"{mesh['devices']} x {mesh['device']}",
+            " x ".join(map(str, plan.setting.mesh.values())),
+            _gigabytes(sum(plan.resident.values())),
+            _gigabytes(plan.peak_bytes),
+            _gigabytes(plan.memory_bytes or 0),
+            plan.peak_stage,
+            str(rows_that_fit),
+        )
+    console.print(table)
+    console.print(
+        f"held: parameters and moments, on each device all the time. peak: with train.rows_per_device="
+        f"{config.train.rows_per_device}. rows: the largest that fits and that a minibatch can fill, of "
+        f"{config.train.row_tokens:,} tokens; 0: not even one fits."
+    )
+    return found
+
+
+def as_row(plan: Plan, rows_that_fit: int) -> dict[str, Any]:
+    """The plan's figures, for JSON."""
+    return {
+        "device": plan.setting.device,
+        "mesh": dict(plan.setting.mesh),
+        "rows_per_device": plan.rows_per_device,
+        "row_tokens": plan.row_tokens,
+        "resident": dict(plan.resident),
+        "stages": {name: dict(terms) for name, terms in plan.stages.items()},
+        "peak_stage": plan.peak_stage,
+        "peak_bytes": plan.peak_bytes,
+        "memory_bytes": plan.memory_bytes,
+        "largest_rows_per_device": rows_that_fit,
+    }
+
+
+def _checked_plan(config: ConfigDict, shape: Qwen3Config) -> tuple[Plan, int]:
+    setting, memory_bytes = setting_of(config)
+    check_mesh(config, setting.mesh, dataclasses.asdict(shape))
+    plan = make_plan(config, shape, setting, memory_bytes)
+    return plan, largest_rows(config, shape, setting, memory_bytes)
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3g}"
