@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import pytest
@@ -86,8 +87,11 @@ class SGLangServer:
         self._process = None
 
 
+AnyServer = TypeVar("AnyServer", bound=SGLangServer)
+
+
 @contextlib.contextmanager
-def running(servers: list[SGLangServer]) -> Iterator[list[SGLangServer]]:
+def running(servers: list[AnyServer]) -> Iterator[list[AnyServer]]:
     """Starts them side by side, and ends them whatever happens."""
     try:
         for server in servers:

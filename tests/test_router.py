@@ -15,14 +15,14 @@ from poly_epo_jax.servers import ServerError
 from poly_epo_jax.types import Sampling
 
 ROUTER = "http://router"
-WORKERS = ("http://a", "http://b")
+WORKERS: tuple[str, str] = ("http://a", "http://b")
 
 
 class Routed:
     """Two workers and a router that asks the next listed one that lives, as the real one does."""
 
     def __init__(self) -> None:
-        self.versions = dict.fromkeys(WORKERS, "default")
+        self.versions: dict[str, str] = dict.fromkeys(WORKERS, "default")
         self.listed: list[str] = list(WORKERS)
         self.dead: set[str] = set()
         self.served: list[tuple[str, str]] = []  # who generated, from which weights

@@ -136,6 +136,7 @@ def test_a_server_that_is_still_lost_when_the_batch_is_complete_is_given_only_th
         updating = asyncio.create_task(rollouts.update_weights(tiny_params(2), 2))
         fake.may_end.set()
         assert versions(await generating) == {1}
+        await until(lambda: on_disk(tmp_path) == ["1", "2"])
         await asyncio.sleep(0.1)
         assert not updating.done() and fake.loaded[2:] == [] and on_disk(tmp_path) == ["1", "2"]
         fake.dying = ""

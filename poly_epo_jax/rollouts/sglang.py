@@ -209,7 +209,7 @@ class SGLangRollouts:
             tokens = len(missing) * (len(prompt_ids) + sampling.max_tokens)
             # A client for each group: what httpx takes for a request grows with the requests of its client.
             async with fleet.lease(len(missing), tokens) as server, open_client(self.timeout_seconds) as client:
-                # A server takes a list, at a third of the cost; a router does not. The prompt is read once either way.
+                # A list costs the server less than a request each, but routers take none.
                 requests = [[index] for index in missing] if server.url in self._routers else [missing]
                 bodies = [self._request(prompt_ids, [seeds[index] for index in some], sampling) for some in requests]
                 answers = await asyncio.gather(
@@ -233,10 +233,14 @@ class SGLangRollouts:
             "top_k": sampling.top_k or -1,
             "stop_token_ids": self.stop_ids,
         }
-        seeded = [parameters | {"sampling_seed": int(seed) >> 1} for seed in seeds]  # its seeds are signed
-        if len(seeds) == 1:
-            return {"input_ids": prompt_ids.tolist(), "sampling_params": seeded[0], "return_logprob": True}
-        return {"input_ids": [prompt_ids.tolist()] * len(seeds), "sampling_params": seeded, "return_logprob": True}
+        ids: list = prompt_ids.tolist()
+        each = [parameters | {"sampling_seed": int(seed) >> 1} for seed in seeds]  # its seeds are signed
+        one = len(seeds) == 1
+        return {
+            "input_ids": ids if one else [ids] * len(seeds),
+            "sampling_params": each[0] if one else each,
+            "return_logprob": True,
+        }
 
     def _keep(
         self,
