@@ -24,6 +24,18 @@ def _embedded(
     return EmbeddedRollouts(model, mesh, tokenizer, stop_ids, *limits)
 
 
+def _jetstream(
+    model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: ConfigDict
+) -> Rollouts:
+    from poly_epo_jax.rollouts.jetstream import JetStreamRollouts  # google-jetstream need not be installed
+    from poly_epo_jax.rollouts.jetstream_engine import EngineSize
+
+    samples = config.train.num_generations
+    slots = max(1, config.rollouts.max_rows // samples)
+    size = EngineSize(slots, samples, config.train.max_prompt_tokens, config.sampling.max_tokens)
+    return JetStreamRollouts(model, mesh, tokenizer, stop_ids, size)
+
+
 def _sglang(
     model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: ConfigDict
 ) -> SGLangRollouts:
@@ -55,5 +67,6 @@ def _split(urls: str) -> list[str]:
 
 ROLLOUTS: dict[str, Callable[[Qwen3, Mesh, PreTrainedTokenizerBase, Sequence[int], ConfigDict], Rollouts]] = {
     "embedded": _embedded,
+    "jetstream": _jetstream,
     "sglang": _sglang,
 }
