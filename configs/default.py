@@ -68,8 +68,8 @@ def get_config(method: str = "poly_epo") -> ConfigDict:
     config.judge.max_failed_share = 0.25  # of a batch's prompts; the run stops where the judge fails on more
 
     config.rollouts = ConfigDict()
-    config.rollouts.name = "embedded"  # a key of poly_epo_jax.rollouts.ROLLOUTS
-    config.rollouts.max_rows = 512  # generations at once, in each server if not embedded; all else is for "sglang"
+    config.rollouts.name = "embedded"  # a key of poly_epo_jax.rollouts.ROLLOUTS: embedded, jetstream or sglang
+    config.rollouts.max_rows = 512  # generations at once, with sglang in each server; all else is for "sglang"
     config.rollouts.urls = ""  # of servers, or of a router, such as http://127.0.0.1:30000; commas between several
     config.rollouts.weight_urls = ""  # where weights go, if not to the same: the servers behind a router
     config.rollouts.weight_sync = "disk"  # how: disk (a folder that the servers read) or tensor (CUDA IPC on one host)

@@ -4,7 +4,10 @@ import asyncio
 import importlib.metadata
 import os
 import queue
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from poly_epo_jax.config import ConfigError
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.rollouts.embedded import EmbeddedRollouts
 from poly_epo_jax.tokenizer import build_character_tokenizer
+from poly_epo_jax.tracking import read_rows
 from poly_epo_jax.types import Group, Problem, Rollouts, Sampling
 
 try:
@@ -253,7 +257,7 @@ def test_without_google_jetstream_one_sentence_says_what_to_run(monkeypatch, ins
 
 
 def test_its_own_server_answers_a_client(embedded):
-    import grpc
+    import grpc  # pyright: ignore[reportMissingImports]
 
     engine = Qwen3Engine(TINY, MESH, STOP_IDS, EngineSize(2, 2, MAX_PROMPT, MAX_TOKENS))
     engine.policy = Policy(embedded.weights, 5, Sampling(MAX_TOKENS, temperature=0.0))
@@ -287,3 +291,40 @@ def test_its_own_server_answers_a_client(embedded):
         np.testing.assert_array_equal(token_ids, expected.generations[0].token_ids)
         np.testing.assert_allclose(logprobs, expected.generations[0].logprobs, rtol=0, atol=1e-5)
         assert found == {5}
+
+
+@pytest.mark.slow
+def test_training_raises_the_reward(tmp_path):
+    settings = {
+        "workdir": tmp_path / "run",
+        "base.cache_dir": tmp_path / "base",
+        "compilation_cache": tmp_path / "compiled",
+        "rollouts.name": "jetstream",
+        "rollouts.max_rows": 64,
+        "task.options": {"max_coefficient": 1, "max_constant": 9, "max_x": 1, "num_train": 28, "num_held_out": 8},
+        "base.clean_steps": 300,
+        "base.noisy_steps": 30,
+        "base.batch_size": 64,
+        "base.hidden_size": 32,
+        "base.mlp_size": 64,
+        "base.num_layers": 1,
+        "base.head_dim": 8,
+        "optimizer.learning_rate": 1e-3,
+        "train.num_steps": 20,
+        "train.prompts_per_batch": 16,
+        "train.prompts_per_minibatch": 8,
+        "eval.every": 20,
+        "eval.num_problems": 8,
+    }
+    flags = [f"--config.{key}={value}" for key, value in settings.items()]
+    command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/polynomial.py:grpo", *flags]
+    environment = os.environ | {"XLA_FLAGS": ""}
+    root = Path(__file__).parents[1]
+    ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    rewards = [row["reward"] for row in rows[1:]]
+    assert len(rewards) == 20 and np.mean(rewards[-5:]) - np.mean(rewards[:3]) > 0.1
+    assert rows[-1]["eval/reward"] - rows[0]["eval/reward"] > 0.05
+    assert max(row["mismatch/max"] for row in rows[1:]) < 1e-3
+    assert {row["response/staleness"] for row in rows[1:]} == {0.0}

@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from transformers import PreTrainedTokenizerBase
 
+from poly_epo_jax.config import ConfigError
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.rollouts.embedded import EmbeddedRollouts
 from poly_epo_jax.rollouts.sglang import SGLangRollouts
@@ -30,6 +32,10 @@ def _jetstream(
     from poly_epo_jax.rollouts.jetstream import JetStreamRollouts  # google-jetstream need not be installed
     from poly_epo_jax.rollouts.jetstream_engine import EngineSize
 
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"rollouts.name='jetstream' runs on one host, not on {jax.process_count()}; set it to embedded."
+        )
     samples = config.train.num_generations
     slots = max(1, config.rollouts.max_rows // samples)
     size = EngineSize(slots, samples, config.train.max_prompt_tokens, config.sampling.max_tokens)
