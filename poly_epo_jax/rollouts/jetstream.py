@@ -48,6 +48,7 @@ class JetStreamRollouts:
     ):
         self._mesh, self._tokenizer, self._stop_ids, self._size = mesh, tokenizer, tuple(stop_ids), size
         self._decoding_weights = jax.jit(partial(decoding_weights, model.config))
+        self._weights: Params | None = None
         self._engine = Qwen3Engine(model.config, mesh, stop_ids, size)
         # One engine that reads prompts and decodes is what JetStream calls interleaved.
         self._driver = jetstream.orchestrator.Driver(
@@ -89,10 +90,12 @@ class JetStreamRollouts:
 
         Raises:
           ValueError: a prompt is empty or longer than `max_prompt_tokens`, or a response may exceed `max_tokens`.
-          RuntimeError: JetStream or the engine has failed.
+          RuntimeError: JetStream or the engine has failed, or there are no weights yet.
         """
         if not problems:
             return
+        if self._weights is None:
+            raise RuntimeError("There are no weights to generate with; call update_weights first.")
         if sampling.max_tokens > self._size.max_tokens:
             raise ValueError(
                 f"Responses of {sampling.max_tokens} tokens do not fit JetStream's cache, which was made for "
@@ -127,6 +130,7 @@ class JetStreamRollouts:
 
     async def _decode(self, jobs: Sequence[_Job], sampling: Sampling, finished: asyncio.Queue) -> None:
         async with self._turn:
+            assert self._weights is not None
             self._engine.policy = Policy(self._weights, self._version, sampling)
             groups = [asyncio.create_task(self._group(job, sampling.max_tokens, finished)) for job in jobs]
             try:
