@@ -36,6 +36,8 @@ setup(
         "test": ["beartype>=0.22", "pyright>=1.1.400", "pytest>=8.4", "ruff>=0.14", "torch==2.13.0"],
         "gpu": ["jax[cuda13]>=0.10", "tokamax>=0.0.17"],
         "tpu": ["jax[tpu]>=0.10"],
+        # What google-jetstream imports; third_party/jetstream/setup.sh installs it beside, without its dependencies.
+        "jetstream": ["grpcio>=1.70", "prometheus-client", "protobuf>=5", "shortuuid", "tiktoken"],
         "wandb": ["wandb"],
     },
 )

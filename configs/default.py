@@ -86,9 +86,10 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.judge.max_failed_share = 0.25  # of a batch's prompts; the run stops where the judge fails on more
 
     config.rollouts = ConfigDict()
-    config.rollouts.name = "embedded"  # a key of poly_epo_jax.rollouts.ROLLOUTS
-    config.rollouts.max_rows = 512  # generations at once, for each URL if not embedded; all else is for "sglang"
+    config.rollouts.name = "embedded"  # a key of poly_epo_jax.rollouts.ROLLOUTS: embedded, jetstream or sglang
+    config.rollouts.max_rows = 512  # generations at once, with sglang for each URL; all else is for "sglang"
     config.rollouts.urls = ""  # of servers or routers, such as http://127.0.0.1:30000; commas between several
+    config.rollouts.shared = False  # on several hosts: whether all use the same servers; else each has its own at urls
     config.rollouts.weight_sync = "disk"  # how: disk (a folder that the servers read) or tensor (CUDA IPC on one host)
     config.rollouts.weights_dir = "/dev/shm/poly_epo_jax"  # that folder; on several hosts, one that they share
     config.rollouts.weights_dtype = "bfloat16"  # what the servers compute with

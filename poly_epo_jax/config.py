@@ -58,6 +58,13 @@ def check_config(config: ConfigDict, choices: Mapping[str, Collection[Any]]) -> 
     served = config.rollouts.name == "sglang"
     _require(not served or bool(config.rollouts.urls), config, "rollouts.urls", "must name a server of the policy")
     _require(config.judge.name != "llm" or bool(config.judge.url), config, "judge.url", "must name the judge's server")
+    _require(
+        not (config.rollouts.shared and train.staleness),
+        config,
+        "rollouts.shared",
+        "would let one host change the servers' weights while others still generate with train.staleness=1; set one of "
+        "the two back",
+    )
     if train.staleness:
         _require(
             served,

@@ -110,6 +110,8 @@ async def gather(work: Awaitable[T]) -> list[T]:
 
 def on_first(function: Callable[[], T]) -> T:
     """What the first process's call returns or raises, on all processes; the others wait for it."""
+    if count() == 1:
+        return function()
 
     async def call() -> Any:
         return function() if is_first() else None

@@ -31,8 +31,10 @@ def open_rollouts(
     for module in (served_weights, sglang):
         monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
     limits = {"max_prompt_tokens": 8, "max_rows": 64, "timeout_seconds": 9.0, "wait_seconds": 9.0} | changes
-    sync = None if folder is None else DiskSync(folder, "a run", TINY, "float32")
-    return SGLangRollouts(urls, sync, build_character_tokenizer(TINY_ALPHABET), (1, 14), **limits)
+    weights = None
+    if folder is not None:
+        weights = served_weights.ServedWeights(DiskSync(folder, "a run", TINY, "float32"), 8, 9.0, 9.0)
+    return SGLangRollouts(urls, weights, build_character_tokenizer(TINY_ALPHABET), (1, 14), **limits)
 
 
 def answer_to_get(path: str, **info: Any) -> httpx.Response:

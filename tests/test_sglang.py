@@ -16,6 +16,7 @@ from sglang_servers import Router, SGLangServer, require_sglang, running
 
 from poly_epo_jax.model import hf
 from poly_epo_jax.rollouts import weight_sync
+from poly_epo_jax.rollouts.served_weights import ServedWeights
 from poly_epo_jax.rollouts.sglang import SGLangRollouts
 from poly_epo_jax.rollouts.weight_sync import DiskSync, TensorSync, WeightSync
 from poly_epo_jax.servers import ServerError
@@ -58,7 +59,9 @@ def rollouts_of(
     servers: Sequence[SGLangServer], sync: WeightSync, stop_ids: Sequence[int] = STOP_IDS, **changes: Any
 ) -> SGLangRollouts:
     settings = {"max_prompt_tokens": MAX_PROMPT, "max_rows": 64, "timeout_seconds": 60.0, "wait_seconds": 120.0}
-    return SGLangRollouts([one.url for one in servers], sync, TOKENIZER, stop_ids, **(settings | changes))
+    settings |= changes
+    weights = ServedWeights(sync, MAX_PROMPT, settings["timeout_seconds"], settings["wait_seconds"])
+    return SGLangRollouts([one.url for one in servers], weights, TOKENIZER, stop_ids, **settings)
 
 
 def weights(seed: int) -> Params:

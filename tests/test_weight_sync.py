@@ -7,11 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 from fake_servers import answer_to_get, generated, open_rollouts
 from fakes import tiny_params, tiny_problems
 
 from poly_epo_jax.clock import BusyTime
+from poly_epo_jax.rollouts import served_weights
+from poly_epo_jax.rollouts.served_weights import ServedWeights
 from poly_epo_jax.rollouts.sglang import SGLangRollouts
+from poly_epo_jax.servers import ServerError
 from poly_epo_jax.types import Group, Sampling
 
 URLS = ["http://a", "http://b"]
@@ -144,5 +148,29 @@ def test_a_server_that_is_still_lost_when_the_batch_is_complete_is_given_only_th
         await updating
         assert sorted(fake.loaded[2:]) == [(url, "2") for url in URLS]
         assert on_disk(tmp_path) == ["2"]
+
+    asyncio.run(main())
+
+
+def test_of_two_hosts_that_share_servers_one_sends_and_the_other_waits(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(served_weights.secrets, "token_hex", lambda _: "run")  # as hosts agree upon
+    monkeypatch.setattr(served_weights, "LOOK_SECONDS", 0.001)
+
+    async def main() -> None:
+        fake = Servers()
+        fake.may_end.set()
+        first = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path)
+        limits = {"max_prompt_tokens": 8, "max_rows": 64, "timeout_seconds": 0.5, "wait_seconds": 9.0}
+        second = SGLangRollouts(URLS, ServedWeights(None, 8, 0.5, 9.0), first.tokenizer, (1, 14), **limits)
+        with pytest.raises(ServerError, match=r"http://a was not given the weights run-1 in 0\.5 s by the first host"):
+            await second.update_weights(tiny_params(1), 1)
+        for version in (1, 2):
+            waiting = asyncio.create_task(second.update_weights(tiny_params(version), version))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            await first.update_weights(tiny_params(version), version)
+            await waiting
+            assert versions(await generate(first)) == versions(await generate(second)) == {version}
+        assert sorted(fake.loaded) == sorted((url, version) for url in URLS for version in ("1", "2"))
 
     asyncio.run(main())

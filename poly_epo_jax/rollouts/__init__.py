@@ -8,8 +8,10 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from transformers import PreTrainedTokenizerBase
 
+from poly_epo_jax import hosts
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.rollouts.embedded import EmbeddedRollouts
+from poly_epo_jax.rollouts.served_weights import ServedWeights
 from poly_epo_jax.rollouts.sglang import SGLangRollouts
 from poly_epo_jax.rollouts.weight_sync import DiskSync, TensorSync
 from poly_epo_jax.types import Rollouts
@@ -24,23 +26,32 @@ def _embedded(
     return EmbeddedRollouts(model, mesh, tokenizer, stop_ids, *limits)
 
 
+def _jetstream(
+    model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: ConfigDict
+) -> Rollouts:
+    from poly_epo_jax.rollouts.jetstream import JetStreamRollouts  # google-jetstream need not be installed
+    from poly_epo_jax.rollouts.jetstream_engine import EngineSize
+
+    samples = config.train.num_generations
+    slots = max(1, config.rollouts.max_rows // samples)
+    size = EngineSize(slots, samples, config.train.max_prompt_tokens, config.sampling.max_tokens)
+    return JetStreamRollouts(model, mesh, tokenizer, stop_ids, size)
+
+
 def _sglang(
     model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: ConfigDict
 ) -> SGLangRollouts:
-    section, limits = config.rollouts, served_limits(config)
-    if section.weight_sync == "disk":
-        run = str(Path(config.workdir).absolute())
+    section, limits, longest = config.rollouts, served_limits(config), config.train.max_prompt_tokens
+    if section.shared and not hosts.is_first():
+        sync = None
+    elif section.weight_sync == "disk":
+        run = f"{Path(config.workdir).absolute()} {hosts.index()}"
         sync = DiskSync(Path(section.weights_dir), run, model.config, section.weights_dtype)
     else:
         sync = TensorSync(model.config, section.weights_dtype, section.tensor_parallel)
-    return SGLangRollouts(
-        [url.strip() for url in section.urls.split(",") if url.strip()],
-        sync,
-        tokenizer,
-        stop_ids,
-        max_prompt_tokens=config.train.max_prompt_tokens,
-        **limits,
-    )
+    weights = ServedWeights(sync, longest, section.timeout_seconds, section.wait_seconds)
+    urls = [url.strip() for url in section.urls.split(",") if url.strip()]
+    return SGLangRollouts(urls, weights, tokenizer, stop_ids, max_prompt_tokens=longest, **limits)
 
 
 def served_limits(config: ConfigDict) -> dict[str, Any]:
@@ -50,5 +61,6 @@ def served_limits(config: ConfigDict) -> dict[str, Any]:
 
 ROLLOUTS: dict[str, Callable[[Qwen3, Mesh, PreTrainedTokenizerBase, Sequence[int], ConfigDict], Rollouts]] = {
     "embedded": _embedded,
+    "jetstream": _jetstream,
     "sglang": _sglang,
 }

@@ -15,13 +15,11 @@ from poly_epo_jax.rollouts.fleet import Fleet, Server
 from poly_epo_jax.rollouts.router import Router, Watch
 from poly_epo_jax.rollouts.served_weights import ServedWeights
 from poly_epo_jax.rollouts.tokens import encode_prompt, response_text
-from poly_epo_jax.rollouts.weight_sync import WeightSync
 from poly_epo_jax.servers import ServerError, backoff_seconds, describe, open_client
 from poly_epo_jax.types import Generation, Group, Metrics, Params, Problem, Sampling
 
 MAX_ATTEMPTS = 8
 """At one group; before each but the first, lost servers are waited for."""
-PROBE_TOKENS = 128
 
 
 class SGLangRollouts:
@@ -32,7 +30,7 @@ class SGLangRollouts:
 
     Args:
       urls: where prompts are sent: servers, or a router, whose workers are then given the weights.
-      weight_sync: how; None: never, and generations are drawn from the weights that the servers have.
+      weights: which they are given; None: none, and generations are drawn from those that the servers have.
       max_prompt_tokens: a longer prompt is refused.
       max_rows: generations that one URL is given at once.
       timeout_seconds: for the generations of one prompt, and for one weight update.
@@ -42,7 +40,7 @@ class SGLangRollouts:
     def __init__(
         self,
         urls: Sequence[str],
-        weight_sync: WeightSync | None,
+        weights: ServedWeights | None,
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: Sequence[int],
         *,
@@ -58,10 +56,7 @@ class SGLangRollouts:
         self.max_rows = max_rows
         self.timeout_seconds = timeout_seconds
         self.wait_seconds = wait_seconds
-        self._weights = None
-        if weight_sync is not None:
-            probe = min(PROBE_TOKENS, max_prompt_tokens)
-            self._weights = ServedWeights(weight_sync, probe, timeout_seconds, wait_seconds)
+        self._weights = weights
         self._adopted = ""
         self._endpoints: dict[str, Endpoint] = {}
         self._routers: dict[str, Router] = {}
@@ -109,9 +104,7 @@ class SGLangRollouts:
           OSError: they cannot be written.
         """
         if self._weights is None:
-            raise ValueError(
-                "These rollouts were opened to leave the servers' weights as they are; give a weight_sync."
-            )
+            raise ValueError("These rollouts were opened to leave the servers' weights as they are; give them weights.")
         await self._holders()  # who takes no weights is told before any are written
         await asyncio.to_thread(self._weights.prepare, params, version)
         with waiting():
@@ -168,9 +161,9 @@ class SGLangRollouts:
         self._adopted = found[self.urls[0]]
 
     async def _watch_routers(self) -> dict[str, Watch]:
-        """Takes out workers that are not current before they are asked, and goes on looking."""
+        """Takes out workers that are not current before they are asked, and goes on looking. One host does."""
         watches = {}
-        if self._weights is not None:
+        if self._weights is not None and self._weights.is_sender:
             for url, router in self._routers.items():
                 watches[url] = Watch(router, self._weights.is_current, self._mend)
                 await watches[url].start()

@@ -32,7 +32,7 @@ class SlotState(NamedTuple):
     cache: KVCache
 
 
-def _on_rows(state: SlotState) -> SlotState:
+def on_rows(state: SlotState) -> SlotState:
     """Pins the layout, so that every program takes the state as the others leave it."""
     heads = PartitionSpec(ROWS, "tensor")
     cache = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, heads), state.cache)
@@ -47,7 +47,7 @@ def start(config: Qwen3Config, num_slots: int, max_tokens: int, size: int) -> Sl
     def zeros(dtype, *shape):
         return jnp.zeros((num_slots, *shape), dtype)
 
-    return _on_rows(
+    return on_rows(
         SlotState(
             active=zeros(bool),
             seed=zeros(jnp.uint32),
@@ -64,7 +64,7 @@ def start(config: Qwen3Config, num_slots: int, max_tokens: int, size: int) -> Sl
 
 @partial(jax.jit, static_argnames="size")
 def resize(state: SlotState, size: int) -> SlotState:
-    return _on_rows(state._replace(cache=state.cache.resized(size)))
+    return on_rows(state._replace(cache=state.cache.resized(size)))
 
 
 prefill = jax.jit(decoding.prefill, static_argnums=0)
@@ -86,7 +86,7 @@ def insert(
     def put(x: jax.Array, values: jax.Array | int | bool) -> jax.Array:
         return x.at[rows].set(values, mode="drop")
 
-    return _on_rows(
+    return on_rows(
         state._replace(
             active=put(state.active, True),
             seed=put(state.seed, seeds),
@@ -96,6 +96,34 @@ def insert(
             limit=put(state.limit, limits),
             cache=state.cache.with_rows(rows, prefilled, prompts),
         )
+    )
+
+
+def next_token(
+    config: Qwen3Config,
+    weights: Params,
+    state: SlotState,
+    stop_ids: Int[Array, "S"],
+    *,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+) -> SlotState:
+    """One more token in every active slot."""
+    rows = jnp.arange(len(state.token))
+    logits, cache = decoding.decode(config, weights, state.token, state.position, state.cache)
+    token, logprob = sample_tokens(logits, state.seed, state.length, temperature=temperature, top_p=top_p, top_k=top_k)
+    place = jnp.where(state.active, state.length, state.tokens.shape[1])  # out of bounds: not written
+    length = state.length + state.active
+    stopped = (token[:, None] == stop_ids[None]).any(axis=1)
+    return state._replace(
+        active=state.active & ~stopped & (length < state.limit),
+        token=token,
+        position=state.position + state.active,
+        length=length,
+        tokens=state.tokens.at[rows, place].set(token, mode="drop"),
+        logprobs=state.logprobs.at[rows, place].set(logprob, mode="drop"),
+        cache=cache,
     )
 
 
@@ -120,7 +148,6 @@ def decode(
     Returns:
       The state, and of each slot whether it is active, its length and its position.
     """
-    rows = jnp.arange(len(state.token))
     size = state.cache.length
     enough = jnp.maximum(state.active.sum() - turnover, 0)
 
@@ -131,25 +158,11 @@ def decode(
 
     def one_token(carry: tuple[jax.Array, SlotState]) -> tuple[jax.Array, SlotState]:
         step, state = carry
-        logits, cache = decoding.decode(config, weights, state.token, state.position, state.cache)
-        token, logprob = sample_tokens(
-            logits, state.seed, state.length, temperature=temperature, top_p=top_p, top_k=top_k
-        )
-        place = jnp.where(state.active, state.length, state.tokens.shape[1])  # out of bounds: not written
-        length = state.length + state.active
-        stopped = (token[:, None] == stop_ids[None]).any(axis=1)
-        return step + 1, state._replace(
-            active=state.active & ~stopped & (length < state.limit),
-            token=token,
-            position=state.position + state.active,
-            length=length,
-            tokens=state.tokens.at[rows, place].set(token, mode="drop"),
-            logprobs=state.logprobs.at[rows, place].set(logprob, mode="drop"),
-            cache=cache,
-        )
+        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        return step + 1, next_token(config, weights, state, stop_ids, **sampling)
 
     _, state = jax.lax.while_loop(goes_on, one_token, (jnp.zeros((), jnp.int32), state))
-    return _on_rows(state), jnp.stack([state.active.astype(jnp.int32), state.length, state.position])
+    return on_rows(state), jnp.stack([state.active.astype(jnp.int32), state.length, state.position])
 
 
 @jax.jit

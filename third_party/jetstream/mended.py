@@ -1,0 +1,174 @@
+"""google-jetstream 0.2.2, with everything mended that keeps it from running beside a trainer on today's JAX.
+
+JetStream is archived: this is its last release, so the mends are made from outside, once, when this module is imported.
+Nothing else may import jetstream before. What each is for:
+
+- seqio would bring TensorFlow, for the vocabulary of requests made of text. Such requests are refused; two empty
+  classes stand in for the names that jetstream.engine imports.
+- orchestrator.delete_pytree calls jax.tree_map, which JAX no longer has: the first request would end in an error.
+- The orchestrator sets the root logger to DEBUG, adds a handler to it, and logs several lines per token through it.
+- JetThread answers any error by killing the process. Here an error ends the driver, and is raised to all who wait.
+- Its threads are partly no daemons: a program that ends by an error would wait for them for ever.
+- The generating thread asserts that a slot is taken, and is wrong where another thread frees the last one meanwhile.
+- Stopping a driver spins, and takes the words to stop out of the queues again before the threads have read them.
+- A request of text would end the driver, and one that is too long is cut without a word. Engines refuse what they
+  cannot serve: `check(token_ids)` raises a ValueError.
+- The server listens on all interfaces; it has no authentication.
+"""
+
+import contextlib
+import logging
+import queue
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def _stand_in_for_seqio() -> None:
+    package, vocabularies = types.ModuleType("seqio"), types.ModuleType("seqio.vocabularies")
+    for name in ("Vocabulary", "SentencePieceVocabulary"):
+        setattr(vocabularies, name, type(name, (), {}))
+    sys.modules.setdefault("seqio", package)
+    sys.modules.setdefault("seqio.vocabularies", vocabularies)
+
+
+@contextlib.contextmanager
+def _root_logger_kept():
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
+
+
+_stand_in_for_seqio()
+with _root_logger_kept():
+    from jetstream.core import config_lib, orchestrator, server_lib
+    from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
+    from jetstream.engine import engine_api, token_utils, tokenizer_api
+
+__all__ = [
+    "Driver",
+    "config_lib",
+    "engine_api",
+    "jetstream_pb2",
+    "jetstream_pb2_grpc",
+    "orchestrator",
+    "server_lib",
+    "tokenizer_api",
+]
+
+
+def _delete_pytree(tree: Any) -> None:
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):
+            leaf.delete()
+
+
+class _DaemonThread(threading.Thread):
+    def __init__(self, **arguments: Any):
+        arguments["daemon"] = True
+        super().__init__(**arguments)
+
+
+class Driver(orchestrator.Driver):
+    """JetStream's, but for its errors: the first ends it, and is raised to all who wait for tokens or ask for more."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._failing = threading.Lock()
+        self._failure: tuple[str, Exception] | None = None
+        self._channels: weakref.WeakSet[Any] = weakref.WeakSet()  # on which somebody waits for tokens
+        super().__init__(*args, **kwargs)
+
+    def place_request_on_prefill_queue(self, request: Any) -> None:
+        """Takes a request of token ids.
+
+        Raises:
+          ValueError: it is text, or the engine refuses it.
+          RuntimeError: the driver has failed.
+        """
+        if isinstance(request.prefill_content, str):
+            raise ValueError("The request is text; send token ids (DecodeRequest.token_content).")
+        self._prefill_engines[0].check(request.prefill_content)
+        with self._failing:
+            if self._failure:
+                raise self._told()
+            self._channels.add(request.return_channel)
+        super().place_request_on_prefill_queue(request)
+
+    def stop(self) -> None:
+        """Ends the threads. What is still waited for never comes."""
+        self.live = False
+        backlogs = [self._prefill_backlog, *self._transfer_backlogs]
+        backlogs += [*self._generate_backlogs.values(), *self._detokenize_backlogs]
+        for thread in self._all_threads:
+            while thread.is_alive():
+                for backlog in backlogs:
+                    try:
+                        backlog.put_nowait(None)  # for the one that reads
+                    except queue.Full:
+                        with contextlib.suppress(queue.Empty):
+                            backlog.get_nowait()  # makes room for the one that writes
+                thread.join(timeout=0.02)
+
+    def _prefill_thread(self, idx: int) -> None:
+        self._watch(super()._prefill_thread, idx)
+
+    def _transfer_thread(self, idx: int) -> None:
+        self._watch(super()._transfer_thread, idx)
+
+    def _detokenize_thread(self, idx: int) -> None:
+        self._watch(super()._detokenize_thread, idx)
+
+    def _generate_thread(self, idx: int) -> None:
+        self._watch(self._generate_again, idx)
+
+    def _generate_again(self, idx: int) -> None:
+        """Starts over where the thread found its slots all free: no request is in any, so none is lost."""
+        while True:
+            with contextlib.suppress(_NoSlotTaken):
+                return self._generate_once(idx)
+
+    def _generate_once(self, idx: int) -> None:
+        try:
+            super()._generate_thread(idx)
+        except AssertionError as error:
+            if str(error).startswith("At this point we must have some requests inserted"):
+                raise _NoSlotTaken from None
+            raise
+
+    def _watch(self, thread: Callable[[int], None], idx: int) -> None:
+        try:
+            thread(idx)
+        except Exception as error:
+            with self._failing:
+                self.live = False
+                self._failure = self._failure or (threading.current_thread().name, error)
+                for channel in list(self._channels):
+                    channel.set_exception(self._told())
+
+    def _told(self) -> RuntimeError:
+        assert self._failure
+        thread, error = self._failure
+        told = RuntimeError(f"JetStream's thread {thread} failed with {type(error).__name__}: {error}")
+        told.__cause__ = error
+        return told
+
+
+class _NoSlotTaken(Exception):
+    pass
+
+
+orchestrator.delete_pytree = _delete_pytree
+orchestrator.JetThread = _DaemonThread
+orchestrator.Driver = Driver
+server_lib._HOST = "127.0.0.1"
+_log = logging.getLogger("jetstream")
+_log.setLevel(logging.ERROR)
+for _module in (orchestrator, server_lib, token_utils):
+    _module.logging = _log
