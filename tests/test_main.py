@@ -150,6 +150,7 @@ def test_what_shows_once_the_policy_is_open(overrides, words, sentence, policy_f
 def test_a_run_folder_is_not_resumed_under_other_settings(tmp_path: Path, sentence):
     config = polynomial.get_config()
     config.train.num_steps, config.seed = 7, 3  # the first may change
+    config.train.rows_per_device = config.mesh.data = 2  # and so may these
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text(config.to_json())
     text = sentence(FILE, "--config.optimizer.learning_rate=1e-3", "--config.log.samples_every=3")
