@@ -47,9 +47,10 @@ def print_plan(config: ConfigDict, shape: Qwen3Config, console: Console) -> dict
     )
     if not plan.fits:
         lower = "train.rows_per_device" if rows_that_fit else "train.row_tokens"
+        advice = f"take more devices, or lower {lower}" if plan.peak_stage == "gradient" else "take more devices"
         console.print(
             f"Warning: by this plan a device needs {_gigabytes(plan.peak_bytes)} GB and JAX may take "
-            f"{_gigabytes(plan.memory_bytes or 0)}; take more devices, or lower {lower}.",
+            f"{_gigabytes(plan.memory_bytes or 0)}; {advice}.",
             soft_wrap=True,
             style="bold yellow",
         )
