@@ -12,8 +12,8 @@
 # Training on-policy is generating and training in turn, so the two share GPUs without being in each other's way. Of an
 # H200's 141 GB,
 #   - the trainer takes 0.36, 51 GB. Weights, gradients and Adam's two moments of Qwen3-4B in float32 are 4.02e9 x 16
-#     bytes = 64 GB, 16 GB on each of four; gathered layers and the head some 3 GB; activations with full remat about
-#     0.43 MB a token, 7 GB for the 16,384 tokens of a device's microbatch. The rest is room for XLA's temporaries.
+#     bytes = 64 GB, 16 GB on each of four; what the 16,384 tokens of a device's microbatch keep with full remat 3 GB; the
+#     head, its gradient and a chunk of logits 6 GB. So bench --plan counts 25 GB; the rest is room for more rows.
 #   - a policy server takes 0.50, 70 GB: 8 GB of weights in bfloat16 and 62 GB of KV cache at 147 KB a token, 420,000
 #     tokens: all of its 341 responses at once while their mean is below 1,200 tokens, 82 of the longest. CUDA graphs and
 #     activations come on top, some 6 GB. What does not fit waits in the server.

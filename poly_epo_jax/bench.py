@@ -32,7 +32,7 @@ from poly_epo_jax.model.mesh_choice import check_mesh
 from poly_epo_jax.model.published import is_published, published_config
 from poly_epo_jax.model.qwen3 import Qwen3Config
 from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.plan import print_plan, print_plans
+from poly_epo_jax.plan_tables import print_plan, print_plans
 from poly_epo_jax.policy import find_model
 from poly_epo_jax.stages import Stage, make_workload, time_stages
 

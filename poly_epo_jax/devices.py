@@ -11,7 +11,9 @@ class Device(NamedTuple):
     flops_per_second: float | None  # dense bf16 products
     bytes_per_second: float | None  # to and from its memory
     link_bytes_per_second: float | None  # to its neighbours, both directions together
-    jax_share: float = 1.0  # of the memory that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
+    jax_share: float = (
+        1.0  # of the memory that JAX takes; on GPUs, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
+    )
 
 
 DEVICES = {

@@ -25,7 +25,7 @@ from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.model.mesh_choice import check_mesh
 from poly_epo_jax.model.sharding import host_mesh, make_mesh
-from poly_epo_jax.plan import print_plan
+from poly_epo_jax.plan_tables import print_plan
 from poly_epo_jax.policy import Policy, find_model, open_policy
 from poly_epo_jax.rollouts import ROLLOUTS
 from poly_epo_jax.tracking import NoTracker, Tracker

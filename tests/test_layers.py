@@ -16,7 +16,7 @@ FLOORS = (
     | {"grading", "algorithm", "policy", "tokenizer", "figures", "evaluation_figures", "timeline_figures"}
     | {"ceilings", "plan"},
     {"base_policy", "heldout", "experience", "records", "train", "benchmarks", "evaluation", "trained_policy"}
-    | {"choices", "stages"}
+    | {"choices", "stages", "plan_tables"}
     | {"report_data", "report_samples", "report_charts", "report_page"},
     {"main", "report", "export", "frontier", "evaluate", "bench"},
 )

@@ -85,7 +85,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["", "--config.seed=1"], ["config.seed"]),
         ([""], ["--config is missing", "configs/polynomial.py"]),
-        ([FILE + ":poly_eop"], ["Unknown method ':poly_eop'", "choose one of poly_epo, grpo, grpo_div"]),
+        ([FILE + ":poly_eop"], ["Unknown word ':poly_eop'", "a method (poly_epo, grpo, grpo_div), a mesh (laptop, "]),
         (["--config=configs/polynomail.py"], ["No such file or directory: 'configs/polynomail.py'"]),
         (["--config=configs"], ["Is a directory: 'configs'"]),
         ([FILE, "--config.train.num_stepz=3"], ["no key config.train.num_stepz", "from config.train.num_steps,"]),
@@ -150,6 +150,7 @@ def test_what_shows_once_the_policy_is_open(overrides, words, sentence, policy_f
 def test_a_run_folder_is_not_resumed_under_other_settings(tmp_path: Path, sentence):
     config = polynomial.get_config()
     config.train.num_steps, config.seed = 7, 3  # the first may change
+    config.train.rows_per_device = config.mesh.data = 2  # and so may these
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text(config.to_json())
     text = sentence(FILE, "--config.optimizer.learning_rate=1e-3", "--config.log.samples_every=3")
@@ -161,7 +162,7 @@ def test_a_run_folder_is_not_resumed_under_other_settings(tmp_path: Path, senten
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([FILE + ":ppo"], ["Unknown method ':ppo'"]),
+        ([FILE + ":ppo"], ["Unknown word ':ppo'"]),
         ([FILE, "--config.train.num_stepz=3"], ["no key config.train.num_stepz", "config.train.num_steps"]),
         ([FILE, "--config.model.path=/no/such/model"], ["/no/such/model is not a folder"]),
     ],

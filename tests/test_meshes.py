@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +157,15 @@ def test_collectives_inside_of_loops_are_found():
     loops, kinds = collectives_in_loops(compiled_gradient(left_to_the_compiler))
     assert loops >= 2
     assert "all-reduce" in kinds
+
+
+def test_weights_are_gathered_and_not_the_activations_of_all_rows():
+    """Four rows of 52 tokens, one on each fsdp part: no product is of all 208 tokens."""
+    update = PolicyUpdate(TINY_MODEL, make_mesh(1, 4, 2), ppo_clip_loss, optimizer_config(), total_updates=1)
+    text = update.lower(4, 52)["gradient"].compile().as_text() or ""
+    shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", text)}
+    assert any(52 in shape for shape in shapes)
+    assert [shape for shape in shapes if 208 in shape] == []
 
 
 @pytest.mark.parametrize("count", [9, 2])

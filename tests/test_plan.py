@@ -23,7 +23,8 @@ from poly_epo_jax.model.mesh_choice import AXES, SPLITS, check_mesh, fill_mesh, 
 from poly_epo_jax.model.published import SHAPES, published_config
 from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
 from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.plan import Plan, Setting, largest_rows, make_plan, setting_of
+from poly_epo_jax.plan import Plan, Setting, largest_rows, make_plan
+from poly_epo_jax.plan_tables import setting_of
 from poly_epo_jax.set_rl import ppo_clip_loss
 from poly_epo_jax.update import PolicyUpdate
 
@@ -59,6 +60,7 @@ class Case:
 SMALL = Case("Qwen3-0.6B", (1, 2, 2), 2048, "full")
 LARGE = [
     Case("Qwen3-4B", (1, 4, 1), 16_384, "full"),
+    Case("Qwen3-4B", (1, 4, 2), 16_384, "full"),
     Case("Qwen3-0.6B", (1, 2, 2), 4096, "dots"),
     Case("Qwen3-1.7B", (1, 1, 1), 4096, "attention"),
     Case("Qwen3-8B", (2, 4, 1), 8192, "full"),

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from poly_epo_jax.model.attention import packed_attention
 from poly_epo_jax.model.product import product
-from poly_epo_jax.model.sharding import constrain_rows
+from poly_epo_jax.model.sharding import constrain_rows, gather_weight
 
 REMAT_POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,
@@ -86,7 +86,7 @@ class Layer(nnx.Module):
         config = self.config
 
         def w(param: nnx.Param) -> jax.Array:
-            return param[...].astype(config.dtype)
+            return gather_weight(param[...].astype(config.dtype), param.axes[1:])
 
         h = rms_norm(x, w(self.attention_norm), config.norm_eps)
         q, k, v = (_project(h, w(param)) for param in (self.q, self.k, self.v))

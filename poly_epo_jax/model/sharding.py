@@ -93,6 +93,18 @@ def constrain_rows(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS))
 
 
+def gather_weight(weight: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """A weight put together from its fsdp shards, so that its products are split over rows and tensor only.
+
+    Where both axes are split, the compiler by itself gathers the activations of all rows instead.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.shape["tensor"] == 1:
+        return weight
+    gathered = (None if RULES[axis] == "fsdp" else RULES[axis] for axis in axes)
+    return jax.lax.with_sharding_constraint(weight, PartitionSpec(*gathered))
+
+
 def host_mesh(mesh: Mesh) -> Mesh:
     """The part of the mesh that lies on this process's devices, as a mesh of its own; the same one if that is all.
 
