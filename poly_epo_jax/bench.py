@@ -26,7 +26,7 @@ from poly_epo_jax.base_policy import base_shape
 from poly_epo_jax.ceilings import Ceilings, measure_ceilings
 from poly_epo_jax.choices import CHOICES, make_task
 from poly_epo_jax.command_line import CONFIG, parse_flags
-from poly_epo_jax.config import check_config, microbatch_rows
+from poly_epo_jax.config import ConfigError, check_config, microbatch_rows
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.mesh_choice import check_mesh
 from poly_epo_jax.model.published import is_published, published_config
@@ -48,6 +48,11 @@ def run(config: ConfigDict, output: Path) -> None:
       ValueError, OSError: the configuration cannot run; the message says why and what to do.
     """
     check_config(config, CHOICES)
+    if config.hosts.coordinator:
+        raise ConfigError(
+            f"hosts.coordinator={config.hosts.coordinator}, but bench times one host; leave it out, and see a run's "
+            "timing.jsonl for several."
+        )
     mesh = make_mesh(**config.mesh)
     shape = _shape(config)
     check_mesh(config, mesh.shape, dataclasses.asdict(shape))

@@ -79,7 +79,7 @@ def make_plan(
         "optimizer": _optimizer(shape, setting),
     }
     resident = _resident(config, shape, setting)
-    if config.rollouts.name == "embedded":
+    if config.rollouts.name in ("embedded", "jetstream"):
         resident["weights laid out for decoding"] = (
             flops.total_weights(shape) * _bytes_of(shape.dtype) // setting.weight_shards
         )
@@ -198,7 +198,11 @@ def _optimizer(shape: Qwen3Config, setting: Setting) -> dict[str, int]:
 
 
 def _generate(config: ConfigDict, shape: Qwen3Config, setting: Setting) -> dict[str, int]:
-    """Slots with the longest cache while it grows from three quarters of that, the prompts held apart, and logits."""
+    """Slots with the longest cache while it grows from three quarters of that, the prompts held apart, and logits.
+
+    JetStream's cache has its full length from the start.
+    """
+    growth = 1.75 if config.rollouts.name == "embedded" else 1
     train, shards = config.train, setting.row_shards
     requests = train.prompts_per_batch * train.num_generations
     slots = -(-min(config.rollouts.max_rows, requests) // shards)  # per device
@@ -206,7 +210,7 @@ def _generate(config: ConfigDict, shape: Qwen3Config, setting: Setting) -> dict[
     per_token = flops.cache_bytes_per_token(shape, _bytes_of(shape.dtype)) // setting.mesh["tensor"]
     length = train.max_prompt_tokens + config.sampling.max_tokens
     return {
-        "keys and values": int(1.75 * slots * length * per_token),
+        "keys and values": int(growth * slots * length * per_token),
         "prompts' keys and values": prompts * (1 << (train.max_prompt_tokens - 1).bit_length()) * per_token,
         "logits": 3 * slots * shape.vocab_size * FLOAT32,
     }

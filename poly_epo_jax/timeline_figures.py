@@ -23,6 +23,7 @@ STAGES = {
     "generate": "generation",
     "grade": "grading",
     "judge": "judging",
+    "exchange": "waiting for other hosts",
     "advantages": "advantages",
     "logprobs": "log-probabilities",
     "update": "the update",

@@ -103,14 +103,15 @@ def test_the_death_of_one_ends_the_other_with_a_sentence(eventful: tuple[Run, li
     )
 
 
-SCRIPT = """
+JOIN = """
 import asyncio, sys
 from ml_collections import ConfigDict
 from poly_epo_jax import hosts
 
 coordinator, index = sys.argv[1], int(sys.argv[2])
 hosts.join(ConfigDict({"coordinator": coordinator, "count": 2, "index": index, "wait_seconds": 60}))
-
+"""
+FAILING = """
 async def work(fails):
     if fails:
         raise ValueError(f"no luck on {index}")
@@ -129,25 +130,54 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
+GATHERING = """
+import jax, numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from poly_epo_jax.model.sharding import AXES, host_mesh, params_on_host
+
+weight = np.arange(32, dtype=np.float32).reshape(8, 4)
+for order in ([0, 1, 2, 3], [0, 2, 1, 3], [3, 1, 2, 0]):
+    devices = np.array([jax.devices()[i] for i in order]).reshape(1, 2, 2)
+    mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+    split = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
+    params = {"w": jax.make_array_from_callback(weight.shape, split, weight.__getitem__)}
+    here = params_on_host(params, mesh)["w"]
+    print(tuple(host_mesh(mesh).shape.values()), bool(here.is_fully_addressable and (np.asarray(here) == weight).all()))
+"""
+
+
+def said_by_two(script: str, devices: int = 1) -> list[list[str]]:
+    """The lines that two processes with so many devices each print; the script has join() called for it."""
+    coordinator = f"127.0.0.1:{free_port()}"
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {"JAX_COORDINATOR_BIND_ADDRESS": coordinator, "XLA_FLAGS": flags}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN + script, coordinator, str(index)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    said = [one.communicate(timeout=120)[0].splitlines() for one in processes]
+    assert [one.returncode for one in processes] == [0, 0]
+    return [[line for line in lines if "[Gloo]" not in line] for lines in said]
 
 
 @pytest.mark.slow
 def test_what_fails_on_one_is_raised_on_all():
-    coordinator = f"127.0.0.1:{free_port()}"
-    environment = os.environ | {"JAX_COORDINATOR_BIND_ADDRESS": coordinator}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, coordinator, str(index)], env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for index in range(2)
-    ]
-    said = [
-        [line for line in one.communicate(timeout=120)[0].splitlines() if "[Gloo]" not in line] for one in processes
-    ]
     zero, one = ["ValueError no luck on 0"] * 2, ["ValueError no luck on 1"] * 2
     of_zero, of_one = (["HostError Process 0 of 2: no luck on 0"] * 2, ["HostError Process 1 of 2: no luck on 1"] * 2)
-    assert said[0] == ["[1, 10] 1 0", *of_one, *zero, *zero, "ZeroDivisionError division by zero"]
-    assert said[1] == ["[1, 10] 10 0", *one, *of_zero, *one, "HostError Process 0 of 2: division by zero"]
+    first, second = said_by_two(FAILING)
+    assert first == ["[1, 10] 1 0", *of_one, *zero, *zero, "ZeroDivisionError division by zero"]
+    assert second == ["[1, 10] 10 0", *one, *of_zero, *one, "HostError Process 0 of 2: division by zero"]
+
+
+@pytest.mark.slow
+def test_every_host_gathers_whole_weights_from_any_order_of_devices():
+    # The first mesh has one host's devices side by side along tensor, the second along fsdp, the third mixes them.
+    assert said_by_two(GATHERING, devices=2) == [["(1, 1, 2) True", "(1, 1, 2) True", "(1, 1, 2) True"]] * 2
 
 
 def test_shares_are_the_whole(monkeypatch: pytest.MonkeyPatch):
