@@ -36,22 +36,20 @@ def join(section: ConfigDict) -> None:
     """Connects this process with the others, as `config.hosts` says. Comes before anything that uses a device.
 
     Raises:
-      ValueError: the section is incomplete, or the others are not found.
+      ValueError: the section is wrong, or nothing tells who the others are.
     """
-    coordinator, count, index = section.coordinator, section.count, section.index
+    coordinator = section.coordinator
     if not coordinator:
         return
     explicit: dict[str, Any] = {}
     if coordinator != "auto":
-        if not 0 <= index < count:
-            raise ValueError(
-                f"hosts.coordinator={coordinator} needs hosts.count, the number of processes, and hosts.index, from 0 "
-                f"to one less, but they are {count} and {index}; set them, or hosts.coordinator=auto under SLURM or on "
-                "a TPU pod."
-            )
-        explicit = {"coordinator_address": coordinator, "num_processes": count, "process_id": index}
+        _check(section)
+        explicit = {"coordinator_address": coordinator, "num_processes": section.count, "process_id": section.index}
     # On CPUs the collectives of programs that run at the same time would meet each other's.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+    # One that stops at Ctrl-C by itself could not save without the others.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    all_is_well = _leave_word(section)
     try:
         jax.distributed.initialize(
             **explicit,
@@ -60,13 +58,25 @@ def join(section: ConfigDict) -> None:
             shutdown_timeout_seconds=GOODBYE_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
+        all_is_well()
         raise ValueError(
-            f"hosts.coordinator={coordinator}: the processes did not find each other ({_first_line(error)}); start all "
-            "of them, within hosts.wait_seconds, with the address of the first."
+            f"hosts.coordinator={coordinator} does not lead to the other processes ({_first_line(error)}); under "
+            "SLURM, start them with srun, elsewhere set it to HOST:PORT of the first, with hosts.count and hosts.index."
         ) from error
-    # One that stops at Ctrl-C by itself could not save without the others.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _leave_word()
+
+
+def _check(section: ConfigDict) -> None:
+    host, _, port = section.coordinator.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(
+            f"hosts.coordinator={section.coordinator} is not HOST:PORT; name a free port of the first process's host."
+        )
+    if not 0 <= section.index < section.count:
+        raise ValueError(
+            f"hosts.coordinator={section.coordinator} needs hosts.count, the number of processes, and hosts.index, "
+            f"from 0 to one less, but they are {section.count} and {section.index}; set them, or "
+            "hosts.coordinator=auto under SLURM and on TPU pods."
+        )
 
 
 def count() -> int:
@@ -154,28 +164,36 @@ def _exchange(own: bytes) -> list[bytes]:
         padded[: len(own)] = np.frombuffer(own, np.uint8)
         rows = multihost_utils.process_allgather(padded)
     except (ValueError, RuntimeError) as error:  # which of them, and what it says, depends on the backend
-        # Ends at once, for no one is left to save with or to say goodbye to. What it says last is in _leave_word.
+        # Ends at once, for no one is left to save with or to say goodbye to. Its last word is _leave_word's.
         print(f"Process {index()} lost touch with the others: {_first_line(error)}", file=sys.stderr, flush=True)
         os._exit(1)
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
-def _leave_word() -> None:
-    """Has a sentence written should this process not end by itself: JAX's runtime aborts it if another one dies.
+def _leave_word(section: ConfigDict) -> Callable[[], None]:
+    """Has a sentence written should this process not end by itself: JAX's runtime aborts it if it loses the others.
 
-    A shell waits at the end of a pipe that only this process holds, for the line that says that all is well.
+    A shell waits at the end of a pipe that only this process holds, for the line that says that all is well; the
+    function returned says so.
     """
+    name = "this process" if section.coordinator == "auto" else f"process {section.index} of {section.count}"
     message = (
-        f"Error: process {index()} of {count()} was ended from outside, or because another one is gone; the log of the "
-        "one that ended first says why. Start all of them again: they go on from the last checkpoint."
+        f"Error: {name} was ended from outside, or did not find the others in {section.wait_seconds} s, "
+        "or one of them is gone, whose log says why. Start all of them again: they go on from the last checkpoint."
     )
     watcher = subprocess.Popen(
         ["sh", "-c", 'read -r word; [ "$word" = ended ] || echo "$0" >&2', message],
         stdin=subprocess.PIPE,
         start_new_session=True,  # so that Ctrl-C does not end it first
     )
+
+    def end() -> None:
+        if watcher.poll() is None:
+            watcher.communicate(b"ended\n")
+
     # Before JAX says goodbye to the others, which it does at exit as well.
-    atexit.register(watcher.communicate, b"ended\n")
+    atexit.register(end)
+    return end
 
 
 def _first_line(error: Exception) -> str:

@@ -98,8 +98,8 @@ def test_sigterm_on_one_saves_on_all_and_checkpoints_move(single: Run, eventful:
 @pytest.mark.parametrize("killed", [1, 0])
 def test_the_death_of_one_ends_the_other_with_a_sentence(eventful: tuple[Run, list[str]], killed: int):
     assert eventful[1][1 - killed].strip().splitlines()[-1] == (
-        f"Error: process {1 - killed} of 2 was ended from outside, or because another one is gone; the log of the one "
-        "that ended first says why. Start all of them again: they go on from the last checkpoint."
+        f"Error: process {1 - killed} of 2 was ended from outside, or did not find the others in 300 s, "
+        "or one of them is gone, whose log says why. Start all of them again: they go on from the last checkpoint."
     )
 
 
