@@ -23,7 +23,7 @@
 #
 # Settings, as environment variables:
 #   POLICY, JUDGE        models; default: the paper's
-#   SERVERS              policy servers, on GPUs 0 to SERVERS - 1; default 3 (set rollouts.urls to match)
+#   SERVERS              policy servers, on GPUs 0 to SERVERS - 1; default 3
 #   PORT                 of the first policy server; the judge's is 10 more
 #   POLICY_FLAGS         more flags for sglang.launch_server; --enable-deterministic-inference makes it heed the seeds of
 #                        generations, at the price of speed
@@ -54,7 +54,9 @@ serve() { # GPU MODEL PORT LOG FLAGS...: in a process group of its own, so that 
   echo "$4: $model on port $port, log in $log"
 }
 
+urls=()
 for ((i = 0; i < servers; i++)); do
+  urls+=("http://127.0.0.1:$((port + i))")
   # shellcheck disable=SC2086
   serve "$i" "${POLICY:-Qwen/Qwen3-4B-Base}" $((port + i)) "policy-$i" ${POLICY_FLAGS:-}
 done
@@ -65,7 +67,15 @@ serve "$servers" "${JUDGE:-Qwen/Qwen3-4B-Instruct-2507}" $((port + 10)) judge \
 # The trainer waits until they answer. It is told of a SIGTERM, saves after its step, and is waited for.
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.36}
 [[ " $* " == *" --config="* ]] || set -- --config=configs/polaris.py "$@"
-python -m poly_epo_jax.main "$@" &
+flags=()
+for flag in "$@"; do
+  flags+=("$flag")
+  # Right after the file, so that flags of yours come later, and count.
+  if [[ $flag == --config=* ]]; then
+    flags+=("--config.rollouts.urls=$(IFS=,; echo "${urls[*]}")" "--config.judge.url=http://127.0.0.1:$((port + 10))")
+  fi
+done
+python -m poly_epo_jax.main "${flags[@]}" &
 trainer=$!
 trap 'kill -TERM $trainer' TERM INT
 code=0

@@ -34,9 +34,10 @@ case $action in
       source launch/setup_env.sh '[tpu,jetstream]' && bash third_party/jetstream/setup.sh"
     ;;
   run)
-    printf -v flags '%q ' --config.hosts.coordinator=auto --config.rollouts.name=jetstream \
+    # The file first, then what may be overridden by what follows.
+    printf -v flags '%q ' "${1:?give --config=FILE first}" --config.hosts.coordinator=auto --config.rollouts.name=jetstream \
       --config.workdir="$shared/$name" --config.base.cache_dir="$shared/base" \
-      --config.compilation_cache="$shared/compiled" "$@"
+      --config.compilation_cache="$shared/compiled" "${@:2}"
     everywhere "cd poly_epo_jax && source .venv/bin/activate && python -m poly_epo_jax.main $flags"
     ;;
   status) gcloud compute tpus queued-resources describe "$name" --zone="$zone" --format='value(state.state)' ;;

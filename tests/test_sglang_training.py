@@ -166,8 +166,6 @@ def test_every_stage_of_the_papers_run(small_qwen, tmp_path):
         "model.path": small_qwen,
         "model.dtype": "float32",
         "task.options": options,
-        "judge.url": f"http://127.0.0.1:{port + 10}",
-        "rollouts.urls": f"http://127.0.0.1:{port}",
         "rollouts.weights_dir": tmp_path / "weights",
         "rollouts.weights_dtype": "float32",
         "sampling.max_tokens": 40,
