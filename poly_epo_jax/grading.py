@@ -44,8 +44,10 @@ async def grade_groups(
     finally:
         for one in running:
             one.cancel()
-    order = {problem.id: position for position, problem in enumerate(problems)}
-    graded = sorted(graded, key=lambda one: order[one.group.problem.id])
+    places: dict[str, list[int]] = {}
+    for place in reversed(range(len(problems))):  # where an epoch ends, a batch may have a problem twice
+        places.setdefault(problems[place].id, []).append(place)
+    graded = sorted(graded, key=lambda one: places[one.group.problem.id].pop())
     return graded, clock.seconds() | {"judge/hidden": hidden / max(clock.busy("judge").seconds(), 1e-9)}
 
 

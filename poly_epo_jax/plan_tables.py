@@ -28,29 +28,29 @@ def print_plan(config: ConfigDict, shape: Qwen3Config, console: Console) -> dict
     """
     plan, rows_that_fit = _checked_plan(config, shape)
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("while", "GB", "of which, on each device"):
-        table.add_column(column, justify="right" if column == "GB" else "left", no_wrap=column == "GB")
+    for column in ("while", "held", "of which, on each device"):
+        table.add_column(column, justify="right" if column == "held" else "left", no_wrap=column == "held")
     for stage, own in plan.stages.items():
         total = plan.stage_bytes(stage)
         terms = sorted([*plan.resident.items(), *own.items()], key=lambda term: -term[1])
-        shown = [f"{name} {_gigabytes(size)}" for name, size in terms if size >= SMALL_SHARE * total]
-        table.add_row(stage, _gigabytes(total), ", ".join(shown))
+        shown = [f"{name} {_amount(size)}" for name, size in terms if size >= SMALL_SHARE * total]
+        table.add_row(stage, _amount(total), ", ".join(shown))
     console.print(table)
     axes = ", ".join(f"{axis} {size}" for axis, size in plan.setting.mesh.items())
-    limit = f" of {_gigabytes(plan.memory_bytes)}" if plan.memory_bytes else ""
+    limit = f" of {_amount(plan.memory_bytes)}" if plan.memory_bytes else ""
     hint = f"; train.rows_per_device={rows_that_fit} would fit" if rows_that_fit else ""
     console.print(
         f"Plan: {plan.setting.num_devices} x {plan.setting.device or 'unknown'}, mesh {axes}, "
         f"train.rows_per_device={plan.rows_per_device} of {plan.row_tokens:,} tokens: "
-        f"{_gigabytes(plan.peak_bytes)}{limit} GB on each device{hint}.",
+        f"{_amount(plan.peak_bytes)}{limit} on each device{hint}.",
         soft_wrap=True,
     )
     if not plan.fits:
         lower = "train.rows_per_device" if rows_that_fit else "train.row_tokens"
         advice = f"take more devices, or lower {lower}" if plan.peak_stage == "gradient" else "take more devices"
         console.print(
-            f"Warning: by this plan a device needs {_gigabytes(plan.peak_bytes)} GB and JAX may take "
-            f"{_gigabytes(plan.memory_bytes or 0)}; {advice}.",
+            f"Warning: by this plan a device needs {_amount(plan.peak_bytes)} and JAX may take "
+            f"{_amount(plan.memory_bytes or 0)}; {advice}.",
             soft_wrap=True,
             style="bold yellow",
         )
@@ -62,8 +62,10 @@ def print_plans(
 ) -> dict[str, Any]:
     """A table of the plans on each of these meshes, by name; one that the model cannot be split over is left out."""
     table, found = Table(box=box.SIMPLE_HEAD), {}
-    for column in ("mesh", "hosts", "device", "data x fsdp x tensor", "held GB", "peak GB", "of GB", "while", "rows"):
-        table.add_column(column, justify="right" if "GB" in column or column in ("hosts", "rows") else "left")
+    for column in ("mesh", "hosts", "device", "axes", "held", "peak", "of", "while", "rows"):
+        table.add_column(
+            column, justify="right" if column in ("hosts", "held", "peak", "of", "rows") else "left", no_wrap=True
+        )
     for name, mesh in meshes.items():
         one = config.copy_and_resolve_references()
         one.mesh.update({key: value for key, value in mesh.items() if key in one.mesh})
@@ -78,15 +80,15 @@ def print_plans(
             str(mesh["processes"]),
             f"{mesh['devices']} x {mesh['device']}",
             " x ".join(map(str, plan.setting.mesh.values())),
-            _gigabytes(sum(plan.resident.values())),
-            _gigabytes(plan.peak_bytes),
-            _gigabytes(plan.memory_bytes or 0),
+            _amount(sum(plan.resident.values())),
+            _amount(plan.peak_bytes),
+            _amount(plan.memory_bytes or 0),
             plan.peak_stage,
             str(rows_that_fit),
         )
     console.print(table)
     console.print(
-        f"held: parameters and moments, on each device all the time. peak: with train.rows_per_device="
+        f"axes: data x fsdp x tensor. held: parameters and moments, on each device all the time. peak: with train.rows_per_device="
         f"{config.train.rows_per_device}. rows: the largest that fits and that a minibatch can fill, of "
         f"{config.train.row_tokens:,} tokens; 0: not even one fits."
     )
@@ -140,5 +142,6 @@ def setting_of(config: ConfigDict) -> tuple[Setting, int | None]:
     return setting, int(share * (DEVICES[device].memory_bytes or 0))
 
 
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.3g}"
+def _amount(size: int) -> str:
+    """In GB, or for tiny policies in MB."""
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

@@ -26,6 +26,13 @@ def test_results_follow_the_order_of_the_problems():
     assert {one.rewards.dtype for one in graded} == {np.dtype(np.float32)}
 
 
+def test_a_problem_that_is_there_twice_has_two_places():
+    problems = [PROBLEMS[i] for i in (1, 0, 1)]
+    groups = [group(PROBLEMS[i], texts) for i, texts in ((0, "ab"), (1, "ca"), (1, "dd"))]
+    graded, _ = asyncio.run(grade_groups(stream(groups), problems, ByLetter(), LetterJudge()))
+    assert [one.group for one in graded] == [groups[1], groups[0], groups[2]]
+
+
 def test_grading_overlaps_generation():
     """Each prompt is generated only once the one before it has been judged: without overlap this never ends."""
 
