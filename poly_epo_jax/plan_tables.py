@@ -88,9 +88,9 @@ def print_plans(
         )
     console.print(table)
     console.print(
-        f"axes: data x fsdp x tensor. held: parameters and moments, on each device all the time. peak: with train.rows_per_device="
-        f"{config.train.rows_per_device}. rows: the largest that fits and that a minibatch can fill, of "
-        f"{config.train.row_tokens:,} tokens; 0: not even one fits."
+        "axes: data x fsdp x tensor. held: parameters and moments, on each device all the time. peak: with "
+        f"train.rows_per_device={config.train.rows_per_device}. rows: the largest that fits and that a minibatch can "
+        f"fill, of {config.train.row_tokens:,} tokens; 0: not even one fits."
     )
     return found
 
