@@ -36,12 +36,30 @@ LAPTOP = {
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
 
 
-def run(folder: Path, config: str, **settings: Any) -> list[dict[str, Any]]:
-    """The metrics of a run in a process of its own."""
-    flags = [f"--config.{key}={value}" for key, value in ({"workdir": folder} | settings).items()]
-    command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={config}", *flags]
-    ended = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=1200)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+def run(folder: Path, config: str, count: int = 1, **settings: Any) -> list[dict[str, Any]]:
+    """The metrics of a run in so many processes of its own."""
+    command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={config}"]
+    command += [f"--config.{key}={value}" for key, value in ({"workdir": folder} | settings).items()]
+    coordinator, processes = f"127.0.0.1:{free_port()}", []
+    for index in range(count):
+        hosts = {"coordinator": coordinator, "count": count, "index": index} if count > 1 else {}
+        processes.append(
+            subprocess.Popen(
+                command + [f"--config.hosts.{key}={value}" for key, value in hosts.items()],
+                cwd=ROOT,
+                env=ENVIRONMENT | {"JAX_COORDINATOR_BIND_ADDRESS": coordinator},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        for process in processes:
+            said = process.communicate(timeout=1200)[0]
+            assert process.returncode == 0, said[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
     return read_rows(folder / "metrics.jsonl")
 
 
@@ -110,6 +128,22 @@ def test_one_step_off_policy(servers, tmp_path):
     assert rows[0]["mismatch/max"] < 1e-3 < min(row["mismatch/max"] for row in rows[1:])
     longer = settings | {"train.num_steps": 7}
     assert [row["step"] for row in run(tmp_path / "run", "configs/polynomial.py", **longer)] == list(range(1, 8))
+
+
+def test_two_hosts_share_servers(servers, tmp_path):
+    settings = served(servers, **{"rollouts.shared": True, "rollouts.weights_dir": tmp_path / "w"}) | {
+        "train.num_steps": 3,
+        "eval.every": 0,
+        "base.cache_dir": LAPTOP["base.cache_dir"],
+        "compilation_cache": LAPTOP["compilation_cache"],
+    }
+    rows = run(tmp_path / "run", "configs/polynomial.py", count=2, **settings)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    # Every token of both hosts is from the present weights, which one of them sent.
+    assert max(row["mismatch/max"] for row in rows) < 1e-3
+    assert {row["response/staleness"] for row in rows} == {0.0}
+    assert sum(row["rollouts/drawn_again"] + row["rollouts/lost_servers"] for row in rows) == 0
+    assert min(row["policy/update_norm"] for row in rows) > 0 and not any((tmp_path / "w").glob("*"))
 
 
 def test_a_server_and_a_folder_are_evaluated_alike(servers, tmp_path):
