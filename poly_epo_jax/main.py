@@ -78,7 +78,7 @@ def run(config: ConfigDict) -> None:
     policy = open_policy(path, config.model)
     check_mesh(config, mesh.shape, dataclasses.asdict(policy.config))
     if hosts.is_first():
-        print_plan(config, policy.config, Console())
+        print_plan(config, policy.config, Console(), brief=True)
         policy.save_description(workdir / "policy")
 
     updates_per_step = config.train.prompts_per_batch // config.train.prompts_per_minibatch

@@ -17,11 +17,15 @@ from poly_epo_jax.model.mesh_choice import AXES, check_mesh, fill_mesh
 from poly_epo_jax.model.qwen3 import Qwen3Config
 from poly_epo_jax.plan import Plan, Setting, largest_rows, make_plan
 
+BRIEF_SHARE = 0.1  # of the memory; a plan that takes less raises no question
 SMALL_SHARE = 0.01  # of a stage's bytes; what takes less is not named
 
 
-def print_plan(config: ConfigDict, shape: Qwen3Config, console: Console) -> dict[str, Any]:
+def print_plan(config: ConfigDict, shape: Qwen3Config, console: Console, brief: bool = False) -> dict[str, Any]:
     """Shows the plan as a line per stage and one of sums, with a warning where it does not fit; returns `as_row`.
+
+    Args:
+      brief: the sums are enough where a tenth of the memory is.
 
     Raises:
       ConfigError: the mesh does not fit the devices or the model.
@@ -35,7 +39,8 @@ def print_plan(config: ConfigDict, shape: Qwen3Config, console: Console) -> dict
         terms = sorted([*plan.resident.items(), *own.items()], key=lambda term: -term[1])
         shown = [f"{name} {_amount(size)}" for name, size in terms if size >= SMALL_SHARE * total]
         table.add_row(stage, _amount(total), ", ".join(shown))
-    console.print(table)
+    if not (brief and plan.memory_bytes and plan.peak_bytes < BRIEF_SHARE * plan.memory_bytes):
+        console.print(table)
     axes = ", ".join(f"{axis} {size}" for axis, size in plan.setting.mesh.items())
     limit = f" of {_amount(plan.memory_bytes)}" if plan.memory_bytes else ""
     hint = f"; train.rows_per_device={rows_that_fit} would fit" if rows_that_fit else ""
