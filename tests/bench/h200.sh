@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # One H200 and the real Qwen3-4B shape in bf16: bash tests/bench/h200.sh   (SMALL=1: a tiny policy, on any machine)
 # Sequences of up to 5,120 tokens; microbatches of 16k and 32k tokens, both attention kernels, 64 to 512 slots of the
-# embedded sampler. Each line is one run of poly_epo_jax.bench, whose figures are kept under runs/h200/.
+# embedded sampler. Each is a plan of the memory, and beside it what a run of poly_epo_jax.bench holds and how long it takes;
+# the figures are kept under runs/h200/.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ -d .venv ] && source .venv/bin/activate
@@ -9,6 +10,7 @@ export XLA_PYTHON_CLIENT_MEM_FRACTION=0.92
 
 bench() { # name, then settings
   echo "== $1"
+  python -m poly_epo_jax.bench --plan --output="runs/h200/$1-plan.json" "${@:2}"
   python -m poly_epo_jax.bench --output="runs/h200/$1.json" "${@:2}"
 }
 
