@@ -9,8 +9,8 @@ import sys
 import jax
 import numpy as np
 import pytest
-from runs import Run
 from sglang_servers import free_port
+from training_runs import Run
 
 from poly_epo_jax import hosts
 from poly_epo_jax.tracking import read_rows

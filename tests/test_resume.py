@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from runs import Run
+from training_runs import Run
 
 from poly_epo_jax.tracking import read_rows
 
