@@ -2,7 +2,8 @@
 
 Each has a share of the prompts to generate, grade and judge. They exchange what they made, and from there on all do the
 same with the same, so that the collectives of one process always meet those of the others. What may fail on one alone
-goes through `together`, `gather` or `on_first`, which raise on every process what was raised on one.
+goes through `together`, `gather` or `on_first`, which raise on every process what was raised on one; what holds
+collectives itself goes through `collective`, for the others could be waiting inside of it.
 """
 
 import asyncio
@@ -12,8 +13,9 @@ import pickle
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -118,6 +120,17 @@ async def gather(work: Awaitable[T]) -> list[T]:
     return await asyncio.to_thread(_agree, *await _attempt(work))
 
 
+async def collective(work: Awaitable[T]) -> T:
+    """Does what all do with collectives. Where that fails on one of several processes, all of them end at once."""
+    try:
+        return await work
+    except Exception as error:
+        if count() == 1:
+            raise
+        traceback.print_exception(error)
+        _end(f"failed where all compute together: {_first_line(error)}")
+
+
 def on_first(function: Callable[[], T]) -> T:
     """What the first process's call returns or raises, on all processes; the others wait for it."""
     if count() == 1:
@@ -164,10 +177,14 @@ def _exchange(own: bytes) -> list[bytes]:
         padded[: len(own)] = np.frombuffer(own, np.uint8)
         rows = multihost_utils.process_allgather(padded)
     except (ValueError, RuntimeError) as error:  # which of them, and what it says, depends on the backend
-        # Ends at once, for no one is left to save with or to say goodbye to. Its last word is _leave_word's.
-        print(f"Process {index()} lost touch with the others: {_first_line(error)}", file=sys.stderr, flush=True)
-        os._exit(1)
+        _end(f"lost touch with the others: {_first_line(error)}")
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _end(why: str) -> NoReturn:
+    """At once, as there is no one to save with or to say goodbye to. The last word is _leave_word's."""
+    print(f"Process {index()} {why}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _leave_word(section: ConfigDict) -> Callable[[], None]:

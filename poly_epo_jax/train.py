@@ -97,13 +97,13 @@ async def train(config: ConfigDict, parts: Parts) -> None:
             # In threads, so that the next batch's generations can be received, graded and judged meanwhile.
             with clock.stage("logprobs"):
                 minibatches = await asyncio.to_thread(_pack_minibatches, config, kept, advantages, num_rows)
-                minibatches = await hosts.together(
+                minibatches = await hosts.collective(
                     asyncio.to_thread(parts.update.with_old_logprobs, state.params, minibatches, parts.reference)
                 )
 
             with clock.stage("update"):
                 newest = None  # for the update consumes the state
-                state, update_metrics = await hosts.together(asyncio.to_thread(parts.update, state, minibatches))
+                state, update_metrics = await hosts.collective(asyncio.to_thread(parts.update, state, minibatches))
                 newest = step, state, batch.data_state
 
             metrics = rollout_metrics(batch.graded, step) | cluster_metrics(rewards, clusters, config.algo.set_size)
@@ -193,7 +193,7 @@ def _pack_minibatches(
 
 async def _hand_over(parts: Parts, params: Params, version: int) -> None:
     """Gives every host's sampler the weights."""
-    here = await hosts.together(asyncio.to_thread(params_on_host, params, parts.update.mesh))
+    here = await hosts.collective(asyncio.to_thread(params_on_host, params, parts.update.mesh))
     await hosts.together(parts.rollouts.update_weights(here, version))
 
 

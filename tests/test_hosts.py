@@ -130,6 +130,14 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
+COMPUTING = """
+async def compute(fails):
+    if fails:
+        raise ValueError(f"no luck on {index}")
+
+asyncio.run(hosts.collective(compute(index == 1)))
+hosts.on_first(lambda: 0)
+"""
 GATHERING = """
 import jax, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -146,7 +154,7 @@ for order in ([0, 1, 2, 3], [0, 2, 1, 3], [3, 1, 2, 0]):
 """
 
 
-def said_by_two(script: str, devices: int = 1) -> list[list[str]]:
+def said_by_two(script: str, devices: int = 1, code: int = 0) -> list[list[str]]:
     """The lines that two processes with so many devices each print; the script has join() called for it."""
     coordinator = f"127.0.0.1:{free_port()}"
     flags = f"--xla_force_host_platform_device_count={devices}"
@@ -156,12 +164,13 @@ def said_by_two(script: str, devices: int = 1) -> list[list[str]]:
             [sys.executable, "-c", JOIN + script, coordinator, str(index)],
             env=environment,
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
         )
         for index in range(2)
     ]
     said = [one.communicate(timeout=120)[0].splitlines() for one in processes]
-    assert [one.returncode for one in processes] == [0, 0]
+    assert [one.returncode for one in processes] == [code, code]
     return [[line for line in lines if "[Gloo]" not in line] for lines in said]
 
 
@@ -172,6 +181,18 @@ def test_what_fails_on_one_is_raised_on_all():
     first, second = said_by_two(FAILING)
     assert first == ["[1, 10] 1 0", *of_one, *zero, *zero, "ZeroDivisionError division by zero"]
     assert second == ["[1, 10] 10 0", *one, *of_zero, *one, "HostError Process 0 of 2: division by zero"]
+
+
+@pytest.mark.slow
+def test_what_fails_where_all_compute_ends_all():
+    first, second = said_by_two(COMPUTING, code=1)
+    assert second[0] == "Traceback (most recent call last):" and second[-3] == "ValueError: no luck on 1"
+    assert second[-2] == "Process 1 failed where all compute together: no luck on 1"
+    assert first[-2].startswith("Process 0 lost touch with the others: ")
+    assert [lines[-1].split(" was ended")[0] for lines in (first, second)] == [
+        "Error: process 0 of 2",
+        "Error: process 1 of 2",
+    ]
 
 
 @pytest.mark.slow
