@@ -183,7 +183,8 @@ def test_generations_that_are_broken_off_leave_no_trace(make_rollouts, embedded)
 
     async def cancelled():
         task = asyncio.create_task(first_of(many))
-        await asyncio.sleep(0.05)
+        while rollouts._engine.policy is None:  # until it is under way, which is long before any group is complete
+            await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -216,7 +217,9 @@ def test_generations_go_on_where_the_last_slot_is_freed_under_the_drivers_eyes(m
     slow._engine.init_decode_state = lambda: started.append(1) or init()
     for _ in range(2):
         assert_same_groups(generate(slow, PROBLEMS[:1]), generate(rollouts, PROBLEMS[:1]))
-    time.sleep(0.3)
+    deadline = time.monotonic() + 20
+    while not started and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert waited and started  # the state is made anew
 
 
