@@ -74,7 +74,7 @@ async def train(config: ConfigDict, parts: Parts) -> None:
     newest = parts.step, state, parts.batches.get_state()
     try:
         if isinstance(parts.judge, Served):
-            await hosts.gather(parts.judge.wait_until_ready())
+            await hosts.together(parts.judge.wait_until_ready())
         await _hand_over(parts, state.params, parts.step)
         if parts.step == 0 and config.eval.every:
             metrics = await _evaluate(config, parts)

@@ -101,15 +101,19 @@ def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Pa
     asyncio.run(main())
 
 
+async def lost_in_a_batch(fake: Servers, rollouts: SGLangRollouts) -> tuple[asyncio.Task, asyncio.Task]:
+    """A batch from the first weights during which server a has died, and the update to the second that waits for it."""
+    await rollouts.update_weights(tiny_params(1), 1)
+    fake.dying = "http://a"
+    generating = asyncio.create_task(generate(rollouts))
+    await until(lambda: fake.versions["http://a"] == "default")
+    return generating, asyncio.create_task(rollouts.update_weights(tiny_params(2), 2))
+
+
 def test_a_server_that_comes_back_meanwhile_is_given_the_weights_of_its_batch(tmp_path: Path, monkeypatch, capsys):
     async def main() -> None:
         fake = Servers()
-        rollouts = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path)
-        await rollouts.update_weights(tiny_params(1), 1)
-        fake.dying = "http://a"
-        generating = asyncio.create_task(generate(rollouts))
-        await until(lambda: fake.versions["http://a"] == "default")
-        updating = asyncio.create_task(rollouts.update_weights(tiny_params(2), 2))
+        generating, updating = await lost_in_a_batch(fake, open_rollouts(fake.handle, monkeypatch, URLS, tmp_path))
         await until(lambda: on_disk(tmp_path) == ["1", "2"])
         fake.dying = ""
         fake.may_answer.set()
@@ -132,12 +136,7 @@ def test_a_server_that_is_still_lost_when_the_batch_is_complete_is_given_only_th
 ):
     async def main() -> None:
         fake = Servers()
-        rollouts = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path)
-        await rollouts.update_weights(tiny_params(1), 1)
-        fake.dying = "http://a"
-        generating = asyncio.create_task(generate(rollouts))
-        await until(lambda: fake.versions["http://a"] == "default")
-        updating = asyncio.create_task(rollouts.update_weights(tiny_params(2), 2))
+        generating, updating = await lost_in_a_batch(fake, open_rollouts(fake.handle, monkeypatch, URLS, tmp_path))
         fake.may_end.set()
         assert versions(await generating) == {1}
         await until(lambda: on_disk(tmp_path) == ["1", "2"])

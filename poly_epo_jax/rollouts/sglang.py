@@ -14,6 +14,7 @@ from poly_epo_jax.rollouts.endpoints import Endpoint, find_out, served_model, wa
 from poly_epo_jax.rollouts.fleet import Fleet, Server
 from poly_epo_jax.rollouts.router import Router, Watch
 from poly_epo_jax.rollouts.served_weights import ServedWeights
+from poly_epo_jax.rollouts.sglang_requests import ask, is_whole, request_body, tokens_and_logprobs
 from poly_epo_jax.rollouts.tokens import encode_prompt, response_text
 from poly_epo_jax.servers import ServerError, backoff_seconds, describe, open_client
 from poly_epo_jax.types import Generation, Group, Metrics, Params, Problem, Sampling
@@ -204,9 +205,12 @@ class SGLangRollouts:
             async with fleet.lease(len(missing), tokens) as server, open_client(self.timeout_seconds) as client:
                 # A list costs the server less than a request each, but routers take none.
                 requests = [[index] for index in missing] if server.url in self._routers else [missing]
-                bodies = [self._request(prompt_ids, [seeds[index] for index in some], sampling) for some in requests]
+                bodies = [
+                    request_body(prompt_ids, [seeds[index] for index in some], sampling, self.stop_ids)
+                    for some in requests
+                ]
                 answers = await asyncio.gather(
-                    *(_ask(client, server.url, problem, body) for body in bodies), return_exceptions=True
+                    *(ask(client, server.url, problem, body) for body in bodies), return_exceptions=True
                 )
                 for indices, answer in zip(requests, answers, strict=True):
                     self._keep(fleet, server, done, indices, answer)
@@ -216,24 +220,6 @@ class SGLangRollouts:
             f"The servers {', '.join(self.urls)} failed {MAX_ATTEMPTS} times to generate for problem {problem.id}; see "
             "their logs for why they die or abort."
         )
-
-    def _request(self, prompt_ids: np.ndarray, seeds: Sequence[np.integer], sampling: Sampling) -> dict[str, Any]:
-        """The body that asks for a generation per seed."""
-        parameters = {
-            "max_new_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "stop_token_ids": self.stop_ids,
-        }
-        ids: list = prompt_ids.tolist()
-        each = [parameters | {"sampling_seed": int(seed) >> 1} for seed in seeds]  # its seeds are signed
-        one = len(seeds) == 1
-        return {
-            "input_ids": ids if one else [ids] * len(seeds),
-            "sampling_params": each[0] if one else each,
-            "return_logprob": True,
-        }
 
     def _keep(
         self,
@@ -252,7 +238,7 @@ class SGLangRollouts:
         name = self._adopted if self._weights is None else self._weights.name
         for index, answer in zip(indices, answers, strict=True):
             version = answer["meta_info"].get("weight_version", "")
-            if version == name and _is_whole(answer):
+            if version == name and is_whole(answer):
                 done[index] = self._generation(answer)
                 continue
             self._drawn_again += 1
@@ -262,32 +248,15 @@ class SGLangRollouts:
                 self._lose(fleet, server, f"it generates from weights {version} instead of {name}")
 
     def _generation(self, answer: dict[str, Any]) -> Generation:
-        info = answer["meta_info"]
-        # sglang-jax repeats entries before those of the generation, and leaves special tokens out of output_ids.
-        logprobs, token_ids, _ = zip(*info["output_token_logprobs"][-info["completion_tokens"] :], strict=True)
-        ids = np.array(token_ids, np.int32)
-        reason = info["finish_reason"]["type"]
+        ids, logprobs = tokens_and_logprobs(answer)
+        reason = answer["meta_info"]["finish_reason"]["type"]
         text = response_text(self.tokenizer, ids, reason == "stop")
         version = 0 if self._weights is None else self._weights.version
-        return Generation(ids, np.array(logprobs, np.float32), text, reason, version)
+        return Generation(ids, logprobs, text, reason, version)
 
     def _lose(self, fleet: Fleet, server: Server, why: str) -> None:
         self._lost_servers += server.is_up
         fleet.lost(server, why)
-
-
-async def _ask(client: httpx.AsyncClient, url: str, problem: Problem, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The server's answers, one for each generation.
-
-    Raises:
-      ServerError: the server refuses the request, as it would again.
-      httpx.HTTPError: it does not answer, or is in trouble of its own.
-    """
-    response = await client.post(f"{url}/generate", json=body)
-    if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
-        raise ServerError(f"{url} refuses the prompt of problem {problem.id}: {response.text.strip()[:500]}")
-    answer = response.raise_for_status().json()
-    return answer if isinstance(answer, list) else [answer]
 
 
 async def _end(tasks: Sequence[asyncio.Task[Group]], fleet: Fleet, watches: Mapping[str, Watch]) -> None:
@@ -296,9 +265,3 @@ async def _end(tasks: Sequence[asyncio.Task[Group]], fleet: Fleet, watches: Mapp
     await fleet.close()
     for watch in watches.values():
         await watch.close()
-
-
-def _is_whole(answer: dict[str, Any]) -> bool:
-    """Whether the generation ended by itself; an aborted one holds the tokens it had by then."""
-    info = answer["meta_info"]
-    return info["finish_reason"]["type"] in ("stop", "length") and info["completion_tokens"] > 0
