@@ -34,32 +34,46 @@ def token_logprobs(
     no collective runs inside the vocabulary loop.
     """
     chunk = chunk_tokens or CHUNK_TOKENS.get(jax.default_backend(), ACCELERATOR_CHUNK_TOKENS)
+    return _sharded_logprobs(hidden, head, targets, wanted, temperature, chunk)
 
-    def local(hidden, head, targets, wanted):
-        size = targets.size
-        # The wanted tokens' indices, first to last; what is left of the array points behind the last token.
-        indices = jnp.nonzero(wanted.reshape(-1), size=size + -size % min(chunk, size), fill_value=size)[0]
-        flat = hidden.reshape(size, -1), head, targets.reshape(-1), indices, jnp.sum(wanted)
-        outputs = _chunked_logprobs(*flat, temperature, min(chunk, size))
-        return jax.tree.map(lambda x: x.reshape(targets.shape), outputs)
 
-    mesh = jax.sharding.get_abstract_mesh()
+TOKENS = PartitionSpec(ROWS, "tensor")
+HIDDEN = PartitionSpec(ROWS, "tensor", None)
+HEAD = PartitionSpec("tensor", "fsdp")
+GATHERED = {"fsdp": 1, "tensor": 0}
+"""The head's axis that each mesh axis splits."""
 
-    def gathered(hidden, head, targets, wanted):
-        for axis, name in enumerate(("tensor", "fsdp")):
-            if mesh.shape[name] > 1:
-                head = jax.lax.all_gather(head, name, axis=axis, tiled=True)
-        return local(hidden, head, targets, wanted)
 
-    if mesh.empty:
-        return local(hidden, head, targets, wanted)
-    tokens = PartitionSpec(ROWS, "tensor")
-    return jax.shard_map(
-        gathered,
-        in_specs=(PartitionSpec(ROWS, "tensor", None), PartitionSpec("tensor", "fsdp"), tokens, tokens),
-        out_specs=(tokens, tokens),
-        check_vma=False,
-    )(hidden, head, targets, wanted)
+def _on_each_device(function, in_specs, out_specs):
+    """`function` of each device's own part under a mesh, else `function` itself.
+
+    shard_map is not asked for derivatives: both passes are written here, with the collectives that they need.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return function
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _split_axes():
+    """Names of the mesh's axes with more than one device, in the mesh's order; none without a mesh."""
+    return [name for name, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1]
+
+
+def _gather_head(head):
+    for name in _split_axes():
+        if name in GATHERED:
+            head = jax.lax.all_gather(head, name, axis=GATHERED[name], tiled=True)
+    return head
+
+
+def _scatter_head(gradient):
+    """The sum over all devices of the whole head's gradient, of which each keeps its own part."""
+    for name in _split_axes():
+        if name in GATHERED:
+            gradient = jax.lax.psum_scatter(gradient, name, scatter_dimension=GATHERED[name], tiled=True)
+        else:
+            gradient = jax.lax.psum(gradient, name)
+    return gradient
 
 
 def _logits(hidden, head, temperature):
@@ -80,44 +94,67 @@ def _for_each_chunk(indices, count, chunk_tokens, function, outputs):
     return jax.lax.fori_loop(0, (count + chunk_tokens - 1) // chunk_tokens, body, outputs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _chunked_logprobs(hidden, head, targets, indices, count, temperature, chunk_tokens):
-    return _forward(hidden, head, targets, indices, count, temperature, chunk_tokens)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _sharded_logprobs(hidden, head, targets, wanted, temperature, chunk_tokens):
+    return _forward(hidden, head, targets, wanted, temperature, chunk_tokens)[0]
 
 
-def _forward(hidden, head, targets, indices, count, temperature, chunk_tokens):
-    def one_chunk(at, outputs):
-        logits = _logits(_take(hidden, at), head, temperature)
-        log_normalizer = jax.nn.logsumexp(logits, axis=-1)
-        log_p = logits - log_normalizer[:, None]
-        chosen = jnp.take_along_axis(log_p, _take(targets, at)[:, None], axis=-1)[:, 0]
-        values = chosen, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1), log_normalizer
-        return tuple(x.at[at].set(value, mode="drop") for x, value in zip(outputs, values, strict=True))
+def _flat(hidden, targets, wanted, chunk_tokens):
+    """hidden [tokens, D], targets [tokens], indices of the wanted tokens, their number, and the size of a chunk."""
+    size = targets.size
+    chunk = min(chunk_tokens, size)
+    # The wanted tokens' indices, first to last; what is left of the array points behind the last token.
+    indices = jnp.nonzero(wanted.reshape(-1), size=size + -size % chunk, fill_value=size)[0]
+    return hidden.reshape(size, -1), targets.reshape(-1), indices, jnp.sum(wanted), chunk
 
-    zeros = jnp.zeros(targets.shape, jnp.float32)
-    outputs = _for_each_chunk(indices, count, chunk_tokens, one_chunk, (zeros, zeros, zeros))
-    logprobs, entropy, log_normalizer = outputs
-    return (logprobs, entropy), (hidden, head, targets, indices, count, entropy, log_normalizer)
+
+def _forward(hidden, head, targets, wanted, temperature, chunk_tokens):
+    def local(hidden, head, targets, wanted):
+        head, shape = _gather_head(head), targets.shape
+        hidden, targets, indices, count, chunk = _flat(hidden, targets, wanted, chunk_tokens)
+
+        def one_chunk(at, outputs):
+            logits = _logits(_take(hidden, at), head, temperature)
+            log_normalizer = jax.nn.logsumexp(logits, axis=-1)
+            log_p = logits - log_normalizer[:, None]
+            chosen = jnp.take_along_axis(log_p, _take(targets, at)[:, None], axis=-1)[:, 0]
+            values = chosen, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1), log_normalizer
+            return tuple(x.at[at].set(value, mode="drop") for x, value in zip(outputs, values, strict=True))
+
+        zeros = jnp.zeros(targets.shape, jnp.float32)
+        outputs = _for_each_chunk(indices, count, chunk, one_chunk, (zeros, zeros, zeros))
+        return tuple(x.reshape(shape) for x in outputs)
+
+    each = _on_each_device(local, (HIDDEN, HEAD, TOKENS, TOKENS), (TOKENS, TOKENS, TOKENS))
+    logprobs, entropy, log_normalizer = each(hidden, head, targets, wanted)
+    return (logprobs, entropy), (hidden, head, targets, wanted, entropy, log_normalizer)
 
 
 def _backward(temperature, chunk_tokens, residuals, cotangents):
-    hidden, head, targets, indices, count, entropy, log_normalizer = residuals
+    def local(hidden, head, targets, wanted, *columns):
+        whole, shape = _gather_head(head), hidden.shape
+        hidden, targets, indices, count, chunk_size = _flat(hidden, targets, wanted, chunk_tokens)
+        columns = [x.reshape(-1) for x in columns]
 
-    def one_chunk(at, gradients):
-        d_hidden, d_head = gradients
-        chunk, columns = _take(hidden, at), (log_normalizer, entropy, *cotangents)
-        normalizer, mean, d_logprobs, d_entropy = (_take(x, at)[:, None] for x in columns)
-        log_p = _logits(chunk, head, temperature) - normalizer
-        d_logits = -jnp.exp(log_p) * (d_logprobs + d_entropy * (log_p + mean))
-        d_logits = d_logits.at[jnp.arange(chunk_tokens), _take(targets, at)].add(d_logprobs[:, 0])
-        d_logits = (d_logits / temperature).astype(hidden.dtype)
-        d_chunk = jnp.einsum("tv,vd->td", d_logits, head, preferred_element_type=jnp.float32)
-        d_head += jnp.einsum("dt,tv->dv", transposed(chunk), d_logits, preferred_element_type=jnp.float32)
-        return d_hidden.at[at].set(d_chunk.astype(hidden.dtype), mode="drop"), d_head
+        def one_chunk(at, gradients):
+            d_hidden, d_head = gradients
+            chunk = _take(hidden, at)
+            mean, normalizer, d_logprobs, d_entropy = (_take(x, at)[:, None] for x in columns)
+            log_p = _logits(chunk, whole, temperature) - normalizer
+            d_logits = -jnp.exp(log_p) * (d_logprobs + d_entropy * (log_p + mean))
+            d_logits = d_logits.at[jnp.arange(chunk_size), _take(targets, at)].add(d_logprobs[:, 0])
+            d_logits = (d_logits / temperature).astype(hidden.dtype)
+            d_chunk = jnp.einsum("tv,vd->td", d_logits, whole, preferred_element_type=jnp.float32)
+            d_head += jnp.einsum("dt,tv->dv", transposed(chunk), d_logits, preferred_element_type=jnp.float32)
+            return d_hidden.at[at].set(d_chunk.astype(hidden.dtype), mode="drop"), d_head
 
-    gradients = jnp.zeros_like(hidden), jnp.zeros(head.shape[::-1], jnp.float32)
-    d_hidden, d_head = _for_each_chunk(indices, count, chunk_tokens, one_chunk, gradients)
-    return d_hidden, d_head.T.astype(head.dtype), None, None, None
+        gradients = jnp.zeros_like(hidden), jnp.zeros(whole.shape[::-1], jnp.float32)
+        d_hidden, d_head = _for_each_chunk(indices, count, chunk_size, one_chunk, gradients)
+        return d_hidden.reshape(shape), _scatter_head(d_head.T).astype(head.dtype)
+
+    in_specs = (HIDDEN, HEAD, TOKENS, TOKENS, TOKENS, TOKENS, TOKENS, TOKENS)
+    d_hidden, d_head = _on_each_device(local, in_specs, (HIDDEN, HEAD))(*residuals, *cotangents)
+    return d_hidden, d_head, None, None
 
 
-_chunked_logprobs.defvjp(_forward, _backward)
+_sharded_logprobs.defvjp(_forward, _backward)
