@@ -1,4 +1,9 @@
-"""pip install -e '.[test]' for development; '.[gpu]' or '.[tpu]' for accelerators."""
+"""pip install -e '.[test]' for development; '.[gpu]' or '.[tpu]' for accelerators.
+
+The bounds are what the tests have passed with: below, `bash launch/lock.sh lowest`; above, the next release that may
+break its users. launch/lock.txt names one exact version of each, for every Python and every extra together; add
+`-c launch/lock.txt` to get these.
+"""
 
 from setuptools import find_packages, setup
 
@@ -11,33 +16,43 @@ setup(
     packages=find_packages(include=["poly_epo_jax", "poly_epo_jax.*"]),
     package_data={"poly_epo_jax": ["report.html.template", "report*.css", "report*.js", "judges/rubric.md"]},
     install_requires=[
-        "absl-py",
-        "flax>=0.12",
-        "datasets>=4.0",
-        "grain>=0.2.18",
-        "httpx>=0.28",
-        "huggingface_hub",
-        "jax>=0.10",
-        "jaxtyping>=0.3",
-        "math-verify[antlr4_13_2]>=0.9",
-        "matplotlib>=3.9",
-        "ml-collections>=1.1",
-        "numpy>=2.0",
-        "optax>=0.2.8",
-        "orbax-checkpoint>=0.12",
-        "rich>=14",
-        "safetensors>=0.6",
-        "tensorboardX>=2.6.5",
-        "tokenizers>=0.22",
-        "transformers>=5.0",
+        "absl-py>=2.3,<3",
+        "datasets>=4.0,<6",
+        "flax>=0.12,<0.13",
+        "grain>=0.2.18,<0.3",
+        "httpx>=0.28,<1",
+        "huggingface_hub>=1.0,<2",
+        "jax>=0.10.2,<0.13",  # 0.10.2 is the last for Python 3.11
+        "jaxtyping>=0.3,<0.4",
+        "math-verify[antlr4_13_2]>=0.9,<0.10",
+        "matplotlib>=3.9,<4",
+        "ml-collections>=1.1,<2",
+        "numpy>=2.0,<3",
+        "optax>=0.2.8,<0.3",
+        "orbax-checkpoint>=0.12,<0.13",
+        "rich>=14,<16",
+        "safetensors>=0.6,<1",
+        "tensorboardX>=2.6.5,<3",
+        "tokenizers>=0.22,<1",
+        "transformers>=5.0,<6",
     ],
     extras_require={
-        # torch is the reference that logits are compared with; nothing else needs it.
-        "test": ["beartype>=0.22", "pyright>=1.1.400", "pytest>=8.4", "ruff>=0.14", "torch==2.13.0"],
-        "gpu": ["jax[cuda13]>=0.10", "tokamax>=0.0.17"],
-        "tpu": ["jax[tpu]>=0.10"],
+        # Without torch, the reference of tests/test_transformers.py: PyPI's brings 5 GB of CUDA. launch/test.sh installs
+        # one for CPUs; jinja2 and networkx are what it imports besides.
+        "test": [
+            "beartype>=0.22,<0.23",
+            "jinja2>=3.1,<4",
+            "networkx>=3.4,<4",
+            "pyright>=1.1.400,<2",
+            "pytest>=8.4,<10",
+            "pytest-xdist>=3.6,<4",
+            "ruff>=0.14,<1",
+            "setuptools>=77",
+        ],
+        "gpu": ["jax[cuda13]", "tokamax>=0.0.12,<0.1"],
+        "tpu": ["jax[tpu]"],
         # What google-jetstream imports; third_party/jetstream/setup.sh installs it beside, without its dependencies.
-        "jetstream": ["grpcio>=1.70", "prometheus-client", "protobuf>=5", "shortuuid", "tiktoken"],
-        "wandb": ["wandb"],
+        "jetstream": ["grpcio>=1.70,<2", "prometheus-client<1", "protobuf>=5,<8", "shortuuid>=1,<2", "tiktoken<1"],
+        "wandb": ["wandb<1"],
     },
 )

@@ -1,18 +1,28 @@
 #!/usr/bin/env bash
 # Everything that must hold: style, types, and every test, the slow ones and those against real SGLang servers too.
-# Where SGLang's environment cannot be made, or JetStream cannot be installed, their tests are skipped and say so;
-# POLY_EPO_REQUIRE_SGLANG=1 and POLY_EPO_REQUIRE_JETSTREAM=1 fail instead.
+# Arguments go to pytest; `-m "not slow"` leaves out what takes more than about ten seconds.
+#
+# Where torch for CPUs or JetStream cannot be installed, or SGLang's environment not be made, their tests are skipped and
+# say so; POLY_EPO_REQUIRE_TORCH=1, POLY_EPO_REQUIRE_JETSTREAM=1 and POLY_EPO_REQUIRE_SGLANG=1 fail instead.
+#
+#   LOCK=newest bash launch/test.sh     in the newest versions that setup.py allows: has the ecosystem moved?
 source "$(dirname "$0")/setup_env.sh" "[test]"
 
-bash third_party/jetstream/setup.sh || {
-  [ -z "${POLY_EPO_REQUIRE_JETSTREAM:-}" ] || exit 1
-  echo "Warning: without google-jetstream, its tests are skipped." >&2
+optional() { # NAME COMMAND...
+  local name=$1 required=POLY_EPO_REQUIRE_$1
+  shift
+  "$@" && return
+  [ -z "${!required:-}" ] || exit 1
+  echo "Warning: without $name, its tests are skipped." >&2
 }
+
+install_torch() { python -c 'import torch' 2>/dev/null || (install --no-deps --requirement tests/requirements-torch.txt); }
+
+optional TORCH install_torch
+optional JETSTREAM bash third_party/jetstream/setup.sh
 ruff check .
 ruff format --check .
 pyright
-bash third_party/sglang/setup.sh cpu || {
-  [ -z "${POLY_EPO_REQUIRE_SGLANG:-}" ] || exit 1
-  echo "Warning: without SGLang's environment, the tests against real servers are skipped." >&2
-}
-pytest "$@"
+optional SGLANG bash third_party/sglang/setup.sh cpu
+# Two at a time; the tests of one file share what they start.
+pytest --numprocesses=2 --dist=loadfile "$@"
