@@ -37,8 +37,8 @@ setup(
         "transformers>=5.0,<6",
     ],
     extras_require={
-        # Without torch, the reference of tests/test_transformers.py: PyPI's brings 5 GB of CUDA. launch/test.sh installs
-        # one for CPUs; jinja2 and networkx are what it imports besides.
+        # Without torch, the reference of tests/test_transformers.py: PyPI's brings 5 GB of CUDA, so launch/test.sh
+        # installs one for CPUs. jinja2 and networkx are what it imports besides.
         "test": [
             "beartype>=0.22,<0.23",
             "jinja2>=3.1,<4",

@@ -16,7 +16,7 @@ optional() { # NAME COMMAND...
   echo "Warning: without $name, its tests are skipped." >&2
 }
 
-install_torch() { python -c 'import torch' 2>/dev/null || (install --no-deps --requirement tests/requirements-torch.txt); }
+install_torch() { python -c 'import torch' 2>/dev/null || (install .venv --no-deps --requirement tests/requirements-torch.txt); }
 
 optional TORCH install_torch
 optional JETSTREAM bash third_party/jetstream/setup.sh

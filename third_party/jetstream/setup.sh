@@ -8,4 +8,4 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../../launch/setup_env.sh" "[jetstream]"
 version=0.2.2
 [ "$(python -c 'import importlib.metadata as m; print(m.version("google-jetstream"))' 2>/dev/null)" = "$version" ] ||
-  install --no-deps "google-jetstream==$version"
+  install .venv --no-deps "google-jetstream==$version"

@@ -8,23 +8,23 @@
 # operators of torchvision are stood in for by cpu_shim/.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$here/../../launch/environments.sh"
 case ${1:-} in
-  cpu) python=${SGLANG_PYTHON:-python3.11} versions='(3, 11)' ;;
-  gpu) python=${SGLANG_PYTHON:-python3.12} versions='(3, 12)' ;;
+  cpu) version=3.11 ;;
+  gpu) version=3.12 ;;
   *) echo "Usage: bash third_party/sglang/setup.sh gpu|cpu" >&2; exit 2 ;;
 esac
-env=$here/env-$1 pins=$here/requirements-$1.txt
-"$python" -c "import sys; sys.exit(sys.version_info[:2] != $versions)" || {
-  echo "Error: SGLang's $1 pins need Python $versions, and $python is not that; name one with SGLANG_PYTHON=..." >&2
-  exit 1
-}
+env=$here/env-$1 pins=$here/requirements-$1.txt python=${SGLANG_PYTHON:-python$version}
 stamp=$env/installed-$(cksum <"$pins" | tr -d ' ')
 [ ! -e "$stamp" ] || exit 0
+found=$("$python" --version 2>/dev/null) || found=missing
+[[ $found == "Python $version."* ]] ||
+  fail "SGLang's $1 pins need Python $version, and $python is $found; install it, or name one with SGLANG_PYTHON=..."
 echo "Installing SGLang for $1 into $env (a few minutes) ..."
-rm -rf "$env"
-"$python" -m venv "$env"
-install() { "$env/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$@"; }
+make_env "$env" "$python"
 # PyPI's torch needs CUDA's libraries; the one built for CPUs has an index of its own.
-if [ "$1" = cpu ]; then install --extra-index-url https://download.pytorch.org/whl/cpu "$(grep ^torch== "$pins")"; fi
-install --requirement "$pins"
+if [ "$1" = cpu ]; then
+  install "$env" --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$(grep ^torch== "$pins")"
+fi
+install "$env" --no-deps --requirement "$pins"
 touch "$stamp"

@@ -1,0 +1,46 @@
+# Sourced: how Python environments are made and filled, by uv where there is one, else by pip. What goes wrong costs one
+# sentence, and the next call recovers.
+#
+# ENV/unfinished is there while an environment is being changed. What a broken-off call leaves is not trusted, but made
+# anew.
+
+fail() { # SENTENCE
+  echo "Error: $1" >&2
+  exit 1
+}
+
+is_whole() { # ENV
+  [ -x "$1/bin/python" ] && [ ! -e "$1/unfinished" ] && { [ -x "$1/bin/pip" ] || command -v uv >/dev/null; }
+}
+
+make_env() { # ENV PYTHON: in place of what is there
+  rm -rf "$1"
+  mkdir "$1" && touch "$1/unfinished"
+  if command -v uv >/dev/null; then
+    uv venv --quiet --allow-existing --seed --python "$2" "$1" >"$1/install.log" 2>&1
+  else
+    "$2" -m venv "$1" >"$1/install.log" 2>&1
+  fi && return
+  refuse_full_disk "$1/install.log"
+  fail "$2 cannot make a virtual environment: $(tail -n 1 "$1/install.log") On Debian \
+and Ubuntu, 'apt install python3-venv' brings what is missing; then run this again."
+}
+
+install() { # ENV REQUIREMENTS AND OPTIONS
+  local env=$1 log=$1/install.log tool=("$1/bin/python" -m pip install --disable-pip-version-check)
+  if command -v uv >/dev/null; then tool=(uv pip install --python "$1/bin/python"); fi
+  shift
+  "${tool[@]}" "$@" >"$log" 2>&1 && return
+  refuse_full_disk "$log"
+  if grep -qiE 'name resolution|name or service|dns error|failed to (connect|fetch)|connection (refused|reset|timed out)' "$log"; then
+    rm -f "$env/unfinished" # nothing has been changed yet
+    fail "the package index cannot be reached; connect to a network, or name a mirror by PIP_INDEX_URL (UV_INDEX_URL for \
+uv), then run this again."
+  fi
+  fail "installing into $env failed: $(grep -iE 'error' "$log" | tail -n 1); all of it is in $log."
+}
+
+refuse_full_disk() { # LOG
+  ! grep -qiE 'no space left|disk quota' "$1" ||
+    fail "the disk is full; packages take 1.5 GB for a CPU and up to 7 GB for a GPU. Make room, then run this again."
+}
