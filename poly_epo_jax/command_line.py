@@ -37,7 +37,7 @@ def _check_keys(argv: Sequence[str]) -> None:
     keys = list(_keys(config.value))
     for name in (override.lstrip("-").partition("=")[0] for override in overrides):
         if name.startswith("config.") and name not in keys:
-            near = difflib.get_close_matches(name, keys) or ["those in configs/default.py"]
+            near = difflib.get_close_matches(name, keys) or ["those in poly_epo_jax/default_config.py"]
             raise ConfigError(f"There is no key {name}; choose from {', '.join(near)}.")
 
 

@@ -10,8 +10,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "poly_epo_jax"
 NAME = PACKAGE.name
 FLOORS = (
-    {"types", "config", "clock", "servers", "hosts", "devices"},
-    {"set_rl", "model", "metrics", "batching", "data", "command_line"},
+    {"types", "config", "clock", "servers", "hosts", "devices", "presets"},
+    {"set_rl", "model", "metrics", "batching", "data", "command_line", "default_config"},
     {"rollouts", "judges", "tasks", "checkpoint", "tracking", "update"}
     | {"grading", "algorithm", "policy", "tokenizer", "figures", "evaluation_figures", "timeline_figures"}
     | {"ceilings", "plan"},

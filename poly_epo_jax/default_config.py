@@ -1,4 +1,4 @@
-"""Every configuration key with its default and its meaning; the other files in this folder state only what differs.
+"""Every configuration key with its default and its meaning; a configuration file states only what differs.
 
 Override any of them on the command line: --config.optimizer.learning_rate=1e-4
 
@@ -7,7 +7,7 @@ Words after a file's name choose a method, a mesh, or both: --config=configs/pol
 
 from ml_collections import ConfigDict
 
-from configs.meshes import MESHES
+from poly_epo_jax.presets import MESHES
 
 METHODS = {
     "poly_epo": {"advantages": "marginal_set", "length_normalization": "max"},
