@@ -15,12 +15,8 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.task.name = "multiplication"
 
     config.base.clean_steps = 1800
-    config.model.dtype = "float32"
-    config.model.remat = "none"
-    config.model.scan_unroll = 2
 
+    config.sampling.max_tokens = 24
     config.train.max_prompt_tokens = 6
     config.train.row_tokens = 54
-    config.optimizer.schedule = "linear"
-    config.optimizer.final_fraction = 0.02
     return config

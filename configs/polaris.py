@@ -19,6 +19,9 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.model.path = "Qwen/Qwen3-4B-Base"
     # The prompt is a chat turn, which a base model may end with either token.
     config.model.stop_tokens = ("<|im_end|>", "<|endoftext|>")
+    config.model.dtype = "bfloat16"
+    config.model.remat = "full"
+    config.model.scan_unroll = 1
 
     config.task.name = "math"
     with config.task.options.unlocked():
@@ -40,6 +43,8 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.train.row_tokens = 16_384
     config.train.rows_per_device = 1
     config.optimizer.learning_rate = 1e-6
+    config.optimizer.schedule = "constant"
+    config.optimizer.final_fraction = 0.0
 
     config.eval.every = 0  # until task.options.held_out names a data set
     config.checkpoint.every = 25

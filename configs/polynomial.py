@@ -11,13 +11,4 @@ from poly_epo_jax import default_config
 def get_config(words: str = "poly_epo") -> ConfigDict:
     config = default_config.get_config(words)
     config.workdir = f"runs/polynomial-{default_config.parse_words(words)[0]}"
-
-    config.model.dtype = "float32"
-    config.model.remat = "none"
-    config.model.scan_unroll = 2
-
-    config.sampling.max_tokens = 14
-    config.train.max_prompt_tokens = 10
-    config.optimizer.schedule = "linear"
-    config.optimizer.final_fraction = 0.02
     return config
