@@ -19,7 +19,10 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
         _check_keys(argv)
         rest = flags.FLAGS(argv)
         if CONFIG.value is None:
-            raise ConfigError("--config is missing; give a configuration file, such as configs/polynomial.py.")
+            raise ConfigError(
+                "--config is missing; give a configuration file, such as configs/polynomial.py, or one that builds on "
+                "poly_epo_jax/default_config.py."
+            )
         return rest
     except (flags.Error, ValueError, TypeError, OSError) as error:
         # Where a configuration file fails, its traceback comes first.
