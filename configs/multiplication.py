@@ -5,22 +5,18 @@ python -m poly_epo_jax.main --config=configs/multiplication.py            (or :g
 
 from ml_collections import ConfigDict
 
-from configs import default
+from poly_epo_jax import default_config
 
 
 def get_config(words: str = "poly_epo") -> ConfigDict:
-    config = default.get_config(words)
-    config.workdir = f"runs/multiplication-{default.parse_words(words)[0]}"
+    config = default_config.get_config(words)
+    config.workdir = f"runs/multiplication-{default_config.parse_words(words)[0]}"
 
     config.task.name = "multiplication"
 
     config.base.clean_steps = 1800
-    config.model.dtype = "float32"
-    config.model.remat = "none"
-    config.model.scan_unroll = 2
 
+    config.sampling.max_tokens = 24
     config.train.max_prompt_tokens = 6
     config.train.row_tokens = 54
-    config.optimizer.schedule = "linear"
-    config.optimizer.final_fraction = 0.02
     return config

@@ -9,16 +9,19 @@ the key that holds it.
 
 from ml_collections import ConfigDict
 
-from configs import default
+from poly_epo_jax import default_config
 
 
 def get_config(words: str = "poly_epo") -> ConfigDict:
-    config = default.get_config(words)
-    config.workdir = f"runs/polaris-{default.parse_words(words)[0]}"
+    config = default_config.get_config(words)
+    config.workdir = f"runs/polaris-{default_config.parse_words(words)[0]}"
 
     config.model.path = "Qwen/Qwen3-4B-Base"
     # The prompt is a chat turn, which a base model may end with either token.
     config.model.stop_tokens = ("<|im_end|>", "<|endoftext|>")
+    config.model.dtype = "bfloat16"
+    config.model.remat = "full"
+    config.model.scan_unroll = 1
 
     config.task.name = "math"
     with config.task.options.unlocked():
@@ -40,6 +43,8 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.train.row_tokens = 16_384
     config.train.rows_per_device = 1
     config.optimizer.learning_rate = 1e-6
+    config.optimizer.schedule = "constant"
+    config.optimizer.final_fraction = 0.0
 
     config.eval.every = 0  # until task.options.held_out names a data set
     config.checkpoint.every = 25

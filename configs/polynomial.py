@@ -5,19 +5,10 @@ python -m poly_epo_jax.main --config=configs/polynomial.py            (or :grpo,
 
 from ml_collections import ConfigDict
 
-from configs import default
+from poly_epo_jax import default_config
 
 
 def get_config(words: str = "poly_epo") -> ConfigDict:
-    config = default.get_config(words)
-    config.workdir = f"runs/polynomial-{default.parse_words(words)[0]}"
-
-    config.model.dtype = "float32"
-    config.model.remat = "none"
-    config.model.scan_unroll = 2
-
-    config.sampling.max_tokens = 14
-    config.train.max_prompt_tokens = 10
-    config.optimizer.schedule = "linear"
-    config.optimizer.final_fraction = 0.02
+    config = default_config.get_config(words)
+    config.workdir = f"runs/polynomial-{default_config.parse_words(words)[0]}"
     return config

@@ -21,7 +21,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from configs.meshes import MESHES
 from poly_epo_jax.base_policy import base_shape
 from poly_epo_jax.ceilings import Ceilings, measure_ceilings
 from poly_epo_jax.choices import CHOICES, make_task
@@ -34,10 +33,11 @@ from poly_epo_jax.model.qwen3 import Qwen3Config
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.plan_tables import print_plan, print_plans
 from poly_epo_jax.policy import find_model
+from poly_epo_jax.presets import MESHES
 from poly_epo_jax.stages import Stage, make_workload, time_stages
 
 PLAN = flags.DEFINE_bool("plan", False, "Only plans the memory of each device; needs none of the devices.")
-PLANS = flags.DEFINE_bool("plans", False, "The same for every mesh of configs/meshes.py.")
+PLANS = flags.DEFINE_bool("plans", False, "The same for every mesh of poly_epo_jax/presets.py.")
 OUTPUT = flags.DEFINE_string("output", "runs/bench.json", "Where the figures are written.")
 
 

@@ -19,7 +19,10 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
         _check_keys(argv)
         rest = flags.FLAGS(argv)
         if CONFIG.value is None:
-            raise ConfigError("--config is missing; give a configuration file, such as configs/polynomial.py.")
+            raise ConfigError(
+                "--config is missing; give a configuration file, such as configs/polynomial.py, or one that builds on "
+                "poly_epo_jax/default_config.py."
+            )
         return rest
     except (flags.Error, ValueError, TypeError, OSError) as error:
         # Where a configuration file fails, its traceback comes first.
@@ -37,7 +40,7 @@ def _check_keys(argv: Sequence[str]) -> None:
     keys = list(_keys(config.value))
     for name in (override.lstrip("-").partition("=")[0] for override in overrides):
         if name.startswith("config.") and name not in keys:
-            near = difflib.get_close_matches(name, keys) or ["those in configs/default.py"]
+            near = difflib.get_close_matches(name, keys) or ["those in poly_epo_jax/default_config.py"]
             raise ConfigError(f"There is no key {name}; choose from {', '.join(near)}.")
 
 

@@ -26,7 +26,6 @@ number that is not finite, since JSON has no NaN (TensorBoard keeps it). A row c
 
 import contextlib
 import datetime
-import importlib
 import json
 import math
 import os
@@ -208,7 +207,7 @@ def _explain_os_error(run_dir: Path) -> Iterator[None]:
 
 def _open_wandb(run_dir: Path, config_json: str, project: str) -> Any:
     try:
-        wandb: Any = importlib.import_module("wandb")
+        import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
             f"wandb_project is {project!r} but wandb is not installed: install wandb or leave wandb_project empty."

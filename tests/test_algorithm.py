@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from configs import default
-from poly_epo_jax import set_rl
+from poly_epo_jax import default_config, set_rl
 from poly_epo_jax.algorithm import make_advantages, make_loss
 
 P, N, SET_SIZE, NUM_SETS = 5, 7, 3, 20
@@ -17,7 +16,7 @@ KEY = jax.random.key(3)
 
 
 def algo(**changes: Any) -> ConfigDict:
-    section = default.get_config().algo
+    section = default_config.get_config().algo
     section.update({"set_size": SET_SIZE} | changes)
     return section
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from ml_collections import ConfigDict
 
-from configs import default, polynomial
+from configs import polynomial
+from poly_epo_jax import default_config
 from poly_epo_jax.choices import CHOICES
 from poly_epo_jax.config import ConfigError, changed_keys, check_config
 from poly_epo_jax.model.mesh_choice import check_mesh
 
-FOLDER = Path(default.__file__).parent
-NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"meshes"})
+FOLDER = Path(polynomial.__file__).parent
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 MESH = {"data": 1, "fsdp": 2, "tensor": 1}
 MODEL_SIZES = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "mlp_size": 192, "vocab_size": 22}
 
@@ -42,36 +43,36 @@ def changed(**changes: Any) -> ConfigDict:
     return config
 
 
-@pytest.mark.parametrize("method", default.METHODS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("method", default_config.METHODS)
+@pytest.mark.parametrize("name", ["default", *NAMES])
 def test_shipped_configs_can_run(name: str, method: str):
-    config = load(name, method)
+    config = default_config.get_config(method) if name == "default" else load(name, method)
     check_config(config, CHOICES)
     assert config.is_locked
-    assert config.algo.advantages == default.METHODS[method]["advantages"]
-    assert config.algo.length_normalization == default.METHODS[method]["length_normalization"]
+    assert config.algo.advantages == default_config.METHODS[method]["advantages"]
+    assert config.algo.length_normalization == default_config.METHODS[method]["length_normalization"]
 
 
 def test_every_key_is_explained():
-    lines = Path(default.__file__).read_text().splitlines()
+    lines = Path(default_config.__file__).read_text().splitlines()
     explained = {}
     for line in lines:
         if match := re.match(r"    config\.([\w.]+) = [^#]*(?:#(.*))?$", line):
             explained[match[1]] = (match[2] or "").strip()
-    keys = flat(default.get_config())
+    keys = flat(default_config.get_config())
     assert [key for key in keys if not explained.get(key)] == []
 
 
-@pytest.mark.parametrize("method", default.METHODS)
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "default"])
-def test_other_configs_state_only_what_differs(name: str, method: str):
+@pytest.mark.parametrize("method", default_config.METHODS)
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_configs_state_only_what_differs(name: str, method: str):
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
     targets = [ast.unparse(node.targets[0]) for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     stated = {target.removeprefix("config.") for target in targets if target.startswith("config.")}
-    differing = changed_keys(default.get_config(method).to_dict(), load(name, method).to_dict())
+    differing = changed_keys(default_config.get_config(method).to_dict(), load(name, method).to_dict())
     covers = {key: {stated_key for stated_key in stated if f"{key}.".startswith(f"{stated_key}.")} for key in differing}
     assert [key for key in differing if not covers[key]] == []
-    assert stated == set.union(*covers.values()), "some of these are as in default.py"
+    assert stated == set.union(*covers.values()), "some of these are as in default_config.py"
 
 
 @pytest.mark.parametrize(

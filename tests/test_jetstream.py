@@ -22,9 +22,9 @@ from poly_epo_jax.tracking import read_rows
 from poly_epo_jax.types import Group, Problem, Rollouts, Sampling
 
 try:
-    from poly_epo_jax.rollouts import jetstream_engine
+    from poly_epo_jax.rollouts import jetstream_mended as jetstream
     from poly_epo_jax.rollouts.jetstream import JetStreamRollouts
-    from poly_epo_jax.rollouts.jetstream_engine import EngineSize, Policy, Qwen3Engine, jetstream, unpack
+    from poly_epo_jax.rollouts.jetstream_engine import EngineSize, Policy, Qwen3Engine, unpack
 except ConfigError as missing:
     if os.environ.get("POLY_EPO_REQUIRE_JETSTREAM"):
         raise
@@ -255,10 +255,10 @@ def test_without_google_jetstream_one_sentence_says_what_to_run(monkeypatch, ins
         return installed
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(
-        ConfigError, match=r"needs google-jetstream 0.2.2, .*; run: bash third_party/jetstream/setup.sh"
-    ):
-        jetstream_engine._load_jetstream()
+    found = f"version {installed} is" if installed else "none is"
+    message = rf"needs google-jetstream 0\.2\.2, and {found} installed; .* bash third_party/jetstream/setup\.sh"
+    with pytest.raises(ConfigError, match=message):
+        jetstream._check_version()
 
 
 def test_its_own_server_answers_a_client(embedded):

@@ -1,17 +1,23 @@
-"""Imports point down only: a module knows the floors below its own, and its own package."""
+"""Imports point down only: a module knows the floors below its own, and its own package.
+
+And the package stands alone: it imports nothing that setup.py does not declare, and reads no file beside itself.
+"""
 
 import ast
+import re
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "poly_epo_jax"
 NAME = PACKAGE.name
 FLOORS = (
-    {"types", "config", "clock", "servers", "hosts", "devices"},
-    {"set_rl", "model", "metrics", "batching", "data", "command_line"},
+    {"types", "config", "clock", "servers", "hosts", "devices", "presets"},
+    {"set_rl", "model", "metrics", "batching", "data", "command_line", "default_config"},
     {"rollouts", "judges", "tasks", "checkpoint", "tracking", "update"}
     | {"grading", "algorithm", "policy", "tokenizer", "figures", "evaluation_figures", "timeline_figures"}
     | {"ceilings", "plan"},
@@ -33,6 +39,20 @@ SIDEWAYS = {
 LIBRARIES = {"set_rl": {"jax", "numpy", "jaxtyping"}, "metrics": {"numpy", "jaxtyping"}}
 """All that these may import besides the standard library, so that they can be used without the rest."""
 
+OPTIONAL = {
+    "model.attention": {"tokamax"},
+    "rollouts.jetstream_mended": {"jetstream"},
+    "rollouts.weight_sync": {"torch"},
+    "tracking": {"wandb"},
+}
+"""What these alone import, though a plain installation does not bring it: they do without, or say what to install."""
+
+DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}
+"""By the name that is imported, where that is another."""
+
+HIDING = ("import_module", "__import__", "spec_from_file_location")
+"""Ways to import that would escape these tests."""
+
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -47,6 +67,27 @@ def imports(source: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             origin = "." * node.level + (node.module or "")
             yield from (f"{NAME}.{alias.name}" for alias in node.names) if origin == NAME else [origin]
+
+
+def declared() -> set[str]:
+    """The distributions of setup.py's install_requires, as `normal` writes them."""
+    with mock.patch("setuptools.setup") as setup:
+        runpy.run_path(str(PACKAGE.parent / "setup.py"))
+    return {normal(re.split(r"[^\w.-]", requirement)[0]) for requirement in setup.call_args.kwargs["install_requires"]}
+
+
+def normal(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+DECLARED = declared()
+
+
+def names(source: str) -> set[str]:
+    """Every name and attribute that occurs in a module."""
+    nodes = list(ast.walk(ast.parse(source)))
+    plain = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return plain | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
 def room(module: str) -> str:
@@ -68,16 +109,23 @@ def violations(module: str, source: str) -> list[str]:
         library, other = imported.split(".")[0], room(imported)
         if imported.startswith("."):
             found.append(f"{module} imports {imported}, a relative name; write it from {NAME} on.")
+        elif library in sys.stdlib_module_names:
+            continue
         elif library != NAME:
-            allowed = LIBRARIES.get(own)
-            if allowed is not None and library not in allowed | sys.stdlib_module_names:
+            allowed, optional = LIBRARIES.get(own), OPTIONAL.get(module.removeprefix(f"{NAME}."), set())
+            if allowed is not None and library not in allowed:
                 found.append(f"{module} imports {library}, but {own} needs {', '.join(sorted(allowed))} only.")
+            elif library not in optional and normal(DISTRIBUTIONS.get(library, library)) not in DECLARED:
+                found.append(f"{module} imports {library}, which install_requires of setup.py does not declare.")
         elif module == NAME:
             found.append(f"{module} imports {imported}, but its __init__ imports nothing.")
         elif floor(other) < 0:
             found.append(f"{module} imports {imported}, which has no floor.")
         elif other != own and (own, other) not in SIDEWAYS and floor(other) >= floor(own):
             found.append(f"{module} on floor {floor(own)} imports {imported} on floor {floor(other)}.")
+    found += [f"{module} uses {name}, which hides what it imports." for name in HIDING if name in names(source)]
+    if "__file__" in names(re.sub(r"Path\(__file__\)\.with_name\(\"\w+\.\w+\"\)", "None", source)):
+        found.append(f"{module} uses __file__ for more than a neighbour, Path(__file__).with_name; it stands alone.")
     return found
 
 
@@ -91,8 +139,10 @@ def test_floors_do_not_overlap():
 
 
 def test_no_exception_outlives_its_import():
-    known = {(room(module), room(name)) for module, path in MODULES.items() for name in imports(path.read_text())}
-    assert known >= SIDEWAYS
+    known = {(module, name) for module, path in MODULES.items() for name in imports(path.read_text())}
+    assert {(room(module), room(name)) for module, name in known} >= SIDEWAYS
+    optional = {(f"{NAME}.{module}", library) for module, libraries in OPTIONAL.items() for library in libraries}
+    assert {(module, name.split(".")[0]) for module, name in known} >= optional
 
 
 @pytest.mark.parametrize(
@@ -111,6 +161,12 @@ def test_no_exception_outlives_its_import():
         ("data", "from poly_epo_jax.utils import everything", "imports poly_epo_jax.utils, which has no floor"),
         ("utils", "import os", "poly_epo_jax.utils has no floor; add 'utils' to one of FLOORS in tests/test_layers.py"),
         ("", "from poly_epo_jax import set_rl", "its __init__ imports nothing"),
+        ("bench", "from configs.polaris import get_config", "imports configs, which install_requires of setup.py does"),
+        ("export", "import torch", "imports torch, which install_requires of setup.py does not declare"),
+        ("model.hf", "import os, tokamax", "imports tokamax, which install_requires of setup.py does not declare"),
+        ("main", "def f():\n    importlib.import_module('configs')", "uses import_module, which hides"),
+        ("report", "Path(__file__).parents[1] / 'docs'", "uses __file__ for more than a neighbour"),
+        ("judges.llm", "open(poly_epo_jax.__file__)", "uses __file__ for more than a neighbour"),
     ],
 )
 def test_what_must_not_be_is_found(module: str, source: str, complaint: str):
@@ -122,7 +178,10 @@ def test_what_must_not_be_is_found(module: str, source: str, complaint: str):
     ("module", "source"),
     [
         ("set_rl.new", "import math\nimport jax.numpy as jnp\nfrom poly_epo_jax.set_rl.sets import enumerate_sets"),
-        ("tasks.new", "import anything\nfrom poly_epo_jax import set_rl\nfrom poly_epo_jax.types import Task"),
+        ("tasks.new", "import math_verify\nfrom poly_epo_jax import set_rl\nfrom poly_epo_jax.types import Task"),
+        ("evaluate", "import absl.app\nfrom orbax import checkpoint\nimport math"),
+        ("tracking", "def f():\n    import wandb"),
+        ("report", 'STYLE = Path(__file__).with_name("report.css")'),
         ("main", "from poly_epo_jax.train import train\nfrom poly_epo_jax.tasks import TASKS"),
     ],
 )

@@ -94,7 +94,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([FILE, "--config.train.num-steps=3"], ["no key config.train.num-steps", "config.train.num_steps"]),
         ([FILE, "-config.wordkir", "runs/x"], ["no key config.wordkir", "config.workdir"]),
         ([FILE, "--config.seed.x=3"], ["no key config.seed.x", "config.seed"]),
-        ([FILE, "--config.xxxxxxxxxxxx=3"], ["no key config.xxxxxxxxxxxx", "configs/default.py"]),
+        ([FILE, "--config.xxxxxxxxxxxx=3"], ["no key config.xxxxxxxxxxxx", "poly_epo_jax/default_config.py"]),
         ([FILE, "--config.train.num_steps=abc"], ["--config.train.num_steps=abc", "invalid literal for int()"]),
         ([FILE, "--config.train.num_steps=1.5"], ["--config.train.num_steps=1.5", "invalid literal for int()"]),
         ([FILE, "--config.optimizer.learning_rate=fast"], ["--config.optimizer.learning_rate=fast", "to float"]),

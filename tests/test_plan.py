@@ -13,9 +13,8 @@ from fakes import optimizer_config
 from flax import nnx
 from ml_collections import ConfigDict
 
-from configs import default, polaris, polynomial
-from configs.meshes import MESHES
-from poly_epo_jax import bench
+from configs import polaris, polynomial
+from poly_epo_jax import bench, default_config
 from poly_epo_jax.choices import CHOICES
 from poly_epo_jax.config import ConfigError, check_config, microbatch_rows
 from poly_epo_jax.devices import DEVICES, device_name
@@ -25,6 +24,7 @@ from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.plan import Plan, Setting, largest_rows, make_plan
 from poly_epo_jax.plan_tables import setting_of
+from poly_epo_jax.presets import MESHES
 from poly_epo_jax.set_rl import ppo_clip_loss
 from poly_epo_jax.update import PolicyUpdate
 
@@ -187,7 +187,7 @@ def test_words_come_in_any_order(words: str):
 )
 def test_words_that_cannot_be_are_refused(words: str, complaint: str):
     with pytest.raises(ValueError, match=complaint):
-        default.get_config(words)
+        default_config.get_config(words)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import pytest
 from fakes import LETTERS, PROBLEMS, TINY_MODEL, ByLetter, LetterJudge, group, optimizer_config, tiny_params
 from ml_collections import ConfigDict
 
-from configs import default
-from poly_epo_jax import set_rl
+from poly_epo_jax import default_config, set_rl
 from poly_epo_jax.algorithm import make_loss
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.clock import Timeline
@@ -47,7 +46,7 @@ class RandomLetters:
 
 
 def tiny_config() -> ConfigDict:
-    config = default.get_config()
+    config = default_config.get_config()
     config.update_from_flattened_dict(
         {
             "train.num_steps": 2,

@@ -65,7 +65,7 @@ def _fastest() -> str:
     if backend != "cpu":
         warnings.warn(
             f"There is no fast attention kernel for {backend} here, so the plain form runs, which is much slower; on "
-            "GPUs, pip install -e '.[gpu]' brings one.",
+            "GPUs, this package's extra 'gpu' brings one.",
             stacklevel=2,
         )
     return "blockwise"

@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.qwen3 import Qwen3
-from poly_epo_jax.rollouts.jetstream_engine import EngineSize, Policy, Qwen3Engine, Request, jetstream, unpack
+from poly_epo_jax.rollouts import jetstream_mended as jetstream
+from poly_epo_jax.rollouts.jetstream_engine import EngineSize, Policy, Qwen3Engine, Request, unpack
 from poly_epo_jax.rollouts.tokens import encode_prompt, response_text
 from poly_epo_jax.types import Generation, Group, Params, Problem, Sampling
 

@@ -7,13 +7,10 @@ what follows as invalid.
 """
 
 import dataclasses
-import importlib.metadata
-import importlib.util
 import itertools
 import threading
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,46 +19,17 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
-from poly_epo_jax.config import ConfigError
 from poly_epo_jax.model.decoding import KVCache
 from poly_epo_jax.model.qwen3 import Qwen3Config
+from poly_epo_jax.rollouts import jetstream_mended as jetstream
 from poly_epo_jax.rollouts import slot_programs as programs
 from poly_epo_jax.rollouts.slot_programs import SlotState
 from poly_epo_jax.rollouts.slots import SHORTEST_PROMPT
 from poly_epo_jax.types import Params, Sampling
 
-VERSION = "0.2.2"
-MENDED = Path(__file__).parents[2] / "third_party" / "jetstream" / "mended.py"
 BEGINNING = -1  # JetStream puts a token before every prompt; ours have none, so it is one that no policy knows
 FIRST_TICKET = -2  # and downwards
 COLUMNS = 3  # of a token: its id, the bits of its log-probability, the weight version
-
-
-def _load_jetstream() -> Any:
-    """The module that imports google-jetstream and mends it.
-
-    Raises:
-      ConfigError: it is not there, or of another version.
-    """
-    try:
-        found = f"version {importlib.metadata.version('google-jetstream')} is installed"
-    except importlib.metadata.PackageNotFoundError:
-        found = "none is installed"
-    if found != f"version {VERSION} is installed":
-        raise ConfigError(
-            f"rollouts.name='jetstream' needs google-jetstream {VERSION}, and {found}; run: "
-            "bash third_party/jetstream/setup.sh"
-        )
-    if not MENDED.exists():
-        raise ConfigError(f"rollouts.name='jetstream' needs {MENDED}; install the package with pip install -e.")
-    spec = importlib.util.spec_from_file_location("jetstream_mended", MENDED)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-jetstream = _load_jetstream()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Every configuration key with its default and its meaning; the other files in this folder state only what differs.
+"""Every configuration key with its default and its meaning; a configuration file states only what differs.
+
+The defaults train polynomial solving well on a laptop. A file of your own, in any folder, builds on get_config.
 
 Override any of them on the command line: --config.optimizer.learning_rate=1e-4
 
@@ -7,7 +9,7 @@ Words after a file's name choose a method, a mesh, or both: --config=configs/pol
 
 from ml_collections import ConfigDict
 
-from configs.meshes import MESHES
+from poly_epo_jax.presets import MESHES
 
 METHODS = {
     "poly_epo": {"advantages": "marginal_set", "length_normalization": "max"},
@@ -43,10 +45,10 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.model = ConfigDict()
     config.model.path = ""  # a Hugging Face folder, or a name on the hub; empty: the policy that `base` describes
     config.model.stop_tokens = ()  # that end a response, besides the end-of-sequence tokens which the folder names
-    config.model.dtype = "bfloat16"  # of activations and matrix products: bfloat16 or float32
+    config.model.dtype = "float32"  # of activations and matrix products: bfloat16 or float32
     config.model.param_dtype = "float32"  # of weights
-    config.model.remat = "full"  # what the backward pass recomputes: none, dots, attention or full
-    config.model.scan_unroll = 1  # layers per step of the layer scan
+    config.model.remat = "none"  # what the backward pass recomputes: none, dots, attention or full
+    config.model.scan_unroll = 2  # layers per step of the layer scan
     config.model.attention = "auto"  # blockwise (anywhere), tokamax (GPU), splash (TPU); auto picks the backend's own
 
     config.base = ConfigDict()  # a tiny policy fitted to the task's synthetic demonstrations, where model.path is empty
@@ -98,7 +100,7 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.rollouts.wait_seconds = 900.0  # for a server that does not answer, at the start or later
 
     config.sampling = ConfigDict()
-    config.sampling.max_tokens = 24  # longest response, the paper's T_max
+    config.sampling.max_tokens = 14  # longest response, the paper's T_max
     config.sampling.temperature = 1.0  # of sampling, and of the log-probabilities that are trained
     config.sampling.top_p = 1.0  # sample from the likeliest tokens that reach this probability; 1: off
     config.sampling.top_k = 0  # sample from this many likeliest tokens; 0: off
@@ -123,7 +125,7 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.train.prompts_per_batch = 64  # generated per step
     config.train.prompts_per_minibatch = 32  # one optimizer update each
     config.train.num_generations = 8  # N, per prompt
-    config.train.max_prompt_tokens = 16  # longest prompt; problems with a longer one are left out
+    config.train.max_prompt_tokens = 10  # longest prompt; problems with a longer one are left out
     config.train.staleness = 0  # 1: the next batch is generated while this one is trained, one step off-policy
     config.train.row_tokens = 40  # sequences are packed into rows of this many tokens
     config.train.rows_per_device = 72  # rows whose gradient is taken at once, on each group of mesh.tensor devices
@@ -131,8 +133,8 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.optimizer = ConfigDict()  # AdamW
     config.optimizer.learning_rate = 5e-4  # peak
     config.optimizer.warmup_updates = 0  # updates of linear rise before it
-    config.optimizer.schedule = "constant"  # after the warm-up: constant, linear or cosine
-    config.optimizer.final_fraction = 0.0  # of the learning rate, where linear and cosine end
+    config.optimizer.schedule = "linear"  # after the warm-up: constant, linear or cosine
+    config.optimizer.final_fraction = 0.02  # of the learning rate, where linear and cosine end
     config.optimizer.b1 = 0.9  # decay of the gradient's running mean
     config.optimizer.b2 = 0.999  # decay of the squared gradient's
     config.optimizer.first_moment_dtype = "float32"  # bfloat16 halves it; the second moment would stall in less

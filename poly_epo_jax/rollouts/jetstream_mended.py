@@ -17,6 +17,7 @@ Nothing else may import jetstream before. What each is for:
 """
 
 import contextlib
+import importlib.metadata
 import logging
 import queue
 import sys
@@ -27,6 +28,28 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+
+from poly_epo_jax.config import ConfigError
+
+VERSION = "0.2.2"
+
+
+def _check_version() -> None:
+    """Refuses what is not there, or of another version.
+
+    Raises:
+      ConfigError: it says what to install.
+    """
+    try:
+        found = f"version {importlib.metadata.version('google-jetstream')} is installed"
+    except importlib.metadata.PackageNotFoundError:
+        found = "none is installed"
+    if found != f"version {VERSION} is installed":
+        raise ConfigError(
+            f"rollouts.name='jetstream' needs google-jetstream {VERSION}, and {found}; in the repository run: bash "
+            "third_party/jetstream/setup.sh; elsewhere install this package's extra 'jetstream', and run: pip install "
+            f"--no-deps google-jetstream=={VERSION}"
+        )
 
 
 def _stand_in_for_seqio() -> None:
@@ -46,11 +69,12 @@ def _root_logger_kept():
     root.handlers[:] = handlers
 
 
+_check_version()
 _stand_in_for_seqio()
 with _root_logger_kept():
-    from jetstream.core import config_lib, orchestrator, server_lib
-    from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
-    from jetstream.engine import engine_api, token_utils, tokenizer_api
+    from jetstream.core import config_lib, orchestrator, server_lib  # pyright: ignore[reportMissingImports]
+    from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc  # pyright: ignore[reportMissingImports]
+    from jetstream.engine import engine_api, token_utils, tokenizer_api  # pyright: ignore[reportMissingImports]
 
 __all__ = [
     "Driver",

@@ -1,7 +1,7 @@
 """Meshes by the names of machines, chosen by a word after the configuration file: --config=configs/polaris.py:h200x8
 
 `device` is what they are made of and `devices` how many there are; of TPUs, chips, while a v5p slice is named by its
-cores, two to a chip. `processes` is how many hosts run the command together. default.py explains the rest.
+cores, two to a chip. `processes` is how many hosts run the command together. default_config.py explains the rest.
 """
 
 MESHES = {
