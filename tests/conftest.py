@@ -9,8 +9,19 @@ os.environ["XLA_FLAGS"] = (
     "--xla_llvm_disable_expensive_passes=true"
 )
 
+from types import SimpleNamespace
+
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 install_import_hook("poly_epo_jax", "beartype.beartype")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The one time that poly_epo_jax/clock.py reads; it stands still until the test moves it."""
+    time = [100.0]
+    monkeypatch.setattr("poly_epo_jax.clock.time", SimpleNamespace(perf_counter=lambda: time[0]))
+    return time

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import TINY, TINY_ALPHABET
+from fakes import PATIENCE, TINY, TINY_ALPHABET
 
 from poly_epo_jax import servers
 from poly_epo_jax.rollouts import endpoints, router, served_weights, sglang
@@ -30,10 +30,10 @@ def open_rollouts(
         monkeypatch.setattr(module, "open_client", open_client)
     for module in (served_weights, sglang):
         monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
-    limits = {"max_prompt_tokens": 8, "max_rows": 64, "timeout_seconds": 9.0, "wait_seconds": 9.0} | changes
+    limits = {"max_prompt_tokens": 8, "max_rows": 64, "timeout_seconds": PATIENCE, "wait_seconds": PATIENCE} | changes
     weights = None
     if folder is not None:
-        weights = served_weights.ServedWeights(DiskSync(folder, "a run", TINY, "float32"), 8, 9.0, 9.0)
+        weights = served_weights.ServedWeights(DiskSync(folder, "a run", TINY, "float32"), 8, PATIENCE, PATIENCE)
     return SGLangRollouts(urls, weights, build_character_tokenizer(TINY_ALPHABET), (1, 14), **limits)
 
 

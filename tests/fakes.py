@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ TINY = Qwen3Config(
 TINY_MODEL = nnx.eval_shape(lambda: Qwen3(TINY, nnx.Rngs(0)))
 PROBLEMS = [Problem(id, f"{id}:", "a") for id in ("p", "q", "r")]
 LETTERS = "abcd"
+PATIENCE = 60.0  # seconds, after which a test gives up what never comes; in a test that passes nothing takes so long
 TINY_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123"  # with <pad> and <eos>: TINY.vocab_size
 
 
@@ -66,6 +67,13 @@ def tiny_problems(count: int, max_length: int, seed: int = 0) -> list[Problem]:
     rng = np.random.default_rng(seed)
     prompts = ["".join(rng.choice(list(TINY_ALPHABET), i % max_length + 1)) for i in range(count)]
     return [Problem(str(i), prompt, "") for i, prompt in enumerate(prompts)]
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Returns once it is true."""
+    async with asyncio.timeout(PATIENCE):
+        while not true():
+            await asyncio.sleep(0.001)
 
 
 def collect(rollouts: Rollouts, problems: Sequence[Problem], num_generations: int, sampling: Sampling) -> list[Group]:

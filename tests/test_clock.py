@@ -5,15 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from poly_epo_jax import clock
 from poly_epo_jax.clock import BusyTime, Span, StageClock, Timeline, Window, alone_intervals, merge, waiting
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    time = [100.0]
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: time[0])
-    return time
 
 
 def test_overlapping_work_counts_once(now: list[float]):

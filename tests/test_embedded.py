@@ -1,12 +1,24 @@
 """The sampler inside the trainer: against the trainer's forward pass, and by its statistics."""
 
 import asyncio
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import TINY, TINY_ALPHABET, TINY_MODEL, collect, on_mesh, tiny_params, tiny_problems, trainer_logprobs
+from fakes import (
+    PATIENCE,
+    TINY,
+    TINY_ALPHABET,
+    TINY_MODEL,
+    collect,
+    on_mesh,
+    tiny_params,
+    tiny_problems,
+    trainer_logprobs,
+    until,
+)
 from flax import nnx
 from test_token_sampling import reference_kept
 
@@ -227,10 +239,11 @@ def test_groups_come_as_they_complete_and_the_event_loop_is_free():
 
 def test_a_generation_that_is_broken_off_leaves_no_thread_and_no_trace(rollouts, groups):
     busy: list[bool] = []
-    advance = Slots.advance
+    advance, may_go_on = Slots.advance, threading.Event()
 
     def watched(slots: Slots):
         busy.append(True)
+        assert may_go_on.wait(PATIENCE)
         finished = advance(slots)
         busy.pop()
         return finished
@@ -243,16 +256,21 @@ def test_a_generation_that_is_broken_off_leaves_no_thread_and_no_trace(rollouts,
 
     async def cancelled() -> None:
         task = asyncio.create_task(first_of(PROBLEMS[:1]))
-        while not busy:
-            await asyncio.sleep(0)
+        await until(lambda: bool(busy))
         task.cancel()
+        for _ in range(10):  # turns of the event loop, in which whoever does not wait for the thread ends
+            await asyncio.sleep(0)
+        has_waited = not task.done()
+        may_go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not busy  # what ran on the device has ended
+        assert has_waited and not busy  # what ran on the device has ended
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Slots, "advance", watched)
+        may_go_on.set()
         asyncio.run(first_of(PROBLEMS))
+        may_go_on.clear()
         asyncio.run(cancelled())
     assert_same_generations(generate(rollouts, PROBLEMS, 4), groups)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import LETTERS, TINY, ByLetter, LetterJudge, group, tiny_params
+from fakes import LETTERS, TINY, ByLetter, LetterJudge, group, tiny_params, until
 
 from configs import polaris, polynomial
 from poly_epo_jax.benchmarks import BENCHMARKS, open_benchmark
@@ -37,18 +37,19 @@ class VotedLetters(ByLetter):
 
 
 class SeededLetters:
-    """Letters that follow from the generation's seed, and an end after some groups."""
+    """Letters that follow from the generation's seed, and an end once some groups are on disk."""
 
     def __init__(self, groups_before_death: int = 10**9):
         self.left = groups_before_death
         self.asked: list[str] = []
+        self.told: list[int] = []  # how many problems are complete
 
     async def generate(
         self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
     ) -> AsyncIterator[Group]:
         for problem in problems:
             if self.left == 0:
-                await asyncio.sleep(0.05)  # the groups before are on disk by then
+                await until(lambda: self.told[-1] == len(self.asked))
                 raise ConnectionError("the server died")
             self.left -= 1
             self.asked.append(problem.id)
@@ -63,11 +64,10 @@ class SeededLetters:
 
 
 def draw(folder: Path, rollouts: SeededLetters, problems: Sequence[Problem] = PROBLEMS) -> list[int]:
-    told = []
     open_folder(folder, {"sampling": {"seed": 7}})
     task, judge = VotedLetters(), LetterJudge()
-    asyncio.run(draw_samples(folder, rollouts, task, judge, problems, 4, Sampling(2, seed=7), told.append))
-    return told
+    asyncio.run(draw_samples(folder, rollouts, task, judge, problems, 4, Sampling(2, seed=7), rollouts.told.append))
+    return rollouts.told
 
 
 def test_samples_are_kept_as_they_come_and_not_drawn_again(tmp_path: Path):

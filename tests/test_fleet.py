@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 from fake_servers import answer_to_get, generated, open_rollouts
-from fakes import collect, tiny_problems
+from fakes import PATIENCE, collect, tiny_problems, until
 
 from poly_epo_jax.rollouts.fleet import Fleet
 from poly_epo_jax.servers import ServerError
@@ -33,18 +33,19 @@ def test_the_server_with_the_fewest_outstanding_tokens_is_next():
 
 def test_no_server_is_given_more_than_it_takes_but_for_one_group():
     async def main() -> None:
-        fleet, waits = Fleet(URLS[:1], 10, never), []
+        fleet, asks, happened = Fleet(URLS[:1], 10, never), asyncio.Event(), []
+
+        async def second() -> None:
+            asks.set()
+            async with fleet.lease(1, 1):
+                happened.append("the second is given")
+
         async with fleet.lease(64, 1):  # larger than the limit, but alone
-
-            async def second() -> None:
-                async with fleet.lease(1, 1):
-                    waits.append("over")
-
             task = asyncio.create_task(second())
-            await asyncio.sleep(0.01)
-            assert not waits
+            await asks.wait()
+            happened.append("the first is done")
         await task
-        assert waits
+        assert happened == ["the first is done", "the second is given"]
 
     asyncio.run(main())
 
@@ -58,13 +59,13 @@ def test_a_lost_server_is_asked_again_once_it_is_back():
             await back.wait()
 
         fleet = Fleet(URLS, 100, revive)
-        async with fleet.lease(4, 1) as server:
-            fleet.lost(server, "it died")
-            fleet.lost(server, "it is still dead")
+        async with fleet.lease(4, 1) as dead:
+            fleet.lost(dead, "it died")
+            fleet.lost(dead, "it is still dead")
         async with fleet.lease(4, 1) as other, fleet.lease(4, 1) as again:
             assert other.url == again.url == "http://b"
             back.set()
-            await asyncio.sleep(0.01)
+            await until(lambda: dead.is_up)
             async with fleet.lease(4, 1) as server:
                 assert server.url == "http://a"
         await fleet.close()
@@ -95,7 +96,7 @@ def test_a_revival_that_breaks_is_told_and_not_waited_for():
         fleet = Fleet(URLS[:1], 100, breaks)
         async with fleet.lease(4, 1) as server:
             fleet.lost(server, "it died")
-        async with asyncio.timeout(5), fleet.lease(4, 1):
+        async with asyncio.timeout(PATIENCE), fleet.lease(4, 1):
             pass
 
     with pytest.raises(ServerError, match="weight_version"):

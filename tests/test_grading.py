@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 import pytest
-from fakes import PROBLEMS, ByLetter, LetterJudge, group
+from fakes import PATIENCE, PROBLEMS, ByLetter, LetterJudge, group
 
 from poly_epo_jax.grading import JudgeError, check_judge, cluster_ids, grade_groups, judged
-from poly_epo_jax.types import Group, JudgeFailure, Problem
+from poly_epo_jax.types import Group, JudgeFailure, Metrics, Problem
 
 
 async def stream(groups: Sequence[Group]) -> AsyncIterator[Group]:
@@ -52,7 +52,7 @@ def test_grading_overlaps_generation():
                 was_judged[group.problem.id].set()
                 return await super().cluster(group)
 
-        await asyncio.wait_for(grade_groups(generate(), PROBLEMS, ByLetter(), Watched()), timeout=20)
+        await asyncio.wait_for(grade_groups(generate(), PROBLEMS, ByLetter(), Watched()), timeout=PATIENCE)
         return happened
 
     assert asyncio.run(main()) == [f"{verb} {problem.id}" for problem in PROBLEMS for verb in ("generate", "judge")]
@@ -70,7 +70,7 @@ def test_groups_are_judged_at_once():
                 return await super().cluster(group)
 
         groups = [group(problem, "ab") for problem in PROBLEMS]
-        await asyncio.wait_for(grade_groups(stream(groups), PROBLEMS, ByLetter(), Patient()), timeout=20)
+        await asyncio.wait_for(grade_groups(stream(groups), PROBLEMS, ByLetter(), Patient()), timeout=PATIENCE)
 
     asyncio.run(main())
 
@@ -104,20 +104,29 @@ def test_an_error_in_a_reward_is_not_swallowed():
         asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Broken(), LetterJudge()))
 
 
-def test_the_share_of_hidden_judging_is_told():
-    """One judgement of 0.2 s runs while the next prompt is generated for 0.1 s: half of it is hidden."""
+def test_the_share_of_hidden_judging_is_told(now: list[float]):
+    """One judgement takes 4 s, of which the first passes while the next prompt is generated: a quarter is hidden."""
 
-    class Slow(LetterJudge):
-        async def cluster(self, group: Group):
-            await asyncio.sleep(0.2 if group.problem.id == "p" else 0)
-            return await super().cluster(group)
+    async def main() -> Metrics:
+        is_judging, is_generated = asyncio.Event(), asyncio.Event()
 
-    async def generate() -> AsyncIterator[Group]:
-        yield group(PROBLEMS[0], "ab")
-        await asyncio.sleep(0.1)
-        yield group(PROBLEMS[1], "ab")
+        async def generate() -> AsyncIterator[Group]:
+            yield group(PROBLEMS[0], "ab")
+            await is_judging.wait()
+            now[0] += 1
+            yield group(PROBLEMS[1], "ab")
+            is_generated.set()
 
-    _, timing = asyncio.run(grade_groups(generate(), PROBLEMS, ByLetter(), Slow()))
-    assert timing["seconds/judge"] >= 0.19
-    assert 0.2 < timing["judge/hidden"] < 0.8
-    assert timing["seconds/grade"] < timing["seconds/judge"]
+        class Slow(LetterJudge):
+            async def cluster(self, group: Group):
+                is_judging.set()
+                if group.problem.id == "p":
+                    await is_generated.wait()
+                    now[0] += 3
+                return await super().cluster(group)
+
+        return (await grade_groups(generate(), PROBLEMS, ByLetter(), Slow()))[1]
+
+    timing = asyncio.run(main())
+    assert timing.keys() == {"seconds/generate", "seconds/grade", "seconds/judge", "judge/hidden"}
+    assert (timing["seconds/generate"], timing["seconds/judge"], timing["judge/hidden"]) == (1, 4, 0.25)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes import PATIENCE
 from safetensors.numpy import load_file
 
 from poly_epo_jax.model import hf_files
@@ -49,7 +50,7 @@ def test_files_are_written_side_by_side_while_the_next_is_fetched(tmp_path: Path
         with changed:
             begun += 1
             changed.notify_all()
-            assert changed.wait_for(lambda: begun >= WRITERS and fetched > WRITERS, timeout=20)
+            assert changed.wait_for(lambda: begun >= WRITERS and fetched > WRITERS, timeout=PATIENCE)
             written += 1
 
     def watched(names: Sequence[str]) -> dict[str, np.ndarray]:

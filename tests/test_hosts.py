@@ -81,7 +81,7 @@ def eventful(single: Run) -> tuple[Run, list[str]]:
     others_died = []
     for killed, step in ((1, CHECKPOINT_EVERY), (0, 2 * CHECKPOINT_EVERY)):
         pair = by(2)
-        codes = pair.stop(step, 0.0, signal.SIGKILL, index=killed, within=60)
+        codes = pair.stop(step, 0.0, signal.SIGKILL, index=killed)
         assert codes[killed] == -signal.SIGKILL and codes[1 - killed] != 0
         others_died.append(pair.log(1 - killed))
     alone = by(1)

@@ -6,12 +6,23 @@ import os
 import queue
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import TINY, TINY_ALPHABET, TINY_MODEL, collect, on_mesh, tiny_params, tiny_problems, trainer_logprobs
+from fakes import (
+    PATIENCE,
+    TINY,
+    TINY_ALPHABET,
+    TINY_MODEL,
+    collect,
+    on_mesh,
+    tiny_params,
+    tiny_problems,
+    trainer_logprobs,
+    until,
+)
 from sglang_servers import free_port
 
 from poly_epo_jax.config import ConfigError
@@ -182,10 +193,18 @@ def test_generations_that_are_broken_off_leave_no_trace(make_rollouts, embedded)
         await iterator.aclose()
 
     async def cancelled():
+        under_way, may_go_on, step = threading.Event(), threading.Event(), rollouts._engine.generate
+
+        def held(*args):
+            under_way.set()
+            assert may_go_on.wait(PATIENCE)
+            return step(*args)
+
+        rollouts._engine.generate = held
         task = asyncio.create_task(first_of(many))
-        while rollouts._engine.policy is None:  # until it is under way, which is long before any group is complete
-            await asyncio.sleep(0)
+        await until(under_way.is_set)
         task.cancel()
+        may_go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
 
@@ -199,28 +218,35 @@ def test_generations_that_are_broken_off_leave_no_trace(make_rollouts, embedded)
 
 
 def test_generations_go_on_where_the_last_slot_is_freed_under_the_drivers_eyes(make_rollouts, rollouts):
-    """Who waits between its two looks at the slots finds all of them free at the second."""
-    slow = make_rollouts()
-    backlog = slow._driver._generate_backlogs[0]
-    get, waited = backlog.get, []
+    """The slot is freed between the driver's two looks at the slots: at the second it finds all of them free."""
+    late, (expected,) = make_rollouts(), generate(rollouts, PROBLEMS[:1])
+    last_step = 1 + max(len(y.token_ids) for y in expected.generations)  # which finds that all have ended
+    engine, backlog, slots = late._engine, late._driver._generate_backlogs[0], late._driver._generate_slots[0]
+    get, put, step, init = backlog.get, slots.put, engine.generate, engine.init_decode_state
+    steps, has_looked, is_free, is_new = [], threading.Event(), threading.Event(), threading.Event()
 
     def get_slowly(block=True, timeout=None):
         try:
             return get(block, timeout)
         except queue.Empty:
-            if not block:
-                waited.append(time.sleep(0.1))
+            if not block and len(steps) == last_step:
+                has_looked.set()
+                assert is_free.wait(PATIENCE)
             raise
 
-    backlog.get = get_slowly
-    started, init = [], slow._engine.init_decode_state
-    slow._engine.init_decode_state = lambda: started.append(1) or init()
-    for _ in range(2):
-        assert_same_groups(generate(slow, PROBLEMS[:1]), generate(rollouts, PROBLEMS[:1]))
-    deadline = time.monotonic() + 20
-    while not started and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert waited and started  # the state is made anew
+    def put_late(slot, block=True):
+        frees = not threading.current_thread().name.startswith("generate")  # which only puts back what it looked at
+        assert not frees or has_looked.wait(PATIENCE)
+        put(slot, block)
+        if frees:
+            is_free.set()
+
+    backlog.get, slots.put = get_slowly, put_late
+    engine.generate = lambda *arguments: steps.append(1) or step(*arguments)
+    engine.init_decode_state = lambda: is_new.set() or init()
+    assert_same_groups(generate(late, PROBLEMS[:1]), [expected])
+    assert is_new.wait(PATIENCE)
+    assert_same_groups(generate(late, PROBLEMS[:1]), [expected])
 
 
 @pytest.mark.parametrize("step", ["prefill", "insert", "generate"])

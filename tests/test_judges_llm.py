@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from fakes import PATIENCE, until
 from test_judge_prompt import FAKE, MANIPULATIONS
 from test_judge_reply import MALFORMED, completion
 
@@ -249,15 +250,15 @@ def test_a_server_that_comes_up_is_waited_for(serve):
 
 
 def test_a_dead_port_is_unreachable():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    judge = make_judge(url=url, wait_seconds=0.05)
-    outcome = failure(judge)
-    assert outcome.kind == "unreachable"
-    assert "start it, or correct judge.url" in outcome.reason
-    with pytest.raises(servers.ServerError, match=f"Judge {url} did not become healthy"):
-        asyncio.run(judge.wait_until_ready())
+    with socket.socket() as deaf:  # it has the port, so that nothing else answers there, and does not listen
+        deaf.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        judge = make_judge(url=url, wait_seconds=0.05)
+        outcome = failure(judge)
+        assert outcome.kind == "unreachable"
+        assert "start it, or correct judge.url" in outcome.reason
+        with pytest.raises(servers.ServerError, match=f"Judge {url} did not become healthy"):
+            asyncio.run(judge.wait_until_ready())
 
 
 def test_all_prompts_share_one_wait(serve, monkeypatch):
@@ -274,26 +275,29 @@ def test_all_prompts_share_one_wait(serve, monkeypatch):
     assert list(clock) == []
 
 
-def test_no_more_prompts_than_allowed_are_judged_at_once(serve):
-    running = peak = 0
-
-    async def answer(request):
-        nonlocal running, peak
-        running += 1
-        peak = max(peak, running)
-        await asyncio.sleep(0.005)
-        running -= 1
-        return completion(REPLY)
-
-    serve(answer)
+def test_as_many_prompts_as_allowed_and_no_more_are_judged_at_once(serve):
+    """Three at a time: each is answered only when three are asked, and a fourth would be asked meanwhile."""
     judge = make_judge(max_concurrency=3)
 
     async def judge_many():
-        return await asyncio.gather(*(judge.cluster(group(problem_id=str(number))) for number in range(10)))
+        running, most, three = 0, 0, asyncio.Barrier(3)
+
+        async def answer(request):
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await three.wait()
+            running -= 1
+            return completion(REPLY)
+
+        serve(answer)
+        async with asyncio.timeout(PATIENCE):
+            outcomes = await asyncio.gather(*(judge.cluster(group(problem_id=str(number))) for number in range(9)))
+        assert all(isinstance(outcome, Clustering) for outcome in outcomes)
+        assert most == 3
 
     for _ in range(2):  # in two event loops
-        assert all(isinstance(outcome, Clustering) for outcome in asyncio.run(judge_many()))
-    assert peak == 3
+        asyncio.run(judge_many())
 
 
 def test_cancellation_passes(serve):
@@ -302,8 +306,7 @@ def test_cancellation_passes(serve):
 
     async def cancel():
         task = asyncio.create_task(judge.cluster(group()))
-        while not server.requests:
-            await asyncio.wait([task], timeout=0.001)
+        await until(lambda: bool(server.requests))
         task.cancel()
         await task
 

@@ -2,17 +2,18 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 from fake_servers import answer_to_get, generated, open_rollouts
-from fakes import collect, tiny_params, tiny_problems
+from fakes import collect, tiny_params, tiny_problems, until
 
 from poly_epo_jax.rollouts import router
 from poly_epo_jax.servers import ServerError
-from poly_epo_jax.types import Sampling
+from poly_epo_jax.types import Group, Sampling
 
 ROUTER = "http://router"
 WORKERS: tuple[str, str] = ("http://a", "http://b")
@@ -29,6 +30,7 @@ class Routed:
         self.changes: list[tuple[str, str]] = []
         self.takes_weights = True
         self.asked = 0
+        self.answers = math.inf  # to how many prompts; the others wait
 
     async def handle(self, request: httpx.Request) -> httpx.Response:
         url = f"http://{request.url.host}"
@@ -55,11 +57,12 @@ class Routed:
             self.changes.append(("out", url))
             return httpx.Response(202, json={})
         if path == "/generate":
-            await asyncio.sleep(0.001)
             assert not isinstance(json.loads(request.content)["sampling_params"], list)
             self.asked += 1
+            number = self.asked
+            await until(lambda: number <= self.answers)
             alive = [url for url in self.listed if url not in self.dead]
-            return self.serve(alive[self.asked % len(alive)], request) if alive else httpx.Response(503)
+            return self.serve(alive[number % len(alive)], request) if alive else httpx.Response(503)
         if path in ("/readiness", "/v1/models") and not self.listed:
             return httpx.Response(503)
         return httpx.Response(404 if path == "/update_weights_from_disk" else 200, json={})
@@ -123,27 +126,27 @@ def test_a_worker_that_dies_is_out_until_it_is_back_with_the_present_weights(tmp
     async def main() -> None:
         rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path, max_rows=2)
         await rollouts.update_weights(tiny_params(1), 1)
-        groups = 0
-        async for _ in rollouts.generate(tiny_problems(400, 8), 2, Sampling(4)):
-            groups += 1
-            if groups == 20:
-                fake.dead.add(WORKERS[0])
-                await until_changes(fake, 1)
-                fake.restart(WORKERS[0])
-                await until_changes(fake, 2)
-        assert groups == 400 and rollouts.metrics()["rollouts/lost_servers"] == 1
+        fake.answers = 20
+        generating = asyncio.create_task(count_groups(rollouts.generate(tiny_problems(30, 8), 2, Sampling(4))))
+        await until(lambda: len(fake.served) == 20)
+        fake.dead.add(WORKERS[0])
+        fake.answers = 40
+        await until(lambda: len(fake.served) == 40 and len(fake.changes) == 1)
+        fake.restart(WORKERS[0])
+        await until(lambda: len(fake.changes) == 2)
+        fake.answers = math.inf
+        assert await generating == 30 and rollouts.metrics()["rollouts/lost_servers"] == 1
 
     asyncio.run(main())
     assert fake.changes == [("out", WORKERS[0]), ("in", WORKERS[0])]
-    assert {url for url, _ in fake.served[-50:]} == set(WORKERS)
-    assert_served(fake, WORKERS, "1", 800)
+    served = [{url for url, _ in fake.served[start : start + 20]} for start in (0, 20, 40)]
+    assert served == [set(WORKERS), {WORKERS[1]}, set(WORKERS)]
+    assert_served(fake, WORKERS, "1", 60)
     assert f"The worker {WORKERS[0]} is back behind the router" in capsys.readouterr().err
 
 
-async def until_changes(fake: Routed, count: int) -> None:
-    async with asyncio.timeout(20):
-        while len(fake.changes) < count:
-            await asyncio.sleep(0.001)
+async def count_groups(groups: AsyncIterator[Group]) -> int:
+    return len([group async for group in groups])
 
 
 def test_a_worker_that_is_still_dead_when_the_batch_ends_is_put_back_by_the_next_update(tmp_path: Path, monkeypatch):

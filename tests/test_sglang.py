@@ -1,9 +1,9 @@
 """SGLang rollouts against real servers: what they generate, their weights, their deaths."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from fakes import TINY, TINY_ALPHABET, collect, tiny_params, tiny_problems, trainer_logprobs
-from sglang_servers import Router, SGLangServer, require_sglang, running
+from sglang_servers import STARTED_WITHIN, Router, SGLangServer, require_sglang, running
 
 from poly_epo_jax.model import hf
 from poly_epo_jax.rollouts import weight_sync
@@ -58,8 +58,8 @@ def sync(request: pytest.FixtureRequest, tmp_path: Path) -> WeightSync:
 def rollouts_of(
     servers: Sequence[SGLangServer], sync: WeightSync, stop_ids: Sequence[int] = STOP_IDS, **changes: Any
 ) -> SGLangRollouts:
-    settings = {"max_prompt_tokens": MAX_PROMPT, "max_rows": 64, "timeout_seconds": 60.0, "wait_seconds": 120.0}
-    settings |= changes
+    limits = dict.fromkeys(("timeout_seconds", "wait_seconds"), STARTED_WITHIN)
+    settings = {"max_prompt_tokens": MAX_PROMPT, "max_rows": 64} | limits | changes
     weights = ServedWeights(sync, MAX_PROMPT, settings["timeout_seconds"], settings["wait_seconds"])
     return SGLangRollouts([one.url for one in servers], weights, TOKENIZER, stop_ids, **settings)
 
@@ -156,11 +156,18 @@ def test_weights_of_another_run_are_not_trained_on(servers, tmp_path):
 def test_partial_generations_are_drawn_again(servers, tmp_path):
     rollouts = rollouts_of(servers[:1], DiskSync(tmp_path, "a run", TINY, "float32"), stop_ids=())
     asyncio.run(rollouts.update_weights(weights(1), 1))
-    problems = tiny_problems(8, MAX_PROMPT)
-    abort = threading.Timer(1.0, httpx.post, [f"{servers[0].url}/abort_request"], {"json": {"abort_all": True}})
-    abort.start()
-    groups = collect(rollouts, problems, 4, Sampling(400))
-    abort.join()
+    problems, url = tiny_problems(8, MAX_PROMPT), servers[0].url
+
+    def abort() -> None:
+        deadline = time.monotonic() + STARTED_WITHIN
+        while not httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_running_reqs"]:
+            assert time.monotonic() < deadline
+        httpx.post(f"{url}/abort_request", json={"abort_all": True}).raise_for_status()
+
+    with ThreadPoolExecutor(1) as executor:
+        aborted = executor.submit(abort)
+        groups = collect(rollouts, problems, 4, Sampling(400))
+        aborted.result()
     assert_complete(groups, problems, 4)
     assert all(len(y.token_ids) == 400 or y.finish_reason == "stop" for g in groups for y in g.generations)
     assert rollouts.metrics()["rollouts/drawn_again"] > 0
@@ -178,7 +185,7 @@ def collect_over_a_restart(
         dying.kill()
         asked.extend(dying.requests())
         dying.start()
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + STARTED_WITHIN
         while len(dying.requests()) < len(asked) + 4 or not is_back():  # pause, load, continue, check
             assert time.monotonic() < deadline
             time.sleep(0.2)
@@ -203,7 +210,7 @@ def collect_over_a_restart(
 
 def test_a_server_that_dies_in_a_batch_is_current_before_it_serves_again(servers, tmp_path, capsys):
     sync, problems = DiskSync(tmp_path, "a run", TINY, "float32"), tiny_problems(24, MAX_PROMPT)
-    rollouts = rollouts_of(servers, sync, max_rows=16, timeout_seconds=300.0)
+    rollouts = rollouts_of(servers, sync, max_rows=16)
     asyncio.run(rollouts.update_weights(weights(1), 1))
     groups = collect_over_a_restart(rollouts, problems, servers, lambda: True)
     assert_complete(groups, problems, 4)
@@ -217,7 +224,7 @@ def test_a_worker_that_dies_behind_a_router_is_current_before_it_serves_again(se
     problems = tiny_problems(24, MAX_PROMPT)
     with running([Router(servers, tmp_path / "router.log")]) as (router,):
         sync = DiskSync(tmp_path / "weights", "a run", TINY, "float32")
-        rollouts = rollouts_of([router], sync, max_rows=16, timeout_seconds=300.0)
+        rollouts = rollouts_of([router], sync, max_rows=16)
         for version in (1, 2):
             asyncio.run(rollouts.update_weights(weights(version), version))
             asked = [len(server.requests()) for server in servers]

@@ -2,14 +2,14 @@
 
 import asyncio
 import json
-import time
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from fake_servers import answer_to_get, generated, open_rollouts
-from fakes import tiny_params, tiny_problems
+from fakes import tiny_params, tiny_problems, until
 
 from poly_epo_jax.clock import BusyTime
 from poly_epo_jax.rollouts import served_weights
@@ -27,6 +27,9 @@ class Servers:
     def __init__(self) -> None:
         self.versions = dict.fromkeys(URLS, "default")
         self.loaded: list[tuple[str, str]] = []
+        self.happened: list[str] = []  # what was answered, and loaded
+        self.looks = Counter[str]()  # at a server's version
+        self.held: list[str] = []  # servers that are dying and asked whether they answer
         self.asked, self.may_end, self.may_answer = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.dying = ""
 
@@ -34,13 +37,19 @@ class Servers:
         url, endpoint = f"http://{request.url.host}", request.url.path.strip("/")
         body = json.loads(request.content) if request.content else {}
         if request.method == "GET":
+            self.looks[url] += request.url.path == "/model_info"
             if self.dying == url:
-                await self.may_answer.wait()
+                self.held.append(url)
+                try:
+                    await self.may_answer.wait()
+                finally:
+                    self.held.remove(url)
             return answer_to_get(request.url.path, weight_version=self.versions[url])
         if endpoint == "update_weights_from_disk":
             assert (Path(body["model_path"]) / "model.safetensors").is_file()
             self.versions[url] = body["weight_version"]
             self.loaded.append((url, body["weight_version"].split("-")[1]))
+            self.happened.append(f"loaded {self.loaded[-1][1]}")
         if endpoint == "generate" and "return_logprob" in body:
             self.asked.set()
             if self.dying == url:
@@ -48,6 +57,7 @@ class Servers:
                 raise httpx.ConnectError("dead")
             version = self.versions[url]
             await self.may_end.wait()
+            self.happened.append("answered")
             return generated(request, version)
         meta = {"weight_version": self.versions[url], "cached_tokens": 0}
         return httpx.Response(200, json={"success": True, "meta_info": meta})
@@ -55,12 +65,6 @@ class Servers:
 
 def on_disk(folder: Path) -> list[str]:
     return sorted(one.name.split("-")[1] for below in folder.iterdir() for one in below.iterdir())
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not true():
-            await asyncio.sleep(0.001)
 
 
 async def generate(rollouts: SGLangRollouts) -> list[Group]:
@@ -71,12 +75,16 @@ def versions(groups: list[Group]) -> set[int]:
     return {y.weight_version for group in groups for y in group.generations}
 
 
-def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Path, monkeypatch):
+def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Path, monkeypatch, now: list[float]):
     async def main() -> None:
         fake = Servers()
         rollouts, busy = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path), BusyTime()
         await rollouts.update_weights(tiny_params(1), 1)
         assert on_disk(tmp_path) == ["1"]
+
+        def stands_still() -> bool:
+            before, now[0] = busy.seconds(), now[0] + 1
+            return busy.seconds() == before
 
         async def update() -> None:
             with busy.work():
@@ -86,16 +94,15 @@ def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Pa
         await fake.asked.wait()
         updating = asyncio.create_task(update())
         await until(lambda: on_disk(tmp_path) == ["1", "2"])
-        written_at, before = time.perf_counter(), busy.seconds()
-        await asyncio.sleep(0.3)
-        assert not updating.done() and [version for _, version in fake.loaded] == ["1", "1"]
+        await until(stands_still)  # the update waits for generations, which is not the weights' time
+        before, now[0] = busy.seconds(), now[0] + 100
         fake.may_end.set()
         assert versions(await generating) == {1}
         await updating
+        assert fake.happened == ["loaded 1"] * 2 + ["answered"] * 4 + ["loaded 2"] * 2
         assert sorted(fake.loaded[2:]) == [(url, "2") for url in URLS]
         assert on_disk(tmp_path) == ["2"]
-        # The wait of 0.3 s was for generations: it is not the weights' time.
-        assert busy.seconds() - before < time.perf_counter() - written_at - 0.2
+        assert busy.seconds() == before
         assert versions(await generate(rollouts)) == {2}
 
     asyncio.run(main())
@@ -139,8 +146,7 @@ def test_a_server_that_is_still_lost_when_the_batch_is_complete_is_given_only_th
         generating, updating = await lost_in_a_batch(fake, open_rollouts(fake.handle, monkeypatch, URLS, tmp_path))
         fake.may_end.set()
         assert versions(await generating) == {1}
-        await until(lambda: on_disk(tmp_path) == ["1", "2"])
-        await asyncio.sleep(0.1)
+        await until(lambda: fake.held == ["http://a"])  # by the update: no one else asks any more
         assert not updating.done() and fake.loaded[2:] == [] and on_disk(tmp_path) == ["1", "2"]
         fake.dying = ""
         fake.may_answer.set()
@@ -154,19 +160,31 @@ def test_a_server_that_is_still_lost_when_the_batch_is_complete_is_given_only_th
 def test_of_two_hosts_that_share_servers_one_sends_and_the_other_waits(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(served_weights.secrets, "token_hex", lambda _: "run")  # as hosts agree upon
     monkeypatch.setattr(served_weights, "LOOK_SECONDS", 0.001)
+    seconds = [0.0]
+    monkeypatch.setattr(served_weights, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
 
     async def main() -> None:
         fake = Servers()
         fake.may_end.set()
         first = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path)
-        limits = {"max_prompt_tokens": 8, "max_rows": 64, "timeout_seconds": 0.5, "wait_seconds": 9.0}
-        second = SGLangRollouts(URLS, ServedWeights(None, 8, 0.5, 9.0), first.tokenizer, (1, 14), **limits)
-        with pytest.raises(ServerError, match=r"http://a was not given the weights run-1 in 0\.5 s by the first host"):
-            await second.update_weights(tiny_params(1), 1)
+        limits = {"max_prompt_tokens": 8, "max_rows": 64, "timeout_seconds": 30.0, "wait_seconds": 30.0}
+        second = SGLangRollouts(URLS, ServedWeights(None, 8, 30.0, 30.0), first.tokenizer, (1, 14), **limits)
+
+        async def begin(version: int) -> asyncio.Task[None]:
+            """The second host's update, once it has looked at both servers and found the weights at neither."""
+            fake.looks.clear()
+            task = asyncio.create_task(second.update_weights(tiny_params(version), version))
+            await until(lambda: min(fake.looks[url] for url in URLS) > 1)
+            assert not task.done()
+            return task
+
+        waiting = await begin(1)
+        seconds[0] = 31.0
+        # Which of the two is looked at first then is chance.
+        with pytest.raises(ServerError, match=r"http://[ab] was not given the weights run-1 in 30 s by the first host"):
+            await waiting
         for version in (1, 2):
-            waiting = asyncio.create_task(second.update_weights(tiny_params(version), version))
-            await asyncio.sleep(0.05)
-            assert not waiting.done()
+            waiting = await begin(version)
             await first.update_weights(tiny_params(version), version)
             await waiting
             assert versions(await generate(first)) == versions(await generate(second)) == {version}

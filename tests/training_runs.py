@@ -74,10 +74,10 @@ class Run:
         finally:
             _kill(processes)
 
-    def stop(self, step: int, delay: float, number: signal.Signals, index: int = 0, within: float = 60) -> list[int]:
+    def stop(self, step: int, delay: float, number: signal.Signals, index: int = 0) -> list[int]:
         """Starts the run, sends one of its processes a signal `delay` seconds after the step's row was written.
 
-        Returns the exit codes of all, which must end `within` so many seconds.
+        Returns the exit codes of all.
         """
         processes = self.start()
         try:
@@ -86,8 +86,7 @@ class Run:
                 time.sleep(0.002)
             time.sleep(delay)
             processes[index].send_signal(number)
-            deadline = time.monotonic() + within
-            return [process.wait(timeout=max(deadline - time.monotonic(), 0.1)) for process in processes]
+            return [process.wait(timeout=300) for process in processes]
         finally:
             _kill(processes)
 
