@@ -33,7 +33,7 @@
 #   DEVICE=cpu           for a trial without GPUs, in float32
 #
 # Ctrl-C or SIGTERM stops everything. A trainer that is training first completes its step, saves, and exits with 143; a
-# second Ctrl-C gives that step up and saves the steps before it. So does a server that ends, and then the exit code is 1.
+# second Ctrl-C gives that step up and saves those before it. So does a server that ends, and then the exit code is 1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/processes.sh

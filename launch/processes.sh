@@ -1,6 +1,6 @@
 # Sourced by node.sh: processes by name, each of which is stopped with all that it has started.
 declare -A pid_of=()
-start() { # NAME COMMAND...: in a session of its own, which Ctrl-C does not reach and which all that it starts belongs to
+start() { # NAME COMMAND...: in a session of its own, to which all that it starts belongs; Ctrl-C does not reach it
   local name=$1
   shift
   setsid "$@" </dev/null &
@@ -9,13 +9,13 @@ start() { # NAME COMMAND...: in a session of its own, which Ctrl-C does not reac
 
 is_running() { kill -0 "${pid_of[$1]}" 2>/dev/null; }
 
-processes() { # NAME...: ids of all that belongs to them; a new process is not in its session yet, but is known by its id
+processes() { # NAME...: ids of all that belongs to them; a new process is known by its id before it has its session
   local name ids=
   for name in "$@"; do ids+=,${pid_of[$name]}; done
   [ -z "$ids" ] || ps -o stat=,pid= -p "${ids:1}" -s "${ids:1}" | awk '$1 !~ /^Z/ { print $2 }'
 }
 
-stop() { # SECONDS NAME...: by SIGTERM, and what is left after that time by SIGKILL; from now on no signal ends the caller
+stop() { # SECONDS NAME...: by SIGTERM, and after that time by SIGKILL; no signal interrupts it, or what follows
   set +e
   trap '' INT TERM HUP
   local seconds=$1 left running name i

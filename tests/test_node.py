@@ -49,16 +49,16 @@ deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time
 if "deaf" in model:
     subprocess.Popen([sys.executable, "-c", deaf], process_group=0)
 subprocess.Popen(["bash", "-c", "sleep 600 & wait"], process_group=0)
-with open(f"/dev/shm/sglang_loads_{uuid.uuid4().hex}.shm", "w+b") as file:
-    file.write(bytes(4096))
-    file.flush()
-    loads = mmap.mmap(file.fileno(), 4096)
 if "dies" in model:
     print("ConnectionError: of a request that does not matter")
     print("The server is fired up and ready to roll!")
     print("Traceback (most recent call last):", "  File ...", "ValueError: no such model", "  see above", sep=chr(10))
     print("kill_process_tree called")
     sys.exit(3)
+with open(f"/dev/shm/sglang_loads_{uuid.uuid4().hex}.shm", "w+b") as file:
+    file.write(bytes(4096))
+    file.flush()
+    loads = mmap.mmap(file.fileno(), 4096)
 while "slow" in model:
     __import__("time").sleep(1)
 http.server.HTTPServer(("127.0.0.1", int(port)), http.server.BaseHTTPRequestHandler).serve_forever()
@@ -207,10 +207,10 @@ def ports() -> dict[str, str]:
 
 
 def _free_ports() -> int:
-    """That of a policy server, which is free, as is the judge's."""
+    """That of the first policy server, which is free, as are the others and the judge's."""
     while True:
         port = free_port()
-        if port + 10 < 65536 and not _is_open(port + 10):
+        if port + 10 < 65536 and not any(map(_is_open, (port + 1, port + 2, port + 10))):
             return port
 
 
@@ -313,6 +313,16 @@ def test_it_ends_as_the_trainer_does_who_trains_what_is_served(trial, ports, fla
     assert f"--config.rollouts.urls=http://127.0.0.1:{ports['PORT']}" in told
 
 
+def test_without_variables_it_serves_the_papers_models_on_four_gpus(trial, ports):
+    process = trial.start(**ports)
+    (trial.folder / "step").touch()
+    assert trial.end(process, 30) == 0, trial.said()
+    started = re.findall(r"^(\S+): (\S+) on port", trial.said(), re.MULTILINE)
+    policies = [(f"policy-{i}", "Qwen/Qwen3-4B-Base") for i in range(3)]
+    assert started == [*policies, ("judge", "Qwen/Qwen3-4B-Instruct-2507")]
+    assert "--config=configs/polaris.py" in json.loads((trial.folder / "arguments.json").read_text())
+
+
 def test_the_model_of_the_configuration_is_served(trial, ports):
     process = trial.start("--config.model.path=another", DEVICE="cpu", JUDGE="a-judge", **ports)
     (trial.folder / "step").touch()
@@ -359,7 +369,7 @@ def test_a_taken_port_is_told_before_anything_is_started(trial):
 def small_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights of a Qwen3 with the true vocabulary."""
     require_sglang()
-    folder = tmp_path_factory.mktemp("model")
+    folder = tmp_path_factory.mktemp("model") / "model"
     config = Qwen3Config(
         vocab_size=151_669,
         hidden_size=32,
