@@ -18,68 +18,148 @@
 #     tokens: all of its 341 responses at once while their mean is below 1,200 tokens, 82 of the longest. CUDA graphs and
 #     activations come on top, some 6 GB. What does not fit waits in the server.
 #   - the judge takes as much: a call with 8 responses of 4,096 tokens is 35,000 tokens of cache, 5 GB; a dozen fit.
-# mem-fraction-static counts what is free when the server starts, so the servers start before the trainer.
-# Weights travel through /dev/shm: 8 GB a version, two for a moment.
+# mem-fraction-static counts what is free while a server starts, so the trainer starts when all of them answer.
+# Weights travel through a folder in /dev/shm: 8 GB a version, two for a moment.
 #
 # Settings, as environment variables:
-#   POLICY, JUDGE        models; default: the paper's
-#   SERVERS              policy servers, on GPUs 0 to SERVERS - 1; default 3
-#   PORT                 of the first policy server; the judge's is 10 more
+#   POLICY               the model to serve and train; default: the configuration's model.path
+#   JUDGE                the judge's model; default: the paper's
+#   SERVERS              policy servers, on GPUs 0 to SERVERS - 1; default 3, or 1 on CPUs
+#   PORT                 of the first policy server, default 30000; the judge's is 10 more
 #   POLICY_FLAGS         more flags for sglang.launch_server; --enable-deterministic-inference makes it heed the seeds of
 #                        generations, at the price of speed
 #   JUDGE_FLAGS          the same for the judge
 #   LOGS                 folder of the servers' logs; default runs/logs
-#   DEVICE=cpu           for a trial without GPUs
-source "$(dirname "$0")/setup_env.sh" "$([ "${DEVICE:-gpu}" = gpu ] && echo '[gpu]' || true)"
+#   DEVICE=cpu           for a trial without GPUs, in float32
+#
+# Ctrl-C or SIGTERM stops everything. A trainer that is training first completes its step, saves, and exits with 143; a
+# second Ctrl-C gives that step up and saves those before it. So does a server that ends, and then the exit code is 1.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/processes.sh
+device=${DEVICE:-gpu} port=${PORT:-30000} logs=${LOGS:-runs/logs}
+case $device in
+  gpu) extra='[gpu]' servers=${SERVERS:-3} ;;
+  cpu) extra='' servers=${SERVERS:-1} ;;
+  *) echo "Error: DEVICE=$device is neither gpu nor cpu." >&2; exit 2 ;;
+esac
 
-device=${DEVICE:-gpu} servers=${SERVERS:-3} port=${PORT:-30000}
-logs=${LOGS:-runs/logs}
-bash third_party/sglang/setup.sh "$device"
-mkdir -p "$logs"
-
-started=()
-stop() {
-  for pid in "${started[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
-  for pid in "${started[@]}"; do wait "$pid" 2>/dev/null || true; done
-}
-trap stop EXIT
-
-serve() { # GPU MODEL PORT LOG FLAGS...: in a process group of its own, so that all of it can be stopped
-  local gpu=$1 model=$2 port=$3 log=$logs/$4.log
-  shift 4
-  local flags=()
-  if [ "$device" = gpu ]; then flags=(--base-gpu-id "$gpu" --mem-fraction-static 0.50); fi
-  setsid bash third_party/sglang/serve.sh "$device" "$model" "$port" "${flags[@]}" "$@" >"$log" 2>&1 &
-  started+=($!)
-  echo "$4: $model on port $port, log in $log"
-}
-
-urls=()
-for ((i = 0; i < servers; i++)); do
-  urls+=("http://127.0.0.1:$((port + i))")
-  # shellcheck disable=SC2086
-  serve "$i" "${POLICY:-Qwen/Qwen3-4B-Base}" $((port + i)) "policy-$i" ${POLICY_FLAGS:-}
+answers() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
+declare -A port_of=([judge]=$((port + 10)))
+for ((i = 0; i < servers; i++)); do port_of[policy-$i]=$((port + i)); done
+for taken in "${port_of[@]}"; do
+  answers "$taken" || continue
+  echo "Error: port $taken is taken; stop what listens there, or set PORT to another port." >&2
+  exit 1
 done
-# shellcheck disable=SC2086
-serve "$servers" "${JUDGE:-Qwen/Qwen3-4B-Instruct-2507}" $((port + 10)) judge \
-  --constrained-json-disable-any-whitespace ${JUDGE_FLAGS:-}
 
-# The trainer waits until they answer. It is told of a SIGTERM, saves after its step, and is waited for.
-export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.36}
+# Signals are only noted, and looked for between two steps below: none comes between the start of a process and its
+# being known.
+signals=0 code=0 told=0
+trap 'signals=$((signals + 1)) code=130' INT
+trap 'signals=$((signals + 1)) code=143' TERM HUP
+weights=$(mktemp -d /dev/shm/poly_epo_jax.XXXXXX)
+# shellcheck disable=SC2329
+finish() {
+  stop 15 "${!pid_of[@]}"
+  remove_leftovers
+  rm -rf "$weights"
+  [ "$signals" -le "$told" ] || exit "$code"
+}
+trap finish EXIT
+look() { # ends this script after a signal, else waits for a moment
+  [ "$signals" = 0 ] || exit "$code"
+  sleep 0.5 || true
+}
+
+# shellcheck disable=SC2016
+start setup bash -c 'source launch/setup_env.sh "$0"; bash third_party/sglang/setup.sh "$1"' "$extra" "$device"
+while is_running setup; do look; done
+wait "${pid_of[setup]}"
+source launch/setup_env.sh "$extra"
+
+# Right after the file, so that flags of yours come later, and count.
+ours=(--config.rollouts.weights_dir="$weights" --config.judge.url="http://127.0.0.1:${port_of[judge]}")
+urls=
+for ((i = 0; i < servers; i++)); do urls+=,http://127.0.0.1:$((port + i)); done
+ours+=(--config.rollouts.urls="${urls:1}")
+# They answer when the trainer starts, and one that ends is not started again.
+ours+=(--config.rollouts.wait_seconds=20 --config.judge.wait_seconds=20)
+if [ "$device" = cpu ]; then ours+=(--config.model.dtype=float32 --config.rollouts.weights_dtype=float32); fi
+if [ -n "${POLICY:-}" ]; then ours+=(--config.model.path="$POLICY"); fi
 [[ " $* " == *" --config="* ]] || set -- --config=configs/polaris.py "$@"
 flags=()
 for flag in "$@"; do
   flags+=("$flag")
-  # Right after the file, so that flags of yours come later, and count.
-  if [[ $flag == --config=* ]]; then
-    flags+=("--config.rollouts.urls=$(IFS=,; echo "${urls[*]}")" "--config.judge.url=http://127.0.0.1:$((port + 10))")
+  if [[ $flag == --config=* ]]; then flags+=("${ours[@]}"); fi
+done
+# Reading them here tells of a wrong flag before servers start.
+policy=$(python - "${flags[@]}" <<<'
+from absl import app
+from poly_epo_jax.command_line import CONFIG, parse_flags
+app.run(lambda _: print(CONFIG.value.model.path), flags_parser=parse_flags)')
+[ -n "$policy" ] || { echo "Error: the configuration has no model.path; name a model with POLICY=..." >&2; exit 1; }
+
+serve() { # NAME GPU MODEL FLAGS...
+  local name=$1 gpu=$2 model=$3 log=$logs/$1.log flags=()
+  shift 3
+  if [ "$device" = gpu ]; then flags=(--base-gpu-id "$gpu" --mem-fraction-static 0.50); fi
+  echo "$name: $model on port ${port_of[$name]}, log in $log"
+  start "$name" bash third_party/sglang/serve.sh "$device" "$model" "${port_of[$name]}" "${flags[@]}" "$@" >"$log" 2>&1
+}
+last_error() { # LOG: the line that names the error, without those from before the server was ready
+  local since
+  since=$(tac "$1" | sed '/ready to roll/Q')
+  grep -m 1 -E '^[A-Za-z_.]*(Error|Exception)(:|$)|error:|ERROR' <<<"$since" || grep -m 1 . <<<"$since" || echo "no word"
+}
+check_servers() { # WHEN: whether all of them run; says which one does not
+  local name code=0
+  for name in "${!port_of[@]}"; do
+    is_running "$name" && continue
+    wait "${pid_of[$name]}" || code=$?
+    echo "Error: $name ended with code $code $1: $(last_error "$logs/$name.log"); see $logs/$name.log" >&2
+    return 1
+  done
+}
+
+mkdir -p "$logs"
+for ((i = 0; i < servers; i++)); do
+  # shellcheck disable=SC2086
+  serve "policy-$i" "$i" "$policy" ${POLICY_FLAGS:-}
+done
+# shellcheck disable=SC2086
+serve judge "$servers" "${JUDGE:-Qwen/Qwen3-4B-Instruct-2507}" --constrained-json-disable-any-whitespace ${JUDGE_FLAGS:-}
+for name in "${!port_of[@]}"; do
+  until answers "${port_of[$name]}"; do
+    note_leftovers "$name"
+    check_servers "before it answered"
+    look
+  done
+done
+note_leftovers "${!port_of[@]}"
+
+export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.36}
+look
+start trainer python -m poly_epo_jax.main "${flags[@]}"
+failed=0
+while is_running trainer; do
+  sleep 0.5 || true
+  if ((told == 0 && signals > 0)); then
+    told=$signals
+    echo "The trainer completes its step and saves; a second Ctrl-C or SIGTERM gives that step up." >&2
+    kill -TERM "${pid_of[trainer]}" || true
+  elif ((told == 0)) && ! check_servers "while the trainer ran"; then
+    failed=1 told=1
+    kill -TERM "${pid_of[trainer]}" || true
+    break
+  elif ((signals > told)); then
+    failed=$code told=$signals
+    break
   fi
 done
-python -m poly_epo_jax.main "${flags[@]}" &
-trainer=$!
-trap 'kill -TERM $trainer' TERM INT
+# Without servers the step cannot be completed, and the trainer saves those before it.
+[ "$failed" = 0 ] || stop 5 "${!port_of[@]}"
 code=0
-wait "$trainer" || code=$?
-# A signal ends the first wait before the trainer has ended.
-while kill -0 "$trainer" 2>/dev/null; do wait "$trainer" && code=0 || code=$?; done
+wait "${pid_of[trainer]}" || code=$?
+[ "$failed" = 0 ] || exit "$failed"
 exit "$code"

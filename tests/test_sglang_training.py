@@ -1,6 +1,5 @@
-"""Whole runs over real SGLang servers: the laptop's run, and every stage of the paper's at a small size."""
+"""Whole runs over real SGLang servers: the laptop's run and its variants. The paper's run is tested in test_node.py."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,17 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import flax.nnx as nnx
 import httpx
 import pytest
 from sglang_servers import ROOT, SGLangServer, free_port, require_sglang, running
-from transformers import AutoTokenizer
 
 from configs import polynomial
 from poly_epo_jax.base_policy import base_policy_folder
 from poly_epo_jax.evaluation import SAMPLES, read_samples
-from poly_epo_jax.model import hf
-from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
 from poly_epo_jax.tracking import read_rows
 
 pytestmark = pytest.mark.slow
@@ -163,90 +158,3 @@ def test_a_server_and_a_folder_are_evaluated_alike(servers, tmp_path):
     ]
     assert len(responses[0]) == 80 and responses[0] == responses[1]
     assert httpx.get(f"{url}/model_info").json()["weight_version"] == "of the folder"
-
-
-@pytest.fixture
-def small_qwen(tmp_path: Path) -> Path:
-    """Random weights of a Qwen3 with the true vocabulary."""
-    shared = os.environ.get("POLY_EPO_SHARED")
-    if not shared:
-        pytest.skip("POLY_EPO_SHARED does not name the folder that holds the tokenizer and the problems.")
-    config = Qwen3Config(
-        vocab_size=151_669,
-        hidden_size=32,
-        mlp_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        rope_theta=1e6,
-        dtype="float32",
-    )
-    params = nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(0)))[1])
-    hf.save_pretrained(tmp_path / "model", params, config, dtype="float32", eos_token_id=151_643)
-    AutoTokenizer.from_pretrained(Path(shared) / "tokenizers" / "qwen3").save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def test_every_stage_of_the_papers_run(small_qwen, tmp_path):
-    """launch/node.sh starts policy server, judge and trainer, runs three steps on real problems, and stops them."""
-    require_sglang()
-    data = Path(os.environ["POLY_EPO_SHARED"]) / "data" / "math"
-    options = {"train": str(data / "gsm8k_train.jsonl"), "held_out": str(data / "aime_2025.jsonl")}
-    port = free_port()
-    settings = {
-        "workdir": tmp_path / "run",
-        "compilation_cache": tmp_path / "compiled",
-        "model.path": small_qwen,
-        "model.dtype": "float32",
-        "task.options": options,
-        "rollouts.weights_dir": tmp_path / "weights",
-        "rollouts.weights_dtype": "float32",
-        "sampling.max_tokens": 40,
-        "train.num_steps": 3,
-        "train.prompts_per_batch": 4,
-        "train.prompts_per_minibatch": 2,
-        "train.num_generations": 4,
-        "train.max_prompt_tokens": 250,
-        "train.row_tokens": 300,
-        "algo.set_size": 2,
-        "algo.entropy_coef": 0.01,  # random weights earn no reward to learn from
-        "optimizer.learning_rate": 1e-3,
-        "mesh.fsdp": 1,
-        "eval.every": 3,
-        "eval.num_problems": 2,
-        "eval.num_generations": 4,
-    }
-    environment = ENVIRONMENT | {
-        "DEVICE": "cpu",
-        "SERVERS": "1",
-        "PORT": str(port),
-        "POLICY": str(small_qwen),
-        "JUDGE": str(small_qwen),
-        "POLICY_FLAGS": "--context-length 512 --max-total-tokens 16384",
-        "JUDGE_FLAGS": "--context-length 8192 --max-total-tokens 32768",
-        "LOGS": str(tmp_path / "logs"),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = ["bash", "launch/node.sh", "--config=configs/polaris.py"]
-    command += [f"--config.{key}={value}" for key, value in settings.items()]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert all(row["judge/failed_prompts"] == 0 and row["mismatch/max"] < 1e-3 for row in rows[1:])
-    assert all(row["policy/update_norm"] > 0 for row in rows[1:])
-    assert all(0 <= row["judge/hidden"] <= 1 for row in read_rows(tmp_path / "run" / "timing.jsonl")[1:])
-    samples = read_rows(tmp_path / "run" / "samples.jsonl")
-    assert len(samples) == 3 * 4 * 4
-    assert {row["cluster"] for row in samples} <= {1, 2, 3, 4, 100}
-    assert all(row["rationale"] and row["prompt"].startswith("<|im_start|>user\n") for row in samples)
-    counts = json.loads((tmp_path / "run" / "data.json").read_text())
-    assert counts["train"]["kept"] + sum(counts["train"]["dropped"].values()) == 7473
-    assert counts["held_out"]["dropped"]["too_long"] > 0
-    assert not any(map(_is_served, (port, port + 10)))
-
-
-def _is_served(port: int) -> bool:
-    return f"--port {port}" in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout

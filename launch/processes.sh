@@ -1,0 +1,56 @@
+# Sourced by node.sh: processes by name, each of which is stopped with all that it has started.
+declare -A pid_of=()
+start() { # NAME COMMAND...: in a session of its own, to which all that it starts belongs; Ctrl-C does not reach it
+  local name=$1
+  shift
+  setsid "$@" </dev/null &
+  pid_of[$name]=$!
+}
+
+is_running() { kill -0 "${pid_of[$1]}" 2>/dev/null; }
+
+processes() { # NAME...: ids of all that belongs to them; a new process is known by its id before it has its session
+  local name ids=
+  for name in "$@"; do ids+=,${pid_of[$name]}; done
+  [ -z "$ids" ] || ps -o stat=,pid= -p "${ids:1}" -s "${ids:1}" | awk '$1 !~ /^Z/ { print $2 }'
+}
+
+stop() { # SECONDS NAME...: by SIGTERM, and after that time by SIGKILL; no signal interrupts it, or what follows
+  set +e
+  trap '' INT TERM HUP
+  local seconds=$1 left running name i
+  shift
+  note_leftovers "$@"
+  for ((i = 0; i < 2 * seconds + 30; i++)); do
+    mapfile -t left < <(processes "$@")
+    [ ${#left[@]} -gt 0 ] || return
+    running=()
+    for name in "$@"; do ! is_running "$name" || running+=("${pid_of[$name]}"); done
+    if ((i >= 2 * seconds)); then
+      kill -KILL "${left[@]}"
+    elif [ ${#running[@]} -gt 0 ]; then # each of which first ends its own
+      kill -TERM "${running[@]}"
+    else
+      kill -TERM "${left[@]}"
+    fi 2>/dev/null
+    sleep 0.5
+  done
+  echo "Error: processes ${left[*]} do not end; see why with ps." >&2
+}
+
+# SGLang leaves files in /dev/shm, whose names do not say whose they are. Those that it has mapped are known by inode.
+declare -A leftovers=()
+note_leftovers() { # NAME...
+  local pid inode
+  for pid in $(processes "$@"); do
+    while read -r inode; do leftovers[$inode]=1; done < <(
+      awk '$6 ~ "^/dev/shm/(sem[.]|sglang_loads_)" { print $5 }' "/proc/$pid/maps" 2>/dev/null
+    )
+  done
+}
+remove_leftovers() {
+  local inode
+  for inode in "${!leftovers[@]}"; do
+    find /dev/shm -maxdepth 1 '(' -name 'sem.mp-*' -o -name 'sglang_loads_*' ')' -inum "$inode" -delete
+  done
+}
