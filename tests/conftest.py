@@ -1,6 +1,7 @@
 """Strict tests: shapes and types are checked at run time, rank promotion and warnings are errors."""
 
 import os
+from pathlib import Path
 
 # Before jax is imported: eight CPU devices for the meshes, and quick compiles, which take most of the tests' time.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -8,6 +9,10 @@ os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
     "--xla_llvm_disable_expensive_passes=true"
 )
+# What one test has compiled, others and later runs read. With a bound on its size, files are locked while in use.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
+os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2 * 10**9))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 from types import SimpleNamespace
 
