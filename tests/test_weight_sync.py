@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from fake_servers import answer_to_get, generated, open_rollouts
-from fakes import tiny_params, tiny_problems, until
+from fakes import PATIENCE, tiny_params, tiny_problems, until
 
 from poly_epo_jax.clock import BusyTime
 from poly_epo_jax.rollouts import served_weights
@@ -182,7 +182,8 @@ def test_of_two_hosts_that_share_servers_one_sends_and_the_other_waits(tmp_path:
         seconds[0] = 31.0
         # Which of the two is looked at first then is chance.
         with pytest.raises(ServerError, match=r"http://[ab] was not given the weights run-1 in 30 s by the first host"):
-            await waiting
+            async with asyncio.timeout(PATIENCE):
+                await waiting
         for version in (1, 2):
             waiting = await begin(version)
             await first.update_weights(tiny_params(version), version)
