@@ -234,7 +234,7 @@ def _benchmark_panels(
 
 def _log2(axes: Axes, label: str) -> None:
     axes.set_xscale("log", base=2)
-    longest = max((float(np.max(line.get_xdata(), initial=1)) for line in axes.lines), default=1.0)
+    longest = max((float(np.max(np.asarray(line.get_xdata(), float), initial=1)) for line in axes.lines), default=1.0)
     powers = range(int(math.log2(max(longest, 1))) + 1)
     thinned = powers[:: -(-len(powers) // 7)]
     axes.set_xticks([2**power for power in thinned], [str(2**power) for power in thinned])

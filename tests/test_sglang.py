@@ -59,7 +59,7 @@ def rollouts_of(
     servers: Sequence[SGLangServer], sync: WeightSync, stop_ids: Sequence[int] = STOP_IDS, **changes: Any
 ) -> SGLangRollouts:
     limits = dict.fromkeys(("timeout_seconds", "wait_seconds"), STARTED_WITHIN)
-    settings = {"max_prompt_tokens": MAX_PROMPT, "max_rows": 64} | limits | changes
+    settings: dict[str, Any] = {"max_prompt_tokens": MAX_PROMPT, "max_rows": 64} | limits | changes
     weights = ServedWeights(sync, MAX_PROMPT, settings["timeout_seconds"], settings["wait_seconds"])
     return SGLangRollouts([one.url for one in servers], weights, TOKENIZER, stop_ids, **settings)
 

@@ -19,7 +19,7 @@ from poly_epo_jax.model.hf import load_params, read_config, save_pretrained
 from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
 
 if os.environ.get("POLY_EPO_REQUIRE_TORCH"):
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 else:
     torch = pytest.importorskip("torch", reason="torch is not installed: bash launch/test.sh installs it for CPUs")
 

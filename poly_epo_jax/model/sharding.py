@@ -123,8 +123,9 @@ def params_on_host(params: Params, mesh: Mesh) -> Params:
     if jax.process_count() == 1:
         return params
     here = host_mesh(mesh)
+    by_host = sorted(mesh.devices.flatten().tolist(), key=lambda device: device.process_index)
     hosts = Mesh(
-        np.asarray(sorted(mesh.devices.flat, key=lambda device: device.process_index)).reshape(-1, *here.devices.shape),
+        np.asarray(by_host).reshape(-1, *here.devices.shape),
         ("hosts", *AXES),
         axis_types=(AxisType.Auto,) * 4,
     )

@@ -111,7 +111,7 @@ class TensorSync:
 
     def __init__(self, config: Qwen3Config, dtype: str, tensor_parallel: int):
         try:
-            import torch
+            import torch  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ImportError("rollouts.weight_sync=tensor needs torch; install it, or choose disk.") from None
         self._torch: Any = torch

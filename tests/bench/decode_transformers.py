@@ -4,7 +4,7 @@ import os
 import sys
 
 import decode_case
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 

@@ -6,7 +6,7 @@ SDPA takes its fast path. The head runs on response tokens only.
 
 import os
 
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 import update_case
 from transformers import AutoModelForCausalLM
 
