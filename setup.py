@@ -18,7 +18,7 @@ setup(
     install_requires=[
         "absl-py>=2.3,<3",
         "datasets>=4.0,<6",
-        "flax>=0.12,<0.13",
+        "flax>=0.12.8,<0.13",
         "grain>=0.2.18,<0.3",
         "httpx>=0.28,<1",
         "huggingface_hub>=1.0,<2",

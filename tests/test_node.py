@@ -97,7 +97,8 @@ class Node:
         kept = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
         with self._log.open("wb") as log:
             return subprocess.Popen(
-                ["bash", "launch/node.sh", *flags],
+                # As in a terminal: what runs in the background ignores Ctrl-C, and would hand that on.
+                ["env", "--default-signal=INT", "bash", "launch/node.sh", *flags],
                 cwd=self.folder,
                 env=kept | variables,
                 stdout=log,
