@@ -80,13 +80,16 @@ def table(results: Results) -> str:
         f"|---|---|---|{'---|' * len(COLUMNS)}",
     ]
     for (method, rate), seeds in results.items():
-        cells = [_cell(np.array([row[metric] for row in seeds])) for metric in COLUMNS]
+        cells = [_cell([row.get(metric) for row in seeds]) for metric in COLUMNS]
         lines.append(f"| {method} | {rate:g} | {len(seeds)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(values: np.ndarray) -> str:
-    mean, low, high = (f"{value:.3g}" for value in (values.mean(), values.min(), values.max()))
+def _cell(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return "-"  # of more generations than a run was evaluated with
+    mean, low, high = (f"{value:.3g}" for value in (np.mean(known), min(known), max(known)))
     return mean if low == high else f"{mean} ({low} to {high})"
 
 

@@ -41,3 +41,10 @@ def test_a_run_without_evaluation_is_refused(tmp_path: Path, capsys: pytest.Capt
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     assert frontier.main([str(run)]) == 2
     assert "a has no evaluation with 8 or more generations; set eval.every" in capsys.readouterr().err
+
+
+def test_what_needs_more_generations_than_a_run_was_evaluated_with_is_left_blank():
+    row = dict.fromkeys(frontier.COLUMNS, 1.0)
+    less = {metric: value for metric, value in row.items() if not metric.endswith("@64")}
+    rows = frontier.table({("GRPO", 1e-3): [row, less]}).splitlines()
+    assert rows[-1] == "| GRPO | 0.001 | 2 | 1 | 1 | - | 1 | 1 |"
