@@ -21,7 +21,7 @@ setup(
         "flax>=0.12.8,<0.13",
         "grain>=0.2.18,<0.3",
         "httpx>=0.28,<1",
-        "huggingface_hub>=1.0,<2",
+        "huggingface_hub>=1.0,<3",
         "jax>=0.10.2,<0.13",  # 0.10.2 is the last for Python 3.11
         "jaxtyping>=0.3,<0.4",
         "math-verify[antlr4_13_2]>=0.9,<0.10",
@@ -42,7 +42,7 @@ setup(
         # Without torch, the reference of tests/test_transformers.py: PyPI's brings 5 GB of CUDA, so launch/test.sh
         # installs one for CPUs. jinja2 and networkx are what it imports besides.
         "test": [
-            "beartype>=0.22,<0.23",
+            "beartype>=0.22,<0.24",
             "jinja2>=3.1,<4",
             "networkx>=3.4,<4",
             "pyright>=1.1.400,<2",
