@@ -6,7 +6,10 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 device=$1 model=$2 port=$3
 shift 3
 python=$here/env-$device/bin/python
-[ -x "$python" ] || { echo "Error: no $python; run: bash third_party/sglang/setup.sh $device" >&2; exit 1; }
+compgen -G "$here/env-$device/installed-*" >/dev/null || {
+  echo "Error: SGLang is not installed for $device; run: bash third_party/sglang/setup.sh $device" >&2
+  exit 1
+}
 flags=(--model-path "$model" --host 127.0.0.1 --port "$port" --skip-server-warmup)
 if [ "$device" = cpu ]; then
   export PYTHONPATH=$here/cpu_shim SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
