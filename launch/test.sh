@@ -24,5 +24,5 @@ ruff check .
 ruff format --check .
 pyright
 optional SGLANG bash third_party/sglang/setup.sh cpu
-# Two at a time; the tests of one file share what they start.
-pytest --numprocesses=2 --dist=loadfile "$@"
+# Three at a time keep two cores busy, as many wait for servers; the tests of one file share what they start.
+pytest --numprocesses=3 --dist=loadfile "$@"

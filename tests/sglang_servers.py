@@ -80,7 +80,7 @@ class SGLangServer:
         """Ends the server, its scheduler and its detokenizer at once; the port is free afterwards."""
         if self._process is None:
             return
-        for pid in [self._process.pid, *_descendants(self._process.pid)]:
+        for pid in [self._process.pid, *descendants(self._process.pid)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
@@ -122,9 +122,11 @@ class Router(SGLangServer):
         return httpx.get(f"{self.url}/readiness", timeout=20).status_code == 200
 
 
-def _descendants(pid: int) -> list[int]:
-    try:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
-    return [one for child in children for one in [child, *_descendants(child)]]
+def descendants(pid: int) -> list[int]:
+    """Ids of all that a process has started, and what these have, as far as their parents still run."""
+    children: list[int] = []
+    with contextlib.suppress(OSError):  # it, or one of its threads, has ended meanwhile
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return [one for child in children for one in [child, *descendants(child)]]

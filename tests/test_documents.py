@@ -56,7 +56,7 @@ RULES = (
     Rule("bash launch/sweep.sh runs/skewed", SMALL, says="frontier.png"),
     Rule("bash launch/test.sh", elsewhere="it runs this test"),
     Rule("bash launch/tpu.sh run", says="--config=configs/polaris.py:v5p-32 --config.hosts.coordinator=auto"),
-    Rule("bash tests/bench/h200.sh", says="Written to runs/h200/decode-32.json."),
+    Rule("bash tests/bench/h200.sh", elsewhere="made for an H200; with SMALL=1 by hand, as it is minutes of compiling"),
     Rule("bash third_party/jetstream/setup.sh", elsewhere="launch/test.sh runs it; it fetches JetStream"),
     Rule("pip install", says="Successfully installed poly_epo_jax"),
     Rule("pip install --pre", elsewhere="fetches another project; by hand, for tests/test_sglang_jax.py"),
@@ -105,7 +105,6 @@ SETTINGS = {
     "PIP_NO_BUILD_ISOLATION": "0",  # pip's way to say that there is none
     "PIP_NO_DEPS": "1",
     "PIP_NO_INDEX": "1",
-    "SMALL": "1",  # as docs/performance.md has it, for tests/bench/h200.sh
     "ZONE": "a-zone",  # launch/tpu.sh asks for one
 }
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import flax.nnx as nnx
 import pytest
-from sglang_servers import ROOT, free_port, require_sglang
+from sglang_servers import ROOT, descendants, free_port, require_sglang
 from transformers import AutoTokenizer
 
 from poly_epo_jax.model import hf
@@ -89,7 +89,7 @@ class Node:
 
     def __init__(self, folder: Path, log: Path):
         self.folder, self._log = folder, log
-        self._before = set(_descendants(os.getpid()))
+        self._before = set(descendants(os.getpid()))
         self._mapped: set[str] = set()
 
     def start(self, *flags: str, **variables: str) -> subprocess.Popen[bytes]:
@@ -130,7 +130,7 @@ class Node:
 
     def processes(self) -> list[int]:
         """All that runs, whoever started it."""
-        return [pid for pid in _descendants(os.getpid()) if pid not in self._before and not _is_dead(pid)]
+        return [pid for pid in descendants(os.getpid()) if pid not in self._before and not _is_dead(pid)]
 
     def kill(self) -> None:
         while left := self.processes():
@@ -138,7 +138,7 @@ class Node:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            for pid in set(_descendants(os.getpid())) - self._before:
+            for pid in set(descendants(os.getpid())) - self._before:
                 os.waitpid(pid, os.WNOHANG)
 
     def _note_mapped(self) -> None:
@@ -148,14 +148,6 @@ class Node:
                 self._mapped |= set(re.findall(r"/dev/shm/\S+", maps))
                 arguments = Path(f"/proc/{pid}/cmdline").read_text()
                 self._mapped |= set(re.findall(r"weights_dir=(/dev/shm/[^\0]+)", arguments))
-
-
-def _descendants(pid: int) -> list[int]:
-    children: list[int] = []
-    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            children += map(int, thread.read_text().split())
-    return [one for child in children for one in [child, *_descendants(child)]]
 
 
 def _is_dead(pid: int) -> bool:
