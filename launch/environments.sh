@@ -14,33 +14,33 @@ is_whole() { # ENV
 }
 
 make_env() { # ENV PYTHON: in place of what is there
+  local said tool=("$2" -m venv)
+  if command -v uv >/dev/null; then tool=(uv venv --quiet --allow-existing --seed --python "$2"); fi
   rm -rf "$1"
   mkdir "$1" && touch "$1/unfinished"
-  if command -v uv >/dev/null; then
-    uv venv --quiet --allow-existing --seed --python "$2" "$1" >"$1/install.log" 2>&1
-  else
-    "$2" -m venv "$1" >"$1/install.log" 2>&1
-  fi && return
-  refuse_full_disk "$1/install.log"
-  fail "$2 cannot make a virtual environment: $(tail -n 1 "$1/install.log") On Debian \
-and Ubuntu, 'apt install python3-venv' brings what is missing; then run this again."
+  said=$("${tool[@]}" "$1" 2>&1) && return
+  refuse_full_disk "$said"
+  fail "$2 cannot make a virtual environment: $(tail -n 1 <<<"$said") On Debian and Ubuntu, 'apt install python3-venv' \
+brings what is missing; then run this again."
 }
 
 install() { # ENV REQUIREMENTS AND OPTIONS
-  local env=$1 log=$1/install.log tool=("$1/bin/python" -m pip install --disable-pip-version-check)
+  local said env=$1 log=$1/install.log tool=("$1/bin/python" -m pip install --disable-pip-version-check)
   if command -v uv >/dev/null; then tool=(uv pip install --python "$1/bin/python"); fi
   shift
-  "${tool[@]}" "$@" >"$log" 2>&1 && return
-  refuse_full_disk "$log"
-  if grep -qiE 'name resolution|name or service|dns error|failed to (connect|fetch)|connection (refused|reset|timed out)' "$log"; then
+  said=$("${tool[@]}" "$@" 2>&1) && return
+  refuse_full_disk "$said"
+  if grep -qiE 'name resolution|name or service|dns error|failed to (connect|fetch)|connection (refused|reset|timed out)' \
+    <<<"$said"; then
     rm -f "$env/unfinished" # nothing has been changed yet
     fail "the package index cannot be reached; connect to a network, or name a mirror by PIP_INDEX_URL (UV_INDEX_URL for \
 uv), then run this again."
   fi
-  fail "installing into $env failed: $(grep -iE 'error' "$log" | tail -n 1); all of it is in $log."
+  printf '%s\n' "$said" >"$log"
+  fail "installing into $env failed: $(grep -iE 'error' <<<"$said" | tail -n 1); all of it is in $log."
 }
 
-refuse_full_disk() { # LOG
-  ! grep -qiE 'no space left|disk quota' "$1" ||
+refuse_full_disk() { # WHAT WAS SAID
+  ! grep -qiE 'no space left|disk quota' <<<"$1" ||
     fail "the disk is full; packages take 1.5 GB for a CPU and up to 7 GB for a GPU. Make room, then run this again."
 }
