@@ -158,13 +158,15 @@ def _is_dead(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def _adopting() -> Iterator[None]:
-    """Orphans become this process's children instead of init's."""
+def _runs_in(folder: Path, log: Path) -> Iterator[Node]:
+    """Meanwhile orphans become this process's children instead of init's; what is left at the end is killed."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     assert prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
+    node = Node(folder, log)
     try:
-        yield
+        yield node
     finally:
+        node.kill()
         prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
@@ -186,12 +188,8 @@ def trial(tmp_path: Path) -> Iterator[Node]:
     }
     for name, text in stand_ins.items():
         (folder / name).write_text(text)
-    with _adopting():
-        node = Node(folder, tmp_path / "said")
-        try:
-            yield node
-        finally:
-            node.kill()
+    with _runs_in(folder, tmp_path / "said") as node:
+        yield node
 
 
 @pytest.fixture
@@ -390,12 +388,8 @@ def _shared() -> Path:
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
     """The repository itself."""
-    with _adopting():
-        node = Node(ROOT, tmp_path / "said")
-        try:
-            yield node
-        finally:
-            node.kill()
+    with _runs_in(ROOT, tmp_path / "said") as node:
+        yield node
 
 
 @pytest.mark.slow
