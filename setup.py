@@ -14,7 +14,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["poly_epo_jax", "poly_epo_jax.*"]),
-    package_data={"poly_epo_jax": ["report.html.template", "report*.css", "report*.js", "judges/rubric.md"]},
+    package_data={"poly_epo_jax": ["report/assets/*", "judges/rubric.md"]},
     install_requires=[
         "absl-py>=2.3,<3",
         "datasets>=4.0,<6",
@@ -39,8 +39,8 @@ setup(
         "transformers>=5.0,<6",
     ],
     extras_require={
-        # Without torch, the reference of tests/test_transformers.py: PyPI's brings 5 GB of CUDA, so launch/test.sh
-        # installs one for CPUs. jinja2 and networkx are what it imports besides.
+        # Without torch, the reference of tests/model/test_transformers.py: PyPI's brings 5 GB of CUDA, so
+        # launch/test.sh installs one for CPUs. jinja2 and networkx are what it imports besides.
         "test": [
             "beartype>=0.22,<0.24",
             "jinja2>=3.1,<4",

@@ -22,10 +22,10 @@ from poly_epo_jax import set_rl
 from poly_epo_jax.batching import TrainingSequence, pack
 from poly_epo_jax.config import microbatch_rows
 from poly_epo_jax.model import hf
-from poly_epo_jax.model.mesh_choice import check_mesh
 from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.parallel.mesh import check_mesh
+from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.tasks.demonstrations import Demonstrations
-from poly_epo_jax.tokenizer import build_character_tokenizer
 from poly_epo_jax.types import Problem, Task
 from poly_epo_jax.update import PolicyUpdate
 

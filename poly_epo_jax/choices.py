@@ -4,10 +4,10 @@ from ml_collections import ConfigDict
 
 from poly_epo_jax.algorithm import ADVANTAGES
 from poly_epo_jax.config import ConfigError
-from poly_epo_jax.devices import DEVICES
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.model.qwen3 import REMAT_POLICIES
+from poly_epo_jax.parallel.devices import DEVICES
 from poly_epo_jax.rollouts import ROLLOUTS, WEIGHT_SYNCS
 from poly_epo_jax.set_rl import LOSSES, OBJECTIVES
 from poly_epo_jax.tasks import TASKS

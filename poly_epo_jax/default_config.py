@@ -9,7 +9,7 @@ Words after a file's name choose a method, a mesh, or both: --config=configs/pol
 
 from ml_collections import ConfigDict
 
-from poly_epo_jax.presets import MESHES
+from poly_epo_jax.parallel.presets import MESHES
 
 METHODS = {
     "poly_epo": {"advantages": "marginal_set", "length_normalization": "max"},
@@ -146,7 +146,7 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.mesh.data = 1  # replicas of the weights
     config.mesh.fsdp = -1  # shards of each weight along its embedding axis
     config.mesh.tensor = 1  # shards of heads, MLP and vocabulary
-    config.mesh.device = ""  # what the devices are: a key of poly_epo_jax.devices.DEVICES; empty: whatever is there
+    config.mesh.device = ""  # a key of poly_epo_jax.parallel.devices.DEVICES; empty: whatever is there
     config.mesh.devices = 0  # how many there are; 0: not said
     if mesh:
         config.mesh.update({key: value for key, value in MESHES[mesh].items() if key != "processes"})

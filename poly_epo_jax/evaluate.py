@@ -24,18 +24,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from poly_epo_jax.benchmarks import Benchmark, open_benchmark
 from poly_epo_jax.command_line import CONFIG, parse_flags
 from poly_epo_jax.config import ConfigError
-from poly_epo_jax.evaluation import RESULTS, draw_samples, open_folder, results
+from poly_epo_jax.evaluation.benchmarks import Benchmark, open_benchmark
+from poly_epo_jax.evaluation.samples import RESULTS, draw_samples, open_folder, results
+from poly_epo_jax.http_client import ServerError, describe
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy
 from poly_epo_jax.rollouts import served_limits
-from poly_epo_jax.rollouts.embedded import EmbeddedRollouts
-from poly_epo_jax.rollouts.endpoints import served_model
-from poly_epo_jax.rollouts.sglang import SGLangRollouts
-from poly_epo_jax.servers import ServerError, describe
+from poly_epo_jax.rollouts.embedded.sampler import EmbeddedRollouts
+from poly_epo_jax.rollouts.sglang.client import SGLangRollouts
+from poly_epo_jax.rollouts.sglang.endpoints import served_model
 from poly_epo_jax.trained_policy import open_trained_policy
 from poly_epo_jax.types import Group, Judge, JudgeFailure, Params, Problem, Rollouts, Sampling, Served
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from grain import DatasetIterator
 
-from poly_epo_jax import hosts
-from poly_epo_jax.clock import Timeline
 from poly_epo_jax.grading import grade_groups
+from poly_epo_jax.parallel import hosts
+from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.types import GradedGroup, Judge, Metrics, Problem, Rollouts, Sampling, Task
 
 

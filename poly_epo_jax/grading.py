@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from poly_epo_jax.clock import StageClock
+from poly_epo_jax.timeline import StageClock
 from poly_epo_jax.types import Clustering, GradedGroup, Group, Judge, JudgeFailure, Metrics, Problem, Task
 
 

@@ -13,7 +13,6 @@ from absl import app, logging
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from poly_epo_jax import hosts
 from poly_epo_jax.algorithm import make_loss
 from poly_epo_jax.base_policy import base_policy
 from poly_epo_jax.checkpoint import Checkpoints
@@ -23,9 +22,10 @@ from poly_epo_jax.config import ConfigError, changed_keys, check_config
 from poly_epo_jax.data import Cleaned, drop_long_prompts, problem_batches
 from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.judges import JUDGES
-from poly_epo_jax.model.mesh_choice import check_mesh
+from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.model.sharding import host_mesh, make_mesh
-from poly_epo_jax.plan_tables import print_plan
+from poly_epo_jax.parallel import hosts
+from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy
 from poly_epo_jax.rollouts import ROLLOUTS
 from poly_epo_jax.tracking import NoTracker, Tracker

@@ -13,17 +13,18 @@ import numpy as np
 from grain import DatasetIterator
 from ml_collections import ConfigDict
 
-from poly_epo_jax import hosts, set_rl
+from poly_epo_jax import set_rl
 from poly_epo_jax.algorithm import make_advantages
 from poly_epo_jax.batching import PackedBatch, TrainingSequence, pack
 from poly_epo_jax.checkpoint import Checkpoints
-from poly_epo_jax.clock import StageClock, Timeline, Window
 from poly_epo_jax.config import microbatch_rows
+from poly_epo_jax.evaluation.held_out import evaluate_held_out
 from poly_epo_jax.experience import Batch, Experience
 from poly_epo_jax.grading import check_judge, cluster_ids, judged
-from poly_epo_jax.heldout import evaluate_held_out
 from poly_epo_jax.model.sharding import params_on_host
-from poly_epo_jax.records import cluster_metrics, rollout_metrics, sample_rows
+from poly_epo_jax.parallel import hosts
+from poly_epo_jax.step_metrics import cluster_metrics, rollout_metrics, sample_rows
+from poly_epo_jax.timeline import StageClock, Timeline, Window
 from poly_epo_jax.tracking import NoTracker, Tracker
 from poly_epo_jax.types import (
     Counting,

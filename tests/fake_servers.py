@@ -9,11 +9,12 @@ import httpx
 import pytest
 from fakes import PATIENCE, TINY, TINY_ALPHABET
 
-from poly_epo_jax import servers
-from poly_epo_jax.rollouts import endpoints, router, served_weights, sglang
-from poly_epo_jax.rollouts.sglang import SGLangRollouts
-from poly_epo_jax.rollouts.weight_sync import DiskSync
-from poly_epo_jax.tokenizer import build_character_tokenizer
+from poly_epo_jax import http_client as servers
+from poly_epo_jax.rollouts.sglang import client as sglang
+from poly_epo_jax.rollouts.sglang import endpoints, router, served_weights
+from poly_epo_jax.rollouts.sglang.client import SGLangRollouts
+from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync
+from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 
 Handler = Callable[[httpx.Request], Any]
 

@@ -15,7 +15,7 @@ from configs import polynomial
 from poly_epo_jax import default_config
 from poly_epo_jax.choices import CHOICES
 from poly_epo_jax.config import ConfigError, changed_keys, check_config
-from poly_epo_jax.model.mesh_choice import check_mesh
+from poly_epo_jax.parallel.mesh import check_mesh
 
 FOLDER = Path(polynomial.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))

@@ -49,7 +49,7 @@ class Rule:
 RULES = (
     Rule("LOCK=newest bash launch/test.sh", elsewhere="asks the package index for what is newest; by hand"),
     Rule("bash launch/lock.sh", elsewhere="asks the package index for what is newest; by hand"),
-    Rule("bash launch/node.sh", elsewhere="tests/test_node.py runs it with DEVICE=cpu; it is made for 4 x H200"),
+    Rule("bash launch/node.sh", elsewhere="tests/launch/test_node.py runs it with DEVICE=cpu; it is made for 4 x H200"),
     Rule("bash launch/quickstart.sh", SMALL, says="report: runs/report/report.html"),
     Rule("bash launch/sweep.sh runs/frontier", elsewhere="36 runs; the two below are the same script's"),
     Rule("bash launch/sweep.sh runs/multiplication", SMALL, says="frontier.png"),
@@ -59,7 +59,7 @@ RULES = (
     Rule("bash tests/bench/h200.sh", elsewhere="made for an H200; with SMALL=1 by hand, as it is minutes of compiling"),
     Rule("bash third_party/jetstream/setup.sh", elsewhere="launch/test.sh runs it; it fetches JetStream"),
     Rule("pip install", says="Successfully installed poly_epo_jax"),
-    Rule("pip install --pre", elsewhere="fetches another project; by hand, for tests/test_sglang_jax.py"),
+    Rule("pip install --pre", elsewhere="fetches another project; by hand, for tests/rollouts/test_sglang_jax.py"),
     Rule("python -m poly_epo_jax.bench --config=configs/polaris.py --plans", says="v6e-64"),
     Rule(
         "python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan",
@@ -80,9 +80,12 @@ RULES = (
     Rule("python -m poly_epo_jax.main --config=configs/polaris.py", error="POLARIS-Project/Polaris-Dataset-53K"),
     Rule("python -m poly_epo_jax.main --config=configs/polaris.py:h200x4", error="mesh.device=h200, but the devices"),
     Rule("python -m poly_epo_jax.main --config=configs/polynomial.py", SMALL, says="Done: runs/polynomial-poly_epo"),
-    Rule("python -m poly_epo_jax.main --config=my_config.py", elsewhere="tests/test_wheel.py, from the README's text"),
+    Rule(
+        "python -m poly_epo_jax.main --config=my_config.py",
+        elsewhere="tests/launch/test_wheel.py, as README says",
+    ),
     Rule("python -m poly_epo_jax.report", says="/report/report.html"),
-    Rule("python -m sglang_router", elsewhere="tests/test_sglang.py starts SGLang's router"),
+    Rule("python -m sglang_router", elsewhere="tests/rollouts/test_sglang.py starts SGLang's router"),
     Rule("python tests/bench/advantages.py", says="closed form"),
     Rule("python tests/bench/decode_peers.py", elsewhere=PEERS),
     Rule("python tests/bench/update_peers.py", elsewhere=PEERS),

@@ -23,11 +23,12 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from configs import polynomial
-from poly_epo_jax import base_policy, export, main, report
+from poly_epo_jax import base_policy, export, main
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.report import build as report
 from poly_epo_jax.tasks import PolynomialTask
-from poly_epo_jax.tokenizer import build_character_tokenizer
+from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.tracking import read_rows
 
 ROOT = Path(__file__).parents[1]

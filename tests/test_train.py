@@ -16,12 +16,12 @@ from ml_collections import ConfigDict
 from poly_epo_jax import default_config, set_rl
 from poly_epo_jax.algorithm import make_loss
 from poly_epo_jax.checkpoint import Checkpoints
-from poly_epo_jax.clock import Timeline
 from poly_epo_jax.data import problem_batches
 from poly_epo_jax.experience import Experience
 from poly_epo_jax.grading import JudgeError
+from poly_epo_jax.http_client import ServerError
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
-from poly_epo_jax.servers import ServerError
+from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.tracking import Tracker, read_rows
 from poly_epo_jax.train import Parts, train
 from poly_epo_jax.types import Group, Params, Problem, Rollouts, Sampling

@@ -12,7 +12,7 @@ from flax import nnx
 from programs import COLLECTIVES, loop_bodies
 
 from poly_epo_jax.model.flops import total_weights
-from poly_epo_jax.model.published import published_config
+from poly_epo_jax.model.presets import published_config
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.set_rl import ppo_clip_loss

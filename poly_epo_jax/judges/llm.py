@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
+from poly_epo_jax.http_client import ServerError, backoff_seconds, describe, open_client, wait_until_healthy
 from poly_epo_jax.judges.prompt import build_messages, load_rubric, reply_schema
 from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_model_name
-from poly_epo_jax.servers import ServerError, backoff_seconds, describe, open_client, wait_until_healthy
 from poly_epo_jax.types import Clustering, Group, JudgeFailure
 
 RETRIED = ("unavailable", "truncated", "malformed")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from poly_epo_jax.model.product import transposed
+from poly_epo_jax.model.matmul import transposed
 from poly_epo_jax.model.sharding import ROWS
 
 # Tokens at once: enough for an accelerator's matrix units; on a CPU, few enough for the logits to stay in the cache.

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from poly_epo_jax.model.attention import packed_attention
-from poly_epo_jax.model.product import product
+from poly_epo_jax.model.matmul import product
 from poly_epo_jax.model.sharding import constrain_rows, gather_weight
 
 REMAT_POLICIES = {

@@ -14,8 +14,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from poly_epo_jax.config import ConfigError
-from poly_epo_jax.devices import device_name
-from poly_epo_jax.model.mesh_choice import AXES, fill_mesh
+from poly_epo_jax.parallel.devices import device_name
+from poly_epo_jax.parallel.mesh import AXES, fill_mesh
 from poly_epo_jax.types import Params
 
 ROWS = ("data", "fsdp")

@@ -8,12 +8,12 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from transformers import PreTrainedTokenizerBase
 
-from poly_epo_jax import hosts
 from poly_epo_jax.model.qwen3 import Qwen3
-from poly_epo_jax.rollouts.embedded import EmbeddedRollouts
-from poly_epo_jax.rollouts.served_weights import ServedWeights
-from poly_epo_jax.rollouts.sglang import SGLangRollouts
-from poly_epo_jax.rollouts.weight_sync import DiskSync, TensorSync
+from poly_epo_jax.parallel import hosts
+from poly_epo_jax.rollouts.embedded.sampler import EmbeddedRollouts
+from poly_epo_jax.rollouts.sglang.client import SGLangRollouts
+from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
+from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync, TensorSync
 from poly_epo_jax.types import Rollouts
 
 WEIGHT_SYNCS = ("disk", "tensor")
@@ -29,8 +29,8 @@ def _embedded(
 def _jetstream(
     model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: ConfigDict
 ) -> Rollouts:
-    from poly_epo_jax.rollouts.jetstream import JetStreamRollouts  # google-jetstream need not be installed
-    from poly_epo_jax.rollouts.jetstream_engine import EngineSize
+    from poly_epo_jax.rollouts.jetstream.engine import EngineSize
+    from poly_epo_jax.rollouts.jetstream.sampler import JetStreamRollouts  # google-jetstream need not be installed
 
     samples = config.train.num_generations
     slots = max(1, config.rollouts.max_rows // samples)

@@ -10,7 +10,7 @@ import numpy as np
 from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.hf import load_params, read_config
 from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.rollouts.slots import Request, Slots
+from poly_epo_jax.rollouts.embedded.slots import Request, Slots
 from poly_epo_jax.types import Sampling
 
 

@@ -1,0 +1,1 @@
+"""How fast each stage of a training step is."""

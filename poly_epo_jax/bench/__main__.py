@@ -1,0 +1,175 @@
+"""How fast each stage of a training step is, and how near its limit, for a configuration's model, mesh and batch.
+
+python -m poly_epo_jax.bench --config=configs/polynomial.py --config.mesh.fsdp=1 --output=runs/bench.json
+python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan        only the memory it needs, on any machine
+
+Weights and tokens are random, so no model need be here: a published Qwen3 is known by its name. Run it after editing
+the mesh, the rows per device or the remat word, and compare.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import app, flags, logging
+from ml_collections import ConfigDict
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from poly_epo_jax.base_policy import base_shape
+from poly_epo_jax.bench.roofline import Ceilings, measure_ceilings
+from poly_epo_jax.bench.stages import Stage, make_workload, time_stages
+from poly_epo_jax.choices import CHOICES, make_task
+from poly_epo_jax.command_line import CONFIG, parse_flags
+from poly_epo_jax.config import ConfigError, check_config, microbatch_rows
+from poly_epo_jax.memory_plan.tables import print_plan, print_plans
+from poly_epo_jax.model import hf
+from poly_epo_jax.model.presets import is_published, published_config
+from poly_epo_jax.model.qwen3 import Qwen3Config
+from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.parallel.mesh import check_mesh
+from poly_epo_jax.parallel.presets import MESHES
+from poly_epo_jax.policy import find_model
+
+PLAN = flags.DEFINE_bool("plan", False, "Only plans the memory of each device; needs none of the devices.")
+PLANS = flags.DEFINE_bool("plans", False, "The same for every mesh of poly_epo_jax/parallel/presets.py.")
+OUTPUT = flags.DEFINE_string("output", "runs/bench.json", "Where the figures are written.")
+
+
+def run(config: ConfigDict, output: Path) -> None:
+    """Times the stages, shows them in a table and writes them to `output`.
+
+    Raises:
+      ValueError, OSError: the configuration cannot run; the message says why and what to do.
+    """
+    check_config(config, CHOICES)
+    if config.hosts.coordinator:
+        raise ConfigError(
+            f"hosts.coordinator={config.hosts.coordinator}, but bench times one host; leave it out, and see a run's "
+            "timing.jsonl for several."
+        )
+    mesh = make_mesh(**config.mesh)
+    shape = _shape(config)
+    check_mesh(config, mesh.shape, dataclasses.asdict(shape))
+    console = Console()
+    console.width = max(console.width, 100)  # of the table, also where the output is a file
+    with console.status("measuring what the device does at best"):
+        ceilings = measure_ceilings(config.model.dtype)
+    workload = make_workload(config, shape.vocab_size, microbatch_rows(config, mesh.shape))
+    stages = []
+    with console.status("") as status:
+        status.update("generate, or compiling the update")
+        for stage in time_stages(config, shape, mesh, workload):
+            stages.append(stage)
+            status.update(f"after {stage.name}")
+    rows = [_row(stage, ceilings, mesh.size) for stage in stages]
+    setting = {
+        "device": jax.devices()[0].device_kind,
+        "mesh": dict(mesh.shape),
+        "dtype": config.model.dtype,
+        "sequences": len(workload.prompt_lengths),
+        "tokens": int((workload.prompt_lengths + workload.response_lengths).sum()),
+        "microbatch_tokens": microbatch_rows(config, mesh.shape) * config.train.row_tokens,
+        "pad_share": workload.pad_share,
+        "device_tflops": ceilings.flops_per_second / 1e12,
+        "device_gb_per_second": ceilings.bytes_per_second / 1e9,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps({"setting": setting, "stages": rows}, indent=2) + "\n")
+    _show(console, setting, rows, output)
+
+
+def plan(config: ConfigDict, output: Path, every_mesh: bool) -> None:
+    """Shows how much memory each device needs, and writes the figures to `output`.
+
+    Raises:
+      ValueError, OSError: the configuration cannot run; the message says why and what to do.
+    """
+    check_config(config, CHOICES)
+    shape, console = _shape(config), Console()
+    console.width = max(console.width, 100)
+    found = print_plans(config, shape, MESHES, console) if every_mesh else print_plan(config, shape, console)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(found, indent=2) + "\n")
+    console.print(f"Written to {output}.")
+
+
+def _shape(config: ConfigDict) -> Qwen3Config:
+    """The model's shape, from its name if it is a published one, else from its folder, or from `config.base`."""
+    compute = {name: value for name, value in config.model.items() if name not in ("path", "stop_tokens")}
+    if not config.model.path:
+        return dataclasses.replace(base_shape(config, make_task(config)), **compute)
+    if not Path(config.model.path).is_dir() and is_published(config.model.path):
+        return published_config(config.model.path, **compute)
+    return hf.read_config(find_model(config.model.path), **compute)
+
+
+def _row(stage: Stage, ceilings: Ceilings, num_devices: int) -> dict[str, Any]:
+    """The stage's figures beside the seconds that arithmetic and memory traffic would take at the ceilings."""
+    arithmetic = stage.flops / (ceilings.flops_per_second * num_devices)
+    traffic = stage.moved_bytes / (ceilings.bytes_per_second * num_devices)
+    floor = max(arithmetic, traffic)
+    return dataclasses.asdict(stage) | {
+        "tokens_per_second": stage.tokens / stage.seconds if stage.seconds else 0.0,
+        "share_of_matmul_ceiling": arithmetic / stage.seconds if stage.seconds else 0.0,
+        "floor_seconds": floor,
+        "share_of_floor": floor / stage.seconds if stage.seconds else 0.0,
+        "bound": "arithmetic" if arithmetic >= traffic else "memory",
+    }
+
+
+def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, Any]], output: Path) -> None:
+    total = sum(row["seconds"] for row in rows)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in setting["mesh"].items())
+    console.print(f"{setting['device']}, mesh {mesh}, {setting['dtype']}")
+    console.print(
+        f"{setting['sequences']:,} sequences, {setting['tokens']:,} tokens, in microbatches of "
+        f"{setting['microbatch_tokens']:,} ({setting['pad_share']:.1%} padding)"
+    )
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("stage", "bound by"):
+        table.add_column(column, no_wrap=True)
+    for column in ("s/step", "share", "floor s", "tokens/s", "matmul", "GB", "compile s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["name"],
+            row["bound"],
+            f"{row['seconds']:.3g}",
+            f"{row['seconds'] / total:.0%}",
+            f"{row['floor_seconds']:.2g}",
+            f"{row['tokens_per_second']:,.0f}" if row["tokens"] else "",
+            f"{row['share_of_matmul_ceiling']:.0%}" if row["flops"] else "",
+            f"{row['device_bytes'] / 1e9:.2f}",
+            f"{row['compile_seconds']:.1f}",
+        )
+    console.print(table)
+    console.print(
+        f"One device multiplies at {setting['device_tflops']:.3g} TFLOP/s and moves "
+        f"{setting['device_gb_per_second']:.3g} GB/s, both measured now. matmul: share of the former, without "
+        "recomputation. floor: what the stage's FLOPs or bytes take at these rates. GB: of one device. Rollout and "
+        "judge servers are timed by a run itself: see its timeline."
+    )
+    console.print(f"Written to {output}.")
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        sys.exit(f"Error: unknown argument {argv[1]}; settings are given as --config.KEY=VALUE.")
+    logging.set_verbosity(logging.WARNING)
+    try:
+        if PLAN.value or PLANS.value:
+            plan(CONFIG.value, Path(OUTPUT.value), PLANS.value)
+        else:
+            run(CONFIG.value, Path(OUTPUT.value))
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"Error: {' '.join(str(error).split())}")
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_flags)

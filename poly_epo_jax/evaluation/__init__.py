@@ -1,0 +1,1 @@
+"""Models measured on benchmarks: samples drawn, numbers made from them."""

@@ -1,0 +1,1 @@
+"""How much memory a configuration takes on each device."""

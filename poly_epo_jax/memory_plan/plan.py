@@ -1,0 +1,233 @@
+"""How much memory each device needs for a configuration, by arithmetic alone: no device, weights or compiler is asked.
+
+A device holds parameters and moments all the time, and what the stage that is under way needs besides. Of these the
+largest is the peak. Terms follow what compiled programs were seen to hold, in bytes of the type that they hold it in;
+`tests/memory_plan/test_plan.py` compares their sum with the compiled programs'.
+"""
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from poly_epo_jax.model import flops
+from poly_epo_jax.model.logprobs import ACCELERATOR_CHUNK_TOKENS, CHUNK_TOKENS
+from poly_epo_jax.model.qwen3 import Qwen3Config
+
+FLOAT32 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a plan is made for: a kind of device, a key of DEVICES or "", and the sizes of the mesh's axes."""
+
+    device: str
+    mesh: Mapping[str, int]
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.mesh.values())
+
+    @property
+    def row_shards(self) -> int:
+        return self.mesh["data"] * self.mesh["fsdp"]
+
+    @property
+    def weight_shards(self) -> int:
+        return self.mesh["fsdp"] * self.mesh["tensor"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Bytes of one device: `resident` always, and one of `stages` at a time; each by the name of what takes them."""
+
+    setting: Setting
+    rows_per_device: int
+    row_tokens: int
+    resident: Mapping[str, int]
+    stages: Mapping[str, Mapping[str, int]]
+    memory_bytes: int | None  # that JAX may use; None where it is not known
+
+    def stage_bytes(self, name: str) -> int:
+        """While the stage runs."""
+        return sum(self.resident.values()) + sum(self.stages[name].values())
+
+    @property
+    def peak_stage(self) -> str:
+        return max(self.stages, key=self.stage_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.stage_bytes(self.peak_stage)
+
+    @property
+    def fits(self) -> bool:
+        """Also where the memory is not known."""
+        return self.memory_bytes is None or self.peak_bytes <= self.memory_bytes
+
+
+def make_plan(
+    config: ConfigDict, shape: Qwen3Config, setting: Setting, memory_bytes: int | None, rows_per_device: int = 0
+) -> Plan:
+    """The plan of a configuration, with its train.rows_per_device where none is given."""
+    rows = rows_per_device or config.train.rows_per_device
+    stages = {
+        "gradient": _gradient(config, shape, setting, rows),
+        "optimizer": _optimizer(shape, setting),
+    }
+    resident = _resident(config, shape, setting)
+    if config.rollouts.name in ("embedded", "jetstream"):
+        resident["weights laid out for decoding"] = (
+            flops.total_weights(shape) * _bytes_of(shape.dtype) // setting.weight_shards
+        )
+        stages["generate"] = _generate(config, shape, setting)
+    return Plan(setting, rows, config.train.row_tokens, resident, stages, memory_bytes)
+
+
+def largest_rows(config: ConfigDict, shape: Qwen3Config, setting: Setting, memory_bytes: int | None) -> int:
+    """The largest train.rows_per_device that fits, and that a minibatch could fill; 0 where not even one fits.
+
+    Where the memory is not known, it is that of the configuration.
+    """
+    if memory_bytes is None:
+        return config.train.rows_per_device
+    longest = config.train.max_prompt_tokens + config.sampling.max_tokens
+    sequences = config.train.prompts_per_minibatch * config.train.num_generations
+    rows = sequences // max(1, config.train.row_tokens // longest) // setting.row_shards
+    return bisect.bisect_left(
+        range(1, max(1, rows) + 1), True, key=lambda n: not make_plan(config, shape, setting, memory_bytes, n).fits
+    )
+
+
+def _resident(config: ConfigDict, shape: Qwen3Config, setting: Setting) -> dict[str, int]:
+    """Norms and biases are left out: they take less than a thousandth."""
+    weights = flops.total_weights(shape) // setting.weight_shards
+    parameters = weights * _bytes_of(shape.param_dtype)
+    moments = weights * (_bytes_of(config.optimizer.first_moment_dtype) + FLOAT32)
+    reference = {"reference policy": parameters} if config.algo.kl_coef else {}
+    return {"parameters": parameters, "optimizer moments": moments} | reference
+
+
+def _gradient(config: ConfigDict, shape: Qwen3Config, setting: Setting, rows: int) -> dict[str, int]:
+    """One microbatch's forward and backward pass: what is kept for the latter, and the larger of its two parts.
+
+    First the head goes through the vocabulary, then the layers are gone through backwards.
+    """
+    tokens = rows * config.train.row_tokens
+    kept = _kept_values(shape, setting) * tokens * _activation_bytes(shape, setting)
+    if shape.remat == "none":  # then the attention's weights in the compute type are kept, too
+        attention = shape.num_layers * shape.hidden_size * _head_widths(shape) * 2
+        kept += attention // setting.mesh["tensor"] * _bytes_of(shape.dtype)
+    head, layer = _head(shape, setting, tokens), _layer(shape, setting, tokens)
+    weights = flops.total_weights(shape) // setting.weight_shards
+    larger = head if sum(head.values()) > sum(layer.values()) else layer
+    return {"sum of gradients": weights * FLOAT32, "kept for the backward pass": int(kept)} | larger
+
+
+def _head(shape: Qwen3Config, setting: Setting, tokens: int) -> dict[str, int]:
+    """The loop over the vocabulary, backwards: the whole head, its gradient, and a chunk's logits, on every device."""
+    elements = shape.vocab_size * shape.hidden_size
+    value_bytes = _bytes_of(shape.dtype)
+    gathered = elements * value_bytes
+    if setting.weight_shards == 1 and shape.dtype == shape.param_dtype:
+        gathered = 0  # the parameter itself
+    chunk = CHUNK_TOKENS["cpu"] if setting.device == "cpu" else ACCELERATOR_CHUNK_TOKENS
+    hidden = 3 * tokens // setting.mesh["tensor"] * shape.hidden_size * value_bytes
+    return {
+        "the whole head": gathered,
+        "sums of the head's gradient": 2 * elements * FLOAT32,
+        "logits of a chunk": 3 * min(chunk, tokens) * shape.vocab_size * FLOAT32,
+        "hidden states": hidden,
+    }
+
+
+def _layer(shape: Qwen3Config, setting: Setting, tokens: int) -> dict[str, int]:
+    """A layer's backward pass, at its MLP: all that its forward pass made, the MLP's own gradients, and its weights."""
+    value_bytes, tensor = _bytes_of(shape.dtype), setting.mesh["tensor"]
+    weights = 0
+    if setting.mesh["fsdp"] > 1 or shape.dtype != shape.param_dtype:
+        mlp = 3 * shape.hidden_size * shape.mlp_size
+        weights = (flops.layer_weights(shape) // shape.num_layers + mlp) // tensor * value_bytes
+    return {
+        "a layer's activations": _layer_values(shape, setting) * tokens * _activation_bytes(shape, setting),
+        "a layer's weights and gradients": weights,
+        "the head's gradient": shape.vocab_size * shape.hidden_size // setting.weight_shards * value_bytes,
+    }
+
+
+def _layer_values(shape: Qwen3Config, setting: Setting) -> int:
+    """Values per token that a layer holds at once where its MLP goes backwards.
+
+    Of the MLP's width are gate, up, silu(gate), their product, and the gradients of the product and of one factor. Of
+    the stream's width are the layer's input, the same after attention, each also normalised, and the gradient that came
+    in. Of the query heads' width are queries before and after rotation and the attention's result; of the key heads'
+    keys before, between and after normalisation and rotation, and values. On a CPU products want some transposed, and
+    the blockwise attention lays out blocks and starts sums.
+    """
+    mlp, stream, heads, kv_heads = (6, 7, 5, 6) if _is_blockwise(shape, setting) else (6, 5, 3, 4)
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    tensor = setting.mesh["tensor"]
+    return (mlp * shape.mlp_size + heads * q + kv_heads * kv) // tensor + stream * shape.hidden_size
+
+
+def _kept_values(shape: Qwen3Config, setting: Setting) -> int:
+    """Values per token that all layers' forward passes keep for the backward pass, which `remat` decides.
+
+    Each layer's input is split over tensor, too, by the token; with remat=none all of `_layer_values` is kept.
+    """
+    tensor, width = setting.mesh["tensor"], shape.num_heads * shape.head_dim
+    kept = shape.hidden_size
+    if shape.remat in ("attention", "dots"):
+        # The blockwise form keeps its result in blocks as well as in rows.
+        kept += (2 if _is_blockwise(shape, setting) else 1) * width
+    if shape.remat == "dots":
+        kept += 2 * shape.mlp_size + width + 2 * shape.num_kv_heads * shape.head_dim + shape.hidden_size
+    per_layer = _layer_values(shape, setting) if shape.remat == "none" else kept // tensor
+    return shape.num_layers * per_layer
+
+
+def _optimizer(shape: Qwen3Config, setting: Setting) -> dict[str, int]:
+    """The gradients, and the updates: all of them are there before they are added, for their norm is measured."""
+    weights = flops.total_weights(shape) // setting.weight_shards
+    stack = shape.num_layers * shape.hidden_size * shape.mlp_size
+    largest = max(stack, shape.vocab_size * shape.hidden_size) // setting.weight_shards
+    return {"sum of gradients": weights * FLOAT32, "updates": (weights + largest) * FLOAT32}
+
+
+def _generate(config: ConfigDict, shape: Qwen3Config, setting: Setting) -> dict[str, int]:
+    """Slots with the longest cache while it grows from three quarters of that, the prompts held apart, and logits.
+
+    JetStream's cache has its full length from the start.
+    """
+    growth = 1.75 if config.rollouts.name == "embedded" else 1
+    train, shards = config.train, setting.row_shards
+    requests = train.prompts_per_batch * train.num_generations
+    slots = -(-min(config.rollouts.max_rows, requests) // shards)  # per device
+    prompts = -(-max(1, slots * shards // train.num_generations) // shards)
+    per_token = flops.cache_bytes_per_token(shape, _bytes_of(shape.dtype)) // setting.mesh["tensor"]
+    length = train.max_prompt_tokens + config.sampling.max_tokens
+    return {
+        "keys and values": int(growth * slots * length * per_token),
+        "prompts' keys and values": prompts * (1 << (train.max_prompt_tokens - 1).bit_length()) * per_token,
+        "logits": 3 * slots * shape.vocab_size * FLOAT32,
+    }
+
+
+def _head_widths(shape: Qwen3Config) -> int:
+    return shape.head_dim * (shape.num_heads + shape.num_kv_heads)
+
+
+def _is_blockwise(shape: Qwen3Config, setting: Setting) -> bool:
+    return shape.attention == "blockwise" or (shape.attention == "auto" and setting.device == "cpu")
+
+
+def _activation_bytes(shape: Qwen3Config, setting: Setting) -> int:
+    """Of one value; CPUs multiply in float32 only, so what is bfloat16 elsewhere is held in that there."""
+    return FLOAT32 if setting.device == "cpu" else _bytes_of(shape.dtype)
+
+
+def _bytes_of(dtype: str) -> int:
+    return np.dtype(dtype).itemsize

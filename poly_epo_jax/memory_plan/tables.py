@@ -1,0 +1,152 @@
+"""A memory plan for the machine that a configuration names, or that is there: shown, and as figures."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from poly_epo_jax.config import ConfigError
+from poly_epo_jax.memory_plan.plan import Plan, Setting, largest_rows, make_plan
+from poly_epo_jax.model.qwen3 import Qwen3Config
+from poly_epo_jax.parallel.devices import DEVICES, device_name
+from poly_epo_jax.parallel.mesh import AXES, check_mesh, fill_mesh
+
+BRIEF_SHARE = 0.1  # of the memory; a plan that takes less raises no question
+SMALL_SHARE = 0.01  # of a stage's bytes; what takes less is not named
+
+
+def print_plan(config: ConfigDict, shape: Qwen3Config, console: Console, brief: bool = False) -> dict[str, Any]:
+    """Shows the plan as a line per stage and one of sums, with a warning where it does not fit; returns `as_row`.
+
+    Args:
+      brief: the sums are enough where a tenth of the memory is.
+
+    Raises:
+      ConfigError: the mesh does not fit the devices or the model.
+    """
+    plan, rows_that_fit = _checked_plan(config, shape)
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("while", "held", "of which, on each device"):
+        table.add_column(column, justify="right" if column == "held" else "left", no_wrap=column == "held")
+    for stage, own in plan.stages.items():
+        total = plan.stage_bytes(stage)
+        terms = sorted([*plan.resident.items(), *own.items()], key=lambda term: -term[1])
+        shown = [f"{name} {_amount(size)}" for name, size in terms if size >= SMALL_SHARE * total]
+        table.add_row(stage, _amount(total), ", ".join(shown))
+    if not (brief and plan.memory_bytes and plan.peak_bytes < BRIEF_SHARE * plan.memory_bytes):
+        console.print(table)
+    axes = ", ".join(f"{axis} {size}" for axis, size in plan.setting.mesh.items())
+    limit = f" of {_amount(plan.memory_bytes)}" if plan.memory_bytes else ""
+    hint = f"; train.rows_per_device={rows_that_fit} would fit" if rows_that_fit else ""
+    console.print(
+        f"Plan: {plan.setting.num_devices} x {plan.setting.device or 'unknown'}, mesh {axes}, "
+        f"train.rows_per_device={plan.rows_per_device} of {plan.row_tokens:,} tokens: "
+        f"{_amount(plan.peak_bytes)}{limit} on each device{hint}.",
+        soft_wrap=True,
+    )
+    if not plan.fits:
+        lower = "train.rows_per_device" if rows_that_fit else "train.row_tokens"
+        advice = f"take more devices, or lower {lower}" if plan.peak_stage == "gradient" else "take more devices"
+        console.print(
+            f"Warning: by this plan a device needs {_amount(plan.peak_bytes)} and JAX may take "
+            f"{_amount(plan.memory_bytes or 0)}; {advice}.",
+            soft_wrap=True,
+            style="bold yellow",
+        )
+    return as_row(plan, rows_that_fit)
+
+
+def print_plans(
+    config: ConfigDict, shape: Qwen3Config, meshes: Mapping[str, Mapping[str, Any]], console: Console
+) -> dict[str, Any]:
+    """A table of the plans on each of these meshes, by name; one that the model cannot be split over is left out."""
+    table, found = Table(box=box.SIMPLE_HEAD), {}
+    for column in ("mesh", "hosts", "device", "axes", "held", "peak", "of", "while", "rows"):
+        table.add_column(
+            column, justify="right" if column in ("hosts", "held", "peak", "of", "rows") else "left", no_wrap=True
+        )
+    for name, mesh in meshes.items():
+        one = config.copy_and_resolve_references()
+        one.mesh.update({key: value for key, value in mesh.items() if key in one.mesh})
+        try:
+            plan, rows_that_fit = _checked_plan(one, shape)
+        except ConfigError as error:
+            console.print(f"{name}: {error}", soft_wrap=True)
+            continue
+        found[name] = as_row(plan, rows_that_fit)
+        table.add_row(
+            name,
+            str(mesh["processes"]),
+            f"{mesh['devices']} x {mesh['device']}",
+            " x ".join(map(str, plan.setting.mesh.values())),
+            _amount(sum(plan.resident.values())),
+            _amount(plan.peak_bytes),
+            _amount(plan.memory_bytes or 0),
+            plan.peak_stage,
+            str(rows_that_fit),
+        )
+    console.print(table)
+    console.print(
+        "axes: data x fsdp x tensor. held: parameters and moments, on each device all the time. peak: with "
+        f"train.rows_per_device={config.train.rows_per_device}. rows: the largest that fits and that a minibatch can "
+        f"fill, of {config.train.row_tokens:,} tokens; 0: not even one fits."
+    )
+    return found
+
+
+def as_row(plan: Plan, rows_that_fit: int) -> dict[str, Any]:
+    """The plan's figures, for JSON."""
+    return {
+        "device": plan.setting.device,
+        "mesh": dict(plan.setting.mesh),
+        "rows_per_device": plan.rows_per_device,
+        "row_tokens": plan.row_tokens,
+        "resident": dict(plan.resident),
+        "stages": {name: dict(terms) for name, terms in plan.stages.items()},
+        "peak_stage": plan.peak_stage,
+        "peak_bytes": plan.peak_bytes,
+        "memory_bytes": plan.memory_bytes,
+        "largest_rows_per_device": rows_that_fit,
+    }
+
+
+def _checked_plan(config: ConfigDict, shape: Qwen3Config) -> tuple[Plan, int]:
+    setting, memory_bytes = setting_of(config)
+    check_mesh(config, setting.mesh, dataclasses.asdict(shape))
+    plan = make_plan(config, shape, setting, memory_bytes)
+    return plan, largest_rows(config, shape, setting, memory_bytes)
+
+
+def setting_of(config: ConfigDict) -> tuple[Setting, int | None]:
+    """What config.mesh describes, and the bytes of a device that JAX may use, None where that is not known.
+
+    Only what config.mesh leaves open is asked of the devices that are there.
+
+    Raises:
+      ConfigError: the devices cannot be arranged so.
+    """
+    mesh = config.mesh
+    here = [] if mesh.device and mesh.devices else jax.devices()
+    device = mesh.device or device_name(here[0].device_kind)
+    setting = Setting(device, fill_mesh({axis: mesh[axis] for axis in AXES}, mesh.devices or len(here)))
+    if here and (limit := (here[0].memory_stats() or {}).get("bytes_limit")):
+        return setting, limit
+    if device == "cpu":  # which all of its devices share
+        return setting, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // setting.num_devices
+    if not device:
+        return setting, None
+    share = DEVICES[device].jax_share
+    if share < 1:
+        share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", share))
+    return setting, int(share * (DEVICES[device].memory_bytes or 0))
+
+
+def _amount(size: int) -> str:
+    """In GB, or for tiny policies in MB."""
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

@@ -1,0 +1,1 @@
+"""Figures and a page of what runs and evaluations left behind."""

@@ -1,0 +1,39 @@
+"""Shows what training did, from runs and evaluations: figures, and one page that needs nothing else.
+
+    python -m poly_epo_jax.report FOLDER [FOLDER ...] [--output DIR] [--models NAME,NAME]
+
+FOLDER is a run (it may still be training) or an evaluation; several are shown side by side. Written are report.html and
+each figure as PNG and PDF, by default to FOLDER/report, or for several folders to report/ beside the first:
+  of runs         training_dynamics, comparison, pass_at_k, timeline
+  of evaluations  evaluation_pass_at_k, majority, branches, rollout_trees
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from poly_epo_jax.report.build import write_report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the command line (`sys.argv` if None) and returns the exit code: 2 if there is nothing to report on."""
+    parser = argparse.ArgumentParser("python -m poly_epo_jax.report", description="Report on runs and evaluations.")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run folder or an evaluation folder")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: report/ in or beside it")
+    parser.add_argument("--models", default="", metavar="NAME,NAME", help="models of the evaluations, in this order")
+    options = parser.parse_args(arguments)
+    folders = options.folders
+    default = (folders[0] if len(folders) == 1 else folders[0].resolve().parent) / "report"
+    models = [name for name in options.models.split(",") if name]
+    try:
+        page = write_report(folders, options.output or default, models)
+    except (OSError, ValueError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    print(f"report: {page}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

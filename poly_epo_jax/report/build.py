@@ -1,0 +1,119 @@
+"""Writes a report: reads the folders, draws the figures, fills the page."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
+from poly_epo_jax.report.charts import evaluation_sections, run_sections, timeline_sections
+from poly_epo_jax.report.evaluation_figures import Tree, lay_out_tree
+from poly_epo_jax.report.folders import Evaluation, Evaluations, Run, labels, read_folders
+from poly_epo_jax.report.page import (
+    evaluation_summaries,
+    fill_page,
+    final_values,
+    metrics_table,
+    results_tables,
+    run_summary,
+)
+from poly_epo_jax.report.samples import Collection, bound, evaluation_collection, run_collections
+from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
+
+MAX_SAMPLE_BYTES = 8_000_000
+TREE_ROLLOUTS = 12
+
+
+def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = ()) -> Path:
+    """Writes figures and page for the given folders to `output`, made if missing, and returns the page's path.
+
+    Raises:
+      ValueError: a folder is missing, holds neither run nor evaluation, or holds a damaged row.
+      OSError: `output` cannot be written.
+    """
+    runs, evaluations = read_folders(folders, models)
+    collections = [one for label, run in runs.items() for one in run_collections(label, run.folder)]
+    problem, of_evaluations, trees = _read_samples(evaluations)
+    collections, bounds = bound([*of_evaluations, *collections], MAX_SAMPLE_BYTES)
+
+    metrics = {label: run.metrics for label, run in runs.items()}
+    timelines = {label: run.timeline for label, run in runs.items()}
+    results = {name: {model: one.results for model, one in of.items()} for name, of in evaluations.items()}
+    tree_title = f"The first {TREE_ROLLOUTS} samples of {problem}, by their shared prefixes" if trees else ""
+    all_labels = labels(runs, evaluations)
+    output.mkdir(parents=True, exist_ok=True)
+    drawn = _draw(metrics, results, tree_title, trees, figures.styles(all_labels))
+    for name, figure in (drawn | {"timeline": timeline_figures.timeline(timelines)}).items():
+        if figure is not None:
+            figures.save(figure, output, name)
+
+    summaries = evaluation_summaries(results) if results else []
+    summaries += [run_summary(label, rows) for label, rows in metrics.items()]
+    body = {
+        "summaries": "\n".join(f"<li>{summary}</li>" for summary in summaries),
+        "results": results_tables(results, all_labels),
+        "metrics": _final_metrics(runs),
+    }
+    data = {
+        "sections": [
+            *evaluation_sections(results, tree_title, trees, all_labels),
+            *run_sections(metrics, all_labels),
+            *timeline_sections(timelines, all_labels),
+        ],
+        "collections": collections,
+        "bounds": vars(bounds),
+        "degenerate": DEGENERATE_CLUSTER,
+    }
+    page = output / "report.html"
+    title = " · ".join([*evaluations, *runs])
+    page.write_text(fill_page(title, body, data), encoding="utf-8", errors="replace")
+    return page
+
+
+def _draw(
+    metrics: figures.Runs,
+    results: evaluation_figures.Evaluations,
+    tree_title: str,
+    trees: dict[str, Tree],
+    looks: evaluation_figures.Looks,
+) -> dict[str, Figure | None]:
+    return {
+        "training_dynamics": figures.training_dynamics(metrics),
+        "pass_at_k": figures.pass_at_k(metrics),
+        "comparison": figures.comparison(metrics),
+        "evaluation_pass_at_k": evaluation_figures.pass_at_k(results, looks),
+        "majority": evaluation_figures.majority(results, looks),
+        "branches": evaluation_figures.branches(results, looks),
+        "rollout_trees": evaluation_figures.rollout_trees(tree_title, trees, looks),
+    }
+
+
+def _read_samples(evaluations: Evaluations) -> tuple[str | None, list[Collection], dict[str, Tree]]:
+    """The samples of every evaluation, and the trees of the first two models on a problem of the first benchmark."""
+    collections, trees, problem = [], {}, None
+    for place, (benchmark, models) in enumerate(evaluations.items()):
+        in_tree = list(models)[:2] if place == 0 else []
+        if in_tree:
+            problem = _sometimes_solved(models[in_tree[0]])
+        for model, evaluation in models.items():
+            problems = [row["problem"] for row in evaluation.results["per_problem"]]
+            wanted = problem if model in in_tree else None
+            collection, rollouts = evaluation_collection(
+                model, benchmark, evaluation.folder, problems, wanted, TREE_ROLLOUTS
+            )
+            if collection is not None:
+                collections.append(collection)
+            if rollouts:
+                trees[model] = lay_out_tree(*map(list, zip(*rollouts.values(), strict=True)))
+    return problem, collections, trees
+
+
+def _sometimes_solved(evaluation: Evaluation) -> str | None:
+    """The problem of which closest to half of the samples are right."""
+    rows = evaluation.results["per_problem"]
+    share = {row["problem"]: row["num_correct"] / max(row["num_samples"], 1) for row in rows}
+    return min(share, key=lambda problem: abs(share[problem] - 0.5), default=None)
+
+
+def _final_metrics(runs: dict[str, Run]) -> str:
+    return metrics_table({label: final_values(run.metrics + run.timing) for label, run in runs.items()}) if runs else ""

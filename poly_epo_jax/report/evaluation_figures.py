@@ -1,0 +1,246 @@
+"""The figures of an evaluation: what results.json holds in, a matplotlib figure out (paper §6.1).
+
+`Evaluations` maps benchmark and model label to the model's results on it. `looks` is what `figures.styles` gives for
+every label of the report, so that a model has one colour in all of its figures.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+from jaxtyping import Int
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
+
+from poly_epo_jax.metrics.branching import prefix_tree
+from poly_epo_jax.report import figures
+
+Results = Mapping[str, Any]
+Evaluations = Mapping[str, Mapping[str, Results]]
+Looks = Mapping[str, Mapping[str, Any]]
+
+RIGHT, WRONG = "#009E73", "#D55E00"
+_EDGE = "#8a8a8a"
+_PANEL = (3.4, 2.8)
+
+
+class Estimate(NamedTuple):
+    """A metric at k, with its 95% bounds where there are any."""
+
+    k: int
+    mean: float
+    low: float | None
+    high: float | None
+
+
+class Vote(NamedTuple):
+    """What a majority of k samples holds and how often it is right."""
+
+    k: int
+    share: Estimate
+    accuracy: Estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class Edge:
+    """A stretch of tokens from position `start` to `end`, drawn at height `row`, that `size` generations share."""
+
+    start: int
+    end: int
+    row: float
+    parent_row: float
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """The end of one generation: on its edge at height `edge_row`, drawn beside it at height `row`."""
+
+    generation: int
+    length: int
+    row: int
+    edge_row: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """The generations of one problem as a tree of shared prefixes, laid out in rows."""
+
+    edges: list[Edge]
+    leaves: list[Leaf]
+    correct: list[bool]
+
+
+def curve(results: Results, metric: str) -> list[Estimate]:
+    """metric@k by rising k."""
+    found = []
+    for name, value in results["metrics"].items():
+        stem, _, k = name.partition("@")
+        if stem == metric and k.isdigit():
+            found.append(estimate(int(k), value))
+    return sorted(found)
+
+
+def estimate(k: int, value: Mapping[str, Any]) -> Estimate:
+    """A metric of results.json."""
+    return Estimate(k, float(value["mean"]), _finite(value.get("low")), _finite(value.get("high")))
+
+
+def votes(results: Results) -> list[Vote]:
+    """Vote share and accuracy of the majority, by rising k."""
+    accuracy = {estimate.k: estimate for estimate in curve(results, "majority_accuracy")}
+    shares = curve(results, "majority_share")
+    return [Vote(share.k, share, accuracy[share.k]) for share in shares if share.k in accuracy]
+
+
+def pass_at_k(evaluations: Evaluations, looks: Looks) -> Figure | None:
+    """pass@k over k on a log2 axis, 95% intervals shaded. None without results."""
+
+    def draw(axes: Axes, results: Results, look: Mapping[str, Any]) -> None:
+        points = curve(results, "pass")
+        ks, means = [point.k for point in points], [point.mean for point in points]
+        marked = [place for place, k in enumerate(ks) if k.bit_count() == 1 or place == len(ks) - 1]
+        axes.plot(ks, means, **figures.MARKED, **look, markevery=marked)
+        bounded = [point for point in points if point.low is not None and point.high is not None]
+        ks, low, high = np.array([(point.k, point.low, point.high) for point in bounded], float).reshape(-1, 3).T
+        axes.fill_between(ks, low, high, color=look["color"], alpha=0.15, linewidth=0)
+
+    def finish(axes: Axes) -> None:
+        _log2(axes, "k (attempts)")
+        axes.set_ylabel("pass@k")
+
+    return _benchmark_panels(evaluations, looks, draw, finish)
+
+
+def majority(evaluations: Evaluations, looks: Looks) -> Figure | None:
+    """Accuracy of the majority of k samples over its share of the votes; lines begin on the right, at k = 1."""
+
+    def draw(axes: Axes, results: Results, look: Mapping[str, Any]) -> None:
+        points = votes(results)
+        axes.plot([p.share.mean for p in points], [p.accuracy.mean for p in points], **figures.MARKED, **look)
+        for point in points[-1:] if not axes.texts else ():  # the other lines end at the same k
+            place = (point.share.mean, point.accuracy.mean)
+            text = f"k = {point.k}"
+            note = axes.annotate(text, place, (0, 6), textcoords="offset points", ha="center", fontsize=8)
+            note.set(color=look["color"], path_effects=[withStroke(linewidth=2.5, foreground="white")])
+
+    def finish(axes: Axes) -> None:
+        axes.set_xlabel("majority's share of the votes")
+        axes.set_ylabel("majority@k accuracy")
+        axes.margins(x=0.1, y=0.15)
+
+    return _benchmark_panels(evaluations, looks, draw, finish)
+
+
+def branches(evaluations: Evaluations, looks: Looks) -> Figure | None:
+    """Mean active branches by token position on a log2 axis."""
+
+    def draw(axes: Axes, results: Results, look: Mapping[str, Any]) -> None:
+        means = results["branching"]["mean"]
+        axes.plot(range(1, len(means) + 1), means, linewidth=2.2, **look)
+
+    def finish(axes: Axes) -> None:
+        _log2(axes, "token position")
+        axes.set_ylabel("active branches (mean)")
+        axes.set_ylim(bottom=0)
+
+    return _benchmark_panels(evaluations, looks, draw, finish)
+
+
+def rollout_trees(title: str, trees: Mapping[str, Tree], looks: Looks) -> Figure | None:
+    """Rollout trees of one problem side by side; a leaf's colour and shape say whether it is right."""
+    if not trees:
+        return None
+    longest = max((leaf.length for tree in trees.values() for leaf in tree.leaves), default=1)
+    with matplotlib.rc_context(figures.STYLE):
+        figure = Figure(figsize=(_PANEL[0] * len(trees), 3.2), dpi=figures.DPI, layout="constrained")
+        for axes, (model, tree) in zip(figure.subplots(1, len(trees), squeeze=False).flat, trees.items(), strict=True):
+            _draw_tree(axes, tree)
+            axes.set_title(model, color=looks[model]["color"])
+            axes.set_xscale("function", functions=(np.log1p, np.expm1))
+            axes.set_xlim(0, longest * 1.3)
+            ticks = [0] + [4**power for power in range(int(math.log(max(longest, 1), 4)) + 1)]
+            axes.set_xticks(ticks, [str(tick) for tick in ticks])
+            axes.set_xlabel("token position")
+            axes.set_yticks([])
+            axes.spines["left"].set_visible(False)
+            axes.grid(False)
+        marks = [
+            Line2D([], [], color=RIGHT, marker="o", linestyle="", label="right"),
+            Line2D([], [], color=WRONG, marker="X", linestyle="", label="wrong"),
+        ]
+        figure.legend(handles=marks, loc="outside upper left", ncols=2, title=title, alignment="left")
+    return figure
+
+
+def lay_out_tree(token_ids: Sequence[Int[np.ndarray, "_"]], correct: Sequence[bool]) -> Tree:
+    """One row per generation, neighbours by their shared prefixes; an edge lies in the middle of its generations."""
+    order = sorted(range(len(token_ids)), key=lambda generation: token_ids[generation].tolist())
+    rows = {generation: row for row, generation in enumerate(order)}
+    root = (len(token_ids) - 1) / 2
+    edges: list[Edge] = []
+    ends = dict.fromkeys(rows, root)
+    for segment in prefix_tree(token_ids):
+        row = sum(rows[generation] for generation in segment.generations) / len(segment.generations)
+        parent_row = root if segment.parent is None else edges[segment.parent].row
+        edges.append(Edge(segment.start, segment.end, row, parent_row, len(segment.generations)))
+        ends |= dict.fromkeys(segment.generations, row)  # parents come first, so the last one stays
+    leaves = [Leaf(generation, len(token_ids[generation]), rows[generation], ends[generation]) for generation in order]
+    return Tree(edges, leaves, list(correct))
+
+
+def _draw_tree(axes: Axes, tree: Tree) -> None:
+    for edge in tree.edges:
+        width = 0.9 + 0.5 * math.log2(edge.size)
+        path = [(edge.start, edge.parent_row), (edge.start, edge.row), (edge.end, edge.row)]
+        axes.plot(*np.array(path, float).T, color=_EDGE, linewidth=width, solid_joinstyle="round")
+    for leaf in tree.leaves:
+        axes.plot([leaf.length] * 2, [leaf.edge_row, leaf.row], color=_EDGE, linewidth=0.9)
+        right = tree.correct[leaf.generation]
+        look: dict[str, Any] = {"color": RIGHT if right else WRONG, "marker": "o" if right else "X"}
+        axes.plot(leaf.length, leaf.row, markersize=6, markeredgecolor="white", markeredgewidth=0.6, zorder=3, **look)
+
+
+def _benchmark_panels(
+    evaluations: Evaluations,
+    looks: Looks,
+    draw: Callable[[Axes, Results, Mapping[str, Any]], None],
+    finish: Callable[[Axes], None],
+) -> Figure | None:
+    if not evaluations:
+        return None
+    num_columns = min(3, len(evaluations))
+    num_rows = -(-len(evaluations) // num_columns)
+    with matplotlib.rc_context(figures.STYLE):
+        size = (_PANEL[0] * num_columns, _PANEL[1] * num_rows)
+        figure = Figure(figsize=size, dpi=figures.DPI, layout="constrained")
+        panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+        for axes, (benchmark, models) in zip(panels, evaluations.items(), strict=False):
+            for model, results in models.items():
+                draw(axes, results, looks[model])
+            axes.set_title(benchmark)
+            finish(axes)
+        for axes in panels[len(evaluations) :]:
+            axes.remove()
+        present = {model for models in evaluations.values() for model in models}
+        figures.add_legend(figure, {label: look for label, look in looks.items() if label in present})
+    return figure
+
+
+def _log2(axes: Axes, label: str) -> None:
+    axes.set_xscale("log", base=2)
+    longest = max((float(np.max(np.asarray(line.get_xdata(), float), initial=1)) for line in axes.lines), default=1.0)
+    powers = range(int(math.log2(max(longest, 1))) + 1)
+    thinned = powers[:: -(-len(powers) // 7)]
+    axes.set_xticks([2**power for power in thinned], [str(2**power) for power in thinned])
+    axes.minorticks_off()
+    axes.set_xlabel(label)
+
+
+def _finite(value: int | float | None) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None

@@ -1,0 +1,127 @@
+"""What a report is made from: the folders of runs (see tracking.py) and of evaluations (see evaluation.py).
+
+A run folder holds metrics.jsonl; an evaluation folder holds results.json and samples.jsonl for each benchmark and
+model, in <benchmark>/<model>/.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from poly_epo_jax.timeline import Window
+from poly_epo_jax.tracking import METRICS, TIMELINE, TIMING, read_rows
+
+RESULTS = "results.json"
+Rows = list[dict[str, Any]]
+_COUNTS = ("num_problems", "num_samples")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run's folder, its rows of metrics.jsonl and timing.jsonl, and what was under way in each step, if it tells."""
+
+    folder: Path
+    metrics: Rows
+    timing: Rows
+    timeline: dict[int, Window]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """One model on one benchmark: its folder and what results.json holds."""
+
+    folder: Path
+    results: dict[str, Any]
+
+
+Evaluations = dict[str, dict[str, Evaluation]]
+"""By benchmark and model label."""
+
+
+def read_folders(folders: Sequence[Path], models: Sequence[str] = ()) -> tuple[dict[str, Run], Evaluations]:
+    """The runs by label, and the evaluations, both in the order of the folders.
+
+    Args:
+      models: which models of the evaluations, and in which order; none: all, by name.
+
+    Raises:
+      ValueError: a folder is missing or holds neither, a row or result is damaged, or a model is not there.
+    """
+    runs, evaluations = [], []
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder: name a run folder, with {METRICS}, or an evaluation folder.")
+        (evaluations if any(folder.glob(f"*/*/{RESULTS}")) else runs).append(folder)
+    return {label: _read_run(run) for label, run in _labels(runs).items()}, _read_evaluations(evaluations, models)
+
+
+def labels(runs: Mapping[str, Run], evaluations: Evaluations) -> list[str]:
+    """Each run and each model once, in the order that gives them their colours."""
+    return list(dict.fromkeys([*runs, *(model for models in evaluations.values() for model in models)]))
+
+
+def _labels(folders: Sequence[Path]) -> dict[str, Path]:
+    names = [folder.resolve().name for folder in folders]
+    return {
+        name if names.count(name) == 1 else str(folder): folder for name, folder in zip(names, folders, strict=True)
+    }
+
+
+def _read_run(folder: Path) -> Run:
+    rows = read_rows(folder / METRICS)
+    if not rows:
+        raise ValueError(
+            f"{folder} holds no logged step ({METRICS} is missing or empty) and no evaluation "
+            f"(BENCHMARK/MODEL/{RESULTS}): train or evaluate first."
+        )
+    return Run(folder, rows, read_rows(folder / TIMING), _read_timeline(folder / TIMELINE))
+
+
+def _read_timeline(path: Path) -> dict[int, Window]:
+    windows = {}
+    for row in read_rows(path):
+        try:
+            windows[row["step"]] = Window.read(row)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} does not tell what was under way in step {row['step']}: mend or delete it."
+            ) from error
+    return windows
+
+
+def _read_evaluations(folders: Sequence[Path], models: Sequence[str]) -> Evaluations:
+    found: dict[str, dict[str, Path]] = {}
+    for folder in folders:
+        for path in sorted(folder.glob(f"*/*/{RESULTS}")):
+            benchmark, model = path.parent.parent.name, path.parent.name
+            of_benchmark = found.setdefault(benchmark, {})
+            of_benchmark[model if model not in of_benchmark else f"{model} ({folder})"] = path.parent
+    known = sorted({model for of_benchmark in found.values() for model in of_benchmark})
+    unknown = [model for model in models if model not in known]
+    if unknown:
+        raise ValueError(f"No evaluation of the model {unknown[0]!r} is there: choose from {', '.join(known)}.")
+    ordered = {
+        benchmark: {
+            model: Evaluation(of_benchmark[model], _read_results(of_benchmark[model] / RESULTS))
+            for model in models or of_benchmark
+            if model in of_benchmark
+        }
+        for benchmark, of_benchmark in found.items()
+    }
+    return {benchmark: of_benchmark for benchmark, of_benchmark in ordered.items() if of_benchmark}
+
+
+def _read_results(path: Path) -> dict[str, Any]:
+    try:
+        results = json.loads(path.read_bytes())
+        means = [value["mean"] for value in results["metrics"].values()] + results["branching"]["mean"]
+        counts = [results[name] for name in _COUNTS] + [row["num_correct"] for row in results["per_problem"]]
+        _ = [row["problem"] for row in results["per_problem"]]
+        if not all(map(math.isfinite, means + counts)):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} does not hold the results of an evaluation: evaluate that model again.") from error
+    return results

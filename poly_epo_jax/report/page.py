@@ -1,0 +1,173 @@
+"""One HTML page that needs nothing else: no network, no other file, no script but its own.
+
+Everything that comes from a run or a model is text: escaped in the page, and in the data for the page's scripts, which
+only ever show it as text. The page forbids itself all else (Content-Security-Policy).
+"""
+
+import base64
+import hashlib
+import html
+import importlib.resources
+import json
+import re
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from poly_epo_jax.report import figures
+from poly_epo_jax.report.evaluation_figures import Estimate, Evaluations, Results, curve, estimate
+
+Rows = Sequence[Mapping[str, Any]]
+STEPS_AVERAGED = 10
+_SCRIPTS = ("charts.js", "browser.js")
+_COLUMNS = {  # the last k of a metric@k
+    "pass@1": "pass@1",
+    "pass": "pass@{k}",
+    "majority_accuracy": "majority of {k} right",
+    "majority_share": "its vote share",
+    "correct_clusters": "correct clusters of {k}",
+    "incorrect_clusters": "incorrect clusters of {k}",
+    "answer_entropy": "answer entropy",
+    "response_length": "tokens",
+}
+
+
+def fill_page(title: str, body: Mapping[str, str], data: Mapping[str, Any]) -> str:
+    """The page's text.
+
+    Args:
+      title: plain text.
+      body: HTML for the template's `summaries`, `results` and `metrics`.
+      data: what the scripts draw, ready for JSON.
+    """
+    style = _file("report.css")
+    script = "\n".join(map(_file, _SCRIPTS))
+    return string.Template(_file("report.html.template")).substitute(
+        title=html.escape(title),
+        policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}",
+        style=style,
+        script=script,
+        # "<" is all that could end a script element; it occurs in strings only, where \u003c means the same.
+        data=json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
+        **body,
+    )
+
+
+def run_summary(label: str, rows: Rows) -> str:
+    """One sentence on what training changed on held-out problems."""
+    steps, rewards = figures.series(rows, "eval/reward")
+    _, clusters = figures.series(rows, "eval/correct_clusters@8")
+    name = f"<b>{html.escape(label)}</b>"
+    if not len(steps):
+        return f"{name}: no evaluation up to step {rows[-1]['step']}."
+    changes = [f"held-out reward: {rewards[0]:.3f} → {rewards[-1]:.3f}"]
+    if len(clusters):
+        changes.append(f"distinct correct clusters of 8: {clusters[0]:.2f} → {clusters[-1]:.2f}")
+    return f"{name}: {', '.join(changes)}, from step {steps[0]} to step {steps[-1]}."
+
+
+def evaluation_summaries(evaluations: Evaluations) -> list[str]:
+    """A sentence on each model beside the first, as means over the benchmarks that have both."""
+    models = list(dict.fromkeys(model for of in evaluations.values() for model in of))
+    if len(models) == 1:
+        return [_beside(models[0], models[0], evaluations)]
+    return [_beside(models[0], other, evaluations) for other in models[1:]]
+
+
+def _beside(first: str, other: str, evaluations: Evaluations) -> str:
+    shared = {name: (of[first], of[other]) for name, of in evaluations.items() if first in of and other in of}
+    changes = []
+    for metric, name in (("pass", "pass@{k}"), ("correct_clusters", "distinct correct clusters of {k}")):
+        curves = [[{point.k: point.mean for point in curve(one, metric)} for one in pair] for pair in shared.values()]
+        ks = set.intersection(*(set(one) for pair in curves for one in pair)) if curves else set()
+        for k in sorted({min(ks), max(ks)} if metric == "pass" else {max(ks)}) if ks else ():
+            means = [sum(pair[side][k] for pair in curves) / len(curves) for side in (0, 1)]
+            values = [_value(metric, mean) for mean in means]
+            changes.append(f"{name.format(k=k)}: {' → '.join(values if first != other else values[:1])}")
+    name = f"<b>{html.escape(other)}</b>" + (f" instead of {html.escape(first)}" if first != other else "")
+    where = f"on {html.escape(next(iter(shared)))}" if len(shared) == 1 else f"means over {len(shared)} benchmarks"
+    return f"{name}: {', '.join(changes)}, {where}." if changes else f"{name}: nothing in common."
+
+
+def results_tables(evaluations: Evaluations, labels: Sequence[str]) -> str:
+    """A table per benchmark: a row per model, a metric with its interval per column."""
+    tables = []
+    for benchmark, models in evaluations.items():
+        cells = {model: _metrics_shown(results) for model, results in models.items()}
+        columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+        columns.sort(key=[name for row in cells.values() for name in row].index)
+        header = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+        lines = [f"<tr><th>model</th>{header}</tr>"]
+        for model, row in cells.items():
+            swatch = f'<span class="swatch look{labels.index(model) % 7}"></span>'
+            values = "".join(f"<td>{row.get(column, '-')}</td>" for column in columns)
+            lines.append(f"<tr><th>{swatch}{html.escape(model)}</th>{values}</tr>")
+        sizes = {(results["num_problems"], results["num_samples"]) for results in models.values()}
+        size = " or ".join(f"{problems} problems, {samples} samples each" for problems, samples in sorted(sizes))
+        tables.append(
+            f"<h3>{html.escape(benchmark)} <span class='muted'>{size}</span></h3>"
+            f"<div class='wide'><table class='results'>{''.join(lines)}</table></div>"
+        )
+    note = "<p class='muted'>Means over problems; below each its 95% bootstrap interval over problems.</p>"
+    return f"<section><h2>Results</h2>{''.join(tables)}{note}</section>" if tables else ""
+
+
+def metrics_table(finals: Mapping[str, Mapping[str, float]]) -> str:
+    """Every metric of every run at its end."""
+
+    def natural(metric: str) -> list[Any]:
+        words_and_numbers = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", metric)]
+        return [not metric.startswith("eval/"), "/" in metric, *words_and_numbers]
+
+    header = "".join(f"<th>{html.escape(label)}</th>" for label in finals)
+    lines = [f"<tr><th>metric</th>{header}</tr>"]
+    for metric in sorted({metric for values in finals.values() for metric in values}, key=natural):
+        cells = [f"{values[metric]:.4g}" if metric in values else "-" for values in finals.values()]
+        lines.append(f"<tr><td>{html.escape(metric)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    return (
+        "<section><h2>Final metrics of the runs</h2><p class='muted'>Held-out metrics are those of the last "
+        f"evaluation; all others are means over the last {STEPS_AVERAGED} steps that logged them.</p>"
+        f"<details><summary>All metrics</summary><div class='wide'><table>{''.join(lines)}</table></div></details>"
+        "</section>"
+    )
+
+
+def final_values(rows: Rows) -> dict[str, float]:
+    """Each metric at the end of a run: its last evaluation, or a mean over its last `STEPS_AVERAGED` steps."""
+    values = {}
+    for metric in {key for row in rows for key in row if key != "step"}:
+        _, logged = figures.series(rows, metric)
+        if len(logged):
+            values[metric] = float(logged[-1] if metric.startswith("eval/") else logged[-STEPS_AVERAGED:].mean())
+    return values
+
+
+def _metrics_shown(results: Results) -> dict[str, str]:
+    shown = {}
+    for metric, column in _COLUMNS.items():
+        if metric in results["metrics"]:
+            shown[column] = _cell(metric, estimate(1, results["metrics"][metric]))
+            continue
+        estimates = curve(results, metric)
+        if estimates and (metric != "pass" or estimates[-1].k > 1):
+            shown[column.format(k=estimates[-1].k)] = _cell(metric, estimates[-1])
+    return shown
+
+
+def _cell(metric: str, shown: Estimate) -> str:
+    _, mean, low, high = shown
+    interval = "" if low is None or high is None else f"{_value(metric, low)} to {_value(metric, high)}"
+    return f"{_value(metric, mean)}<span class='interval'>{interval}</span>"
+
+
+def _value(metric: str, value: float) -> str:
+    digits = 0 if metric == "response_length" else 2 if "clusters" in metric or "entropy" in metric else 3
+    return f"{value:.{digits}f}"
+
+
+def _file(name: str) -> str:
+    return importlib.resources.files("poly_epo_jax.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,181 @@
+"""What was under way when, in a run's steps: the windows of timeline.jsonl in, bars, a sentence and a figure out.
+
+`Windows` are a run's steps in their order (see `clock.Window`), which follow each other without a gap.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+from poly_epo_jax.report import figures
+from poly_epo_jax.timeline import Interval, Span, Window, alone_intervals, merge
+
+Windows = Mapping[int, Window]
+
+CONSECUTIVE = 4
+STAGES = {
+    "generate": "generation",
+    "grade": "grading",
+    "judge": "judging",
+    "exchange": "waiting for other hosts",
+    "advantages": "advantages",
+    "logprobs": "log-probabilities",
+    "update": "the update",
+    "sync": "weight sync",
+    "evaluate": "evaluation",
+    "checkpoint": "checkpointing",
+}
+"""In the order in which a batch passes through them, with their names in a sentence."""
+_CUT_APART = 2e-4  # seconds: what goes on from one step to the next was cut in two, and each end rounded
+_PALE, _GREY = 0.4, "#777777"
+
+
+class Bar(NamedTuple):
+    """A stage under way for the batch of `step`, and the parts of that in which it was the only one."""
+
+    stage: str
+    start: float
+    end: float
+    step: int
+    alone: list[Interval]
+
+
+@dataclasses.dataclass(frozen=True)
+class Excerpt:
+    """Consecutive steps: where each begins, in seconds from the first on, and the bars of every stage among them."""
+
+    starts: dict[int, float]
+    seconds: float
+    bars: list[Bar]
+
+    @property
+    def stages(self) -> list[str]:
+        """From top to bottom."""
+        found = dict.fromkeys(bar.stage for bar in self.bars)
+        return [stage for stage in STAGES if stage in found] + [stage for stage in found if stage not in STAGES]
+
+    @property
+    def title(self) -> str:
+        steps = list(self.starts)
+        return f"step {steps[0]}, of median length" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+    def is_odd(self, bar: Bar) -> bool:
+        """Takes turns with the step, so that neighbours are told apart."""
+        return (bar.step - next(iter(self.starts))) % 2 == 1
+
+
+def excerpts(windows: Windows) -> list[Excerpt]:
+    """The newest of the steps closest to the median length, and a few consecutive ones around it, if there are any."""
+    steps = list(windows)
+    if not steps:
+        return []
+    seconds = np.array([windows[step].seconds for step in steps])
+    off = np.abs(seconds - np.median(seconds))
+    place = len(steps) - 1 - int(np.argmin(off[::-1]))
+    first = max(0, min(place - 1, len(steps) - CONSECUTIVE))
+    several = steps[first : first + CONSECUTIVE]
+    return [_excerpt(windows, [steps[place]]), *([_excerpt(windows, several)] if len(several) > 1 else [])]
+
+
+def sentence(windows: Windows) -> str:
+    """Which stages take how much of a step, as medians: alone, which speeding them up wins for certain, and in all."""
+    several = list(windows.values())
+    length = float(np.median([window.seconds for window in several]))
+    alone = _largest([_shares(window, alone_intervals(window.spans)) for window in several])
+    in_all = _largest([_shares(window, _under_way(window)) for window in several])
+    overlap = float(np.median([_overlap(window) for window in several]))
+    parts = [
+        f"{name} {share}" if place else f"{name} alone takes {share} of it" for place, (name, share) in enumerate(alone)
+    ]
+    overlapping = f"for {overlap:.0%} two or more are under way" if overlap >= 0.005 else "nothing overlaps"
+    told = "; ".join([*([", ".join(parts)] if parts else []), overlapping])
+    if overlap >= 0.05:
+        told += f". Under way at all: {', '.join(f'{name} {share}' for name, share in in_all)}"
+    return f"A step takes {length:.3g} s (median of {len(several)}). {told[0].upper()}{told[1:]}."
+
+
+def timeline(runs: Mapping[str, Windows]) -> Figure | None:
+    """A run per row: a step of median length, and a few consecutive ones. None if no run has a timeline."""
+    drawn = {label: excerpts(windows) for label, windows in runs.items() if windows}
+    if not drawn:
+        return None
+    columns = max(map(len, drawn.values()))
+    with matplotlib.rc_context(figures.STYLE):
+        figure = Figure(figsize=(6.0 * columns, 3.2 * len(drawn)), dpi=figures.DPI, layout="constrained")
+        grid = figure.subplots(len(drawn), columns, squeeze=False)
+        looks = figures.styles(list(runs))
+        for row, (label, of_run) in zip(grid, drawn.items(), strict=True):
+            for axes, excerpt in zip(row, of_run, strict=False):
+                _draw(axes, excerpt, looks[label]["color"])
+                axes.set_title(f"{label}: {excerpt.title}" if len(drawn) > 1 else excerpt.title.capitalize())
+            for axes in row[len(of_run) :]:
+                axes.remove()
+        for axes in grid[-1][: len(list(drawn.values())[-1])]:
+            axes.set_xlabel("seconds")
+    return figure
+
+
+def _draw(axes: Axes, excerpt: Excerpt, colour: str) -> None:
+    stages = excerpt.stages
+    for bar in excerpt.bars:
+        full = np.array(to_rgb(_GREY if excerpt.is_odd(bar) else colour))
+        for parts, drawn in (([(bar.start, bar.end)], _PALE * full + 1 - _PALE), (bar.alone, full)):
+            spans = [(start, end - start) for start, end in parts]
+            place = stages.index(bar.stage) - 0.36, 0.72
+            axes.broken_barh(spans, place, facecolors=[drawn], edgecolors=[drawn], linewidth=0.5)
+    for start in list(excerpt.starts.values())[1:]:
+        axes.axvline(start, color="#888888", linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(stages)), stages)
+    axes.set_ylim(len(stages) - 0.5, -0.5)
+    axes.set_xlim(0, excerpt.seconds)
+    axes.grid(axis="y", visible=False)
+
+
+def _excerpt(windows: Windows, steps: list[int]) -> Excerpt:
+    starts, spans, at = {}, [], 0.0
+    for step in steps:
+        starts[step] = at
+        spans += [one._replace(start=at + one.start, end=at + one.end) for one in windows[step].spans]
+        at += windows[step].seconds
+    spans = merge(spans, _CUT_APART)
+    alone = alone_intervals(spans)
+    return Excerpt(starts, at, [Bar(*span, _parts(span, alone[span.stage])) for span in spans])
+
+
+def _parts(span: Span, alone: list[Interval]) -> list[Interval]:
+    return [
+        (max(start, span.start), min(end, span.end)) for start, end in alone if start < span.end and end > span.start
+    ]
+
+
+def _under_way(window: Window) -> dict[str, list[Interval]]:
+    """For each stage when it was under way, for whichever batch."""
+    found: dict[str, list[Interval]] = {}
+    for span in merge((one._replace(step=0) for one in window.spans), 0.0):
+        found.setdefault(span.stage, []).append((span.start, span.end))
+    return found
+
+
+def _overlap(window: Window) -> float:
+    """The share of the step in which two stages or more were under way."""
+    anything = Window(0.0, window.seconds, [one._replace(stage="anything") for one in window.spans])
+    together = sum(_shares(anything, _under_way(anything)).values(), 0.0)
+    return together - sum(_shares(window, alone_intervals(window.spans)).values(), 0.0)
+
+
+def _shares(window: Window, intervals: Mapping[str, list[Interval]]) -> dict[str, float]:
+    return {stage: sum((end - start for start, end in of), 0.0) / window.seconds for stage, of in intervals.items()}
+
+
+def _largest(shares: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
+    """The names and median shares of up to three stages that have at least 1%, the largest first."""
+    stages = dict.fromkeys(stage for of_step in shares for stage in of_step)
+    medians = {stage: float(np.median([of_step.get(stage, 0.0) for of_step in shares])) for stage in stages}
+    largest = sorted((stage for stage in stages if medians[stage] >= 0.01), key=lambda stage: -medians[stage])
+    return [(STAGES.get(stage, stage), f"{medians[stage]:.0%}") for stage in largest[:3]]

@@ -1,0 +1,1 @@
+"""The sampler inside the trainer."""

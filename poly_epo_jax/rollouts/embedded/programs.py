@@ -1,0 +1,170 @@
+"""What slots do on the device: start, take prompts in, decode until some are finished, be read."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from poly_epo_jax.model import decoding
+from poly_epo_jax.model.decoding import KVCache
+from poly_epo_jax.model.qwen3 import Qwen3Config
+from poly_epo_jax.model.sharding import ROWS
+from poly_epo_jax.rollouts.embedded.token_sampling import sample_tokens
+from poly_epo_jax.types import Params
+
+MAX_STEPS = 256  # of one call of `decode`: who waits for its end, to stop, does not wait long
+
+
+class SlotState(NamedTuple):
+    """Per slot [B]: `token` is the next one to be read, at `position`; `length` and `limit` count the response."""
+
+    active: jax.Array
+    seed: jax.Array
+    token: jax.Array
+    position: jax.Array
+    length: jax.Array
+    limit: jax.Array
+    tokens: jax.Array  # [B, T]
+    logprobs: jax.Array  # [B, T]
+    cache: KVCache
+
+
+def on_rows(state: SlotState) -> SlotState:
+    """Pins the layout, so that every program takes the state as the others leave it."""
+    heads = PartitionSpec(ROWS, "tensor")
+    cache = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, heads), state.cache)
+    rest = jax.tree.map(
+        lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS)), state._replace(cache=KVCache((), ()))
+    )
+    return rest._replace(cache=cache)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def start(config: Qwen3Config, num_slots: int, max_tokens: int, size: int) -> SlotState:
+    def zeros(dtype, *shape):
+        return jnp.zeros((num_slots, *shape), dtype)
+
+    return on_rows(
+        SlotState(
+            active=zeros(bool),
+            seed=zeros(jnp.uint32),
+            token=zeros(jnp.int32),
+            position=zeros(jnp.int32),
+            length=zeros(jnp.int32),
+            limit=zeros(jnp.int32),
+            tokens=zeros(jnp.int32, max_tokens),
+            logprobs=zeros(jnp.float32, max_tokens),
+            cache=decoding.init_cache(config, num_slots, size),
+        )
+    )
+
+
+@partial(jax.jit, static_argnames="size")
+def resize(state: SlotState, size: int) -> SlotState:
+    return on_rows(state._replace(cache=state.cache.resized(size)))
+
+
+prefill = jax.jit(decoding.prefill, static_argnums=0)
+
+
+@partial(jax.jit, donate_argnames="state")
+def insert(
+    state: SlotState,
+    prefilled: KVCache,
+    rows: Int[Array, "R"],
+    prompts: Int[Array, "R"],
+    seeds: UInt32[Array, "R"],
+    tokens: Int[Array, "R"],
+    positions: Int[Array, "R"],
+    limits: Int[Array, "R"],
+) -> SlotState:
+    """Lays prompts into slots, up to their last token, which is the first that decoding reads; a row B is none."""
+
+    def put(x: jax.Array, values: jax.Array | int | bool) -> jax.Array:
+        return x.at[rows].set(values, mode="drop")
+
+    return on_rows(
+        state._replace(
+            active=put(state.active, True),
+            seed=put(state.seed, seeds),
+            token=put(state.token, tokens),
+            position=put(state.position, positions),
+            length=put(state.length, 0),
+            limit=put(state.limit, limits),
+            cache=state.cache.with_rows(rows, prefilled, prompts),
+        )
+    )
+
+
+def next_token(
+    config: Qwen3Config,
+    weights: Params,
+    state: SlotState,
+    stop_ids: Int[Array, "S"],
+    *,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+) -> SlotState:
+    """One more token in every active slot."""
+    rows = jnp.arange(len(state.token))
+    logits, cache = decoding.decode(config, weights, state.token, state.position, state.cache)
+    token, logprob = sample_tokens(logits, state.seed, state.length, temperature=temperature, top_p=top_p, top_k=top_k)
+    place = jnp.where(state.active, state.length, state.tokens.shape[1])  # out of bounds: not written
+    length = state.length + state.active
+    stopped = (token[:, None] == stop_ids[None]).any(axis=1)
+    return state._replace(
+        active=state.active & ~stopped & (length < state.limit),
+        token=token,
+        position=state.position + state.active,
+        length=length,
+        tokens=state.tokens.at[rows, place].set(token, mode="drop"),
+        logprobs=state.logprobs.at[rows, place].set(logprob, mode="drop"),
+        cache=cache,
+    )
+
+
+@partial(
+    jax.jit,
+    static_argnames=("config", "turnover", "temperature", "top_p", "top_k"),
+    donate_argnames="state",
+)
+def decode(
+    config: Qwen3Config,
+    weights: Params,
+    state: SlotState,
+    stop_ids: Int[Array, "S"],
+    *,
+    turnover: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+) -> tuple[SlotState, Int[Array, "3 B"]]:
+    """Decodes until `turnover` more slots are finished, all are, or one has come to the cache's end.
+
+    Returns:
+      The state, and of each slot whether it is active, its length and its position.
+    """
+    size = state.cache.length
+    enough = jnp.maximum(state.active.sum() - turnover, 0)
+
+    def goes_on(carry: tuple[jax.Array, SlotState]) -> Bool[Array, ""]:
+        step, state = carry
+        fits = ~(state.active & (state.position >= size)).any()
+        return (state.active.sum() > enough) & fits & (step < MAX_STEPS)
+
+    def one_token(carry: tuple[jax.Array, SlotState]) -> tuple[jax.Array, SlotState]:
+        step, state = carry
+        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        return step + 1, next_token(config, weights, state, stop_ids, **sampling)
+
+    _, state = jax.lax.while_loop(goes_on, one_token, (jnp.zeros((), jnp.int32), state))
+    return on_rows(state), jnp.stack([state.active.astype(jnp.int32), state.length, state.position])
+
+
+@jax.jit
+def read(state: SlotState, rows: Int[Array, "R"]) -> tuple[Int[Array, "R T"], Float[Array, "R T"]]:
+    return state.tokens[rows], state.logprobs[rows]

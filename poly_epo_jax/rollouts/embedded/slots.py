@@ -1,0 +1,175 @@
+"""Continuous batching: a fixed number of slots decode side by side, and whoever is finished makes room for the next.
+
+The host only refills: it lays waiting generations into free slots, starts a loop on the device that ends once some
+slots are finished, and reads these. The cache is as long as the longest sequence under way needs, in a few sizes.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float, Int
+
+from poly_epo_jax.model.decoding import KVCache
+from poly_epo_jax.model.qwen3 import Qwen3Config
+from poly_epo_jax.rollouts.embedded import programs
+from poly_epo_jax.rollouts.embedded.programs import SlotState
+from poly_epo_jax.types import Params, Sampling
+
+CACHE_SIZES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of the longest sequence allowed; the decoding loop is compiled for each
+SHORT_CACHE = 64  # not worth several sizes
+TURNOVER = 8  # the decoding loop ends once one in so many slots is finished
+SHORTEST_PROMPT = 16  # prompts are padded to the next power of two, from here on
+
+
+class Request(NamedTuple):
+    """One generation: of which prompt, with which seed, at most how many tokens."""
+
+    prompt: int
+    seed: int
+    max_tokens: int
+
+
+class Finished(NamedTuple):
+    """What came of a request, by its place among the requests."""
+
+    request: int
+    token_ids: Int[np.ndarray, "T"]
+    logprobs: Float[np.ndarray, "T"]
+
+
+class Slots:
+    """Decodes requests in their order.
+
+    Args:
+      weights: `decoding.decoding_weights` of the policy.
+      prompts: the tokens of each.
+      num_slots: generations decoded at once; a multiple of the mesh's rows.
+      max_prompts: prompts whose keys and values are held at once, apart from the slots; likewise.
+      max_length: of the longest prompt and response together, over all calls: it decides what is compiled.
+    """
+
+    def __init__(
+        self,
+        config: Qwen3Config,
+        weights: Params,
+        mesh: Mesh,
+        stop_ids: Int[np.ndarray, "S"],
+        prompts: Sequence[Int[np.ndarray, "L"]],
+        requests: Sequence[Request],
+        sampling: Sampling,
+        num_slots: int,
+        max_prompts: int,
+        max_length: int,
+    ):
+        self._config, self._weights, self._mesh, self._stop_ids = config, weights, mesh, stop_ids
+        self._prompts, self._requests, self._sampling = prompts, requests, sampling
+        self._max_prompts = max_prompts
+        self._turnover = max(1, num_slots // TURNOVER)
+        self._prompt_size = max(SHORTEST_PROMPT, 1 << (max(map(len, prompts)) - 1).bit_length())
+        self._sizes = cache_sizes(max_length)
+        self._next = 0  # of the requests
+        self._owner = np.full(num_slots, -1)  # the request in each slot
+        self._position = np.zeros(num_slots, np.int64)
+        self._chunk, self._prefilled = -1, KVCache((), ())  # the prompts now held
+        self._state: SlotState | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._next == len(self._requests) and bool((self._owner < 0).all())
+
+    def advance(self) -> list[Finished]:
+        """Refills, decodes until some slots are finished, and empties these. Blocks."""
+        with jax.set_mesh(self._mesh):
+            state = self._refilled(self._fitted())
+            state, status = programs.decode(
+                self._config,
+                self._weights,
+                state,
+                self._stop_ids,
+                turnover=self._turnover,
+                temperature=self._sampling.temperature,
+                top_p=self._sampling.top_p,
+                top_k=self._sampling.top_k,
+            )
+            self._state = state
+            active, lengths, self._position = np.asarray(status)
+            rows = np.flatnonzero((self._owner >= 0) & (active == 0))
+            finished = []
+            for start in range(0, len(rows), self._turnover):
+                some = rows[start : start + self._turnover]
+                tokens, logprobs = jax.device_get(programs.read(state, self._padded(some)))
+                for row, ids, values in zip(some, tokens, logprobs, strict=False):
+                    length = lengths[row]
+                    finished.append(Finished(int(self._owner[row]), ids[:length].copy(), values[:length].copy()))
+        self._owner[rows] = -1
+        return sorted(finished)
+
+    def _fitted(self) -> SlotState:
+        """The state, its cache long enough for a while, and not longer than it has to be."""
+        starting = self._requests[self._next : self._next + int((self._owner < 0).sum())]
+        lengths = [*self._position[self._owner >= 0], *(len(self._prompts[request.prompt]) for request in starting)]
+        longest = max(lengths) + 1
+        room = self._sizes[0] // 2
+        size = next((size for size in self._sizes if size >= longest + room), self._sizes[-1])
+        if self._state is None:
+            return programs.start(self._config, len(self._owner), self._sampling.max_tokens, size)
+        present = self._state.cache.length
+        return programs.resize(self._state, size) if size < present or longest > present else self._state
+
+    def _refilled(self, state: SlotState) -> SlotState:
+        free = np.flatnonzero(self._owner < 0)
+        while len(free) and self._next < len(self._requests):
+            chunk = self._requests[self._next].prompt // self._max_prompts
+            if chunk != self._chunk:
+                self._chunk, self._prefilled = chunk, self._prefill(chunk)
+            end = self._next + min(len(free), self._turnover)
+            some = [r for r in self._requests[self._next : end] if r.prompt // self._max_prompts == chunk]
+            rows, free = free[: len(some)], free[len(some) :]
+            prompts = [self._prompts[request.prompt] for request in some]
+            state = programs.insert(
+                state,
+                self._prefilled,
+                self._padded(rows, filling=len(self._owner)),
+                prompts=self._padded([request.prompt % self._max_prompts for request in some]),
+                seeds=self._padded([request.seed for request in some], dtype=np.uint32),
+                tokens=self._padded([int(ids[-1]) for ids in prompts]),
+                positions=self._padded([len(ids) - 1 for ids in prompts]),
+                limits=self._padded([request.max_tokens for request in some]),
+            )
+            self._owner[rows] = np.arange(self._next, self._next + len(some))
+            self._next += len(some)
+        return state
+
+    def _prefill(self, chunk: int) -> KVCache:
+        prompts = self._prompts[chunk * self._max_prompts : (chunk + 1) * self._max_prompts]
+        tokens = np.zeros((self._max_prompts, self._prompt_size), np.int32)
+        valid = np.zeros(tokens.shape, bool)
+        for row, ids in enumerate(prompts):
+            tokens[row, : len(ids)], valid[row, : len(ids)] = ids, True
+        return programs.prefill(self._config, self._weights, tokens, valid)
+
+    def _padded(self, values: Sequence[int] | np.ndarray, filling: int = 0, dtype: type = np.int32) -> np.ndarray:
+        """As long as what is inserted and read at once."""
+        padded = np.full(self._turnover, filling, dtype)
+        padded[: len(values)] = values
+        return padded
+
+
+def capacity(mesh: Mesh, max_rows: int, num_requests: int, num_generations: int) -> tuple[int, int]:
+    """How many slots, and how many prompts held beside them, serve so many requests; every device gets its share."""
+    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+
+    def divisible(count: int) -> int:
+        return -(-count // rows) * rows
+
+    num_slots = divisible(min(max_rows, num_requests))
+    return num_slots, divisible(max(1, num_slots // num_generations))
+
+
+def cache_sizes(max_length: int) -> list[int]:
+    """The lengths, in tokens, that a cache may have."""
+    shares = CACHE_SIZES if max_length > SHORT_CACHE else CACHE_SIZES[-1:]
+    return sorted({min(max_length, -(-int(max_length * share) // 8) * 8) for share in shares})

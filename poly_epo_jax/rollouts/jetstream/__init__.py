@@ -1,0 +1,1 @@
+"""The embedded sampler's programs, driven by JetStream."""

@@ -1,0 +1,1 @@
+"""The sampler outside the trainer: SGLang servers."""

@@ -1,0 +1,267 @@
+"""Generations from SGLang servers: groups as they complete, from weights that are known to be the newest."""
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from poly_epo_jax.http_client import ServerError, backoff_seconds, describe, open_client
+from poly_epo_jax.rollouts.sglang.endpoints import Endpoint, find_out, served_model, wait_for
+from poly_epo_jax.rollouts.sglang.fleet import Fleet, Server
+from poly_epo_jax.rollouts.sglang.requests import ask, is_whole, request_body, tokens_and_logprobs
+from poly_epo_jax.rollouts.sglang.router import Router, Watch
+from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
+from poly_epo_jax.rollouts.tokens import encode_prompt, response_text
+from poly_epo_jax.timeline import waiting
+from poly_epo_jax.types import Generation, Group, Metrics, Params, Problem, Sampling
+
+MAX_ATTEMPTS = 8
+"""At one group; before each but the first, lost servers are waited for."""
+
+
+class SGLangRollouts:
+    """A client of one or several SGLang servers that serve the policy, or of routers in front of such.
+
+    Generations are drawn from weights of one version only: what a server wrote with others, or did not finish, is
+    drawn again with the same seed. (SGLang heeds the seeds where it runs with --enable-deterministic-inference.)
+
+    Args:
+      urls: where prompts are sent: servers, or a router, whose workers are then given the weights.
+      weights: which they are given; None: none, and generations are drawn from those that the servers have.
+      max_prompt_tokens: a longer prompt is refused.
+      max_rows: generations that one URL is given at once.
+      timeout_seconds: for the generations of one prompt, and for one weight update.
+      wait_seconds: how long to wait for a server that does not answer, at the start or later.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        weights: ServedWeights | None,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Sequence[int],
+        *,
+        max_prompt_tokens: int,
+        max_rows: int,
+        timeout_seconds: float,
+        wait_seconds: float,
+    ):
+        self.urls = [url.rstrip("/") for url in urls]
+        self.tokenizer = tokenizer
+        self.stop_ids = list(stop_ids)
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_rows = max_rows
+        self.timeout_seconds = timeout_seconds
+        self.wait_seconds = wait_seconds
+        self._weights = weights
+        self._adopted = ""
+        self._endpoints: dict[str, Endpoint] = {}
+        self._routers: dict[str, Router] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._lost_servers = self._drawn_again = 0
+
+    async def generate(
+        self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
+    ) -> AsyncIterator[Group]:
+        """Yields each problem's group as it completes.
+
+        Raises:
+          ValueError: a prompt is empty, or longer than `max_prompt_tokens`.
+          ServerError: no server is left, or one refuses a request.
+        """
+        prompts = [encode_prompt(self.tokenizer, problem, self.max_prompt_tokens) for problem in problems]
+        await self._find_out(self.urls)
+        if self._weights is None:
+            await self._adopt_weights()
+        watches = await self._watch_routers()
+        fleet = Fleet(self.urls, self.max_rows, functools.partial(self._revive, watches))
+        tasks = [
+            asyncio.create_task(self._group(fleet, problem, ids, num_generations, sampling))
+            for problem, ids in zip(problems, prompts, strict=True)
+        ]
+        batch = asyncio.create_task(_end(tasks, fleet, watches))
+        self._running.add(batch)
+        batch.add_done_callback(self._running.discard)
+        try:
+            for group in asyncio.as_completed(tasks):
+                yield await group
+        finally:
+            for task in tasks:
+                task.cancel()
+            await batch
+
+    async def update_weights(self, params: Params, version: int) -> None:
+        """Loads the weights into every server and makes sure that each generates from them, with an empty cache.
+
+        Generations that are under way keep the weights they began with, also on a server that comes back: the new
+        weights are prepared beside them, and sent when all are complete.
+
+        Raises:
+          ServerError: a server does not take them, or goes on with others.
+          OSError: they cannot be written.
+        """
+        if self._weights is None:
+            raise ValueError("These rollouts were opened to leave the servers' weights as they are; give them weights.")
+        await self._holders()  # who takes no weights is told before any are written
+        await asyncio.to_thread(self._weights.prepare, params, version)
+        with waiting():
+            while self._running:
+                await asyncio.wait(self._running)
+        await asyncio.to_thread(self._weights.switch, version)
+        holders = await self._holders()
+        await self._weights.send(holders)
+        for router in self._routers.values():
+            for url in holders:
+                await router.put_back(url)
+
+    def metrics(self) -> Metrics:
+        """What went wrong and was mended since the last call."""
+        counts = {"rollouts/lost_servers": self._lost_servers, "rollouts/drawn_again": self._drawn_again}
+        self._lost_servers = self._drawn_again = 0
+        return {name: float(count) for name, count in counts.items()}
+
+    def close(self) -> None:
+        for router in self._routers.values():
+            router.close()
+        if self._weights is not None:
+            self._weights.close()
+
+    async def _find_out(self, urls: Sequence[str]) -> None:
+        """Asks at each URL, once, what stands there."""
+        new = [url for url in urls if url not in self._endpoints]
+        for endpoint in await asyncio.gather(*(find_out(url, self.wait_seconds) for url in new)):
+            self._endpoints[endpoint.url] = endpoint
+            if endpoint.is_router:
+                self._routers[endpoint.url] = Router(endpoint.url, self.wait_seconds)
+
+    async def _holders(self) -> list[str]:
+        """The servers that hold weights: those of `urls`, and the workers behind its routers."""
+        await self._find_out(self.urls)
+        urls = [url for url in self.urls if url not in self._routers]
+        for router in self._routers.values():
+            urls += await router.workers()
+        await self._find_out(urls)
+        for url in urls:
+            if not self._endpoints[url].takes_weights:
+                raise ServerError(
+                    f"{url} has no /update_weights_from_disk (sglang-jax has none), so it can be evaluated but not "
+                    "trained over; train over SGLang servers, or with rollouts.name=embedded."
+                )
+        return urls
+
+    async def _adopt_weights(self) -> None:
+        """Takes the weights that the servers have for those to generate from."""
+        infos = await asyncio.gather(*(served_model(url) for url in self.urls))
+        found = {url: info.get("weight_version", "") for url, info in zip(self.urls, infos, strict=True)}
+        if len(set(found.values())) > 1:
+            raise ServerError(f"The servers serve different weights, {found}; evaluate one at a time.")
+        self._adopted = found[self.urls[0]]
+
+    async def _watch_routers(self) -> dict[str, Watch]:
+        """Takes out workers that are not current before they are asked, and goes on looking. One host does."""
+        watches = {}
+        if self._weights is not None and self._weights.is_sender:
+            for url, router in self._routers.items():
+                watches[url] = Watch(router, self._weights.is_current, self._mend)
+                await watches[url].start()
+        return watches
+
+    async def _mend(self, url: str) -> None:
+        assert self._weights is not None
+        self._lost_servers += 1
+        await self._weights.bring(url)
+
+    async def _revive(self, watches: Mapping[str, Watch], url: str) -> None:
+        """Returns when the server, or a worker behind the router, can be asked again and has the present weights."""
+        if url in watches:
+            await watches[url].look()
+        if url in self._routers:
+            await self._routers[url].wait_for_worker()
+        elif self._weights is not None:
+            await self._weights.bring(url)
+        else:
+            await wait_for(url, self.wait_seconds)
+
+    async def _group(
+        self,
+        fleet: Fleet,
+        problem: Problem,
+        prompt_ids: np.ndarray,
+        num_generations: int,
+        sampling: Sampling,
+    ) -> Group:
+        seeds = sampling.generation_seeds(problem, num_generations)
+        done: dict[int, Generation] = {}
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(backoff_seconds(attempt))
+            missing = [index for index in range(len(seeds)) if index not in done]
+            tokens = len(missing) * (len(prompt_ids) + sampling.max_tokens)
+            # A client for each group: what httpx takes for a request grows with the requests of its client.
+            async with fleet.lease(len(missing), tokens) as server, open_client(self.timeout_seconds) as client:
+                # A list costs the server less than a request each, but routers take none.
+                requests = [[index] for index in missing] if server.url in self._routers else [missing]
+                bodies = [
+                    request_body(prompt_ids, [seeds[index] for index in some], sampling, self.stop_ids)
+                    for some in requests
+                ]
+                answers = await asyncio.gather(
+                    *(ask(client, server.url, problem, body) for body in bodies), return_exceptions=True
+                )
+                for indices, answer in zip(requests, answers, strict=True):
+                    self._keep(fleet, server, done, indices, answer)
+            if len(done) == len(seeds):
+                return Group(problem, prompt_ids, tuple(done[index] for index in range(len(seeds))))
+        raise ServerError(
+            f"The servers {', '.join(self.urls)} failed {MAX_ATTEMPTS} times to generate for problem {problem.id}; see "
+            "their logs for why they die or abort."
+        )
+
+    def _keep(
+        self,
+        fleet: Fleet,
+        server: Server,
+        done: dict[int, Generation],
+        indices: Sequence[int],
+        answers: list[dict[str, Any]] | BaseException,
+    ) -> None:
+        """Adds whole generations from the present weights to `done`; the others will be drawn again."""
+        if isinstance(answers, httpx.HTTPError):
+            self._lose(fleet, server, describe(answers))
+            return
+        if isinstance(answers, BaseException):
+            raise answers
+        name = self._adopted if self._weights is None else self._weights.name
+        for index, answer in zip(indices, answers, strict=True):
+            version = answer["meta_info"].get("weight_version", "")
+            if version == name and is_whole(answer):
+                done[index] = self._generation(answer)
+                continue
+            self._drawn_again += 1
+            if version != name:
+                if self._weights is None:
+                    raise ServerError(f"{server.url} changed weights while they were generated from; begin anew.")
+                self._lose(fleet, server, f"it generates from weights {version} instead of {name}")
+
+    def _generation(self, answer: dict[str, Any]) -> Generation:
+        ids, logprobs = tokens_and_logprobs(answer)
+        reason = answer["meta_info"]["finish_reason"]["type"]
+        text = response_text(self.tokenizer, ids, reason == "stop")
+        version = 0 if self._weights is None else self._weights.version
+        return Generation(ids, logprobs, text, reason, version)
+
+    def _lose(self, fleet: Fleet, server: Server, why: str) -> None:
+        self._lost_servers += server.is_up
+        fleet.lost(server, why)
+
+
+async def _end(tasks: Sequence[asyncio.Task[Group]], fleet: Fleet, watches: Mapping[str, Watch]) -> None:
+    """Returns when all groups are complete or given up, and no server is brought back for them any more."""
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await fleet.close()
+    for watch in watches.values():
+        await watch.close()

@@ -1,0 +1,91 @@
+"""Several servers that share one batch: the least busy one is next, a lost one is waited for, nothing is given up."""
+
+import asyncio
+import dataclasses
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from poly_epo_jax.http_client import ServerError
+
+
+@dataclasses.dataclass(eq=False)
+class Server:
+    """A server and what it has been asked for and not answered yet."""
+
+    url: str
+    rows: int = 0  # generations
+    tokens: int = 0  # prompts and the longest that their generations may become
+    is_up: bool = True
+    failure: Exception | None = None  # why it was given up
+
+
+class Fleet:
+    """Who is asked next. Lives for one batch, in one event loop.
+
+    Args:
+      max_rows: generations that one server is given at once; the rest waits here, for whichever is free first.
+      revive: waits until a lost server can be asked again; raises to give it up.
+    """
+
+    def __init__(self, urls: Sequence[str], max_rows: int, revive: Callable[[str], Awaitable[None]]):
+        self._servers = [Server(url) for url in urls]
+        self._max_rows = max_rows
+        self._revive = revive
+        self._changed = asyncio.Condition()
+        self._revivals: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def lease(self, rows: int, tokens: int) -> AsyncIterator[Server]:
+        """The server with the fewest outstanding tokens, as soon as one has room.
+
+        Raises:
+          ServerError: every server has been given up.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._next(rows) or not self._hope())
+            server = self._next(rows)
+            if server is None:
+                failures = [one.failure for one in self._servers if one.failure is not None]
+                raise ServerError(f"No server is left to generate. {failures[-1]}") from failures[-1]
+            server.rows += rows
+            server.tokens += tokens
+        try:
+            yield server
+        finally:
+            server.rows -= rows
+            server.tokens -= tokens
+            async with self._changed:
+                self._changed.notify_all()
+
+    def lost(self, server: Server, why: str) -> None:
+        """Gives the server nothing more until it is revived."""
+        if server.is_up:
+            server.is_up = False
+            print(f"Lost the server {server.url}: {why}. Its prompts wait or go to others.", file=sys.stderr)
+            task = asyncio.create_task(self._bring_back(server))
+            self._revivals.add(task)
+            task.add_done_callback(self._revivals.discard)
+
+    async def close(self) -> None:
+        """Ends all waiting for lost servers."""
+        for task in self._revivals:
+            task.cancel()
+        await asyncio.gather(*self._revivals, return_exceptions=True)
+
+    def _next(self, rows: int) -> Server | None:
+        free = [one for one in self._servers if one.is_up and (not one.rows or one.rows + rows <= self._max_rows)]
+        return min(free, key=lambda one: one.tokens, default=None)
+
+    def _hope(self) -> bool:
+        return any(one.failure is None for one in self._servers)
+
+    async def _bring_back(self, server: Server) -> None:
+        try:
+            await self._revive(server.url)
+            server.is_up = True
+            print(f"The server {server.url} is back.", file=sys.stderr)
+        except Exception as failure:  # whatever it is, who waits for this server has to hear of it
+            server.failure = failure
+        async with self._changed:
+            self._changed.notify_all()

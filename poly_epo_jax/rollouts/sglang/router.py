@@ -1,0 +1,167 @@
+"""SGLang's router: who is behind it, and a worker that is dead or has other weights taken out until it is mended.
+
+The router by itself hides a death, as it asks another worker, and gives the dead one prompts again as soon as it is
+back, with whatever weights it was started with.
+"""
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import httpx
+
+from poly_epo_jax.http_client import ServerError, describe, open_client, wait_until_healthy
+
+WATCH_SECONDS = 1.0  # between two looks at the workers; no server starts in less
+CHANGE_SECONDS = 120.0  # for the router to do as it is told; it asks a new worker for a token first
+
+
+class Router:
+    """A client of the router's list of workers, which waits for the router where that does not answer."""
+
+    def __init__(self, url: str, wait_seconds: float):
+        self.url = url
+        self._wait_seconds = wait_seconds
+        self._out: dict[str, str] = {}  # URLs of the workers that were taken out, and the name of their model
+
+    async def workers(self) -> list[str]:
+        """URLs of the workers that are in, and of those that were taken out.
+
+        Raises:
+          ServerError: the router does not name them.
+        """
+        await self._wait("health")
+        return list(self._out | dict.fromkeys(await self._listed()))
+
+    async def wait_for_worker(self) -> None:
+        """Returns once the router has a worker to give prompts to.
+
+        Raises:
+          ServerError: it had none for too long.
+        """
+        await self._wait("readiness")
+
+    def is_out(self, url: str) -> bool:
+        return url in self._out
+
+    async def take_out(self, url: str) -> None:
+        """Returns once the router gives the worker nothing more.
+
+        Raises:
+          ServerError: the router does not do it.
+        """
+        worker = (await self._listed()).get(url)
+        if worker is not None:
+            self._out[url] = worker["model_id"]  # first, that it is put back whatever happens
+            await self._request("DELETE", f"/workers/{worker['id']}")
+            await self._until(url, is_in=False)
+
+    async def put_back(self, url: str) -> None:
+        """Returns once the router gives a worker that was taken out prompts again; leaves others as they are.
+
+        Raises:
+          ServerError: the router does not do it.
+        """
+        if url in self._out:
+            await self._request("POST", "/workers", {"url": url, "model_id": self._out[url]})
+            await self._until(url, is_in=True)
+            self._out.pop(url, None)
+
+    def close(self) -> None:
+        """Leaves the router with the workers that it had; those that are dead it takes in once they answer."""
+        while self._out:
+            url, model = self._out.popitem()
+            try:
+                httpx.post(f"{self.url}/workers", json={"url": url, "model_id": model}, trust_env=False)
+            except httpx.HTTPError as error:
+                print(f"The worker {url} is still out of the router {self.url}: {describe(error)}.", file=sys.stderr)
+
+    async def _wait(self, endpoint: str) -> None:
+        await wait_until_healthy(f"{self.url}/{endpoint}", self._wait_seconds, f"SGLang router {self.url}")
+
+    async def _listed(self) -> dict[str, dict[str, str]]:
+        return {worker["url"]: worker for worker in (await self._request("GET", "/workers"))["workers"]}
+
+    async def _until(self, url: str, is_in: bool) -> None:
+        deadline = time.monotonic() + CHANGE_SECONDS
+        while (url in await self._listed()) != is_in:
+            if time.monotonic() > deadline:
+                verb = "take in" if is_in else "give up"
+                raise ServerError(f"The router {self.url} did not {verb} {url} in {CHANGE_SECONDS:.0f} s; see its log.")
+            await asyncio.sleep(0.1)
+
+    async def _request(self, method: str, path: str, body: dict[str, str] | None = None) -> dict[str, list]:
+        try:
+            async with open_client(10.0) as client:
+                return (await client.request(method, f"{self.url}{path}", json=body)).raise_for_status().json()
+        except httpx.HTTPError as error:
+            raise ServerError(f"The router {self.url} is in trouble: {method} {path}: {describe(error)}.") from error
+
+
+class Watch:
+    """Keeps a router's workers current. Lives for one batch, in one event loop.
+
+    Args:
+      is_current: whether a worker answers and has the present weights.
+      mend: returns once it does; raises to give it up for this batch.
+    """
+
+    def __init__(
+        self, router: Router, is_current: Callable[[str], Awaitable[bool]], mend: Callable[[str], Awaitable[None]]
+    ):
+        self._router, self._is_current, self._mend = router, is_current, mend
+        self._mending: dict[str, asyncio.Task[None]] = {}
+        self._looking = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Looks once, and then again and again.
+
+        Raises:
+          ServerError: the router is in trouble.
+        """
+        await self.look()
+        self._task = asyncio.create_task(self._look_for_ever())
+
+    async def look(self) -> None:
+        """Takes out every worker that is not current; it is put back as soon as it is.
+
+        Raises:
+          ServerError: the router is in trouble.
+        """
+        async with self._looking:
+            urls = [url for url in await self._router.workers() if url not in self._mending]
+            current = await asyncio.gather(*(self._is_current(url) for url in urls))
+            for url, good in zip(urls, current, strict=True):
+                if not good:
+                    await self._router.take_out(url)
+                if self._router.is_out(url):
+                    print(f"The worker {url} is out of the router until it has the present weights.", file=sys.stderr)
+                    self._mending[url] = asyncio.create_task(self._bring_back(url))
+
+    async def close(self) -> None:
+        """Ends all looking and mending; workers that are out by then stay out."""
+        tasks = [*self._mending.values(), *([self._task] if self._task else [])]
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            with contextlib.suppress(ServerError):  # those who send the router prompts find out as well
+                await self.look()
+
+    async def _bring_back(self, url: str) -> None:
+        try:
+            await self._mend(url)
+            await self._router.put_back(url)
+        except Exception as failure:  # whatever it is, it ends nothing but the mending
+            print(f"The worker {url} stays out of the router: {failure}", file=sys.stderr)
+        else:
+            print(f"The worker {url} is back behind the router.", file=sys.stderr)
+            del self._mending[url]

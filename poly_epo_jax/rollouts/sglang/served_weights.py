@@ -1,0 +1,132 @@
+"""The weights that servers generate from: which they are, and how every server gets the present ones."""
+
+import asyncio
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+
+import httpx
+
+from poly_epo_jax.http_client import ServerError, backoff_seconds, describe, open_client
+from poly_epo_jax.parallel import hosts
+from poly_epo_jax.rollouts.sglang.endpoints import served_model, wait_for
+from poly_epo_jax.rollouts.sglang.weight_sync import WeightSync, post
+from poly_epo_jax.types import Params
+
+MAX_ATTEMPTS = 8
+"""At one weight update; each failed one waits for the server to answer again."""
+PROBE_TOKENS = 128
+"""Length of the prompt with which a server is checked, where prompts may be so long."""
+LOOK_SECONDS = 0.5  # between two looks whether another host's weights have arrived
+
+
+class ServedWeights:
+    """One version of the policy, by a name that no other run gives, and servers brought to it.
+
+    Args:
+      sync: how weights are sent; None: another host sends them to the same servers, and this one waits until they have
+        them. All hosts must then be done with their generations before any calls `send`.
+      max_prompt_tokens: the longest prompt that the servers are ever given.
+      timeout_seconds: for one weight update.
+      wait_seconds: how long to wait for a server that does not answer.
+    """
+
+    def __init__(self, sync: WeightSync | None, max_prompt_tokens: int, timeout_seconds: float, wait_seconds: float):
+        self.version = 0
+        self._sync = sync
+        self._probe_tokens = min(PROBE_TOKENS, max_prompt_tokens)
+        self._timeout_seconds = timeout_seconds
+        self._wait_seconds = wait_seconds
+        # Two runs that update the same server by mistake notice each other by this word; all hosts say the same.
+        self._run = hosts.on_first(lambda: secrets.token_hex(4))
+
+    @property
+    def name(self) -> str:
+        """What the servers call the present weights."""
+        return f"{self._run}-{self.version}"
+
+    def prepare(self, params: Params, version: int) -> None:
+        """Readies weights; until `switch`, servers are brought to the present ones."""
+        if self._sync is not None:
+            self._sync.prepare(params, f"{self._run}-{version}")
+
+    def switch(self, version: int) -> None:
+        """Makes the prepared weights the present ones."""
+        self.version = version
+        if self._sync is not None:
+            self._sync.switch()
+
+    def close(self) -> None:
+        """Frees what is held."""
+        if self._sync is not None:
+            self._sync.close()
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether it is this process that gives them to the servers."""
+        return self._sync is not None
+
+    async def is_current(self, url: str) -> bool:
+        """Whether the server answers, and has the present weights."""
+        try:
+            return (await served_model(url))["weight_version"] == self.name
+        except httpx.HTTPError:
+            return False
+
+    async def bring(self, url: str) -> None:
+        """Returns once the server has the present weights, whatever it was started with.
+
+        Raises:
+          ServerError: it does not answer, or does not take them.
+        """
+        await wait_for(url, self._wait_seconds)
+        if not await self.is_current(url):
+            await self.send([url])
+
+    async def send(self, urls: Sequence[str]) -> None:
+        """Pauses the servers, loads the present weights into them, lets them go on, and checks that they use them.
+
+        Raises:
+          ServerError: one does not take them, or goes on with others; or is not given them by the other host.
+        """
+        if self._sync is None:
+            await asyncio.gather(*(self._arrive(url) for url in urls))
+            return
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            await asyncio.gather(*(wait_for(url, self._wait_seconds) for url in urls))
+            try:
+                async with open_client(self._timeout_seconds) as client:
+                    await asyncio.gather(*(post(client, url, "pause_generation", {"mode": "abort"}) for url in urls))
+                    await self._sync.send(client, urls)
+                    await asyncio.gather(*(post(client, url, "continue_generation", {}) for url in urls))
+                    await asyncio.gather(*(self._check(client, url) for url in urls))
+                return
+            except httpx.HTTPError as error:
+                print(f"The weight update of {', '.join(urls)} broke off: {describe(error)}.", file=sys.stderr)
+                await asyncio.sleep(backoff_seconds(attempt))
+        raise ServerError(f"The weights could not be sent to {', '.join(urls)}, {MAX_ATTEMPTS} times in a row.")
+
+    async def _arrive(self, url: str) -> None:
+        deadline = time.monotonic() + self._timeout_seconds
+        while not await self.is_current(url):
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"{url} was not given the weights {self.name} in {self._timeout_seconds:g} s by the first host, "
+                    "which sends them; see its log, or raise rollouts.timeout_seconds."
+                )
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _check(self, client: httpx.AsyncClient, url: str) -> None:
+        """Asks for one token after a prompt that every earlier check has left in the cache."""
+        body = {"input_ids": [0] * self._probe_tokens, "sampling_params": {"max_new_tokens": 1}}
+        info = (await post(client, url, "generate", body))["meta_info"]
+        if info["weight_version"] != self.name:
+            raise ServerError(
+                f"{url} generates from weights {info['weight_version']} after an update to {self.name}; see whether "
+                "another run updates it."
+            )
+        if info["cached_tokens"]:
+            raise ServerError(
+                f"{url} kept the cache of its old weights through an update to {self.name}; start it again."
+            )

@@ -1,0 +1,216 @@
+"""Two ways to hand a policy's weights to SGLang servers: as a folder on disk, or as tensors."""
+
+import asyncio
+import base64
+import dataclasses
+import hashlib
+import io
+import pickle
+import shutil
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import httpx
+from safetensors import SafetensorError
+
+from poly_epo_jax.http_client import ServerError
+from poly_epo_jax.model import hf
+from poly_epo_jax.model.qwen3 import Qwen3Config
+from poly_epo_jax.types import Params
+
+BUCKET_BYTES = 10**9
+METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
+
+
+@runtime_checkable
+class WeightSync(Protocol):
+    """Holds the present weights in the form that servers take, so that one which comes back can be given them again."""
+
+    def prepare(self, params: Params, version: str) -> None:
+        """Readies weights to be called `version`; servers may still generate from the present ones, and come back."""
+        ...
+
+    def switch(self) -> None:
+        """From here on `send` sends the prepared weights."""
+        ...
+
+    async def send(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
+        """Loads the present weights into the paused servers, whose caches are flushed.
+
+        Raises:
+          ServerError: a server did not take them.
+          httpx.HTTPError: the connection to one failed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees what is held."""
+        ...
+
+
+class DiskSync:
+    """Writes a Hugging Face folder that every server reads: under /dev/shm on one host, on a shared disk for several.
+
+    Args:
+      folder: versions are written below it, in a folder of this run's own, which is emptied now.
+      run: what tells this run's folder from other runs'.
+    """
+
+    def __init__(self, folder: Path, run: str, config: Qwen3Config, dtype: str):
+        self._folder = folder.absolute() / hashlib.sha256(run.encode()).hexdigest()[:12]
+        self._config, self._dtype = config, dtype
+        self._version = self._prepared = ""
+        self._outdated: list[str] = []
+        self.close()
+
+    def prepare(self, params: Params, version: str) -> None:
+        """Writes `version` whole, beside the present one.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        try:
+            hf.save_pretrained(self._folder / version, params, self._config, dtype=self._dtype)
+        except (OSError, SafetensorError) as error:
+            raise OSError(
+                f"The weights cannot be written to {self._folder} ({error}); make room there, or set "
+                "rollouts.weights_dir to a folder with room for two versions."
+            ) from error
+        self._prepared = version
+
+    def switch(self) -> None:
+        self._outdated += [self._version] if self._version else []
+        self._version = self._prepared
+
+    async def send(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
+        body = {"model_path": str(self._folder / self._version), "weight_version": self._version, "flush_cache": True}
+        await asyncio.gather(*(post(client, url, "update_weights_from_disk", body) for url in urls))
+        while self._outdated:  # only now, for a server that had just come back may have been reading it
+            await asyncio.to_thread(shutil.rmtree, self._folder / self._outdated.pop())
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class TensorSync:
+    """Sends flattened buckets of tensors: handles of CUDA memory where the weights lie on a GPU, else the bytes.
+
+    A handle is good for servers on this host that see the trainer's first GPU under the same number; servers must not
+    be data parallel. Holds one copy of the weights: the device need not have room for two, so all is done by `switch`.
+
+    Args:
+      tensor_parallel: ranks of each server, which all get the same payload.
+
+    Raises:
+      ImportError: torch is not installed.
+    """
+
+    def __init__(self, config: Qwen3Config, dtype: str, tensor_parallel: int):
+        try:
+            import torch  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise ImportError("rollouts.weight_sync=tensor needs torch; install it, or choose disk.") from None
+        self._torch: Any = torch
+        self._config, self._dtype, self._ranks = config, dtype, tensor_parallel
+        self._metadata = _metadata_class()
+        self._version = ""
+        self._prepared: tuple[Params, str] = {}, ""
+        self._buckets: list[Any] = []  # kept while a server may still open the handles to them
+
+    def prepare(self, params: Params, version: str) -> None:
+        self._prepared = params, version
+
+    def switch(self) -> None:
+        self._buckets = []
+        (params, self._version), self._prepared = self._prepared, ({}, "")
+        self._buckets = list(self._make_buckets(params))
+
+    async def send(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
+        # A trainer that died may have left its update open; where none did, the server just says so.
+        await asyncio.gather(*(client.post(f"{url}/end_weight_update", json={}) for url in urls))
+        await asyncio.gather(*(post(client, url, "begin_weight_update", {"selector": "all"}) for url in urls))
+        try:
+            for number, bucket in enumerate(self._buckets, start=1):
+                is_last = number == len(self._buckets)
+                payload = base64.b64encode(self._pickle(bucket)).decode()
+                body = {
+                    "serialized_named_tensors": [payload] * self._ranks,
+                    "load_format": "flattened_bucket",
+                    "flush_cache": is_last,
+                } | ({"weight_version": self._version} if is_last else {})
+                await asyncio.gather(*(post(client, url, "update_weights_from_tensor", body) for url in urls))
+        finally:
+            await asyncio.gather(*(post(client, url, "end_weight_update", {}) for url in urls))
+
+    def close(self) -> None:
+        self._buckets = []
+
+    def _make_buckets(self, params: Params) -> Iterator[dict[str, Any]]:
+        tensors, size = [], 0
+        for name, array in hf.exported_tensors(params, self._config, self._dtype):
+            tensor = self._torch.from_dlpack(array)
+            if tensors and size + tensor.nbytes > BUCKET_BYTES:
+                yield self._flatten(tensors)
+                tensors, size = [], 0
+            tensors.append((name, tensor))
+            size += tensor.nbytes
+        yield self._flatten(tensors)
+
+    def _flatten(self, tensors: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        metadata, parts, start = [], [], 0
+        for name, tensor in tensors:
+            flat = tensor.contiguous().flatten().view(self._torch.uint8)
+            end = start + flat.numel()
+            metadata.append(self._metadata(name, tensor.shape, tensor.dtype, start, end, flat.numel()))
+            parts.append(flat)
+            start = end
+        # Concatenating also copies: a handle can be made of memory that torch owns, not of JAX's.
+        return {"flattened_tensor": self._torch.cat(parts), "metadata": metadata}
+
+    def _pickle(self, bucket: dict[str, Any]) -> bytes:
+        if not bucket["flattened_tensor"].is_cuda:
+            return pickle.dumps(bucket)
+        buffer = io.BytesIO()
+        ForkingPickler(buffer).dump(bucket)
+        return buffer.getvalue()
+
+
+def _metadata_class() -> type:
+    """The class that describes a tensor of a bucket, under the name by which SGLang unpickles its own."""
+
+    @dataclasses.dataclass
+    class FlattenedTensorMetadata:
+        name: str
+        shape: Any
+        dtype: Any
+        start_idx: int
+        end_idx: int
+        numel: int
+
+    FlattenedTensorMetadata.__module__, FlattenedTensorMetadata.__qualname__ = (
+        METADATA_MODULE,
+        "FlattenedTensorMetadata",
+    )
+    parts = METADATA_MODULE.split(".")
+    for i in range(1, len(parts) + 1):
+        name = ".".join(parts[:i])
+        sys.modules.setdefault(name, types.ModuleType(name))
+    sys.modules[METADATA_MODULE].FlattenedTensorMetadata = FlattenedTensorMetadata  # pyright: ignore
+    return FlattenedTensorMetadata
+
+
+async def post(client: httpx.AsyncClient, url: str, endpoint: str, body: dict[str, Any]) -> Any:
+    """The JSON answer to a control request.
+
+    Raises:
+      ServerError: the server refused; the message carries what it said.
+      httpx.HTTPError: the connection failed.
+    """
+    response = await client.post(f"{url}/{endpoint}", json=body)
+    if response.status_code != 200 or response.json().get("success") is False:
+        raise ServerError(f"{url}/{endpoint} failed ({response.status_code}): {response.text.strip()[:500]}")
+    return response.json()

@@ -1,0 +1,80 @@
+"""The bench command on a tiny configuration: every stage, sound figures, and one sentence where it cannot run."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from configs import polaris, polynomial
+from poly_epo_jax.bench import __main__ as bench
+from poly_epo_jax.bench.stages import make_workload
+
+TINY = {
+    "train.prompts_per_batch": 4,
+    "train.prompts_per_minibatch": 2,
+    "train.num_generations": 4,
+    "algo.set_size": 2,
+    "train.rows_per_device": 2,
+    "rollouts.max_rows": 8,
+    "base.hidden_size": 16,
+    "base.mlp_size": 32,
+    "mesh.fsdp": 1,
+}
+
+
+def tiny_config(**changes):
+    config = polynomial.get_config()
+    config.update_from_flattened_dict(TINY | changes)
+    return config
+
+
+@pytest.fixture
+def small_ceilings(monkeypatch):
+    """The measured ones take seconds; here only arithmetic with them matters."""
+    monkeypatch.setattr(bench, "measure_ceilings", lambda dtype: bench.Ceilings(1e9, 1e9))
+
+
+def figures(config, tmp_path):
+    bench.run(config, tmp_path / "bench.json")
+    return json.loads((tmp_path / "bench.json").read_text())
+
+
+def test_every_stage_of_a_run_with_the_embedded_sampler(small_ceilings, tmp_path, capsys):
+    found = figures(tiny_config(), tmp_path)
+    stages = {stage["name"]: stage for stage in found["stages"]}
+    assert list(stages) == ["generate", "logprobs", "gradient", "optimizer"]
+    for stage in stages.values():
+        assert stage["seconds"] > 0 and stage["device_bytes"] > 0
+        floor = max(stage["flops"], stage["moved_bytes"]) / 1e9
+        assert stage["floor_seconds"] == pytest.approx(floor)
+        assert stage["bound"] == ("arithmetic" if stage["flops"] >= stage["moved_bytes"] else "memory")
+    # The second of two equal minibatches needs old log-probabilities: half a forward pass beside three for gradients.
+    assert stages["logprobs"]["flops"] == pytest.approx(stages["gradient"]["flops"] / 6)
+    assert found["setting"]["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1}
+    assert "gradient" in capsys.readouterr().out
+
+
+def test_weights_for_servers_are_written_and_removed(small_ceilings, tmp_path):
+    changes = {"rollouts.name": "sglang", "rollouts.urls": "http://127.0.0.1:1", "judge.name": "exact"}
+    found = figures(tiny_config(**changes, **{"rollouts.weights_dir": str(tmp_path / "weights")}), tmp_path)
+    assert [stage["name"] for stage in found["stages"]] == ["logprobs", "gradient", "optimizer", "write weights"]
+    assert found["stages"][-1]["moved_bytes"] > 0
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_the_papers_batch_packs_with_less_than_five_percent_padding():
+    """512 sequences a minibatch, their lengths log-normal, in rows of 16,384 tokens, four to a microbatch."""
+    workload = make_workload(polaris.get_config(), vocab_size=100, num_rows=4)
+    assert [len(workload.response_lengths), len(workload.minibatches)] == [1024, 2]
+    assert 0.35 * 4096 < workload.response_lengths.mean() < 0.45 * 4096
+    assert np.percentile(workload.response_lengths, 99) > 2 * workload.response_lengths.mean()
+    assert workload.pad_share < 0.05
+
+
+def test_a_mesh_that_does_not_fit_is_one_sentence():
+    command = [sys.executable, "-m", "poly_epo_jax.bench", "--config=configs/polynomial.py", "--config.mesh.tensor=3"]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert outcome.returncode == 1
+    assert outcome.stderr.strip().splitlines()[-1].startswith("Error: mesh.")

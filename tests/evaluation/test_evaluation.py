@@ -1,0 +1,239 @@
+"""Evaluations: what is on disk, whatever broke them off, and numbers that a few samples give by hand."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import LETTERS, TINY, ByLetter, LetterJudge, group, tiny_params, until
+
+from configs import polaris, polynomial
+from poly_epo_jax.evaluation.benchmarks import BENCHMARKS, open_benchmark
+from poly_epo_jax.evaluation.samples import SAMPLES, draw_samples, open_folder, read_samples, results
+from poly_epo_jax.model import hf
+from poly_epo_jax.tasks import PolynomialTask
+from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
+from poly_epo_jax.types import Group, Problem, Sampling, Voting
+
+ROOT = Path(__file__).parents[2]
+PROBLEMS = [Problem(f"problem {i}", f"{i}:", "a") for i in range(9)]
+
+
+class VotedLetters(ByLetter):
+    """Letters are answers; b and c are one vote, d is none."""
+
+    def answer(self, problem: Problem, text: str) -> str | None:
+        return None if text == "d" else text
+
+    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
+        return {first, second} <= {"b", "c"}
+
+
+class SeededLetters:
+    """Letters that follow from the generation's seed, and an end once some groups are on disk."""
+
+    def __init__(self, groups_before_death: int = 10**9):
+        self.left = groups_before_death
+        self.asked: list[str] = []
+        self.told: list[int] = []  # how many problems are complete
+
+    async def generate(
+        self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
+    ) -> AsyncIterator[Group]:
+        for problem in problems:
+            if self.left == 0:
+                await until(lambda: self.told[-1] == len(self.asked))
+                raise ConnectionError("the server died")
+            self.left -= 1
+            self.asked.append(problem.id)
+            seeds = sampling.generation_seeds(problem, num_generations)
+            yield group(problem, [LETTERS[seed % 4] for seed in seeds.tolist()])
+
+    async def update_weights(self, params, version):
+        raise AssertionError("an evaluation does not change weights")
+
+    def close(self):
+        pass
+
+
+def draw(folder: Path, rollouts: SeededLetters, problems: Sequence[Problem] = PROBLEMS) -> list[int]:
+    open_folder(folder, {"sampling": {"seed": 7}})
+    task, judge = VotedLetters(), LetterJudge()
+    asyncio.run(draw_samples(folder, rollouts, task, judge, problems, 4, Sampling(2, seed=7), rollouts.told.append))
+    return rollouts.told
+
+
+def test_samples_are_kept_as_they_come_and_not_drawn_again(tmp_path: Path):
+    assert draw(tmp_path / "whole", SeededLetters()) == list(range(10))
+    with pytest.raises(ConnectionError):
+        draw(tmp_path / "broken", SeededLetters(groups_before_death=4))
+    path = tmp_path / "broken" / SAMPLES
+    assert len(list(read_samples(path))) == 16
+    content = path.read_text()
+    # As a crash would leave it: a problem with two of its samples, and half a line.
+    path.write_text(content[: content.rindex("\n", 0, content.rindex("\n", 0, len(content) - 1)) + 30])
+
+    rollouts = SeededLetters()
+    assert draw(tmp_path / "broken", rollouts)[0] == 3
+    assert len(rollouts.asked) == 6
+    assert path.read_bytes() == (tmp_path / "whole" / SAMPLES).read_bytes()
+    assert draw(tmp_path / "broken", SeededLetters(groups_before_death=0)) == [9]  # nothing is asked for
+
+
+def test_samples_of_different_kinds_are_not_mixed(tmp_path: Path):
+    draw(tmp_path, SeededLetters())
+    with pytest.raises(ValueError, match=r"holds samples with another model, sampling\.seed; choose another --output"):
+        open_folder(tmp_path, {"sampling": {"seed": 8}, "model": "another"})
+
+
+def test_rows_say_all_of_a_sample(tmp_path: Path):
+    draw(tmp_path, SeededLetters(), PROBLEMS[:3])
+    rows = list(read_samples(tmp_path / SAMPLES))
+    assert [(row["problem"], row["sample"]) for row in rows] == [(p.id, i) for p in PROBLEMS[:3] for i in range(4)]
+    for row in rows:
+        letter = row["response"]
+        assert row["token_ids"] == [2 + LETTERS.index(letter), 1]
+        assert (row["prompt"], row["gold"], row["finish_reason"]) == (f"{row['problem'][-1]}:", "a", "stop")
+        assert (row["reward"], row["cluster"]) == (float(letter == "a"), LETTERS.index(letter))
+        assert (row["answer"] == -1) == (row["answer_text"] is None) == (letter == "d")
+    for problem in PROBLEMS[:3]:
+        of_problem = [row for row in rows if row["problem"] == problem.id]
+        votes = {row["answer_text"]: row["answer"] for row in of_problem if row["answer_text"]}
+        assert len(set(votes.values())) == len({text.replace("c", "b") for text in votes})
+
+
+def write(folder: Path, rows: Sequence[tuple[str, str, int | None]]) -> Path:
+    """Samples of (problem, letter, cluster)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / SAMPLES).open("w") as file:
+        for problem, letter, cluster in rows:
+            answer = {"a": 0, "b": 1, "c": 1, "d": -1}[letter]
+            row = {"problem": problem, "reward": float(letter == "a"), "answer": answer, "cluster": cluster}
+            file.write(json.dumps(row | {"token_ids": [LETTERS.index(letter), 9]}) + "\n")
+    return folder
+
+
+def test_results_by_hand(tmp_path: Path):
+    easy = [("easy", letter, cluster) for letter, cluster in zip("aaab", (1, 1, 2, 100), strict=True)]
+    hard = [("hard", letter, cluster) for letter, cluster in zip("bcda", (1, 2, 3, 1), strict=True)]
+    found = results(write(tmp_path, easy + hard))
+    mean = {name: metric["mean"] for name, metric in found["metrics"].items()}
+    assert mean["pass@1"] == (3 / 4 + 1 / 4) / 2
+    assert mean["pass@2"] == pytest.approx((1 + 1 / 2) / 2)
+    assert mean["pass@4"] == mean["solved"] == 1
+    assert mean["majority_accuracy@4"] == 1 / 2  # a wins in easy, b and c together in hard
+    assert mean["majority_share@4"] == (3 / 4 + 2 / 4) / 2
+    assert mean["correct_clusters@4"] == (2 + 1) / 2
+    assert mean["incorrect_clusters@4"] == (0 + 3) / 2  # cluster 100 is none
+    assert found["branching"]["mean"] == [(2 + 4) / 2, (2 + 4) / 2]
+    assert found["per_problem"] == [
+        {"problem": "easy", "num_correct": 3, "num_samples": 4},
+        {"problem": "hard", "num_correct": 1, "num_samples": 4},
+    ]
+    assert all(metric["low"] <= metric["mean"] <= metric["high"] for metric in found["metrics"].values())
+
+
+def test_problems_without_clustering_have_no_clusters_counted(tmp_path: Path):
+    rows = [(problem, "a", cluster) for problem, cluster in (("p", None), ("q", 1)) for _ in range(2)]
+    found = results(write(tmp_path, rows))
+    assert (found["num_problems"], found["num_clustered"]) == (2, 1)
+    assert found["metrics"]["correct_clusters@2"] == {"mean": 1.0, "low": None, "high": None}
+    none = results(write(tmp_path / "none", [("p", "a", None), ("q", "b", None)]))
+    assert not [name for name in none["metrics"] if "clusters" in name]
+
+
+def test_the_order_of_samples_changes_nothing(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    rows = [(f"p{i}", str(rng.choice(list(LETTERS))), int(rng.integers(3))) for i in range(6) for _ in range(8)]
+    in_order = results(write(tmp_path / "a", rows))
+    problems = [rows[8 * i : 8 * i + 8] for i in range(6)]
+    shuffled = [row for problem in problems for row in [problem[j] for j in rng.permutation(8)]]
+    again = results(write(tmp_path / "b", shuffled))
+    for name, metric in in_order["metrics"].items():
+        tolerance = 0.05 if name.startswith("majority") else 1e-9  # of these, random subsets are taken
+        assert again["metrics"][name]["mean"] == pytest.approx(metric["mean"], abs=tolerance), name
+    assert again["branching"] == in_order["branching"]
+
+
+def test_a_damaged_line_is_named(tmp_path: Path):
+    write(tmp_path, [("p", "a", 1)])
+    (tmp_path / SAMPLES).write_text((tmp_path / SAMPLES).read_text() + "nonsense\n")
+    with pytest.raises(ValueError, match="line 2, is not a sample"):
+        results(tmp_path)
+
+
+def test_benchmarks_by_name_task_and_file(tmp_path: Path):
+    config = polynomial.get_config()
+    synthetic = open_benchmark("polynomial", config)
+    assert isinstance(synthetic.task, Voting)
+    assert (synthetic.label, synthetic.problems) == ("polynomial", PolynomialTask().held_out_problems)
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps({"problem": "1+1?", "answer": "so #### 2"}) + "\n")
+    assert open_benchmark(str(file), polaris.get_config()).label == "mine"
+    mine = open_benchmark(f"other={file}", polaris.get_config())
+    assert mine.label == "other"
+    assert "1+1?" in mine.problems[0].prompt
+    with pytest.raises(FileNotFoundError, match=r"There is no missing\.jsonl"):
+        open_benchmark("missing.jsonl", config)
+    assert {"beyond_aime", "aime_2025", "aime_2026", "hmmt_feb_2025", "hmmt_nov_2025", "minerva"} <= BENCHMARKS.keys()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    hf.save_pretrained(folder, tiny_params(), TINY, dtype="float32", eos_token_id=1)
+    build_character_tokenizer(PolynomialTask.alphabet).save_pretrained(folder)
+    return folder
+
+
+def command(model: Path, output: Path, *more: str) -> list[str]:
+    settings = {"mesh.fsdp": 1, "rollouts.max_rows": 32, "sampling.max_tokens": 60}
+    flags = [f"--config.{key}={value}" for key, value in settings.items()]
+    arguments = ["--config=configs/polynomial.py", f"--models=tiny={model}", "--benchmarks=polynomial"]
+    arguments += ["--samples=8", f"--output={output}", *flags, *more]
+    return [sys.executable, "-m", "poly_epo_jax.evaluate", *arguments]
+
+
+@pytest.mark.slow
+def test_kill_in_the_middle_and_again_is_the_same_result(model: Path, tmp_path: Path):
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    subprocess.run(command(model, tmp_path / "whole"), cwd=ROOT, env=environment, check=True, timeout=300)
+    killed = subprocess.Popen(command(model, tmp_path / "killed"), cwd=ROOT, env=environment)
+    path = tmp_path / "killed" / "polynomial" / "tiny" / SAMPLES
+    while not path.exists() or path.stat().st_size < 2000:
+        assert killed.poll() is None
+        time.sleep(0.001)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert len(path.read_text().splitlines()) < 40 * 8
+    subprocess.run(command(model, tmp_path / "killed"), cwd=ROOT, env=environment, check=True, timeout=300)
+    for name in (SAMPLES, "results.json"):
+        whole = tmp_path / "whole" / "polynomial" / "tiny" / name
+        assert path.with_name(name).read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--models="], ["--models is missing"]),
+        (["--benchmarks=nowhere.jsonl"], ["There is no nowhere.jsonl"]),
+        (["--models=/no/such/model"], ["/no/such/model is not a folder"]),
+        (["--models=http://127.0.0.1:9"], ["http://127.0.0.1:9 does not say what it serves"]),
+    ],
+    ids=lambda value: value[0].removeprefix("--"),
+)
+def test_mistakes_cost_one_sentence(model: Path, tmp_path: Path, arguments: list[str], words: list[str]):
+    ended = subprocess.run(
+        command(model, tmp_path / "out", *arguments), cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("Error: ") and len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert all(word in ended.stderr for word in words), ended.stderr

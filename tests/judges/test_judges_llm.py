@@ -1,0 +1,369 @@
+"""The judge against servers that answer well, badly, late, angrily or not at all."""
+
+import asyncio
+import json
+import re
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from fakes import PATIENCE, until
+from test_judge_prompt import FAKE, MANIPULATIONS
+from test_judge_reply import MALFORMED, completion
+
+from poly_epo_jax import http_client as servers
+from poly_epo_jax.judges import llm
+from poly_epo_jax.judges.llm import LLMJudge
+from poly_epo_jax.types import Clustering, Generation, Group, Judge, JudgeFailure, Problem
+
+URL = "http://judge:8000"
+KEY = "sk-very-secret"
+TEXTS = ["Count up from 2.", "Double 2."]
+REPLY = json.dumps(
+    {"1": {"rationale": "Macro: count", "cluster": 1}, "2": {"rationale": "Macro: double", "cluster": 2}}
+)
+
+
+def group(texts=TEXTS, problem_id="p", weight_version=0) -> Group:
+    tokens, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)
+    generations = [Generation(tokens, logprobs, text, "stop", weight_version) for text in texts]
+    return Group(Problem(problem_id, "What is 2 + 2?", "4"), tokens, tuple(generations))
+
+
+def make_judge(**changes) -> LLMJudge:
+    settings = {
+        "url": URL,
+        "model": "judge-1",
+        "api_key_env": "",
+        "temperature": 0.7,
+        "max_tokens": 1024,
+        "attempts": 3,
+        "timeout_seconds": 5.0,
+        "wait_seconds": 0.0,
+        "max_concurrency": 4,
+        "prompt_file": "",
+        "max_response_chars": 4000,
+    }
+    return LLMJudge(**settings | changes)
+
+
+class Server:
+    """Answers with each of `answers` in turn, the last one again and again, and keeps the requests."""
+
+    def __init__(self, *answers: Any):
+        self.answers, self.requests, self.backoffs = list(answers), [], []
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        if not isinstance(answer, (bytes, httpx.Response)):
+            answer = await answer(request)
+        return answer if isinstance(answer, httpx.Response) else httpx.Response(200, content=answer)
+
+    def bodies(self) -> list[dict]:
+        return [json.loads(request.content) for request in self.requests if request.method == "POST"]
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Puts a Server behind every client; back-off is noted instead of waited for."""
+
+    def install(*answers) -> Server:
+        server = Server(*answers)
+
+        def open_client(timeout_seconds):
+            return httpx.AsyncClient(transport=httpx.MockTransport(server), timeout=timeout_seconds)
+
+        monkeypatch.setattr(llm, "open_client", open_client)
+        monkeypatch.setattr(servers, "open_client", open_client)
+        monkeypatch.setattr(llm, "backoff_seconds", lambda failures: server.backoffs.append(failures) or 0.0)
+        return server
+
+    return install
+
+
+def cluster(judge, *args, **kwargs) -> Clustering | JudgeFailure:
+    return asyncio.run(judge.cluster(group(*args, **kwargs)))
+
+
+def failure(judge, *args, **kwargs) -> JudgeFailure:
+    """A failure, which holds nothing that could be taken for clusters: the prompt leaves the update."""
+    outcome = cluster(judge, *args, **kwargs)
+    assert isinstance(outcome, JudgeFailure)
+    assert not hasattr(outcome, "ids")
+    assert URL in outcome.reason or "http://127.0.0.1" in outcome.reason
+    return outcome
+
+
+def test_a_good_reply_becomes_a_clustering(serve):
+    server = serve(completion(REPLY))
+    judge = make_judge()
+    assert isinstance(judge, Judge)
+    clustering = cluster(judge)
+    assert isinstance(clustering, Clustering)
+    np.testing.assert_array_equal(clustering.ids, [1, 2])
+    assert clustering.rationales == ("Macro: count", "Macro: double")
+    (body,) = server.bodies()
+    assert str(server.requests[0].url) == f"{URL}/v1/chat/completions"
+    assert "authorization" not in server.requests[0].headers
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("judge-1", 0.7, 1024)
+    assert body["response_format"]["type"] == "json_schema"
+    assert body["response_format"]["json_schema"]["strict"] is True
+    assert list(body["response_format"]["json_schema"]["schema"]["properties"]) == ["1", "2"]
+    assert [message["role"] for message in body["messages"]] == ["system", "user"]
+    assert all(text in body["messages"][1]["content"] for text in ("What is 2 + 2?", *TEXTS))
+    assert judge.metrics() == {"judge/retries": 0.0, "judge/shortened_responses": 0.0}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_malformed_reply_is_a_typed_failure(serve, kind):
+    for content in MALFORMED[kind]:
+        serve(completion(content))
+        assert failure(make_judge(attempts=1)).kind == "malformed"
+
+
+@pytest.mark.parametrize("bad", [completion("no"), completion(REPLY, "length"), b"no", completion(None)])
+def test_a_bad_reply_is_asked_for_again_with_another_seed(serve, bad):
+    server = serve(bad, bad, completion(REPLY))
+    judge = make_judge()
+    assert isinstance(cluster(judge), Clustering)
+    bodies = server.bodies()
+    seeds = [body.pop("seed") for body in bodies]
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert bodies[0] == bodies[1] == bodies[2]
+    assert not server.backoffs
+    assert judge.metrics()["judge/retries"] == 2.0
+    assert judge.metrics()["judge/retries"] == 0.0
+
+
+def test_seeds_follow_from_the_group_and_the_attempt(serve):
+    def seeds(**kwargs):
+        server = serve(completion("no"))
+        cluster(make_judge(), **kwargs)
+        return tuple(body["seed"] for body in server.bodies())
+
+    assert seeds() == seeds()
+    assert len({*seeds(), *seeds(problem_id="q"), *seeds(weight_version=1)}) == 9
+
+
+def test_the_last_failure_is_returned(serve):
+    server = serve(completion("no"), completion("no"), completion(REPLY, "length"), completion(REPLY))
+    outcome = failure(make_judge())
+    assert outcome.kind == "truncated"
+    assert "raise judge.max_tokens" in outcome.reason
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+def test_a_busy_server_is_asked_again_after_a_while(serve, status):
+    busy = httpx.Response(status, text="try later")
+    server = serve(busy, busy, completion(REPLY))
+    judge = make_judge()
+    assert isinstance(cluster(judge), Clustering)
+    assert server.backoffs == [1, 2]
+    assert judge.metrics()["judge/retries"] == 2.0
+    serve(busy)
+    outcome = failure(judge)
+    assert outcome == JudgeFailure("unavailable", f"The judge at {URL}: it answered {status}: try later.")
+
+
+@pytest.mark.parametrize("error", [httpx.ReadTimeout("slow"), httpx.ReadError(""), httpx.RemoteProtocolError("cut")])
+def test_a_broken_connection_is_tried_again(serve, error):
+    server = serve(error, completion(REPLY))
+    assert isinstance(cluster(make_judge()), Clustering)
+    assert server.backoffs == [1]
+    serve(error)
+    assert failure(make_judge()).kind == "unavailable"
+
+
+@pytest.mark.parametrize("status", [301, 400, 404, 422])
+def test_a_refusal_is_final(serve, status):
+    server = serve(httpx.Response(status, text="context length exceeded" + "." * 10_000))
+    outcome = failure(make_judge())
+    assert outcome.kind == "refused"
+    assert f"it answered {status}: context length exceeded" in outcome.reason
+    assert len(outcome.reason) < 600
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_key_is_told_by_the_name_of_its_variable(serve, monkeypatch, status):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    server = serve(httpx.Response(status, text=f"no such key: {KEY}"))
+    outcome = failure(make_judge(api_key_env="JUDGE_KEY"))
+    assert server.requests[0].headers["authorization"] == f"Bearer {KEY}"
+    expected = f"The judge at {URL}: it answered {status}; check the environment variable JUDGE_KEY."
+    assert outcome == JudgeFailure("refused", expected)
+    assert "check judge.api_key_env" in failure(make_judge()).reason
+
+
+def test_the_key_is_nowhere_to_be_read(serve, monkeypatch, capsys):
+    monkeypatch.setenv("JUDGE_KEY", f" {KEY}\n")
+    judge = make_judge(api_key_env="JUDGE_KEY", model="")
+    assert KEY not in repr(judge)
+    assert "JUDGE_KEY" in repr(judge)
+    answers = [httpx.Response(status, text="." * 490 + KEY) for status in (400, 401, 429, 500)]
+    for answer in [*answers, httpx.ReadError(f"Bearer {KEY}"), httpx.ConnectError(KEY), KEY.encode(), completion(KEY)]:
+        serve(answer)
+        assert KEY[:6] not in failure(judge).reason
+        if not isinstance(answer, bytes):
+            with pytest.raises(servers.ServerError) as caught:
+                asyncio.run(judge.wait_until_ready())
+            assert KEY not in str(caught.value)
+    assert KEY not in "".join(capsys.readouterr())
+
+
+def test_the_server_is_waited_for_with_the_key(serve, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    server = serve(b'{"data": []}')
+    asyncio.run(make_judge(api_key_env="JUDGE_KEY").wait_until_ready())
+    assert str(server.requests[0].url) == f"{URL}/v1/models"
+    assert server.requests[0].headers["authorization"] == f"Bearer {KEY}"
+
+
+def test_an_unnamed_model_is_asked_for_once(serve):
+    server = serve(b'{"data": [{"id": "listed"}]}', completion(REPLY))
+    judge = make_judge(model="")
+    for _ in range(2):  # in two event loops
+        assert isinstance(cluster(judge), Clustering)
+    assert [request.url.path for request in server.requests] == ["/v1/models", *["/v1/chat/completions"] * 2]
+    assert [body["model"] for body in server.bodies()] == ["listed"] * 2
+    serve(b'{"data": []}')
+    assert "name one in judge.model" in failure(make_judge(model="")).reason
+    serve(httpx.Response(401))
+    assert failure(make_judge(model="")).kind == "refused"
+
+
+def test_a_server_that_comes_up_is_waited_for(serve):
+    down = httpx.ConnectError("refused")
+    server = serve(down, down, completion(REPLY))
+    judge = make_judge(wait_seconds=60.0, attempts=1)
+    assert isinstance(cluster(judge), Clustering)
+    assert server.backoffs == [1, 2]
+    assert judge.metrics()["judge/retries"] == 0.0
+
+
+def test_a_dead_port_is_unreachable():
+    with socket.socket() as deaf:  # it has the port, so that nothing else answers there, and does not listen
+        deaf.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        judge = make_judge(url=url, wait_seconds=0.05)
+        outcome = failure(judge)
+        assert outcome.kind == "unreachable"
+        assert "start it, or correct judge.url" in outcome.reason
+        with pytest.raises(servers.ServerError, match=f"Judge {url} did not become healthy"):
+            asyncio.run(judge.wait_until_ready())
+
+
+def test_all_prompts_share_one_wait(serve, monkeypatch):
+    down = httpx.ConnectError("refused")
+    serve(down)
+    clock = iter([1.0, 4.0, 11.0, 12.0, 13.0, 20.0, 21.0])
+    monkeypatch.setattr(llm, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    judge = make_judge(wait_seconds=10.0)
+    assert [failure(judge).kind for _ in range(3)] == ["unreachable"] * 3  # after 10 s, and then at once
+    serve(completion(REPLY))
+    assert isinstance(cluster(judge), Clustering)
+    serve(down, down, completion(REPLY))  # a new outage, a new wait
+    assert isinstance(cluster(judge), Clustering)
+    assert list(clock) == []
+
+
+def test_as_many_prompts_as_allowed_and_no_more_are_judged_at_once(serve):
+    """Three at a time: each is answered only when three are asked, and a fourth would be asked meanwhile."""
+    judge = make_judge(max_concurrency=3)
+
+    async def judge_many():
+        running, most, three = 0, 0, asyncio.Barrier(3)
+
+        async def answer(request):
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await three.wait()
+            running -= 1
+            return completion(REPLY)
+
+        serve(answer)
+        async with asyncio.timeout(PATIENCE):
+            outcomes = await asyncio.gather(*(judge.cluster(group(problem_id=str(number))) for number in range(9)))
+        assert all(isinstance(outcome, Clustering) for outcome in outcomes)
+        assert most == 3
+
+    for _ in range(2):  # in two event loops
+        asyncio.run(judge_many())
+
+
+def test_cancellation_passes(serve):
+    async def hang(request):
+        await asyncio.Event().wait()
+
+    async def cancel():
+        task = asyncio.create_task(judge.cluster(group()))
+        await until(lambda: bool(server.requests))
+        task.cancel()
+        await task
+
+    server, judge = serve(hang), make_judge()
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel())
+
+
+def test_long_responses_are_counted(serve):
+    server = serve(completion(REPLY))
+    judge = make_judge(max_response_chars=100)
+    cluster(judge, ["a" * 101, "b"])
+    assert judge.metrics() == {"judge/retries": 0.0, "judge/shortened_responses": 1.0}
+    assert judge.metrics()["judge/shortened_responses"] == 0.0
+    assert "1 characters left out" in server.bodies()[0]["messages"][1]["content"]
+
+
+def test_a_judge_that_obeys_its_responses_clusters_nothing(serve):
+    """It copies all JSON that it finds into its reply, as far as the server lets it: here there is no constraint."""
+
+    async def obey(request):
+        user = json.loads(request.content)["messages"][1]["content"]
+        found = re.findall(r"\{.*\}", user)
+        return completion(f"As you wish: {' '.join(found)} {user[-20:]}")
+
+    serve(obey)
+    for response in MANIPULATIONS.values():
+        assert failure(make_judge(), [response, "Double 2."]).kind == "malformed"
+    assert failure(make_judge(), list(MANIPULATIONS.values())).kind == "malformed"
+    assert FAKE in MANIPULATIONS["fake reply"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"url": "judge:8000"}, "write it as http://host:port"),
+        ({"url": f"{URL}/v1/"}, "without /v1"),
+        ({"url": "http://judge:port"}, "write it as http://host:port"),
+        ({"url": "http://"}, "write it as http://host:port"),
+        ({"url": "http://me:secret@judge:8000"}, "holds a password, which would be logged"),
+        ({"attempts": 0}, "attempts is 0"),
+        ({"max_concurrency": 0}, "max_concurrency is 0"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"timeout_seconds": 0.0}, "timeout_seconds is 0"),
+        ({"max_response_chars": 1}, "max_response_chars is 1"),
+        ({"prompt_file": "none.txt"}, "none.txt is not a file"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "environment variable NO_SUCH_KEY, which holds no key"),
+    ],
+)
+def test_impossible_settings_are_refused(changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        make_judge(**changes)
+
+
+@pytest.mark.parametrize("key", ["", " ", "secret\nkey", "s\u00e9cret"])
+def test_a_key_that_cannot_be_sent_is_refused_without_telling_it(monkeypatch, key):
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(ValueError, match="JUDGE_KEY") as caught:
+        make_judge(api_key_env="JUDGE_KEY")
+    assert "cret" not in str(caught.value)

@@ -1,0 +1,214 @@
+"""launch/setup_env.sh makes .venv, says in a sentence why it cannot, and recovers from whatever broke it off.
+
+uv is a stand-in here, which does as its call is told; pip is real, without an index to ask.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+TOOLS = (
+    "basename",
+    "bash",
+    "cat",
+    "cksum",
+    "cp",
+    "dirname",
+    "find",
+    "grep",
+    "mkdir",
+    "mkfifo",
+    "rm",
+    "tail",
+    "touch",
+    "tr",
+)
+
+UV = """#!/bin/bash
+echo "$@" >>calls
+case $1 in
+  venv) "${@: -2:1}" -m venv --without-pip .venv ;;
+  pip) eval "$UV_DOES" ;;
+esac
+"""
+NO_DISK = "echo 'error: failed to write to file: No space left on device (os error 28)' >&2; exit 2"
+NO_NETWORK = "echo '  Caused by: dns error: failed to lookup address information' >&2; exit 2"
+NO_VERSION = "echo 'error: No solution found: there is no version of jax==9' >&2; exit 1"
+HANGS = "mkfifo hanging; cat hanging"
+
+
+class Checkout:
+    """A repository with setup_env.sh and nothing else, and a PATH that holds only what the test puts there."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.path = folder, folder / "bin"
+        (folder / "launch").mkdir()
+        for script in ("setup_env.sh", "environments.sh"):
+            shutil.copy(LAUNCH / script, folder / "launch")
+        (folder / "launch" / "lock.txt").write_text("jax==0.10.2\n")
+        (folder / "setup.py").write_text("from setuptools import setup\nsetup(name='nothing')\n")
+        self.path.mkdir()
+        for tool in TOOLS:
+            (self.path / tool).symlink_to(str(shutil.which(tool)))
+        self.program("uv", UV)
+        self.interpreter("python3")
+
+    def program(self, name: str, text: str) -> None:
+        (self.path / name).write_text(text)
+        (self.path / name).chmod(0o755)
+
+    def interpreter(self, name: str, version: str = "") -> None:
+        """This interpreter, or one that only says that it is of another version."""
+        refuses = f'[ "$1" = --version ] && echo "Python {version}"'
+        self.program(name, f'#!/bin/bash\n{refuses if version else f"""exec {sys.executable} "$@" """}\n')
+
+    def start(self, extras: str = "", does: str = "true", **environment: str) -> subprocess.Popen[str]:
+        variables: Mapping[str, str] = {"PATH": str(self.path), "UV_DOES": does, "HOME": str(self.folder)}
+        return subprocess.Popen(
+            ["bash", "-c", f'source launch/setup_env.sh "{extras}"; python -c "import sys; print(sys.prefix)"'],
+            cwd=self.folder,
+            env={**variables, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __call__(self, extras: str = "", does: str = "true", **environment: str) -> tuple[int, str, str]:
+        """Exit code, output and errors of a script that sources setup_env.sh and tells where its python lies."""
+        process = self.start(extras, does, **environment)
+        output, errors = process.communicate(timeout=120)
+        return process.returncode, output, errors
+
+    def works(self, *arguments: str, **environment: str) -> None:
+        code, output, errors = self(*arguments, **environment)
+        assert code == 0 and output.splitlines()[-1] == str(self.folder / ".venv"), errors
+
+    def fails(self, *arguments: str, **environment: str) -> str:
+        """The sentence that it fails with."""
+        code, _, errors = self(*arguments, **environment)
+        assert code == 1 and errors.startswith("Error: ") and errors.count("\n") == 1, errors
+        return errors
+
+    def installed(self) -> list[str]:
+        """What was asked of `uv pip install`."""
+        calls = (self.folder / "calls").read_text().splitlines() if (self.folder / "calls").exists() else []
+        wanted = "pip install --python .venv/bin/python "
+        return [call.removeprefix(wanted) for call in calls if call.startswith(wanted)]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_it_installs_the_locked_versions_once(checkout: Checkout):
+    locked = "--constraint launch/lock.txt --editable"
+    for extras in ("", "", "[test]", "", "[test]"):
+        checkout.works(extras)
+    assert checkout.installed() == [f"{locked} .", f"{locked} .[test]"]
+
+
+def test_it_installs_again_when_other_versions_are_asked_for(checkout: Checkout):
+    checkout.works()
+    checkout.works(LOCK="newest")
+    checkout.works()
+    (checkout.folder / "launch" / "lock.txt").write_text("jax==0.12\n")
+    checkout.works()
+    assert [call.split()[0] for call in checkout.installed()] == ["--constraint", "--upgrade"] + ["--constraint"] * 2
+    assert "LOCK=oldest is unknown" in checkout.fails(LOCK="oldest")
+
+
+def test_an_interpreter_that_will_do_is_found_behind_one_that_will_not(checkout: Checkout):
+    checkout.interpreter("python3", "3.14.0")
+    checkout.interpreter("python3.12")
+    checkout.works()
+
+
+@pytest.mark.parametrize("version", ["3.10.13", "3.14.0"])
+def test_without_an_interpreter_that_will_do(checkout: Checkout, version: str):
+    checkout.interpreter("python3", version)
+    assert f"Python 3.11, 3.12 or 3.13 is needed, and python3 is Python {version}; install one" in checkout.fails()
+    checkout.interpreter("python3")
+    checkout.interpreter("mine", version)
+    assert f"and mine is Python {version}; install" in checkout.fails(PYTHON="mine")
+    assert "and gone is missing; install" in checkout.fails(PYTHON="gone")
+    checkout.works()
+
+
+def test_another_interpreter_than_that_of_the_environment_is_refused(checkout: Checkout):
+    checkout.works()
+    checkout.program(
+        "mine", f'#!/bin/bash\n[ "$1" = --version ] && echo Python 3.13.99 || exec {sys.executable} "$@"\n'
+    )
+    assert "PYTHON=mine is Python 3.13.99, but .venv has Python" in checkout.fails(PYTHON="mine")
+    assert "remove .venv first" in checkout.fails(PYTHON="mine")
+
+
+def test_without_the_venv_module(checkout: Checkout):
+    """As Debian leaves it: a folder with an interpreter, without pip."""
+    (checkout.path / "uv").unlink()
+    fails = (
+        "mkdir -p .venv/bin; cp python .venv/bin; echo 'The virtual environment was not created: no ensurepip.'; exit 1"
+    )
+    checkout.program("python3", f'#!/bin/bash\n[ "$2" = venv ] || exec {sys.executable} "$@"\n{fails}\n')
+    error = checkout.fails()
+    assert "python3 cannot make a virtual environment: The virtual environment was not created: no ensurepip." in error
+    assert "'apt install python3-venv'" in error
+    checkout.program("uv", UV)
+    checkout.interpreter("python3")
+    checkout.works()
+
+
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        (NO_DISK, "the disk is full"),
+        (NO_NETWORK, "the package index cannot be reached; connect to a network, or name a mirror"),
+        (
+            NO_VERSION,
+            "installing into .venv failed: error: No solution found: there is no version of jax==9; all of it is in",
+        ),
+    ],
+    ids=["disk", "network", "version"],
+)
+def test_an_installation_that_fails(checkout: Checkout, does: str, words: str):
+    assert words in checkout.fails("", does)
+    checkout.works()
+
+
+def test_without_a_network_what_was_installed_before_is_left_alone(checkout: Checkout):
+    checkout.works()
+    (checkout.folder / ".venv" / "mine").touch()
+    (checkout.folder / "launch" / "lock.txt").write_text("jax==0.12\n")
+    checkout.fails("", NO_NETWORK)
+    checkout.works()
+    assert (checkout.folder / ".venv" / "mine").exists()
+
+
+def test_pip_without_a_network(checkout: Checkout):
+    (checkout.path / "uv").unlink()
+    index = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "1", "PIP_CONFIG_FILE": os.devnull}
+    assert "the package index cannot be reached" in checkout.fails("", **index)
+
+
+def test_a_killed_installation_is_made_anew(checkout: Checkout):
+    killed = checkout.start("", HANGS)
+    half_made = checkout.folder / ".venv" / "half made"
+    deadline = time.monotonic() + 60
+    while not (checkout.folder / "hanging").exists():
+        assert killed.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    half_made.touch()
+    os.killpg(killed.pid, 9)
+    killed.communicate()
+    checkout.works()
+    assert not half_made.exists()
+    assert len(checkout.installed()) == 2

@@ -1,0 +1,116 @@
+"""The package from a wheel, in a folder that knows no repository: the README's own configuration goes all the way."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from training_runs import SETTINGS
+
+from poly_epo_jax.tracking import read_rows
+
+ROOT = Path(__file__).parents[2]
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+TASK = f"--config.task.options={SETTINGS['task.options']}"
+# The README's objective rewards sets that are right throughout: small ones, of a policy that is often right.
+SMALL = SETTINGS | {"algo.set_size": 2, "base.clean_steps": 300, "train.num_steps": 3, "eval.every": 3}
+FLAGS = [f"--config.{key}={value}" for key, value in SMALL.items()]
+Python = Callable[..., str]
+
+pytestmark = pytest.mark.slow
+
+
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    """What the command prints."""
+    ended = subprocess.run(
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    return ended.stdout
+
+
+def tracked(*folders: str) -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "-z", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the tracked files: what a build leaves behind does not come into the tree, nor from it."""
+    tree, folder = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    for name in tracked():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, tree / name)
+    run([*PIP, "wheel", ".", "--no-index", "--no-deps", "--no-build-isolation", "-w", str(folder)], tree)
+    (found,) = folder.glob("poly_epo_jax-*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    run([*PIP, "install", "--no-index", "--no-deps", "--target", str(folder), str(wheel)], folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing in it but the configuration that README.md writes out."""
+    folder, readme = tmp_path_factory.mktemp("home"), (ROOT / "README.md").read_text()
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "def get_config" in block]
+    assert "`python -m poly_epo_jax.main --config=my_config.py`" in readme
+    (folder / "my_config.py").write_text(block)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def python(installed: Path, home: Path) -> Python:
+    """Runs Python in that folder, where the package is the wheel's."""
+    devices = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
+
+    def run_python(*arguments: str) -> str:
+        return run([sys.executable, *arguments], home, PYTHONPATH=str(installed), XLA_FLAGS=devices)
+
+    return run_python
+
+
+@pytest.fixture(scope="module")
+def trained(python: Python, home: Path) -> Path:
+    """The run folder of three steps."""
+    python("-m", "poly_epo_jax.main", "--config=my_config.py", *FLAGS)
+    return home / "runs" / "my-objective"
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert names == set(tracked("poly_epo_jax"))
+
+
+def test_the_package_is_the_wheels_and_the_repository_is_out_of_sight(python: Python, installed: Path):
+    code = "import importlib.util, poly_epo_jax; print(poly_epo_jax.__file__, importlib.util.find_spec('configs'))"
+    assert python("-c", code).split() == [str(installed / "poly_epo_jax" / "__init__.py"), "None"]
+
+
+def test_the_readmes_objective_trains(trained: Path):
+    rows = read_rows(trained / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert all(row["policy/update_norm"] > 0 for row in rows[1:])
+    assert '"objective": "all_correct_and_distinct"' in (trained / "config.json").read_text()
+
+
+def test_what_was_trained_is_evaluated_reported_and_exported(trained: Path, python: Python, home: Path):
+    models = ["--models=mine=runs/my-objective", "--benchmarks=polynomial", "--samples=8"]
+    python("-m", "poly_epo_jax.evaluate", "--config=my_config.py", TASK, *models)
+    python("-m", "poly_epo_jax.report", "runs/my-objective", "runs/evaluation")
+    assert (home / "runs" / "report" / "report.html").stat().st_size > 50_000  # with its style, scripts and data
+    python("-m", "poly_epo_jax.export", "runs/my-objective", "policy")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (home / "policy").iterdir()}
+
+
+def test_its_memory_is_planned(python: Python):
+    assert "Plan: 1 x cpu" in python("-m", "poly_epo_jax.bench", "--config=my_config.py:laptop", "--plan")

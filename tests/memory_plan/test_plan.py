@@ -1,0 +1,268 @@
+"""The memory plan against compiled programs, and meshes: presets, what fills them, and the nearest one that works."""
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import pytest
+from fakes import optimizer_config
+from flax import nnx
+from ml_collections import ConfigDict
+
+from configs import polaris, polynomial
+from poly_epo_jax import default_config
+from poly_epo_jax.bench import __main__ as bench
+from poly_epo_jax.choices import CHOICES
+from poly_epo_jax.config import ConfigError, check_config, microbatch_rows
+from poly_epo_jax.memory_plan.plan import Plan, Setting, largest_rows, make_plan
+from poly_epo_jax.memory_plan.tables import setting_of
+from poly_epo_jax.model.presets import SHAPES, published_config
+from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.parallel.devices import DEVICES, device_name
+from poly_epo_jax.parallel.mesh import AXES, SPLITS, check_mesh, fill_mesh, nearest_mesh
+from poly_epo_jax.parallel.presets import MESHES
+from poly_epo_jax.set_rl import ppo_clip_loss
+from poly_epo_jax.update import PolicyUpdate
+
+
+def planned(name: str, config: ConfigDict, **compute: Any) -> tuple[Plan, int]:
+    setting, memory_bytes = setting_of(config)
+    shape = published_config(name, **compute)
+    return make_plan(config, shape, setting, memory_bytes), largest_rows(config, shape, setting, memory_bytes)
+
+
+# Compiled programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A published model and its mesh, with one row on each device."""
+
+    model: str
+    mesh: tuple[int, int, int]
+    row_tokens: int
+    remat: str
+
+    def shape(self) -> Qwen3Config:
+        return published_config(self.model, remat=self.remat)
+
+    def config(self) -> ConfigDict:
+        config = polaris.get_config()
+        config.mesh.update(dict(zip(AXES, self.mesh, strict=True)))
+        config.train.row_tokens = self.row_tokens
+        return config
+
+
+SMALL = Case("Qwen3-0.6B", (1, 2, 2), 2048, "full")
+LARGE = [
+    Case("Qwen3-4B", (1, 4, 1), 16_384, "full"),
+    Case("Qwen3-4B", (1, 4, 2), 16_384, "full"),
+    Case("Qwen3-0.6B", (1, 2, 2), 4096, "dots"),
+    Case("Qwen3-1.7B", (1, 1, 1), 4096, "attention"),
+    Case("Qwen3-8B", (2, 4, 1), 8192, "full"),
+]
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.parametrize("case", [SMALL, *(pytest.param(case, marks=pytest.mark.slow) for case in LARGE)], ids=str)
+def test_the_plan_is_what_compiled_programs_hold(case: Case):
+    config, shape = case.config(), case.shape()
+    setting = Setting("cpu", dict(zip(AXES, case.mesh, strict=True)))
+    plan = make_plan(config, shape, setting, None)
+    model = nnx.eval_shape(lambda: Qwen3(shape, nnx.Rngs(0)))
+    update = PolicyUpdate(model, make_mesh(*case.mesh), ppo_clip_loss, optimizer_config(), total_updates=1)
+    lowered = update.lower(microbatch_rows(config, setting.mesh), config.train.row_tokens)
+    memory: dict[str, Any] = {name: lowered[name].compile().memory_analysis() for name in plan.stages}
+
+    # The optimizer takes weights, both moments and gradients, all of one size; while gradients are made, moments stay.
+    weights = memory["optimizer"].argument_size_in_bytes / 4
+    resident = {"gradient": 2 * weights, "optimizer": 0}
+    held = {}
+    for name, program in memory.items():
+        result = program.output_size_in_bytes - program.alias_size_in_bytes
+        held[name] = resident[name] + program.argument_size_in_bytes + result + program.temp_size_in_bytes
+        assert plan.stage_bytes(name) == pytest.approx(held[name], rel=0.1), name
+    assert plan.peak_bytes == pytest.approx(max(held.values()), rel=0.1)
+    assert plan.resident["parameters"] == pytest.approx(weights, rel=2e-3)
+    # That part alone which rows, remat and the head decide.
+    temporary = sum(size for name, size in plan.stages["gradient"].items() if name != "sum of gradients")
+    assert temporary == pytest.approx(memory["gradient"].temp_size_in_bytes, rel=0.1)
+
+
+# Sums
+
+
+@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_preset_can_be_planned(mesh: str, model: str):
+    config = polaris.get_config(mesh)
+    plan, rows = planned(model, config)
+    check_mesh(config, plan.setting.mesh, dataclasses.asdict(published_config(model)))
+    assert math.prod(plan.setting.mesh.values()) == MESHES[mesh]["devices"]
+    assert plan.peak_bytes == max(sum(plan.resident.values()) + sum(terms.values()) for terms in plan.stages.values())
+    assert plan.memory_bytes is not None and plan.fits == (plan.peak_bytes <= plan.memory_bytes) == (rows > 0)
+
+
+def test_the_largest_number_of_rows_fits_and_one_more_does_not():
+    config = polaris.get_config("h200x4")
+    setting, memory_bytes = setting_of(config)
+    shape = published_config("Qwen3-4B")
+    rows = largest_rows(config, shape, setting, memory_bytes)
+    assert 1 < rows < 40
+    assert make_plan(config, shape, setting, memory_bytes, rows).fits
+    assert not make_plan(config, shape, setting, memory_bytes, rows + 1).fits
+    # With room for everything there are only so many: a minibatch of 512 sequences, three to a row, on four devices.
+    assert largest_rows(config, shape, setting, 10**15) == 512 // 3 // 4
+
+
+def test_shards_replicas_and_words_do_to_the_plan_what_they_do_to_memory():
+    def bytes_of(mesh: str = "h200x4", changes: Mapping[str, Any] | None = None, **compute: Any) -> Plan:
+        config = polaris.get_config(mesh)
+        config.update_from_flattened_dict(dict(changes or {}))
+        return planned("Qwen3-4B", config, **compute)[0]
+
+    plan = bytes_of()
+    assert bytes_of("h200x8").resident["parameters"] == plan.resident["parameters"] // 2
+    assert bytes_of(changes={"mesh.data": 2, "mesh.fsdp": 2}).resident["parameters"] == 2 * plan.resident["parameters"]
+    assert bytes_of(param_dtype="bfloat16").resident["parameters"] == plan.resident["parameters"] // 2
+    moments = bytes_of(changes={"optimizer.first_moment_dtype": "bfloat16"}).resident["optimizer moments"]
+    assert moments == plan.resident["optimizer moments"] * 3 // 4
+    assert "reference policy" in bytes_of(changes={"algo.kl_coef": 0.1}).resident
+    by_remat = [bytes_of(remat=word).stage_bytes("gradient") for word in ("full", "attention", "dots", "none")]
+    assert by_remat == sorted(set(by_remat))
+    embedded = bytes_of(changes={"rollouts.name": "embedded"})
+    assert list(embedded.stages) == ["gradient", "optimizer", "generate"]
+    # 352 slots, 88 of them on each device, with 5,120 tokens of 147 kB each, and three quarters of it while it grows.
+    assert embedded.stages["generate"]["keys and values"] == pytest.approx(1.75 * 88 * 5120 * 147_456)
+
+
+def test_a_plan_needs_neither_devices_nor_weights(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "devices", None)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    bench.plan(polaris.get_config("v5p-16"), tmp_path / "plan.json", every_mesh=False)
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1} and found["memory_bytes"] == 95e9
+    assert "8 x v5p" in capsys.readouterr().out
+    bench.plan(polaris.get_config(), tmp_path / "plan.json", every_mesh=True)
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert list(found) == list(MESHES)
+    assert found["h200x4"]["memory_bytes"] == 0.75 * 141e9
+    assert (found["v6e-1"]["largest_rows_per_device"], found["v6e-4"]["largest_rows_per_device"]) == (0, 2)
+
+
+def test_a_plan_that_exceeds_the_memory_is_a_warning(tmp_path, capsys):
+    bench.plan(polaris.get_config("v6e-1"), tmp_path / "plan.json", every_mesh=False)
+    assert "Warning: by this plan a device needs" in capsys.readouterr().out
+
+
+# Presets
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_presets_use_all_their_devices(name: str):
+    mesh = MESHES[name]
+    assert mesh["device"] in DEVICES
+    assert math.prod(mesh[axis] for axis in AXES) == mesh["devices"]
+    assert mesh["devices"] % mesh["processes"] == 0
+    config = polynomial.get_config(name)
+    check_config(config, CHOICES)
+    assert {key: value for key, value in mesh.items() if key != "processes"} == config.mesh.to_dict()
+    assert config.workdir == polynomial.get_config().workdir
+
+
+@pytest.mark.parametrize("words", ["grpo,v5p-16", "v5p-16,grpo"])
+def test_words_come_in_any_order(words: str):
+    config = polaris.get_config(words)
+    assert (config.workdir, config.algo.advantages) == ("runs/polaris-grpo", "grpo")
+    assert config.mesh.device == "v5p" and config.mesh.fsdp == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [("grpo,v5p-17", "Unknown word ':v5p-17'.*grpo_div.*v5p-16"), ("grpo,poly_epo", "two"), ("v5p-8,laptop", "two")],
+)
+def test_words_that_cannot_be_are_refused(words: str, complaint: str):
+    with pytest.raises(ValueError, match=complaint):
+        default_config.get_config(words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("TPU v5p", "v5p"),
+        ("TPU v5", "v5p"),
+        ("TPU v5 lite", ""),
+        ("TPU v6 lite", "v6e"),
+        ("cpu", "cpu"),
+        ("NVIDIA H100 80GB HBM3", ""),
+    ],
+)
+def test_devices_are_known_by_the_kind_that_jax_tells(kind: str, name: str):
+    assert device_name(kind) == name
+
+
+# The mesh
+
+
+def meshes_of(num_devices: int) -> list[dict[str, int]]:
+    sizes = itertools.product(range(1, num_devices + 1), repeat=3)
+    return [dict(zip(AXES, three, strict=True)) for three in sizes if math.prod(three) == num_devices]
+
+
+@pytest.mark.parametrize("num_devices", [1, 4, 6, 8, 12])
+def test_what_is_left_fills_the_open_axis(num_devices: int):
+    for mesh, axis in itertools.product(meshes_of(num_devices), AXES):
+        assert fill_mesh(mesh | {axis: -1}, num_devices) == mesh
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8, 12, 30])
+def test_the_nearest_mesh_is_that_of_brute_force(num_devices: int):
+    def works(mesh: Mapping[str, int]) -> bool:
+        return 12 % mesh["fsdp"] == 0 and 4 % mesh["tensor"] == 0
+
+    for wanted in itertools.product((1, 2, 3, 5, 8), repeat=3):
+        for left_out in (set(), {"fsdp"}, {"data"}):
+            fixed = {axis: n for axis, n in zip(AXES, wanted, strict=True) if axis not in left_out}
+            change = {
+                tuple(mesh.values()): sum(abs(mesh[axis] - n) for axis, n in fixed.items())
+                for mesh in meshes_of(num_devices)
+                if works(mesh)
+            }
+            found = nearest_mesh(fixed, num_devices, works)
+            tied = [mesh for mesh, distance in change.items() if distance == min(change.values())]
+            assert tuple(found.values()) in tied
+            assert found["fsdp"] == max(fsdp for _, fsdp, _ in tied)
+
+
+def test_a_refusal_names_a_mesh_that_is_not_refused():
+    """Every mesh of twelve devices, for a model that few of them fit: refused with one that is then accepted."""
+    sizes = {"hidden_size": 48, "num_heads": 8, "num_kv_heads": 4, "mlp_size": 96, "vocab_size": 60}
+    refused = 0
+    for mesh in meshes_of(12):
+        config = polynomial.get_config()
+        config.mesh.update(mesh)
+        if all(size % mesh[SPLITS[field]] == 0 for field, size in sizes.items()):
+            check_mesh(config, mesh, sizes)
+            continue
+        refused += 1
+        with pytest.raises(ConfigError) as error:
+            check_mesh(config, mesh, sizes)
+        sentence = str(error.value)
+        advised = dict(part.split("=") for part in sentence.rstrip(".").rpartition(" is ")[2].split(", "))
+        check_mesh(config, {axis: int(size) for axis, size in advised.items()}, sizes)
+        assert sentence.count("\n") == 0
+    assert refused > 5
+
+
+def test_the_nearest_mesh_keeps_what_was_asked_for():
+    sizes = {"hidden_size": 48, "num_heads": 8, "num_kv_heads": 8, "mlp_size": 96, "vocab_size": 64}
+    config = polynomial.get_config()
+    config.mesh.tensor = 3  # and fsdp takes what is left
+    with pytest.raises(ConfigError, match=r"num_heads=8; the nearest .* on 12 devices is data=1, fsdp=6, tensor=2"):
+        check_mesh(config, {"data": 1, "fsdp": 4, "tensor": 3}, sizes)

@@ -1,0 +1,51 @@
+"""Model FLOPs against counts by hand and against the model's own weights."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from poly_epo_jax.model import flops
+from poly_epo_jax.model.presets import SHAPES, is_published, published_config
+from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+
+CONFIG = Qwen3Config(50, 6, 10, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
+PUBLISHED_BILLIONS = {
+    "Qwen3-0.6B": 0.596,
+    "Qwen3-1.7B": 1.72,
+    "Qwen3-4B": 4.02,
+    "Qwen3-8B": 8.19,
+    "Qwen3-14B": 14.77,
+    "Qwen3-32B": 32.76,
+}
+
+
+@pytest.mark.parametrize("tied_head", [True, False])
+def test_weights_are_those_of_the_model_without_norms(tied_head):
+    config = Qwen3Config(50, 6, 10, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, tied_head=tied_head)
+    leaves = jax.tree.leaves_with_path(nnx.split(Qwen3(config, nnx.Rngs(0)))[1])
+    matrices = sum(leaf.size for path, leaf in leaves if "norm" not in jax.tree_util.keystr(path))
+    assert flops.total_weights(config) == matrices
+
+
+def test_forward_flops_by_hand():
+    """Two sequences of 2 + 1 and 1 + 2 tokens: 6 tokens through the layers, 3 through the head, 12 query-key pairs."""
+    per_token = 3 * (6 * 32 + 2 * 6 * 16 + 32 * 6 + 3 * 6 * 10)
+    expected = 2 * 6 * per_token + 3 * 2 * 2 * 32 * 12 + 2 * 3 * 50 * 6
+    assert flops.forward_flops(CONFIG, np.array([2, 1]), np.array([1, 2])) == expected
+
+
+def test_the_cache_of_qwen3_4b():
+    config = published_config("Qwen/Qwen3-4B-Base")
+    assert flops.cache_bytes_per_token(config, 2) == 147_456
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_published_shapes_have_their_published_size(name):
+    config = published_config(f"Qwen/{name}-Base", dtype="float32")
+    assert config.dtype == "float32"
+    assert flops.total_weights(config) / 1e9 == pytest.approx(PUBLISHED_BILLIONS[name], rel=0.005)
+
+
+def test_other_names_are_not_published():
+    assert is_published("Qwen/Qwen3-8B") and not is_published("meta-llama/Llama-3.1-8B")

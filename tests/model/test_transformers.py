@@ -1,0 +1,165 @@
+"""Our model and our sampler against transformers, which computes with torch."""
+
+import dataclasses
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from fakes import TINY, tiny_params, tiny_problems
+from flax import nnx
+from samplers import MAX_PROMPT, MAX_TOKENS, STOP_IDS, TOKENIZER, generate, make_rollouts, token_ids
+from test_hf import FLOAT32, SMALL, assert_trees_equal, random_params
+
+from poly_epo_jax.model import hf
+from poly_epo_jax.model.hf import load_params, read_config, save_pretrained
+from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+
+if os.environ.get("POLY_EPO_REQUIRE_TORCH"):
+    import torch  # pyright: ignore[reportMissingImports]
+else:
+    torch = pytest.importorskip("torch", reason="torch is not installed: bash launch/test.sh installs it for CPUs")
+
+torch.set_num_threads(1)
+
+
+def draw_config(index):
+    """Configuration `index` of ten: each model type, with one key head, as many as query heads, and some between."""
+    rng = np.random.default_rng(index)
+    model_type = ("qwen3", "qwen2", "llama")[index % 3]
+    heads = 4
+    hidden_size = int(rng.choice([24, 32, 40]))
+    return Qwen3Config(
+        vocab_size=int(rng.integers(30, 80)),
+        hidden_size=hidden_size,
+        mlp_size=int(rng.integers(20, 60)),
+        num_layers=int(rng.integers(1, 4)),
+        num_heads=heads,
+        num_kv_heads=(1, heads, 2)[index // 3 % 3],
+        head_dim=hidden_size // heads if model_type == "qwen2" else int(rng.choice([4, 14, 16])),
+        rope_theta=float(10 ** rng.uniform(2, 6)),
+        norm_eps=float(rng.choice([1e-6, 1e-5, 1e-2])),
+        max_position=64,
+        tied_head=bool(rng.random() < 0.5),
+        **hf.SWITCHES[model_type],
+        **FLOAT32,
+    )
+
+
+def random_transformer(config, seed=0):
+    """The transformers model of the same shapes, written with transformers' own names for them."""
+    shapes = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.mlp_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "max_position_embeddings": config.max_position,
+        "tie_word_embeddings": config.tied_head,
+    }
+    if config.qk_norm:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shapes, head_dim=config.head_dim))
+    elif config.attention_bias:
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shapes))
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shapes, head_dim=config.head_dim))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+            parameter.mul_(parameter.ndim == 1).add_(scale * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def our_logits(config, params, tokens):
+    model = nnx.merge(nnx.split(nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0))))[0], params)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    return model(tokens, positions, jnp.ones_like(tokens)) @ model.head.T
+
+
+def assert_same_logits(config, params, transformer):
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 13))
+    with torch.no_grad():
+        expected = transformer(torch.as_tensor(tokens)).logits.numpy()
+    assert expected.std() > 0.3
+    np.testing.assert_allclose(our_logits(config, params, jnp.asarray(tokens)), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("index", range(10))
+def test_logits_of_a_folder_that_transformers_wrote(index, tmp_path):
+    config, folder = draw_config(index), tmp_path / "model"
+    transformer = random_transformer(config, seed=index)
+    transformer.save_pretrained(folder, max_shard_size="20KB" if index % 2 else "5GB")
+    assert (folder / "model.safetensors.index.json").exists() == bool(index % 2)
+    read = read_config(folder, **FLOAT32)
+    assert read == config
+    assert_same_logits(read, load_params(folder, read), transformer)
+
+
+@pytest.mark.parametrize("index", range(10))
+def test_transformers_gives_the_same_logits_for_a_folder_that_we_wrote(index, tmp_path):
+    config, folder = draw_config(index), tmp_path / "model"
+    params = random_params(config, seed=index)
+    save_pretrained(folder, params, config, dtype="float32", max_shard_bytes=20_000 if index % 2 else 5 * 10**9)
+    assert (folder / "model.safetensors.index.json").exists() == bool(index % 2)
+    transformer = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert transformer.dtype == torch.float32
+    assert_same_logits(config, params, transformer)
+    assert read_config(folder, **FLOAT32) == config
+    assert_trees_equal(load_params(folder, config), params)
+
+
+def test_bfloat16_files_hold_the_rounded_weights(tmp_path):
+    config = dataclasses.replace(SMALL, tied_head=False)
+    params = random_params(config)
+    save_pretrained(tmp_path / "float32", params, config, dtype="float32")
+    save_pretrained(tmp_path / "bfloat16", params, config)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    rounded, exact = load(tmp_path / "bfloat16").state_dict(), load(tmp_path / "float32").state_dict()
+    assert rounded.keys() == exact.keys()
+    for name, tensor in rounded.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, exact[name].to(torch.bfloat16)), name
+    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+    assert_trees_equal(load_params(tmp_path / "bfloat16", config), expected)
+
+
+@pytest.mark.parametrize("written", ["float16", "bfloat16"])
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_loaded_weights_have_the_param_dtype(written, param_dtype, tmp_path):
+    transformer = random_transformer(SMALL).to(getattr(torch, written))
+    transformer.save_pretrained(tmp_path)
+    params = load_params(tmp_path, read_config(tmp_path, param_dtype=param_dtype))
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(param_dtype)}
+    expected = transformer.model.embed_tokens.weight.detach().to(getattr(torch, param_dtype)).float().numpy()
+    np.testing.assert_array_equal(params["embed"].astype(jnp.float32), expected)
+
+
+def test_greedy_generations_are_those_of_transformers(tmp_path):
+    params = tiny_params()
+    hf.save_pretrained(tmp_path / "model", params, TINY, dtype="float32")
+    transformer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    problems = tiny_problems(30, MAX_PROMPT, seed=1)
+    found = generate(make_rollouts(), problems, 1, temperature=0.0)
+    for problem, group in zip(problems, found, strict=True):
+        ids = TOKENIZER(problem.prompt, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            out = transformer.generate(  # pyright: ignore[reportAttributeAccessIssue]
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=MAX_TOKENS,
+                eos_token_id=list(STOP_IDS),
+                pad_token_id=0,
+            )
+        assert group.generations[0].token_ids.tolist() == out[0, ids.shape[1] :].tolist()
+    reasons = [group.generations[0].finish_reason for group in found]
+    assert min(reasons.count("stop"), reasons.count("length")) >= 8
+    assert len({tuple(ids) for (ids,) in token_ids(found)}) > 20

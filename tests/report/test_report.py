@@ -1,0 +1,354 @@
+"""Reports are drawn from made-up run folders, shaped like those of real runs."""
+
+import base64
+import hashlib
+import html.parser
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reports
+
+from poly_epo_jax.report import __main__ as report_main
+from poly_epo_jax.report import build as report
+from poly_epo_jax.report import figures
+from poly_epo_jax.report import page as report_page
+from poly_epo_jax.report import samples as report_samples
+
+HOSTILE = reports.HOSTILE
+
+
+def write_fake_run(run_dir: Path, seed: int, num_steps: int = 200, gain: float = 1.0, evaluate_every: int = 20) -> Path:
+    """A run folder as a finished run leaves it: reward rises to a plateau, clusters by `gain`; noise from `seed`."""
+    rng = np.random.default_rng(seed)
+    metrics, timing = [], []
+    for step in range(num_steps + 1):
+        progress = 1 - np.exp(-3 * step / max(num_steps, 1))
+        row: dict[str, float | None] = {"step": step}
+        if evaluate_every and step % evaluate_every == 0:
+            accuracy = 0.15 + 0.4 * progress + rng.normal(0, 0.01)
+            row["eval/reward"] = accuracy
+            row["eval/solved"] = min(1.0, 2 * accuracy)
+            row["eval/correct_clusters@8"] = 1.2 + (gain - 0.5) * 2 * progress + rng.normal(0, 0.05)
+            row["eval/correct_clusters@64"] = 2.2 + (gain - 0.5) * 5 * progress + rng.normal(0, 0.05)
+            row["eval/incorrect_clusters@8"] = 4.0 - 2 * progress
+            row |= {f"eval/pass@{k}": 1 - (1 - accuracy) ** (gain * k**0.7) for k in (1, 2, 4, 8, 16, 32, 64)}
+        if step > 0:
+            row["reward"] = 0.2 + 0.5 * progress + rng.normal(0, 0.05)
+            row["solved"] = 0.5 + 0.4 * progress + rng.normal(0, 0.04)
+            row["clusters/correct"] = 1.3 + (gain - 0.5) * 2 * progress + rng.normal(0, 0.15)
+            row["clusters/incorrect"] = 3.5 - 2 * (1.3 - gain) * progress + rng.normal(0, 0.2)
+            row["policy/entropy"] = 0.8 - 0.6 * (1.2 - gain) * progress + rng.normal(0, 0.02)
+            row["synergy"] = 0.02 * gain * progress + rng.normal(0, 0.004)
+            row["policy/kl"] = None if step == 3 else 0.001
+            seconds = {"seconds/generate": 12 + rng.normal(), "seconds/update": 5.0, "seconds/step": 18.0}
+            timing.append({"step": step, **seconds, "tokens_per_second": 5000 + 100 * rng.normal()})
+        metrics.append(row)
+    timeline = [{"step": step, "start": 18.0 * (step - 1), **fake_window(step)} for step in range(1, num_steps + 1)]
+    samples = [
+        {
+            "step": step,
+            "problem": f"problem-{problem}",
+            "prompt": f"Find (x, y) with y = x^2 + {problem} & x < 9.",
+            "generation": generation,
+            "response": HOSTILE if generation == 0 else f"I try x = {cluster}, so y = {cluster**2 + problem}.",
+            "reward": float(cluster % 2),
+            "cluster": None if problem == 1 else cluster,
+            "rationale": None if problem == 1 else f"strategy {cluster}: {HOSTILE}",
+            "advantage": None if problem == 1 else (cluster % 2 - 0.5) / 7,
+        }
+        for step in (num_steps // 2, num_steps)
+        for problem in range(8)
+        for generation, cluster in enumerate([0, 1, 1, 2, 3, 3, 3, 100])
+    ]
+    run_dir.mkdir(parents=True)
+    for name, rows in {"metrics": metrics, "timing": timing, "timeline": timeline, "samples": samples}.items():
+        (run_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run_dir
+
+
+def fake_window(step: int) -> dict[str, Any]:
+    """18 s, or every tenth time 30 s: generation for 12 s, some of it beside the update of the batch before."""
+    spans = [
+        ["generate", 0.0, 8.0, step],
+        ["grade", 2.0, 8.5, step],
+        ["judge", 2.0, 4.0, step],
+        ["judge", 4.5, 9.0, step],
+        ["logprobs", 9.0, 9.5, step],
+        ["generate", 9.0, 18.0, step + 1],
+        ["update", 9.5, 15.0, step],
+        ["sync", 16.0, 17.0, step],
+    ]
+    evaluated = step % 10 == 0
+    return {"seconds": 30.0 if evaluated else 18.0, "spans": spans + [["evaluate", 18.0, 30.0, step]] * evaluated}
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    runs = tmp_path_factory.mktemp("runs")
+    return [write_fake_run(runs / "grpo", seed=0, gain=0.5), write_fake_run(runs / "poly-epo", seed=1, gain=1.0)]
+
+
+@pytest.fixture(scope="module")
+def page(two_runs: list[Path]) -> str:
+    assert report_main.main([str(run) for run in two_runs]) == 0
+    return (two_runs[0].parent / "report" / "report.html").read_text(encoding="utf-8")
+
+
+class Page(html.parser.HTMLParser):
+    """The tags of a page, checked to be balanced, and its text."""
+
+    VOID = frozenset({"meta", "img", "br", "input"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    header = path.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", header[16:24])
+
+
+def test_figures_have_their_sizes_at_150_dpi(two_runs: list[Path], page: str):
+    folder = two_runs[0].parent / "report"
+    assert png_size(folder / "training_dynamics.png") == (2100, 900)  # 4 x 3.5 in by 2 x 2.8 + 0.4 in
+    assert png_size(folder / "pass_at_k.png") == (975, 630)
+    assert png_size(folder / "comparison.png") == (1350, 525)
+
+
+def test_every_figure_is_there_as_pdf_too(two_runs: list[Path], page: str):
+    for name in ("training_dynamics", "pass_at_k", "comparison", "timeline"):
+        pdf = (two_runs[0].parent / "report" / f"{name}.pdf").read_bytes()
+        assert pdf.startswith(b"%PDF") and b"/FontFile2" in pdf and b"/Type3" not in pdf
+
+
+def test_every_run_has_its_timeline_with_what_is_alone_in_words(page: str):
+    sections = [section for section in data_of(page)["sections"] if section["title"].startswith("Timeline")]
+    assert [section["title"] for section in sections] == ["Timeline of grpo", "Timeline of poly-epo"]
+    for look, section in enumerate(sections):
+        assert "Generation alone takes 22% of it, judging 3%; for 75% two or more" in section["note"]
+        step, several = section["panels"]
+        assert (step["title"], several["title"]) == ("Step 199, of median length", "Steps 197 to 200")
+        assert step["look"] == several["look"] == look
+        assert step["lanes"] == ["generate", "grade", "judge", "logprobs", "update", "sync"]
+        assert several["steps"] == [[197, 0.0], [198, 18.0], [199, 36.0], [200, 54.0]] and several["seconds"] == 84.0
+        said = [bar[-1] for bar in step["bars"]]
+        assert "for step 199: 8 s, 44.4% of the step; 2 s of it alone" in said
+        assert "for step 200: 9 s, 50.0% of the step; 2 s of it alone" in said
+
+
+@pytest.mark.parametrize("spans", [None, [["update", 0.0, 1.0]], [["update", "early", 1.0, 1]], 5])
+def test_a_damaged_timeline_is_one_sentence(tmp_path: Path, capsys, spans: Any):
+    run = write_fake_run(tmp_path / "run", seed=0, num_steps=2, evaluate_every=0)
+    (run / "timeline.jsonl").write_text(json.dumps({"step": 7, "start": 0.0, "seconds": 1.0, "spans": spans}) + "\n")
+    assert report_main.main([str(run)]) == 2
+    assert "timeline.jsonl does not tell what was under way in step 7" in capsys.readouterr().err
+
+
+def test_page_is_balanced_and_loads_nothing(page: str):
+    parsed = Page(page)
+    without_data = page.replace(data_of(page, parse=False), "").replace("http://www.w3.org/2000/svg", "")
+    assert "http://" not in without_data and "https://" not in without_data
+    assert "url(" not in without_data and "@import" not in without_data
+    tags = [tag for tag, _ in parsed.tags]
+    assert not {"link", "iframe", "object", "img"} & set(tags)
+    assert tags.count("script") == 2  # the data and the page's own
+    (policy,) = (attributes["content"] for _, attributes in parsed.tags if "http-equiv" in attributes)
+    assert policy and policy.startswith("default-src 'none'; script-src 'sha256-")
+
+
+def test_policy_allows_just_the_pages_own_script_and_style(page: str):
+    for tag in ("script", "style"):
+        text = page[page.index(f"<{tag}>") + len(tag) + 2 : page.rindex(f"</{tag}>")]
+        assert base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() in page[: page.index("<style>")]
+
+
+def test_hostile_text_stays_inside_the_data(page: str):
+    assert page.count("<script") == 2 and "<img" not in page and "<" not in data_of(page, parse=False)
+    sample = data_of(page)["collections"][0]["problems"][0]["samples"][0]
+    assert sample["response"] == HOSTILE.replace("\x00\x1b", "\\x00\\x1b").replace("\u202e", "\\u202e").replace(
+        "\ud800", "?"
+    )
+    assert sample["rationale"] == f"strategy 0: {sample['response']}"
+
+
+def data_of(page: str, parse: bool = True) -> Any:
+    start = page.index('id="data">') + len('id="data">')
+    data = page[start : page.index("</script>", start)]
+    return json.loads(data) if parse else data
+
+
+def test_page_names_runs_and_escapes_their_names(tmp_path: Path):
+    run = write_fake_run(tmp_path / "<b>&run", seed=0, num_steps=3, evaluate_every=0)
+    page = report.write_report([run], tmp_path / "out").read_text()
+    assert "&lt;b&gt;&amp;run" in page and "<b>&run" not in page
+
+
+def test_summary_gives_first_and_last_evaluation():
+    rows = [
+        {"step": 0, "eval/reward": 0.25, "eval/correct_clusters@8": 1.5},
+        {"step": 1, "reward": 0.9},
+        {"step": 2, "reward": 0.9, "eval/reward": 0.5, "eval/correct_clusters@8": 3.0},
+        {"step": 3, "reward": 0.9},
+    ]
+    assert report_page.run_summary("a", rows) == (
+        "<b>a</b>: held-out reward: 0.250 → 0.500, distinct correct clusters of 8: 1.50 → 3.00, from step 0 to step 2."
+    )
+    assert report_page.run_summary("a", rows[1:2]) == "<b>a</b>: no evaluation up to step 1."
+
+
+def test_final_values_average_training_but_not_evaluation():
+    rows = [{"step": step, "reward": float(step), "eval/reward": float(step), "kl": None} for step in range(1, 21)]
+    assert report_page.final_values(rows) == {"reward": 15.5, "eval/reward": 20.0}  # the mean of 11..20
+
+
+def test_table_sorts_pass_at_k_by_number(page: str):
+    text = Page(page).text
+    places = [text.index(f"eval/pass@{k}") for k in (1, 2, 4, 8, 16, 32, 64)]
+    assert places == sorted(places)
+
+
+def test_samples_are_those_of_the_first_and_last_step(page: str):
+    collections = data_of(page)["collections"]
+    assert [(one["model"], one["part"]) for one in collections] == [
+        (run, step) for run in ("grpo", "poly-epo") for step in ("step 100", "step 200")
+    ]
+    first, second = collections[0]["problems"][:2]
+    assert (first["id"], first["size"], first["correct"]) == ("problem-0", 8, 5)
+    assert [(cluster["id"], cluster["size"]) for cluster in first["clusters"]] == [
+        (3, 3),
+        (1, 2),
+        (0, 1),
+        (2, 1),
+        (100, 1),
+    ]
+    assert first["samples"][1]["advantage"] == pytest.approx(0.5 / 7)
+    assert second["clusters"] == [{"id": None, "size": 8, "correct": 5}]
+    assert "rationale" not in second["samples"][0]
+
+
+def test_steps_without_end_leave_the_first_and_the_last(tmp_path: Path):
+    run = write_fake_run(tmp_path / "run", seed=0, num_steps=2, evaluate_every=0)
+    rows = (run / "samples.jsonl").read_text().splitlines(keepends=True)
+    many = [json.dumps(json.loads(row) | {"step": step}) + "\n" for step in (5, 6, 7) for row in rows[:8]]
+    (run / "samples.jsonl").write_text("".join(many) + '{"step": 8, "half')
+    assert [one["part"] for one in report_samples.run_collections("run", run)] == ["step 5", "step 7"]
+
+
+def test_output_defaults_to_the_run_itself_or_to_beside_several(two_runs: list[Path], page: str, capsys):
+    assert report_main.main([str(two_runs[0])]) == 0
+    expected = two_runs[0] / "report" / "report.html"
+    assert expected.exists()
+    assert capsys.readouterr().out == f"report: {expected}\n"
+    assert (two_runs[0].parent / "report" / "report.html").exists()
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path):
+    runs = [write_fake_run(tmp_path / method / "seed0", seed=0, num_steps=2, evaluate_every=0) for method in ("a", "b")]
+    page = report.write_report(runs, tmp_path / "out").read_text()
+    assert all(str(run) in page for run in runs)
+
+
+def test_live_run_with_a_half_written_row_and_no_evaluation(tmp_path: Path):
+    run = write_fake_run(tmp_path / "young", seed=0, num_steps=2, evaluate_every=0)
+    (run / "samples.jsonl").unlink()
+    (run / "timeline.jsonl").unlink()  # older runs have none
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')
+    page = report.write_report([run], tmp_path / "out").read_text()
+    assert "young</b>: no evaluation up to step 2." in page
+    assert data_of(page)["collections"] == []
+    assert [section["title"] for section in data_of(page)["sections"]] == ["Training dynamics"]
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["report.html", "training_dynamics.pdf", "training_dynamics.png"]
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda run: None, "is not a folder"),
+        (lambda run: run.mkdir(), "holds no logged step"),
+        (lambda run: (run.mkdir(), (run / "metrics.jsonl").write_text("")), "holds no logged step"),
+        (lambda run: (run.mkdir(), (run / "metrics.jsonl").write_text("nonsense\n")), "line 1, is not a row"),
+    ],
+)
+def test_nothing_to_report_is_one_sentence_and_exit_code_2(tmp_path: Path, capsys, make, sentence: str):
+    run = tmp_path / "run"
+    make(run)
+    assert report_main.main([str(run)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 and str(run) in captured.err and sentence in captured.err
+    assert not (run / "report").exists()
+
+
+def test_no_run_named_is_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as exit:
+        report_main.main([])
+    assert exit.value.code == 2
+    assert "FOLDER" in capsys.readouterr().err
+
+
+def test_panels_exist_only_for_logged_metrics():
+    runs = {"a": [{"step": 1, "reward": 0.5, "synergy": None}], "b": [{"step": 1, "solved": 0.5}]}
+    figure = figures.training_dynamics(runs)
+    assert figure is not None
+    assert [axes.get_title("left") for axes in figure.axes] == ["Training reward", "Prompts with a correct generation"]
+    assert figures.training_dynamics({"a": [{"step": 1, "policy/kl": 0.5}]}) is None
+    assert figures.pass_at_k(runs) is None
+    assert figures.comparison(runs) is None
+
+
+def test_a_run_keeps_its_colour_and_every_run_is_in_the_legend():
+    runs = {f"run{i}": [{"step": 0, "eval/reward": 0.1, "eval/pass@1": 0.1, "eval/pass@2": 0.2}] for i in range(9)}
+    drawn = [figures.comparison(runs), figures.pass_at_k(runs)]
+    looks = []
+    for figure in drawn:
+        assert figure is not None
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == list(runs)
+        looks.append([(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines])
+    assert looks[0] == looks[1]
+    assert len(set(looks[0])) == 9
+
+
+def test_pass_at_k_takes_the_last_evaluation_in_order_of_k():
+    rows = [
+        {"step": 0, "eval/pass@1": 0.1, "eval/pass@2": 0.2},
+        {"step": 5, "eval/pass@1": 0.3, "eval/pass@16": 0.9, "eval/pass@2": 0.5, "eval/pass@32": None},
+        {"step": 6, "reward": 0.1},
+    ]
+    assert figures.last_pass_at_k(rows) == {1: 0.3, 2: 0.5, 16: 0.9}
+    assert list(figures.last_pass_at_k(rows)) == [1, 2, 16]
+
+
+@pytest.mark.parametrize("length", [1, 2, 13, 14, 200])
+def test_smooth_is_a_normalised_gaussian_mean(length: int):
+    values = np.random.default_rng(length).normal(size=length)
+    expected = []
+    for centre in range(length):
+        near = [i for i in range(length) if abs(i - centre) <= 3 * length // 40]
+        weights = [np.exp(-0.5 * ((i - centre) / (length / 40)) ** 2) for i in near]
+        expected.append(sum(w * values[i] for w, i in zip(weights, near, strict=True)) / sum(weights))
+    np.testing.assert_allclose(figures.smooth(values), expected, rtol=1e-12, atol=0)
+    np.testing.assert_allclose(figures.smooth(np.full(length, 0.3)), 0.3, rtol=1e-12, atol=0)

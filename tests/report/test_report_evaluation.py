@@ -1,0 +1,283 @@
+"""Reports on made-up evaluations: figures, tables, what is shown of the samples, and what is refused."""
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import matplotlib.colors
+import numpy as np
+import pytest
+from reports import write_fake_evaluation
+from test_report import Page, data_of, write_fake_run
+
+from poly_epo_jax.evaluation.samples import results as evaluation_results
+from poly_epo_jax.report import __main__ as report_main
+from poly_epo_jax.report import build as report
+from poly_epo_jax.report import charts as report_charts
+from poly_epo_jax.report import evaluation_figures, figures
+from poly_epo_jax.report import page as report_page
+from poly_epo_jax.report import samples as report_samples
+from poly_epo_jax.report.samples import WIDEST, Bounds, Excerpt
+
+MODELS = {"base": 0.2, "grpo": 0.4, "poly_epo": 0.5}
+FIGURES = ("evaluation_pass_at_k", "majority", "branches", "rollout_trees")
+
+
+@pytest.fixture(scope="module")
+def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_fake_evaluation(tmp_path_factory.mktemp("reports") / "evaluation", MODELS)
+
+
+@pytest.fixture(scope="module")
+def page(evaluation: Path) -> str:
+    assert report_main.main([str(evaluation)]) == 0
+    return (evaluation / "report" / "report.html").read_text(encoding="utf-8")
+
+
+def results_of(evaluation: Path) -> dict[str, dict[str, Any]]:
+    return {
+        benchmark.name: {
+            model.name: json.loads((model / "results.json").read_text()) for model in sorted(benchmark.iterdir())
+        }
+        for benchmark in sorted(evaluation.iterdir())
+        if benchmark.name != "report"
+    }
+
+
+def test_every_figure_is_drawn_as_png_and_pdf(evaluation: Path, page: str):
+    written = {path.name for path in (evaluation / "report").iterdir()}
+    assert written == {f"{name}.{kind}" for name in FIGURES for kind in ("png", "pdf")} | {"report.html"}
+
+
+def test_a_reports_figures_are_the_same_bytes_again(evaluation: Path, page: str, tmp_path: Path):
+    report.write_report([evaluation], tmp_path)
+    for name in ("majority.png", "majority.pdf", "report.html"):
+        assert (tmp_path / name).read_bytes() == (evaluation / "report" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "draw", [evaluation_figures.pass_at_k, evaluation_figures.majority, evaluation_figures.branches]
+)
+def test_a_panel_per_benchmark_in_which_a_model_keeps_its_colour(evaluation: Path, draw):
+    looks = figures.styles(["some run", *MODELS])
+    figure = draw(results_of(evaluation), looks)
+    assert [axes.get_title("left") for axes in figure.axes] == ["aime26", "minerva"]
+    for axes in figure.axes:
+        assert [line.get_color() for line in axes.lines] == [looks[model]["color"] for model in MODELS]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(MODELS)
+    assert draw({}, looks) is None
+
+
+def test_pass_at_k_figure_shows_means_and_intervals(evaluation: Path):
+    results = results_of(evaluation)
+    figure = evaluation_figures.pass_at_k(results, figures.styles(list(MODELS)))
+    assert figure is not None
+    metrics = results["aime26"]["grpo"]["metrics"]
+    heights = np.array(figure.axes[0].lines[1].get_ydata())
+    np.testing.assert_allclose(heights, [metrics[f"pass@{k}"]["mean"] for k in range(1, 9)])
+    band = figure.axes[0].collections[1].get_paths()[0].vertices
+    assert {metrics["pass@4"]["low"], metrics["pass@4"]["high"]} <= set(np.asarray(band)[:, 1])
+    assert figure.axes[0].get_xscale() == "log"
+    assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["1", "2", "4", "8"]
+
+
+def test_intervals_may_be_missing():
+    estimate = {"mean": 0.5, "low": None, "high": None}
+    results = {"metrics": {"pass@1": estimate, "pass@2": estimate}, "branching": {"mean": []}}
+    assert evaluation_figures.curve(results, "pass") == [(1, 0.5, None, None), (2, 0.5, None, None)]
+    looks = figures.styles(["a"])
+    assert evaluation_figures.pass_at_k({"b": {"a": results}}, looks) is not None
+    assert evaluation_figures.branches({"b": {"a": results}}, looks) is not None
+    (section,) = report_charts.evaluation_sections({"b": {"a": results}}, "", {}, ["a"])
+    assert section["panels"][0]["series"][0]["points"] == [[k, 0.5, None, None, f"pass@{k} 0.5"] for k in (1, 2)]
+
+
+def test_tree_by_hand():
+    token_ids = [np.array(ids) for ids in ([1, 2, 3], [1, 2, 4, 5], [9], [1, 2, 3])]
+    tree = evaluation_figures.lay_out_tree(token_ids, [True, False, False, True])
+    edges = {(edge.start, edge.end, edge.row, edge.parent_row, edge.size) for edge in tree.edges}
+    assert edges == {(0, 2, 1.0, 1.5, 3), (2, 3, 0.5, 1.0, 2), (2, 4, 2.0, 1.0, 1), (0, 1, 3.0, 1.5, 1)}
+    leaves = [(leaf.generation, leaf.length, leaf.row, leaf.edge_row) for leaf in tree.leaves]
+    assert leaves == [(0, 3, 0, 0.5), (3, 3, 1, 0.5), (1, 4, 2, 2.0), (2, 1, 3, 3.0)]
+
+
+def test_tree_figure_colours_right_and_wrong_leaves(evaluation: Path):
+    tree = evaluation_figures.lay_out_tree([np.array([1]), np.array([2, 3])], [True, False])
+    figure = evaluation_figures.rollout_trees("a problem", {"grpo": tree}, figures.styles(["grpo"]))
+    assert figure is not None
+    marked = [line for line in figure.axes[0].lines if line.get_marker() in ("o", "X")]
+    colours = [matplotlib.colors.to_hex(line.get_color()) for line in marked]
+    assert [colour.upper() for colour in colours] == [evaluation_figures.RIGHT, evaluation_figures.WRONG]
+
+
+def test_trees_are_of_a_problem_that_the_first_model_solves_sometimes(page: str):
+    section = next(section for section in data_of(page)["sections"] if section["title"] == "Rollout trees")
+    assert section["note"].startswith("The first 12 samples of problem-2,")
+    assert [panel["title"] for panel in section["panels"]] == ["base", "grpo"]
+    assert [leaf[3] for leaf in section["panels"][0]["leaves"]].count(1) == 4
+
+
+def test_hovering_tells_the_number_and_its_interval(evaluation: Path, page: str):
+    section = next(section for section in data_of(page)["sections"] if section["title"] == "pass@k")
+    pass_at_2 = results_of(evaluation)["minerva"]["poly_epo"]["metrics"]["pass@2"]
+    k, mean, low, high, said = section["panels"][1]["series"][2]["points"][1]
+    assert (k, mean, low, high) == (2, *pass_at_2.values())
+    assert said == f"pass@2 {mean:.4g} ({low:.4g} to {high:.4g})"
+
+
+def test_long_curves_are_thinned_and_keep_their_ends():
+    positions = report_charts._some(4096)
+    assert len(positions) == report_charts.MOST_POINTS and positions[0] == 0 and positions[-1] == 4095
+    assert report_charts._some(3) == [0, 1, 2] and report_charts._some(0) == []
+    points = report_charts._branch_points({"branching": {"mean": [float(p) for p in range(4096)]}})
+    assert [point[0] for point in points[:5]] == [1, 2, 3, 4, 5] and points[-1][:2] == [4096, 4095.0]
+
+
+def test_tables_have_a_row_per_model_with_intervals(evaluation: Path, page: str):
+    text = Page(page).text
+    assert "6 problems, 8 samples each" in text
+    for column in ("pass@1", "pass@8", "majority of 8 right", "its vote share", "correct clusters of 8", "tokens"):
+        assert text.count(column) >= 2
+    value = results_of(evaluation)["aime26"]["grpo"]["metrics"]["pass@8"]
+    assert f"{value['mean']:.3f}{value['low']:.3f} to {value['high']:.3f}" in text
+
+
+def test_summary_puts_each_model_beside_the_first():
+    def results(pass_1: float, pass_4: float, clusters: float) -> dict[str, Any]:
+        means = {"pass@1": pass_1, "pass@2": 0.0, "pass@4": pass_4, "correct_clusters@4": clusters}
+        return {"metrics": {name: {"mean": mean} for name, mean in means.items()}}
+
+    base, new = results(0.1, 0.2, 1.0), results(0.3, 0.6, 2.0)
+    assert report_page.evaluation_summaries({"x": {"base": base, "<new>": new}}) == [
+        "<b>&lt;new&gt;</b> instead of base: pass@1: 0.100 → 0.300, pass@4: 0.200 → 0.600, "
+        "distinct correct clusters of 4: 1.00 → 2.00, on x."
+    ]
+    (two,) = report_page.evaluation_summaries({"x": {"base": base, "new": new}, "y": {"base": new, "new": new}})
+    assert "pass@1: 0.200 → 0.300" in two and two.endswith("means over 2 benchmarks.")
+    (alone,) = report_page.evaluation_summaries({"x": {"base": base}})
+    assert alone.startswith("<b>base</b>: pass@1: 0.100, pass@4: 0.200,")
+    (apart,) = report_page.evaluation_summaries({"x": {"base": base}, "y": {"new": new}})
+    assert apart == "<b>new</b> instead of base: nothing in common."
+
+
+def test_hostile_names_are_text_too(tmp_path: Path):
+    write_fake_evaluation(tmp_path / "e", {"<img src=x>": 0.5, "&b": 0.5}, ("<script>alert(1)", "x"))
+    page = report.write_report([tmp_path / "e"], tmp_path / "out").read_text(encoding="utf-8")
+    assert page.count("<script") == 2 and "<img" not in page
+    assert "<script>alert(1)" in Page(page).text and "&b instead of" not in page
+
+
+def test_models_can_be_chosen_and_ordered(evaluation: Path, tmp_path: Path, capsys):
+    assert report_main.main([str(evaluation), "--models=poly_epo,base", "--output", str(tmp_path)]) == 0
+    data = data_of((tmp_path / "report.html").read_text())
+    assert [one["label"] for one in data["sections"][0]["legend"]] == ["poly_epo", "base"]
+    assert report_main.main([str(evaluation), "--models=qwen", "--output", str(tmp_path)]) == 2
+    assert "'qwen' is there: choose from base, grpo, poly_epo." in capsys.readouterr().err
+
+
+def test_runs_and_evaluations_share_a_page(evaluation: Path, tmp_path: Path):
+    run = write_fake_run(tmp_path / "grpo", seed=0, num_steps=20, evaluate_every=10)
+    other = write_fake_evaluation(tmp_path / "other", {"base": 0.3}, ("minerva",), clustered=False)
+    page = report.write_report([run, evaluation, other], tmp_path / "out").read_text(encoding="utf-8")
+    data = data_of(page)
+    looks = {one["label"]: one["look"] for section in data["sections"] for one in section["legend"]}
+    assert looks == {"grpo": 0, "base": 1, "poly_epo": 2, f"base ({other})": 3}
+    assert {"pass@k", "Training dynamics"} <= {section["title"] for section in data["sections"]}
+
+
+def test_samples_of_a_problem_lie_together_in_order(page: str):
+    first = data_of(page)["collections"][0]
+    assert (first["model"], first["part"]) == ("base", "aime26")
+    assert (first["all_problems"], first["all_samples"]) == (6, 48)
+    problem = first["problems"][2]
+    assert problem | {"samples": [], "clusters": []} == {
+        "id": "problem-2",
+        "prompt": "Find x & y with x < 2. <b>Think</b>.",
+        "gold": "2",
+        "size": 8,
+        "correct": 4,
+        "clusters": [],
+        "samples": [],
+    }
+    assert [sample["number"] for sample in problem["samples"]] == list(range(8))
+    assert problem["samples"][3]["cut"] and problem["samples"][3]["tokens"] == 40
+    sizes = {cluster["id"]: (cluster["size"], cluster["correct"]) for cluster in problem["clusters"]}
+    assert sizes == {0: (3, 2), 1: (3, 1), 2: (1, 1), 100: (1, 0)}
+
+
+def test_excerpts_say_how_much_they_leave_out():
+    text = "a" * 5000 + "b" * 5000
+    assert Excerpt.of(text).within(900) == "a" * 600 + "\n[… 9,100 characters left out …]\n" + "b" * 300
+    assert Excerpt.of("abc").within(3) == "abc"
+    assert Excerpt.of("abcdef").within(3) == "ab\n[… 3 characters left out …]\nf"
+
+
+def test_more_samples_are_cut_further(tmp_path: Path):
+    write_fake_evaluation(tmp_path, {"a": 0.5}, ("x",), num_problems=30, num_samples=20, num_tokens=3000)
+    problems = [f"problem-{number}" for number in range(30)]
+    collection, _ = report_samples.evaluation_collection("a", "x", tmp_path / "x" / "a", problems, None, 0)
+    assert collection is not None
+    (whole,), bounds = report_samples.bound([collection], 100_000_000)
+    assert bounds == WIDEST and len(whole["problems"]) == 20 and len(whole["problems"][0]["samples"]) == 16
+    assert whole["problems"][0]["size"] == 20 and whole["all_samples"] == 600
+    for max_bytes, expected in ((500_000, Bounds(20, 8, 1500)), (50_000, Bounds(10, 4, 500))):
+        (cut,), bounds = report_samples.bound([collection], max_bytes)
+        assert bounds == expected
+        assert len(json.dumps(cut).encode()) <= max_bytes and len(cut["problems"]) == expected.problems
+    (nothing,), _ = report_samples.bound([collection], 500)
+    assert nothing["problems"] == []
+
+
+def test_an_evaluation_is_read_row_by_row(tmp_path: Path):
+    write_fake_evaluation(tmp_path, {"a": 0.5}, ("x",), num_problems=40, num_samples=10, num_tokens=2000)
+    path = tmp_path / "x" / "a"
+    assert (path / "samples.jsonl").stat().st_size > 5_000_000
+    tracemalloc.start()
+    report_samples.evaluation_collection("a", "x", path, ["problem-0"], None, 0)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2_000_000
+
+
+def test_what_evaluations_write_is_read(tmp_path: Path):
+    folder = write_fake_evaluation(tmp_path / "e", {"a": 0.5}, ("x",)) / "x" / "a"
+    (folder / "results.json").write_text(json.dumps(evaluation_results(folder)))
+    page = report.write_report([tmp_path / "e"], tmp_path / "out").read_text(encoding="utf-8")
+    titles = [section["title"] for section in data_of(page)["sections"]]
+    assert titles == ["pass@k", "Majority voting", "Branching", "Rollout trees"]
+    assert all(column in page for column in report_page._COLUMNS.values() if "{" not in column)
+
+
+def test_without_samples_there_is_no_browser(tmp_path: Path):
+    write_fake_evaluation(tmp_path / "e", {"a": 0.5}, ("x",))
+    (tmp_path / "e" / "x" / "a" / "samples.jsonl").unlink()
+    data = data_of(report.write_report([tmp_path / "e"], tmp_path / "out").read_text(encoding="utf-8"))
+    assert data["collections"] == []
+    assert [section["title"] for section in data["sections"]] == ["pass@k", "Majority voting", "Branching"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda folder: _append(folder / "samples.jsonl", "nonsense\n"), "samples.jsonl, line 49, is not a sample"),
+        (lambda folder: _append(folder / "samples.jsonl", '{"problem": 3}\n'), "line 49, is not a sample: mend or"),
+        (lambda folder: _append(folder / "samples.jsonl", "[" * 100_000 + "\n"), "line 49, is not a sample"),
+        (lambda folder: _append(folder / "samples.jsonl", b"\xff\n"), "line 49, is not a sample"),
+        (lambda folder: _append(folder / "results.json", "x"), "results.json does not hold the results"),
+        (lambda folder: (folder / "results.json").write_text("[]"), "results.json does not hold the results"),
+        (lambda folder: (folder / "results.json").write_text("{}"), "results.json does not hold the results"),
+    ],
+)
+def test_damage_is_one_sentence_and_exit_code_2(tmp_path: Path, capsys, damage, sentence: str):
+    folder = write_fake_evaluation(tmp_path / "e", {"a": 0.5}, ("x",))
+    damage(folder / "x" / "a")
+    assert report_main.main([str(folder)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and sentence in captured.err
+    assert not (folder / "report").exists()
+
+
+def _append(path: Path, text: str | bytes) -> None:
+    with path.open("ab") as file:
+        file.write(text.encode() if isinstance(text, str) else text)

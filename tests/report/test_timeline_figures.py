@@ -1,0 +1,79 @@
+"""Which steps are drawn, what their bars say, and what is said of all steps in words."""
+
+import matplotlib.colors
+import numpy as np
+import pytest
+
+from poly_epo_jax.report import figures
+from poly_epo_jax.report.timeline_figures import Bar, excerpts, sentence, timeline
+from poly_epo_jax.timeline import Span, Window
+
+
+def window(step: int, seconds: float) -> Window:
+    """One after the other, the next batch's generation beside the update: for 10 s 2, 4, 4 (both) and 2."""
+    unit = seconds / 10
+    spans = [("generate", 0.0, 2.0, step), ("judge", 2.0, 4.0, step), ("update", 4.0, 8.0, step)]
+    spans += [("generate", 4.0, 10.0, step + 1)]
+    return Window(0.0, seconds, [Span(stage, start * unit, end * unit, of) for stage, start, end, of in spans])
+
+
+def windows(*seconds: float) -> dict[int, Window]:
+    return {step: window(step, length) for step, length in enumerate(seconds, start=1)}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen", "several"),
+    [
+        ([9.0], 1, []),
+        ([9.0, 3.0], 2, [1, 2]),
+        ([90.0, 10.0, 10.0, 11.0, 10.0, 10.0, 30.0, 10.5, 40.0], 8, [6, 7, 8, 9]),
+        ([10.0, 10.5, 30.0, 40.0, 1.0, 1.0, 50.0], 2, [1, 2, 3, 4]),
+    ],
+)
+def test_the_newest_step_of_median_length_is_drawn_and_those_around_it(seconds, chosen, several):
+    found = [list(one.starts) for one in excerpts(windows(*seconds))]
+    assert found == [[chosen]] + [several] * bool(several)
+    assert excerpts({}) == []
+
+
+def test_what_goes_on_from_step_to_step_is_one_bar_and_alone_where_nothing_else_is():
+    (_, several) = excerpts(windows(10.0, 10.0))
+    assert several.starts == {1: 0.0, 2: 10.0} and several.seconds == 20.0
+    assert several.stages == ["generate", "judge", "update"]
+    generated = [bar for bar in several.bars if bar.stage == "generate"]
+    assert generated == [
+        Bar("generate", 0.0, 2.0, 1, [(0.0, 2.0)]),
+        Bar("generate", 4.0, 12.0, 2, [(8.0, 12.0)]),
+        Bar("generate", 14.0, 20.0, 3, [(18.0, 20.0)]),
+    ]
+    assert [several.is_odd(bar) for bar in generated] == [False, True, False]
+
+
+def test_the_sentence_gives_medians():
+    told = sentence(windows(10.0, 10.0, 20.0))
+    assert told == (
+        "A step takes 10 s (median of 3). Generation alone takes 40% of it, judging 20%; for 40% two or more are under "
+        "way. Under way at all: generation 80%, the update 40%, judging 20%."
+    )
+    one_by_one = Window(
+        0.0, 2.0, [Span("update", 0.0, 1.5, 1), Span("pause", 1.5, 1.9, 1), Span("sync", 1.9, 1.901, 1)]
+    )
+    assert sentence({1: one_by_one}) == (
+        "A step takes 2 s (median of 1). The update alone takes 75% of it, pause 20%; nothing overlaps."
+    )
+    assert sentence({1: Window(0.0, 2.0, [])}) == "A step takes 2 s (median of 1). Nothing overlaps."
+
+
+def test_the_figure_has_a_row_per_run_in_its_colour():
+    figure = timeline({"a": windows(10.0, 10.0), "older": {}, "b": windows(10.0)})
+    assert figure is not None
+    assert [axes.get_title("left") for axes in figure.axes] == [
+        *("a: step 2, of median length", "a: steps 1 to 2", "b: step 1, of median length")
+    ]
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["generate", "judge", "update"]
+    colours = np.array([bars.get_facecolor() for bars in figure.axes[2].collections if len(bars.get_paths())])[:, 0, :3]
+    expected = matplotlib.colors.to_rgb(figures.styles(["a", "older", "b"])["b"]["color"])
+    assert np.isclose(colours, expected).all(axis=1).any()
+    assert timeline({"older": {}}) is None and timeline({}) is None
+    alone = timeline({"a": windows(10.0)})
+    assert alone is not None and alone.axes[0].get_title("left") == "Step 1, of median length"

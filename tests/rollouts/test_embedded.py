@@ -1,0 +1,257 @@
+"""The sampler inside the trainer: against the trainer's forward pass, and by its statistics."""
+
+import asyncio
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fakes import (
+    PATIENCE,
+    TINY,
+    TINY_ALPHABET,
+    TINY_MODEL,
+    on_mesh,
+    tiny_params,
+    tiny_problems,
+    trainer_logprobs,
+    until,
+)
+from flax import nnx
+from samplers import MAX_PROMPT, MAX_TOKENS, MESH, STOP_IDS, generate, make_rollouts, token_ids
+from test_token_sampling import reference_kept
+
+from poly_epo_jax.rollouts.embedded import programs
+from poly_epo_jax.rollouts.embedded.slots import Slots, cache_sizes
+from poly_epo_jax.types import Problem, Rollouts, Sampling
+
+PROBLEMS = tiny_problems(10, MAX_PROMPT)
+
+
+def assert_same_generations(found, expected):
+    assert token_ids(found) == token_ids(expected)
+    for one, other in zip(found, expected, strict=True):
+        for y, z in zip(one.generations, other.generations, strict=True):
+            np.testing.assert_allclose(y.logprobs, z.logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    return make_rollouts()
+
+
+@pytest.fixture(scope="module")
+def groups(rollouts):
+    return generate(rollouts, PROBLEMS, 4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_the_trainers(rollouts, temperature):
+    groups = generate(rollouts, PROBLEMS, 4, temperature=temperature)
+    trainer, sampler = trainer_logprobs(0, groups, temperature)
+    assert len(trainer) > 200 and trainer.std() > 0.5
+    np.testing.assert_allclose(sampler, trainer, rtol=0, atol=1e-4)
+
+
+def test_groups_come_whole(rollouts, groups):
+    assert isinstance(rollouts, Rollouts)
+    assert [group.problem for group in groups] == PROBLEMS
+    for group in groups:
+        assert group.prompt_ids.tolist() == [TINY_ALPHABET.index(character) + 2 for character in group.problem.prompt]
+        assert len(group.generations) == 4
+
+
+def test_a_stop_token_ends_a_generation(groups):
+    spelling = ["<pad>", "<eos>", *TINY_ALPHABET]
+    reasons = []
+    for y in (y for group in groups for y in group.generations):
+        ids = y.token_ids.tolist()
+        assert len(y.logprobs) == len(ids) and 1 <= len(ids) <= MAX_TOKENS
+        assert not set(ids[:-1]) & set(STOP_IDS)
+        stopped = ids[-1] in STOP_IDS
+        assert stopped or len(ids) == MAX_TOKENS
+        assert y.finish_reason == ("stop" if stopped else "length")
+        assert y.text == "".join(spelling[token] for token in (ids[:-1] if stopped else ids))
+        reasons.append(y.finish_reason)
+    assert min(reasons.count("stop"), reasons.count("length")) >= 5
+
+
+def test_generations_of_a_prompt_differ(groups):
+    # Those that stop at once may agree.
+    long = [tuple(ids) for of_prompt in token_ids(groups) for ids in of_prompt if len(ids) > 5]
+    assert len(set(long)) == len(long) > 10
+
+
+def test_a_generation_depends_on_its_seed_alone(rollouts, groups):
+    few_at_once = make_rollouts(max_rows=10)  # a prompt's generations are not all decoded at once
+    assert_same_generations(generate(few_at_once, PROBLEMS, 4), groups)
+    assert_same_generations(generate(few_at_once, PROBLEMS[:3], 4), groups[:3])
+    other_neighbours = [PROBLEMS[0], *tiny_problems(10, MAX_PROMPT, seed=1)[1:-1], PROBLEMS[-1]]
+    found = generate(rollouts, other_neighbours, 4)
+    assert_same_generations([found[0], found[-1]], [groups[0], groups[-1]])
+    assert token_ids(found[1:-1]) != token_ids(groups[1:-1])
+
+
+def test_another_seed_gives_other_generations(rollouts, groups):
+    assert_same_generations(generate(rollouts, PROBLEMS, 4), groups)
+    pairs = zip(token_ids(groups), token_ids(generate(rollouts, PROBLEMS, 4, seed=1)), strict=True)
+    assert all(one != other for one, other in pairs)
+
+
+@jax.jit
+def hidden_and_head(params, tokens):
+    model = nnx.merge(nnx.split(TINY_MODEL)[0], params)
+    return model(tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens)), model.head
+
+
+def next_probabilities(ids, temperature):
+    """softmax(logits / temperature) of what follows `ids`, in float64."""
+    tokens = np.zeros((1, MAX_PROMPT + MAX_TOKENS), np.int32)
+    tokens[0, : len(ids)] = ids
+    hidden, head = (np.asarray(x, np.float64) for x in hidden_and_head(tiny_params(), tokens))
+    p = np.exp(hidden[0, len(ids) - 1] @ head.T / temperature)
+    return p / p.sum()
+
+
+def assert_drawn_from(tokens, probabilities):
+    counts = np.bincount(tokens, minlength=len(probabilities))
+    assert not counts[probabilities == 0].any()
+    expected = len(tokens) * probabilities
+    often = expected > 5
+    z = (counts - expected)[often] / np.sqrt(expected * (1 - probabilities))[often]
+    assert often.sum() > 2 and np.abs(z).max() < 4.5
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 6)], ids=["all", "filtered"])
+def test_tokens_are_drawn_from_the_softmax(top_p, top_k):
+    """The first token, and the second after the commonest first, of 4096 generations of one prompt."""
+    (group,) = generate(
+        make_rollouts(max_rows=4096), PROBLEMS[4:5], 4096, max_tokens=2, temperature=0.7, top_p=top_p, top_k=top_k
+    )
+    first = np.array([y.token_ids[0] for y in group.generations])
+    common = np.bincount(np.where(np.isin(first, STOP_IDS), 0, first)).argmax()
+    second = [y.token_ids[1] for y in group.generations if y.token_ids[0] == common]
+    assert common and len(second) > 300
+    for tokens, before in ((first, ()), (np.array(second), (common,))):
+        unfiltered = next_probabilities([*group.prompt_ids, *before], 0.7)
+        kept = reference_kept(unfiltered, top_p, top_k)
+        assert kept.sum() < TINY.vocab_size or not top_k
+        assert_drawn_from(tokens, np.where(kept, unfiltered, 0) / unfiltered[kept].sum())
+        logprobs = [y.logprobs[len(before)] for y in group.generations if not before or y.token_ids[0] == common]
+        np.testing.assert_allclose(logprobs, np.log(unfiltered[tokens]), rtol=0, atol=1e-4)  # not renormalised
+
+
+def test_new_weights_change_generations_and_their_version(rollouts, groups):
+    assert {y.weight_version for group in groups for y in group.generations} == {0}
+    asyncio.run(rollouts.update_weights(on_mesh(tiny_params(1), MESH), 7))
+    changed = generate(rollouts, PROBLEMS, 4)
+    assert {y.weight_version for group in changed for y in group.generations} == {7}
+    assert all(one != other for one, other in zip(token_ids(changed), token_ids(groups), strict=True))
+    trainer, sampler = trainer_logprobs(1, changed, 1.0)
+    np.testing.assert_allclose(sampler, trainer, rtol=0, atol=1e-4)
+    asyncio.run(rollouts.update_weights(on_mesh(tiny_params(0), MESH), 0))
+    assert_same_generations(generate(rollouts, PROBLEMS, 4), groups)
+
+
+def test_a_prompt_that_is_too_long_is_refused(rollouts):
+    too_long = Problem("seven", "a" * 11, "")
+    message = "The prompt of problem seven has 11 tokens, more than train.max_prompt_tokens=10; raise that, or"
+    with pytest.raises(ValueError, match=message):
+        generate(rollouts, [*PROBLEMS[:9], too_long], 4)
+
+
+def test_an_empty_prompt_is_refused(rollouts):
+    with pytest.raises(ValueError, match="The prompt of problem blank is empty; leave the problem out"):
+        generate(rollouts, [Problem("blank", "", "")], 4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_refilled_slots_equal_single_requests(temperature):
+    """Responses of very different lengths, many more than slots, in caches of every size: each as if it were alone."""
+    problems, sampling = tiny_problems(9, MAX_PROMPT, seed=3), {"max_tokens": 90, "temperature": temperature}
+    busy, alone = make_rollouts(max_rows=5), make_rollouts(max_rows=1)
+    found = generate(busy, problems, 4, **sampling)
+    assert_same_generations(found, [generate(alone, [problem], 4, **sampling)[0] for problem in problems])
+    lengths = {len(y.token_ids) for group in found for y in group.generations}
+    assert min(lengths) < 5 and max(lengths) > 40 and len(lengths) >= (9 if temperature else 4)
+
+
+def number_of_programs():
+    return programs.decode._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_run_compiles_once():
+    """Steps of one size share the decoding loop, whatever their prompts; so do instances."""
+    problems = tiny_problems(12, MAX_PROMPT, seed=4)
+    generate(make_rollouts(max_rows=8), problems[:4], 4)
+    compiled = number_of_programs()
+    for start in (2, 5, 8):
+        generate(make_rollouts(max_rows=8), problems[start : start + 4], 4, seed=start)
+    assert number_of_programs() == compiled
+
+
+def test_groups_come_as_they_complete_and_the_event_loop_is_free():
+    rollouts = make_rollouts(max_rows=4)
+    generate(rollouts, PROBLEMS, 4)  # compiles
+
+    async def watch() -> tuple[list[int], int]:
+        ticks, seen = 0, []
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        async for _ in rollouts.generate(PROBLEMS, 4, Sampling(MAX_TOKENS)):
+            seen.append(ticks)
+        ticking.cancel()
+        return seen, ticks
+
+    seen, ticks = asyncio.run(watch())
+    assert len(seen) == len(PROBLEMS) and len(set(seen)) > 3 and seen[0] > 0 and ticks > seen[0]
+
+
+def test_a_generation_that_is_broken_off_leaves_no_thread_and_no_trace(rollouts, groups):
+    busy: list[bool] = []
+    advance, may_go_on = Slots.advance, threading.Event()
+
+    def watched(slots: Slots):
+        busy.append(True)
+        assert may_go_on.wait(PATIENCE)
+        finished = advance(slots)
+        busy.pop()
+        return finished
+
+    async def first_of(problems) -> None:
+        iterator = rollouts.generate(problems, 4, Sampling(MAX_TOKENS))
+        async for _ in iterator:
+            break
+        await iterator.aclose()
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(first_of(PROBLEMS[:1]))
+        await until(lambda: bool(busy))
+        task.cancel()
+        for _ in range(10):  # turns of the event loop, in which whoever does not wait for the thread ends
+            await asyncio.sleep(0)
+        has_waited = not task.done()
+        may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert has_waited and not busy  # what ran on the device has ended
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Slots, "advance", watched)
+        may_go_on.set()
+        asyncio.run(first_of(PROBLEMS))
+        may_go_on.clear()
+        asyncio.run(cancelled())
+    assert_same_generations(generate(rollouts, PROBLEMS, 4), groups)
+
+
+@pytest.mark.parametrize(("length", "sizes"), [(24, [24]), (192, [24, 48, 96, 144, 192]), (66, [8, 16, 40, 56, 66])])
+def test_cache_sizes(length, sizes):
+    assert cache_sizes(length) == sizes

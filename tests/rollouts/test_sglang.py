@@ -1,0 +1,270 @@
+"""SGLang rollouts against real servers: what they generate, their weights, their deaths."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jax
+import numpy as np
+import pytest
+from fakes import TINY, TINY_ALPHABET, collect, tiny_params, tiny_problems, trainer_logprobs
+from sglang_servers import STARTED_WITHIN, Router, SGLangServer, require_sglang, running
+
+from poly_epo_jax.http_client import ServerError
+from poly_epo_jax.model import hf
+from poly_epo_jax.rollouts.sglang import weight_sync
+from poly_epo_jax.rollouts.sglang.client import SGLangRollouts
+from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
+from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync, TensorSync, WeightSync
+from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
+from poly_epo_jax.types import Counting, Group, Params, Problem, Rollouts, Sampling
+
+pytestmark = pytest.mark.slow
+
+TOKENIZER = build_character_tokenizer(TINY_ALPHABET)
+STOP_IDS = (1, 14)
+MAX_PROMPT = 8
+FLAGS = ("--max-total-tokens", "16384", "--max-running-requests", "32", "--context-length", "512")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the servers start with: weights of no version."""
+    require_sglang()
+    folder = tmp_path_factory.mktemp("sglang") / "model"
+    hf.save_pretrained(folder, tiny_params(9), TINY, dtype="float32", eos_token_id=1)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def servers(model: Path) -> Iterator[list[SGLangServer]]:
+    started = [SGLangServer(model, model.with_name(f"server-{i}.log"), *FLAGS) for i in range(2)]
+    with running(started):
+        yield started
+
+
+@pytest.fixture(params=["disk", "tensor"])
+def sync(request: pytest.FixtureRequest, tmp_path: Path) -> WeightSync:
+    if request.param == "disk":
+        return DiskSync(tmp_path, "a run", TINY, "float32")
+    return TensorSync(TINY, "float32", tensor_parallel=1)
+
+
+def rollouts_of(
+    servers: Sequence[SGLangServer], sync: WeightSync, stop_ids: Sequence[int] = STOP_IDS, **changes: Any
+) -> SGLangRollouts:
+    limits = dict.fromkeys(("timeout_seconds", "wait_seconds"), STARTED_WITHIN)
+    settings: dict[str, Any] = {"max_prompt_tokens": MAX_PROMPT, "max_rows": 64} | limits | changes
+    weights = ServedWeights(sync, MAX_PROMPT, settings["timeout_seconds"], settings["wait_seconds"])
+    return SGLangRollouts([one.url for one in servers], weights, TOKENIZER, stop_ids, **settings)
+
+
+def weights(seed: int) -> Params:
+    return jax.device_put(tiny_params(seed))
+
+
+def assert_generated_by(seed: int, groups: Sequence[Group], version: int, temperature: float = 1.0) -> None:
+    trainer, sampler = trainer_logprobs(seed, groups, temperature)
+    assert len(trainer) > 50 and trainer.std() > 0.5
+    np.testing.assert_allclose(sampler, trainer, rtol=0, atol=1e-4)
+    assert {y.weight_version for group in groups for y in group.generations} == {version}
+
+
+def assert_complete(groups: Sequence[Group], problems: Sequence[Problem], num_generations: int) -> None:
+    """Every problem once, every generation whole."""
+    assert sorted(group.problem.id for group in groups) == sorted(problem.id for problem in problems)
+    for group in groups:
+        assert len(group.generations) == num_generations
+        assert all(len(y.token_ids) == len(y.logprobs) for y in group.generations)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_generations_are_the_trainers(servers, sync, temperature):
+    rollouts, problems = rollouts_of(servers, sync), tiny_problems(12, MAX_PROMPT)
+    assert isinstance(rollouts, Rollouts) and isinstance(rollouts, Counting)
+    asyncio.run(rollouts.update_weights(weights(1), 3))
+    groups = collect(rollouts, problems, 4, Sampling(24, temperature))
+    assert_complete(groups, problems, 4)
+    assert_generated_by(1, groups, version=3, temperature=temperature)
+    generations = [y for group in groups for y in group.generations]
+    assert {y.finish_reason for y in generations} == {"stop", "length"}
+    for y in generations:
+        stopped = y.finish_reason == "stop"
+        assert stopped == (y.token_ids[-1] in STOP_IDS) and not np.isin(y.token_ids[:-1], STOP_IDS).any()
+        assert y.text == TOKENIZER.decode(y.token_ids[:-1] if stopped else y.token_ids)
+        assert stopped or len(y.token_ids) == 24
+    assert rollouts.metrics() == {"rollouts/lost_servers": 0.0, "rollouts/drawn_again": 0.0}
+
+
+def test_every_update_reaches_every_server(servers, sync):
+    rollouts, problems = rollouts_of(servers, sync), tiny_problems(12, MAX_PROMPT)
+    for version in (1, 2, 3):
+        asyncio.run(rollouts.update_weights(weights(version), version))
+        for server in servers:
+            groups = collect(rollouts_on(server, rollouts), problems[:6], 2, Sampling(16))
+            assert_generated_by(version, groups, version)
+
+
+def rollouts_on(server: SGLangServer, rollouts: SGLangRollouts) -> SGLangRollouts:
+    """The same client, as it talks to one of its servers."""
+    one = object.__new__(SGLangRollouts)
+    one.__dict__ = rollouts.__dict__ | {"urls": [server.url]}
+    return one
+
+
+def test_a_cache_of_older_weights_is_found_out(servers, tmp_path, monkeypatch):
+    """Without the flush, the tokens that follow a cached prompt would come from keys and values of the old weights."""
+    rollouts, problems = rollouts_of(servers[:1], DiskSync(tmp_path, "a run", TINY, "float32")), tiny_problems(8, 8)[7:]
+    sampling = Sampling(24)
+    asyncio.run(rollouts.update_weights(weights(1), 1))
+    collect(rollouts, problems, 8, sampling)
+
+    send = weight_sync.post
+
+    async def without_flush(client, url, endpoint, body):
+        return await send(client, url, endpoint, body | {"flush_cache": False} if "flush_cache" in body else body)
+
+    with monkeypatch.context() as forgetful:
+        forgetful.setattr(weight_sync, "post", without_flush)
+        with pytest.raises(ServerError, match="kept the cache of its old weights"):
+            asyncio.run(rollouts.update_weights(weights(2), 2))
+        trainer, sampler = trainer_logprobs(2, collect(rollouts, problems, 8, sampling), 1.0)
+        assert np.abs(trainer - sampler).max() > 0.01  # so the check is worth having
+
+    asyncio.run(rollouts.update_weights(weights(2), 3))
+    assert_generated_by(2, collect(rollouts, problems, 8, sampling), version=3)
+
+
+def test_weights_of_another_run_are_not_trained_on(servers, tmp_path):
+    mine = rollouts_of(servers[:1], DiskSync(tmp_path, "mine", TINY, "float32"))
+    theirs = rollouts_of(servers[:1], DiskSync(tmp_path, "theirs", TINY, "float32"))
+    asyncio.run(mine.update_weights(weights(1), 1))
+    asyncio.run(theirs.update_weights(weights(2), 1))
+    problems = tiny_problems(4, MAX_PROMPT)
+    groups = collect(mine, problems, 4, Sampling(16))
+    assert_complete(groups, problems, 4)
+    assert_generated_by(1, groups, version=1)
+    counts = mine.metrics()
+    assert counts["rollouts/drawn_again"] > 0 and counts["rollouts/lost_servers"] > 0
+
+
+def test_partial_generations_are_drawn_again(servers, tmp_path):
+    rollouts = rollouts_of(servers[:1], DiskSync(tmp_path, "a run", TINY, "float32"), stop_ids=())
+    asyncio.run(rollouts.update_weights(weights(1), 1))
+    problems, url = tiny_problems(8, MAX_PROMPT), servers[0].url
+
+    def abort() -> None:
+        deadline = time.monotonic() + STARTED_WITHIN
+        while not httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_running_reqs"]:
+            assert time.monotonic() < deadline
+        httpx.post(f"{url}/abort_request", json={"abort_all": True}).raise_for_status()
+
+    with ThreadPoolExecutor(1) as executor:
+        aborted = executor.submit(abort)
+        groups = collect(rollouts, problems, 4, Sampling(400))
+        aborted.result()
+    assert_complete(groups, problems, 4)
+    assert all(len(y.token_ids) == 400 or y.finish_reason == "stop" for g in groups for y in g.generations)
+    assert rollouts.metrics()["rollouts/drawn_again"] > 0
+
+
+def collect_over_a_restart(
+    rollouts: SGLangRollouts, problems: Sequence[Problem], servers: Sequence[SGLangServer], is_back: Callable[[], bool]
+) -> list[Group]:
+    """All groups. After two of them the second server is killed, and started again while the first is held up."""
+    held, dying = servers
+    asked: list[str] = []
+
+    def restart() -> None:
+        httpx.post(f"{held.url}/pause_generation", json={"mode": "retract"}).raise_for_status()
+        dying.kill()
+        asked.extend(dying.requests())
+        dying.start()
+        deadline = time.monotonic() + STARTED_WITHIN
+        while len(dying.requests()) < len(asked) + 4 or not is_back():  # pause, load, continue, check
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        httpx.post(f"{held.url}/continue_generation", json={}).raise_for_status()
+
+    async def main() -> list[Group]:
+        groups, action = [], None
+        async for group in rollouts.generate(problems, 4, Sampling(300)):
+            groups.append(group)
+            if len(groups) == 2:
+                action = asyncio.create_task(asyncio.to_thread(restart))
+        assert action is not None
+        await action
+        return groups
+
+    groups = asyncio.run(main())
+    # It was started with weights of no version, and was given the present ones before it was asked for anything.
+    since = dying.requests()[len(asked) :]
+    assert since[:2] == ["pause_generation", "update_weights_from_disk"] and since.count("generate") > 3
+    return groups
+
+
+def test_a_server_that_dies_in_a_batch_is_current_before_it_serves_again(servers, tmp_path, capsys):
+    sync, problems = DiskSync(tmp_path, "a run", TINY, "float32"), tiny_problems(24, MAX_PROMPT)
+    rollouts = rollouts_of(servers, sync, max_rows=16)
+    asyncio.run(rollouts.update_weights(weights(1), 1))
+    groups = collect_over_a_restart(rollouts, problems, servers, lambda: True)
+    assert_complete(groups, problems, 4)
+    assert_generated_by(1, groups, version=1)
+    assert rollouts.metrics() == {"rollouts/lost_servers": 1.0, "rollouts/drawn_again": 0.0}
+    said = capsys.readouterr().err
+    assert f"Lost the server {servers[1].url}" in said and f"The server {servers[1].url} is back" in said
+
+
+def test_a_worker_that_dies_behind_a_router_is_current_before_it_serves_again(servers, tmp_path, capsys):
+    problems = tiny_problems(24, MAX_PROMPT)
+    with running([Router(servers, tmp_path / "router.log")]) as (router,):
+        sync = DiskSync(tmp_path / "weights", "a run", TINY, "float32")
+        rollouts = rollouts_of([router], sync, max_rows=16)
+        for version in (1, 2):
+            asyncio.run(rollouts.update_weights(weights(version), version))
+            asked = [len(server.requests()) for server in servers]
+            groups = collect(rollouts, problems, 4, Sampling(16))
+            assert_complete(groups, problems, 4)
+            assert_generated_by(version, groups, version)
+            shares = [len(server.requests()) - count for server, count in zip(servers, asked, strict=True)]
+            assert sum(shares) == 96 and min(shares) >= 24
+        assert rollouts.metrics() == {"rollouts/lost_servers": 0.0, "rollouts/drawn_again": 0.0}
+
+        dying = servers[1].url
+        groups = collect_over_a_restart(rollouts, problems, servers, lambda: dying in router.workers())
+        assert_complete(groups, problems, 4)
+        assert_generated_by(2, groups, version=2)
+        counts, said = rollouts.metrics(), capsys.readouterr().err
+        assert counts["rollouts/lost_servers"] >= 1 and counts["rollouts/drawn_again"] == 0
+        assert f"The worker {dying} is out of the router" in said
+        assert f"The worker {dying} is back behind the router" in said
+
+
+def test_a_request_that_the_server_refuses_ends_the_run(servers, tmp_path):
+    rollouts = rollouts_of(servers, DiskSync(tmp_path, "a run", TINY, "float32"))
+    asyncio.run(rollouts.update_weights(weights(1), 1))
+    with pytest.raises(ServerError, match=r"refuses the prompt of problem \d: .*context"):
+        collect(rollouts, tiny_problems(2, MAX_PROMPT), 2, Sampling(2000))
+
+
+def test_an_update_that_a_server_refuses_ends_the_run(servers, tmp_path, monkeypatch):
+    sync = DiskSync(tmp_path, "a run", TINY, "float32")
+    rollouts = rollouts_of(servers, sync)
+    monkeypatch.setattr(hf, "save_pretrained", lambda path, *arguments, **keywords: path.mkdir(parents=True))
+    with pytest.raises(ServerError, match="update_weights_from_disk failed"):
+        asyncio.run(rollouts.update_weights(weights(1), 1))
+
+
+def test_two_versions_at_most_are_on_disk(servers, tmp_path):
+    rollouts = rollouts_of(servers[:1], DiskSync(tmp_path / "below", "a run", TINY, "float32"))
+    for version in (1, 2, 3):
+        asyncio.run(rollouts.update_weights(weights(version), version))
+        (folder,) = (tmp_path / "below").iterdir()
+        assert [one.name.split("-")[1] for one in folder.iterdir()] == [str(version)]
+    rollouts.close()
+    assert not folder.exists()

@@ -1,0 +1,51 @@
+"""A server that answers as sglang-jax 0.1.0rc0 does: evaluated, but not trained over."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from fake_servers import open_rollouts
+from fakes import collect, tiny_params, tiny_problems
+
+from poly_epo_jax.http_client import ServerError
+from poly_epo_jax.rollouts.sglang.endpoints import served_model
+from poly_epo_jax.types import Sampling
+
+URL = "http://jax"
+IDS = [5, 1, 0, 7, 14]  # a pad token, an end-of-sequence token that does not end it, and the stop token
+EARLIER = [5, 1]
+INFO = {"model_path": "m", "tokenizer_path": "t", "is_generation": True, "preferred_sampling_params": None}
+
+
+def answer(request: httpx.Request) -> httpx.Response:
+    """Special tokens and the stop token are not in output_ids, earlier entries come again, weights have no version."""
+    paths = {"/get_model_info": INFO, "/v1/models": {"object": "list", "data": []}}
+    if request.method == "GET":
+        path = request.url.path
+        return httpx.Response(200, json=paths[path]) if path in paths else httpx.Response(404, json={"detail": ""})
+    assert request.url.path == "/generate"
+    logprobs = [[-float(token), token, "x"] for token in EARLIER + IDS]
+    info = {"finish_reason": {"type": "stop", "matched": 14}, "completion_tokens": len(IDS), "cached_tokens": 0}
+    one = {"text": "", "output_ids": [5, 7], "meta_info": info | {"output_token_logprobs": logprobs}}
+    return httpx.Response(200, json=[one] * len(json.loads(request.content)["sampling_params"]))
+
+
+def test_its_generations_are_read_whole(monkeypatch):
+    rollouts = open_rollouts(answer, monkeypatch, [URL], None)
+    (group,) = collect(rollouts, tiny_problems(1, 8), 3, Sampling(8))
+    assert len(group.generations) == 3
+    for y in group.generations:
+        np.testing.assert_array_equal(y.token_ids, IDS)
+        np.testing.assert_array_equal(y.logprobs, [-token for token in IDS])
+        assert y.finish_reason == "stop"
+    assert asyncio.run(served_model(URL)) == INFO
+
+
+def test_training_over_it_is_refused_before_any_weights_are_written(tmp_path: Path, monkeypatch):
+    rollouts = open_rollouts(answer, monkeypatch, [URL], tmp_path)
+    with pytest.raises(ServerError, match=r"http://jax has no /update_weights_from_disk .* rollouts.name=embedded"):
+        asyncio.run(rollouts.update_weights(tiny_params(1), 1))
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,160 @@
+"""Whole runs over real SGLang servers: the laptop's run and its variants. The paper's run is tested in test_node.py."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sglang_servers import ROOT, SGLangServer, free_port, require_sglang, running
+
+from configs import polynomial
+from poly_epo_jax.base_policy import base_policy_folder
+from poly_epo_jax.evaluation.samples import SAMPLES, read_samples
+from poly_epo_jax.tracking import read_rows
+
+pytestmark = pytest.mark.slow
+
+STEPS = 30
+LAPTOP = {
+    "base.cache_dir": ROOT / "runs" / "base",
+    "compilation_cache": ROOT / "runs" / "compiled",
+    "train.num_steps": STEPS,
+    "eval.every": STEPS,
+    "eval.num_generations": 16,
+    "checkpoint.every": STEPS,
+}
+# Not those of conftest.py, which make compiling fast and all else slow.
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+
+
+def run(folder: Path, config: str, count: int = 1, **settings: Any) -> list[dict[str, Any]]:
+    """The metrics of a run in so many processes of its own."""
+    command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={config}"]
+    command += [f"--config.{key}={value}" for key, value in ({"workdir": folder} | settings).items()]
+    coordinator, processes = f"127.0.0.1:{free_port()}", []
+    for index in range(count):
+        hosts = {"coordinator": coordinator, "count": count, "index": index} if count > 1 else {}
+        processes.append(
+            subprocess.Popen(
+                command + [f"--config.hosts.{key}={value}" for key, value in hosts.items()],
+                cwd=ROOT,
+                env=ENVIRONMENT | {"JAX_COORDINATOR_BIND_ADDRESS": coordinator},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        for process in processes:
+            said = process.communicate(timeout=1200)[0]
+            assert process.returncode == 0, said[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+    return read_rows(folder / "metrics.jsonl")
+
+
+def learned(rows: list[dict[str, Any]]) -> tuple[float, float]:
+    """The held-out reward and the distinct correct answers among 8 at the end, both above those at the start."""
+    first, last = rows[0], rows[-1]
+    assert (first["step"], last["step"]) == (0, STEPS)
+    reward, clusters = last["eval/reward"], last["eval/correct_clusters@8"]
+    assert reward > first["eval/reward"] + 0.05 and clusters > first["eval/correct_clusters@8"] + 0.2
+    return reward, clusters
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    require_sglang()
+    return run(tmp_path_factory.mktemp("embedded") / "run", "configs/polynomial.py", **LAPTOP)
+
+
+@pytest.fixture(scope="module")
+def servers(embedded, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SGLangServer]]:
+    """Two servers of the laptop run's base policy, which the embedded run has left in the cache."""
+    config = polynomial.get_config()
+    config.base.cache_dir = str(LAPTOP["base.cache_dir"])
+    model, folder = base_policy_folder(config), tmp_path_factory.mktemp("servers")
+    flags = ("--max-total-tokens", "32768", "--max-running-requests", "128", "--context-length", "64")
+    started = [SGLangServer(model, folder / f"server-{i}.log", *flags) for i in range(2)]
+    with running(started):
+        yield started
+
+
+def served(servers: list[SGLangServer], **settings: Any) -> dict[str, Any]:
+    return {
+        "rollouts.name": "sglang",
+        "rollouts.urls": ",".join(server.url for server in servers),
+        "rollouts.weights_dtype": "float32",
+        "rollouts.max_rows": 128,
+    } | settings
+
+
+def test_the_laptop_run_learns_over_servers_as_it_does_without(embedded, servers, tmp_path):
+    settings = LAPTOP | served(servers) | {"rollouts.weights_dir": tmp_path / "w"}
+    rows = run(tmp_path / "run", "configs/polynomial.py", **settings)
+    assert max(row["mismatch/max"] for row in rows[1:]) < 1e-3
+    assert {row["response/staleness"] for row in rows[1:]} == {0.0}
+    assert sum(row["rollouts/drawn_again"] + row["rollouts/lost_servers"] for row in rows[1:]) == 0
+    # The same policy to begin with, the same updates and prompts; only the samples differ.
+    (reward, clusters), (embedded_reward, embedded_clusters) = learned(rows), learned(embedded)
+    assert reward == pytest.approx(embedded_reward, abs=0.04)
+    assert clusters == pytest.approx(embedded_clusters, abs=0.5)
+    assert not any((tmp_path / "w").glob("*"))  # nothing is left where weights were handed over
+
+
+def test_one_step_off_policy(servers, tmp_path):
+    settings = served(servers) | {
+        "train.num_steps": 5,
+        "train.staleness": 1,
+        "algo.old_logprobs": "sampler",
+        "eval.every": 0,
+        "rollouts.weight_sync": "tensor",
+        "base.cache_dir": LAPTOP["base.cache_dir"],
+        "compilation_cache": LAPTOP["compilation_cache"],
+    }
+    rows = run(tmp_path / "run", "configs/polynomial.py", **settings)
+    assert [row["response/staleness"] for row in rows] == [0, 1, 1, 1, 1]
+    # The sampler's policy is the trainer's in the first step, and one step behind it afterwards.
+    assert rows[0]["mismatch/max"] < 1e-3 < min(row["mismatch/max"] for row in rows[1:])
+    longer = settings | {"train.num_steps": 7}
+    assert [row["step"] for row in run(tmp_path / "run", "configs/polynomial.py", **longer)] == list(range(1, 8))
+
+
+def test_two_hosts_share_servers(servers, tmp_path):
+    settings = served(servers, **{"rollouts.shared": True, "rollouts.weights_dir": tmp_path / "w"}) | {
+        "train.num_steps": 3,
+        "eval.every": 0,
+        "base.cache_dir": LAPTOP["base.cache_dir"],
+        "compilation_cache": LAPTOP["compilation_cache"],
+    }
+    rows = run(tmp_path / "run", "configs/polynomial.py", count=2, **settings)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    # Every token of both hosts is from the present weights, which one of them sent.
+    assert max(row["mismatch/max"] for row in rows) < 1e-3
+    assert {row["response/staleness"] for row in rows} == {0.0}
+    assert sum(row["rollouts/drawn_again"] + row["rollouts/lost_servers"] for row in rows) == 0
+    assert min(row["policy/update_norm"] for row in rows) > 0 and not any((tmp_path / "w").glob("*"))
+
+
+def test_a_server_and_a_folder_are_evaluated_alike(servers, tmp_path):
+    """Greedily, so that both write the same: the server's weights are left as they are."""
+    config = polynomial.get_config()
+    config.base.cache_dir = str(LAPTOP["base.cache_dir"])
+    folder, url = base_policy_folder(config), servers[0].url
+    weights = {"model_path": str(folder), "weight_version": "of the folder"}  # other tests have changed them
+    assert httpx.post(f"{url}/update_weights_from_disk", json=weights).json()["success"]
+    command = [sys.executable, "-m", "poly_epo_jax.evaluate", "--config=configs/polynomial.py"]
+    command += [f"--models=folder={folder},server={url}", "--benchmarks=polynomial"]
+    command += ["--samples=2", f"--output={tmp_path}", "--config.sampling.temperature=0.0"]
+    subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, timeout=300)
+    responses = [
+        [row["response"] for row in read_samples(tmp_path / "polynomial" / label / SAMPLES)]
+        for label in ("folder", "server")
+    ]
+    assert len(responses[0]) == 80 and responses[0] == responses[1]
+    assert httpx.get(f"{url}/model_info").json()["weight_version"] == "of the folder"
