@@ -32,7 +32,7 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
 
     config.rollouts.name = "sglang"
     config.rollouts.urls = "http://127.0.0.1:30000,http://127.0.0.1:30001,http://127.0.0.1:30002"
-    config.rollouts.max_rows = 352  # 128 x 8 responses over three servers, with a little room to differ
+    config.rollouts.max_concurrent = 352  # 128 x 8 responses over three servers, with a little room to differ
 
     config.sampling.max_tokens = 4096
     config.train.max_prompt_tokens = 1024

@@ -8,7 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.types import Loss
+from poly_epo_jax.set_rl.losses import Loss
 
 Advantages = Callable[[jax.Array, np.ndarray, np.ndarray], jax.Array]
 """(random key, rewards [P, N], clusters [P, N]) -> advantages [P, N]; the key draws the K sets, if not all."""

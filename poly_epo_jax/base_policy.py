@@ -22,7 +22,8 @@ from poly_epo_jax import set_rl
 from poly_epo_jax.batching import TrainingSequence, pack
 from poly_epo_jax.config import microbatch_rows
 from poly_epo_jax.model import hf
-from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.tasks.demonstrations import Demonstrations
@@ -77,7 +78,7 @@ def base_policy_folder(config: ConfigDict) -> Path:
     return Path(config.base.cache_dir) / f"{config.task.name}-{digest}"
 
 
-def base_shape(config: ConfigDict, task: Task) -> Qwen3Config:
+def base_shape(config: ConfigDict, task: Task) -> ModelConfig:
     """The shape that `config.base` describes, with a token for each character of the task.
 
     Raises:
@@ -86,7 +87,7 @@ def base_shape(config: ConfigDict, task: Task) -> Qwen3Config:
     if not isinstance(task, DemonstratedTask):
         raise ValueError(f"Task {config.task.name} has no demonstrations to fit a base policy to; set model.path.")
     base = config.base
-    return Qwen3Config(
+    return ModelConfig(
         vocab_size=len(build_character_tokenizer(task.alphabet)),
         hidden_size=base.hidden_size,
         mlp_size=base.mlp_size,

@@ -84,12 +84,12 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.judge.attempts = 3  # requests per prompt, in all, before a malformed reply counts as a failure
     config.judge.timeout_seconds = 300.0  # per request
     config.judge.wait_seconds = 600.0  # for a server that does not answer
-    config.judge.max_concurrency = 64  # requests at once
+    config.judge.max_concurrent = 64  # requests at once
     config.judge.max_failed_share = 0.25  # of a batch's prompts; the run stops where the judge fails on more
 
     config.rollouts = ConfigDict()
     config.rollouts.name = "embedded"  # a key of poly_epo_jax.rollouts.ROLLOUTS: embedded, jetstream or sglang
-    config.rollouts.max_rows = 512  # generations at once, with sglang for each URL; all else is for "sglang"
+    config.rollouts.max_concurrent = 512  # generations at once, with sglang for each URL; all else is for "sglang"
     config.rollouts.urls = ""  # of servers or routers, such as http://127.0.0.1:30000; commas between several
     config.rollouts.shared = False  # on several hosts: whether all use the same servers; else each has its own at urls
     config.rollouts.weight_sync = "disk"  # how: disk (a folder that the servers read) or tensor (CUDA IPC on one host)

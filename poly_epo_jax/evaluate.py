@@ -167,7 +167,9 @@ def _open_rollouts(model: Model, problems: Sequence[Problem], config: ConfigDict
     if model.url:
         limits = served_limits(config)
         return SGLangRollouts([model.url], None, policy.tokenizer, policy.stop_ids, max_prompt_tokens=longest, **limits)
-    return EmbeddedRollouts(policy.model, mesh, policy.tokenizer, policy.stop_ids, longest, config.rollouts.max_rows)
+    return EmbeddedRollouts(
+        policy.model, mesh, policy.tokenizer, policy.stop_ids, longest, config.rollouts.max_concurrent
+    )
 
 
 def main(argv: Sequence[str]) -> None:

@@ -50,7 +50,7 @@ RESUME_MAY_CHANGE = (
     "judge.attempts",
     "judge.timeout_seconds",
     "judge.wait_seconds",
-    "judge.max_concurrency",
+    "judge.max_concurrent",
     "judge.max_failed_share",
 )
 

@@ -15,7 +15,8 @@ from ml_collections import ConfigDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from poly_epo_jax.model import hf
-from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import param_shardings
 from poly_epo_jax.types import Params
 
@@ -25,7 +26,7 @@ class Policy:
     """A model's structure, without weights, and what turns text into its tokens."""
 
     path: Path
-    config: Qwen3Config
+    config: ModelConfig
     model: Qwen3
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]

@@ -75,11 +75,11 @@ async def train(config: ConfigDict, parts: Parts) -> None:
     newest = parts.step, state, parts.batches.get_state()
     try:
         if isinstance(parts.judge, Served):
-            await hosts.together(parts.judge.wait_until_ready())
+            await hosts.barrier(parts.judge.wait_until_ready())
         await _hand_over(parts, state.params, parts.step)
         if parts.step == 0 and config.eval.every:
             metrics = await _evaluate(config, parts)
-            await hosts.together(asyncio.to_thread(parts.tracker.log, 0, metrics, {}))
+            await hosts.barrier(asyncio.to_thread(parts.tracker.log, 0, metrics, {}))
 
         timeline.cut(parts.step)  # so that all this is in no step's time
         for step in range(parts.step + 1, config.train.num_steps + 1):
@@ -121,7 +121,7 @@ async def train(config: ConfigDict, parts: Parts) -> None:
                 rows = sample_rows(batch.graded, advantages) if samples else []
                 window = timeline.cut(step)
                 log = partial(_log, parts.tracker, step, metrics, _timing(clock, window, batch), window, rows)
-                await hosts.together(asyncio.to_thread(log))
+                await hosts.barrier(asyncio.to_thread(log))
 
             if step % config.checkpoint.every == 0:
                 with clock.stage("checkpoint"):
@@ -195,7 +195,7 @@ def _pack_minibatches(
 async def _hand_over(parts: Parts, params: Params, version: int) -> None:
     """Gives every host's sampler the weights."""
     here = await hosts.collective(asyncio.to_thread(params_on_host, params, parts.update.mesh))
-    await hosts.together(parts.rollouts.update_weights(here, version))
+    await hosts.barrier(parts.rollouts.update_weights(here, version))
 
 
 def _log(

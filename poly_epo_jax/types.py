@@ -5,15 +5,17 @@
 
 import dataclasses
 import hashlib
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Hashable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import jax
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
 Params = dict[str, Any]
 """A policy's weights: a nested dict of arrays, the state of `model.qwen3.Qwen3`."""
+
+DEGENERATE_CLUSTER = 100
+"""Cluster of generations that are no attempt at reasoning (paper appendix, LM-Judge and Diversity Function)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Clustering:
-    """Cluster ids [N], `set_rl.DEGENERATE_CLUSTER` for what is no attempt at reasoning; why, where the judge says."""
+    """Cluster ids [N], `DEGENERATE_CLUSTER` for what is no attempt at reasoning; why, where the judge says."""
 
     ids: Int[np.ndarray, "N"]
     rationales: tuple[str, ...] | None = None
@@ -172,6 +174,3 @@ class Counting(Protocol):
 
 
 Metrics = dict[str, float]
-DeviceMetrics = dict[str, jax.Array]
-Loss = Callable[..., tuple[jax.Array, DeviceMetrics]]
-"""(logprobs, old_logprobs, advantages, weights) -> (loss, sums of metrics over tokens); see set_rl.losses."""

@@ -20,7 +20,10 @@ from poly_epo_jax.batching import PackedBatch, empty_batch
 from poly_epo_jax.model.logprobs import token_logprobs
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import param_shardings, replicated, row_sharding
-from poly_epo_jax.types import DeviceMetrics, Loss, Metrics, Params
+from poly_epo_jax.set_rl.losses import Loss
+from poly_epo_jax.types import Metrics, Params
+
+DeviceMetrics = dict[str, jax.Array]
 
 
 @jax.tree_util.register_dataclass

@@ -31,7 +31,12 @@ def open_rollouts(
         monkeypatch.setattr(module, "open_client", open_client)
     for module in (served_weights, sglang):
         monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
-    limits = {"max_prompt_tokens": 8, "max_rows": 64, "timeout_seconds": PATIENCE, "wait_seconds": PATIENCE} | changes
+    limits = {
+        "max_prompt_tokens": 8,
+        "max_concurrent": 64,
+        "timeout_seconds": PATIENCE,
+        "wait_seconds": PATIENCE,
+    } | changes
     weights = None
     if folder is not None:
         weights = served_weights.ServedWeights(DiskSync(folder, "a run", TINY, "float32"), 8, PATIENCE, PATIENCE)

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from poly_epo_jax.batching import TrainingSequence, pack
-from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
 from poly_epo_jax.set_rl import policy_gradient_loss
 from poly_epo_jax.types import (
@@ -27,7 +28,7 @@ from poly_epo_jax.types import (
 )
 from poly_epo_jax.update import PolicyUpdate
 
-TINY = Qwen3Config(
+TINY = ModelConfig(
     vocab_size=32,
     hidden_size=16,
     mlp_size=24,

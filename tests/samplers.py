@@ -15,8 +15,8 @@ MESH = make_mesh(1, 1, 1)
 TOKENIZER = build_character_tokenizer(TINY_ALPHABET)
 
 
-def make_rollouts(seed=0, max_rows=64):
-    rollouts = EmbeddedRollouts(TINY_MODEL, MESH, TOKENIZER, STOP_IDS, MAX_PROMPT, max_rows)
+def make_rollouts(seed=0, max_concurrent=64):
+    rollouts = EmbeddedRollouts(TINY_MODEL, MESH, TOKENIZER, STOP_IDS, MAX_PROMPT, max_concurrent)
     asyncio.run(rollouts.update_weights(on_mesh(tiny_params(seed), MESH), 0))
     return rollouts
 

@@ -29,8 +29,8 @@ from poly_epo_jax.command_line import CONFIG, parse_flags
 from poly_epo_jax.config import ConfigError, check_config, microbatch_rows
 from poly_epo_jax.memory_plan.tables import print_plan, print_plans
 from poly_epo_jax.model import hf
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.presets import is_published, published_config
-from poly_epo_jax.model.qwen3 import Qwen3Config
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.presets import MESHES
@@ -99,7 +99,7 @@ def plan(config: ConfigDict, output: Path, every_mesh: bool) -> None:
     console.print(f"Written to {output}.")
 
 
-def _shape(config: ConfigDict) -> Qwen3Config:
+def _shape(config: ConfigDict) -> ModelConfig:
     """The model's shape, from its name if it is a published one, else from its folder, or from `config.base`."""
     compute = {name: value for name, value in config.model.items() if name not in ("path", "stop_tokens")}
     if not config.model.path:

@@ -20,8 +20,9 @@ from poly_epo_jax.algorithm import make_loss
 from poly_epo_jax.batching import PackedBatch, TrainingSequence, pack
 from poly_epo_jax.bench.roofline import first_and_median_seconds
 from poly_epo_jax.model import flops
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
-from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import param_shardings
 from poly_epo_jax.rollouts.embedded.slots import Request, Slots, capacity
 from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync
@@ -88,7 +89,7 @@ def make_workload(config: ConfigDict, vocab_size: int, num_rows: int) -> Workloa
     return Workload(prompts, responses, minibatches)
 
 
-def time_stages(config: ConfigDict, shape: Qwen3Config, mesh: Mesh, workload: Workload) -> Iterator[Stage]:
+def time_stages(config: ConfigDict, shape: ModelConfig, mesh: Mesh, workload: Workload) -> Iterator[Stage]:
     """Runs the stages one after another; the update on one microbatch, whose time is multiplied by their number."""
     model = nnx.eval_shape(lambda: Qwen3(shape, nnx.Rngs(0)))
     shardings = param_shardings(model, mesh)
@@ -101,11 +102,11 @@ def time_stages(config: ConfigDict, shape: Qwen3Config, mesh: Mesh, workload: Wo
         yield _write_weights(config, shape, params)
 
 
-def _generate(config: ConfigDict, shape: Qwen3Config, mesh: Mesh, params: Params, workload: Workload) -> Stage:
+def _generate(config: ConfigDict, shape: ModelConfig, mesh: Mesh, params: Params, workload: Workload) -> Stage:
     """A full set of slots, over again until every request is done; counted as the whole batch, token by token."""
     train, max_tokens = config.train, config.sampling.max_tokens
     num_slots, max_prompts = capacity(
-        mesh, config.rollouts.max_rows, len(workload.response_lengths), train.num_generations
+        mesh, config.rollouts.max_concurrent, len(workload.response_lengths), train.num_generations
     )
     lengths = workload.response_lengths[: 2 * num_slots]
     with jax.set_mesh(mesh):
@@ -212,7 +213,7 @@ def _update(config: ConfigDict, model: Qwen3, mesh: Mesh, params: Params, worklo
     yield stage("optimizer", optimizer, len(minibatches), tokens, 0.0, moved, 0)
 
 
-def _write_weights(config: ConfigDict, shape: Qwen3Config, params: Params) -> Stage:
+def _write_weights(config: ConfigDict, shape: ModelConfig, params: Params) -> Stage:
     """Where the servers read them; what they take to load them is theirs."""
     folder = Path(config.rollouts.weights_dir)
     folder.mkdir(parents=True, exist_ok=True)

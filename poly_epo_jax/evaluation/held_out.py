@@ -8,8 +8,7 @@ from poly_epo_jax.grading import cluster_ids, grade_groups, judged
 from poly_epo_jax.metrics.diversity import distinct_clusters
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
-from poly_epo_jax.types import Judge, Metrics, Problem, Rollouts, Sampling, Task
+from poly_epo_jax.types import DEGENERATE_CLUSTER, Judge, Metrics, Problem, Rollouts, Sampling, Task
 
 
 async def evaluate_held_out(

@@ -26,8 +26,17 @@ from poly_epo_jax.metrics.branching import mean_active_branches
 from poly_epo_jax.metrics.diversity import distinct_clusters
 from poly_epo_jax.metrics.majority import NO_ANSWER, majority_at_k
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
-from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
-from poly_epo_jax.types import Clustering, GradedGroup, Judge, Problem, Rollouts, Sampling, Task, Voting
+from poly_epo_jax.types import (
+    DEGENERATE_CLUSTER,
+    Clustering,
+    GradedGroup,
+    Judge,
+    Problem,
+    Rollouts,
+    Sampling,
+    Task,
+    Voting,
+)
 
 SAMPLES, RESULTS, ABOUT = "samples.jsonl", "results.json", "about.json"
 Row = dict[str, Any]

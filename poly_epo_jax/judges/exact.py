@@ -5,8 +5,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
-from poly_epo_jax.types import Clustering, Group, Task
+from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Group, Task
 
 
 class ExactJudge:

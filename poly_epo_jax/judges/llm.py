@@ -41,7 +41,7 @@ class LLMJudge:
       attempts: requests for one prompt, in all, until a reply is well-formed.
       timeout_seconds: how long one reply may take.
       wait_seconds: how long a server that accepts no connections is waited for, in all and not for each prompt.
-      max_concurrency: prompts that are judged at once.
+      max_concurrent: prompts that are judged at once.
       prompt_file: a text to replace the rubric, in which `{num_responses}` stands for N; "": the one shipped here.
       max_response_chars: of a longer response the judge reads only so many, from its beginning and its end.
 
@@ -57,14 +57,14 @@ class LLMJudge:
     attempts: int
     timeout_seconds: float
     wait_seconds: float
-    max_concurrency: int
+    max_concurrent: int
     prompt_file: str
     max_response_chars: int
 
     def __post_init__(self):
         self.url = self.url.rstrip("/")
         _check_url(self.url)
-        for name in ("max_tokens", "attempts", "timeout_seconds", "max_concurrency"):
+        for name in ("max_tokens", "attempts", "timeout_seconds", "max_concurrent"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"The judge's {name} is {getattr(self, name)}; it must be positive.")
         if self.max_response_chars < 2:
@@ -165,7 +165,7 @@ class LLMJudge:
         """A semaphore belongs to an event loop, and a judge may outlive one."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
-            self._slots = loop, asyncio.Semaphore(self.max_concurrency)
+            self._slots = loop, asyncio.Semaphore(self.max_concurrent)
         return self._slots[1]
 
     def _headers(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
+from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 # Printable ASCII without `"` and `\`. Beyond 128 repetitions xgrammar takes another path, which fails in its 0.2.7.
 RATIONALE_PATTERN = r"^[!#-\[\]-~][ !#-\[\]-~]{0,119}$"

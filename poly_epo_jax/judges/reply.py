@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from poly_epo_jax.judges.prompt import printable
-from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
-from poly_epo_jax.types import Clustering
+from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering
 
 
 class ReplyError(Exception):

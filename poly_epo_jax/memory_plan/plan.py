@@ -14,8 +14,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from poly_epo_jax.model import flops
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.logprobs import ACCELERATOR_CHUNK_TOKENS, CHUNK_TOKENS
-from poly_epo_jax.model.qwen3 import Qwen3Config
 
 FLOAT32 = 4
 
@@ -70,7 +70,7 @@ class Plan:
 
 
 def make_plan(
-    config: ConfigDict, shape: Qwen3Config, setting: Setting, memory_bytes: int | None, rows_per_device: int = 0
+    config: ConfigDict, shape: ModelConfig, setting: Setting, memory_bytes: int | None, rows_per_device: int = 0
 ) -> Plan:
     """The plan of a configuration, with its train.rows_per_device where none is given."""
     rows = rows_per_device or config.train.rows_per_device
@@ -87,7 +87,7 @@ def make_plan(
     return Plan(setting, rows, config.train.row_tokens, resident, stages, memory_bytes)
 
 
-def largest_rows(config: ConfigDict, shape: Qwen3Config, setting: Setting, memory_bytes: int | None) -> int:
+def largest_rows(config: ConfigDict, shape: ModelConfig, setting: Setting, memory_bytes: int | None) -> int:
     """The largest train.rows_per_device that fits, and that a minibatch could fill; 0 where not even one fits.
 
     Where the memory is not known, it is that of the configuration.
@@ -102,7 +102,7 @@ def largest_rows(config: ConfigDict, shape: Qwen3Config, setting: Setting, memor
     )
 
 
-def _resident(config: ConfigDict, shape: Qwen3Config, setting: Setting) -> dict[str, int]:
+def _resident(config: ConfigDict, shape: ModelConfig, setting: Setting) -> dict[str, int]:
     """Norms and biases are left out: they take less than a thousandth."""
     weights = flops.total_weights(shape) // setting.weight_shards
     parameters = weights * _bytes_of(shape.param_dtype)
@@ -111,7 +111,7 @@ def _resident(config: ConfigDict, shape: Qwen3Config, setting: Setting) -> dict[
     return {"parameters": parameters, "optimizer moments": moments} | reference
 
 
-def _gradient(config: ConfigDict, shape: Qwen3Config, setting: Setting, rows: int) -> dict[str, int]:
+def _gradient(config: ConfigDict, shape: ModelConfig, setting: Setting, rows: int) -> dict[str, int]:
     """One microbatch's forward and backward pass: what is kept for the latter, and the larger of its two parts.
 
     First the head goes through the vocabulary, then the layers are gone through backwards.
@@ -127,7 +127,7 @@ def _gradient(config: ConfigDict, shape: Qwen3Config, setting: Setting, rows: in
     return {"sum of gradients": weights * FLOAT32, "kept for the backward pass": int(kept)} | larger
 
 
-def _head(shape: Qwen3Config, setting: Setting, tokens: int) -> dict[str, int]:
+def _head(shape: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
     """The loop over the vocabulary, backwards: the whole head, its gradient, and a chunk's logits, on every device."""
     elements = shape.vocab_size * shape.hidden_size
     value_bytes = _bytes_of(shape.dtype)
@@ -144,7 +144,7 @@ def _head(shape: Qwen3Config, setting: Setting, tokens: int) -> dict[str, int]:
     }
 
 
-def _layer(shape: Qwen3Config, setting: Setting, tokens: int) -> dict[str, int]:
+def _layer(shape: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
     """A layer's backward pass, at its MLP: all that its forward pass made, the MLP's own gradients, and its weights."""
     value_bytes, tensor = _bytes_of(shape.dtype), setting.mesh["tensor"]
     weights = 0
@@ -158,7 +158,7 @@ def _layer(shape: Qwen3Config, setting: Setting, tokens: int) -> dict[str, int]:
     }
 
 
-def _layer_values(shape: Qwen3Config, setting: Setting) -> int:
+def _layer_values(shape: ModelConfig, setting: Setting) -> int:
     """Values per token that a layer holds at once where its MLP goes backwards.
 
     Of the MLP's width are gate, up, silu(gate), their product, and the gradients of the product and of one factor. Of
@@ -173,7 +173,7 @@ def _layer_values(shape: Qwen3Config, setting: Setting) -> int:
     return (mlp * shape.mlp_size + heads * q + kv_heads * kv) // tensor + stream * shape.hidden_size
 
 
-def _kept_values(shape: Qwen3Config, setting: Setting) -> int:
+def _kept_values(shape: ModelConfig, setting: Setting) -> int:
     """Values per token that all layers' forward passes keep for the backward pass, which `remat` decides.
 
     Each layer's input is split over tensor, too, by the token; with remat=none all of `_layer_values` is kept.
@@ -189,7 +189,7 @@ def _kept_values(shape: Qwen3Config, setting: Setting) -> int:
     return shape.num_layers * per_layer
 
 
-def _optimizer(shape: Qwen3Config, setting: Setting) -> dict[str, int]:
+def _optimizer(shape: ModelConfig, setting: Setting) -> dict[str, int]:
     """The gradients, and the updates: all of them are there before they are added, for their norm is measured."""
     weights = flops.total_weights(shape) // setting.weight_shards
     stack = shape.num_layers * shape.hidden_size * shape.mlp_size
@@ -197,7 +197,7 @@ def _optimizer(shape: Qwen3Config, setting: Setting) -> dict[str, int]:
     return {"sum of gradients": weights * FLOAT32, "updates": (weights + largest) * FLOAT32}
 
 
-def _generate(config: ConfigDict, shape: Qwen3Config, setting: Setting) -> dict[str, int]:
+def _generate(config: ConfigDict, shape: ModelConfig, setting: Setting) -> dict[str, int]:
     """Slots with the longest cache while it grows from three quarters of that, the prompts held apart, and logits.
 
     JetStream's cache has its full length from the start.
@@ -205,7 +205,7 @@ def _generate(config: ConfigDict, shape: Qwen3Config, setting: Setting) -> dict[
     growth = 1.75 if config.rollouts.name == "embedded" else 1
     train, shards = config.train, setting.row_shards
     requests = train.prompts_per_batch * train.num_generations
-    slots = -(-min(config.rollouts.max_rows, requests) // shards)  # per device
+    slots = -(-min(config.rollouts.max_concurrent, requests) // shards)  # per device
     prompts = -(-max(1, slots * shards // train.num_generations) // shards)
     per_token = flops.cache_bytes_per_token(shape, _bytes_of(shape.dtype)) // setting.mesh["tensor"]
     length = train.max_prompt_tokens + config.sampling.max_tokens
@@ -216,15 +216,15 @@ def _generate(config: ConfigDict, shape: Qwen3Config, setting: Setting) -> dict[
     }
 
 
-def _head_widths(shape: Qwen3Config) -> int:
+def _head_widths(shape: ModelConfig) -> int:
     return shape.head_dim * (shape.num_heads + shape.num_kv_heads)
 
 
-def _is_blockwise(shape: Qwen3Config, setting: Setting) -> bool:
+def _is_blockwise(shape: ModelConfig, setting: Setting) -> bool:
     return shape.attention == "blockwise" or (shape.attention == "auto" and setting.device == "cpu")
 
 
-def _activation_bytes(shape: Qwen3Config, setting: Setting) -> int:
+def _activation_bytes(shape: ModelConfig, setting: Setting) -> int:
     """Of one value; CPUs multiply in float32 only, so what is bfloat16 elsewhere is held in that there."""
     return FLOAT32 if setting.device == "cpu" else _bytes_of(shape.dtype)
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from poly_epo_jax.config import ConfigError
 from poly_epo_jax.memory_plan.plan import Plan, Setting, largest_rows, make_plan
-from poly_epo_jax.model.qwen3 import Qwen3Config
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.parallel.devices import DEVICES, device_name
 from poly_epo_jax.parallel.mesh import AXES, check_mesh, fill_mesh
 
@@ -21,7 +21,7 @@ BRIEF_SHARE = 0.1  # of the memory; a plan that takes less raises no question
 SMALL_SHARE = 0.01  # of a stage's bytes; what takes less is not named
 
 
-def print_plan(config: ConfigDict, shape: Qwen3Config, console: Console, brief: bool = False) -> dict[str, Any]:
+def print_plan(config: ConfigDict, shape: ModelConfig, console: Console, brief: bool = False) -> dict[str, Any]:
     """Shows the plan as a line per stage and one of sums, with a warning where it does not fit; returns `as_row`.
 
     Args:
@@ -63,7 +63,7 @@ def print_plan(config: ConfigDict, shape: Qwen3Config, console: Console, brief: 
 
 
 def print_plans(
-    config: ConfigDict, shape: Qwen3Config, meshes: Mapping[str, Mapping[str, Any]], console: Console
+    config: ConfigDict, shape: ModelConfig, meshes: Mapping[str, Mapping[str, Any]], console: Console
 ) -> dict[str, Any]:
     """A table of the plans on each of these meshes, by name; one that the model cannot be split over is left out."""
     table, found = Table(box=box.SIMPLE_HEAD), {}
@@ -116,7 +116,7 @@ def as_row(plan: Plan, rows_that_fit: int) -> dict[str, Any]:
     }
 
 
-def _checked_plan(config: ConfigDict, shape: Qwen3Config) -> tuple[Plan, int]:
+def _checked_plan(config: ConfigDict, shape: ModelConfig) -> tuple[Plan, int]:
     setting, memory_bytes = setting_of(config)
     check_mesh(config, setting.mesh, dataclasses.asdict(shape))
     plan = make_plan(config, shape, setting, memory_bytes)

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from poly_epo_jax.model.attention import cached_attention, packed_attention
-from poly_epo_jax.model.qwen3 import Qwen3Config, rms_norm
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.qwen3 import rms_norm
 from poly_epo_jax.model.sharding import ROWS
 from poly_epo_jax.types import Params
 
@@ -50,7 +51,7 @@ class KVCache(NamedTuple):
         return KVCache(tuple(k), tuple(v))
 
 
-def init_cache(config: Qwen3Config, rows: int, length: int) -> KVCache:
+def init_cache(config: ModelConfig, rows: int, length: int) -> KVCache:
     heads, head_dim, layers = config.num_kv_heads, config.head_dim, range(config.num_layers)
     return KVCache(
         tuple(jnp.zeros((rows, heads, head_dim, length), config.dtype) for _ in layers),
@@ -58,7 +59,7 @@ def init_cache(config: Qwen3Config, rows: int, length: int) -> KVCache:
     )
 
 
-def decoding_weights(config: Qwen3Config, params: Params) -> Params:
+def decoding_weights(config: ModelConfig, params: Params) -> Params:
     """The weights in the compute type, each layer's matrices as [out, in]."""
 
     def of_layer(name: str, weight: jax.Array) -> jax.Array:
@@ -76,7 +77,7 @@ def decoding_weights(config: Qwen3Config, params: Params) -> Params:
     }
 
 
-def prefill(config: Qwen3Config, weights: Params, tokens: Int[Array, "Q L"], valid: Bool[Array, "Q L"]) -> KVCache:
+def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], valid: Bool[Array, "Q L"]) -> KVCache:
     """The cache, of length L, of prompts that are padded on the right."""
     rows, length = tokens.shape
     keys, values = [], []
@@ -94,7 +95,7 @@ def prefill(config: Qwen3Config, weights: Params, tokens: Int[Array, "Q L"], val
 
 
 def decode(
-    config: Qwen3Config, weights: Params, tokens: Int[Array, "B"], positions: Int[Array, "B"], cache: KVCache
+    config: ModelConfig, weights: Params, tokens: Int[Array, "B"], positions: Int[Array, "B"], cache: KVCache
 ) -> tuple[Float[Array, "V B"], KVCache]:
     """Logits of what follows one more token per row, and the cache with that token in it."""
     rows = jnp.arange(len(tokens))
@@ -112,7 +113,7 @@ def decode(
 
 
 def _run(
-    config: Qwen3Config,
+    config: ModelConfig,
     weights: Params,
     tokens: Int[Array, "M"],
     positions: Int[Array, "M"],

@@ -3,22 +3,22 @@
 import numpy as np
 from jaxtyping import Int
 
-from poly_epo_jax.model.qwen3 import Qwen3Config
+from poly_epo_jax.model.config import ModelConfig
 
 
-def layer_weights(config: Qwen3Config) -> int:
+def layer_weights(config: ModelConfig) -> int:
     """Elements of all layers' matrices; norms and biases are left out, as they cost next to nothing."""
     attention = config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
     return config.num_layers * config.hidden_size * (attention + 3 * config.mlp_size)
 
 
-def total_weights(config: Qwen3Config) -> int:
+def total_weights(config: ModelConfig) -> int:
     """Elements of the layers' matrices and of the embedding; the head's too, where it is not tied."""
     return layer_weights(config) + config.vocab_size * config.hidden_size * (1 if config.tied_head else 2)
 
 
 def forward_flops(
-    config: Qwen3Config, prompt_lengths: Int[np.ndarray, "S"], response_lengths: Int[np.ndarray, "S"]
+    config: ModelConfig, prompt_lengths: Int[np.ndarray, "S"], response_lengths: Int[np.ndarray, "S"]
 ) -> float:
     """Of one forward pass over S sequences, with the head on response tokens only; a backward pass costs twice that.
 
@@ -30,6 +30,6 @@ def forward_flops(
     return float(matrices + attention + 2 * config.vocab_size * config.hidden_size * response_lengths.sum())
 
 
-def cache_bytes_per_token(config: Qwen3Config, value_bytes: int) -> int:
+def cache_bytes_per_token(config: ModelConfig, value_bytes: int) -> int:
     """Keys and values of one token in all layers."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * value_bytes

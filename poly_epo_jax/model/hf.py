@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import open_tensors, write_json, write_tensors
-from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.types import Params
 
 # What tells the architectures apart, keyed by Hugging Face's model_type.
@@ -28,7 +29,7 @@ SWITCHES = {
     "llama": {"qk_norm": False, "attention_bias": False},
 }
 
-# Qwen3Config's field: config.json's key.
+# ModelConfig's field: config.json's key.
 CONFIG_KEYS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -104,7 +105,7 @@ class Tensor(NamedTuple):
     ours: tuple[int, ...]
 
 
-def read_config(path: str | Path, **overrides: Any) -> Qwen3Config:
+def read_config(path: str | Path, **overrides: Any) -> ModelConfig:
     """The shapes of the model in the folder `path`; `overrides` say how to compute (dtype, param_dtype, remat, ...).
 
     Raises:
@@ -142,10 +143,10 @@ def read_config(path: str | Path, **overrides: Any) -> Qwen3Config:
         shapes = {field: (defaults | written)[key] for field, key in CONFIG_KEYS.items()}
     except KeyError as missing:
         raise ValueError(f"{file} does not say {missing}; add it.") from None
-    return Qwen3Config(**shapes, **SWITCHES[model_type], rope_theta=float(rope["rope_theta"]), **overrides)
+    return ModelConfig(**shapes, **SWITCHES[model_type], rope_theta=float(rope["rope_theta"]), **overrides)
 
 
-def load_params(path: str | Path, config: Qwen3Config, shardings: Params | None = None) -> Params:
+def load_params(path: str | Path, config: ModelConfig, shardings: Params | None = None) -> Params:
     """The weights in the folder `path`, as `config.param_dtype`, laid out by `shardings` (else on the default device).
 
     Raises:
@@ -170,7 +171,7 @@ def load_params(path: str | Path, config: Qwen3Config, shardings: Params | None 
 def save_pretrained(
     path: str | Path,
     params: Params,
-    config: Qwen3Config,
+    config: ModelConfig,
     *,
     dtype: str = "bfloat16",
     max_shard_bytes: int = 5 * 10**9,
@@ -203,7 +204,7 @@ def save_pretrained(
     unfinished.rename(path)
 
 
-def exported_tensors(params: Params, config: Qwen3Config, dtype: str) -> Iterator[tuple[str, jax.Array]]:
+def exported_tensors(params: Params, config: ModelConfig, dtype: str) -> Iterator[tuple[str, jax.Array]]:
     """Every tensor by its Hugging Face name and in that layout, as `dtype`, whole on the first device."""
     weights, device = _by_path(params), jax.local_devices()[0]
     for name, tensor in _tensors(config).items():
@@ -216,7 +217,7 @@ def _folder(path: str | Path) -> Path:
     return Path(path)
 
 
-def _abstract_params(config: Qwen3Config) -> Params:
+def _abstract_params(config: ModelConfig) -> Params:
     return nnx.to_pure_dict(nnx.split(nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0))))[1])
 
 
@@ -224,7 +225,7 @@ def _dotted(key_path: Any) -> str:
     return jax.tree_util.keystr(key_path, simple=True, separator=".")
 
 
-def _tensors(config: Qwen3Config) -> dict[str, Tensor]:
+def _tensors(config: ModelConfig) -> dict[str, Tensor]:
     """Every tensor of the model by its name in Hugging Face's."""
     tensors = {}
     for key_path, leaf in jax.tree.leaves_with_path(_abstract_params(config)):
@@ -237,7 +238,7 @@ def _tensors(config: Qwen3Config) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_tensors(path: str | Path, config: Qwen3Config, tensors: dict[str, Tensor], source: dict[str, Any]) -> None:
+def _check_tensors(path: str | Path, config: ModelConfig, tensors: dict[str, Tensor], source: dict[str, Any]) -> None:
     tied = {"lm_head.weight"} if config.tied_head else set()
     for name in source:
         if name not in tensors.keys() | tied:
@@ -252,7 +253,7 @@ def _check_tensors(path: str | Path, config: Qwen3Config, tensors: dict[str, Ten
             raise ValueError(f"{path}: {name} is {found.get_dtype()}; choose a model in BF16, F16 or F32.")
 
 
-def _config_json(config: Qwen3Config, dtype: str) -> dict[str, Any]:
+def _config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     switches = {"qk_norm": config.qk_norm, "attention_bias": config.attention_bias}
     if switches not in SWITCHES.values():
         raise ValueError(f"No Hugging Face architecture has {switches}; choose those of {SWITCHES}.")

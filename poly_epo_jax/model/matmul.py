@@ -5,7 +5,7 @@ from jaxtyping import Array, Float
 
 
 @jax.custom_vjp
-def product(x: Float[Array, "M K"], weight: Float[Array, "K N"]) -> Float[Array, "M N"]:
+def matmul(x: Float[Array, "M K"], weight: Float[Array, "K N"]) -> Float[Array, "M N"]:
     """x weight."""
     return x @ weight
 
@@ -24,4 +24,4 @@ def _backward(operands, d_out):
     return d_out @ weight.T, transposed(x) @ d_out
 
 
-product.defvjp(_forward, _backward)
+matmul.defvjp(_forward, _backward)

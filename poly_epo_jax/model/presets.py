@@ -1,6 +1,6 @@
 """The shapes of the published dense Qwen3 models, for plans and benchmarks on machines that do not hold them."""
 
-from poly_epo_jax.model.qwen3 import Qwen3Config
+from poly_epo_jax.model.config import ModelConfig
 
 SHAPES = {
     # hidden, MLP, layers, query heads, tied head; all have 8 key heads of 128 and the same vocabulary.
@@ -18,17 +18,17 @@ def is_published(name: str) -> bool:
     return _key(name) in SHAPES
 
 
-def published_config(name: str, **compute: object) -> Qwen3Config:
+def published_config(name: str, **compute: object) -> ModelConfig:
     """The shape of a published model.
 
     Args:
-      compute: the fields of Qwen3Config that say how to compute, such as dtype.
+      compute: the fields of ModelConfig that say how to compute, such as dtype.
 
     Raises:
       KeyError: it is not one of SHAPES.
     """
     hidden_size, mlp_size, num_layers, num_heads, tied_head = SHAPES[_key(name)]
-    return Qwen3Config(
+    return ModelConfig(
         vocab_size=151_936,
         hidden_size=hidden_size,
         mlp_size=mlp_size,

@@ -4,7 +4,6 @@ Two switches make the same code read its relatives: without `qk_norm` it is Llam
 Each weight is declared once, with its shape, logical axes (`sharding.RULES` maps them to the mesh) and initial scale.
 """
 
-import dataclasses
 import math
 
 import jax
@@ -14,7 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from poly_epo_jax.model.attention import packed_attention
-from poly_epo_jax.model.matmul import product
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.matmul import matmul
 from poly_epo_jax.model.sharding import constrain_rows, gather_weight
 
 REMAT_POLICIES = {
@@ -28,34 +28,10 @@ REMAT_POLICIES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Qwen3Config:
-    """Shapes as in a Hugging Face config; then how to compute: types, remat, layers per scan step, kernel."""
-
-    vocab_size: int
-    hidden_size: int
-    mlp_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float = 1e6
-    norm_eps: float = 1e-6
-    max_position: int = 32768
-    tied_head: bool = True
-    qk_norm: bool = True
-    attention_bias: bool = False
-    dtype: str = "bfloat16"
-    param_dtype: str = "float32"
-    remat: str = "full"
-    scan_unroll: int = 1
-    attention: str = "auto"
-
-
 class Layer(nnx.Module):
     """A pre-norm decoder layer. Its weights are stacked over layers on axis 0; the scan calls it on one slice."""
 
-    def __init__(self, config: Qwen3Config, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
         d, mlp, head_dim = config.hidden_size, config.mlp_size, config.head_dim
         heads, kv_heads = config.num_heads, config.num_kv_heads
@@ -105,7 +81,7 @@ class Layer(nnx.Module):
 class Qwen3(nnx.Module):
     """The policy pi: token ids to final hidden states; `head` turns those into logits (see `logprobs`)."""
 
-    def __init__(self, config: Qwen3Config, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
         table, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
         self.embed = _weight(config, rngs, table, axes, config.hidden_size**-0.5)
@@ -137,7 +113,7 @@ class Qwen3(nnx.Module):
 
 
 def _weight(
-    config: Qwen3Config, rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], scale: float | None
+    config: ModelConfig, rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], scale: float | None
 ) -> nnx.Param:
     """Normal with standard deviation `scale`; ones where it is None."""
     if scale is None:
@@ -152,7 +128,7 @@ def _project(x: jax.Array, weight: jax.Array, contract: int = 1) -> jax.Array:
     """
     shape_in, shape_out = weight.shape[:contract], weight.shape[contract:]
     matrix = weight.reshape(math.prod(shape_in), math.prod(shape_out))
-    return product(x.reshape(-1, matrix.shape[0]), matrix).reshape(*x.shape[: x.ndim - contract], *shape_out)
+    return matmul(x.reshape(-1, matrix.shape[0]), matrix).reshape(*x.shape[: x.ndim - contract], *shape_out)
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:

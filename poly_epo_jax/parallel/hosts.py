@@ -2,7 +2,7 @@
 
 Each has a share of the prompts to generate, grade and judge. They exchange what they made, and from there on all do the
 same with the same, so that the collectives of one process always meet those of the others. What may fail on one alone
-goes through `together`, `gather` or `on_first`, which raise on every process what was raised on one; what holds
+goes through `barrier`, `gather` or `on_first`, which raise on every process what was raised on one; what holds
 collectives itself goes through `collective`, for the others could be waiting inside of it.
 """
 
@@ -51,7 +51,7 @@ def join(section: ConfigDict) -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     # One that stops at Ctrl-C by itself could not save without the others.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    all_is_well = _leave_word(section)
+    all_is_well = _watchdog(section)
     try:
         jax.distributed.initialize(
             **explicit,
@@ -100,7 +100,7 @@ def share(items: Sequence[T]) -> Sequence[T]:
     return items[len(items) * index() // count() : len(items) * (index() + 1) // count()]
 
 
-async def together(work: Awaitable[T]) -> T:
+async def barrier(work: Awaitable[T]) -> T:
     """Does this process's part of what all do, and returns its own result once all are done.
 
     Raises:
@@ -182,12 +182,12 @@ def _exchange(own: bytes) -> list[bytes]:
 
 
 def _end(why: str) -> NoReturn:
-    """At once, as there is no one to save with or to say goodbye to. The last word is _leave_word's."""
+    """At once, as there is no one to save with or to say goodbye to. The last word is _watchdog's."""
     print(f"Process {index()} {why}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
-def _leave_word(section: ConfigDict) -> Callable[[], None]:
+def _watchdog(section: ConfigDict) -> Callable[[], None]:
     """Has a sentence written should this process not end by itself: JAX's runtime aborts it if it loses the others.
 
     A shell waits at the end of a pipe that only this process holds, for the line that says that all is well; the

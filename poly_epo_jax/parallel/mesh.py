@@ -16,7 +16,7 @@ SPLITS = {
     "mlp_size": "tensor",
     "vocab_size": "tensor",
 }
-"""The fields of Qwen3Config that an axis must divide."""
+"""The fields of ModelConfig that an axis must divide."""
 
 
 def fill_mesh(axes: Mapping[str, int], num_devices: int) -> dict[str, int]:
@@ -45,7 +45,7 @@ def check_mesh(config: ConfigDict, mesh_shape: Mapping[str, int], model_sizes: M
 
     Args:
       mesh_shape: devices along data, fsdp and tensor.
-      model_sizes: the fields of the model's Qwen3Config.
+      model_sizes: the fields of the model's ModelConfig.
 
     Raises:
       ConfigError: naming the axis, what it must divide, and the nearest mesh that does.

@@ -18,7 +18,7 @@ from poly_epo_jax.report.page import (
     run_summary,
 )
 from poly_epo_jax.report.samples import Collection, bound, evaluation_collection, run_collections
-from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
+from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 MAX_SAMPLE_BYTES = 8_000_000
 TREE_ROLLOUTS = 12

@@ -22,7 +22,7 @@ WEIGHT_SYNCS = ("disk", "tensor")
 def _embedded(
     model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: ConfigDict
 ) -> EmbeddedRollouts:
-    limits = config.train.max_prompt_tokens, config.rollouts.max_rows
+    limits = config.train.max_prompt_tokens, config.rollouts.max_concurrent
     return EmbeddedRollouts(model, mesh, tokenizer, stop_ids, *limits)
 
 
@@ -33,7 +33,7 @@ def _jetstream(
     from poly_epo_jax.rollouts.jetstream.sampler import JetStreamRollouts  # google-jetstream need not be installed
 
     samples = config.train.num_generations
-    slots = max(1, config.rollouts.max_rows // samples)
+    slots = max(1, config.rollouts.max_concurrent // samples)
     size = EngineSize(slots, samples, config.train.max_prompt_tokens, config.sampling.max_tokens)
     return JetStreamRollouts(model, mesh, tokenizer, stop_ids, size)
 
@@ -56,7 +56,7 @@ def _sglang(
 
 def served_limits(config: ConfigDict) -> dict[str, Any]:
     """How much and how long servers are asked, as keyword arguments of SGLangRollouts."""
-    return {name: config.rollouts[name] for name in ("max_rows", "timeout_seconds", "wait_seconds")}
+    return {name: config.rollouts[name] for name in ("max_concurrent", "timeout_seconds", "wait_seconds")}
 
 
 ROLLOUTS: dict[str, Callable[[Qwen3, Mesh, PreTrainedTokenizerBase, Sequence[int], ConfigDict], Rollouts]] = {

@@ -16,8 +16,9 @@ from poly_epo_jax.set_rl.advantages import (
     polychromic_advantages,
 )
 from poly_epo_jax.set_rl.losses import LOSSES, cispo_loss, policy_gradient_loss, ppo_clip_loss, token_weights
-from poly_epo_jax.set_rl.objectives import DEGENERATE_CLUSTER, OBJECTIVES, mean_reward, pass_at_n, polychromic
+from poly_epo_jax.set_rl.objectives import OBJECTIVES, mean_reward, pass_at_n, polychromic
 from poly_epo_jax.set_rl.sets import enumerate_sets, sample_sets
+from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 __all__ = [
     "DEGENERATE_CLUSTER",

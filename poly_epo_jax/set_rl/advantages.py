@@ -11,8 +11,9 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Float, Int, Shaped
 
-from poly_epo_jax.set_rl.objectives import DEGENERATE_CLUSTER, SetObjective
+from poly_epo_jax.set_rl.objectives import SetObjective
 from poly_epo_jax.set_rl.sets import check_set_size
+from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 
 def marginal_set_advantages(

@@ -16,6 +16,8 @@ from jaxtyping import Bool, Float, Int
 
 Tokens = Float[Array, "*tokens"]
 LossAndMetrics = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]
+Loss = Callable[..., LossAndMetrics]
+"""(logprobs, old_logprobs, advantages, weights) -> (loss, sums of metrics over tokens)."""
 
 
 def ppo_clip_loss(
@@ -86,7 +88,7 @@ def policy_gradient_loss(logprobs: Tokens, old_logprobs: Tokens, advantages: Tok
     return _loss(advantages * jnp.where(weights > 0, logprobs, 0), weights), {}
 
 
-LOSSES: dict[str, Callable[..., LossAndMetrics]] = {
+LOSSES: dict[str, Loss] = {
     "ppo_clip": ppo_clip_loss,
     "cispo": cispo_loss,
     "policy_gradient": policy_gradient_loss,

@@ -12,8 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
-DEGENERATE_CLUSTER = 100
-"""Cluster of generations that are no attempt at reasoning (paper appendix, LM-Judge and Diversity Function)."""
+from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 SetObjective = Callable[..., Float[Array, "*prompts K"]]
 

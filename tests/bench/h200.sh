@@ -30,6 +30,6 @@ for tokens in $row_tokens; do
   done
 done
 for rows in $slots; do
-  bench "decode-$rows" "${settings[@]}" --config.rollouts.max_rows="$rows" \
+  bench "decode-$rows" "${settings[@]}" --config.rollouts.max_concurrent="$rows" \
     --config.train.row_tokens="${row_tokens%% *}" --config.train.rows_per_device=1
 done

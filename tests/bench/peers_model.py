@@ -5,10 +5,11 @@ import sys
 from flax import nnx
 from update_case import VOCAB
 
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import save_pretrained
-from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.model.qwen3 import Qwen3
 
-CONFIG = Qwen3Config(
+CONFIG = ModelConfig(
     vocab_size=VOCAB, hidden_size=256, mlp_size=1024, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64
 )
 

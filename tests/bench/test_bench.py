@@ -17,7 +17,7 @@ TINY = {
     "train.num_generations": 4,
     "algo.set_size": 2,
     "train.rows_per_device": 2,
-    "rollouts.max_rows": 8,
+    "rollouts.max_concurrent": 8,
     "base.hidden_size": 16,
     "base.mlp_size": 32,
     "mesh.fsdp": 1,

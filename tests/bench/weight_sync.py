@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from poly_epo_jax.model import hf, hf_files
-from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.qwen3 import Qwen3
 
-CONFIG = Qwen3Config(
+CONFIG = ModelConfig(
     vocab_size=65_536, hidden_size=768, mlp_size=2304, num_layers=14, num_heads=12, num_kv_heads=6, head_dim=64
 )
 ROUNDS = 5

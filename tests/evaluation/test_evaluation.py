@@ -194,7 +194,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(model: Path, output: Path, *more: str) -> list[str]:
-    settings = {"mesh.fsdp": 1, "rollouts.max_rows": 32, "sampling.max_tokens": 60}
+    settings = {"mesh.fsdp": 1, "rollouts.max_concurrent": 32, "sampling.max_tokens": 60}
     flags = [f"--config.{key}={value}" for key, value in settings.items()]
     arguments = ["--config=configs/polynomial.py", f"--models=tiny={model}", "--benchmarks=polynomial"]
     arguments += ["--samples=8", f"--output={output}", *flags, *more]

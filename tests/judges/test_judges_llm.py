@@ -43,7 +43,7 @@ def make_judge(**changes) -> LLMJudge:
         "attempts": 3,
         "timeout_seconds": 5.0,
         "wait_seconds": 0.0,
-        "max_concurrency": 4,
+        "max_concurrent": 4,
         "prompt_file": "",
         "max_response_chars": 4000,
     }
@@ -277,7 +277,7 @@ def test_all_prompts_share_one_wait(serve, monkeypatch):
 
 def test_as_many_prompts_as_allowed_and_no_more_are_judged_at_once(serve):
     """Three at a time: each is answered only when three are asked, and a fourth would be asked meanwhile."""
-    judge = make_judge(max_concurrency=3)
+    judge = make_judge(max_concurrent=3)
 
     async def judge_many():
         running, most, three = 0, 0, asyncio.Barrier(3)
@@ -348,7 +348,7 @@ def test_a_judge_that_obeys_its_responses_clusters_nothing(serve):
         ({"url": "http://"}, "write it as http://host:port"),
         ({"url": "http://me:secret@judge:8000"}, "holds a password, which would be logged"),
         ({"attempts": 0}, "attempts is 0"),
-        ({"max_concurrency": 0}, "max_concurrency is 0"),
+        ({"max_concurrent": 0}, "max_concurrent is 0"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"timeout_seconds": 0.0}, "timeout_seconds is 0"),
         ({"max_response_chars": 1}, "max_response_chars is 1"),

@@ -23,7 +23,8 @@ from sglang_servers import ROOT, descendants, free_port, require_sglang
 from transformers import AutoTokenizer
 
 from poly_epo_jax.model import hf
-from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.tracking import read_rows
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -361,7 +362,7 @@ def small_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights of a Qwen3 with the true vocabulary."""
     require_sglang()
     folder = tmp_path_factory.mktemp("model") / "model"
-    config = Qwen3Config(
+    config = ModelConfig(
         vocab_size=151_669,
         hidden_size=32,
         mlp_size=64,

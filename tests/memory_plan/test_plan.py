@@ -20,8 +20,9 @@ from poly_epo_jax.choices import CHOICES
 from poly_epo_jax.config import ConfigError, check_config, microbatch_rows
 from poly_epo_jax.memory_plan.plan import Plan, Setting, largest_rows, make_plan
 from poly_epo_jax.memory_plan.tables import setting_of
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.presets import SHAPES, published_config
-from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.devices import DEVICES, device_name
 from poly_epo_jax.parallel.mesh import AXES, SPLITS, check_mesh, fill_mesh, nearest_mesh
@@ -48,7 +49,7 @@ class Case:
     row_tokens: int
     remat: str
 
-    def shape(self) -> Qwen3Config:
+    def shape(self) -> ModelConfig:
         return published_config(self.model, remat=self.remat)
 
     def config(self) -> ConfigDict:

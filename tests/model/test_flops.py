@@ -6,10 +6,11 @@ import pytest
 from flax import nnx
 
 from poly_epo_jax.model import flops
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.presets import SHAPES, is_published, published_config
-from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.model.qwen3 import Qwen3
 
-CONFIG = Qwen3Config(50, 6, 10, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
+CONFIG = ModelConfig(50, 6, 10, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
 PUBLISHED_BILLIONS = {
     "Qwen3-0.6B": 0.596,
     "Qwen3-1.7B": 1.72,
@@ -22,7 +23,7 @@ PUBLISHED_BILLIONS = {
 
 @pytest.mark.parametrize("tied_head", [True, False])
 def test_weights_are_those_of_the_model_without_norms(tied_head):
-    config = Qwen3Config(50, 6, 10, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, tied_head=tied_head)
+    config = ModelConfig(50, 6, 10, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, tied_head=tied_head)
     leaves = jax.tree.leaves_with_path(nnx.split(Qwen3(config, nnx.Rngs(0)))[1])
     matrices = sum(leaf.size for path, leaf in leaves if "norm" not in jax.tree_util.keystr(path))
     assert flops.total_weights(config) == matrices

@@ -11,12 +11,13 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from poly_epo_jax.model import hf, hf_files
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import load_params, read_config, save_pretrained
-from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
 
 FLOAT32: dict[str, Any] = {"dtype": "float32", "attention": "blockwise"}
-SMALL = Qwen3Config(
+SMALL = ModelConfig(
     vocab_size=40, hidden_size=16, mlp_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, **FLOAT32
 )
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from poly_epo_jax.model.qwen3 import REMAT_POLICIES, Qwen3, Qwen3Config, rms_norm, rope
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.qwen3 import REMAT_POLICIES, Qwen3, rms_norm, rope
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
 
-QWEN3 = Qwen3Config(
+QWEN3 = ModelConfig(
     vocab_size=61,
     hidden_size=32,
     mlp_size=48,

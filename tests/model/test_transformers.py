@@ -15,8 +15,9 @@ from samplers import MAX_PROMPT, MAX_TOKENS, STOP_IDS, TOKENIZER, generate, make
 from test_hf import FLOAT32, SMALL, assert_trees_equal, random_params
 
 from poly_epo_jax.model import hf
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import load_params, read_config, save_pretrained
-from poly_epo_jax.model.qwen3 import Qwen3, Qwen3Config
+from poly_epo_jax.model.qwen3 import Qwen3
 
 if os.environ.get("POLY_EPO_REQUIRE_TORCH"):
     import torch  # pyright: ignore[reportMissingImports]
@@ -32,7 +33,7 @@ def draw_config(index):
     model_type = ("qwen3", "qwen2", "llama")[index % 3]
     heads = 4
     hidden_size = int(rng.choice([24, 32, 40]))
-    return Qwen3Config(
+    return ModelConfig(
         vocab_size=int(rng.integers(30, 80)),
         hidden_size=hidden_size,
         mlp_size=int(rng.integers(20, 60)),
@@ -64,7 +65,7 @@ def random_transformer(config, seed=0):
         "tie_word_embeddings": config.tied_head,
     }
     if config.qk_norm:
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shapes, head_dim=config.head_dim))
+        model = transformers.Qwen3ForCausalLM(transformers.ModelConfig(**shapes, head_dim=config.head_dim))
     elif config.attention_bias:
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shapes))
     else:

@@ -124,9 +124,9 @@ async def work(fails):
     return "x" * (10**index)
 
 gathered = asyncio.run(hosts.gather(work(False)))
-print([len(one) for one in gathered], len(asyncio.run(hosts.together(work(False)))), hosts.on_first(lambda: index))
+print([len(one) for one in gathered], len(asyncio.run(hosts.barrier(work(False)))), hosts.on_first(lambda: index))
 for fails in (index == 1, index == 0, True):
-    for way in (hosts.gather, hosts.together):
+    for way in (hosts.gather, hosts.barrier):
         try:
             asyncio.run(way(work(fails)))
         except Exception as error:

@@ -173,7 +173,7 @@ def test_greedy_generations_are_those_of_one_device(count):
     def generate(mesh):
         tokenizer = build_character_tokenizer(TINY_ALPHABET)
         params = on_mesh(tiny_params(), mesh)
-        rollouts = EmbeddedRollouts(TINY_MODEL, mesh, tokenizer, (1, 14), max_prompt_tokens=8, max_rows=8)
+        rollouts = EmbeddedRollouts(TINY_MODEL, mesh, tokenizer, (1, 14), max_prompt_tokens=8, max_concurrent=8)
         asyncio.run(rollouts.update_weights(params, 0))
         groups = collect(rollouts, tiny_problems(count, 8), 2, Sampling(max_tokens=10, temperature=0.0))
         return [[y.token_ids.tolist() for y in group.generations] for group in groups]

@@ -84,7 +84,7 @@ def test_generations_of_a_prompt_differ(groups):
 
 
 def test_a_generation_depends_on_its_seed_alone(rollouts, groups):
-    few_at_once = make_rollouts(max_rows=10)  # a prompt's generations are not all decoded at once
+    few_at_once = make_rollouts(max_concurrent=10)  # a prompt's generations are not all decoded at once
     assert_same_generations(generate(few_at_once, PROBLEMS, 4), groups)
     assert_same_generations(generate(few_at_once, PROBLEMS[:3], 4), groups[:3])
     other_neighbours = [PROBLEMS[0], *tiny_problems(10, MAX_PROMPT, seed=1)[1:-1], PROBLEMS[-1]]
@@ -127,7 +127,7 @@ def assert_drawn_from(tokens, probabilities):
 def test_tokens_are_drawn_from_the_softmax(top_p, top_k):
     """The first token, and the second after the commonest first, of 4096 generations of one prompt."""
     (group,) = generate(
-        make_rollouts(max_rows=4096), PROBLEMS[4:5], 4096, max_tokens=2, temperature=0.7, top_p=top_p, top_k=top_k
+        make_rollouts(max_concurrent=4096), PROBLEMS[4:5], 4096, max_tokens=2, temperature=0.7, top_p=top_p, top_k=top_k
     )
     first = np.array([y.token_ids[0] for y in group.generations])
     common = np.bincount(np.where(np.isin(first, STOP_IDS), 0, first)).argmax()
@@ -170,7 +170,7 @@ def test_an_empty_prompt_is_refused(rollouts):
 def test_refilled_slots_equal_single_requests(temperature):
     """Responses of very different lengths, many more than slots, in caches of every size: each as if it were alone."""
     problems, sampling = tiny_problems(9, MAX_PROMPT, seed=3), {"max_tokens": 90, "temperature": temperature}
-    busy, alone = make_rollouts(max_rows=5), make_rollouts(max_rows=1)
+    busy, alone = make_rollouts(max_concurrent=5), make_rollouts(max_concurrent=1)
     found = generate(busy, problems, 4, **sampling)
     assert_same_generations(found, [generate(alone, [problem], 4, **sampling)[0] for problem in problems])
     lengths = {len(y.token_ids) for group in found for y in group.generations}
@@ -184,15 +184,15 @@ def number_of_programs():
 def test_a_run_compiles_once():
     """Steps of one size share the decoding loop, whatever their prompts; so do instances."""
     problems = tiny_problems(12, MAX_PROMPT, seed=4)
-    generate(make_rollouts(max_rows=8), problems[:4], 4)
+    generate(make_rollouts(max_concurrent=8), problems[:4], 4)
     compiled = number_of_programs()
     for start in (2, 5, 8):
-        generate(make_rollouts(max_rows=8), problems[start : start + 4], 4, seed=start)
+        generate(make_rollouts(max_concurrent=8), problems[start : start + 4], 4, seed=start)
     assert number_of_programs() == compiled
 
 
 def test_groups_come_as_they_complete_and_the_event_loop_is_free():
-    rollouts = make_rollouts(max_rows=4)
+    rollouts = make_rollouts(max_concurrent=4)
     generate(rollouts, PROBLEMS, 4)  # compiles
 
     async def watch() -> tuple[list[int], int]:

@@ -148,7 +148,7 @@ def test_only_what_is_missing_of_a_group_is_drawn_again(monkeypatch):
     assert len(group.generations) == 4
     first, second = asked
     assert second["sampling_seed"] == first[1]
-    assert rollouts.metrics()["rollouts/drawn_again"] == 1
+    assert rollouts.metrics()["rollouts/resampled"] == 1
 
 
 def test_a_server_that_always_aborts_is_not_asked_for_ever(monkeypatch):
@@ -160,7 +160,7 @@ def test_a_server_that_always_aborts_is_not_asked_for_ever(monkeypatch):
     rollouts = open_rollouts(abort, monkeypatch, URLS, None)
     with pytest.raises(ServerError, match="failed 8 times to generate for problem 0; see their logs"):
         collect(rollouts, tiny_problems(1, 8), 2, Sampling(4))
-    assert rollouts.metrics()["rollouts/drawn_again"] == 16
+    assert rollouts.metrics()["rollouts/resampled"] == 16
 
 
 def test_weights_that_change_during_an_evaluation_end_it(monkeypatch):

@@ -78,7 +78,7 @@ def rollouts():
 
 @pytest.fixture(scope="module")
 def embedded():
-    return updated(EmbeddedRollouts(TINY_MODEL, MESH, TOKENIZER, STOP_IDS, MAX_PROMPT, max_rows=64))
+    return updated(EmbeddedRollouts(TINY_MODEL, MESH, TOKENIZER, STOP_IDS, MAX_PROMPT, max_concurrent=64))
 
 
 def generate(rollouts, problems=PROBLEMS, num_generations=4, max_tokens=MAX_TOKENS, **sampling) -> list[Group]:
@@ -331,7 +331,7 @@ def test_training_raises_the_reward(tmp_path):
         "base.cache_dir": tmp_path / "base",
         "compilation_cache": tmp_path / "compiled",
         "rollouts.name": "jetstream",
-        "rollouts.max_rows": 64,
+        "rollouts.max_concurrent": 64,
         "task.options": {"max_coefficient": 1, "max_constant": 9, "max_x": 1, "num_train": 28, "num_held_out": 8},
         "base.clean_steps": 300,
         "base.noisy_steps": 30,

@@ -106,7 +106,7 @@ def test_weights_go_to_every_worker_and_prompts_to_the_router(tmp_path: Path, mo
         assert {name.rpartition("-")[2] for name in fake.versions.values()} == {str(version)}
         assert len(collect(rollouts, tiny_problems(4, 8), 3, Sampling(4))) == 4
         assert_served(fake, WORKERS, str(version), 12)
-    assert not fake.changes and rollouts.metrics()["rollouts/lost_servers"] == 0
+    assert not fake.changes and rollouts.metrics()["rollouts/server_failures"] == 0
 
 
 def test_a_worker_with_other_weights_is_brought_to_the_present_ones_before_it_serves(tmp_path: Path, monkeypatch):
@@ -124,7 +124,7 @@ def test_a_worker_that_dies_is_out_until_it_is_back_with_the_present_weights(tmp
     fake = Routed()
 
     async def main() -> None:
-        rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path, max_rows=2)
+        rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path, max_concurrent=2)
         await rollouts.update_weights(tiny_params(1), 1)
         fake.answers = 20
         generating = asyncio.create_task(count_groups(rollouts.generate(tiny_problems(30, 8), 2, Sampling(4))))
@@ -135,7 +135,7 @@ def test_a_worker_that_dies_is_out_until_it_is_back_with_the_present_weights(tmp
         fake.restart(WORKERS[0])
         await until(lambda: len(fake.changes) == 2)
         fake.answers = math.inf
-        assert await generating == 30 and rollouts.metrics()["rollouts/lost_servers"] == 1
+        assert await generating == 30 and rollouts.metrics()["rollouts/server_failures"] == 1
 
     asyncio.run(main())
     assert fake.changes == [("out", WORKERS[0]), ("in", WORKERS[0])]

@@ -59,7 +59,7 @@ def rollouts_of(
     servers: Sequence[SGLangServer], sync: WeightSync, stop_ids: Sequence[int] = STOP_IDS, **changes: Any
 ) -> SGLangRollouts:
     limits = dict.fromkeys(("timeout_seconds", "wait_seconds"), STARTED_WITHIN)
-    settings: dict[str, Any] = {"max_prompt_tokens": MAX_PROMPT, "max_rows": 64} | limits | changes
+    settings: dict[str, Any] = {"max_prompt_tokens": MAX_PROMPT, "max_concurrent": 64} | limits | changes
     weights = ServedWeights(sync, MAX_PROMPT, settings["timeout_seconds"], settings["wait_seconds"])
     return SGLangRollouts([one.url for one in servers], weights, TOKENIZER, stop_ids, **settings)
 
@@ -98,7 +98,7 @@ def test_generations_are_the_trainers(servers, sync, temperature):
         assert stopped == (y.token_ids[-1] in STOP_IDS) and not np.isin(y.token_ids[:-1], STOP_IDS).any()
         assert y.text == TOKENIZER.decode(y.token_ids[:-1] if stopped else y.token_ids)
         assert stopped or len(y.token_ids) == 24
-    assert rollouts.metrics() == {"rollouts/lost_servers": 0.0, "rollouts/drawn_again": 0.0}
+    assert rollouts.metrics() == {"rollouts/server_failures": 0.0, "rollouts/resampled": 0.0}
 
 
 def test_every_update_reaches_every_server(servers, sync):
@@ -150,7 +150,7 @@ def test_weights_of_another_run_are_not_trained_on(servers, tmp_path):
     assert_complete(groups, problems, 4)
     assert_generated_by(1, groups, version=1)
     counts = mine.metrics()
-    assert counts["rollouts/drawn_again"] > 0 and counts["rollouts/lost_servers"] > 0
+    assert counts["rollouts/resampled"] > 0 and counts["rollouts/server_failures"] > 0
 
 
 def test_partial_generations_are_drawn_again(servers, tmp_path):
@@ -170,7 +170,7 @@ def test_partial_generations_are_drawn_again(servers, tmp_path):
         aborted.result()
     assert_complete(groups, problems, 4)
     assert all(len(y.token_ids) == 400 or y.finish_reason == "stop" for g in groups for y in g.generations)
-    assert rollouts.metrics()["rollouts/drawn_again"] > 0
+    assert rollouts.metrics()["rollouts/resampled"] > 0
 
 
 def collect_over_a_restart(
@@ -210,12 +210,12 @@ def collect_over_a_restart(
 
 def test_a_server_that_dies_in_a_batch_is_current_before_it_serves_again(servers, tmp_path, capsys):
     sync, problems = DiskSync(tmp_path, "a run", TINY, "float32"), tiny_problems(24, MAX_PROMPT)
-    rollouts = rollouts_of(servers, sync, max_rows=16)
+    rollouts = rollouts_of(servers, sync, max_concurrent=16)
     asyncio.run(rollouts.update_weights(weights(1), 1))
     groups = collect_over_a_restart(rollouts, problems, servers, lambda: True)
     assert_complete(groups, problems, 4)
     assert_generated_by(1, groups, version=1)
-    assert rollouts.metrics() == {"rollouts/lost_servers": 1.0, "rollouts/drawn_again": 0.0}
+    assert rollouts.metrics() == {"rollouts/server_failures": 1.0, "rollouts/resampled": 0.0}
     said = capsys.readouterr().err
     assert f"Lost the server {servers[1].url}" in said and f"The server {servers[1].url} is back" in said
 
@@ -224,7 +224,7 @@ def test_a_worker_that_dies_behind_a_router_is_current_before_it_serves_again(se
     problems = tiny_problems(24, MAX_PROMPT)
     with running([Router(servers, tmp_path / "router.log")]) as (router,):
         sync = DiskSync(tmp_path / "weights", "a run", TINY, "float32")
-        rollouts = rollouts_of([router], sync, max_rows=16)
+        rollouts = rollouts_of([router], sync, max_concurrent=16)
         for version in (1, 2):
             asyncio.run(rollouts.update_weights(weights(version), version))
             asked = [len(server.requests()) for server in servers]
@@ -233,14 +233,14 @@ def test_a_worker_that_dies_behind_a_router_is_current_before_it_serves_again(se
             assert_generated_by(version, groups, version)
             shares = [len(server.requests()) - count for server, count in zip(servers, asked, strict=True)]
             assert sum(shares) == 96 and min(shares) >= 24
-        assert rollouts.metrics() == {"rollouts/lost_servers": 0.0, "rollouts/drawn_again": 0.0}
+        assert rollouts.metrics() == {"rollouts/server_failures": 0.0, "rollouts/resampled": 0.0}
 
         dying = servers[1].url
         groups = collect_over_a_restart(rollouts, problems, servers, lambda: dying in router.workers())
         assert_complete(groups, problems, 4)
         assert_generated_by(2, groups, version=2)
         counts, said = rollouts.metrics(), capsys.readouterr().err
-        assert counts["rollouts/lost_servers"] >= 1 and counts["rollouts/drawn_again"] == 0
+        assert counts["rollouts/server_failures"] >= 1 and counts["rollouts/resampled"] == 0
         assert f"The worker {dying} is out of the router" in said
         assert f"The worker {dying} is back behind the router" in said
 

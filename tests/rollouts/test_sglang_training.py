@@ -90,7 +90,7 @@ def served(servers: list[SGLangServer], **settings: Any) -> dict[str, Any]:
         "rollouts.name": "sglang",
         "rollouts.urls": ",".join(server.url for server in servers),
         "rollouts.weights_dtype": "float32",
-        "rollouts.max_rows": 128,
+        "rollouts.max_concurrent": 128,
     } | settings
 
 
@@ -99,7 +99,7 @@ def test_the_laptop_run_learns_over_servers_as_it_does_without(embedded, servers
     rows = run(tmp_path / "run", "configs/polynomial.py", **settings)
     assert max(row["mismatch/max"] for row in rows[1:]) < 1e-3
     assert {row["response/staleness"] for row in rows[1:]} == {0.0}
-    assert sum(row["rollouts/drawn_again"] + row["rollouts/lost_servers"] for row in rows[1:]) == 0
+    assert sum(row["rollouts/resampled"] + row["rollouts/server_failures"] for row in rows[1:]) == 0
     # The same policy to begin with, the same updates and prompts; only the samples differ.
     (reward, clusters), (embedded_reward, embedded_clusters) = learned(rows), learned(embedded)
     assert reward == pytest.approx(embedded_reward, abs=0.04)
@@ -137,7 +137,7 @@ def test_two_hosts_share_servers(servers, tmp_path):
     # Every token of both hosts is from the present weights, which one of them sent.
     assert max(row["mismatch/max"] for row in rows) < 1e-3
     assert {row["response/staleness"] for row in rows} == {0.0}
-    assert sum(row["rollouts/drawn_again"] + row["rollouts/lost_servers"] for row in rows) == 0
+    assert sum(row["rollouts/resampled"] + row["rollouts/server_failures"] for row in rows) == 0
     assert min(row["policy/update_norm"] for row in rows) > 0 and not any((tmp_path / "w").glob("*"))
 
 

@@ -167,7 +167,7 @@ def test_of_two_hosts_that_share_servers_one_sends_and_the_other_waits(tmp_path:
         fake = Servers()
         fake.may_end.set()
         first = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path)
-        limits = {"max_prompt_tokens": 8, "max_rows": 64, "timeout_seconds": 30.0, "wait_seconds": 30.0}
+        limits = {"max_prompt_tokens": 8, "max_concurrent": 64, "timeout_seconds": 30.0, "wait_seconds": 30.0}
         second = SGLangRollouts(URLS, ServedWeights(None, 8, 30.0, 30.0), first.tokenizer, (1, 14), **limits)
 
         async def begin(version: int) -> asyncio.Task[None]:

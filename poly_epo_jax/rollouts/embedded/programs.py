@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from poly_epo_jax.model import decoding
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import KVCache
-from poly_epo_jax.model.qwen3 import Qwen3Config
 from poly_epo_jax.model.sharding import ROWS
 from poly_epo_jax.rollouts.embedded.token_sampling import sample_tokens
 from poly_epo_jax.types import Params
@@ -43,7 +43,7 @@ def on_rows(state: SlotState) -> SlotState:
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def start(config: Qwen3Config, num_slots: int, max_tokens: int, size: int) -> SlotState:
+def start(config: ModelConfig, num_slots: int, max_tokens: int, size: int) -> SlotState:
     def zeros(dtype, *shape):
         return jnp.zeros((num_slots, *shape), dtype)
 
@@ -100,7 +100,7 @@ def insert(
 
 
 def next_token(
-    config: Qwen3Config,
+    config: ModelConfig,
     weights: Params,
     state: SlotState,
     stop_ids: Int[Array, "S"],
@@ -133,7 +133,7 @@ def next_token(
     donate_argnames="state",
 )
 def decode(
-    config: Qwen3Config,
+    config: ModelConfig,
     weights: Params,
     state: SlotState,
     stop_ids: Int[Array, "S"],

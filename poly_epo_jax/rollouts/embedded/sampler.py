@@ -26,7 +26,7 @@ class EmbeddedRollouts:
       model: the policy, possibly abstract: only its configuration is used.
       stop_ids: a generation ends with any of these tokens.
       max_prompt_tokens: a longer prompt is refused.
-      max_rows: generations decoded at once; the rest waits for whichever is finished first.
+      max_concurrent: generations decoded at once; the rest waits for whichever is finished first.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class EmbeddedRollouts:
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: Sequence[int],
         max_prompt_tokens: int,
-        max_rows: int,
+        max_concurrent: int,
     ):
         self.config = model.config
         self.mesh = mesh
         self.tokenizer = tokenizer
         self.stop_ids = np.asarray(stop_ids, np.int32)
         self.max_prompt_tokens = max_prompt_tokens
-        self.max_rows = max_rows
+        self.max_concurrent = max_concurrent
         self._decoding_weights = jax.jit(partial(decoding_weights, model.config))
 
     async def update_weights(self, params: Params, version: int) -> None:
@@ -81,7 +81,7 @@ class EmbeddedRollouts:
                     yield Group(problems[place], prompts[place], tuple(generations))
 
     def _slots(self, prompts: Sequence[np.ndarray], requests: Sequence[Request], sampling: Sampling) -> Slots:
-        num_slots, max_prompts = capacity(self.mesh, self.max_rows, len(requests), len(requests) // len(prompts))
+        num_slots, max_prompts = capacity(self.mesh, self.max_concurrent, len(requests), len(requests) // len(prompts))
         return Slots(
             self.config,
             self.weights,

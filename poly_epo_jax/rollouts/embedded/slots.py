@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import KVCache
-from poly_epo_jax.model.qwen3 import Qwen3Config
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.programs import SlotState
 from poly_epo_jax.types import Params, Sampling
@@ -53,7 +53,7 @@ class Slots:
 
     def __init__(
         self,
-        config: Qwen3Config,
+        config: ModelConfig,
         weights: Params,
         mesh: Mesh,
         stop_ids: Int[np.ndarray, "S"],
@@ -158,14 +158,14 @@ class Slots:
         return padded
 
 
-def capacity(mesh: Mesh, max_rows: int, num_requests: int, num_generations: int) -> tuple[int, int]:
+def capacity(mesh: Mesh, max_concurrent: int, num_requests: int, num_generations: int) -> tuple[int, int]:
     """How many slots, and how many prompts held beside them, serve so many requests; every device gets its share."""
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
 
     def divisible(count: int) -> int:
         return -(-count // rows) * rows
 
-    num_slots = divisible(min(max_rows, num_requests))
+    num_slots = divisible(min(max_concurrent, num_requests))
     return num_slots, divisible(max(1, num_slots // num_generations))
 
 

@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import KVCache
-from poly_epo_jax.model.qwen3 import Qwen3Config
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.programs import SlotState
 from poly_epo_jax.rollouts.embedded.slots import SHORTEST_PROMPT
@@ -73,7 +73,7 @@ class Qwen3Engine(jetstream.engine_api.Engine):
     touches the weights and every row ends with the next step.
     """
 
-    def __init__(self, config: Qwen3Config, mesh: Mesh, stop_ids: Sequence[int], size: EngineSize):
+    def __init__(self, config: ModelConfig, mesh: Mesh, stop_ids: Sequence[int], size: EngineSize):
         self.size = size
         self._config, self._mesh = config, mesh
         self._stop_ids = np.asarray(stop_ids, np.int32)
@@ -243,7 +243,7 @@ def unpack(columns: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "T"], Floa
 
 @partial(jax.jit, static_argnames=("config", "temperature", "top_p", "top_k"), donate_argnames="state")
 def _step(
-    config: Qwen3Config,
+    config: ModelConfig,
     weights: Params,
     state: SlotState,
     stop_ids: Int[Array, "S"],

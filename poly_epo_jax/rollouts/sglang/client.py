@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.http_client import ServerError, backoff_seconds, describe, open_client
-from poly_epo_jax.rollouts.sglang.endpoints import Endpoint, find_out, served_model, wait_for
+from poly_epo_jax.rollouts.sglang.endpoints import Endpoint, probe, served_model, wait_for
 from poly_epo_jax.rollouts.sglang.fleet import Fleet, Server
 from poly_epo_jax.rollouts.sglang.requests import ask, is_whole, request_body, tokens_and_logprobs
 from poly_epo_jax.rollouts.sglang.router import Router, Watch
@@ -33,7 +33,7 @@ class SGLangRollouts:
       urls: where prompts are sent: servers, or a router, whose workers are then given the weights.
       weights: which they are given; None: none, and generations are drawn from those that the servers have.
       max_prompt_tokens: a longer prompt is refused.
-      max_rows: generations that one URL is given at once.
+      max_concurrent: generations that one URL is given at once.
       timeout_seconds: for the generations of one prompt, and for one weight update.
       wait_seconds: how long to wait for a server that does not answer, at the start or later.
     """
@@ -46,7 +46,7 @@ class SGLangRollouts:
         stop_ids: Sequence[int],
         *,
         max_prompt_tokens: int,
-        max_rows: int,
+        max_concurrent: int,
         timeout_seconds: float,
         wait_seconds: float,
     ):
@@ -54,7 +54,7 @@ class SGLangRollouts:
         self.tokenizer = tokenizer
         self.stop_ids = list(stop_ids)
         self.max_prompt_tokens = max_prompt_tokens
-        self.max_rows = max_rows
+        self.max_concurrent = max_concurrent
         self.timeout_seconds = timeout_seconds
         self.wait_seconds = wait_seconds
         self._weights = weights
@@ -62,7 +62,7 @@ class SGLangRollouts:
         self._endpoints: dict[str, Endpoint] = {}
         self._routers: dict[str, Router] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._lost_servers = self._drawn_again = 0
+        self._server_failures = self._resampled = 0
 
     async def generate(
         self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
@@ -74,11 +74,11 @@ class SGLangRollouts:
           ServerError: no server is left, or one refuses a request.
         """
         prompts = [encode_prompt(self.tokenizer, problem, self.max_prompt_tokens) for problem in problems]
-        await self._find_out(self.urls)
+        await self._probe(self.urls)
         if self._weights is None:
             await self._adopt_weights()
         watches = await self._watch_routers()
-        fleet = Fleet(self.urls, self.max_rows, functools.partial(self._revive, watches))
+        fleet = Fleet(self.urls, self.max_concurrent, functools.partial(self._revive, watches))
         tasks = [
             asyncio.create_task(self._group(fleet, problem, ids, num_generations, sampling))
             for problem, ids in zip(problems, prompts, strict=True)
@@ -106,22 +106,22 @@ class SGLangRollouts:
         """
         if self._weights is None:
             raise ValueError("These rollouts were opened to leave the servers' weights as they are; give them weights.")
-        await self._holders()  # who takes no weights is told before any are written
+        await self._weight_servers()  # who takes no weights is told before any are written
         await asyncio.to_thread(self._weights.prepare, params, version)
         with waiting():
             while self._running:
                 await asyncio.wait(self._running)
         await asyncio.to_thread(self._weights.switch, version)
-        holders = await self._holders()
-        await self._weights.send(holders)
+        weight_servers = await self._weight_servers()
+        await self._weights.send(weight_servers)
         for router in self._routers.values():
-            for url in holders:
+            for url in weight_servers:
                 await router.put_back(url)
 
     def metrics(self) -> Metrics:
         """What went wrong and was mended since the last call."""
-        counts = {"rollouts/lost_servers": self._lost_servers, "rollouts/drawn_again": self._drawn_again}
-        self._lost_servers = self._drawn_again = 0
+        counts = {"rollouts/server_failures": self._server_failures, "rollouts/resampled": self._resampled}
+        self._server_failures = self._resampled = 0
         return {name: float(count) for name, count in counts.items()}
 
     def close(self) -> None:
@@ -130,21 +130,21 @@ class SGLangRollouts:
         if self._weights is not None:
             self._weights.close()
 
-    async def _find_out(self, urls: Sequence[str]) -> None:
+    async def _probe(self, urls: Sequence[str]) -> None:
         """Asks at each URL, once, what stands there."""
         new = [url for url in urls if url not in self._endpoints]
-        for endpoint in await asyncio.gather(*(find_out(url, self.wait_seconds) for url in new)):
+        for endpoint in await asyncio.gather(*(probe(url, self.wait_seconds) for url in new)):
             self._endpoints[endpoint.url] = endpoint
             if endpoint.is_router:
                 self._routers[endpoint.url] = Router(endpoint.url, self.wait_seconds)
 
-    async def _holders(self) -> list[str]:
+    async def _weight_servers(self) -> list[str]:
         """The servers that hold weights: those of `urls`, and the workers behind its routers."""
-        await self._find_out(self.urls)
+        await self._probe(self.urls)
         urls = [url for url in self.urls if url not in self._routers]
         for router in self._routers.values():
             urls += await router.workers()
-        await self._find_out(urls)
+        await self._probe(urls)
         for url in urls:
             if not self._endpoints[url].takes_weights:
                 raise ServerError(
@@ -172,7 +172,7 @@ class SGLangRollouts:
 
     async def _mend(self, url: str) -> None:
         assert self._weights is not None
-        self._lost_servers += 1
+        self._server_failures += 1
         await self._weights.bring(url)
 
     async def _revive(self, watches: Mapping[str, Watch], url: str) -> None:
@@ -241,7 +241,7 @@ class SGLangRollouts:
             if version == name and is_whole(answer):
                 done[index] = self._generation(answer)
                 continue
-            self._drawn_again += 1
+            self._resampled += 1
             if version != name:
                 if self._weights is None:
                     raise ServerError(f"{server.url} changed weights while they were generated from; begin anew.")
@@ -255,7 +255,7 @@ class SGLangRollouts:
         return Generation(ids, logprobs, text, reason, version)
 
     def _lose(self, fleet: Fleet, server: Server, why: str) -> None:
-        self._lost_servers += server.is_up
+        self._server_failures += server.is_up
         fleet.lost(server, why)
 
 

@@ -29,7 +29,7 @@ async def wait_for(url: str, seconds: float) -> None:
     await wait_until_healthy(f"{url}/v1/models", seconds, f"SGLang server {url}")
 
 
-async def find_out(url: str, wait_seconds: float) -> Endpoint:
+async def probe(url: str, wait_seconds: float) -> Endpoint:
     """Asks what is at `url`, once it answers.
 
     Raises:

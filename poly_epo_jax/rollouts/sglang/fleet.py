@@ -24,13 +24,13 @@ class Fleet:
     """Who is asked next. Lives for one batch, in one event loop.
 
     Args:
-      max_rows: generations that one server is given at once; the rest waits here, for whichever is free first.
+      max_concurrent: generations that one server is given at once; the rest waits here, for whichever is free first.
       revive: waits until a lost server can be asked again; raises to give it up.
     """
 
-    def __init__(self, urls: Sequence[str], max_rows: int, revive: Callable[[str], Awaitable[None]]):
+    def __init__(self, urls: Sequence[str], max_concurrent: int, revive: Callable[[str], Awaitable[None]]):
         self._servers = [Server(url) for url in urls]
-        self._max_rows = max_rows
+        self._max_rows = max_concurrent
         self._revive = revive
         self._changed = asyncio.Condition()
         self._revivals: set[asyncio.Task[None]] = set()

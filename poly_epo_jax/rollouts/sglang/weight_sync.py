@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from poly_epo_jax.http_client import ServerError
 from poly_epo_jax.model import hf
-from poly_epo_jax.model.qwen3 import Qwen3Config
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.types import Params
 
 BUCKET_BYTES = 10**9
@@ -60,7 +60,7 @@ class DiskSync:
       run: what tells this run's folder from other runs'.
     """
 
-    def __init__(self, folder: Path, run: str, config: Qwen3Config, dtype: str):
+    def __init__(self, folder: Path, run: str, config: ModelConfig, dtype: str):
         self._folder = folder.absolute() / hashlib.sha256(run.encode()).hexdigest()[:12]
         self._config, self._dtype = config, dtype
         self._version = self._prepared = ""
@@ -109,7 +109,7 @@ class TensorSync:
       ImportError: torch is not installed.
     """
 
-    def __init__(self, config: Qwen3Config, dtype: str, tensor_parallel: int):
+    def __init__(self, config: ModelConfig, dtype: str, tensor_parallel: int):
         try:
             import torch  # pyright: ignore[reportMissingImports]
         except ImportError:
