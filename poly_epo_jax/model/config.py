@@ -5,7 +5,16 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shapes as in a Hugging Face config; then how to compute: types, remat, layers per scan step, kernel."""
+    """A family, shapes and switches, as in a Hugging Face config; then how to compute.
+
+    Attributes:
+      family: a key of architectures.ARCHITECTURES, which says how Hugging Face names the rest.
+      qk_norm, attention_bias: the switches between the families' networks.
+      dtype: of activations.
+      remat: what the backward pass recomputes, a key of qwen3.REMAT_POLICIES.
+      scan_unroll: layers per step of the layer scan.
+      attention: a key of attention.IMPLEMENTATIONS, or "auto".
+    """
 
     vocab_size: int
     hidden_size: int
@@ -18,6 +27,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     max_position: int = 32768
     tied_head: bool = True
+    family: str = "qwen3"
     qk_norm: bool = True
     attention_bias: bool = False
     dtype: str = "bfloat16"

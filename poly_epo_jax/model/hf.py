@@ -1,14 +1,13 @@
-"""The one map between our weights and Hugging Face's: a table of names and axes that loading and saving both read.
+"""Hugging Face model folders, read and written by what architectures.py says of each family.
 
 A model folder is what transformers writes: config.json beside model.safetensors, or beside several such files and
 their index (hf_files.py). Weights pass through the host one stacked tensor (loading) or a few files (saving) at a time.
 """
 
-import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,89 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from poly_epo_jax.model.architectures import ARCHITECTURES, Weight
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import open_tensors, write_json, write_tensors
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.types import Params
 
-# What tells the architectures apart, keyed by Hugging Face's model_type.
-SWITCHES = {
-    "qwen3": {"qk_norm": True, "attention_bias": False},
-    "qwen2": {"qk_norm": False, "attention_bias": True},
-    "llama": {"qk_norm": False, "attention_bias": False},
-}
-
-# ModelConfig's field: config.json's key.
-CONFIG_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "mlp_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "norm_eps": "rms_norm_eps",
-    "max_position": "max_position_embeddings",
-    "tied_head": "tie_word_embeddings",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """One weight in both layouts: a letter per axis of ours (but that of the layers), a word per axis of theirs.
-
-    "dnh" and "nh d" say that ours is [embed, heads, head_dim] and theirs [heads * head_dim, embed].
-    """
-
-    name: str
-    ours: str
-    theirs: str
-
-    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """Their shape, given ours."""
-        size = dict(zip(self.ours, ours, strict=True))
-        return tuple(math.prod(size[letter] for letter in word) for word in self.theirs.split())
-
-    def export(self, ours: Any) -> Any:
-        """Theirs, an array of the same library."""
-        order = [self.ours.index(letter) for letter in self._letters]
-        return ours.transpose(order).reshape(self.shape(ours.shape))
-
-    def restore(self, theirs: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Ours, of the given shape: the inverse of `export`."""
-        size = dict(zip(self.ours, shape, strict=True))
-        order = [self._letters.index(letter) for letter in self.ours]
-        return theirs.reshape([size[letter] for letter in self._letters]).transpose(order)
-
-    @property
-    def _letters(self) -> str:
-        return self.theirs.replace(" ", "")
-
-
-WEIGHTS = {
-    "embed": Weight("model.embed_tokens.weight", "vd", "v d"),
-    "layers.attention_norm": Weight("model.layers.{}.input_layernorm.weight", "d", "d"),
-    "layers.q": Weight("model.layers.{}.self_attn.q_proj.weight", "dnh", "nh d"),
-    "layers.k": Weight("model.layers.{}.self_attn.k_proj.weight", "dnh", "nh d"),
-    "layers.v": Weight("model.layers.{}.self_attn.v_proj.weight", "dnh", "nh d"),
-    "layers.o": Weight("model.layers.{}.self_attn.o_proj.weight", "nhd", "d nh"),
-    "layers.q_norm": Weight("model.layers.{}.self_attn.q_norm.weight", "h", "h"),
-    "layers.k_norm": Weight("model.layers.{}.self_attn.k_norm.weight", "h", "h"),
-    "layers.q_bias": Weight("model.layers.{}.self_attn.q_proj.bias", "nh", "nh"),
-    "layers.k_bias": Weight("model.layers.{}.self_attn.k_proj.bias", "nh", "nh"),
-    "layers.v_bias": Weight("model.layers.{}.self_attn.v_proj.bias", "nh", "nh"),
-    "layers.mlp_norm": Weight("model.layers.{}.post_attention_layernorm.weight", "d", "d"),
-    "layers.gate": Weight("model.layers.{}.mlp.gate_proj.weight", "dm", "m d"),
-    "layers.up": Weight("model.layers.{}.mlp.up_proj.weight", "dm", "m d"),
-    "layers.down": Weight("model.layers.{}.mlp.down_proj.weight", "md", "d m"),
-    "norm": Weight("model.norm.weight", "d", "d"),
-    "untied_head": Weight("lm_head.weight", "vd", "v d"),
-}
-
 
 class Tensor(NamedTuple):
-    """Where a tensor of theirs lies in our tree: a weight's path, the index there (a layer, or all), our shape."""
+    """Where a tensor of theirs lies in our tree: a weight, its path, the index there (a layer, or all), our shape."""
 
+    weight: Weight
     path: str
     index: Any
     ours: tuple[int, ...]
@@ -116,34 +43,24 @@ def read_config(path: str | Path, **overrides: Any) -> ModelConfig:
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no config.json; give a Hugging Face model folder.")
     written = {key: value for key, value in json.loads(file.read_text()).items() if value is not None}
-    model_type = written.get("model_type")
-    if model_type not in SWITCHES:
-        raise ValueError(f"{file}: model_type {model_type!r} is not supported; choose a {' or '.join(SWITCHES)} model.")
+    family = written.get("model_type")
+    if family not in ARCHITECTURES:
+        choices = " or ".join(ARCHITECTURES)
+        raise ValueError(f"{file}: model_type {family!r} is not supported; choose a {choices} model.")
+    architecture = ARCHITECTURES[family]
     rope = {"rope_theta": written.get("rope_theta", 1e4)}
     rope |= written.get("rope_scaling", {}) | written.get("rope_parameters", {})
-    supported = {
-        "attention_bias": model_type == "qwen2" or not written.get("attention_bias"),
-        "mlp_bias": not written.get("mlp_bias"),
-        "hidden_act": written.get("hidden_act", "silu") == "silu",
-        "use_sliding_window": not written.get("use_sliding_window"),
-        "layer_types": "sliding_attention" not in written.get("layer_types", ()),
-        "rope_scaling": rope.get("rope_type", rope.get("type", "default")) == "default",
-    }
-    for key, fine in supported.items():
-        if not fine:
-            value = rope if key == "rope_scaling" else written[key]
-            raise ValueError(f"{file}: {key} {value!r} is not supported; choose a {model_type} model without it.")
-    try:
-        defaults = {
-            "num_key_value_heads": written["num_attention_heads"],
-            "head_dim": written["hidden_size"] // written["num_attention_heads"],
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
-        }
-        shapes = {field: (defaults | written)[key] for field, key in CONFIG_KEYS.items()}
-    except KeyError as missing:
-        raise ValueError(f"{file} does not say {missing}; add it.") from None
-    return ModelConfig(**shapes, **SWITCHES[model_type], rope_theta=float(rope["rope_theta"]), **overrides)
+    refused = [key for key, refuses in architecture.refuses.items() if key in written and refuses(written[key])]
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        refused.append("rope_scaling")
+        written["rope_scaling"] = rope
+    if refused:
+        value = written[refused[0]]
+        raise ValueError(f"{file}: {refused[0]} {value!r} is not supported; choose a {family} model without it.")
+    shapes = _shapes(file, written, architecture.config_keys)
+    return ModelConfig(
+        **shapes, **architecture.switches, family=family, rope_theta=float(rope["rope_theta"]), **overrides
+    )
 
 
 def load_params(path: str | Path, config: ModelConfig, shardings: Params | None = None) -> Params:
@@ -160,7 +77,7 @@ def load_params(path: str | Path, config: ModelConfig, shardings: Params | None 
         host = np.empty(leaf.shape, leaf.dtype)
         for name, tensor in tensors.items():
             if tensor.path == _dotted(key_path):
-                host[tensor.index] = WEIGHTS[tensor.path].restore(source[name].get_tensor(name), tensor.ours)
+                host[tensor.index] = tensor.weight.restore(source[name].get_tensor(name), tensor.ours)
         if sharding is None:
             return jnp.asarray(host)
         return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
@@ -183,7 +100,7 @@ def save_pretrained(
     Raises:
       OSError, SafetensorError: it cannot be written.
       FileExistsError: `path` is there already.
-      ValueError: `config` is no Hugging Face architecture.
+      ValueError: `config` is not of its family.
     """
     path, token_ids = Path(path), {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
     if path.exists():
@@ -217,6 +134,23 @@ def _folder(path: str | Path) -> Path:
     return Path(path)
 
 
+def _shapes(file: Path, written: Mapping[str, Any], config_keys: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of ModelConfig that config.json says, with transformers' defaults for what old files leave out."""
+    found = {field: written[key] for field, key in config_keys.items() if key in written}
+    heads = found.get("num_heads", 1)
+    defaults = {
+        "num_kv_heads": heads,
+        "head_dim": found.get("hidden_size", 0) // heads,
+        "norm_eps": 1e-6,
+        "tied_head": False,
+    }
+    shapes = defaults | found
+    for field, key in config_keys.items():
+        if field not in shapes:
+            raise ValueError(f"{file} does not say {key!r}; add it.")
+    return shapes
+
+
 def _abstract_params(config: ModelConfig) -> Params:
     return nnx.to_pure_dict(nnx.split(nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0))))[1])
 
@@ -227,26 +161,27 @@ def _dotted(key_path: Any) -> str:
 
 def _tensors(config: ModelConfig) -> dict[str, Tensor]:
     """Every tensor of the model by its name in Hugging Face's."""
-    tensors = {}
+    tensors, weights = {}, ARCHITECTURES[config.family].weights
     for key_path, leaf in jax.tree.leaves_with_path(_abstract_params(config)):
         path = _dotted(key_path)
-        name = WEIGHTS[path].name
+        weight = weights[path]
         if path.startswith("layers."):
-            tensors |= {name.format(layer): Tensor(path, layer, leaf.shape[1:]) for layer in range(config.num_layers)}
+            for layer in range(config.num_layers):
+                tensors[weight.name.format(layer)] = Tensor(weight, path, layer, leaf.shape[1:])
         else:
-            tensors[name] = Tensor(path, ..., leaf.shape)
+            tensors[weight.name] = Tensor(weight, path, ..., leaf.shape)
     return tensors
 
 
 def _check_tensors(path: str | Path, config: ModelConfig, tensors: dict[str, Tensor], source: dict[str, Any]) -> None:
-    tied = {"lm_head.weight"} if config.tied_head else set()
+    tied = {ARCHITECTURES[config.family].weights["untied_head"].name} if config.tied_head else set()
     for name in source:
         if name not in tensors.keys() | tied:
             raise ValueError(f"{path} has an unexpected {name}; the config describes another model.")
     for name, tensor in tensors.items():
         if name not in source:
             raise ValueError(f"{path} lacks {name}; it is incomplete, or the config describes another model.")
-        found, expected = source[name].get_slice(name), WEIGHTS[tensor.path].shape(tensor.ours)
+        found, expected = source[name].get_slice(name), tensor.weight.shape(tensor.ours)
         if tuple(found.get_shape()) != expected:
             raise ValueError(f"{path}: {name} has shape {tuple(found.get_shape())}, but the config implies {expected}.")
         if found.get_dtype() not in ("BF16", "F16", "F32"):
@@ -254,14 +189,14 @@ def _check_tensors(path: str | Path, config: ModelConfig, tensors: dict[str, Ten
 
 
 def _config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    switches = {"qk_norm": config.qk_norm, "attention_bias": config.attention_bias}
-    if switches not in SWITCHES.values():
-        raise ValueError(f"No Hugging Face architecture has {switches}; choose those of {SWITCHES}.")
-    model_type = next(key for key, value in SWITCHES.items() if value == switches)
+    architecture = ARCHITECTURES[config.family]
+    switches = {switch: getattr(config, switch) for switch in architecture.switches}
+    if switches != architecture.switches:
+        raise ValueError(f"A {config.family} model has {architecture.switches}, not {switches}; choose another family.")
     return {
-        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
-        "model_type": model_type,
-        **{key: getattr(config, field) for field, key in CONFIG_KEYS.items()},
+        "architectures": [architecture.class_name],
+        "model_type": config.family,
+        **{key: getattr(config, field) for field, key in architecture.config_keys.items()},
         "attention_bias": config.attention_bias,
         "hidden_act": "silu",
         "use_sliding_window": False,
@@ -280,4 +215,4 @@ def _by_path(params: Params) -> dict[str, Any]:
 
 
 def _export(weights: dict[str, Any], tensor: Tensor, dtype: np.dtype) -> jax.Array:
-    return WEIGHTS[tensor.path].export(jnp.asarray(weights[tensor.path][tensor.index], dtype))
+    return tensor.weight.export(jnp.asarray(weights[tensor.path][tensor.index], dtype))

@@ -11,6 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from poly_epo_jax.model import hf, hf_files
+from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import load_params, read_config, save_pretrained
 from poly_epo_jax.model.qwen3 import Qwen3
@@ -33,12 +34,12 @@ def assert_trees_equal(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_every_table_entry_is_used():
-    used = set()
-    for switches in hf.SWITCHES.values():
-        config = dataclasses.replace(SMALL, **switches, tied_head=False)
-        used |= {tensor.path for tensor in hf._tensors(config).values()}
-    assert used == set(hf.WEIGHTS)
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_an_entry_names_every_weight_of_its_family_and_no_other(family):
+    entry = ARCHITECTURES[family]
+    config = dataclasses.replace(SMALL, family=family, **entry.switches, tied_head=False)
+    assert {tensor.path for tensor in hf._tensors(config).values()} == set(entry.weights)
+    assert {field.name for field in dataclasses.fields(ModelConfig)} > set(entry.config_keys) | set(entry.switches)
 
 
 def test_params_have_the_models_own_structure(tmp_path):
@@ -99,7 +100,7 @@ def test_stop_and_padding_tokens_are_written_for_generation(tmp_path):
 
 
 def test_a_folder_without_stop_token_does_not_inherit_llamas(tmp_path):
-    llama = dataclasses.replace(SMALL, qk_norm=False)
+    llama = dataclasses.replace(SMALL, family="llama", qk_norm=False)
     save_pretrained(tmp_path / "model", random_params(llama), llama)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
     assert config.architectures == ["LlamaForCausalLM"]
@@ -244,9 +245,11 @@ def test_an_untied_model_needs_its_head(tmp_path):
         load_params(tmp_path / "model", dataclasses.replace(SMALL, tied_head=False))
 
 
-def test_saving_refuses_what_has_no_architecture_and_what_is_there(tmp_path):
+def test_saving_refuses_what_its_family_is_not_and_what_is_there(tmp_path):
     both = dataclasses.replace(SMALL, attention_bias=True)
-    with pytest.raises(ValueError, match=r"No Hugging Face architecture has .*'attention_bias': True"):
+    with pytest.raises(
+        ValueError, match=r"A qwen3 model has .*, not .*'attention_bias': True.*; choose another family"
+    ):
         save_pretrained(tmp_path / "model", random_params(both), both)
     assert not list(tmp_path.iterdir())
     with pytest.raises(FileExistsError, match="exists already; choose another folder, or remove it first"):

@@ -15,6 +15,7 @@ from samplers import MAX_PROMPT, MAX_TOKENS, STOP_IDS, TOKENIZER, generate, make
 from test_hf import FLOAT32, SMALL, assert_trees_equal, random_params
 
 from poly_epo_jax.model import hf
+from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import load_params, read_config, save_pretrained
 from poly_epo_jax.model.qwen3 import Qwen3
@@ -28,9 +29,9 @@ torch.set_num_threads(1)
 
 
 def draw_config(index):
-    """Configuration `index` of ten: each model type, with one key head, as many as query heads, and some between."""
+    """Configuration `index` of ten: each family, with one key head, as many as query heads, and some between."""
     rng = np.random.default_rng(index)
-    model_type = ("qwen3", "qwen2", "llama")[index % 3]
+    family = ("qwen3", "qwen2", "llama")[index % 3]
     heads = 4
     hidden_size = int(rng.choice([24, 32, 40]))
     return ModelConfig(
@@ -40,12 +41,13 @@ def draw_config(index):
         num_layers=int(rng.integers(1, 4)),
         num_heads=heads,
         num_kv_heads=(1, heads, 2)[index // 3 % 3],
-        head_dim=hidden_size // heads if model_type == "qwen2" else int(rng.choice([4, 14, 16])),
+        head_dim=hidden_size // heads if family == "qwen2" else int(rng.choice([4, 14, 16])),
         rope_theta=float(10 ** rng.uniform(2, 6)),
         norm_eps=float(rng.choice([1e-6, 1e-5, 1e-2])),
         max_position=64,
         tied_head=bool(rng.random() < 0.5),
-        **hf.SWITCHES[model_type],
+        family=family,
+        **ARCHITECTURES[family].switches,
         **FLOAT32,
     )
 
@@ -65,7 +67,7 @@ def random_transformer(config, seed=0):
         "tie_word_embeddings": config.tied_head,
     }
     if config.qk_norm:
-        model = transformers.Qwen3ForCausalLM(transformers.ModelConfig(**shapes, head_dim=config.head_dim))
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shapes, head_dim=config.head_dim))
     elif config.attention_bias:
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shapes))
     else:
