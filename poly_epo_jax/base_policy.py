@@ -23,8 +23,8 @@ from poly_epo_jax.batching import TrainingSequence, pack
 from poly_epo_jax.config import microbatch_rows
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import Qwen3
-from poly_epo_jax.parallel.mesh import check_mesh
+from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
+from poly_epo_jax.parallel.mesh import check_mesh, mesh_axes
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.tasks.demonstrations import Demonstrations
 from poly_epo_jax.types import Problem, Task
@@ -108,8 +108,8 @@ def _make(config: ConfigDict, task: DemonstratedTask, mesh: Mesh, folder: Path) 
     eos = tokenizer.convert_tokens_to_ids("<eos>")
     assert isinstance(eos, int)
     shape = base_shape(config, task)
-    check_mesh(config, mesh.shape, dataclasses.asdict(shape))
-    model = nnx.eval_shape(lambda: Qwen3(shape, nnx.Rngs(base.seed)))
+    check_mesh(mesh_axes(config.mesh), mesh.shape, dataclasses.asdict(shape), config.train.row_tokens)
+    model = abstract_model(shape)
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(base.seed)))[1]))()
     problems = [*task.train_problems, *task.held_out_problems]
     rng = np.random.default_rng(base.seed)

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from flax import nnx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from jax.sharding import Mesh
@@ -16,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
 from poly_epo_jax.model.sharding import param_shardings
 from poly_epo_jax.types import Params
 
@@ -70,9 +69,8 @@ def open_policy(path: Path, section: ConfigDict) -> Policy:
     """
     compute = {name: value for name, value in section.items() if name not in ("path", "stop_tokens")}
     config = hf.read_config(path, **compute)
-    model = nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0)))
     tokenizer = AutoTokenizer.from_pretrained(path)
-    return Policy(path, config, model, tokenizer, _stop_ids(path, tokenizer, section.stop_tokens))
+    return Policy(path, config, abstract_model(config), tokenizer, _stop_ids(path, tokenizer, section.stop_tokens))
 
 
 def _stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase, more: Sequence[str]) -> tuple[int, ...]:

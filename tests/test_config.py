@@ -15,7 +15,7 @@ from configs import polynomial
 from poly_epo_jax import default_config
 from poly_epo_jax.choices import CHOICES
 from poly_epo_jax.config import ConfigError, changed_keys, check_config
-from poly_epo_jax.parallel.mesh import check_mesh
+from poly_epo_jax.parallel.mesh import check_mesh, mesh_axes
 
 FOLDER = Path(polynomial.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -144,6 +144,10 @@ def test_values_on_the_edge_are_fine(changes: dict[str, Any]):
     check_config(changed(**changes), CHOICES)
 
 
+def check(config: ConfigDict, mesh: dict[str, int], model_sizes: dict[str, int] = MODEL_SIZES) -> None:
+    check_mesh(mesh_axes(config.mesh), mesh, model_sizes, config.train.row_tokens)
+
+
 @pytest.mark.parametrize(
     ("mesh", "changes", "words"),
     [
@@ -155,13 +159,13 @@ def test_values_on_the_edge_are_fine(changes: dict[str, Any]):
 )
 def test_meshes_that_do_not_fit_are_refused(mesh: dict[str, int], changes: dict[str, Any], words: list[str]):
     with pytest.raises(ConfigError) as error:
-        check_mesh(changed(**changes), MESH | mesh, MODEL_SIZES)
+        check(changed(**changes), MESH | mesh)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"data": 2}, {"data": 7}, {"tensor": 2}])
 def test_meshes_that_fit_are_fine(mesh: dict[str, int]):
-    check_mesh(changed(), MESH | mesh, MODEL_SIZES)
+    check(changed(), MESH | mesh)
 
 
 def test_the_papers_table_is_what_the_config_says():
@@ -182,7 +186,7 @@ def test_the_papers_table_is_what_the_config_says():
 @pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}])
 def test_the_papers_model_fits_its_meshes(mesh: dict[str, int]):
     sizes = {"hidden_size": 2560, "num_heads": 32, "num_kv_heads": 8, "mlp_size": 9728, "vocab_size": 151_936}
-    check_mesh(load("polaris"), {"data": 1, "fsdp": 1, "tensor": 1} | mesh, sizes)
+    check(load("polaris"), {"data": 1, "fsdp": 1, "tensor": 1} | mesh, sizes)
 
 
 def test_changed_keys_names_what_differs_at_any_depth():

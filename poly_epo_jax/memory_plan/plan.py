@@ -192,8 +192,7 @@ def _kept_values(shape: ModelConfig, setting: Setting) -> int:
 def _optimizer(shape: ModelConfig, setting: Setting) -> dict[str, int]:
     """The gradients, and the updates: all of them are there before they are added, for their norm is measured."""
     weights = flops.total_weights(shape) // setting.weight_shards
-    stack = shape.num_layers * shape.hidden_size * shape.mlp_size
-    largest = max(stack, shape.vocab_size * shape.hidden_size) // setting.weight_shards
+    largest = max(flops.matrix_sizes(shape).values()) // setting.weight_shards
     return {"sum of gradients": weights * FLOAT32, "updates": (weights + largest) * FLOAT32}
 
 

@@ -1,20 +1,28 @@
 """Model FLOPs and bytes: what a computation must do at least, from shapes alone. A multiply-add counts as two."""
 
+import math
+
 import numpy as np
 from jaxtyping import Int
 
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.qwen3 import declared_weights
 
 
 def layer_weights(config: ModelConfig) -> int:
     """Elements of all layers' matrices; norms and biases are left out, as they cost next to nothing."""
-    attention = config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
-    return config.num_layers * config.hidden_size * (attention + 3 * config.mlp_size)
+    return sum(size for path, size in matrix_sizes(config).items() if path.startswith("layers."))
 
 
 def total_weights(config: ModelConfig) -> int:
     """Elements of the layers' matrices and of the embedding; the head's too, where it is not tied."""
-    return layer_weights(config) + config.vocab_size * config.hidden_size * (1 if config.tied_head else 2)
+    return sum(matrix_sizes(config).values())
+
+
+def matrix_sizes(config: ModelConfig) -> dict[str, int]:
+    """Elements of each matrix, or stack of one from every layer, by its path: of what reads or writes the stream."""
+    declared = declared_weights(config).items()
+    return {path: math.prod(param.shape) for path, param in declared if "hidden_size" in param.axes}
 
 
 def forward_flops(
@@ -22,7 +30,7 @@ def forward_flops(
 ) -> float:
     """Of one forward pass over S sequences, with the head on response tokens only; a backward pass costs twice that.
 
-    Attention counts each query's earlier tokens of its own sequence: two products with the head dimension.
+    Attention counts each query's earlier tokens of its own sequence: two matmuls over the head dimension.
     """
     lengths = (prompt_lengths + response_lengths).astype(float)
     matrices = 2 * layer_weights(config) * lengths.sum()

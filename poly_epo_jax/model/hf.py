@@ -19,7 +19,7 @@ from flax import nnx
 from poly_epo_jax.model.architectures import ARCHITECTURES, Weight
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import open_tensors, write_json, write_tensors
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.qwen3 import abstract_model, declared_weights
 from poly_epo_jax.types import Params
 
 
@@ -82,7 +82,8 @@ def load_params(path: str | Path, config: ModelConfig, shardings: Params | None 
             return jnp.asarray(host)
         return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
 
-    return jax.tree.map_with_path(load, _abstract_params(config), *([] if shardings is None else [shardings]))
+    shapes = nnx.to_pure_dict(nnx.split(abstract_model(config))[1])
+    return jax.tree.map_with_path(load, shapes, *([] if shardings is None else [shardings]))
 
 
 def save_pretrained(
@@ -151,10 +152,6 @@ def _shapes(file: Path, written: Mapping[str, Any], config_keys: Mapping[str, st
     return shapes
 
 
-def _abstract_params(config: ModelConfig) -> Params:
-    return nnx.to_pure_dict(nnx.split(nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0))))[1])
-
-
 def _dotted(key_path: Any) -> str:
     return jax.tree_util.keystr(key_path, simple=True, separator=".")
 
@@ -162,14 +159,13 @@ def _dotted(key_path: Any) -> str:
 def _tensors(config: ModelConfig) -> dict[str, Tensor]:
     """Every tensor of the model by its name in Hugging Face's."""
     tensors, weights = {}, ARCHITECTURES[config.family].weights
-    for key_path, leaf in jax.tree.leaves_with_path(_abstract_params(config)):
-        path = _dotted(key_path)
+    for path, param in declared_weights(config).items():
         weight = weights[path]
         if path.startswith("layers."):
             for layer in range(config.num_layers):
-                tensors[weight.name.format(layer)] = Tensor(weight, path, layer, leaf.shape[1:])
+                tensors[weight.name.format(layer)] = Tensor(weight, path, layer, param.shape[1:])
         else:
-            tensors[weight.name] = Tensor(weight, path, ..., leaf.shape)
+            tensors[weight.name] = Tensor(weight, path, ..., param.shape)
     return tensors
 
 

@@ -1,9 +1,11 @@
 """Qwen3 in flax.nnx: stacked layers run by one scan, remat by one word, packed training (`decoding` decodes).
 
 Two switches make the same code read its relatives: without `qk_norm` it is Llama, with `attention_bias` it is Qwen2.
-Each weight is declared once, with its shape, logical axes (`sharding.RULES` maps them to the mesh) and initial scale.
+Each weight is declared once, with its initial scale and its axes. These are named after the fields of ModelConfig that
+say their size, so that they are its shape too; parallel.mesh.RULES maps them to the mesh.
 """
 
+import functools
 import math
 
 import jax
@@ -33,29 +35,31 @@ class Layer(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
-        d, mlp, head_dim = config.hidden_size, config.mlp_size, config.head_dim
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        residual = (2 * config.num_layers) ** -0.5  # keeps the residual stream's variance near one at any depth
+        d, residual = config.hidden_size, (2 * config.num_layers) ** -0.5  # its variance stays near one at any depth
 
-        def stacked(shape: tuple[int, ...], axes: tuple[str, ...], scale: float | None) -> nnx.Param:
-            return _weight(config, rngs, (config.num_layers, *shape), ("layers", *axes), scale)
+        def weight(*axes: str, scale: float) -> nnx.Param:
+            return _weight(config, rngs, ("num_layers", *axes), scale)
 
-        self.attention_norm = stacked((d,), ("norm",), None)
-        self.q = stacked((d, heads, head_dim), ("embed", "heads", "head_dim"), d**-0.5)
-        self.k = stacked((d, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), d**-0.5)
-        self.v = stacked((d, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), d**-0.5)
-        self.o = stacked((heads, head_dim, d), ("heads", "head_dim", "embed"), (heads * head_dim) ** -0.5 * residual)
+        def norm(size: int) -> nnx.Param:
+            return _norm(config, ("num_layers", "norm"), (config.num_layers, size))
+
+        self.attention_norm = norm(d)
+        self.q = weight("hidden_size", "num_heads", "head_dim", scale=d**-0.5)
+        self.k = weight("hidden_size", "num_kv_heads", "head_dim", scale=d**-0.5)
+        self.v = weight("hidden_size", "num_kv_heads", "head_dim", scale=d**-0.5)
+        heads_width = config.num_heads * config.head_dim
+        self.o = weight("num_heads", "head_dim", "hidden_size", scale=heads_width**-0.5 * residual)
         if config.qk_norm:
-            self.q_norm = stacked((head_dim,), ("norm",), None)
-            self.k_norm = stacked((head_dim,), ("norm",), None)
+            self.q_norm = norm(config.head_dim)
+            self.k_norm = norm(config.head_dim)
         if config.attention_bias:
-            self.q_bias = stacked((heads, head_dim), ("heads", "head_dim"), 0.0)
-            self.k_bias = stacked((kv_heads, head_dim), ("kv_heads", "head_dim"), 0.0)
-            self.v_bias = stacked((kv_heads, head_dim), ("kv_heads", "head_dim"), 0.0)
-        self.mlp_norm = stacked((d,), ("norm",), None)
-        self.gate = stacked((d, mlp), ("embed", "mlp"), d**-0.5)
-        self.up = stacked((d, mlp), ("embed", "mlp"), d**-0.5)
-        self.down = stacked((mlp, d), ("mlp", "embed"), mlp**-0.5 * residual)
+            self.q_bias = weight("num_heads", "head_dim", scale=0.0)
+            self.k_bias = weight("num_kv_heads", "head_dim", scale=0.0)
+            self.v_bias = weight("num_kv_heads", "head_dim", scale=0.0)
+        self.mlp_norm = norm(d)
+        self.gate = weight("hidden_size", "mlp_size", scale=d**-0.5)
+        self.up = weight("hidden_size", "mlp_size", scale=d**-0.5)
+        self.down = weight("mlp_size", "hidden_size", scale=config.mlp_size**-0.5 * residual)
 
     def __call__(self, x: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
         """x [B, T, d] -> x."""
@@ -83,12 +87,12 @@ class Qwen3(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
-        table, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
-        self.embed = _weight(config, rngs, table, axes, config.hidden_size**-0.5)
+        axes, scale = ("vocab_size", "hidden_size"), config.hidden_size**-0.5
+        self.embed = _weight(config, rngs, axes, scale)
         self.layers = Layer(config, rngs)
-        self.norm = _weight(config, rngs, (config.hidden_size,), ("norm",), None)
+        self.norm = _norm(config, ("norm",), (config.hidden_size,))
         if not config.tied_head:
-            self.untied_head = _weight(config, rngs, table, axes, config.hidden_size**-0.5)
+            self.untied_head = _weight(config, rngs, axes, scale)
 
     @property
     def head(self) -> Float[Array, "V D"]:
@@ -112,19 +116,34 @@ class Qwen3(nnx.Module):
         return rms_norm(x, self.norm[...].astype(config.dtype), config.norm_eps)
 
 
-def _weight(
-    config: ModelConfig, rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], scale: float | None
-) -> nnx.Param:
-    """Normal with standard deviation `scale`; ones where it is None."""
-    if scale is None:
-        return nnx.Param(jnp.ones(shape, config.param_dtype), axes=axes)
+def abstract_model(config: ModelConfig) -> Qwen3:
+    """The model's structure, with the shapes and axes of its weights in place of arrays."""
+    return nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0)))
+
+
+@functools.cache
+def declared_weights(config: ModelConfig) -> dict[str, nnx.Param]:
+    """What is declared of each weight, its shape and axes, by its dotted path: `layers.q`."""
+    state = nnx.split(abstract_model(config))[1]
+    leaves = jax.tree.leaves_with_path(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): param for path, param in leaves}
+
+
+def _weight(config: ModelConfig, rngs: nnx.Rngs, axes: tuple[str, ...], scale: float) -> nnx.Param:
+    """Normal with standard deviation `scale`."""
+    shape = tuple(getattr(config, axis) for axis in axes)
     return nnx.Param(scale * jax.random.normal(rngs.params(), shape, config.param_dtype), axes=axes)
+
+
+def _norm(config: ModelConfig, axes: tuple[str, ...], shape: tuple[int, ...]) -> nnx.Param:
+    """Ones, which no axis of the mesh splits."""
+    return nnx.Param(jnp.ones(shape, config.param_dtype), axes=axes)
 
 
 def _project(x: jax.Array, weight: jax.Array, contract: int = 1) -> jax.Array:
     """x [..., in] times weight [in, out], where `in` is `contract` axes and `out` any number of them.
 
-    Done as one plain matrix product: XLA's CPU backend takes twice the time for the gradient of the batched form.
+    Done as one plain matmul: XLA's CPU backend takes twice the time for the gradient of the batched form.
     """
     shape_in, shape_out = weight.shape[:contract], weight.shape[contract:]
     matrix = weight.reshape(math.prod(shape_in), math.prod(shape_out))

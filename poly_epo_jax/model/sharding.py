@@ -1,4 +1,4 @@
-"""How arrays lie on the mesh: axes `data`, `fsdp` and `tensor`, and one table from logical to mesh axes.
+"""How arrays lie on the mesh: its axes `data`, `fsdp` and `tensor`, and parallel.mesh.RULES for the axes of weights.
 
 `data` replicates the weights, `fsdp` splits each weight along its embedding axis, `tensor` splits heads, MLP and
 vocabulary. Rows of a batch are split over `data` and `fsdp` together.
@@ -15,21 +15,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from poly_epo_jax.config import ConfigError
 from poly_epo_jax.parallel.devices import device_name
-from poly_epo_jax.parallel.mesh import AXES, fill_mesh
+from poly_epo_jax.parallel.mesh import AXES, RULES, fill_mesh
 from poly_epo_jax.types import Params
 
 ROWS = ("data", "fsdp")
-
-RULES: dict[str | None, str | None] = {
-    "layers": None,
-    "embed": "fsdp",
-    "vocab": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "head_dim": None,
-    "mlp": "tensor",
-    "norm": None,
-}
 
 
 def make_mesh(data: int, fsdp: int, tensor: int, device: str = "", devices: int = 0) -> Mesh:

@@ -4,19 +4,25 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from poly_epo_jax.config import ConfigError
 
 AXES = ("data", "fsdp", "tensor")
-SPLITS = {
+RULES: dict[str, str | None] = {
     "hidden_size": "fsdp",
     "num_heads": "tensor",
     "num_kv_heads": "tensor",
     "mlp_size": "tensor",
     "vocab_size": "tensor",
+    "head_dim": None,
+    "num_layers": None,
+    "norm": None,
 }
-"""The fields of ModelConfig that an axis must divide."""
+"""Which mesh axis splits each axis of a weight. The latter is named after the field of ModelConfig that is its size."""
+
+
+def mesh_axes(section: Any) -> dict[str, int]:
+    """The sizes of AXES that a `mesh` section asks for; -1 stands for what is left of the devices."""
+    return {axis: getattr(section, axis) for axis in AXES}
 
 
 def fill_mesh(axes: Mapping[str, int], num_devices: int) -> dict[str, int]:
@@ -40,25 +46,29 @@ def fill_mesh(axes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     return {axis: num_devices // used if size == -1 else size for axis, size in sizes.items()}
 
 
-def check_mesh(config: ConfigDict, mesh_shape: Mapping[str, int], model_sizes: Mapping[str, Any]) -> None:
+def check_mesh(
+    axes: Mapping[str, int], mesh_shape: Mapping[str, int], model_sizes: Mapping[str, Any], row_tokens: int
+) -> None:
     """Refuses a mesh that the model or a row cannot be split over.
 
     Args:
+      axes: what the configuration asks for (`mesh_axes`); advice changes what it leaves open.
       mesh_shape: devices along data, fsdp and tensor.
       model_sizes: the fields of the model's ModelConfig.
+      row_tokens: the configuration's train.row_tokens.
 
     Raises:
       ConfigError: naming the axis, what it must divide, and the nearest mesh that does.
     """
-    splits = [(axis, f"the model's {field}", model_sizes[field]) for field, axis in SPLITS.items()]
-    splits.append(("tensor", "train.row_tokens", config.train.row_tokens))
+    splits = [(axis, f"the model's {field}", model_sizes[field]) for field, axis in RULES.items() if axis]
+    splits.append(("tensor", "train.row_tokens", row_tokens))
 
     def works(mesh: Mapping[str, int]) -> bool:
         return all(size % mesh[axis] == 0 for axis, _, size in splits)
 
     for axis, name, size in splits:
         if size % mesh_shape[axis]:
-            fixed = {axis: size for axis, size in mesh_shape.items() if config.mesh[axis] != -1}
+            fixed = {axis: size for axis, size in mesh_shape.items() if axes[axis] != -1}
             raise ConfigError(
                 f"mesh.{axis}={mesh_shape[axis]} does not divide {name}={size}; "
                 f"{_advice(fixed, prod(mesh_shape.values()), works)}."

@@ -25,7 +25,7 @@ from poly_epo_jax.model.presets import SHAPES, published_config
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.devices import DEVICES, device_name
-from poly_epo_jax.parallel.mesh import AXES, SPLITS, check_mesh, fill_mesh, nearest_mesh
+from poly_epo_jax.parallel.mesh import AXES, RULES, check_mesh, fill_mesh, mesh_axes, nearest_mesh
 from poly_epo_jax.parallel.presets import MESHES
 from poly_epo_jax.set_rl import ppo_clip_loss
 from poly_epo_jax.update import PolicyUpdate
@@ -103,7 +103,7 @@ def test_the_plan_is_what_compiled_programs_hold(case: Case):
 def test_every_preset_can_be_planned(mesh: str, model: str):
     config = polaris.get_config(mesh)
     plan, rows = planned(model, config)
-    check_mesh(config, plan.setting.mesh, dataclasses.asdict(published_config(model)))
+    check(config, plan.setting.mesh, dataclasses.asdict(published_config(model)))
     assert math.prod(plan.setting.mesh.values()) == MESHES[mesh]["devices"]
     assert plan.peak_bytes == max(sum(plan.resident.values()) + sum(terms.values()) for terms in plan.stages.values())
     assert plan.memory_bytes is not None and plan.fits == (plan.peak_bytes <= plan.memory_bytes) == (rows > 0)
@@ -211,6 +211,10 @@ def test_devices_are_known_by_the_kind_that_jax_tells(kind: str, name: str):
 # The mesh
 
 
+def check(config: ConfigDict, mesh: Mapping[str, int], model_sizes: Mapping[str, Any]) -> None:
+    check_mesh(mesh_axes(config.mesh), mesh, model_sizes, config.train.row_tokens)
+
+
 def meshes_of(num_devices: int) -> list[dict[str, int]]:
     sizes = itertools.product(range(1, num_devices + 1), repeat=3)
     return [dict(zip(AXES, three, strict=True)) for three in sizes if math.prod(three) == num_devices]
@@ -248,15 +252,15 @@ def test_a_refusal_names_a_mesh_that_is_not_refused():
     for mesh in meshes_of(12):
         config = polynomial.get_config()
         config.mesh.update(mesh)
-        if all(size % mesh[SPLITS[field]] == 0 for field, size in sizes.items()):
-            check_mesh(config, mesh, sizes)
+        if all(sizes[field] % mesh[axis] == 0 for field, axis in RULES.items() if axis):
+            check(config, mesh, sizes)
             continue
         refused += 1
         with pytest.raises(ConfigError) as error:
-            check_mesh(config, mesh, sizes)
+            check(config, mesh, sizes)
         sentence = str(error.value)
         advised = dict(part.split("=") for part in sentence.rstrip(".").rpartition(" is ")[2].split(", "))
-        check_mesh(config, {axis: int(size) for axis, size in advised.items()}, sizes)
+        check(config, {axis: int(size) for axis, size in advised.items()}, sizes)
         assert sentence.count("\n") == 0
     assert refused > 5
 
@@ -266,4 +270,4 @@ def test_the_nearest_mesh_keeps_what_was_asked_for():
     config = polynomial.get_config()
     config.mesh.tensor = 3  # and fsdp takes what is left
     with pytest.raises(ConfigError, match=r"num_heads=8; the nearest .* on 12 devices is data=1, fsdp=6, tensor=2"):
-        check_mesh(config, {"data": 1, "fsdp": 4, "tensor": 3}, sizes)
+        check(config, {"data": 1, "fsdp": 4, "tensor": 3}, sizes)
