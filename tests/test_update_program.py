@@ -12,14 +12,14 @@ from flax import nnx
 from programs import COLLECTIVES, loop_bodies
 
 from poly_epo_jax.model.flops import total_weights
-from poly_epo_jax.model.presets import published_config
+from poly_epo_jax.model.presets import preset_config
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.set_rl import ppo_clip_loss
 from poly_epo_jax.update import PolicyUpdate
 
 DEVICES, ROW_TOKENS = 4, 8192
-CONFIG = published_config("Qwen/Qwen3-4B-Base")
+CONFIG = preset_config("Qwen/Qwen3-4B-Base")
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,10 +1,10 @@
-"""How fast each stage of a training step is, and how near its limit, for a configuration's model, mesh and batch.
+"""How fast each stage of a training step is, and how near its roofline, for a configuration's model, mesh and batch.
 
 python -m poly_epo_jax.bench --config=configs/polynomial.py --config.mesh.fsdp=1 --output=runs/bench.json
 python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan        only the memory it needs, on any machine
 
-Weights and tokens are random, so no model need be here: a published Qwen3 is known by its name. Run it after editing
-the mesh, the rows per device or the remat word, and compare.
+Weights and tokens are random, so no model need be here: Qwen3 models are known by name (model/presets.py). Run it after
+a change of the mesh, the rows per device or model.remat, and compare.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from poly_epo_jax.base_policy import base_shape
-from poly_epo_jax.bench.roofline import Ceilings, measure_ceilings
+from poly_epo_jax.bench.roofline import Roofline, measure_roofline
 from poly_epo_jax.bench.stages import Stage, make_workload, time_stages
 from poly_epo_jax.choices import CHOICES, make_task
 from poly_epo_jax.command_line import CONFIG, parse_flags
@@ -30,7 +30,7 @@ from poly_epo_jax.config import ConfigError, check_config, microbatch_rows
 from poly_epo_jax.memory_plan.tables import print_plan, print_plans
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.presets import is_published, published_config
+from poly_epo_jax.model.presets import has_preset, preset_config
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.mesh import check_mesh, mesh_axes
 from poly_epo_jax.parallel.presets import MESHES
@@ -58,8 +58,8 @@ def run(config: ConfigDict, output: Path) -> None:
     check_mesh(mesh_axes(config.mesh), mesh.shape, dataclasses.asdict(shape), config.train.row_tokens)
     console = Console()
     console.width = max(console.width, 100)  # of the table, also where the output is a file
-    with console.status("measuring what the device does at best"):
-        ceilings = measure_ceilings(config.model.dtype)
+    with console.status("measuring the peak rates of the device"):
+        roofline = measure_roofline(config.model.dtype)
     workload = make_workload(config, shape.vocab_size, microbatch_rows(config, mesh.shape))
     stages = []
     with console.status("") as status:
@@ -67,7 +67,7 @@ def run(config: ConfigDict, output: Path) -> None:
         for stage in time_stages(config, shape, mesh, workload):
             stages.append(stage)
             status.update(f"after {stage.name}")
-    rows = [_row(stage, ceilings, mesh.size) for stage in stages]
+    rows = [_row(stage, roofline, mesh.size) for stage in stages]
     setting = {
         "device": jax.devices()[0].device_kind,
         "mesh": dict(mesh.shape),
@@ -76,8 +76,8 @@ def run(config: ConfigDict, output: Path) -> None:
         "tokens": int((workload.prompt_lengths + workload.response_lengths).sum()),
         "microbatch_tokens": microbatch_rows(config, mesh.shape) * config.train.row_tokens,
         "pad_share": workload.pad_share,
-        "device_tflops": ceilings.flops_per_second / 1e12,
-        "device_gb_per_second": ceilings.bytes_per_second / 1e9,
+        "device_tflops": roofline.flops_per_second / 1e12,
+        "device_gb_per_second": roofline.bytes_per_second / 1e9,
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({"setting": setting, "stages": rows}, indent=2) + "\n")
@@ -100,25 +100,25 @@ def plan(config: ConfigDict, output: Path, every_mesh: bool) -> None:
 
 
 def _shape(config: ConfigDict) -> ModelConfig:
-    """The model's shape, from its name if it is a published one, else from its folder, or from `config.base`."""
+    """The model's shape: from its folder, from its preset where it is not here, or from `config.base`."""
     compute = {name: value for name, value in config.model.items() if name not in ("path", "stop_tokens")}
     if not config.model.path:
         return dataclasses.replace(base_shape(config, make_task(config)), **compute)
-    if not Path(config.model.path).is_dir() and is_published(config.model.path):
-        return published_config(config.model.path, **compute)
+    if not Path(config.model.path).is_dir() and has_preset(config.model.path):
+        return preset_config(config.model.path, **compute)
     return hf.read_config(find_model(config.model.path), **compute)
 
 
-def _row(stage: Stage, ceilings: Ceilings, num_devices: int) -> dict[str, Any]:
-    """The stage's figures beside the seconds that arithmetic and memory traffic would take at the ceilings."""
-    arithmetic = stage.flops / (ceilings.flops_per_second * num_devices)
-    traffic = stage.moved_bytes / (ceilings.bytes_per_second * num_devices)
-    floor = max(arithmetic, traffic)
+def _row(stage: Stage, roofline: Roofline, num_devices: int) -> dict[str, Any]:
+    """The stage's figures, and its roofline: seconds that its arithmetic or its memory traffic takes at peak rates."""
+    arithmetic = stage.flops / (roofline.flops_per_second * num_devices)
+    traffic = stage.moved_bytes / (roofline.bytes_per_second * num_devices)
+    bound = max(arithmetic, traffic)
     return dataclasses.asdict(stage) | {
         "tokens_per_second": stage.tokens / stage.seconds if stage.seconds else 0.0,
-        "share_of_matmul_ceiling": arithmetic / stage.seconds if stage.seconds else 0.0,
-        "floor_seconds": floor,
-        "share_of_floor": floor / stage.seconds if stage.seconds else 0.0,
+        "share_of_matmul_peak": arithmetic / stage.seconds if stage.seconds else 0.0,
+        "roofline_seconds": bound,
+        "share_of_roofline": bound / stage.seconds if stage.seconds else 0.0,
         "bound": "arithmetic" if arithmetic >= traffic else "memory",
     }
 
@@ -134,7 +134,7 @@ def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, An
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("stage", "bound by"):
         table.add_column(column, no_wrap=True)
-    for column in ("s/step", "share", "floor s", "tokens/s", "matmul", "GB", "compile s"):
+    for column in ("s/step", "share", "roofline s", "tokens/s", "matmul", "GB", "compile s"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -142,9 +142,9 @@ def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, An
             row["bound"],
             f"{row['seconds']:.3g}",
             f"{row['seconds'] / total:.0%}",
-            f"{row['floor_seconds']:.2g}",
+            f"{row['roofline_seconds']:.2g}",
             f"{row['tokens_per_second']:,.0f}" if row["tokens"] else "",
-            f"{row['share_of_matmul_ceiling']:.0%}" if row["flops"] else "",
+            f"{row['share_of_matmul_peak']:.0%}" if row["flops"] else "",
             f"{row['device_bytes'] / 1e9:.2f}",
             f"{row['compile_seconds']:.1f}",
         )
@@ -152,8 +152,8 @@ def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, An
     console.print(
         f"One device multiplies at {setting['device_tflops']:.3g} TFLOP/s and moves "
         f"{setting['device_gb_per_second']:.3g} GB/s, both measured now. matmul: share of the former, without "
-        "recomputation. floor: what the stage's FLOPs or bytes take at these rates. GB: of one device. Rollout and "
-        "judge servers are timed by a run itself: see its timeline."
+        "recomputation. roofline: the seconds that the stage's FLOPs or bytes take at these rates. GB: of one device. "
+        "Rollout and judge servers are timed by a run itself: see its timeline."
     )
     console.print(f"Written to {output}.")
 

@@ -1,4 +1,4 @@
-"""What a device does at best, measured: matrix products per second and bytes to and from its memory."""
+"""The roofline of a device (Williams et al. 2009), measured: its peak rates of matmuls and of memory traffic."""
 
 import statistics
 import time
@@ -8,32 +8,32 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Large enough to be limited by arithmetic, and by memory: on accelerators, and on a CPU.
+# Large enough that arithmetic limits the matmul, and memory the copy.
 MATRIX_SIZES = {"cpu": 2048}
 ACCELERATOR_MATRIX_SIZE = 8192
 COPY_BYTES = {"cpu": 2**28}
 ACCELERATOR_COPY_BYTES = 2**32
 
 
-class Ceilings(NamedTuple):
-    """Of one device."""
+class Roofline(NamedTuple):
+    """Peak rates of one device."""
 
     flops_per_second: float
     bytes_per_second: float  # read and written
 
 
-def measure_ceilings(dtype: str) -> Ceilings:
-    """Multiplies random square matrices of this type, and copies an array; the first device does both."""
+def measure_roofline(dtype: str) -> Roofline:
+    """Multiplies random square matrices of this type, and scales an array in place; both on the first device."""
     backend = jax.default_backend()
     size = MATRIX_SIZES.get(backend, ACCELERATOR_MATRIX_SIZE)
-    # Random, as zeros are multiplied faster.
+    # Random, because zeros are multiplied faster.
     matrices = [jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in (0, 1)]
-    product = jax.jit(jnp.matmul)
+    multiply = jax.jit(jnp.matmul)
     num_bytes = COPY_BYTES.get(backend, ACCELERATOR_COPY_BYTES)
     values = jnp.ones(num_bytes // 4, jnp.float32)
-    # In place, so that fresh memory is not what is measured.
+    # In place: allocating fresh memory would be measured too.
     scale = jax.jit(lambda x: x * 1.0001, donate_argnums=0)
-    _, multiplied = first_and_median_seconds(lambda: product(*matrices))
+    _, multiplied = first_and_median_seconds(lambda: multiply(*matrices))
 
     def copied() -> Any:
         nonlocal values
@@ -41,11 +41,11 @@ def measure_ceilings(dtype: str) -> Ceilings:
         return values
 
     _, scaled = first_and_median_seconds(copied)
-    return Ceilings(2 * size**3 / multiplied, 2 * num_bytes / scaled)
+    return Roofline(2 * size**3 / multiplied, 2 * num_bytes / scaled)
 
 
 def first_and_median_seconds(run: Callable[[], Any], repeats: int = 5) -> tuple[float, float]:
-    """Of a first call, which compiles, and the median of `repeats` after it, each with the wait for its result."""
+    """Seconds of a first call, which compiles, and the median of `repeats` later ones; each waits for its result."""
     seconds = []
     for _ in range(1 + repeats):
         start = time.perf_counter()

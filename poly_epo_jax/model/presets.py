@@ -1,9 +1,9 @@
-"""The shapes of the published dense Qwen3 models, for plans and benchmarks on machines that do not hold them."""
+"""The shapes of the dense Qwen3 models by name, so that plans and benchmarks need no copy of their folders."""
 
 from poly_epo_jax.model.config import ModelConfig
 
-SHAPES = {
-    # hidden, MLP, layers, query heads, tied head; all have 8 key heads of 128 and the same vocabulary.
+PRESETS = {
+    # hidden size, MLP size, layers, query heads, tied head. All have 8 key heads, heads of 128, and one vocabulary.
     "Qwen3-0.6B": (1024, 3072, 28, 16, True),
     "Qwen3-1.7B": (2048, 6144, 28, 16, True),
     "Qwen3-4B": (2560, 9728, 36, 32, True),
@@ -13,21 +13,21 @@ SHAPES = {
 }
 
 
-def is_published(name: str) -> bool:
-    """Whether a name on the hub, such as Qwen/Qwen3-4B-Base, is one of SHAPES."""
-    return _key(name) in SHAPES
+def has_preset(name: str) -> bool:
+    """Whether a name on the hub, such as Qwen/Qwen3-4B-Base, is one of PRESETS."""
+    return _key(name) in PRESETS
 
 
-def published_config(name: str, **compute: object) -> ModelConfig:
-    """The shape of a published model.
+def preset_config(name: str, **compute: object) -> ModelConfig:
+    """The shape of one of PRESETS.
 
     Args:
       compute: the fields of ModelConfig that say how to compute, such as dtype.
 
     Raises:
-      KeyError: it is not one of SHAPES.
+      KeyError: it is not one of PRESETS.
     """
-    hidden_size, mlp_size, num_layers, num_heads, tied_head = SHAPES[_key(name)]
+    hidden_size, mlp_size, num_layers, num_heads, tied_head = PRESETS[_key(name)]
     return ModelConfig(
         vocab_size=151_936,
         hidden_size=hidden_size,

@@ -31,9 +31,9 @@ def tiny_config(**changes):
 
 
 @pytest.fixture
-def small_ceilings(monkeypatch):
+def small_roofline(monkeypatch):
     """The measured ones take seconds; here only arithmetic with them matters."""
-    monkeypatch.setattr(bench, "measure_ceilings", lambda dtype: bench.Ceilings(1e9, 1e9))
+    monkeypatch.setattr(bench, "measure_roofline", lambda dtype: bench.Roofline(1e9, 1e9))
 
 
 def figures(config, tmp_path):
@@ -41,14 +41,14 @@ def figures(config, tmp_path):
     return json.loads((tmp_path / "bench.json").read_text())
 
 
-def test_every_stage_of_a_run_with_the_embedded_sampler(small_ceilings, tmp_path, capsys):
+def test_every_stage_of_a_run_with_the_embedded_sampler(small_roofline, tmp_path, capsys):
     found = figures(tiny_config(), tmp_path)
     stages = {stage["name"]: stage for stage in found["stages"]}
     assert list(stages) == ["generate", "logprobs", "gradient", "optimizer"]
     for stage in stages.values():
         assert stage["seconds"] > 0 and stage["device_bytes"] > 0
-        floor = max(stage["flops"], stage["moved_bytes"]) / 1e9
-        assert stage["floor_seconds"] == pytest.approx(floor)
+        expected = max(stage["flops"], stage["moved_bytes"]) / 1e9
+        assert stage["roofline_seconds"] == pytest.approx(expected)
         assert stage["bound"] == ("arithmetic" if stage["flops"] >= stage["moved_bytes"] else "memory")
     # The second of two equal minibatches needs old log-probabilities: half a forward pass beside three for gradients.
     assert stages["logprobs"]["flops"] == pytest.approx(stages["gradient"]["flops"] / 6)
@@ -56,7 +56,7 @@ def test_every_stage_of_a_run_with_the_embedded_sampler(small_ceilings, tmp_path
     assert "gradient" in capsys.readouterr().out
 
 
-def test_weights_for_servers_are_written_and_removed(small_ceilings, tmp_path):
+def test_weights_for_servers_are_written_and_removed(small_roofline, tmp_path):
     changes = {"rollouts.name": "sglang", "rollouts.urls": "http://127.0.0.1:1", "judge.name": "exact"}
     found = figures(tiny_config(**changes, **{"rollouts.weights_dir": str(tmp_path / "weights")}), tmp_path)
     assert [stage["name"] for stage in found["stages"]] == ["logprobs", "gradient", "optimizer", "write weights"]

@@ -21,7 +21,7 @@ from poly_epo_jax.config import ConfigError, check_config, microbatch_rows
 from poly_epo_jax.memory_plan.plan import Plan, Setting, largest_rows, make_plan
 from poly_epo_jax.memory_plan.tables import setting_of
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.presets import SHAPES, published_config
+from poly_epo_jax.model.presets import PRESETS, preset_config
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.devices import DEVICES, device_name
@@ -33,7 +33,7 @@ from poly_epo_jax.update import PolicyUpdate
 
 def planned(name: str, config: ConfigDict, **compute: Any) -> tuple[Plan, int]:
     setting, memory_bytes = setting_of(config)
-    shape = published_config(name, **compute)
+    shape = preset_config(name, **compute)
     return make_plan(config, shape, setting, memory_bytes), largest_rows(config, shape, setting, memory_bytes)
 
 
@@ -42,7 +42,7 @@ def planned(name: str, config: ConfigDict, **compute: Any) -> tuple[Plan, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A published model and its mesh, with one row on each device."""
+    """A preset of a model and its mesh, with one row on each device."""
 
     model: str
     mesh: tuple[int, int, int]
@@ -50,7 +50,7 @@ class Case:
     remat: str
 
     def shape(self) -> ModelConfig:
-        return published_config(self.model, remat=self.remat)
+        return preset_config(self.model, remat=self.remat)
 
     def config(self) -> ConfigDict:
         config = polaris.get_config()
@@ -98,12 +98,12 @@ def test_the_plan_is_what_compiled_programs_hold(case: Case):
 # Sums
 
 
-@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize("model", PRESETS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_preset_can_be_planned(mesh: str, model: str):
     config = polaris.get_config(mesh)
     plan, rows = planned(model, config)
-    check(config, plan.setting.mesh, dataclasses.asdict(published_config(model)))
+    check(config, plan.setting.mesh, dataclasses.asdict(preset_config(model)))
     assert math.prod(plan.setting.mesh.values()) == MESHES[mesh]["devices"]
     assert plan.peak_bytes == max(sum(plan.resident.values()) + sum(terms.values()) for terms in plan.stages.values())
     assert plan.memory_bytes is not None and plan.fits == (plan.peak_bytes <= plan.memory_bytes) == (rows > 0)
@@ -112,7 +112,7 @@ def test_every_preset_can_be_planned(mesh: str, model: str):
 def test_the_largest_number_of_rows_fits_and_one_more_does_not():
     config = polaris.get_config("h200x4")
     setting, memory_bytes = setting_of(config)
-    shape = published_config("Qwen3-4B")
+    shape = preset_config("Qwen3-4B")
     rows = largest_rows(config, shape, setting, memory_bytes)
     assert 1 < rows < 40
     assert make_plan(config, shape, setting, memory_bytes, rows).fits

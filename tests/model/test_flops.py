@@ -7,11 +7,11 @@ from flax import nnx
 
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.presets import SHAPES, is_published, published_config
+from poly_epo_jax.model.presets import PRESETS, has_preset, preset_config
 from poly_epo_jax.model.qwen3 import Qwen3
 
 CONFIG = ModelConfig(50, 6, 10, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
-PUBLISHED_BILLIONS = {
+BILLIONS = {
     "Qwen3-0.6B": 0.596,
     "Qwen3-1.7B": 1.72,
     "Qwen3-4B": 4.02,
@@ -37,16 +37,16 @@ def test_forward_flops_by_hand():
 
 
 def test_the_cache_of_qwen3_4b():
-    config = published_config("Qwen/Qwen3-4B-Base")
+    config = preset_config("Qwen/Qwen3-4B-Base")
     assert flops.cache_bytes_per_token(config, 2) == 147_456
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_published_shapes_have_their_published_size(name):
-    config = published_config(f"Qwen/{name}-Base", dtype="float32")
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_size_that_their_authors_state(name):
+    config = preset_config(f"Qwen/{name}-Base", dtype="float32")
     assert config.dtype == "float32"
-    assert flops.total_weights(config) / 1e9 == pytest.approx(PUBLISHED_BILLIONS[name], rel=0.005)
+    assert flops.total_weights(config) / 1e9 == pytest.approx(BILLIONS[name], rel=0.005)
 
 
-def test_other_names_are_not_published():
-    assert is_published("Qwen/Qwen3-8B") and not is_published("meta-llama/Llama-3.1-8B")
+def test_other_names_have_no_preset():
+    assert has_preset("Qwen/Qwen3-8B") and not has_preset("meta-llama/Llama-3.1-8B")
