@@ -48,5 +48,5 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
 
     config.eval.every = 0  # until task.options.held_out names a data set
     config.checkpoint.every = 25
-    config.log.samples_every = 1
+    config.log.generations_every = 1
     return config

@@ -49,4 +49,4 @@ for ((i = 0; i < lanes; i++)); do
   pids+=($!)
 done
 for pid in "${pids[@]}"; do wait "$pid"; done
-python -m poly_epo_jax.report.frontier "$folder"/*/
+python -m poly_epo_jax.report.frontier "$folder"/{poly_epo,grpo,grpo_div}-*/

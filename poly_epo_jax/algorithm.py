@@ -19,6 +19,15 @@ def make_advantages(algo: ConfigDict) -> Advantages:
     return jax.jit(ADVANTAGES[algo.advantages](algo))
 
 
+def method_title(algo: ConfigDict) -> str:
+    """What reports call the method: by its estimator, and for the set estimator by the objective too."""
+    titles = {"grpo": "GRPO", "grpo_div": "GRPO+DIV", "marginal_set": "Set RL"}
+    if algo.advantages == "marginal_set" and algo.objective == "polychromic":
+        return "Poly-EPO"
+    title = titles.get(algo.advantages, algo.advantages)
+    return f"{title} ({algo.objective})" if algo.advantages == "marginal_set" else title
+
+
 def make_loss(algo: ConfigDict) -> Loss:
     """The loss that `algo.loss` names, with its clip range bound; the plain policy gradient has none."""
     loss = set_rl.LOSSES[algo.loss]

@@ -16,7 +16,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.batching import TrainingSequence, pack
@@ -25,6 +24,7 @@ from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
 from poly_epo_jax.parallel.mesh import check_mesh, mesh_axes
+from poly_epo_jax.progress import counted
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.tasks.demonstrations import Demonstrations
 from poly_epo_jax.types import Problem, Task
@@ -129,15 +129,16 @@ def _make(config: ConfigDict, task: DemonstratedTask, mesh: Mesh, folder: Path) 
         ("demonstrations", base.clean_steps, base.clean_learning_rate, Demonstrations(0.0, base.skew)),
         ("mistakes", base.noisy_steps, base.noisy_learning_rate, Demonstrations(base.error_rate, base.skew)),
     )
-    with Progress(TextColumn("base policy, {task.description}"), BarColumn(), TimeRemainingColumn()) as progress:
-        for name, steps, learning_rate, style in phases:
-            optimizer = ConfigDict(OPTIMIZER | {"learning_rate": learning_rate, "warmup_updates": min(50, steps // 4)})
-            update = PolicyUpdate(model, mesh, set_rl.policy_gradient_loss, optimizer, steps)
-            state = update.init(params)
-            for _ in progress.track(range(steps), description=name):
+    for name, steps, learning_rate, style in phases:
+        optimizer = ConfigDict(OPTIMIZER | {"learning_rate": learning_rate, "warmup_updates": min(50, steps // 4)})
+        update = PolicyUpdate(model, mesh, set_rl.policy_gradient_loss, optimizer, steps)
+        state = update.init(params)
+        with counted(f"base policy, {name}", steps) as show:
+            for step in range(1, steps + 1):
                 batch = pack(demonstrations(style), config.train.row_tokens, microbatch_rows(config, mesh.shape))
                 state, _ = update(state, [batch])
-            params = state.params
+                show(step)
+        params = state.params
     # Renamed last: a run that dies before leaves no half policy for the next one to take.
     unfinished = folder.with_name(f"{folder.name}.tokenizer-missing")
     shutil.rmtree(unfinished, ignore_errors=True)

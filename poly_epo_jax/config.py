@@ -129,7 +129,7 @@ POSITIVE = (
     "checkpoint.keep",
     "eval.num_problems",
     "eval.num_generations",
-    "log.samples_every",
+    "log.generations_every",
     "model.scan_unroll",
     "base.hidden_size",
     "base.mlp_size",

@@ -167,7 +167,7 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.eval.num_generations = 64  # per problem
 
     config.log = ConfigDict()
-    config.log.samples_every = 10  # steps between batches written to samples.jsonl
+    config.log.generations_every = 10  # steps between batches written to generations.jsonl
     config.log.wandb_project = ""  # empty: no Weights & Biases
 
     return config.lock()

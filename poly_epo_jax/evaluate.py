@@ -1,7 +1,8 @@
-"""Evaluates models side by side, with the paper's estimators, from one sampling pass per model and benchmark.
+"""Evaluates models side by side, with the paper's estimators, from one pass of generations per model and benchmark.
 
     python -m poly_epo_jax.evaluate --config=configs/polynomial.py --benchmarks=polynomial \
-        --models=poly_epo=runs/polynomial-poly_epo,grpo=runs/polynomial-grpo --samples=64 --output=runs/evaluation
+        --models=poly_epo=runs/polynomial-poly_epo,grpo=runs/polynomial-grpo --num_generations=64 \
+        --output=runs/evaluation
     python -m poly_epo_jax.report runs/evaluation
 
 A model is a run folder (its newest checkpoint), a Hugging Face folder or name, or the URL of an SGLang server; a
@@ -11,7 +12,6 @@ Sampling, judge and the synthetic task are those of the configuration. Repeated,
 
 import asyncio
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,37 +21,34 @@ from absl import app, flags, logging
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from poly_epo_jax.command_line import CONFIG, parse_flags
 from poly_epo_jax.config import ConfigError
 from poly_epo_jax.evaluation.benchmarks import Benchmark, open_benchmark
-from poly_epo_jax.evaluation.samples import RESULTS, draw_samples, open_folder, results
+from poly_epo_jax.evaluation.draw import draw_generations
+from poly_epo_jax.evaluation.folder import RESULTS, open_folder
+from poly_epo_jax.evaluation.results import compute_results
 from poly_epo_jax.http_client import ServerError, describe
+from poly_epo_jax.json_files import write_json
 from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.metrics import names
 from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.policy import Policy, find_model, open_policy
+from poly_epo_jax.policy import Policy, find_model, open_policy, open_trained_policy
+from poly_epo_jax.progress import counted
 from poly_epo_jax.rollouts import served_limits
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedRollouts
 from poly_epo_jax.rollouts.sglang.client import SGLangRollouts
 from poly_epo_jax.rollouts.sglang.endpoints import served_model
-from poly_epo_jax.trained_policy import open_trained_policy
+from poly_epo_jax.run_folder import CHECKPOINTS
 from poly_epo_jax.types import Group, Judge, JudgeFailure, Params, Problem, Rollouts, Sampling, Served
 
 MODELS = flags.DEFINE_list("models", [], "Run folders, Hugging Face folders or names, server URLs; label= names one.")
 BENCHMARKS = flags.DEFINE_list("benchmarks", [], "Names, synthetic tasks or files; label= names one.")
-SAMPLES = flags.DEFINE_integer("samples", 16, "Samples per problem.", lower_bound=1)
+NUM_GENERATIONS = flags.DEFINE_integer("num_generations", 16, "Generations per problem.", lower_bound=1)
 MAX_PROBLEMS = flags.DEFINE_integer("max_problems", 0, "The first so many problems of each benchmark; 0: all.", 0)
-JUDGED = flags.DEFINE_bool("judge", True, "Whether to cluster the samples with the configuration's judge.")
+JUDGED = flags.DEFINE_bool("judge", True, "Whether to cluster the generations with the configuration's judge.")
 OUTPUT = flags.DEFINE_string("output", "runs/evaluation", "Where the evaluation is kept.")
-SHOWN = {
-    "pass@1": "pass@1",
-    "pass@{m}": "pass@{m}",
-    "majority_accuracy@{m}": "majority@{m}",
-    "majority_share@{m}": "vote share",
-    "correct_clusters@{k}": "correct clusters of {k}",
-}
 
 
 @dataclasses.dataclass
@@ -72,7 +69,7 @@ class Unjudged:
 
 
 def run(config: ConfigDict) -> None:
-    """Draws what is missing of every model's samples of every benchmark, and shows the results.
+    """Draws what is missing of every model's generations on every benchmark, and shows the results.
 
     Raises:
       ValueError, OSError: a model or benchmark cannot be had, or a server fails; what has been drawn is kept.
@@ -85,10 +82,9 @@ def run(config: ConfigDict) -> None:
     for name in MODELS.value:
         label, model = _open_model(name, config, mesh)
         models[label] = model
-    table = Table(title=f"{SAMPLES.value} samples per problem; 95% intervals over problems")
-    # Of the powers of two, for which majorities and clusters are counted, the largest and 8.
-    sizes = {"m": 2 ** (SAMPLES.value.bit_length() - 1), "k": min(8, 2 ** (SAMPLES.value.bit_length() - 1))}
-    shown = {metric.format(**sizes): title.format(**sizes) for metric, title in SHOWN.items()}
+    num_generations = NUM_GENERATIONS.value
+    table = Table(title=f"{num_generations} generations per problem; 95% intervals over problems")
+    shown = _columns(num_generations)
     for column in ("benchmark", "model", *shown.values()):
         table.add_column(column)
     sampling = Sampling(**config.sampling, seed=config.seed)
@@ -98,7 +94,7 @@ def run(config: ConfigDict) -> None:
         judge = JUDGES[config.judge.name](benchmark.task, config.judge) if JUDGED.value else Unjudged()
         for label, model in models.items():
             folder = Path(OUTPUT.value) / benchmark.label / label
-            about = {"benchmark": name, "model": model.weights, "samples": SAMPLES.value}
+            about = {"benchmark": name, "model": model.weights, "num_generations": num_generations}
             about |= {"sampling": dataclasses.asdict(sampling), "judge": config.judge.name if JUDGED.value else None}
             open_folder(folder, about)
             rollouts = _open_rollouts(model, benchmark.problems, config, mesh)
@@ -107,9 +103,9 @@ def run(config: ConfigDict) -> None:
             finally:
                 rollouts.close()
             labels = {"benchmark": benchmark.label, "model": label, "sampling": about["sampling"]}
-            found = labels | results(folder)
-            (folder / RESULTS).write_text(json.dumps(found, indent=1) + "\n")
-            table.add_row(benchmark.label, label, *(_cell(found["metrics"].get(metric)) for metric in shown))
+            results = labels | compute_results(folder)
+            write_json(folder / RESULTS, results)
+            table.add_row(benchmark.label, label, *(_cell(results["metrics"].get(metric)) for metric in shown))
     Console().print(table)
     print(f"See it with: python -m poly_epo_jax.report {OUTPUT.value}")
 
@@ -121,15 +117,22 @@ async def _draw(
         await judge.wait_until_ready()
     if model.params is not None:
         await rollouts.update_weights(model.params, 0)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, TextColumn("left"), TimeRemainingColumn()) as progress:
-        bar = progress.add_task(f"{folder.name} on {benchmark.label}", total=len(benchmark.problems))
+    problems, num_generations = benchmark.problems, NUM_GENERATIONS.value
+    with counted(f"{folder.name} on {benchmark.label}: problems", len(problems)) as show:
+        await draw_generations(folder, rollouts, benchmark.task, judge, problems, num_generations, sampling, show)
 
-        def show(done: int) -> None:
-            progress.update(bar, completed=done)
 
-        problems = benchmark.problems
-        await draw_samples(folder, rollouts, benchmark.task, judge, problems, SAMPLES.value, sampling, show)
+def _columns(num_generations: int) -> dict[str, str]:
+    """The metrics of the table and what they are called there."""
+    most = names.sizes(num_generations)[-1]
+    few = min(8, most)
+    return {
+        names.at(names.PASS, 1): "pass@1",
+        names.at(names.PASS, most): f"pass@{most}",
+        names.at(names.MAJORITY_ACCURACY, most): f"majority@{most}",
+        names.at(names.MAJORITY_SHARE, most): "vote share",
+        names.at(names.CORRECT_CLUSTERS, few): f"correct clusters of {few}",
+    }
 
 
 def _cell(metric: dict[str, float | None] | None) -> str:
@@ -152,7 +155,7 @@ def _open_model(name: str, config: ConfigDict, mesh: Mesh) -> tuple[str, Model]:
             ) from error
         policy = open_policy(find_model(info["tokenizer_path"]), config.model)
         return label, Model(policy, f"{info['model_path']} {info.get('weight_version', '')}".strip(), url=url)
-    if not (Path(source) / "checkpoints").is_dir():
+    if not (Path(source) / CHECKPOINTS).is_dir():
         policy = open_policy(find_model(source), config.model)
         return label, Model(policy, source, params=policy.load_params(mesh))
     policy, params, step = open_trained_policy(Path(source), config.model, mesh)

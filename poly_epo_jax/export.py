@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.trained_policy import open_trained_policy
+from poly_epo_jax.policy import open_trained_policy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,8 @@ from absl import app, logging
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from poly_epo_jax.algorithm import make_loss
+from poly_epo_jax import run_folder
+from poly_epo_jax.algorithm import make_loss, method_title
 from poly_epo_jax.base_policy import base_policy
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.choices import CHOICES, make_task
@@ -21,6 +22,7 @@ from poly_epo_jax.command_line import CONFIG, parse_flags
 from poly_epo_jax.config import ConfigError, changed_keys, check_config
 from poly_epo_jax.data import Cleaned, drop_long_prompts, problem_batches
 from poly_epo_jax.grading import JudgeError
+from poly_epo_jax.json_files import write_json
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.model.sharding import host_mesh, make_mesh
@@ -79,7 +81,8 @@ def run(config: ConfigDict) -> None:
     check_mesh(mesh_axes(config.mesh), mesh.shape, dataclasses.asdict(policy.config), config.train.row_tokens)
     if hosts.is_first():
         print_plan(config, policy.config, Console(), brief=True)
-        policy.save_description(workdir / "policy")
+        policy.save_description(workdir / run_folder.POLICY)
+        write_json(workdir / run_folder.ABOUT, {"method": method_title(config.algo)})
 
     updates_per_step = config.train.prompts_per_batch // config.train.prompts_per_minibatch
     update = PolicyUpdate(
@@ -95,7 +98,7 @@ def run(config: ConfigDict) -> None:
     )
     train_problems, held_out_problems = _problems_that_fit(task, policy, config, workdir)
     batches = problem_batches(train_problems, config.train.prompts_per_batch, config.seed)
-    checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
+    checkpoints = Checkpoints(workdir / run_folder.CHECKPOINTS, config.checkpoint.keep)
     step = checkpoints.latest_step or 0
     if step:
         state, data_state = checkpoints.restore(step, update.abstract_state, update.shardings)
@@ -141,17 +144,17 @@ def _problems_that_fit(
         if reasons and hosts.is_first():
             print(f"{name.replace('_', '-')} problems: {len(kept)}; dropped: {', '.join(reasons)}.")
     if hosts.is_first():
-        (workdir / "data.json").write_text(json.dumps(counts, indent=2) + "\n")
+        write_json(workdir / run_folder.DATA, counts)
     train_problems, held_out_problems = problems
     return train_problems, held_out_problems
 
 
 def _check_same_run(workdir: Path, config: ConfigDict) -> None:
     """Refuses to resume a run under settings that would make it another run."""
-    saved = workdir / "config.json"
-    if not saved.exists() or not any((workdir / "checkpoints").glob("[0-9]*")):
+    saved = run_folder.resumable_config(workdir)
+    if saved is None:
         return
-    changed = changed_keys(json.loads(saved.read_text()), json.loads(config.to_json()))
+    changed = changed_keys(saved, json.loads(config.to_json()))
     changed = [key for key in changed if not key.startswith(RESUME_MAY_CHANGE)]
     if changed:
         raise ConfigError(

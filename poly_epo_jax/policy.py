@@ -1,4 +1,4 @@
-"""Opens a Hugging Face folder as a policy: model, weights, tokenizer, stop tokens."""
+"""A policy is model, weights, tokenizer and stop tokens: those of a Hugging Face folder, or of a run's checkpoint."""
 
 import dataclasses
 import json
@@ -13,10 +13,12 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
 from poly_epo_jax.model.sharding import param_shardings
+from poly_epo_jax.run_folder import CHECKPOINTS, POLICY
 from poly_epo_jax.types import Params
 
 
@@ -71,6 +73,28 @@ def open_policy(path: Path, section: ConfigDict) -> Policy:
     config = hf.read_config(path, **compute)
     tokenizer = AutoTokenizer.from_pretrained(path)
     return Policy(path, config, abstract_model(config), tokenizer, _stop_ids(path, tokenizer, section.stop_tokens))
+
+
+def open_trained_policy(
+    run: Path, section: ConfigDict, mesh: Mesh, step: int | None = None
+) -> tuple[Policy, Params, int]:
+    """The policy of a run folder, its weights at `step` (None: the newest checkpoint) laid out on the mesh, that step.
+
+    Args:
+      section: the `model` section of a configuration: how to compute.
+
+    Raises:
+      FileNotFoundError: the run has no such checkpoint.
+    """
+    if not (run / CHECKPOINTS).is_dir():
+        raise FileNotFoundError(f"{run} has no checkpoints; give the run folder of a training run.")
+    checkpoints = Checkpoints(run / CHECKPOINTS)
+    step = checkpoints.latest_step if step is None else step
+    if step is None or step not in checkpoints.steps:
+        raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {checkpoints.steps}.")
+    policy = open_policy(run / POLICY, section)
+    abstract = nnx.to_pure_dict(nnx.split(policy.model)[1])
+    return policy, checkpoints.restore_params(step, abstract, param_shardings(policy.model, mesh)), step
 
 
 def _stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase, more: Sequence[str]) -> tuple[int, ...]:

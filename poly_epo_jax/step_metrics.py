@@ -2,67 +2,61 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.grading import judge_failures
-from poly_epo_jax.metrics.diversity import distinct_clusters
+from poly_epo_jax.grading import cluster_ids, judge_failures
+from poly_epo_jax.json_files import Row
+from poly_epo_jax.metrics import names
+from poly_epo_jax.metrics.diversity import cluster_estimates, degenerate_share
+from poly_epo_jax.run_folder import generation_rows
 from poly_epo_jax.types import Clustering, GradedGroup, Metrics
 
 
-def rollout_metrics(graded: Sequence[GradedGroup], step: int) -> Metrics:
-    rewards = np.stack([one.rewards for one in graded])
-    generations = [y for one in graded for y in one.group.generations]
-    failures = Counter(failure.kind for failure in judge_failures(graded))
+def rollout_metrics(groups: Sequence[GradedGroup], step: int) -> Metrics:
+    """Means over the generations of a step, and how many prompts the judge failed on."""
+    generations = [generation for graded in groups for generation in graded.group.generations]
+    failures = Counter(failure.kind for failure in judge_failures(groups))
     return {
-        "reward": float(rewards.mean()),
-        "solved": float((rewards == 1).any(axis=1).mean()),
-        "response/length": float(np.mean([len(y.token_ids) for y in generations])),
-        "response/truncated": float(np.mean([y.finish_reason == "length" for y in generations])),
+        "reward": float(np.stack([graded.rewards for graded in groups]).mean()),
+        "solved": float(np.mean([graded.correct.any() for graded in groups])),
+        "response/length": float(np.mean([len(generation.token_ids) for generation in generations])),
+        "response/truncated": float(np.mean([generation.finish_reason == "length" for generation in generations])),
         # Steps that the sampling weights were behind the policy which is trained now.
-        "response/staleness": float(np.mean([step - 1 - y.weight_version for y in generations])),
+        "response/staleness": float(np.mean([step - 1 - generation.weight_version for generation in generations])),
         "judge/failed_prompts": float(failures.total()),
     } | {f"judge/failed/{kind}": float(count) for kind, count in failures.items()}
 
 
-def cluster_metrics(rewards: Float[np.ndarray, "P N"], clusters: Int[np.ndarray, "P N"], set_size: int) -> Metrics:
+def cluster_metrics(judged: Sequence[GradedGroup], set_size: int) -> Metrics:
     """Means over the prompts that have a clustering; `synergy` is the mean size of the covariance term."""
-    if not len(rewards):
+    if not judged:
         return {}
-    reasoned, correct = clusters != set_rl.DEGENERATE_CLUSTER, rewards == 1
+    rewards, correct = np.stack([graded.rewards for graded in judged]), np.stack([graded.correct for graded in judged])
+    clusters, num_generations = cluster_ids(judged), rewards.shape[1]
+    estimates = cluster_estimates(clusters, correct, [num_generations])
     terms = set_rl.exploration_exploitation_synergy(rewards, clusters, set_size)
-    size = rewards.shape[1]
     return {
-        "clusters/correct": float(distinct_clusters(clusters, correct & reasoned, size).mean()),
-        "clusters/incorrect": float(distinct_clusters(clusters, ~correct & reasoned, size).mean()),
-        "degenerate": float(1 - reasoned.mean()),
+        "clusters/correct": float(estimates[names.at(names.CORRECT_CLUSTERS, num_generations)].mean()),
+        "clusters/incorrect": float(estimates[names.at(names.INCORRECT_CLUSTERS, num_generations)].mean()),
+        "degenerate": degenerate_share(clusters),
         "synergy": float(np.abs(terms.synergy).mean()),
     }
 
 
-def sample_rows(graded: Sequence[GradedGroup], advantages: np.ndarray) -> list[dict[str, Any]]:
-    advantage_rows = iter(advantages.tolist())
+def logged_generations(groups: Sequence[GradedGroup], advantages: Float[np.ndarray, "P N"]) -> list[Row]:
+    """A row of generations.jsonl for each generation, less the step.
+
+    Args:
+      advantages: of the groups that have a clustering, in their order.
+    """
+    advantages_of_judged = iter(advantages.tolist())
     rows = []
-    for one in graded:
-        nothing = [None] * len(one.rewards)
-        clusters = rationales = of_prompt = nothing
-        if isinstance(one.clustering, Clustering):
-            clusters, of_prompt = one.clustering.ids.tolist(), next(advantage_rows)
-            rationales = one.clustering.rationales or nothing
-        rows += [
-            {
-                "problem": one.group.problem.id,
-                "prompt": one.group.problem.prompt,
-                "generation": index,
-                "response": y.text,
-                "reward": float(one.rewards[index]),
-                "cluster": clusters[index],
-                "rationale": rationales[index],
-                "advantage": of_prompt[index],
-            }
-            for index, y in enumerate(one.group.generations)
-        ]
+    for graded in groups:
+        judged = isinstance(graded.clustering, Clustering)
+        own_advantages = next(advantages_of_judged) if judged else [None] * len(graded.rewards)
+        shared = generation_rows(graded)
+        rows += [row | {"advantage": advantage} for row, advantage in zip(shared, own_advantages, strict=True)]
     return rows

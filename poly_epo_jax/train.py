@@ -23,7 +23,7 @@ from poly_epo_jax.experience import Batch, Experience
 from poly_epo_jax.grading import check_judge, cluster_ids, judged
 from poly_epo_jax.model.sharding import params_on_host
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.step_metrics import cluster_metrics, rollout_metrics, sample_rows
+from poly_epo_jax.step_metrics import cluster_metrics, logged_generations, rollout_metrics
 from poly_epo_jax.timeline import StageClock, Timeline, Window
 from poly_epo_jax.tracking import NoTracker, Tracker
 from poly_epo_jax.types import (
@@ -107,7 +107,7 @@ async def train(config: ConfigDict, parts: Parts) -> None:
                 state, update_metrics = await hosts.collective(asyncio.to_thread(parts.update, state, minibatches))
                 newest = step, state, batch.data_state
 
-            metrics = rollout_metrics(batch.graded, step) | cluster_metrics(rewards, clusters, config.algo.set_size)
+            metrics = rollout_metrics(batch.graded, step) | cluster_metrics(kept, config.algo.set_size)
             metrics |= update_metrics | hosts.total(await hosts.gather(_counts(parts)))
             try:
                 with clock.stage("sync"):
@@ -117,8 +117,8 @@ async def train(config: ConfigDict, parts: Parts) -> None:
                         metrics |= await _evaluate(config, parts)
             finally:
                 # A step's rows are on disk before a checkpoint counts it as done: a crash can repeat but not lose them.
-                samples = step % config.log.samples_every == 0 or is_last
-                rows = sample_rows(batch.graded, advantages) if samples else []
+                logged = step % config.log.generations_every == 0 or is_last
+                rows = logged_generations(batch.graded, advantages) if logged else []
                 window = timeline.cut(step)
                 log = partial(_log, parts.tracker, step, metrics, _timing(clock, window, batch), window, rows)
                 await hosts.barrier(asyncio.to_thread(log))
@@ -199,11 +199,11 @@ async def _hand_over(parts: Parts, params: Params, version: int) -> None:
 
 
 def _log(
-    tracker: Tracker | NoTracker, step: int, metrics: Metrics, timing: Metrics, window: Window, samples: Sequence[Any]
+    tracker: Tracker | NoTracker, step: int, metrics: Metrics, timing: Metrics, window: Window, rows: Sequence[Any]
 ) -> None:
     tracker.log(step, metrics, timing)
     tracker.log_timeline(step, window.row())
-    tracker.log_samples(step, samples)
+    tracker.log_generations(step, rows)
 
 
 def _timing(clock: StageClock, window: Window, batch: Batch) -> Metrics:

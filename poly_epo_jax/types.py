@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Hashable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float, Int, UInt32
+from jaxtyping import Bool, Float, Int, UInt32
 
 Params = dict[str, Any]
 """A policy's weights: a nested dict of arrays, the state of `model.qwen3.Qwen3`."""
@@ -78,6 +78,11 @@ class GradedGroup:
     group: Group
     rewards: Float[np.ndarray, "N"]
     clustering: Clustering | JudgeFailure
+
+    @property
+    def correct(self) -> Bool[np.ndarray, "N"]:
+        """Which generations solve the problem."""
+        return self.rewards == 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ def write_fake_evaluation(
     accuracy: dict[str, float],
     benchmarks: tuple[str, ...] = ("aime26", "minerva"),
     num_problems: int = 6,
-    num_samples: int = 8,
+    num_generations: int = 8,
     num_tokens: int = 40,
     clustered: bool = True,
 ) -> Path:
@@ -26,15 +26,15 @@ def write_fake_evaluation(
             path = folder / benchmark / model
             path.mkdir(parents=True)
             rng = np.random.default_rng(seed)
-            correct = rng.random((num_problems, num_samples)) < chance
+            correct = rng.random((num_problems, num_generations)) < chance
             correct[0], correct[1:2], correct[2:3, ::2] = False, True, True
             correct[2:3, 1::2] = False
             rows = [
-                _row(problem, sample, bool(correct[problem, sample]), rng, num_tokens, clustered)
-                for sample in range(num_samples)  # the rows of a problem lie apart
+                _row(problem, generation, bool(correct[problem, generation]), rng, num_tokens, clustered)
+                for generation in range(num_generations)  # the rows of a problem lie apart
                 for problem in range(num_problems)
             ]
-            with (path / "samples.jsonl").open("w") as file:
+            with (path / "generations.jsonl").open("w") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
             results = _results(benchmark, model, correct, num_tokens, clustered, 1 + seed)
             (path / "results.json").write_text(json.dumps(results))
@@ -42,36 +42,39 @@ def write_fake_evaluation(
 
 
 def _row(
-    problem: int, sample: int, correct: bool, rng: np.random.Generator, num_tokens: int, clustered: bool
+    problem: int, generation: int, correct: bool, rng: np.random.Generator, num_tokens: int, clustered: bool
 ) -> dict[str, Any]:
     shared = [7] * int(rng.integers(1, max(2, num_tokens // 4)))
     token_ids = shared + rng.integers(1000, 150_000, num_tokens - len(shared)).tolist()
     text = (
-        HOSTILE if sample == 0 else f"Strategy {sample % 3}: try x = {sample}.\nSo y = {sample**2}. " + "z" * num_tokens
+        HOSTILE
+        if generation == 0
+        else f"Strategy {generation % 3}: try x = {generation}.\nSo y = {generation**2}. " + "z" * num_tokens
     )
     return {
         "problem": f"problem-{problem}",
         "prompt": f"Find x & y with x < {problem}. <b>Think</b>.",
         "gold": str(problem),
-        "sample": sample,
+        "generation": generation,
         "response": text,
         "token_ids": token_ids,
-        "finish_reason": "length" if sample == 3 else "stop",
+        "finish_reason": "length" if generation == 3 else "stop",
         "reward": float(correct),
-        "answer": 0 if correct else 1 + sample,
-        "answer_text": str(problem) if correct else f"<i>{sample}</i>",
-        "cluster": sample % 3 if clustered and sample != 5 else 100 if clustered else None,
-        "rationale": f"It tries strategy {sample % 3}. {HOSTILE}" if clustered else None,
+        "correct": correct,
+        "answer": 0 if correct else 1 + generation,
+        "answer_text": str(problem) if correct else f"<i>{generation}</i>",
+        "cluster": generation % 3 if clustered and generation != 5 else 100 if clustered else None,
+        "rationale": f"It tries strategy {generation % 3}. {HOSTILE}" if clustered else None,
     }
 
 
 def _results(
     benchmark: str, model: str, correct: np.ndarray, num_tokens: int, clustered: bool, spread: int
 ) -> dict[str, Any]:
-    num_problems, num_samples = correct.shape
+    num_problems, num_generations = correct.shape
     share = correct.mean(axis=1)
-    metrics = {f"pass@{k}": float(np.mean(1 - (1 - share) ** k)) for k in range(1, num_samples + 1)}
-    ks = [2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples]
+    metrics = {f"pass@{k}": float(np.mean(1 - (1 - share) ** k)) for k in range(1, num_generations + 1)}
+    ks = [2**power for power in range(num_generations.bit_length()) if 2**power <= num_generations]
     for k in ks:
         metrics[f"majority_accuracy@{k}"] = float(share.mean()) * (1 + 0.05 * np.log2(k))
         metrics[f"majority_share@{k}"] = 1 / k ** (0.1 * spread)
@@ -83,15 +86,15 @@ def _results(
         "benchmark": benchmark,
         "model": model,
         "num_problems": num_problems,
-        "num_samples": num_samples,
+        "num_generations": num_generations,
         "sampling": {"temperature": 1.0},
         "metrics": {
             name: {"mean": mean, "low": 0.9 * mean, "high": min(1.1 * mean, max(mean, 1.0))}
             for name, mean in metrics.items()
         },
-        "branching": {"mean": (num_samples * (1 - np.exp(-spread * positions / num_tokens * 4))).tolist()},
+        "branching": {"mean": (num_generations * (1 - np.exp(-spread * positions / num_tokens * 4))).tolist()},
         "per_problem": [
-            {"problem": f"problem-{problem}", "num_correct": int(row.sum()), "num_samples": num_samples}
+            {"problem": f"problem-{problem}", "num_correct": int(row.sum()), "num_generations": num_generations}
             for problem, row in enumerate(correct)
         ],
     }

@@ -31,7 +31,7 @@ SMALL = (
     "--config.base.clean_steps=60 --config.base.num_layers=1 --config.train.num_steps=2 --config.eval.num_problems=4 "
     "--config.eval.num_generations=8"
 )
-FEW = "--samples=2 --max_problems=4"
+FEW = "--num_generations=2 --max_problems=4"
 PEERS = "makes environments of several GB, with torch and Tunix: by hand"
 
 

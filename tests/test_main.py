@@ -27,9 +27,9 @@ from poly_epo_jax import base_policy, export, main
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.report import build as report
+from poly_epo_jax.run_folder import LOGGED_GENERATION, read_method, read_rows
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
-from poly_epo_jax.tracking import read_rows
 
 ROOT = Path(__file__).parents[1]
 FILE = "--config=configs/polynomial.py"
@@ -155,7 +155,7 @@ def test_a_run_folder_is_not_resumed_under_other_settings(tmp_path: Path, senten
     config.train.rows_per_device = config.mesh.data = 2  # and so may these
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text(config.to_json())
-    text = sentence(FILE, "--config.optimizer.learning_rate=1e-3", "--config.log.samples_every=3")
+    text = sentence(FILE, "--config.optimizer.learning_rate=1e-3", "--config.log.generations_every=3")
     assert "holds a run with another optimizer.learning_rate, seed;" in text
     assert str(tmp_path / "run") in text
 
@@ -215,7 +215,7 @@ def small_config(folder: Path, **changes: Any) -> ConfigDict:
             "eval.every": 2,
             "eval.num_problems": 4,
             "eval.num_generations": 4,
-            "log.samples_every": 2,
+            "log.generations_every": 2,
         }
         | changes
     )
@@ -266,10 +266,11 @@ def test_a_short_run_leaves_its_folder_and_goes_on_when_asked(tmp_path: Path):
     assert sorted(path.name for path in (run / "checkpoints").iterdir() if path.name.isdigit()) == ["2", "3"]
     assert any((run / "tensorboard").iterdir())
 
-    samples = read_rows(run / "samples.jsonl")
-    assert [row["step"] for row in samples] == [2] * 16 + [3] * 16
-    columns = {"step", "problem", "prompt", "generation", "response", "reward", "cluster", "rationale", "advantage"}
-    assert all(row.keys() == columns for row in samples)
+    generations = read_rows(run / "generations.jsonl")
+    assert [row["step"] for row in generations] == [2] * 16 + [3] * 16
+    assert all(row.keys() == LOGGED_GENERATION.keys() for row in generations)
+
+    assert read_method(run) == "Poly-EPO"
 
     page = report.write_report([run], tmp_path / "report")
     assert page.exists()
@@ -289,7 +290,7 @@ def test_a_short_run_leaves_its_folder_and_goes_on_when_asked(tmp_path: Path):
     ).encode("y=x:")
     assert export.main([str(run), str(tmp_path / "other"), "--step", "1"]) == 2  # only 2 and 3 were kept
 
-    longer = small_config(tmp_path, **{"train.num_steps": 4, "log.samples_every": 1})
+    longer = small_config(tmp_path, **{"train.num_steps": 4, "log.generations_every": 1})
     main.run(longer)
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [0, 1, 2, 3, 4]
-    assert [row["step"] for row in read_rows(run / "samples.jsonl")] == [2] * 16 + [3] * 16 + [4] * 16
+    assert [row["step"] for row in read_rows(run / "generations.jsonl")] == [2] * 16 + [3] * 16 + [4] * 16

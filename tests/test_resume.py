@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 from training_runs import Run
 
-from poly_epo_jax.tracking import read_rows
+from poly_epo_jax.run_folder import read_rows
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ CHANGES = {
     "checkpoint.every": CHECKPOINT_EVERY,
     "eval.every": 8,
 }
-REPRODUCED = ("metrics.jsonl", "samples.jsonl")
+REPRODUCED = ("metrics.jsonl", "generations.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_the_run_learns_something(whole: Run):
     rows = read_rows(whole.folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(LAST_STEP + 1))
     assert sum(row["policy/update_norm"] > 0 for row in rows[1:]) > LAST_STEP / 2
-    assert any(row["advantage"] for row in read_rows(whole.folder / "samples.jsonl"))
+    assert any(row["advantage"] for row in read_rows(whole.folder / "generations.jsonl"))
     assert rows[-1]["policy/reference_kl"] > 0
 
 

@@ -13,20 +13,21 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
-from poly_epo_jax import tracking
-from poly_epo_jax.tracking import Tracker, read_rows
+from poly_epo_jax import progress
+from poly_epo_jax.run_folder import read_rows
+from poly_epo_jax.tracking import Tracker
 
-FILES = ("metrics.jsonl", "timing.jsonl", "timeline.jsonl", "samples.jsonl")
+FILES = ("metrics.jsonl", "timing.jsonl", "timeline.jsonl", "generations.jsonl")
 CONFIG = '{"seed": 0}'
 
 
 def log_steps(tracker: Tracker, first: int, last: int) -> None:
-    """Steps with values that depend on nothing but the step; samples on every second one."""
+    """Steps with values that depend on nothing but the step; generations on every second one."""
     for step in range(first, last + 1):
         rng = np.random.default_rng(step)
         if step % 2 == 0:
             rows = [{"problem": "p", "generation": i, "response": f"é\n{i}", "reward": rng.random()} for i in range(3)]
-            tracker.log_samples(step, rows)
+            tracker.log_generations(step, rows)
         tracker.log(step, {"reward": rng.random(), "clusters/correct": rng.normal()}, {"seconds/step": rng.random()})
         tracker.log_timeline(
             step, {"start": 2.0 * step, "seconds": 2.0, "spans": [["update", 0.0, rng.random(), step]]}
@@ -80,22 +81,26 @@ def test_resuming_at_the_last_step_only_drops_the_half_row(tmp_path: Path):
 
 def test_a_row_is_on_disk_when_log_returns_and_reads_back_exactly(tmp_path: Path):
     metrics = {"reward": 0.1 + 0.2, "clusters/correct": 1e-300, "policy/loss": -0.0}
-    sample = {"problem": "p", "prompt": "x", "generation": 0, "response": 'a\n"b" \u2028 \ud800', "reward": 1.0}
+    generation = {"problem": "p", "prompt": "x", "generation": 0, "response": 'a\n"b" \u2028 \ud800', "reward": 1.0}
     tracker = Tracker(tmp_path, CONFIG, total_steps=2, resume_step=-1)
-    tracker.log_samples(1, [{**sample, "cluster": None, "advantage": None}])
+    tracker.log_generations(1, [{**generation, "cluster": None, "advantage": None}])
     tracker.log(1, metrics, {"seconds/step": 2.5})
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, **metrics}]
     assert read_rows(tmp_path / "timing.jsonl") == [{"step": 1, "seconds/step": 2.5}]
-    assert read_rows(tmp_path / "samples.jsonl") == [{"step": 1, **sample, "cluster": None, "advantage": None}]
+    assert read_rows(tmp_path / "generations.jsonl") == [{"step": 1, **generation, "cluster": None, "advantage": None}]
     tracker.close()
 
 
 def test_rows_are_plain_json_with_step_first_then_by_name(tmp_path: Path):
     with Tracker(tmp_path, CONFIG, total_steps=2, resume_step=-1) as tracker:
         tracker.log(1, {"z": math.nan, "b": -math.inf, "a": 0.5}, {})
-        tracker.log_samples(1, [{"reward": np.float32(0.5), "cluster": np.int64(3), "advantage": np.float64("nan")}])
+        tracker.log_generations(
+            1, [{"reward": np.float32(0.5), "cluster": np.int64(3), "advantage": np.float64("nan")}]
+        )
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 0.5, "b": null, "z": null}\n'
-    assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "advantage": null, "cluster": 3, "reward": 0.5}\n'
+    assert (
+        tmp_path / "generations.jsonl"
+    ).read_text() == '{"step": 1, "advantage": null, "cluster": 3, "reward": 0.5}\n'
 
 
 def test_config_is_written_as_given_and_replaced(tmp_path: Path):
@@ -115,7 +120,7 @@ def test_a_damaged_row_is_named_and_nothing_is_lost(tmp_path: Path, damage: byte
     path = tmp_path / "metrics.jsonl"
     damaged = path.read_bytes() + damage + b'{"step": 2}\n'
     path.write_bytes(damaged)
-    with pytest.raises(ValueError, match=rf"{re.escape(str(path))}, line 3, is not a row of a run"):
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))}, line 3, is not a row"):
         Tracker(tmp_path, CONFIG, total_steps=9, resume_step=1)
     assert path.read_bytes() == damaged
 
@@ -139,10 +144,10 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path):
         with pytest.raises(OSError, match=r"cannot write to the run folder .* \(No space left on device\)") as caught:
             tracker.log(1, {"reward": 0.5}, {})
         assert caught.value.errno == errno.ENOSPC
-        (tmp_path / "samples.jsonl").unlink()
-        (tmp_path / "samples.jsonl").symlink_to("/dev/full")
+        (tmp_path / "generations.jsonl").unlink()
+        (tmp_path / "generations.jsonl").symlink_to("/dev/full")
         with pytest.raises(OSError, match="No space left on device"):
-            tracker.log_samples(1, [{"response": "x"}])
+            tracker.log_generations(1, [{"response": "x"}])
         (tmp_path / "timeline.jsonl").unlink()
         (tmp_path / "timeline.jsonl").symlink_to("/dev/full")
         with pytest.raises(OSError, match=r"cannot write to the run folder .*No space left on device"):
@@ -179,7 +184,7 @@ def test_wandb_gets_metrics_and_timing(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(tracking.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -203,17 +208,17 @@ def test_a_terminal_gets_one_screen_of_what_matters(tmp_path: Path, capsys, monk
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
-    metrics = {name: 0.5 for name in tracking._TRAINING_SHOWN}
+    metrics = {name: 0.5 for name in progress._TRAINING}
     stages = ("generate", "grade", "logprobs", "update", "evaluate", "checkpoint", "step")
     timing = {f"seconds/{stage}": 1.25 for stage in stages} | {"tokens_per_second": 12345.6, "sync/share": 0.0625}
     with Tracker(tmp_path, CONFIG, total_steps=9, resume_step=-1) as tracker:
-        tracker.log(0, {name: 0.25 for name in tracking._HELD_OUT_SHOWN}, {})
+        tracker.log(0, {name: 0.25 for name in progress._HELD_OUT}, {})
         tracker.log(1, metrics, timing)
     out = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
     screen = out[out.rindex("training") :].splitlines()
     assert len(screen) <= 12 and max(map(len, screen)) <= 80
     assert "1/9" in out
-    shown = [*tracking._TRAINING_SHOWN.values(), "held out (step 0)", *stages, "sync share", "tokens/s"]
+    shown = [*progress._TRAINING.values(), "held out (step 0)", *stages, "sync share", "tokens/s"]
     for label in [*shown, "12,346", "0.250", "0.0625"]:
         assert label in "\n".join(screen)
 
@@ -221,6 +226,6 @@ def test_a_terminal_gets_one_screen_of_what_matters(tmp_path: Path, capsys, monk
 def test_json_never_holds_nan_even_if_nested_by_a_caller(tmp_path: Path):
     with Tracker(tmp_path, CONFIG, total_steps=2, resume_step=-1) as tracker:
         with pytest.raises(ValueError, match="JSON"):
-            tracker.log_samples(1, [{"reward": [math.nan]}])
-        tracker.log_samples(1, [{"reward": 1.0}])
-    assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"step": 1, "reward": 1.0}
+            tracker.log_generations(1, [{"reward": [math.nan]}])
+        tracker.log_generations(1, [{"reward": 1.0}])
+    assert json.loads((tmp_path / "generations.jsonl").read_text()) == {"step": 1, "reward": 1.0}

@@ -21,8 +21,9 @@ from poly_epo_jax.experience import Experience
 from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.http_client import ServerError
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
+from poly_epo_jax.run_folder import read_rows
 from poly_epo_jax.timeline import Timeline
-from poly_epo_jax.tracking import Tracker, read_rows
+from poly_epo_jax.tracking import Tracker
 from poly_epo_jax.train import Parts, train
 from poly_epo_jax.types import Group, Params, Problem, Rollouts, Sampling
 from poly_epo_jax.update import PolicyUpdate
@@ -59,7 +60,7 @@ def tiny_config() -> ConfigDict:
             "checkpoint.every": 1,
             "eval.every": 2,
             "eval.num_generations": 2,
-            "log.samples_every": 1,
+            "log.generations_every": 1,
         }
     )
     return config
@@ -125,10 +126,10 @@ def test_a_step_whose_judgements_all_failed_changes_nothing(tmp_path: Path):
     assert [row["eval/judge_failed_problems"] for row in (rows[0], rows[2])] == [2, 2]
     assert not [key for row in rows for key in row if key.startswith(("clusters/", "policy/"))]
 
-    samples = read_rows(tmp_path / "samples.jsonl")
-    assert len(samples) == 2 * 3 * 8
-    assert {(row["cluster"], row["advantage"]) for row in samples} == {(None, None)}
-    assert {row["reward"] for row in samples} == {0.0, 1.0}
+    generations = read_rows(tmp_path / "generations.jsonl")
+    assert len(generations) == 2 * 3 * 8
+    assert {(row["cluster"], row["advantage"]) for row in generations} == {(None, None)}
+    assert {row["reward"] for row in generations} == {0.0, 1.0}
 
 
 @pytest.mark.usefixtures("restored_sigterm")
@@ -137,10 +138,10 @@ def test_one_failed_judgement_leaves_out_one_prompt(tmp_path: Path):
     assert all(changed(before, after))
     assert [row["judge/failed_prompts"] for row in read_rows(tmp_path / "metrics.jsonl")[1:]] == [1, 1]
 
-    samples = read_rows(tmp_path / "samples.jsonl")
+    generations = read_rows(tmp_path / "generations.jsonl")
     for step in (1, 2):
         for problem in PROBLEMS:
-            rows = [row for row in samples if (row["step"], row["problem"]) == (step, problem.id)]
+            rows = [row for row in generations if (row["step"], row["problem"]) == (step, problem.id)]
             assert [row["generation"] for row in rows] == list(range(8))
             rewards = np.array([[row["reward"] for row in rows]], np.float32)
             np.testing.assert_array_equal(rewards, [[row["response"] == "a" for row in rows]])

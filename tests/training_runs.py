@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from sglang_servers import free_port
 
 from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.trained_policy import open_trained_policy
+from poly_epo_jax.policy import open_trained_policy
 from poly_epo_jax.types import Params
 
 SETTINGS = {
@@ -30,7 +30,7 @@ SETTINGS = {
     "train.rows_per_device": 16,
     "eval.num_problems": 8,
     "eval.num_generations": 8,
-    "log.samples_every": 4,
+    "log.generations_every": 4,
 }
 
 

@@ -1,1 +1,1 @@
-"""Models measured on benchmarks: samples drawn, numbers made from them."""
+"""Models measured on benchmarks: generations drawn, numbers made from them."""

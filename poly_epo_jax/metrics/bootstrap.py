@@ -26,7 +26,7 @@ def bootstrap_interval(
         correction equals its acceleration a to this order, and needs no second estimate).
     The studentized bootstrap covers still better when nearly all values are equal, but its ends then run to infinity.
 
-    Only the choice of problems is resampled: that a problem's own value comes from finitely many samples is part of
+    Only the choice of problems is resampled: that a problem's own value comes from finitely many generations is part of
     the spread between problems, and so is counted.
 
     Args:

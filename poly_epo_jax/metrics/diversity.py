@@ -1,9 +1,37 @@
 """How many distinct strategies a prompt's generations show."""
 
+from collections.abc import Iterable
+
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from poly_epo_jax.metrics import names
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
+from poly_epo_jax.types import DEGENERATE_CLUSTER
+
+
+def cluster_estimates(
+    clusters: Int[np.ndarray, "P m"], correct: Bool[np.ndarray, "P m"], ks: Iterable[int]
+) -> dict[str, Float[np.ndarray, "P"]]:
+    """correct_clusters@k and incorrect_clusters@k of P prompts: distinct clusters among k generations, in expectation.
+
+    `DEGENERATE_CLUSTER` is never counted among them.
+
+    Args:
+      clusters: cluster ids of the m generations of P prompts.
+      correct: whether each is.
+      ks: how many generations are drawn, at most m.
+    """
+    attempts = clusters != DEGENERATE_CLUSTER
+    selections = {names.CORRECT_CLUSTERS: correct & attempts, names.INCORRECT_CLUSTERS: ~correct & attempts}
+    return {
+        names.at(stem, k): distinct_clusters(clusters, selected, k) for k in ks for stem, selected in selections.items()
+    }
+
+
+def degenerate_share(clusters: Int[np.ndarray, "P m"]) -> float:
+    """Of all generations, those that are no attempt at reasoning."""
+    return float(1 - (clusters != DEGENERATE_CLUSTER).mean())
 
 
 def distinct_clusters(
@@ -22,6 +50,6 @@ def distinct_clusters(
     Raises:
       ValueError: unless 1 <= k <= m.
     """
-    num_samples = clusters.shape[1]
-    sizes = [np.unique(ids[keep], return_counts=True)[1] for ids, keep in zip(clusters, selected, strict=True)]
-    return np.array([pass_at_k(num_samples, prompt_sizes, k).sum() for prompt_sizes in sizes])
+    num_generations = clusters.shape[1]
+    members = [np.unique(ids[keep], return_counts=True)[1] for ids, keep in zip(clusters, selected, strict=True)]
+    return np.array([pass_at_k(num_generations, counts, k).sum() for counts in members])

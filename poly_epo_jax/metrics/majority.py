@@ -11,8 +11,8 @@ NO_ANSWER = -1
 
 
 def majority_at_k(
-    answers: Int[np.ndarray, "problems samples"],
-    correct: Bool[np.ndarray, "problems samples"],
+    answers: Int[np.ndarray, "problems generations"],
+    correct: Bool[np.ndarray, "problems generations"],
     k: int,
     num_subsets: int = 1000,
     seed: int = 0,
@@ -20,10 +20,10 @@ def majority_at_k(
     """Accuracy of the winning answer and its share of the votes, each a number in [0, 1] for each problem.
 
     Self-consistency (Wang et al. 2023, arXiv:2203.11171; paper §6.1, majority voting), as the mean over k-subsets of a
-    problem's samples, drawn without replacement:
+    problem's generations, drawn without replacement:
       accuracy = (correct ones among the tied winners) / (tied winners), what breaking ties at random would expect;
       vote share = (votes of a winner) / k.
-    A sample without an answer casts no vote, but is one of the k. If nobody votes, both are 0.
+    A generation without an answer casts no vote, but is one of the k. If nobody votes, both are 0.
 
     All subsets are taken where there are at most `num_subsets`, so that the result is exact, and `num_subsets` random
     ones otherwise.
@@ -32,29 +32,29 @@ def majority_at_k(
       answers: ids under which the task's grader holds answers equal, from 0 on, or `NO_ANSWER`. An id has a meaning
         within its problem only.
       correct: whether each answer is, the same for equal answers. It is not read where there is none.
-      k: how many samples vote, at most all.
+      k: how many generations vote, at most all.
       num_subsets: how many subsets are drawn for each problem, and the most that are enumerated.
       seed: equal seeds give equal estimates.
 
     Raises:
-      ValueError: unless 1 <= k <= samples and num_subsets >= 1, for ids below `NO_ANSWER`, and for equal answers of
+      ValueError: unless 1 <= k <= generations and num_subsets >= 1, for ids below `NO_ANSWER`, and for equal answers of
         which some are correct.
     """
-    num_problems, num_samples = answers.shape
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"k is {k}, but must lie between 1 and the number of samples, {num_samples}.")
+    num_problems, num_generations = answers.shape
+    if not 1 <= k <= num_generations:
+        raise ValueError(f"k is {k}, but must lie between 1 and the number of generations, {num_generations}.")
     if num_subsets < 1:
         raise ValueError(f"num_subsets is {num_subsets}, but must be at least 1.")
     if np.any(answers < NO_ANSWER):
         raise ValueError(f"answers must be ids from 0 on, or {NO_ANSWER} for no answer.")
 
     all_subsets = None
-    if math.comb(num_samples, k) <= num_subsets:
-        all_subsets = np.array(list(itertools.combinations(range(num_samples), k)))
+    if math.comb(num_generations, k) <= num_subsets:
+        all_subsets = np.array(list(itertools.combinations(range(num_generations), k)))
     rng = np.random.default_rng(seed)
     accuracy, vote_share = np.zeros(num_problems), np.zeros(num_problems)
     for problem in range(num_problems):
-        subsets = _random_subsets(num_samples, k, num_subsets, rng) if all_subsets is None else all_subsets
+        subsets = _random_subsets(num_generations, k, num_subsets, rng) if all_subsets is None else all_subsets
         ids, votes_for = np.unique(answers[problem], return_inverse=True)
         is_correct = _correct_answers(votes_for, correct[problem], ids)
         votes = _count(votes_for[subsets], len(ids))
@@ -67,14 +67,14 @@ def majority_at_k(
 
 
 def _random_subsets(
-    num_samples: int, k: int, num_subsets: int, rng: np.random.Generator
+    num_generations: int, k: int, num_subsets: int, rng: np.random.Generator
 ) -> Int[np.ndarray, "subsets k"]:
-    samples = np.tile(np.arange(num_samples), (num_subsets, 1))
-    return rng.permuted(samples, axis=1)[:, :k]
+    places = np.tile(np.arange(num_generations), (num_subsets, 1))
+    return rng.permuted(places, axis=1)[:, :k]
 
 
 def _correct_answers(
-    answer_of: Int[np.ndarray, "samples"], correct: Bool[np.ndarray, "samples"], ids: Int[np.ndarray, "answers"]
+    answer_of: Int[np.ndarray, "generations"], correct: Bool[np.ndarray, "generations"], ids: Int[np.ndarray, "answers"]
 ) -> Float[np.ndarray, "answers"]:
     """1 for each answer that is correct, 0 for the others."""
     share = np.bincount(answer_of, weights=correct) / np.bincount(answer_of)

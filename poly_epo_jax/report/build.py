@@ -9,6 +9,7 @@ from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
 from poly_epo_jax.report.charts import evaluation_sections, run_sections, timeline_sections
 from poly_epo_jax.report.evaluation_figures import Tree, lay_out_tree
 from poly_epo_jax.report.folders import Evaluation, Evaluations, Run, labels, read_folders
+from poly_epo_jax.report.generations import Collection, bound, evaluation_collection, run_collections
 from poly_epo_jax.report.page import (
     evaluation_summaries,
     fill_page,
@@ -17,10 +18,9 @@ from poly_epo_jax.report.page import (
     results_tables,
     run_summary,
 )
-from poly_epo_jax.report.samples import Collection, bound, evaluation_collection, run_collections
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
-MAX_SAMPLE_BYTES = 8_000_000
+MAX_GENERATION_BYTES = 8_000_000
 TREE_ROLLOUTS = 12
 
 
@@ -33,13 +33,13 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     """
     runs, evaluations = read_folders(folders, models)
     collections = [one for label, run in runs.items() for one in run_collections(label, run.folder)]
-    problem, of_evaluations, trees = _read_samples(evaluations)
-    collections, bounds = bound([*of_evaluations, *collections], MAX_SAMPLE_BYTES)
+    problem, of_evaluations, trees = _read_generations(evaluations)
+    collections, bounds = bound([*of_evaluations, *collections], MAX_GENERATION_BYTES)
 
     metrics = {label: run.metrics for label, run in runs.items()}
     timelines = {label: run.timeline for label, run in runs.items()}
     results = {name: {model: one.results for model, one in of.items()} for name, of in evaluations.items()}
-    tree_title = f"The first {TREE_ROLLOUTS} samples of {problem}, by their shared prefixes" if trees else ""
+    tree_title = f"The first {TREE_ROLLOUTS} generations of {problem}, by their shared prefixes" if trees else ""
     all_labels = labels(runs, evaluations)
     output.mkdir(parents=True, exist_ok=True)
     drawn = _draw(metrics, results, tree_title, trees, figures.styles(all_labels))
@@ -88,8 +88,8 @@ def _draw(
     }
 
 
-def _read_samples(evaluations: Evaluations) -> tuple[str | None, list[Collection], dict[str, Tree]]:
-    """The samples of every evaluation, and the trees of the first two models on a problem of the first benchmark."""
+def _read_generations(evaluations: Evaluations) -> tuple[str | None, list[Collection], dict[str, Tree]]:
+    """All evaluations' generations, and the trees of the first two models on a problem of the first benchmark."""
     collections, trees, problem = [], {}, None
     for place, (benchmark, models) in enumerate(evaluations.items()):
         in_tree = list(models)[:2] if place == 0 else []
@@ -109,9 +109,9 @@ def _read_samples(evaluations: Evaluations) -> tuple[str | None, list[Collection
 
 
 def _sometimes_solved(evaluation: Evaluation) -> str | None:
-    """The problem of which closest to half of the samples are right."""
+    """The problem of which closest to half of the generations are right."""
     rows = evaluation.results["per_problem"]
-    share = {row["problem"]: row["num_correct"] / max(row["num_samples"], 1) for row in rows}
+    share = {row["problem"]: row["num_correct"] / max(row["num_generations"], 1) for row in rows}
     return min(share, key=lambda problem: abs(share[problem] - 0.5), default=None)
 
 

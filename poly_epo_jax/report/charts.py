@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from poly_epo_jax.metrics import names
 from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
 from poly_epo_jax.report.evaluation_figures import Evaluations, Results, Tree
 
@@ -23,15 +24,14 @@ HOW_BARS_LOOK = (
     "Full colour: nothing else was under way; pale: something else was. Colour and grey take turns with the step whose "
     "batch is worked on."
 )
-HELD_OUT = ("eval/reward", "eval/correct_clusters@8")
 Panel = dict[str, Any]
 Section = dict[str, Any]
 
 
 def run_sections(runs: figures.Runs, labels: Sequence[str]) -> list[Section]:
     """What training did to the held-out metrics, pass@k at the end, and how all metrics went."""
-    held_out = [_metric_panel(runs, metric, labels) for metric in HELD_OUT]
-    dynamics = [_metric_panel(runs, metric, labels) for metric in figures.PANELS if metric not in HELD_OUT]
+    held_out = [_metric_panel(runs, metric, labels) for metric in figures.COMPARED]
+    dynamics = [_metric_panel(runs, metric, labels) for metric in figures.PANELS if metric not in figures.COMPARED]
     last = {label: figures.last_pass_at_k(rows) for label, rows in runs.items()}
     at_end = [
         _series(label, labels, [[k, value, None, None, f"pass@{k}: {_number(value)}"] for k, value in curve.items()])
@@ -91,7 +91,7 @@ def evaluation_sections(
         ),
         (
             "Branching",
-            "How many different prefixes a problem's samples have at each token position, as a mean over problems.",
+            "How many different prefixes a problem's generations have at each token position, as a mean over problems.",
             per_benchmark(_branch_points, ("token position", "log2"), "active branches", marked=False),
         ),
         ("Rollout trees", f"{tree_title}. A dot is right, a cross wrong.", tree_panels),
@@ -124,7 +124,7 @@ def _series(label: str, labels: Sequence[str], points: list[Any], marked: bool =
 
 
 def _metric_panel(runs: figures.Runs, metric: str, labels: Sequence[str]) -> Panel:
-    held_out = metric.startswith("eval/")
+    held_out = names.is_held_out(metric)
     lines = []
     for label, rows in runs.items():
         steps, values = figures.series(rows, metric)
@@ -147,7 +147,7 @@ def _pass_points(results: Results) -> list[Any]:
 
 
 def _curve(results: Results) -> list[evaluation_figures.Estimate]:
-    curve = evaluation_figures.curve(results, "pass")
+    curve = evaluation_figures.curve(results, names.PASS)
     return [curve[place] for place in _some(len(curve))]
 
 
@@ -178,7 +178,7 @@ def _branch_points(results: Results) -> list[Any]:
 
 def _tree(model: str, tree: Tree) -> Panel:
     def said(leaf: evaluation_figures.Leaf, right: bool) -> str:
-        return f"sample {leaf.generation}: {'right' if right else 'wrong'}, {leaf.length} tokens"
+        return f"generation {leaf.generation}: {'right' if right else 'wrong'}, {leaf.length} tokens"
 
     leaves = [
         [leaf.length, leaf.row, leaf.edge_row, int(right), said(leaf, right)]

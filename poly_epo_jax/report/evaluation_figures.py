@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 
+from poly_epo_jax.metrics import names
 from poly_epo_jax.metrics.branching import prefix_tree
 from poly_epo_jax.report import figures
 
@@ -39,7 +40,7 @@ class Estimate(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """What a majority of k samples holds and how often it is right."""
+    """What a majority of k generations holds and how often it is right."""
 
     k: int
     share: Estimate
@@ -80,9 +81,9 @@ def curve(results: Results, metric: str) -> list[Estimate]:
     """metric@k by rising k."""
     found = []
     for name, value in results["metrics"].items():
-        stem, _, k = name.partition("@")
-        if stem == metric and k.isdigit():
-            found.append(estimate(int(k), value))
+        stem, k = names.split(name)
+        if stem == metric and k is not None:
+            found.append(estimate(k, value))
     return sorted(found)
 
 
@@ -93,8 +94,8 @@ def estimate(k: int, value: Mapping[str, Any]) -> Estimate:
 
 def votes(results: Results) -> list[Vote]:
     """Vote share and accuracy of the majority, by rising k."""
-    accuracy = {estimate.k: estimate for estimate in curve(results, "majority_accuracy")}
-    shares = curve(results, "majority_share")
+    accuracy = {estimate.k: estimate for estimate in curve(results, names.MAJORITY_ACCURACY)}
+    shares = curve(results, names.MAJORITY_SHARE)
     return [Vote(share.k, share, accuracy[share.k]) for share in shares if share.k in accuracy]
 
 
@@ -102,7 +103,7 @@ def pass_at_k(evaluations: Evaluations, looks: Looks) -> Figure | None:
     """pass@k over k on a log2 axis, 95% intervals shaded. None without results."""
 
     def draw(axes: Axes, results: Results, look: Mapping[str, Any]) -> None:
-        points = curve(results, "pass")
+        points = curve(results, names.PASS)
         ks, means = [point.k for point in points], [point.mean for point in points]
         marked = [place for place, k in enumerate(ks) if k.bit_count() == 1 or place == len(ks) - 1]
         axes.plot(ks, means, **figures.MARKED, **look, markevery=marked)
@@ -118,7 +119,7 @@ def pass_at_k(evaluations: Evaluations, looks: Looks) -> Figure | None:
 
 
 def majority(evaluations: Evaluations, looks: Looks) -> Figure | None:
-    """Accuracy of the majority of k samples over its share of the votes; lines begin on the right, at k = 1."""
+    """Accuracy of the majority of k generations over its share of the votes; lines begin on the right, at k = 1."""
 
     def draw(axes: Axes, results: Results, look: Mapping[str, Any]) -> None:
         points = votes(results)

@@ -4,7 +4,6 @@
 and null (not finite when logged) counts as absent. Each run keeps its colour in every figure.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
+
+from poly_epo_jax.metrics import names
 
 Rows = Sequence[Mapping[str, Any]]
 Runs = Mapping[str, Rows]
@@ -27,10 +28,10 @@ PANELS = {
     "clusters/incorrect": "Clusters among incorrect",
     "policy/entropy": "Policy entropy",
     "synergy": "Synergy",
-    "eval/reward": "Held-out reward",
-    "eval/correct_clusters@8": "Held-out correct clusters of 8",
+    names.HELD_OUT_REWARD: "Held-out reward",
+    names.HELD_OUT_CORRECT_CLUSTERS: "Held-out correct clusters of 8",
 }
-PASS_AT = re.compile(r"eval/pass@(\d+)")
+COMPARED = (names.HELD_OUT_REWARD, names.HELD_OUT_CORRECT_CLUSTERS)
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers; dashes tell the eighth run from the first.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
@@ -79,7 +80,7 @@ def training_dynamics(runs: Runs) -> Figure | None:
 
 def comparison(runs: Runs) -> Figure | None:
     """Held-out reward and distinct correct clusters against step, readable at 900 pixels. None if never evaluated."""
-    return _panels(runs, ["eval/reward", "eval/correct_clusters@8"], max_columns=2, panel_size=(4.5, 3.1))
+    return _panels(runs, COMPARED, max_columns=2, panel_size=(4.5, 3.1))
 
 
 def pass_at_k(runs: Runs) -> Figure | None:
@@ -110,10 +111,16 @@ def series(rows: Rows, metric: str) -> tuple[Int[np.ndarray, "T"], Float[np.ndar
 def last_pass_at_k(rows: Rows) -> dict[int, float]:
     """{k: pass@k} of the last row that has any, by rising k."""
     for row in reversed(rows):
-        found = {int(match[1]): row[key] for key in row if (match := PASS_AT.fullmatch(key)) and row[key] is not None}
-        if found:
-            return dict(sorted(found.items()))
+        curve = {k: value for name, value in row.items() if (k := _pass_at(name)) and value is not None}
+        if curve:
+            return dict(sorted(curve.items()))
     return {}
+
+
+def _pass_at(name: str) -> int | None:
+    """The k of a held-out pass@k."""
+    stem, k = names.split(name)
+    return k if stem == names.held_out(names.PASS) else None
 
 
 def smooth(values: Float[np.ndarray, "T"]) -> Float[np.ndarray, "T"]:
@@ -143,7 +150,7 @@ def _panels(runs: Runs, metrics: Sequence[str], max_columns: int, panel_size: tu
         for index, (axes, metric) in enumerate(zip(panels, present, strict=False)):
             for label, style in styles(list(runs)).items():
                 steps, values = series(runs[label], metric)
-                if metric.startswith("eval/"):
+                if names.is_held_out(metric):
                     axes.plot(steps, values, **MARKED, **style)
                 else:
                     axes.plot(steps, values, color=style["color"], linewidth=0.7, alpha=faint, zorder=1)

@@ -1,8 +1,4 @@
-"""What a report is made from: the folders of runs (see tracking.py) and of evaluations (see evaluation.py).
-
-A run folder holds metrics.jsonl; an evaluation folder holds results.json and samples.jsonl for each benchmark and
-model, in <benchmark>/<model>/.
-"""
+"""What a report is made from: the folders of runs (see run_folder.py) and of evaluations (see evaluation/folder.py)."""
 
 import dataclasses
 import json
@@ -11,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from poly_epo_jax.evaluation.folder import RESULTS, find_results
+from poly_epo_jax.run_folder import METRICS, TIMELINE, TIMING, read_rows
 from poly_epo_jax.timeline import Window
-from poly_epo_jax.tracking import METRICS, TIMELINE, TIMING, read_rows
 
-RESULTS = "results.json"
 Rows = list[dict[str, Any]]
-_COUNTS = ("num_problems", "num_samples")
+_COUNTS = ("num_problems", "num_generations")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +50,7 @@ def read_folders(folders: Sequence[Path], models: Sequence[str] = ()) -> tuple[d
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder: name a run folder, with {METRICS}, or an evaluation folder.")
-        (evaluations if any(folder.glob(f"*/*/{RESULTS}")) else runs).append(folder)
+        (evaluations if find_results(folder) else runs).append(folder)
     return {label: _read_run(run) for label, run in _labels(runs).items()}, _read_evaluations(evaluations, models)
 
 
@@ -95,7 +91,7 @@ def _read_timeline(path: Path) -> dict[int, Window]:
 def _read_evaluations(folders: Sequence[Path], models: Sequence[str]) -> Evaluations:
     found: dict[str, dict[str, Path]] = {}
     for folder in folders:
-        for path in sorted(folder.glob(f"*/*/{RESULTS}")):
+        for path in find_results(folder):
             benchmark, model = path.parent.parent.name, path.parent.name
             of_benchmark = found.setdefault(benchmark, {})
             of_benchmark[model if model not in of_benchmark else f"{model} ({folder})"] = path.parent

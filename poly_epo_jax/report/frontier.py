@@ -6,7 +6,6 @@ writes frontier.png and frontier.md; launch/sweep.sh makes such runs.
 """
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
+from poly_epo_jax.metrics import names
 from poly_epo_jax.report import figures
-from poly_epo_jax.tracking import METRICS, read_rows
+from poly_epo_jax.run_folder import METRICS, read_config, read_method, read_rows
 
-METHOD_LABELS = {"marginal_set": "Poly-EPO", "grpo": "GRPO", "grpo_div": "GRPO+DIV"}
 COLUMNS = {
-    "eval/reward": "reward",
-    "eval/correct_clusters@8": "correct clusters of 8",
-    "eval/correct_clusters@64": "of 64",
-    "eval/incorrect_clusters@8": "incorrect of 8",
-    "eval/pass@8": "pass@8",
+    names.HELD_OUT_REWARD: "reward",
+    names.HELD_OUT_CORRECT_CLUSTERS: "correct clusters of 8",
+    names.held_out(names.at(names.CORRECT_CLUSTERS, 64)): "of 64",
+    names.held_out(names.at(names.INCORRECT_CLUSTERS, 8)): "incorrect of 8",
+    names.held_out(names.at(names.PASS, 8)): "pass@8",
 }
 Results = Mapping[tuple[str, float], list[Mapping[str, Any]]]
 """By method and learning rate, the last evaluation of each seed."""
@@ -42,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.mkdir(parents=True, exist_ok=True)
         points = defaultdict(list)
         for (method, rate), seeds in results.items():
-            points[method] += [(rate, row["eval/correct_clusters@8"], row["eval/reward"]) for row in seeds]
+            points[method] += [
+                (rate, row[names.HELD_OUT_CORRECT_CLUSTERS], row[names.HELD_OUT_REWARD]) for row in seeds
+            ]
         figures.frontier(points).savefig(output / "frontier.png")
         (output / "frontier.md").write_text(table(results))
     except (OSError, ValueError) as error:
@@ -53,24 +54,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_results(runs: Sequence[Path]) -> Results:
-    """The last evaluation of each run, by method and learning rate, methods in the order of METHOD_LABELS.
+    """The last evaluation of each run, by method and learning rate, methods in the order of their first runs.
 
     Raises:
       FileNotFoundError: a folder is no run.
-      ValueError: a run has not been evaluated yet.
+      ValueError: a run has not been evaluated yet, or does not name its method.
     """
     results = defaultdict(list)
     for run in runs:
-        config = json.loads((run / "config.json").read_text())
-        evaluated = [row for row in read_rows(run / METRICS) if "eval/correct_clusters@8" in row]
+        rate = read_config(run)["optimizer"]["learning_rate"]
+        evaluated = [row for row in read_rows(run / METRICS) if names.HELD_OUT_CORRECT_CLUSTERS in row]
         if not evaluated:
             raise ValueError(
                 f"{run} has no evaluation with 8 or more generations; set eval.every and eval.num_generations."
             )
-        key = METHOD_LABELS[config["algo"]["advantages"]], config["optimizer"]["learning_rate"]
-        results[key].append(evaluated[-1])
-    order = list(METHOD_LABELS.values())
-    return dict(sorted(results.items(), key=lambda item: (order.index(item[0][0]), item[0][1])))
+        results[read_method(run), rate].append(evaluated[-1])
+    methods = list(dict.fromkeys(method for method, _ in results))
+    return dict(sorted(results.items(), key=lambda item: (methods.index(item[0][0]), item[0][1])))
 
 
 def table(results: Results) -> str:

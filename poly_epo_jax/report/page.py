@@ -14,6 +14,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from poly_epo_jax.metrics import names
 from poly_epo_jax.report import figures
 from poly_epo_jax.report.evaluation_figures import Estimate, Evaluations, Results, curve, estimate
 
@@ -21,12 +22,12 @@ Rows = Sequence[Mapping[str, Any]]
 STEPS_AVERAGED = 10
 _SCRIPTS = ("charts.js", "browser.js")
 _COLUMNS = {  # the last k of a metric@k
-    "pass@1": "pass@1",
-    "pass": "pass@{k}",
-    "majority_accuracy": "majority of {k} right",
-    "majority_share": "its vote share",
-    "correct_clusters": "correct clusters of {k}",
-    "incorrect_clusters": "incorrect clusters of {k}",
+    names.at(names.PASS, 1): "pass@1",
+    names.PASS: "pass@{k}",
+    names.MAJORITY_ACCURACY: "majority of {k} right",
+    names.MAJORITY_SHARE: "its vote share",
+    names.CORRECT_CLUSTERS: "correct clusters of {k}",
+    names.INCORRECT_CLUSTERS: "incorrect clusters of {k}",
     "answer_entropy": "answer entropy",
     "response_length": "tokens",
 }
@@ -55,8 +56,8 @@ def fill_page(title: str, body: Mapping[str, str], data: Mapping[str, Any]) -> s
 
 def run_summary(label: str, rows: Rows) -> str:
     """One sentence on what training changed on held-out problems."""
-    steps, rewards = figures.series(rows, "eval/reward")
-    _, clusters = figures.series(rows, "eval/correct_clusters@8")
+    steps, rewards = figures.series(rows, names.HELD_OUT_REWARD)
+    _, clusters = figures.series(rows, names.HELD_OUT_CORRECT_CLUSTERS)
     name = f"<b>{html.escape(label)}</b>"
     if not len(steps):
         return f"{name}: no evaluation up to step {rows[-1]['step']}."
@@ -77,13 +78,13 @@ def evaluation_summaries(evaluations: Evaluations) -> list[str]:
 def _beside(first: str, other: str, evaluations: Evaluations) -> str:
     shared = {name: (of[first], of[other]) for name, of in evaluations.items() if first in of and other in of}
     changes = []
-    for metric, name in (("pass", "pass@{k}"), ("correct_clusters", "distinct correct clusters of {k}")):
+    for metric, title in ((names.PASS, "pass@{k}"), (names.CORRECT_CLUSTERS, "distinct correct clusters of {k}")):
         curves = [[{point.k: point.mean for point in curve(one, metric)} for one in pair] for pair in shared.values()]
         ks = set.intersection(*(set(one) for pair in curves for one in pair)) if curves else set()
-        for k in sorted({min(ks), max(ks)} if metric == "pass" else {max(ks)}) if ks else ():
+        for k in sorted({min(ks), max(ks)} if metric == names.PASS else {max(ks)}) if ks else ():
             means = [sum(pair[side][k] for pair in curves) / len(curves) for side in (0, 1)]
             values = [_value(metric, mean) for mean in means]
-            changes.append(f"{name.format(k=k)}: {' → '.join(values if first != other else values[:1])}")
+            changes.append(f"{title.format(k=k)}: {' → '.join(values if first != other else values[:1])}")
     name = f"<b>{html.escape(other)}</b>" + (f" instead of {html.escape(first)}" if first != other else "")
     where = f"on {html.escape(next(iter(shared)))}" if len(shared) == 1 else f"means over {len(shared)} benchmarks"
     return f"{name}: {', '.join(changes)}, {where}." if changes else f"{name}: nothing in common."
@@ -95,15 +96,17 @@ def results_tables(evaluations: Evaluations, labels: Sequence[str]) -> str:
     for benchmark, models in evaluations.items():
         cells = {model: _metrics_shown(results) for model, results in models.items()}
         columns = list(dict.fromkeys(column for row in cells.values() for column in row))
-        columns.sort(key=[name for row in cells.values() for name in row].index)
+        columns.sort(key=[column for row in cells.values() for column in row].index)
         header = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
         lines = [f"<tr><th>model</th>{header}</tr>"]
         for model, row in cells.items():
             swatch = f'<span class="swatch look{labels.index(model) % 7}"></span>'
             values = "".join(f"<td>{row.get(column, '-')}</td>" for column in columns)
             lines.append(f"<tr><th>{swatch}{html.escape(model)}</th>{values}</tr>")
-        sizes = {(results["num_problems"], results["num_samples"]) for results in models.values()}
-        size = " or ".join(f"{problems} problems, {samples} samples each" for problems, samples in sorted(sizes))
+        sizes = {(results["num_problems"], results["num_generations"]) for results in models.values()}
+        size = " or ".join(
+            f"{problems} problems, {generations} generations each" for problems, generations in sorted(sizes)
+        )
         tables.append(
             f"<h3>{html.escape(benchmark)} <span class='muted'>{size}</span></h3>"
             f"<div class='wide'><table class='results'>{''.join(lines)}</table></div>"
@@ -117,7 +120,7 @@ def metrics_table(finals: Mapping[str, Mapping[str, float]]) -> str:
 
     def natural(metric: str) -> list[Any]:
         words_and_numbers = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", metric)]
-        return [not metric.startswith("eval/"), "/" in metric, *words_and_numbers]
+        return [not names.is_held_out(metric), "/" in metric, *words_and_numbers]
 
     header = "".join(f"<th>{html.escape(label)}</th>" for label in finals)
     lines = [f"<tr><th>metric</th>{header}</tr>"]
@@ -138,7 +141,7 @@ def final_values(rows: Rows) -> dict[str, float]:
     for metric in {key for row in rows for key in row if key != "step"}:
         _, logged = figures.series(rows, metric)
         if len(logged):
-            values[metric] = float(logged[-1] if metric.startswith("eval/") else logged[-STEPS_AVERAGED:].mean())
+            values[metric] = float(logged[-1] if names.is_held_out(metric) else logged[-STEPS_AVERAGED:].mean())
     return values
 
 
@@ -149,7 +152,7 @@ def _metrics_shown(results: Results) -> dict[str, str]:
             shown[column] = _cell(metric, estimate(1, results["metrics"][metric]))
             continue
         estimates = curve(results, metric)
-        if estimates and (metric != "pass" or estimates[-1].k > 1):
+        if estimates and (metric != names.PASS or estimates[-1].k > 1):
             shown[column.format(k=estimates[-1].k)] = _cell(metric, estimates[-1])
     return shown
 

@@ -1,4 +1,4 @@
-"""Evaluations: what is on disk, whatever broke them off, and numbers that a few samples give by hand."""
+"""Evaluations: what is on disk, whatever broke them off, and numbers that a few generations give by hand."""
 
 import asyncio
 import json
@@ -16,7 +16,9 @@ from fakes import LETTERS, TINY, ByLetter, LetterJudge, group, tiny_params, unti
 
 from configs import polaris, polynomial
 from poly_epo_jax.evaluation.benchmarks import BENCHMARKS, open_benchmark
-from poly_epo_jax.evaluation.samples import SAMPLES, draw_samples, open_folder, read_samples, results
+from poly_epo_jax.evaluation.draw import draw_generations
+from poly_epo_jax.evaluation.folder import EVALUATED_GENERATION, GENERATIONS, open_folder, read_generations
+from poly_epo_jax.evaluation.results import compute_results
 from poly_epo_jax.model import hf
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
@@ -66,37 +68,40 @@ class SeededLetters:
 def draw(folder: Path, rollouts: SeededLetters, problems: Sequence[Problem] = PROBLEMS) -> list[int]:
     open_folder(folder, {"sampling": {"seed": 7}})
     task, judge = VotedLetters(), LetterJudge()
-    asyncio.run(draw_samples(folder, rollouts, task, judge, problems, 4, Sampling(2, seed=7), rollouts.told.append))
+    asyncio.run(draw_generations(folder, rollouts, task, judge, problems, 4, Sampling(2, seed=7), rollouts.told.append))
     return rollouts.told
 
 
-def test_samples_are_kept_as_they_come_and_not_drawn_again(tmp_path: Path):
+def test_generations_are_kept_as_they_come_and_not_drawn_again(tmp_path: Path):
     assert draw(tmp_path / "whole", SeededLetters()) == list(range(10))
     with pytest.raises(ConnectionError):
         draw(tmp_path / "broken", SeededLetters(groups_before_death=4))
-    path = tmp_path / "broken" / SAMPLES
-    assert len(list(read_samples(path))) == 16
+    path = tmp_path / "broken" / GENERATIONS
+    assert len(list(read_generations(path.parent))) == 16
     content = path.read_text()
-    # As a crash would leave it: a problem with two of its samples, and half a line.
+    # As a crash would leave it: a problem with two of its generations, and half a line.
     path.write_text(content[: content.rindex("\n", 0, content.rindex("\n", 0, len(content) - 1)) + 30])
 
     rollouts = SeededLetters()
     assert draw(tmp_path / "broken", rollouts)[0] == 3
     assert len(rollouts.asked) == 6
-    assert path.read_bytes() == (tmp_path / "whole" / SAMPLES).read_bytes()
+    assert path.read_bytes() == (tmp_path / "whole" / GENERATIONS).read_bytes()
     assert draw(tmp_path / "broken", SeededLetters(groups_before_death=0)) == [9]  # nothing is asked for
 
 
-def test_samples_of_different_kinds_are_not_mixed(tmp_path: Path):
+def test_generations_of_different_kinds_are_not_mixed(tmp_path: Path):
     draw(tmp_path, SeededLetters())
-    with pytest.raises(ValueError, match=r"holds samples with another model, sampling\.seed; choose another --output"):
+    with pytest.raises(
+        ValueError, match=r"holds generations with another model, sampling\.seed; choose another --output"
+    ):
         open_folder(tmp_path, {"sampling": {"seed": 8}, "model": "another"})
 
 
-def test_rows_say_all_of_a_sample(tmp_path: Path):
+def test_rows_have_every_column(tmp_path: Path):
     draw(tmp_path, SeededLetters(), PROBLEMS[:3])
-    rows = list(read_samples(tmp_path / SAMPLES))
-    assert [(row["problem"], row["sample"]) for row in rows] == [(p.id, i) for p in PROBLEMS[:3] for i in range(4)]
+    rows = list(read_generations(tmp_path))
+    assert all(row.keys() == EVALUATED_GENERATION.keys() for row in rows)
+    assert [(row["problem"], row["generation"]) for row in rows] == [(p.id, i) for p in PROBLEMS[:3] for i in range(4)]
     for row in rows:
         letter = row["response"]
         assert row["token_ids"] == [2 + LETTERS.index(letter), 1]
@@ -110,20 +115,22 @@ def test_rows_say_all_of_a_sample(tmp_path: Path):
 
 
 def write(folder: Path, rows: Sequence[tuple[str, str, int | None]]) -> Path:
-    """Samples of (problem, letter, cluster)."""
+    """Generations of (problem, letter, cluster)."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / SAMPLES).open("w") as file:
-        for problem, letter, cluster in rows:
-            answer = {"a": 0, "b": 1, "c": 1, "d": -1}[letter]
-            row = {"problem": problem, "reward": float(letter == "a"), "answer": answer, "cluster": cluster}
-            file.write(json.dumps(row | {"token_ids": [LETTERS.index(letter), 9]}) + "\n")
+    with (folder / GENERATIONS).open("w") as file:
+        for number, (problem, letter, cluster) in enumerate(rows):
+            row = {"problem": problem, "prompt": "x", "gold": "a", "generation": number, "response": letter}
+            row |= {"reward": float(letter == "a"), "correct": letter == "a", "cluster": cluster, "rationale": None}
+            row |= {"answer": {"a": 0, "b": 1, "c": 1, "d": -1}[letter], "answer_text": letter}
+            row |= {"token_ids": [LETTERS.index(letter), 9], "finish_reason": "stop"}
+            file.write(json.dumps(row) + "\n")
     return folder
 
 
 def test_results_by_hand(tmp_path: Path):
     easy = [("easy", letter, cluster) for letter, cluster in zip("aaab", (1, 1, 2, 100), strict=True)]
     hard = [("hard", letter, cluster) for letter, cluster in zip("bcda", (1, 2, 3, 1), strict=True)]
-    found = results(write(tmp_path, easy + hard))
+    found = compute_results(write(tmp_path, easy + hard))
     mean = {name: metric["mean"] for name, metric in found["metrics"].items()}
     assert mean["pass@1"] == (3 / 4 + 1 / 4) / 2
     assert mean["pass@2"] == pytest.approx((1 + 1 / 2) / 2)
@@ -134,28 +141,28 @@ def test_results_by_hand(tmp_path: Path):
     assert mean["incorrect_clusters@4"] == (0 + 3) / 2  # cluster 100 is none
     assert found["branching"]["mean"] == [(2 + 4) / 2, (2 + 4) / 2]
     assert found["per_problem"] == [
-        {"problem": "easy", "num_correct": 3, "num_samples": 4},
-        {"problem": "hard", "num_correct": 1, "num_samples": 4},
+        {"problem": "easy", "num_correct": 3, "num_generations": 4},
+        {"problem": "hard", "num_correct": 1, "num_generations": 4},
     ]
     assert all(metric["low"] <= metric["mean"] <= metric["high"] for metric in found["metrics"].values())
 
 
 def test_problems_without_clustering_have_no_clusters_counted(tmp_path: Path):
     rows = [(problem, "a", cluster) for problem, cluster in (("p", None), ("q", 1)) for _ in range(2)]
-    found = results(write(tmp_path, rows))
+    found = compute_results(write(tmp_path, rows))
     assert (found["num_problems"], found["num_clustered"]) == (2, 1)
     assert found["metrics"]["correct_clusters@2"] == {"mean": 1.0, "low": None, "high": None}
-    none = results(write(tmp_path / "none", [("p", "a", None), ("q", "b", None)]))
+    none = compute_results(write(tmp_path / "none", [("p", "a", None), ("q", "b", None)]))
     assert not [name for name in none["metrics"] if "clusters" in name]
 
 
-def test_the_order_of_samples_changes_nothing(tmp_path: Path):
+def test_the_order_of_generations_changes_nothing(tmp_path: Path):
     rng = np.random.default_rng(0)
     rows = [(f"p{i}", str(rng.choice(list(LETTERS))), int(rng.integers(3))) for i in range(6) for _ in range(8)]
-    in_order = results(write(tmp_path / "a", rows))
+    in_order = compute_results(write(tmp_path / "a", rows))
     problems = [rows[8 * i : 8 * i + 8] for i in range(6)]
     shuffled = [row for problem in problems for row in [problem[j] for j in rng.permutation(8)]]
-    again = results(write(tmp_path / "b", shuffled))
+    again = compute_results(write(tmp_path / "b", shuffled))
     for name, metric in in_order["metrics"].items():
         tolerance = 0.05 if name.startswith("majority") else 1e-9  # of these, random subsets are taken
         assert again["metrics"][name]["mean"] == pytest.approx(metric["mean"], abs=tolerance), name
@@ -164,9 +171,9 @@ def test_the_order_of_samples_changes_nothing(tmp_path: Path):
 
 def test_a_damaged_line_is_named(tmp_path: Path):
     write(tmp_path, [("p", "a", 1)])
-    (tmp_path / SAMPLES).write_text((tmp_path / SAMPLES).read_text() + "nonsense\n")
-    with pytest.raises(ValueError, match="line 2, is not a sample"):
-        results(tmp_path)
+    (tmp_path / GENERATIONS).write_text((tmp_path / GENERATIONS).read_text() + "nonsense\n")
+    with pytest.raises(ValueError, match="line 2, is not a row"):
+        compute_results(tmp_path)
 
 
 def test_benchmarks_by_name_task_and_file(tmp_path: Path):
@@ -197,7 +204,7 @@ def command(model: Path, output: Path, *more: str) -> list[str]:
     settings = {"mesh.fsdp": 1, "rollouts.max_concurrent": 32, "sampling.max_tokens": 60}
     flags = [f"--config.{key}={value}" for key, value in settings.items()]
     arguments = ["--config=configs/polynomial.py", f"--models=tiny={model}", "--benchmarks=polynomial"]
-    arguments += ["--samples=8", f"--output={output}", *flags, *more]
+    arguments += ["--num_generations=8", f"--output={output}", *flags, *more]
     return [sys.executable, "-m", "poly_epo_jax.evaluate", *arguments]
 
 
@@ -206,7 +213,7 @@ def test_kill_in_the_middle_and_again_is_the_same_result(model: Path, tmp_path: 
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     subprocess.run(command(model, tmp_path / "whole"), cwd=ROOT, env=environment, check=True, timeout=300)
     killed = subprocess.Popen(command(model, tmp_path / "killed"), cwd=ROOT, env=environment)
-    path = tmp_path / "killed" / "polynomial" / "tiny" / SAMPLES
+    path = tmp_path / "killed" / "polynomial" / "tiny" / GENERATIONS
     while not path.exists() or path.stat().st_size < 2000:
         assert killed.poll() is None
         time.sleep(0.001)
@@ -214,7 +221,7 @@ def test_kill_in_the_middle_and_again_is_the_same_result(model: Path, tmp_path: 
     killed.wait()
     assert len(path.read_text().splitlines()) < 40 * 8
     subprocess.run(command(model, tmp_path / "killed"), cwd=ROOT, env=environment, check=True, timeout=300)
-    for name in (SAMPLES, "results.json"):
+    for name in (GENERATIONS, "results.json"):
         whole = tmp_path / "whole" / "polynomial" / "tiny" / name
         assert path.with_name(name).read_bytes() == whole.read_bytes()
 

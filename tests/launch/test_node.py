@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3
-from poly_epo_jax.tracking import read_rows
+from poly_epo_jax.run_folder import read_rows
 
 PR_SET_CHILD_SUBREAPER = 36
 POLICY, JUDGE = 30000, 30010
@@ -427,10 +427,10 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
     assert all(row["judge/failed_prompts"] == 0 and row["mismatch/max"] < 1e-3 for row in rows[1:])
     assert all(row["policy/update_norm"] > 0 for row in rows[1:])
     assert all(0 <= row["judge/hidden"] <= 1 for row in read_rows(tmp_path / "run" / "timing.jsonl")[1:])
-    samples = read_rows(tmp_path / "run" / "samples.jsonl")
-    assert len(samples) == 3 * 4 * 4
-    assert {row["cluster"] for row in samples} <= {1, 2, 3, 4, 100}
-    assert all(row["rationale"] and row["prompt"].startswith("<|im_start|>user\n") for row in samples)
+    generations = read_rows(tmp_path / "run" / "generations.jsonl")
+    assert len(generations) == 3 * 4 * 4
+    assert {row["cluster"] for row in generations} <= {1, 2, 3, 4, 100}
+    assert all(row["rationale"] and row["prompt"].startswith("<|im_start|>user\n") for row in generations)
     counts = json.loads((tmp_path / "run" / "data.json").read_text())
     assert counts["train"]["kept"] + sum(counts["train"]["dropped"].values()) == 7473
     assert counts["held_out"]["dropped"]["too_long"] > 0

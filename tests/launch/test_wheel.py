@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from training_runs import SETTINGS
 
-from poly_epo_jax.tracking import read_rows
+from poly_epo_jax.run_folder import read_rows
 
 ROOT = Path(__file__).parents[2]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
@@ -104,7 +104,7 @@ def test_the_readmes_objective_trains(trained: Path):
 
 
 def test_what_was_trained_is_evaluated_reported_and_exported(trained: Path, python: Python, home: Path):
-    models = ["--models=mine=runs/my-objective", "--benchmarks=polynomial", "--samples=8"]
+    models = ["--models=mine=runs/my-objective", "--benchmarks=polynomial", "--num_generations=8"]
     python("-m", "poly_epo_jax.evaluate", "--config=my_config.py", TASK, *models)
     python("-m", "poly_epo_jax.report", "runs/my-objective", "runs/evaluation")
     assert (home / "runs" / "report" / "report.html").stat().st_size > 50_000  # with its style, scripts and data

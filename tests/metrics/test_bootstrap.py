@@ -12,7 +12,7 @@ from poly_epo_jax.metrics.bootstrap import bootstrap_interval
 def missed(num_problems: int, alpha: float, beta: float, num_benchmarks: int) -> tuple[float, float]:
     """Shares of benchmarks whose interval of level 0.95 lies above the truth, and below it.
 
-    Each metric is a benchmark of its own, of problems that a policy solves in p ~ Beta(alpha, beta) of 16 samples.
+    Each metric is a benchmark of its own, of problems that a policy solves in p ~ Beta(alpha, beta) of 16 generations.
     """
     rng = np.random.default_rng(num_problems)
     solve_rates = rng.beta(alpha, beta, (num_problems, num_benchmarks))

@@ -22,10 +22,10 @@ def by_hand(answers: list[int], correct: list[bool], k: int) -> tuple[float, flo
     return float(np.mean(accuracies)), float(np.mean(shares))
 
 
-def random_votes(num_problems: int, num_samples: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def random_votes(num_problems: int, num_generations: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Few ids with gaps between them, so that ties and missing answers abound; several may be correct."""
     rng = np.random.default_rng(seed)
-    answers = rng.choice([-1, 0, 3, 1000], size=(num_problems, num_samples))
+    answers = rng.choice([-1, 0, 3, 1000], size=(num_problems, num_generations))
     is_correct = rng.random((num_problems, 1001)) < 0.4
     return answers, np.take_along_axis(is_correct, answers, axis=1) & (answers >= 0)
 
@@ -68,7 +68,7 @@ def test_one_vote_is_the_mean_reward_and_all_votes_are_one_subset():
     np.testing.assert_array_equal(drawn[0], drawn[1])
 
 
-def test_the_order_of_samples_does_not_matter():
+def test_the_order_of_generations_does_not_matter():
     answers, correct = random_votes(20, 8)
     shuffled = np.random.default_rng(1).permutation(8)
     exact = majority_at_k(answers, correct, 3)
@@ -93,7 +93,7 @@ def test_random_subsets_estimate_the_exact_mean():
 
 
 def test_a_whole_benchmark_at_once():
-    """500 problems of 64 samples, of which 48 agree: they always win 33 votes, with three quarters of them."""
+    """500 problems of 64 generations, of which 48 agree: they always win 33 votes, with three quarters of them."""
     answers = np.tile(np.where(np.arange(64) % 4 == 0, np.arange(64), 1), (500, 1))
     accuracy, vote_share = majority_at_k(answers, answers == 1, 33, num_subsets=200)
     np.testing.assert_array_equal(accuracy, np.ones(500))
@@ -105,8 +105,8 @@ def test_a_whole_benchmark_at_once():
 @pytest.mark.parametrize(
     ("answers", "correct", "k", "num_subsets", "complaint"),
     [
-        ([[0, 1]], [[True, False]], 3, 10, "k is 3, but must lie between 1 and the number of samples, 2"),
-        ([[0, 1]], [[True, False]], 0, 10, "k is 0, but must lie between 1 and the number of samples, 2"),
+        ([[0, 1]], [[True, False]], 3, 10, "k is 3, but must lie between 1 and the number of generations, 2"),
+        ([[0, 1]], [[True, False]], 0, 10, "k is 0, but must lie between 1 and the number of generations, 2"),
         ([[0, 1]], [[True, False]], 1, 0, "num_subsets is 0, but must be at least 1"),
         ([[0, -2]], [[True, False]], 1, 10, "ids from 0 on, or -1 for no answer"),
         ([[4, 7, 7]], [[True, True, False]], 1, 10, "all correct or all wrong, but those of id 7 are both"),

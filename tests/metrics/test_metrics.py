@@ -28,26 +28,28 @@ def test_pass_at_k_takes_every_k_for_many_problems():
     assert pass_at_k(8, np.array([], int), 3).shape == (0,)
 
 
-@pytest.mark.parametrize(("num_samples", "k"), [(1024, 1), (1024, 256), (10_000, 100), (10_000, 10_000)])
-def test_pass_at_k_is_exact_for_many_samples(num_samples, k):
-    num_correct = np.array([0, 1, 7, num_samples // 2, num_samples - 1, num_samples])
-    exact = [float(1 - Fraction(math.comb(num_samples - int(c), k), math.comb(num_samples, k))) for c in num_correct]
-    estimate = pass_at_k(num_samples, num_correct, k)
+@pytest.mark.parametrize(("num_generations", "k"), [(1024, 1), (1024, 256), (10_000, 100), (10_000, 10_000)])
+def test_pass_at_k_is_exact_for_many_generations(num_generations, k):
+    num_correct = np.array([0, 1, 7, num_generations // 2, num_generations - 1, num_generations])
+    exact = [
+        float(1 - Fraction(math.comb(num_generations - int(c), k), math.comb(num_generations, k))) for c in num_correct
+    ]
+    estimate = pass_at_k(num_generations, num_correct, k)
     assert estimate.dtype == np.float64
     np.testing.assert_allclose(estimate, exact, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("k", [0, 5])
 def test_pass_at_k_refuses_impossible_draws(k):
-    with pytest.raises(ValueError, match=f"k is {k}, but must lie between 1 and num_samples, 4"):
+    with pytest.raises(ValueError, match=f"k is {k}, but must lie between 1 and num_generations, 4"):
         pass_at_k(4, np.array([1]), k)
-    with pytest.raises(ValueError, match=f"k is {k}, but must lie between 1 and num_samples, 4"):
+    with pytest.raises(ValueError, match=f"k is {k}, but must lie between 1 and num_generations, 4"):
         distinct_clusters(np.zeros((1, 4), int), np.ones((1, 4), bool), k)
 
 
 @pytest.mark.parametrize("num_correct", [-1, 5])
 def test_pass_at_k_refuses_impossible_counts(num_correct):
-    with pytest.raises(ValueError, match="num_correct must lie between 0 and num_samples, 4"):
+    with pytest.raises(ValueError, match="num_correct must lie between 0 and num_generations, 4"):
         pass_at_k(4, np.array([1, num_correct]), 2)
 
 

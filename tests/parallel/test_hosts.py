@@ -13,7 +13,7 @@ from sglang_servers import free_port
 from training_runs import Run
 
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.tracking import read_rows
+from poly_epo_jax.run_folder import read_rows
 
 STEPS, CHECKPOINT_EVERY = 10, 4
 CHANGES = {
@@ -48,7 +48,7 @@ def assert_same(run: Run, single: Run) -> None:
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert [row["reward"] for row in rows[1:]] == [row["reward"] for row in expected[1:]]
     assert rows[-1]["eval/reward"] == expected[-1]["eval/reward"]
-    samples, expected = (read_rows(one.folder / "samples.jsonl") for one in (run, single))
+    samples, expected = (read_rows(one.folder / "generations.jsonl") for one in (run, single))
     assert [[row[key] for key in SAMPLED] for row in samples] == [[row[key] for key in SAMPLED] for row in expected]
 
 

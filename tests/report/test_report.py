@@ -15,8 +15,8 @@ import reports
 from poly_epo_jax.report import __main__ as report_main
 from poly_epo_jax.report import build as report
 from poly_epo_jax.report import figures
+from poly_epo_jax.report import generations as report_generations
 from poly_epo_jax.report import page as report_page
-from poly_epo_jax.report import samples as report_samples
 
 HOSTILE = reports.HOSTILE
 
@@ -48,7 +48,7 @@ def write_fake_run(run_dir: Path, seed: int, num_steps: int = 200, gain: float =
             timing.append({"step": step, **seconds, "tokens_per_second": 5000 + 100 * rng.normal()})
         metrics.append(row)
     timeline = [{"step": step, "start": 18.0 * (step - 1), **fake_window(step)} for step in range(1, num_steps + 1)]
-    samples = [
+    generations = [
         {
             "step": step,
             "problem": f"problem-{problem}",
@@ -56,6 +56,7 @@ def write_fake_run(run_dir: Path, seed: int, num_steps: int = 200, gain: float =
             "generation": generation,
             "response": HOSTILE if generation == 0 else f"I try x = {cluster}, so y = {cluster**2 + problem}.",
             "reward": float(cluster % 2),
+            "correct": cluster % 2 == 1,
             "cluster": None if problem == 1 else cluster,
             "rationale": None if problem == 1 else f"strategy {cluster}: {HOSTILE}",
             "advantage": None if problem == 1 else (cluster % 2 - 0.5) / 7,
@@ -65,7 +66,7 @@ def write_fake_run(run_dir: Path, seed: int, num_steps: int = 200, gain: float =
         for generation, cluster in enumerate([0, 1, 1, 2, 3, 3, 3, 100])
     ]
     run_dir.mkdir(parents=True)
-    for name, rows in {"metrics": metrics, "timing": timing, "timeline": timeline, "samples": samples}.items():
+    for name, rows in {"metrics": metrics, "timing": timing, "timeline": timeline, "generations": generations}.items():
         (run_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return run_dir
 
@@ -186,11 +187,11 @@ def test_policy_allows_just_the_pages_own_script_and_style(page: str):
 
 def test_hostile_text_stays_inside_the_data(page: str):
     assert page.count("<script") == 2 and "<img" not in page and "<" not in data_of(page, parse=False)
-    sample = data_of(page)["collections"][0]["problems"][0]["samples"][0]
-    assert sample["response"] == HOSTILE.replace("\x00\x1b", "\\x00\\x1b").replace("\u202e", "\\u202e").replace(
+    generation = data_of(page)["collections"][0]["problems"][0]["generations"][0]
+    assert generation["response"] == HOSTILE.replace("\x00\x1b", "\\x00\\x1b").replace("\u202e", "\\u202e").replace(
         "\ud800", "?"
     )
-    assert sample["rationale"] == f"strategy 0: {sample['response']}"
+    assert generation["rationale"] == f"strategy 0: {generation['response']}"
 
 
 def data_of(page: str, parse: bool = True) -> Any:
@@ -229,7 +230,7 @@ def test_table_sorts_pass_at_k_by_number(page: str):
     assert places == sorted(places)
 
 
-def test_samples_are_those_of_the_first_and_last_step(page: str):
+def test_generations_are_those_of_the_first_and_last_step(page: str):
     collections = data_of(page)["collections"]
     assert [(one["model"], one["part"]) for one in collections] == [
         (run, step) for run in ("grpo", "poly-epo") for step in ("step 100", "step 200")
@@ -243,17 +244,17 @@ def test_samples_are_those_of_the_first_and_last_step(page: str):
         (2, 1),
         (100, 1),
     ]
-    assert first["samples"][1]["advantage"] == pytest.approx(0.5 / 7)
+    assert first["generations"][1]["advantage"] == pytest.approx(0.5 / 7)
     assert second["clusters"] == [{"id": None, "size": 8, "correct": 5}]
-    assert "rationale" not in second["samples"][0]
+    assert "rationale" not in second["generations"][0]
 
 
 def test_steps_without_end_leave_the_first_and_the_last(tmp_path: Path):
     run = write_fake_run(tmp_path / "run", seed=0, num_steps=2, evaluate_every=0)
-    rows = (run / "samples.jsonl").read_text().splitlines(keepends=True)
+    rows = (run / "generations.jsonl").read_text().splitlines(keepends=True)
     many = [json.dumps(json.loads(row) | {"step": step}) + "\n" for step in (5, 6, 7) for row in rows[:8]]
-    (run / "samples.jsonl").write_text("".join(many) + '{"step": 8, "half')
-    assert [one["part"] for one in report_samples.run_collections("run", run)] == ["step 5", "step 7"]
+    (run / "generations.jsonl").write_text("".join(many) + '{"step": 8, "half')
+    assert [one["part"] for one in report_generations.run_collections("run", run)] == ["step 5", "step 7"]
 
 
 def test_output_defaults_to_the_run_itself_or_to_beside_several(two_runs: list[Path], page: str, capsys):
@@ -272,7 +273,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path):
 
 def test_live_run_with_a_half_written_row_and_no_evaluation(tmp_path: Path):
     run = write_fake_run(tmp_path / "young", seed=0, num_steps=2, evaluate_every=0)
-    (run / "samples.jsonl").unlink()
+    (run / "generations.jsonl").unlink()
     (run / "timeline.jsonl").unlink()  # older runs have none
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rew')

@@ -120,7 +120,7 @@ def test_a_bar_tells_its_numbers_wherever_it_is_touched(tab: chromium.Tab):
     assert text(tab, "figure.timeline .tip").startswith("grade")
 
 
-def test_samples_are_chosen_and_filtered(tab: chromium.Tab):
+def test_generations_are_chosen_and_filtered(tab: chromium.Tab):
     everything = [f"problem-{number}" for number in range(6)]
     assert problems(tab) == everything
     choose(tab, "filter", "unsolved")
@@ -140,7 +140,7 @@ def test_samples_are_chosen_and_filtered(tab: chromium.Tab):
     choose(tab, "part", "minerva")
     assert text(tab, "#problem h3") == "problem-3"
     assert text(tab, "#problems [aria-current=true] .text") == "problem-3"
-    assert text(tab, "#left-out").startswith("Here are 6 problems of 6 and 48 samples of 48")
+    assert text(tab, "#left-out").startswith("Here are 6 problems of 6 and 48 generations of 48")
 
 
 def test_a_problem_shows_its_generations_by_cluster(tab: chromium.Tab):

@@ -1,4 +1,4 @@
-"""Reports on made-up evaluations: figures, tables, what is shown of the samples, and what is refused."""
+"""Reports on made-up evaluations: figures, tables, what is shown of the generations, and what is refused."""
 
 import json
 import tracemalloc
@@ -11,14 +11,14 @@ import pytest
 from reports import write_fake_evaluation
 from test_report import Page, data_of, write_fake_run
 
-from poly_epo_jax.evaluation.samples import results as evaluation_results
+from poly_epo_jax.evaluation.results import compute_results
 from poly_epo_jax.report import __main__ as report_main
 from poly_epo_jax.report import build as report
 from poly_epo_jax.report import charts as report_charts
 from poly_epo_jax.report import evaluation_figures, figures
+from poly_epo_jax.report import generations as report_generations
 from poly_epo_jax.report import page as report_page
-from poly_epo_jax.report import samples as report_samples
-from poly_epo_jax.report.samples import WIDEST, Bounds, Excerpt
+from poly_epo_jax.report.generations import WIDEST, Bounds, Excerpt
 
 MODELS = {"base": 0.2, "grpo": 0.4, "poly_epo": 0.5}
 FIGURES = ("evaluation_pass_at_k", "majority", "branches", "rollout_trees")
@@ -113,7 +113,7 @@ def test_tree_figure_colours_right_and_wrong_leaves(evaluation: Path):
 
 def test_trees_are_of_a_problem_that_the_first_model_solves_sometimes(page: str):
     section = next(section for section in data_of(page)["sections"] if section["title"] == "Rollout trees")
-    assert section["note"].startswith("The first 12 samples of problem-2,")
+    assert section["note"].startswith("The first 12 generations of problem-2,")
     assert [panel["title"] for panel in section["panels"]] == ["base", "grpo"]
     assert [leaf[3] for leaf in section["panels"][0]["leaves"]].count(1) == 4
 
@@ -136,7 +136,7 @@ def test_long_curves_are_thinned_and_keep_their_ends():
 
 def test_tables_have_a_row_per_model_with_intervals(evaluation: Path, page: str):
     text = Page(page).text
-    assert "6 problems, 8 samples each" in text
+    assert "6 problems, 8 generations each" in text
     for column in ("pass@1", "pass@8", "majority of 8 right", "its vote share", "correct clusters of 8", "tokens"):
         assert text.count(column) >= 2
     value = results_of(evaluation)["aime26"]["grpo"]["metrics"]["pass@8"]
@@ -186,22 +186,22 @@ def test_runs_and_evaluations_share_a_page(evaluation: Path, tmp_path: Path):
     assert {"pass@k", "Training dynamics"} <= {section["title"] for section in data["sections"]}
 
 
-def test_samples_of_a_problem_lie_together_in_order(page: str):
+def test_generations_of_a_problem_lie_together_in_order(page: str):
     first = data_of(page)["collections"][0]
     assert (first["model"], first["part"]) == ("base", "aime26")
-    assert (first["all_problems"], first["all_samples"]) == (6, 48)
+    assert (first["all_problems"], first["all_generations"]) == (6, 48)
     problem = first["problems"][2]
-    assert problem | {"samples": [], "clusters": []} == {
+    assert problem | {"generations": [], "clusters": []} == {
         "id": "problem-2",
         "prompt": "Find x & y with x < 2. <b>Think</b>.",
         "gold": "2",
         "size": 8,
         "correct": 4,
         "clusters": [],
-        "samples": [],
+        "generations": [],
     }
-    assert [sample["number"] for sample in problem["samples"]] == list(range(8))
-    assert problem["samples"][3]["cut"] and problem["samples"][3]["tokens"] == 40
+    assert [generation["number"] for generation in problem["generations"]] == list(range(8))
+    assert problem["generations"][3]["cut"] and problem["generations"][3]["tokens"] == 40
     sizes = {cluster["id"]: (cluster["size"], cluster["correct"]) for cluster in problem["clusters"]}
     assert sizes == {0: (3, 2), 1: (3, 1), 2: (1, 1), 100: (1, 0)}
 
@@ -213,28 +213,28 @@ def test_excerpts_say_how_much_they_leave_out():
     assert Excerpt.of("abcdef").within(3) == "ab\n[… 3 characters left out …]\nf"
 
 
-def test_more_samples_are_cut_further(tmp_path: Path):
-    write_fake_evaluation(tmp_path, {"a": 0.5}, ("x",), num_problems=30, num_samples=20, num_tokens=3000)
+def test_more_generations_are_cut_further(tmp_path: Path):
+    write_fake_evaluation(tmp_path, {"a": 0.5}, ("x",), num_problems=30, num_generations=20, num_tokens=3000)
     problems = [f"problem-{number}" for number in range(30)]
-    collection, _ = report_samples.evaluation_collection("a", "x", tmp_path / "x" / "a", problems, None, 0)
+    collection, _ = report_generations.evaluation_collection("a", "x", tmp_path / "x" / "a", problems, None, 0)
     assert collection is not None
-    (whole,), bounds = report_samples.bound([collection], 100_000_000)
-    assert bounds == WIDEST and len(whole["problems"]) == 20 and len(whole["problems"][0]["samples"]) == 16
-    assert whole["problems"][0]["size"] == 20 and whole["all_samples"] == 600
+    (whole,), bounds = report_generations.bound([collection], 100_000_000)
+    assert bounds == WIDEST and len(whole["problems"]) == 20 and len(whole["problems"][0]["generations"]) == 16
+    assert whole["problems"][0]["size"] == 20 and whole["all_generations"] == 600
     for max_bytes, expected in ((500_000, Bounds(20, 8, 1500)), (50_000, Bounds(10, 4, 500))):
-        (cut,), bounds = report_samples.bound([collection], max_bytes)
+        (cut,), bounds = report_generations.bound([collection], max_bytes)
         assert bounds == expected
         assert len(json.dumps(cut).encode()) <= max_bytes and len(cut["problems"]) == expected.problems
-    (nothing,), _ = report_samples.bound([collection], 500)
+    (nothing,), _ = report_generations.bound([collection], 500)
     assert nothing["problems"] == []
 
 
 def test_an_evaluation_is_read_row_by_row(tmp_path: Path):
-    write_fake_evaluation(tmp_path, {"a": 0.5}, ("x",), num_problems=40, num_samples=10, num_tokens=2000)
+    write_fake_evaluation(tmp_path, {"a": 0.5}, ("x",), num_problems=40, num_generations=10, num_tokens=2000)
     path = tmp_path / "x" / "a"
-    assert (path / "samples.jsonl").stat().st_size > 5_000_000
+    assert (path / "generations.jsonl").stat().st_size > 5_000_000
     tracemalloc.start()
-    report_samples.evaluation_collection("a", "x", path, ["problem-0"], None, 0)
+    report_generations.evaluation_collection("a", "x", path, ["problem-0"], None, 0)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 2_000_000
@@ -242,16 +242,16 @@ def test_an_evaluation_is_read_row_by_row(tmp_path: Path):
 
 def test_what_evaluations_write_is_read(tmp_path: Path):
     folder = write_fake_evaluation(tmp_path / "e", {"a": 0.5}, ("x",)) / "x" / "a"
-    (folder / "results.json").write_text(json.dumps(evaluation_results(folder)))
+    (folder / "results.json").write_text(json.dumps(compute_results(folder)))
     page = report.write_report([tmp_path / "e"], tmp_path / "out").read_text(encoding="utf-8")
     titles = [section["title"] for section in data_of(page)["sections"]]
     assert titles == ["pass@k", "Majority voting", "Branching", "Rollout trees"]
     assert all(column in page for column in report_page._COLUMNS.values() if "{" not in column)
 
 
-def test_without_samples_there_is_no_browser(tmp_path: Path):
+def test_without_generations_there_is_no_browser(tmp_path: Path):
     write_fake_evaluation(tmp_path / "e", {"a": 0.5}, ("x",))
-    (tmp_path / "e" / "x" / "a" / "samples.jsonl").unlink()
+    (tmp_path / "e" / "x" / "a" / "generations.jsonl").unlink()
     data = data_of(report.write_report([tmp_path / "e"], tmp_path / "out").read_text(encoding="utf-8"))
     assert data["collections"] == []
     assert [section["title"] for section in data["sections"]] == ["pass@k", "Majority voting", "Branching"]
@@ -260,10 +260,13 @@ def test_without_samples_there_is_no_browser(tmp_path: Path):
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (lambda folder: _append(folder / "samples.jsonl", "nonsense\n"), "samples.jsonl, line 49, is not a sample"),
-        (lambda folder: _append(folder / "samples.jsonl", '{"problem": 3}\n'), "line 49, is not a sample: mend or"),
-        (lambda folder: _append(folder / "samples.jsonl", "[" * 100_000 + "\n"), "line 49, is not a sample"),
-        (lambda folder: _append(folder / "samples.jsonl", b"\xff\n"), "line 49, is not a sample"),
+        (
+            lambda folder: _append(folder / "generations.jsonl", "nonsense\n"),
+            "generations.jsonl, line 49, is not a row",
+        ),
+        (lambda folder: _append(folder / "generations.jsonl", '{"problem": 3}\n'), "line 49, is not a row: mend or"),
+        (lambda folder: _append(folder / "generations.jsonl", "[" * 100_000 + "\n"), "line 49, is not a row"),
+        (lambda folder: _append(folder / "generations.jsonl", b"\xff\n"), "line 49, is not a row"),
         (lambda folder: _append(folder / "results.json", "x"), "results.json does not hold the results"),
         (lambda folder: (folder / "results.json").write_text("[]"), "results.json does not hold the results"),
         (lambda folder: (folder / "results.json").write_text("{}"), "results.json does not hold the results"),

@@ -28,8 +28,8 @@ from sglang_servers import free_port
 from poly_epo_jax.config import ConfigError
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedRollouts
+from poly_epo_jax.run_folder import read_rows
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
-from poly_epo_jax.tracking import read_rows
 from poly_epo_jax.types import Group, Problem, Rollouts, Sampling
 
 try:

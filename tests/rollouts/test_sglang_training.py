@@ -13,8 +13,8 @@ from sglang_servers import ROOT, SGLangServer, free_port, require_sglang, runnin
 
 from configs import polynomial
 from poly_epo_jax.base_policy import base_policy_folder
-from poly_epo_jax.evaluation.samples import SAMPLES, read_samples
-from poly_epo_jax.tracking import read_rows
+from poly_epo_jax.evaluation.folder import read_generations
+from poly_epo_jax.run_folder import read_rows
 
 pytestmark = pytest.mark.slow
 
@@ -150,11 +150,10 @@ def test_a_server_and_a_folder_are_evaluated_alike(servers, tmp_path):
     assert httpx.post(f"{url}/update_weights_from_disk", json=weights).json()["success"]
     command = [sys.executable, "-m", "poly_epo_jax.evaluate", "--config=configs/polynomial.py"]
     command += [f"--models=folder={folder},server={url}", "--benchmarks=polynomial"]
-    command += ["--samples=2", f"--output={tmp_path}", "--config.sampling.temperature=0.0"]
+    command += ["--num_generations=2", f"--output={tmp_path}", "--config.sampling.temperature=0.0"]
     subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, timeout=300)
     responses = [
-        [row["response"] for row in read_samples(tmp_path / "polynomial" / label / SAMPLES)]
-        for label in ("folder", "server")
+        [row["response"] for row in read_generations(tmp_path / "polynomial" / label)] for label in ("folder", "server")
     ]
     assert len(responses[0]) == 80 and responses[0] == responses[1]
     assert httpx.get(f"{url}/model_info").json()["weight_version"] == "of the folder"

@@ -1,4 +1,4 @@
-// Shows the samples of report_samples.py: a collection's problems, filtered; a problem's generations by cluster.
+// Shows what generations.py collects: a collection's problems, filtered; a problem's generations by cluster.
 
 const DEGENERATE = report.degenerate;
 const control = Object.fromEntries(
@@ -24,7 +24,7 @@ const collection = () =>
   report.collections.find((one) => one.model === control.model.value && one.part === control.part.value);
 
 function contains(problem, text) {
-  const texts = [problem.id, problem.prompt, ...problem.samples.map((sample) => sample.response)];
+  const texts = [problem.id, problem.prompt, ...problem.generations.map((generation) => generation.response)];
   return texts.some((one) => one.toLowerCase().includes(text));
 }
 
@@ -34,12 +34,12 @@ function chooseModel() {
 }
 
 function chooseCollection() {
-  const { problems, all_problems, all_samples, file } = collection();
-  const shown = problems.reduce((sum, problem) => sum + problem.samples.length, 0);
+  const { problems, all_problems, all_generations, file } = collection();
+  const shown = problems.reduce((sum, problem) => sum + problem.generations.length, 0);
   control["left-out"].textContent =
     `Here are ${plural(problems.length, "problem")} of ${all_problems.toLocaleString("en")} and ` +
-    `${plural(shown, "sample")} of ${all_samples.toLocaleString("en")}: the first ${report.bounds.problems} problems, the first ` +
-    `${report.bounds.samples} samples of each, and ` +
+    `${plural(shown, "generation")} of ${all_generations.toLocaleString("en")}: the first ${report.bounds.problems} problems, the first ` +
+    `${report.bounds.generations} generations of each, and ` +
     `${report.bounds.characters.toLocaleString("en")} characters of a longer text. All of it is in ${file}`;
   listProblems();
 }
@@ -79,28 +79,28 @@ function showProblem(problem) {
     problem.gold ? make("p", "", "Answer: ", make("span", "text", problem.gold)) : "",
     ...[...problem.clusters]
       .sort((a, b) => (a.id === DEGENERATE) - (b.id === DEGENERATE))
-      .map((cluster) => showCluster(cluster, problem.samples.filter((sample) => sample.cluster === cluster.id))));
+      .map((cluster) => showCluster(cluster, problem.generations.filter((generation) => generation.cluster === cluster.id))));
 }
 
-function showCluster({ id, size, correct }, samples) {
+function showCluster({ id, size, correct }, generations) {
   const name = id === null ? "Not clustered" : id === DEGENERATE ? "Degenerate" : `Cluster ${id}`;
-  const shown = samples.length === size ? "" : `, ${samples.length || "none"} shown`;
+  const shown = generations.length === size ? "" : `, ${generations.length || "none"} shown`;
   const about = make("span", "muted", ` ${plural(size, "generation")}, ${correct} right${shown}`);
-  return make("section", "cluster", make("h4", "", name, about), ...samples.map(showSample));
+  return make("section", "cluster", make("h4", "", name, about), ...generations.map(showGeneration));
 }
 
-function showSample(sample) {
-  const about = [`generation ${sample.number}`];
-  if (sample.advantage !== null) about.unshift(`advantage ${signed(sample.advantage)}`);
-  if (sample.answer !== undefined) about.push(`answer ${sample.answer}`);
-  if (sample.tokens !== undefined) about.push(plural(sample.tokens, "token"));
-  if (sample.cut) about.push("cut off");
-  const reward = make("span", sample.reward === 1 ? "right" : "wrong", `reward ${Number(sample.reward.toPrecision(3))}`);
-  const opening = sample.response.trimStart().slice(0, 90).replaceAll("\n", " ");
+function showGeneration(generation) {
+  const about = [`generation ${generation.number}`];
+  if (generation.advantage !== null) about.unshift(`advantage ${signed(generation.advantage)}`);
+  if (generation.answer !== undefined) about.push(`answer ${generation.answer}`);
+  if (generation.tokens !== undefined) about.push(plural(generation.tokens, "token"));
+  if (generation.cut) about.push("cut off");
+  const reward = make("span", generation.correct ? "right" : "wrong", `reward ${Number(generation.reward.toPrecision(3))}`);
+  const opening = generation.response.trimStart().slice(0, 90).replaceAll("\n", " ");
   const summary = make("summary", "", reward, make("span", "muted text", ` · ${about.join(" · ")} `),
     make("span", "opening text", opening));
-  const rationale = sample.rationale ? make("p", "rationale", "Judge: ", make("span", "text", sample.rationale)) : null;
-  return make("details", "sample", summary, rationale, make("pre", "", sample.response));
+  const rationale = generation.rationale ? make("p", "rationale", "Judge: ", make("span", "text", generation.rationale)) : null;
+  return make("details", "generation", summary, rationale, make("pre", "", generation.response));
 }
 
 if (report.collections.length) {

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the figures of report_charts.py. Hovering, touching, or focusing one and pressing arrow keys tells its numbers.
+// Draws the figures of charts.py. Hovering, touching, or focusing one and pressing arrow keys tells its numbers.
 
 const report = JSON.parse(document.getElementById("data").textContent);
 const WIDTH = 420, HEIGHT = 280;

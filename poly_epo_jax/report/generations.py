@@ -1,26 +1,24 @@
 """The generations that a report shows: few, shortened, and read row by row, since a file may hold millions of tokens.
 
 A collection is what the page's browser chooses between: one model on one benchmark, or one step of a run. It is a
-dict, ready for JSON once `bound` has been there: {"model", "part", "file", "all_problems", "all_samples", "problems":
-[{"id", "prompt", "gold", "size", "correct", "clusters": [{"id", "size", "correct"}], "samples": [...]}]}. Sizes count
-all of a problem's samples, shown or not.
+dict, ready for JSON once `bound` has been there: {"model", "part", "file", "all_problems", "all_generations",
+"problems": [{"id", "prompt", "gold", "size", "correct", "clusters": [{"id", "size", "correct"}], "generations": []}]}.
+Sizes count all of a problem's generations, shown or not.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from poly_epo_jax.tracking import SAMPLES
+from poly_epo_jax.evaluation.folder import read_generations
+from poly_epo_jax.json_files import Row, read_rows
+from poly_epo_jax.run_folder import GENERATIONS, LOGGED_GENERATION, check_version
 
-Row = dict[str, Any]
 Collection = dict[str, Any]
-_SHARED = {"problem": str, "prompt": str, "response": str, "reward": int | float, "cluster": int | None}
-_OF_RUN = _SHARED | {"step": int, "generation": int, "advantage": int | float | None}
-_OF_EVALUATION = _SHARED | {"sample": int, "token_ids": list}
 # What would not be seen, or would turn the text around it, is written as in Python's strings.
 _CONTROLS = [*range(32), *range(127, 160), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 _VISIBLE = {code: ascii(chr(code))[1:-1] for code in _CONTROLS if chr(code) not in "\n\t"}
@@ -28,10 +26,10 @@ _VISIBLE = {code: ascii(chr(code))[1:-1] for code in _CONTROLS if chr(code) not 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The most that is shown: problems of a collection, samples of a problem, characters of a text."""
+    """The most that is shown: problems of a collection, generations of a problem, characters of a text."""
 
     problems: int = 20
-    samples: int = 16
+    generations: int = 16
     characters: int = 4000
 
 
@@ -50,45 +48,46 @@ def run_collections(label: str, folder: Path) -> list[Collection]:
     """What a run generated at the first and at the last step that was logged; none if none was.
 
     Raises:
-      ValueError: a row is damaged.
+      ValueError: a row is damaged, or the run is an earlier version's.
     """
+    check_version(folder)
     first: _Shown | None = None
     last: _Shown | None = None
     step = None
-    for row in _rows(folder / SAMPLES, _OF_RUN):
+    for row in read_rows(folder / GENERATIONS, LOGGED_GENERATION):
         if row["step"] != step:
             step = row["step"]
             first, last = first or last, _Shown()
         if last is not None:
-            last.add(row, row["generation"])
+            last.add(row)
     at_steps = [shown for shown in (first, last) if shown is not None]
-    return [shown.collection(label, f"step {shown.step}", folder / SAMPLES) for shown in at_steps]
+    return [shown.collection(label, f"step {shown.step}", folder / GENERATIONS) for shown in at_steps]
 
 
 def evaluation_collection(
     model: str, benchmark: str, folder: Path, problems: Sequence[str], tree_problem: str | None, tree_size: int
 ) -> tuple[Collection | None, dict[int, tuple[np.ndarray, bool]]]:
-    """A model's samples of a benchmark's first problems, None if they are not there.
+    """A model's generations for a benchmark's first problems, None if they are not there.
 
     Args:
       problems: all of the benchmark's, in its order.
       tree_problem: the problem for the rollout tree, if this model is in it.
 
     Returns:
-      Collection, and the token ids and correctness of `tree_problem`'s first `tree_size` samples, by sample.
+      Collection, and the token ids and correctness of `tree_problem`'s first `tree_size` generations, by number.
 
     Raises:
-      ValueError: a row is damaged.
+      ValueError: a row is damaged, or the evaluation is an earlier version's.
     """
     shown = _Shown({problem: None for problem in problems[: WIDEST.problems]})
     rollouts: dict[int, tuple[np.ndarray, bool]] = {}
     found = False
-    for row in _rows(folder / SAMPLES, _OF_EVALUATION):
+    for row in read_generations(folder):
         found = True
-        if row["problem"] == tree_problem and row["sample"] < tree_size:
-            rollouts[row["sample"]] = np.array(row["token_ids"], np.int64), row["reward"] == 1
-        shown.add(row, row["sample"])
-    collection = shown.collection(model, benchmark, folder / SAMPLES) if found else None
+        if row["problem"] == tree_problem and row["generation"] < tree_size:
+            rollouts[row["generation"]] = np.array(row["token_ids"], np.int64), row["correct"]
+        shown.add(row)
+    collection = shown.collection(model, benchmark, folder / GENERATIONS) if found else None
     return collection, dict(sorted(rollouts.items()))
 
 
@@ -132,12 +131,12 @@ class _Shown:
         self._open = problems is None
         self._problems: dict[str, Row] = {problem: {} for problem in problems or ()}
         self._seen: set[str] = set()
-        self._num_samples = 0
+        self._num_generations = 0
         self.step: int | None = None
 
-    def add(self, row: Row, number: int) -> None:
+    def add(self, row: Row) -> None:
         self.step = row.get("step")
-        self._num_samples += 1
+        self._num_generations += 1
         self._seen.add(row["problem"])
         if self._open and len(self._problems) < WIDEST.problems:
             self._problems.setdefault(row["problem"], {})
@@ -147,37 +146,36 @@ class _Shown:
         if not problem:
             gold = row.get("gold")
             texts = {"id": row["problem"], "prompt": row["prompt"], "gold": None if gold is None else str(gold)}
-            problem |= {**_excerpts(texts), "size": 0, "correct": 0, "clusters": {}, "samples": []}
-        correct = int(row["reward"] == 1)
+            problem |= {**_excerpts(texts), "size": 0, "correct": 0, "clusters": {}, "generations": []}
         problem["size"] += 1
-        problem["correct"] += correct
+        problem["correct"] += row["correct"]
         cluster = problem["clusters"].setdefault(row["cluster"], {"id": row["cluster"], "size": 0, "correct": 0})
         cluster["size"] += 1
-        cluster["correct"] += correct
-        if number < WIDEST.samples:
-            problem["samples"].append(_sample(row, number))
+        cluster["correct"] += row["correct"]
+        if row["generation"] < WIDEST.generations:
+            problem["generations"].append(_generation(row))
 
     def collection(self, model: str, part: str, file: Path) -> Collection:
         problems = [problem for problem in self._problems.values() if problem]
         for problem in problems:
             problem["clusters"] = sorted(problem["clusters"].values(), key=lambda cluster: -cluster["size"])
-            problem["samples"].sort(key=lambda sample: sample["number"])
+            problem["generations"].sort(key=lambda generation: generation["number"])
         return {
             "model": model,
             "part": part,
             "file": str(file),
             "all_problems": len(self._seen),
-            "all_samples": self._num_samples,
+            "all_generations": self._num_generations,
             "problems": problems,
         }
 
 
-def _sample(row: Row, number: int) -> Row:
+def _generation(row: Row) -> Row:
     texts = {"response": row["response"], "rationale": row.get("rationale"), "answer": row.get("answer_text")}
-    others = {"reward": row["reward"], "advantage": row.get("advantage"), "cluster": row["cluster"]}
+    others = {name: row[name] for name in ("reward", "correct", "cluster")} | {"advantage": row.get("advantage")}
     length = {"tokens": len(row["token_ids"])} if "token_ids" in row else {}
     cut = {"cut": True} if row.get("finish_reason") == "length" else {}
-    return {"number": number, **others, **length, **cut, **_excerpts(texts)}
+    return {"number": row["generation"], **others, **length, **cut, **_excerpts(texts)}
 
 
 def _excerpts(texts: Mapping[str, Any]) -> dict[str, Excerpt]:
@@ -185,7 +183,7 @@ def _excerpts(texts: Mapping[str, Any]) -> dict[str, Excerpt]:
 
 
 def _cut(item: Any, bounds: Bounds) -> Any:
-    """The same with every excerpt shortened, and lists of problems and samples too."""
+    """The same with every excerpt shortened, and lists of problems and generations too."""
     if isinstance(item, Excerpt):
         return item.within(bounds.characters)
     if isinstance(item, list):
@@ -195,25 +193,6 @@ def _cut(item: Any, bounds: Bounds) -> Any:
     kept = {key: _cut(value, bounds) for key, value in item.items()}
     if "problems" in kept:
         kept["problems"] = kept["problems"][: bounds.problems]
-    if "samples" in kept:
-        kept["samples"] = [sample for sample in kept["samples"] if sample["number"] < bounds.samples]
+    if "generations" in kept:
+        kept["generations"] = [shown for shown in kept["generations"] if shown["number"] < bounds.generations]
     return kept
-
-
-def _rows(path: Path, columns: Mapping[str, Any]) -> Iterator[Row]:
-    """The complete rows of a samples.jsonl, none if it does not exist; a last line without its end is not complete."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            row: Row = {}
-            try:
-                row = json.loads(line)
-                whole = all(isinstance(row[name], kind) for name, kind in columns.items())
-            except (ValueError, KeyError, TypeError, RecursionError):
-                whole = False
-            if not whole:
-                raise ValueError(f"{path}, line {number}, is not a sample: mend or delete that line.")
-            yield row

@@ -1,0 +1,90 @@
+"""One pass over a benchmark: a model's generations, graded, clustered, and on disk as they arrive."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from poly_epo_jax.evaluation.folder import EVALUATED_GENERATION, GENERATIONS, read_generations
+from poly_epo_jax.grading import grade_groups
+from poly_epo_jax.json_files import Row, append_rows, keep_rows, sort_rows
+from poly_epo_jax.metrics.majority import NO_ANSWER
+from poly_epo_jax.run_folder import generation_rows
+from poly_epo_jax.types import GradedGroup, Judge, Problem, Rollouts, Sampling, Task, Voting
+
+
+async def draw_generations(
+    folder: Path,
+    rollouts: Rollouts,
+    task: Task,
+    judge: Judge,
+    problems: Sequence[Problem],
+    num_generations: int,
+    sampling: Sampling,
+    show: Callable[[int], None],
+) -> None:
+    """Completes the generations of an opened folder: problems that an earlier call has completed are left alone.
+
+    Args:
+      num_generations: of each problem.
+      show: told how many problems are complete.
+
+    Raises:
+      ValueError: the file is damaged.
+    """
+    path = folder / GENERATIONS
+    places = {problem.id: place for place, problem in enumerate(problems)}
+    counts = Counter(row["problem"] for row in read_generations(folder))
+    complete = {problem for problem, count in counts.items() if problem in places and count == num_generations}
+    keep_rows(path, EVALUATED_GENERATION, lambda row: row["problem"] in complete)
+    show(len(complete))
+    missing = [problem for problem in problems if problem.id not in complete]
+
+    async def write(graded: GradedGroup) -> None:
+        append_rows(path, await asyncio.to_thread(_rows, graded, task))
+        complete.add(graded.group.problem.id)
+        show(len(complete))
+
+    if missing:
+        await grade_groups(rollouts.generate(missing, num_generations, sampling), missing, task, judge, write)
+    # The same generations make the same file, whenever they came.
+    sort_rows(path, EVALUATED_GENERATION, lambda row: (places[row["problem"]], row["generation"]))
+
+
+def _rows(graded: GradedGroup, task: Task) -> list[Row]:
+    """A row with the columns of `EVALUATED_GENERATION` for each generation of the group."""
+    problem, generations = graded.group.problem, graded.group.generations
+    answers = [task.answer(problem, y.text) if isinstance(task, Voting) else None for y in generations]
+    ids = _answer_ids(task, problem, answers, graded.rewards)
+    own_columns = [
+        {
+            "gold": problem.answer,
+            "token_ids": y.token_ids.tolist(),
+            "finish_reason": y.finish_reason,
+            "answer": ids[index],
+            "answer_text": answers[index],
+        }
+        for index, y in enumerate(generations)
+    ]
+    return [shared | own for shared, own in zip(generation_rows(graded), own_columns, strict=True)]
+
+
+def _answer_ids(task: Task, problem: Problem, answers: Sequence[str | None], rewards: np.ndarray) -> list[int]:
+    """A number for each answer, in order of first appearance; answers that the task holds equal share one."""
+    ids: dict[str, int] = {}
+    firsts: list[tuple[str, float]] = []
+    for answer, reward in zip(answers, rewards.tolist(), strict=True):
+        if answer is None or answer in ids or not isinstance(task, Voting):
+            continue
+        same = (
+            number
+            for number, (first, its_reward) in enumerate(firsts)
+            # Equality by a grader is not transitive: a right and a wrong answer are never one vote.
+            if its_reward == reward and task.same_answer(problem, first, answer)
+        )
+        ids[answer] = next(same, len(firsts))
+        if ids[answer] == len(firsts):
+            firsts.append((answer, reward))
+    return [NO_ANSWER if answer is None else ids[answer] for answer in answers]

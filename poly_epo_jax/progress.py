@@ -1,0 +1,146 @@
+"""What is shown while long work runs: on a terminal a live screen or a bar, elsewhere a line every ten seconds."""
+
+import contextlib
+import datetime
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from poly_epo_jax.metrics import names
+from poly_epo_jax.types import Metrics
+
+_TRAINING = {
+    "reward": "reward",
+    "solved": "solved",
+    "clusters/correct": "correct clusters",
+    "clusters/incorrect": "incorrect clusters",
+    "synergy": "synergy",
+    "policy/entropy": "entropy",
+    "policy/clip_fraction": "clip share",
+}
+_HELD_OUT = {
+    names.HELD_OUT_REWARD: "reward",
+    names.HELD_OUT_SOLVED: "solved",
+    names.HELD_OUT_CORRECT_CLUSTERS: "correct clusters",
+}
+_SECONDS_BETWEEN_LINES = 10.0
+_SPEED = 3600.0  # seconds it is estimated from; Rich's default forgets steps of more than 30 s
+
+
+@contextlib.contextmanager
+def counted(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows how much of some long work is done, and how long the rest will take.
+
+    Yields a function that is told how many of `total` are done, now and then. Where the output is no terminal, it
+    prints a line when it is first told, then every ten seconds, and when all is done.
+    """
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    console = Console()
+    left = TextColumn("left"), TimeRemainingColumn()
+    progress = Progress(*columns, *left, console=console, disable=not console.is_terminal, speed_estimate_period=_SPEED)
+    bar = progress.add_task(description, total=total)
+    lines = _Lines()
+
+    def show(done: int) -> None:
+        progress.update(bar, completed=done)
+        if not console.is_terminal and lines.due(done == total):
+            print("  ".join([f"{description} {done}/{total}", *_time_left(progress)]), flush=True)
+
+    with progress:
+        yield show
+
+
+class TrainingProgress:
+    """A live screen on a terminal; elsewhere a line for the first step, the last, each evaluation, and every 10 s."""
+
+    def __init__(self, total_steps: int, first_step: int) -> None:
+        self._total_steps = total_steps
+        self._latest: Metrics = {}
+        self._evaluated_at: int | None = None
+        self._lines = _Lines()
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            expand=True,
+            speed_estimate_period=_SPEED,
+        )
+        self._task = self._progress.add_task("", total=total_steps, completed=first_step)
+        console = Console()
+        self._live = Live(self._screen(), console=console, refresh_per_second=2) if console.is_terminal else None
+        if self._live is not None:
+            self._live.start()
+
+    def show(self, step: int, metrics: Metrics, timing: Metrics) -> None:
+        self._latest |= metrics | timing
+        evaluated = any(name in metrics for name in _HELD_OUT)
+        if evaluated:
+            self._evaluated_at = step
+        self._progress.update(self._task, completed=step)
+        if self._live is not None:
+            self._live.update(self._screen())
+        elif self._lines.due(evaluated or step == self._total_steps):
+            print(self._line(step, metrics, timing), flush=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _screen(self) -> Group:
+        stages = {name: name.removeprefix("seconds/") for name in self._latest if name.startswith("seconds/")}
+        evaluated = "" if self._evaluated_at is None else f" (step {self._evaluated_at})"
+        blocks = [
+            _block("training", self._latest, _TRAINING),
+            _block(f"held out{evaluated}", self._latest, _HELD_OUT),
+            _block("seconds", self._latest, stages | {"sync/share": "sync share", "tokens_per_second": "tokens/s"}),
+        ]
+        return Group(self._progress, Columns(blocks, padding=(1, 2)))
+
+    def _line(self, step: int, metrics: Metrics, timing: Metrics) -> str:
+        parts = [f"step {step}/{self._total_steps}"]
+        labels = _TRAINING | {name: f"held-out {label}" for name, label in _HELD_OUT.items()}
+        parts += [f"{label} {_number(metrics[name])}" for name, label in labels.items() if name in metrics]
+        units = {"tokens_per_second": "tokens/s", "seconds/step": "s"}
+        parts += [f"{_number(timing[name])} {unit}" for name, unit in units.items() if name in timing]
+        return "  ".join([*parts, *_time_left(self._progress)])
+
+
+class _Lines:
+    """Says when a line is due: at first, whenever it is asked for, and ten seconds after the last."""
+
+    def __init__(self) -> None:
+        self._next_at = -math.inf
+
+    def due(self, wanted: bool) -> bool:
+        if not wanted and time.monotonic() < self._next_at:
+            return False
+        self._next_at = time.monotonic() + _SECONDS_BETWEEN_LINES
+        return True
+
+
+def _time_left(progress: Progress) -> list[str]:
+    """The only task's, in words, once it can be told."""
+    left = progress.tasks[0].time_remaining
+    return [f"{datetime.timedelta(seconds=int(left))} left"] if left else []
+
+
+def _block(title: str, values: Metrics, labels: Mapping[str, str]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(title, header_style="bold")
+    table.add_column(justify="right", min_width=6)
+    for name, label in labels.items():
+        table.add_row(label, _number(values[name]) if name in values else "-")
+    return table
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}"

@@ -1,0 +1,154 @@
+"""A run folder: the names of its files, what their rows hold, how they are read and written. Needs no JAX.
+
+    config.json          the run's whole configuration
+    about.json           {"method": "Poly-EPO"}: what the method is called in figures and tables
+    data.json            how many problems there are, and how many were left out and why
+    metrics.jsonl        one row per step, {"step": 12, "reward": 0.61, ...}: numbers that follow from configuration
+                         and seed alone, so an interrupted and resumed run leaves the bytes of one that never was
+    timing.jsonl         one row per step, {"step": 12, "seconds/generate": 3.2, "tokens_per_second": 5100.0, ...}: what
+                         depends on the machine. seconds/STAGE: how long the stage of this step's batch was under way;
+                         critical/STAGE: how long it was the only one, in this step; sync/share: of the step
+    timeline.jsonl       one row per step, {"step": 3, "seconds": 4.1, "spans": [["generate", 0.0, 1.2, 3], ...],
+                         "start": 12.5}: what was under way since the row before, `start` seconds after training began
+                         (or went on), for `seconds`. A span is a stage, its start and end in that time, and the step
+                         whose batch it is for: the next one's, where that is generated ahead, or the last one's, which
+                         is checkpointed
+    generations.jsonl    one row per logged generation, with the columns of `LOGGED_GENERATION`
+    tensorboard/         metrics and timing as TensorBoard events
+    checkpoints/         see checkpoint.py
+    policy/              the base policy's Hugging Face folder, without weights
+    report/              see report/
+
+In JSON, null stands for a number that is not finite (TensorBoard keeps it).
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from poly_epo_jax.json_files import Columns, Row, keep_rows
+from poly_epo_jax.json_files import read_rows as read_json_rows
+from poly_epo_jax.types import Clustering, GradedGroup
+
+CONFIG, ABOUT, DATA = "config.json", "about.json", "data.json"
+METRICS, TIMING, TIMELINE, GENERATIONS = "metrics.jsonl", "timing.jsonl", "timeline.jsonl", "generations.jsonl"
+TENSORBOARD, CHECKPOINTS, POLICY, REPORT = "tensorboard", "checkpoints", "policy", "report"
+
+GENERATION: Columns = {
+    "problem": str,  # its id
+    "prompt": str,
+    "generation": int,  # which of the prompt's, from 0
+    "response": str,
+    "reward": int | float,
+    "correct": bool,
+    "cluster": int | None,  # null where the prompt has no clustering
+    "rationale": str | None,  # the judge's reason, if it gave one
+}
+"""The columns of a generation, in run folders and in evaluations."""
+LOGGED_GENERATION: Columns = {**GENERATION, "step": int, "advantage": int | float | None}
+"""Those of a run's generations.jsonl; `advantage` is null where the prompt had no clustering."""
+
+_OLD_GENERATIONS = "samples.jsonl"
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The complete rows of a .jsonl file of a run; none if it does not exist (yet).
+
+    Raises:
+      ValueError: a complete line is not a row.
+    """
+    return list(read_json_rows(path, {"step": int}))
+
+
+def drop_rows_after(folder: Path, step: int) -> None:
+    """Takes back what a killed run wrote after the checkpoint of `step`; -1 takes back everything.
+
+    Raises:
+      ValueError: a row is damaged.
+    """
+    for name in (METRICS, TIMING, TIMELINE, GENERATIONS):
+        keep_rows(folder / name, {"step": int}, lambda row: row["step"] <= step)
+
+
+def resumable_config(folder: Path) -> dict[str, Any] | None:
+    """The configuration of the run that a checkpoint in the folder belongs to; None if there is none to resume.
+
+    Raises:
+      ValueError: the folder is an earlier version's.
+    """
+    check_version(folder)
+    if not (folder / CONFIG).exists() or not any((folder / CHECKPOINTS).glob("[0-9]*")):
+        return None
+    return read_config(folder)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The run's configuration, as it is in config.json."""
+    return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+
+
+def read_method(folder: Path) -> str:
+    """What the run's method is called.
+
+    Raises:
+      ValueError: the folder does not say it.
+    """
+    try:
+        return str(json.loads((folder / ABOUT).read_text(encoding="utf-8"))["method"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(
+            f'{folder / ABOUT} does not name the method of the run; write one there, such as {{"method": "Poly-EPO"}}.'
+        ) from None
+
+
+def check_version(folder: Path) -> None:
+    """Refuses a folder in which generations are still called samples.
+
+    Raises:
+      ValueError: it is one.
+    """
+    if (folder / _OLD_GENERATIONS).exists():
+        raise ValueError(
+            f"{folder} holds {_OLD_GENERATIONS}, of an earlier version; use that version on it, or make a new folder."
+        )
+
+
+def generation_rows(graded: GradedGroup) -> list[Row]:
+    """A row with the columns of `GENERATION` for each of the group's generations."""
+    problem, generations = graded.group.problem, graded.group.generations
+    clusters: list[int | None] = [None] * len(generations)
+    rationales: list[str | None] = [None] * len(generations)
+    if isinstance(graded.clustering, Clustering):
+        clusters = graded.clustering.ids.tolist()
+        rationales = list(graded.clustering.rationales or rationales)
+    return [
+        {
+            "problem": problem.id,
+            "prompt": problem.prompt,
+            "generation": index,
+            "response": generation.text,
+            "reward": float(graded.rewards[index]),
+            "correct": bool(graded.correct[index]),
+            "cluster": clusters[index],
+            "rationale": rationales[index],
+        }
+        for index, generation in enumerate(generations)
+    ]
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Around whatever writes to the folder: says in one sentence why it cannot.
+
+    Raises:
+      OSError: of the same kind as the one caught.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(
+            error.errno, f"cannot write to the run folder {folder} ({reason}): make room or choose a writable folder."
+        ) from error
