@@ -23,7 +23,8 @@ from rich.table import Table
 
 from poly_epo_jax.base_policy import base_shape
 from poly_epo_jax.bench.roofline import Roofline, measure_roofline
-from poly_epo_jax.bench.stages import Stage, make_workload, time_stages
+from poly_epo_jax.bench.stages import Stage, time_stages
+from poly_epo_jax.bench.workload import make_workload
 from poly_epo_jax.choices import CHOICES, make_task
 from poly_epo_jax.command_line import CONFIG, parse_flags
 from poly_epo_jax.config import ConfigError, check_config, microbatch_rows

@@ -1,4 +1,4 @@
-"""Each stage of a training step alone, on random weights and tokens: how long it takes, and its floor."""
+"""Times each stage of a training step alone, on random weights and tokens, and counts its FLOPs and bytes."""
 
 import dataclasses
 import functools
@@ -17,27 +17,25 @@ from jaxtyping import Int
 from ml_collections import ConfigDict
 
 from poly_epo_jax.algorithm import make_loss
-from poly_epo_jax.batching import PackedBatch, TrainingSequence, pack
 from poly_epo_jax.bench.roofline import first_and_median_seconds
+from poly_epo_jax.bench.workload import Workload
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
 from poly_epo_jax.model.sharding import param_shardings
 from poly_epo_jax.rollouts.embedded.slots import Request, Slots, capacity
 from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync
 from poly_epo_jax.types import Params, Sampling
 from poly_epo_jax.update import PolicyUpdate
 
-MEAN_LENGTH, SIGMA = 0.4, 0.6  # of a response: a share of sampling.max_tokens, and the spread of its logarithm
-
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One stage's share of a training step, over all devices but for `device_bytes`.
+    """One stage of a training step, summed over all devices except for `device_bytes`.
 
-    `flops` are the model's own, without what is computed anew for the backward pass; `moved_bytes` what must go to or
-    from memory at least: weights, gradients, moments, keys and values; neither is known for a stage where it is 0.
+    `flops` are the model's own, without recomputation for the backward pass. `moved_bytes` is what must at least go to
+    or from memory: weights, gradients, moments, keys and values. Either is 0 where it is not counted.
     """
 
     name: str
@@ -46,65 +44,28 @@ class Stage:
     flops: float
     moved_bytes: float | int
     compile_seconds: float
-    device_bytes: int  # that one device holds while it runs, at most
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """The S = P N sequences of one step, their lengths in tokens, and the minibatches that train on them."""
-
-    prompt_lengths: Int[np.ndarray, "S"]
-    response_lengths: Int[np.ndarray, "S"]
-    minibatches: list[list[PackedBatch]]
-
-    @property
-    def pad_share(self) -> float:
-        """Of the tokens that the update computes, those that are padding."""
-        segment_ids = [batch.segment_ids for minibatch in self.minibatches for batch in minibatch]
-        return float(np.mean([ids == 0 for ids in segment_ids]))
-
-
-def make_workload(config: ConfigDict, vocab_size: int, num_rows: int) -> Workload:
-    """Full-length prompts, and responses whose lengths are log-normal, as reasoning's are; both of random tokens.
-
-    They are packed into microbatches of `num_rows` rows.
-    """
-    train, rng = config.train, np.random.default_rng(0)
-    count = train.prompts_per_batch * train.num_generations
-    mean = np.log(MEAN_LENGTH * config.sampling.max_tokens) - SIGMA**2 / 2
-    responses = np.clip(np.rint(rng.lognormal(mean, SIGMA, count)), 1, config.sampling.max_tokens).astype(int)
-    prompts = np.full(count, train.max_prompt_tokens)
-    sequences = [
-        TrainingSequence(
-            rng.integers(0, vocab_size, prompt).astype(np.int32),
-            rng.integers(0, vocab_size, response).astype(np.int32),
-            np.zeros(response, np.float32),
-            float(rng.standard_normal()),
-            1 / (count * config.sampling.max_tokens),
-        )
-        for prompt, response in zip(prompts, responses, strict=True)
-    ]
-    size = train.prompts_per_minibatch * train.num_generations
-    minibatches = [pack(sequences[start : start + size], train.row_tokens, num_rows) for start in range(0, count, size)]
-    return Workload(prompts, responses, minibatches)
+    device_bytes: int  # the most that one device holds while it runs
 
 
 def time_stages(config: ConfigDict, shape: ModelConfig, mesh: Mesh, workload: Workload) -> Iterator[Stage]:
-    """Runs the stages one after another; the update on one microbatch, whose time is multiplied by their number."""
-    model = nnx.eval_shape(lambda: Qwen3(shape, nnx.Rngs(0)))
+    """Runs the stages one after another. The update runs on one microbatch; its time is multiplied by their number."""
+    model = abstract_model(shape)
     shardings = param_shardings(model, mesh)
     make_params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(0)))[1]), out_shardings=shardings)
     params = make_params()
     if config.rollouts.name == "embedded":
         yield _generate(config, shape, mesh, params, workload)
-    yield from _update(config, model, mesh, params, workload)
+    update = _Update(config, model, mesh, params, workload)
+    yield update.logprobs()
+    yield update.gradient()
+    yield update.optimizer()
     if config.rollouts.name == "sglang" and config.rollouts.weight_sync == "disk":
         yield _write_weights(config, shape, params)
 
 
 def _generate(config: ConfigDict, shape: ModelConfig, mesh: Mesh, params: Params, workload: Workload) -> Stage:
-    """A full set of slots, over again until every request is done; counted as the whole batch, token by token."""
-    train, max_tokens = config.train, config.sampling.max_tokens
+    """The embedded sampler on twice as many requests as it has slots, scaled up to the tokens of the whole batch."""
+    train, longest = config.train, config.train.max_prompt_tokens + config.sampling.max_tokens
     num_slots, max_prompts = capacity(
         mesh, config.rollouts.max_concurrent, len(workload.response_lengths), train.num_generations
     )
@@ -112,40 +73,22 @@ def _generate(config: ConfigDict, shape: ModelConfig, mesh: Mesh, params: Params
     with jax.set_mesh(mesh):
         weights = jax.jit(functools.partial(decoding_weights, shape))(params)
     rng = np.random.default_rng(0)
-    prompts = [
-        rng.integers(0, shape.vocab_size, train.max_prompt_tokens)
-        for _ in range(-(-len(lengths) // train.num_generations))
-    ]
+    num_prompts = -(-len(lengths) // train.num_generations)
+    prompts = [rng.integers(0, shape.vocab_size, train.max_prompt_tokens) for _ in range(num_prompts)]
     requests = [Request(i // train.num_generations, i, length) for i, length in enumerate(lengths.tolist())]
+    no_stop_tokens, sampling = np.zeros(0, np.int32), Sampling(**config.sampling)  # each length is given
 
     def run() -> None:
         slots = Slots(
-            shape,
-            weights,
-            mesh,
-            np.zeros(0, np.int32),  # no stop token: the lengths are given
-            prompts,
-            requests,
-            Sampling(**config.sampling),
-            num_slots,
-            max_prompts,
-            max_length=train.max_prompt_tokens + max_tokens,
+            shape, weights, mesh, no_stop_tokens, prompts, requests, sampling, num_slots, max_prompts, longest
         )
         while not slots.is_done:
             slots.advance()
 
     compile_seconds, seconds = first_and_median_seconds(run, repeats=2)
     scale = workload.response_lengths.sum() / lengths.sum()
-    value_bytes = np.dtype(shape.dtype).itemsize
-    cached = flops.cache_bytes_per_token(shape, value_bytes)
-    # Each token reads its sequence's cache; every weight is read once for all slots.
-    contexts = sum(length * train.max_prompt_tokens + length * (length + 1) / 2 for length in lengths.tolist())
-    moved = contexts * cached + lengths.sum() / num_slots * flops.total_weights(shape) * value_bytes
-    per_prompt = workload.prompt_lengths[: len(prompts)]
-    held = num_slots * (train.max_prompt_tokens + max_tokens) * cached / mesh.size + _bytes(weights) + _bytes(params)
-    work = flops.forward_flops(shape, per_prompt, np.zeros_like(per_prompt))  # the prompts, each once,
-    work += flops.forward_flops(shape, workload.prompt_lengths[: len(lengths)], lengths)  # and the responses:
-    work -= flops.forward_flops(shape, workload.prompt_lengths[: len(lengths)], np.zeros_like(lengths))
+    work, moved = _decoding_cost(shape, train.max_prompt_tokens, lengths, num_prompts, num_slots)
+    cache = num_slots * longest * flops.cache_bytes_per_token(shape, np.dtype(shape.dtype).itemsize) / mesh.size
     return Stage(
         "generate",
         seconds * scale,
@@ -153,68 +96,90 @@ def _generate(config: ConfigDict, shape: ModelConfig, mesh: Mesh, params: Params
         work * scale,
         moved * scale,
         compile_seconds,
-        int(held),
+        int(cache + _bytes(weights) + _bytes(params)),
     )
 
 
-def _update(config: ConfigDict, model: Qwen3, mesh: Mesh, params: Params, workload: Workload) -> Iterator[Stage]:
-    minibatches, shape, train = workload.minibatches, model.config, config.train
-    update = PolicyUpdate(
-        model,
-        mesh,
-        make_loss(config.algo),
-        config.optimizer,
-        total_updates=config.train.num_steps,
-        temperature=config.sampling.temperature,
-        entropy_coef=config.algo.entropy_coef,
-    )
-    programs = {}
-    for name, lowered in update.lower(len(minibatches[0][0].tokens), train.row_tokens).items():
-        start = time.perf_counter()
-        compiled = lowered.compile()
-        programs[name] = compiled, time.perf_counter() - start
-    state = update.init(params)
-    batch = update.place(minibatches[0][0])
-    num_microbatches = sum(map(len, minibatches))
-    weight_bytes, moment_bytes = _bytes(state.params), _bytes(state.opt_state)
-    tokens = int((workload.prompt_lengths + workload.response_lengths).sum())
-    forward = flops.forward_flops(shape, workload.prompt_lengths, workload.response_lengths)
+def _decoding_cost(
+    shape: ModelConfig, prompt_length: int, lengths: Int[np.ndarray, "S"], num_prompts: int, num_slots: int
+) -> tuple[float, float]:
+    """(FLOPs, bytes) of generating responses of these lengths token by token, each prompt being read once."""
+    prompts, none = np.full(len(lengths), prompt_length), np.zeros_like(lengths)
+    work = flops.forward_flops(shape, prompts[:num_prompts], none[:num_prompts])
+    work += flops.forward_flops(shape, prompts, lengths) - flops.forward_flops(shape, prompts, none)
+    value_bytes = np.dtype(shape.dtype).itemsize
+    # Each token reads its sequence's keys and values; all slots together read every weight once a token.
+    contexts = float((lengths * prompt_length + lengths * (lengths + 1) / 2).sum())
+    cached = contexts * flops.cache_bytes_per_token(shape, value_bytes)
+    return work, cached + float(lengths.sum()) / num_slots * flops.total_weights(shape) * value_bytes
 
-    def stage(name: str, run: Callable[[], Any], times: int, tokens: int, work: float, moved: int, resident: int):
-        compiled, compile_seconds = programs[name]
+
+class _Update:
+    """The three programs of an update, compiled, and one microbatch, whose time stands for that of the others."""
+
+    def __init__(self, config: ConfigDict, model: Qwen3, mesh: Mesh, params: Params, workload: Workload):
+        self._minibatches, self._num_devices = workload.minibatches, mesh.size
+        update = PolicyUpdate(
+            model,
+            mesh,
+            make_loss(config.algo),
+            config.optimizer,
+            total_updates=config.train.num_steps,
+            temperature=config.sampling.temperature,
+            entropy_coef=config.algo.entropy_coef,
+        )
+        self._programs: dict[str, tuple[Any, float]] = {}
+        for name, lowered in update.lower(len(self._minibatches[0][0].tokens), config.train.row_tokens).items():
+            start = time.perf_counter()
+            self._programs[name] = lowered.compile(), time.perf_counter() - start
+        self._state = update.init(params)
+        self._gradients = update.zero_gradients(self._state.params)
+        self._batch = update.place(self._minibatches[0][0])
+        self._weight_bytes, self._moment_bytes = _bytes(self._state.params), _bytes(self._state.opt_state)
+        self._tokens = int((workload.prompt_lengths + workload.response_lengths).sum())
+        self._forward = flops.forward_flops(model.config, workload.prompt_lengths, workload.response_lengths)
+
+    def logprobs(self) -> Stage:
+        """Of all minibatches but the first, whose old log-probabilities are not needed."""
+        times, share = sum(map(len, self._minibatches[1:])), 1 - 1 / len(self._minibatches)
+
+        def run() -> Any:
+            return self._programs["logprobs"][0](self._state.params, self._batch)
+
+        moved = times * self._weight_bytes
+        return self._stage("logprobs", run, times, int(self._tokens * share), self._forward * share, moved)
+
+    def gradient(self) -> Stage:
+        """Weights are read forwards and backwards, the sums of gradients read and written."""
+        times = sum(map(len, self._minibatches))
+
+        def run() -> Any:
+            self._gradients, metrics = self._programs["gradient"][0](self._state.params, self._gradients, self._batch)
+            return metrics
+
+        return self._stage("gradient", run, times, self._tokens, 3 * self._forward, times * 4 * self._weight_bytes)
+
+    def optimizer(self) -> Stage:
+        """Weights and both moments are read and written, gradients read."""
+        times = len(self._minibatches)
+
+        def run() -> Any:
+            self._state, metrics = self._programs["optimizer"][0](self._state, self._gradients)
+            return metrics
+
+        moved = times * (3 * self._weight_bytes + 2 * self._moment_bytes)
+        return self._stage("optimizer", run, times, self._tokens, 0.0, moved)
+
+    def _stage(self, name: str, run: Callable[[], Any], times: int, tokens: int, work: float, moved: int) -> Stage:
+        compiled, compile_seconds = self._programs[name]
         seconds = first_and_median_seconds(run)[1] * times
-        return Stage(name, seconds, tokens, work, moved, compile_seconds, _program_bytes(compiled) + resident)
-
-    # The first minibatch needs no old log-probabilities.
-    later = (len(minibatches) - 1) / len(minibatches)
-    count = sum(map(len, minibatches[1:]))
-    logprobs = functools.partial(programs["logprobs"][0], state.params, batch)
-    moved = count * weight_bytes * mesh.size
-    yield stage("logprobs", logprobs, count, int(tokens * later), forward * later, moved, moment_bytes)
-
-    gradients = update.zero_gradients(state.params)
-
-    def gradient() -> Any:
-        nonlocal gradients
-        gradients, metrics = programs["gradient"][0](state.params, gradients, batch)
-        return metrics
-
-    # Weights are read forwards and backwards, the sums of gradients read and written.
-    moved = num_microbatches * 4 * weight_bytes * mesh.size
-    yield stage("gradient", gradient, num_microbatches, tokens, 3 * forward, moved, moment_bytes)
-
-    def optimizer() -> Any:
-        nonlocal state
-        state, metrics = programs["optimizer"][0](state, gradients)
-        return metrics
-
-    # Weights and both moments are read and written, gradients read.
-    moved = len(minibatches) * (3 * weight_bytes + 2 * moment_bytes) * mesh.size
-    yield stage("optimizer", optimizer, len(minibatches), tokens, 0.0, moved, 0)
+        # The optimizer's arguments include the moments; beside the other programs they only stay.
+        held = _program_bytes(compiled) + (0 if name == "optimizer" else self._moment_bytes)
+        return Stage(name, seconds, tokens, work, moved * self._num_devices, compile_seconds, held)
 
 
 def _write_weights(config: ConfigDict, shape: ModelConfig, params: Params) -> Stage:
-    """Where the servers read them; what they take to load them is theirs."""
+    """Writes the weights where servers read them. How long servers take to load them is not measured."""
     folder = Path(config.rollouts.weights_dir)
     folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=folder))
@@ -223,7 +188,7 @@ def _write_weights(config: ConfigDict, shape: ModelConfig, params: Params) -> St
 
         def write() -> None:
             sync.prepare(params, "bench")
-            sync.close()  # as a run removes the version before, so that the folder does not fill up
+            sync.close()  # removes the files, as a run does, so that the folder does not fill up
 
         first, seconds = first_and_median_seconds(write, repeats=2)
         num_bytes = flops.total_weights(shape) * np.dtype(config.rollouts.weights_dtype).itemsize

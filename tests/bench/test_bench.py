@@ -9,7 +9,7 @@ import pytest
 
 from configs import polaris, polynomial
 from poly_epo_jax.bench import __main__ as bench
-from poly_epo_jax.bench.stages import make_workload
+from poly_epo_jax.bench.workload import make_workload
 
 TINY = {
     "train.prompts_per_batch": 4,

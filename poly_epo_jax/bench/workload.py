@@ -1,0 +1,51 @@
+"""The sequences of a training step that the bench times: random tokens, of lengths like those of reasoning."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int
+from ml_collections import ConfigDict
+
+from poly_epo_jax.batching import PackedBatch, TrainingSequence, pack
+
+MEAN_LENGTH, SIGMA = 0.4, 0.6  # of a response: a share of sampling.max_tokens, and the spread of its logarithm
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """The S = P N sequences of one step, their lengths in tokens, and the minibatches that train on them."""
+
+    prompt_lengths: Int[np.ndarray, "S"]
+    response_lengths: Int[np.ndarray, "S"]
+    minibatches: list[list[PackedBatch]]
+
+    @property
+    def pad_share(self) -> float:
+        """Of the tokens that the update computes, those that are padding."""
+        segment_ids = [batch.segment_ids for minibatch in self.minibatches for batch in minibatch]
+        return float(np.mean([ids == 0 for ids in segment_ids]))
+
+
+def make_workload(config: ConfigDict, vocab_size: int, num_rows: int) -> Workload:
+    """Full-length prompts, and responses whose lengths are log-normal, as reasoning's are; both of random tokens.
+
+    They are packed into microbatches of `num_rows` rows.
+    """
+    train, rng = config.train, np.random.default_rng(0)
+    count = train.prompts_per_batch * train.num_generations
+    mean = np.log(MEAN_LENGTH * config.sampling.max_tokens) - SIGMA**2 / 2
+    responses = np.clip(np.rint(rng.lognormal(mean, SIGMA, count)), 1, config.sampling.max_tokens).astype(int)
+    prompts = np.full(count, train.max_prompt_tokens)
+    sequences = [
+        TrainingSequence(
+            rng.integers(0, vocab_size, prompt).astype(np.int32),
+            rng.integers(0, vocab_size, response).astype(np.int32),
+            np.zeros(response, np.float32),
+            float(rng.standard_normal()),
+            1 / (count * config.sampling.max_tokens),
+        )
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    size = train.prompts_per_minibatch * train.num_generations
+    minibatches = [pack(sequences[start : start + size], train.row_tokens, num_rows) for start in range(0, count, size)]
+    return Workload(prompts, responses, minibatches)
