@@ -7,7 +7,7 @@
 
 A model is a run folder (its newest checkpoint), a Hugging Face folder or name, or the URL of an SGLang server; a
 benchmark a name of benchmarks.BENCHMARKS, a synthetic task, or a file. `label=` before either names it in the tables.
-Sampling, judge and the synthetic task are those of the configuration. Repeated, the command goes on where it ended.
+Sampling, judge and the synthetic task are those of the configuration. Run again, the command goes on where it stopped.
 """
 
 import asyncio

@@ -16,6 +16,11 @@ Interval = tuple[float, float]
 """Start and end, in seconds."""
 
 
+def total_seconds(intervals: Iterable[Interval]) -> float:
+    """How long they are together."""
+    return sum((end - start for start, end in intervals), 0.0)
+
+
 class BusyTime:
     """When at least one of several overlapping pieces of work was under way."""
 
@@ -35,12 +40,12 @@ class BusyTime:
             self._end()
 
     def intervals(self) -> list[Interval]:
-        """In order and apart, as `time.perf_counter` told them; what is under way now ends now."""
+        """In order, without overlap, in `time.perf_counter`'s seconds; what is under way now ends now."""
         return [*self._past, (self._since, time.perf_counter())] if self._running else list(self._past)
 
     def seconds(self) -> float:
         """So far, what is under way now included."""
-        return sum((end - start for start, end in self.intervals()), 0.0)
+        return total_seconds(self.intervals())
 
     def _begin(self) -> None:
         if not self._running:
@@ -58,7 +63,7 @@ _work: ContextVar[BusyTime | None] = ContextVar("_work", default=None)
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """The piece of work that this happens in stands still meanwhile: the time is another's, which is waited for."""
+    """Pauses the clock of the work around it: the time belongs to what is waited for."""
     work = _work.get()
     if work is not None:
         work._end()
@@ -111,23 +116,23 @@ class Window:
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> "Window":
-        """What `row` has written.
+        """The window that `row` was made from.
 
         Raises:
-          ValueError, KeyError, TypeError: it has not.
+          ValueError, KeyError, TypeError: it was made from none.
         """
         spans = [Span(str(stage), float(start), float(end), int(step)) for stage, start, end, step in row["spans"]]
         return cls(float(row["start"]), max(float(row["seconds"]), 1e-4), spans)
 
     def critical_seconds(self) -> Metrics:
-        """For each stage the seconds in which nothing else was under way, of which speeding it up saves its part."""
+        """For each stage the seconds in which nothing else was under way: what speeding it up is sure to save."""
         alone = alone_intervals(self.spans)
-        return {f"critical/{stage}": sum((end - start for start, end in of), 0.0) for stage, of in alone.items()}
+        return {f"critical/{stage}": total_seconds(intervals) for stage, intervals in alone.items()}
 
     def row(self) -> dict[str, Any]:
         """Ready for JSON, to a tenth of a millisecond; spans that nearly touch are one, which bounds their number."""
         merged = merge(self.spans, MERGED_GAP * self.seconds)
-        spans = [[one.stage, round(one.start, 4), round(one.end, 4), one.step] for one in merged]
+        spans = [[span.stage, round(span.start, 4), round(span.end, 4), span.step] for span in merged]
         return {"start": round(self.start, 4), "seconds": round(self.seconds, 4), "spans": spans}
 
 
@@ -139,41 +144,41 @@ class Timeline:
         self._clocks: dict[int, StageClock] = {}
 
     def clock(self, step: int) -> StageClock:
-        """That of a step, made when it is first asked for."""
+        """The clock of a step, made on first use."""
         return self._clocks.setdefault(step, StageClock())
 
     def cut(self, step: int) -> Window:
         """What was under way since the last cut. Steps before `step` are over, and forgotten afterwards."""
         start, end = self._cut, time.perf_counter()
         spans = [
-            Span(stage, max(begun, start) - start, min(ended, end) - start, of_step)
-            for of_step, clock in self._clocks.items()
+            Span(stage, max(begun, start) - start, min(ended, end) - start, batch_step)
+            for batch_step, clock in self._clocks.items()
             for stage, busy in clock.stages().items()
             for begun, ended in busy.intervals()
             if ended > start
         ]
         self._cut = end
-        self._clocks = {of_step: clock for of_step, clock in self._clocks.items() if of_step >= step}
-        return Window(start - self._start, end - start, sorted(spans, key=lambda one: (one.start, one.end)))
+        self._clocks = {later: clock for later, clock in self._clocks.items() if later >= step}
+        return Window(start - self._start, end - start, sorted(spans, key=lambda span: (span.start, span.end)))
 
 
 def merge(spans: Iterable[Span], gap: float) -> list[Span]:
     """Joins spans of one stage and step that lie no further apart than `gap` seconds; in order of their starts."""
     merged: dict[tuple[str, int], list[Span]] = {}
-    for span in sorted(spans, key=lambda one: one.start):
-        of_stage = merged.setdefault((span.stage, span.step), [])
-        if of_stage and span.start - of_stage[-1].end <= gap:
-            of_stage[-1] = of_stage[-1]._replace(end=max(span.end, of_stage[-1].end))
+    for span in sorted(spans, key=lambda span: span.start):
+        earlier = merged.setdefault((span.stage, span.step), [])
+        if earlier and span.start - earlier[-1].end <= gap:
+            earlier[-1] = earlier[-1]._replace(end=max(span.end, earlier[-1].end))
         else:
-            of_stage.append(span)
-    return sorted((span for of_stage in merged.values() for span in of_stage), key=lambda one: one.start)
+            earlier.append(span)
+    return sorted((span for spans in merged.values() for span in spans), key=lambda span: span.start)
 
 
 def alone_intervals(spans: Iterable[Span]) -> dict[str, list[Interval]]:
     """For each stage when it was the only one under way."""
     spans = list(spans)
-    changes = [(one.start, 1, one.stage) for one in spans] + [(one.end, -1, one.stage) for one in spans]
-    alone: dict[str, list[Interval]] = {one.stage: [] for one in spans}
+    changes = [(span.start, 1, span.stage) for span in spans] + [(span.end, -1, span.stage) for span in spans]
+    alone: dict[str, list[Interval]] = {span.stage: [] for span in spans}
     running: Counter[str] = Counter()
     for (now, change, stage), (then, *_) in pairwise(sorted(changes)):
         running[stage] += change

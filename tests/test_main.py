@@ -160,6 +160,13 @@ def test_a_run_folder_is_not_resumed_under_other_settings(tmp_path: Path, senten
     assert str(tmp_path / "run") in text
 
 
+def test_a_run_folder_of_an_earlier_version_is_not_resumed(tmp_path: Path, sentence):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "samples.jsonl").write_text("")
+    text = sentence(FILE)
+    assert f"{tmp_path / 'run'} holds samples.jsonl, of an earlier version; use that version on it, or make" in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),

@@ -32,13 +32,16 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
       OSError: `output` cannot be written.
     """
     runs, evaluations = read_folders(folders, models)
-    collections = [one for label, run in runs.items() for one in run_collections(label, run.folder)]
-    problem, of_evaluations, trees = _read_generations(evaluations)
-    collections, bounds = bound([*of_evaluations, *collections], MAX_GENERATION_BYTES)
+    collections = [collection for label, run in runs.items() for collection in run_collections(label, run.folder)]
+    problem, evaluation_collections, trees = _read_generations(evaluations)
+    collections, bounds = bound([*evaluation_collections, *collections], MAX_GENERATION_BYTES)
 
     metrics = {label: run.metrics for label, run in runs.items()}
     timelines = {label: run.timeline for label, run in runs.items()}
-    results = {name: {model: one.results for model, one in of.items()} for name, of in evaluations.items()}
+    results = {
+        benchmark: {model: evaluation.results for model, evaluation in models.items()}
+        for benchmark, models in evaluations.items()
+    }
     tree_title = f"The first {TREE_ROLLOUTS} generations of {problem}, by their shared prefixes" if trees else ""
     all_labels = labels(runs, evaluations)
     output.mkdir(parents=True, exist_ok=True)

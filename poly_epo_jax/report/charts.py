@@ -18,6 +18,7 @@ import numpy as np
 from poly_epo_jax.metrics import names
 from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
 from poly_epo_jax.report.evaluation_figures import Evaluations, Results, Tree
+from poly_epo_jax.timeline import total_seconds
 
 MOST_POINTS = 300  # of a line; hovering finds no more on a screen
 HOW_BARS_LOOK = (
@@ -53,13 +54,13 @@ def run_sections(runs: figures.Runs, labels: Sequence[str]) -> list[Section]:
 
 
 def timeline_sections(runs: Mapping[str, timeline_figures.Windows], labels: Sequence[str]) -> list[Section]:
-    """What was under way when, a section per run that tells."""
+    """What was under way when, a section per run with a timeline."""
     return [
         {
             "title": "Timeline" if len(runs) == 1 else f"Timeline of {label}",
             "note": f"{timeline_figures.sentence(windows)} {HOW_BARS_LOOK}",
             "legend": [],
-            "panels": [_bars(one, labels.index(label)) for one in timeline_figures.excerpts(windows)],
+            "panels": [_bars(excerpt, labels.index(label)) for excerpt in timeline_figures.excerpts(windows)],
         }
         for label, windows in runs.items()
         if windows
@@ -72,10 +73,11 @@ def evaluation_sections(
     """pass@k, majority@k, branching, and the trees, a panel per benchmark."""
 
     def per_benchmark(make: Any, x: tuple[str, str], y: str, marked: bool = True) -> list[Panel]:
-        return [
-            _lines(benchmark, x, y, [_series(model, labels, make(results), marked) for model, results in of.items()])
-            for benchmark, of in evaluations.items()
-        ]
+        panels = []
+        for benchmark, models in evaluations.items():
+            series = [_series(model, labels, make(results), marked) for model, results in models.items()]
+            panels.append(_lines(benchmark, x, y, series))
+        return panels
 
     tree_panels = [_tree(model, tree) for model, tree in trees.items()]
     sections = [
@@ -96,8 +98,7 @@ def evaluation_sections(
         ),
         ("Rollout trees", f"{tree_title}. A dot is right, a cross wrong.", tree_panels),
     ]
-    models = list(dict.fromkeys(model for of in evaluations.values() for model in of))
-    return _sections(sections, models, labels)
+    return _sections(sections, evaluation_figures.model_labels(evaluations), labels)
 
 
 def _sections(
@@ -115,8 +116,8 @@ def _sections(
 
 
 def _lines(title: str, x: tuple[str, str], y: str, series: Sequence[dict[str, Any]]) -> Panel:
-    some = [one for one in series if one["points"]]
-    return {"kind": "lines", "title": title, "x": {"label": x[0], "scale": x[1]}, "y": {"label": y}, "series": some}
+    drawn = [line for line in series if line["points"]]
+    return {"kind": "lines", "title": title, "x": {"label": x[0], "scale": x[1]}, "y": {"label": y}, "series": drawn}
 
 
 def _series(label: str, labels: Sequence[str], points: list[Any], marked: bool = True) -> dict[str, Any]:
@@ -132,9 +133,9 @@ def _metric_panel(runs: figures.Runs, metric: str, labels: Sequence[str]) -> Pan
         steps, values = steps[finite], values[finite]
         smoothed = values if held_out else figures.smooth(values)
         line = _series(label, labels, [], held_out)
-        for place in _some(len(values)):
-            said = _number(smoothed[place]) + ("" if held_out else f" (this step: {_number(values[place])})")
-            text = f"step {steps[place]}: {said}"
+        for place in _thinned(len(values)):
+            own = "" if held_out else f" (this step: {_number(values[place])})"
+            text = f"step {steps[place]}: {_number(smoothed[place])}{own}"
             line["points"].append([int(steps[place]), float(smoothed[place]), None, None, text])
             if not held_out:
                 line["faint"].append([int(steps[place]), float(values[place])])
@@ -148,7 +149,7 @@ def _pass_points(results: Results) -> list[Any]:
 
 def _curve(results: Results) -> list[evaluation_figures.Estimate]:
     curve = evaluation_figures.curve(results, names.PASS)
-    return [curve[place] for place in _some(len(curve))]
+    return [curve[place] for place in _thinned(len(curve))]
 
 
 def _vote_points(results: Results) -> list[Any]:
@@ -177,11 +178,11 @@ def _branch_points(results: Results) -> list[Any]:
 
 
 def _tree(model: str, tree: Tree) -> Panel:
-    def said(leaf: evaluation_figures.Leaf, right: bool) -> str:
+    def hover_text(leaf: evaluation_figures.Leaf, right: bool) -> str:
         return f"generation {leaf.generation}: {'right' if right else 'wrong'}, {leaf.length} tokens"
 
     leaves = [
-        [leaf.length, leaf.row, leaf.edge_row, int(right), said(leaf, right)]
+        [leaf.length, leaf.row, leaf.edge_row, int(right), hover_text(leaf, right)]
         for leaf in tree.leaves
         for right in [tree.correct[leaf.generation]]
     ]
@@ -198,14 +199,14 @@ def _tree(model: str, tree: Tree) -> Panel:
 
 
 def _bars(excerpt: timeline_figures.Excerpt, look: int) -> Panel:
-    def said(bar: timeline_figures.Bar) -> str:
-        length, alone = bar.end - bar.start, sum((end - start for start, end in bar.alone), 0.0)
+    def hover_text(bar: timeline_figures.Bar) -> str:
+        length, alone = bar.end - bar.start, total_seconds(bar.alone)
         share = f"{length / excerpt.seconds:.1%} of {'the step' if len(excerpt.starts) == 1 else 'these steps'}"
         return f"for step {bar.step}: {_number(length)} s, {share}; {_number(alone)} s of it alone"
 
     lanes = excerpt.stages
     bars = [
-        [bar.start, bar.end, lanes.index(bar.stage), int(excerpt.is_odd(bar)), bar.alone, said(bar)]
+        [bar.start, bar.end, lanes.index(bar.stage), int(excerpt.is_odd(bar)), bar.alone, hover_text(bar)]
         for bar in excerpt.bars
     ]
     return {
@@ -214,12 +215,12 @@ def _bars(excerpt: timeline_figures.Excerpt, look: int) -> Panel:
         "look": look,
         "seconds": excerpt.seconds,
         "lanes": lanes,
-        "steps": [list(one) for one in excerpt.starts.items()],
+        "steps": [list(start) for start in excerpt.starts.items()],
         "bars": bars,
     }
 
 
-def _some(length: int) -> list[int]:
+def _thinned(length: int) -> list[int]:
     """At most `MOST_POINTS` places of a list, evenly, both ends among them."""
     return np.unique(np.linspace(0, length - 1, min(length, MOST_POINTS)).round().astype(int)).tolist()
 

@@ -77,6 +77,11 @@ class Tree:
     correct: list[bool]
 
 
+def model_labels(evaluations: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Every model of the evaluations once, in the order of their first benchmarks."""
+    return list(dict.fromkeys(model for models in evaluations.values() for model in models))
+
+
 def curve(results: Results, metric: str) -> list[Estimate]:
     """metric@k by rising k."""
     found = []
@@ -228,7 +233,7 @@ def _benchmark_panels(
             finish(axes)
         for axes in panels[len(evaluations) :]:
             axes.remove()
-        present = {model for models in evaluations.values() for model in models}
+        present = model_labels(evaluations)
         figures.add_legend(figure, {label: look for label, look in looks.items() if label in present})
     return figure
 

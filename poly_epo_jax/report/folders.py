@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from poly_epo_jax.evaluation.folder import RESULTS, find_results
+from poly_epo_jax.report.evaluation_figures import model_labels
 from poly_epo_jax.run_folder import METRICS, TIMELINE, TIMING, read_rows
 from poly_epo_jax.timeline import Window
 
@@ -17,7 +18,7 @@ _COUNTS = ("num_problems", "num_generations")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run's folder, its rows of metrics.jsonl and timing.jsonl, and what was under way in each step, if it tells."""
+    """A run's folder, its rows of metrics.jsonl and timing.jsonl, and the windows of timeline.jsonl by step."""
 
     folder: Path
     metrics: Rows
@@ -56,7 +57,7 @@ def read_folders(folders: Sequence[Path], models: Sequence[str] = ()) -> tuple[d
 
 def labels(runs: Mapping[str, Run], evaluations: Evaluations) -> list[str]:
     """Each run and each model once, in the order that gives them their colours."""
-    return list(dict.fromkeys([*runs, *(model for models in evaluations.values() for model in models)]))
+    return list(dict.fromkeys([*runs, *model_labels(evaluations)]))
 
 
 def _labels(folders: Sequence[Path]) -> dict[str, Path]:
@@ -93,21 +94,21 @@ def _read_evaluations(folders: Sequence[Path], models: Sequence[str]) -> Evaluat
     for folder in folders:
         for path in find_results(folder):
             benchmark, model = path.parent.parent.name, path.parent.name
-            of_benchmark = found.setdefault(benchmark, {})
-            of_benchmark[model if model not in of_benchmark else f"{model} ({folder})"] = path.parent
-    known = sorted({model for of_benchmark in found.values() for model in of_benchmark})
+            folders_by_model = found.setdefault(benchmark, {})
+            folders_by_model[model if model not in folders_by_model else f"{model} ({folder})"] = path.parent
+    known = sorted({model for folders_by_model in found.values() for model in folders_by_model})
     unknown = [model for model in models if model not in known]
     if unknown:
         raise ValueError(f"No evaluation of the model {unknown[0]!r} is there: choose from {', '.join(known)}.")
     ordered = {
         benchmark: {
-            model: Evaluation(of_benchmark[model], _read_results(of_benchmark[model] / RESULTS))
-            for model in models or of_benchmark
-            if model in of_benchmark
+            model: Evaluation(folders_by_model[model], _read_results(folders_by_model[model] / RESULTS))
+            for model in models or folders_by_model
+            if model in folders_by_model
         }
-        for benchmark, of_benchmark in found.items()
+        for benchmark, folders_by_model in found.items()
     }
-    return {benchmark: of_benchmark for benchmark, of_benchmark in ordered.items() if of_benchmark}
+    return {benchmark: by_model for benchmark, by_model in ordered.items() if by_model}
 
 
 def _read_results(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The generations that a report shows: few, shortened, and read row by row, since a file may hold millions of tokens.
 
 A collection is what the page's browser chooses between: one model on one benchmark, or one step of a run. It is a
-dict, ready for JSON once `bound` has been there: {"model", "part", "file", "all_problems", "all_generations",
+dict, ready for JSON after `bound`: {"model", "part", "file", "all_problems", "all_generations",
 "problems": [{"id", "prompt", "gold", "size", "correct", "clusters": [{"id", "size", "correct"}], "generations": []}]}.
 Sizes count all of a problem's generations, shown or not.
 """

@@ -16,7 +16,7 @@ from typing import Any
 
 from poly_epo_jax.metrics import names
 from poly_epo_jax.report import figures
-from poly_epo_jax.report.evaluation_figures import Estimate, Evaluations, Results, curve, estimate
+from poly_epo_jax.report.evaluation_figures import Estimate, Evaluations, Results, curve, estimate, model_labels
 
 Rows = Sequence[Mapping[str, Any]]
 STEPS_AVERAGED = 10
@@ -69,18 +69,22 @@ def run_summary(label: str, rows: Rows) -> str:
 
 def evaluation_summaries(evaluations: Evaluations) -> list[str]:
     """A sentence on each model beside the first, as means over the benchmarks that have both."""
-    models = list(dict.fromkeys(model for of in evaluations.values() for model in of))
+    models = model_labels(evaluations)
     if len(models) == 1:
         return [_beside(models[0], models[0], evaluations)]
     return [_beside(models[0], other, evaluations) for other in models[1:]]
 
 
 def _beside(first: str, other: str, evaluations: Evaluations) -> str:
-    shared = {name: (of[first], of[other]) for name, of in evaluations.items() if first in of and other in of}
+    shared = {
+        benchmark: (models[first], models[other])
+        for benchmark, models in evaluations.items()
+        if first in models and other in models
+    }
     changes = []
     for metric, title in ((names.PASS, "pass@{k}"), (names.CORRECT_CLUSTERS, "distinct correct clusters of {k}")):
-        curves = [[{point.k: point.mean for point in curve(one, metric)} for one in pair] for pair in shared.values()]
-        ks = set.intersection(*(set(one) for pair in curves for one in pair)) if curves else set()
+        curves = [[{point.k: point.mean for point in curve(side, metric)} for side in pair] for pair in shared.values()]
+        ks = set.intersection(*(set(side) for pair in curves for side in pair)) if curves else set()
         for k in sorted({min(ks), max(ks)} if metric == names.PASS else {max(ks)}) if ks else ():
             means = [sum(pair[side][k] for pair in curves) / len(curves) for side in (0, 1)]
             values = [_value(metric, mean) for mean in means]

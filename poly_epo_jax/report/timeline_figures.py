@@ -1,6 +1,6 @@
 """What was under way when, in a run's steps: the windows of timeline.jsonl in, bars, a sentence and a figure out.
 
-`Windows` are a run's steps in their order (see `clock.Window`), which follow each other without a gap.
+`Windows` are a run's steps in their order (see `timeline.Window`), which follow each other without a gap.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from poly_epo_jax.report import figures
-from poly_epo_jax.timeline import Interval, Span, Window, alone_intervals, merge
+from poly_epo_jax.timeline import Interval, Span, Window, alone_intervals, merge, total_seconds
 
 Windows = Mapping[int, Window]
 
@@ -79,25 +79,25 @@ def excerpts(windows: Windows) -> list[Excerpt]:
     off = np.abs(seconds - np.median(seconds))
     place = len(steps) - 1 - int(np.argmin(off[::-1]))
     first = max(0, min(place - 1, len(steps) - CONSECUTIVE))
-    several = steps[first : first + CONSECUTIVE]
-    return [_excerpt(windows, [steps[place]]), *([_excerpt(windows, several)] if len(several) > 1 else [])]
+    around = steps[first : first + CONSECUTIVE]
+    return [_excerpt(windows, [steps[place]]), *([_excerpt(windows, around)] if len(around) > 1 else [])]
 
 
 def sentence(windows: Windows) -> str:
     """Which stages take how much of a step, as medians: alone, which speeding them up wins for certain, and in all."""
-    several = list(windows.values())
-    length = float(np.median([window.seconds for window in several]))
-    alone = _largest([_shares(window, alone_intervals(window.spans)) for window in several])
-    in_all = _largest([_shares(window, _under_way(window)) for window in several])
-    overlap = float(np.median([_overlap(window) for window in several]))
+    steps = list(windows.values())
+    length = float(np.median([step.seconds for step in steps]))
+    alone = _largest([_shares(step, alone_intervals(step.spans)) for step in steps])
+    in_all = _largest([_shares(step, _under_way(step)) for step in steps])
+    overlap = float(np.median([_overlap(step) for step in steps]))
     parts = [
         f"{name} {share}" if place else f"{name} alone takes {share} of it" for place, (name, share) in enumerate(alone)
     ]
     overlapping = f"for {overlap:.0%} two or more are under way" if overlap >= 0.005 else "nothing overlaps"
-    told = "; ".join([*([", ".join(parts)] if parts else []), overlapping])
+    text = "; ".join([*([", ".join(parts)] if parts else []), overlapping])
     if overlap >= 0.05:
-        told += f". Under way at all: {', '.join(f'{name} {share}' for name, share in in_all)}"
-    return f"A step takes {length:.3g} s (median of {len(several)}). {told[0].upper()}{told[1:]}."
+        text += f". Under way at all: {', '.join(f'{name} {share}' for name, share in in_all)}"
+    return f"A step takes {length:.3g} s (median of {len(steps)}). {text[0].upper()}{text[1:]}."
 
 
 def timeline(runs: Mapping[str, Windows]) -> Figure | None:
@@ -110,11 +110,11 @@ def timeline(runs: Mapping[str, Windows]) -> Figure | None:
         figure = Figure(figsize=(6.0 * columns, 3.2 * len(drawn)), dpi=figures.DPI, layout="constrained")
         grid = figure.subplots(len(drawn), columns, squeeze=False)
         looks = figures.styles(list(runs))
-        for row, (label, of_run) in zip(grid, drawn.items(), strict=True):
-            for axes, excerpt in zip(row, of_run, strict=False):
+        for row, (label, panels) in zip(grid, drawn.items(), strict=True):
+            for axes, excerpt in zip(row, panels, strict=False):
                 _draw(axes, excerpt, looks[label]["color"])
                 axes.set_title(f"{label}: {excerpt.title}" if len(drawn) > 1 else excerpt.title.capitalize())
-            for axes in row[len(of_run) :]:
+            for axes in row[len(panels) :]:
                 axes.remove()
         for axes in grid[-1][: len(list(drawn.values())[-1])]:
             axes.set_xlabel("seconds")
@@ -141,7 +141,7 @@ def _excerpt(windows: Windows, steps: list[int]) -> Excerpt:
     starts, spans, at = {}, [], 0.0
     for step in steps:
         starts[step] = at
-        spans += [one._replace(start=at + one.start, end=at + one.end) for one in windows[step].spans]
+        spans += [span._replace(start=at + span.start, end=at + span.end) for span in windows[step].spans]
         at += windows[step].seconds
     spans = merge(spans, _CUT_APART)
     alone = alone_intervals(spans)
@@ -157,25 +157,25 @@ def _parts(span: Span, alone: list[Interval]) -> list[Interval]:
 def _under_way(window: Window) -> dict[str, list[Interval]]:
     """For each stage when it was under way, for whichever batch."""
     found: dict[str, list[Interval]] = {}
-    for span in merge((one._replace(step=0) for one in window.spans), 0.0):
+    for span in merge((span._replace(step=0) for span in window.spans), 0.0):
         found.setdefault(span.stage, []).append((span.start, span.end))
     return found
 
 
 def _overlap(window: Window) -> float:
     """The share of the step in which two stages or more were under way."""
-    anything = Window(0.0, window.seconds, [one._replace(stage="anything") for one in window.spans])
-    together = sum(_shares(anything, _under_way(anything)).values(), 0.0)
-    return together - sum(_shares(window, alone_intervals(window.spans)).values(), 0.0)
+    anything = Window(0.0, window.seconds, [span._replace(stage="anything") for span in window.spans])
+    busy = sum(_shares(anything, _under_way(anything)).values(), 0.0)
+    return busy - sum(_shares(window, alone_intervals(window.spans)).values(), 0.0)
 
 
 def _shares(window: Window, intervals: Mapping[str, list[Interval]]) -> dict[str, float]:
-    return {stage: sum((end - start for start, end in of), 0.0) / window.seconds for stage, of in intervals.items()}
+    return {stage: total_seconds(parts) / window.seconds for stage, parts in intervals.items()}
 
 
 def _largest(shares: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     """The names and median shares of up to three stages that have at least 1%, the largest first."""
-    stages = dict.fromkeys(stage for of_step in shares for stage in of_step)
-    medians = {stage: float(np.median([of_step.get(stage, 0.0) for of_step in shares])) for stage in stages}
+    stages = dict.fromkeys(stage for step in shares for stage in step)
+    medians = {stage: float(np.median([step.get(stage, 0.0) for step in shares])) for stage in stages}
     largest = sorted((stage for stage in stages if medians[stage] >= 0.01), key=lambda stage: -medians[stage])
     return [(STAGES.get(stage, stage), f"{medians[stage]:.0%}") for stage in largest[:3]]

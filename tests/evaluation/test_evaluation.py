@@ -97,6 +97,12 @@ def test_generations_of_different_kinds_are_not_mixed(tmp_path: Path):
         open_folder(tmp_path, {"sampling": {"seed": 8}, "model": "another"})
 
 
+def test_an_evaluation_of_an_earlier_version_is_not_gone_on_with(tmp_path: Path):
+    (tmp_path / "samples.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"holds samples\.jsonl, of an earlier version; use that version"):
+        open_folder(tmp_path, {})
+
+
 def test_rows_have_every_column(tmp_path: Path):
     draw(tmp_path, SeededLetters(), PROBLEMS[:3])
     rows = list(read_generations(tmp_path))

@@ -5,6 +5,8 @@ import hashlib
 import html.parser
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from poly_epo_jax.report import generations as report_generations
 from poly_epo_jax.report import page as report_page
 
 HOSTILE = reports.HOSTILE
+ROOT = Path(__file__).parents[2]
 
 
 def write_fake_run(run_dir: Path, seed: int, num_steps: int = 200, gain: float = 1.0, evaluate_every: int = 20) -> Path:
@@ -129,6 +132,14 @@ def png_size(path: Path) -> tuple[int, int]:
     header = path.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     return struct.unpack(">II", header[16:24])
+
+
+def test_a_report_is_written_without_jax(two_runs: list[Path], tmp_path: Path):
+    evaluation = reports.write_fake_evaluation(tmp_path / "evaluation", {"base": 0.5}, ("x",))
+    arguments = [str(two_runs[0]), str(evaluation), "--output", str(tmp_path / "out")]
+    code = f"import sys; from poly_epo_jax.report.__main__ import main; print(main({arguments}), 'jax' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "0 False"
 
 
 def test_figures_have_their_sizes_at_150_dpi(two_runs: list[Path], page: str):
@@ -302,6 +313,16 @@ def test_nothing_to_report_is_one_sentence_and_exit_code_2(tmp_path: Path, capsy
     assert captured.out == ""
     assert captured.err.count("\n") == 1 and str(run) in captured.err and sentence in captured.err
     assert not (run / "report").exists()
+
+
+def test_a_run_of_an_earlier_version_is_one_sentence(tmp_path: Path, capsys):
+    run = write_fake_run(tmp_path / "run", seed=0, num_steps=2, evaluate_every=0)
+    (run / "generations.jsonl").rename(run / "samples.jsonl")
+    assert report_main.main([str(run)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"Error: {run} holds samples.jsonl, of an earlier version; use that version on it, " + (
+        "or make a new folder.\n"
+    )
 
 
 def test_no_run_named_is_exit_code_2(capsys):

@@ -127,9 +127,9 @@ def test_hovering_tells_the_number_and_its_interval(evaluation: Path, page: str)
 
 
 def test_long_curves_are_thinned_and_keep_their_ends():
-    positions = report_charts._some(4096)
+    positions = report_charts._thinned(4096)
     assert len(positions) == report_charts.MOST_POINTS and positions[0] == 0 and positions[-1] == 4095
-    assert report_charts._some(3) == [0, 1, 2] and report_charts._some(0) == []
+    assert report_charts._thinned(3) == [0, 1, 2] and report_charts._thinned(0) == []
     points = report_charts._branch_points({"branching": {"mean": [float(p) for p in range(4096)]}})
     assert [point[0] for point in points[:5]] == [1, 2, 3, 4, 5] and points[-1][:2] == [4096, 4095.0]
 
@@ -267,6 +267,7 @@ def test_without_generations_there_is_no_browser(tmp_path: Path):
         (lambda folder: _append(folder / "generations.jsonl", '{"problem": 3}\n'), "line 49, is not a row: mend or"),
         (lambda folder: _append(folder / "generations.jsonl", "[" * 100_000 + "\n"), "line 49, is not a row"),
         (lambda folder: _append(folder / "generations.jsonl", b"\xff\n"), "line 49, is not a row"),
+        (lambda folder: (folder / "generations.jsonl").rename(folder / "samples.jsonl"), "of an earlier version; use"),
         (lambda folder: _append(folder / "results.json", "x"), "results.json does not hold the results"),
         (lambda folder: (folder / "results.json").write_text("[]"), "results.json does not hold the results"),
         (lambda folder: (folder / "results.json").write_text("{}"), "results.json does not hold the results"),
