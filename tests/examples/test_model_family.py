@@ -1,0 +1,141 @@
+"""The model family of docs/extending.md: Mistral, a Llama by its network, from a configuration file of one's own."""
+
+import dataclasses
+import json
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from poly_epo_jax.model.architectures import ARCHITECTURES
+from poly_epo_jax.model.hf import load_params, read_config, save_pretrained
+from poly_epo_jax.model.qwen3 import abstract_model
+
+MY_CONFIG = """
+import dataclasses
+
+from poly_epo_jax import default_config
+from poly_epo_jax.model.architectures import ARCHITECTURES, LLAMA
+
+ARCHITECTURES["mistral"] = dataclasses.replace(
+    LLAMA,
+    class_name="MistralForCausalLM",
+    refuses=LLAMA.refuses | {"sliding_window": bool},  # Mistral 7B v0.1 has one; v0.2 and later have none
+)
+
+
+def get_config(words="poly_epo"):
+    config = default_config.get_config(words)
+    config.model.path = "models/mistral"
+    return config
+"""
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "sliding_window": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def my_config(tmp_path: Path) -> Iterator[None]:
+    """Runs the user's file, as --config=my_config.py does; what it registered is forgotten after the test."""
+    known = dict(ARCHITECTURES)
+    (tmp_path / "my_config.py").write_text(MY_CONFIG)
+    runpy.run_path(str(tmp_path / "my_config.py"))
+    yield
+    ARCHITECTURES.clear()
+    ARCHITECTURES.update(known)
+
+
+def write_folder(folder: Path, **changes: Any) -> Path:
+    """A folder as transformers writes it: its own config.json, and random tensors by the names that Mistral has."""
+    transformers.MistralConfig(**SIZES | changes).save_pretrained(folder)
+    rng = np.random.default_rng(0)
+    width, kv_width, d, mlp = 4 * 6, 2 * 6, 16, 24
+    layer = {
+        "input_layernorm": (d,),
+        "self_attn.q_proj": (width, d),
+        "self_attn.k_proj": (kv_width, d),
+        "self_attn.v_proj": (kv_width, d),
+        "self_attn.o_proj": (d, width),
+        "post_attention_layernorm": (d,),
+        "mlp.gate_proj": (mlp, d),
+        "mlp.up_proj": (mlp, d),
+        "mlp.down_proj": (d, mlp),
+    }
+    shapes = {"model.embed_tokens.weight": (40, d), "model.norm.weight": (d,), "lm_head.weight": (40, d)}
+    shapes |= {f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in layer.items()}
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    written = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(written))
+
+
+def logits(folder: Path) -> jax.Array:
+    """What the model in the folder says of twelve tokens, [12, V]."""
+    config = read_config(folder, dtype="float32", attention="blockwise")
+    model = nnx.merge(nnx.split(abstract_model(config))[0], load_params(folder, config))
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, config.vocab_size, (1, 12)))
+    hidden = model(tokens, jnp.arange(12)[None], jnp.ones_like(tokens))
+    return hidden[0] @ model.head.T
+
+
+def test_it_computes_as_the_llama_of_the_same_weights_does(tmp_path: Path):
+    folder = write_folder(tmp_path / "mistral")
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "mistral"
+    found = logits(folder)
+    edit_config(folder, model_type="llama")
+    np.testing.assert_array_equal(found, logits(folder))
+    assert found.std() > 0.3
+
+
+def test_what_is_trained_is_saved_as_the_family_that_it_is(tmp_path: Path):
+    folder = write_folder(tmp_path / "mistral")
+    config = read_config(folder)
+    save_pretrained(tmp_path / "trained", load_params(folder, config), config, dtype="float32")
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "trained")
+    assert isinstance(theirs, transformers.MistralConfig) and theirs.architectures == ["MistralForCausalLM"]
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "trained"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(after[name], tensor)
+
+
+def test_what_its_network_would_do_differently_is_refused(tmp_path: Path):
+    folder = write_folder(tmp_path / "mistral", sliding_window=4096)
+    with pytest.raises(ValueError, match="sliding_window 4096 is not supported; choose a mistral model without it"):
+        read_config(folder)
+
+
+def test_a_setting_and_a_tensor_of_another_name_are_a_line_each(tmp_path: Path):
+    folder = write_folder(tmp_path / "mistral")
+    expected = logits(folder)
+    known = ARCHITECTURES["mistral"]
+    table = known.weights["embed"]
+    ARCHITECTURES["renamed"] = dataclasses.replace(
+        known,
+        config_keys=known.config_keys | {"mlp_size": "ffn_size"},
+        weights=known.weights | {"embed": dataclasses.replace(table, name="model.tokens.weight")},
+    )
+    edit_config(folder, model_type="renamed", intermediate_size=None, ffn_size=24)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.tokens.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors")
+    np.testing.assert_array_equal(logits(folder), expected)
