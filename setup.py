@@ -14,7 +14,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["poly_epo_jax", "poly_epo_jax.*"]),
-    package_data={"poly_epo_jax": ["report/assets/*", "judges/rubric.md"]},
+    package_data={"poly_epo_jax": ["py.typed", "report/assets/*", "judges/rubric.md"]},
     install_requires=[
         "absl-py>=2.3,<3",
         "datasets>=4.0,<6",

@@ -1,4 +1,4 @@
-"""Every command in README.md and docs/ is run as it is written there, with flags after it that make it short.
+"""Every command in README.md, docs/ and CONTRIBUTING.md is run as it is written there, with flags that make it short.
 
 They run in document order, in one copy of the tracked files: a test of a later command needs those before it. Its .venv
 is one of its own, in which setup_env.sh and pip install the copy itself, and nothing else: all other packages are those
@@ -21,7 +21,7 @@ import pytest
 from poly_epo_jax import set_rl
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 CODE = re.compile(
     r"^```(?P<language>\w*)\n(?P<fence>.*?)^```$|^ {4}(?P<indented>[^\n]+)$|`(?P<inline>[^`]+)`",
     re.DOTALL | re.MULTILINE,
@@ -59,7 +59,10 @@ RULES = (
     Rule("bash tests/bench/h200.sh", elsewhere="made for an H200; with SMALL=1 by hand, as it is minutes of compiling"),
     Rule("bash third_party/jetstream/setup.sh", elsewhere="launch/test.sh runs it; it fetches JetStream"),
     Rule("pip install", says="Successfully installed poly_epo_jax"),
+    Rule("pip install pre-commit", elsewhere="fetches another project; by hand"),
     Rule("pip install --pre", elsewhere="fetches another project; by hand, for tests/rollouts/test_sglang_jax.py"),
+    Rule("pre-commit install", elsewhere="tests/test_contributing.py runs what it would install"),
+    Rule("pytest", elsewhere="it runs this test"),
     Rule("python -m poly_epo_jax.bench --config=configs/polaris.py --plans", says="v6e-64"),
     Rule(
         "python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan",
@@ -92,6 +95,7 @@ RULES = (
     Rule("python tests/bench/weight_sync.py", "runs", says="runs: one writer"),
     Rule("sbatch", says="of launch/slurm.sbatch"),
     Rule("source .venv/bin/activate"),
+    Rule("source launch/setup_env.sh"),
 )
 
 # gcloud and sbatch are not here: these say what they were told.
