@@ -5,21 +5,21 @@ from functools import partial
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from poly_epo_jax import set_rl
+from poly_epo_jax.config import AlgoSection
 from poly_epo_jax.set_rl.losses import Loss
 
 Advantages = Callable[[jax.Array, np.ndarray, np.ndarray], jax.Array]
 """(random key, rewards [P, N], clusters [P, N]) -> advantages [P, N]; the key draws the K sets, if not all."""
 
 
-def make_advantages(algo: ConfigDict) -> Advantages:
+def make_advantages(algo: AlgoSection) -> Advantages:
     """The advantage estimator that `algo.advantages` names, jitted."""
     return jax.jit(ADVANTAGES[algo.advantages](algo))
 
 
-def method_title(algo: ConfigDict) -> str:
+def method_title(algo: AlgoSection) -> str:
     """What reports call the method: by its estimator, and for the set estimator by the objective too."""
     titles = {"grpo": "GRPO", "grpo_div": "GRPO+DIV", "marginal_set": "Set RL"}
     if algo.advantages == "marginal_set" and algo.objective == "polychromic":
@@ -28,7 +28,7 @@ def method_title(algo: ConfigDict) -> str:
     return f"{title} ({algo.objective})" if algo.advantages == "marginal_set" else title
 
 
-def make_loss(algo: ConfigDict) -> Loss:
+def make_loss(algo: AlgoSection) -> Loss:
     """The loss that `algo.loss` names, with its clip range bound; the plain policy gradient has none."""
     loss = set_rl.LOSSES[algo.loss]
     if loss is set_rl.policy_gradient_loss:
@@ -36,7 +36,7 @@ def make_loss(algo: ConfigDict) -> Loss:
     return partial(loss, clip_low=algo.clip_low, clip_high=algo.clip_high)
 
 
-def _marginal_set(algo: ConfigDict) -> Advantages:
+def _marginal_set(algo: AlgoSection) -> Advantages:
     objective, n, num_sets = set_rl.OBJECTIVES[algo.objective], algo.set_size, algo.num_sets
     if objective is set_rl.polychromic and not num_sets:
         return lambda key, rewards, clusters: set_rl.polychromic_advantages(rewards, clusters, n)
@@ -53,7 +53,7 @@ def _marginal_set(algo: ConfigDict) -> Advantages:
     return advantages
 
 
-ADVANTAGES: dict[str, Callable[[ConfigDict], Advantages]] = {
+ADVANTAGES: dict[str, Callable[[AlgoSection], Advantages]] = {
     "marginal_set": _marginal_set,
     "grpo": lambda algo: lambda key, rewards, clusters: set_rl.grpo_advantages(rewards),
     "grpo_div": lambda algo: (

@@ -15,11 +15,10 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.batching import TrainingSequence, pack
-from poly_epo_jax.config import microbatch_rows
+from poly_epo_jax.config import Config, OptimizerSection, microbatch_rows
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
@@ -53,7 +52,7 @@ class DemonstratedTask(Task, Protocol):
         ...
 
 
-def base_policy(config: ConfigDict, task: Task, mesh: Mesh) -> Path:
+def base_policy(config: Config, task: Task, mesh: Mesh) -> Path:
     """The Hugging Face folder of the policy that `config.base` describes; made now unless the cache holds it.
 
     The cache is keyed by recipe and task, so a changed recipe makes a new policy. It learns from the training and the
@@ -70,15 +69,15 @@ def base_policy(config: ConfigDict, task: Task, mesh: Mesh) -> Path:
     return folder
 
 
-def base_policy_folder(config: ConfigDict) -> Path:
+def base_policy_folder(config: Config) -> Path:
     """Where the policy that `config.base` describes is kept, whether or not it has been made."""
     base = {key: value for key, value in config.base.items() if key != "cache_dir"}
-    recipe = {"base": base, "task": config.task.to_dict()}
+    recipe = {"base": base, "task": dict(config.task)}
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
     return Path(config.base.cache_dir) / f"{config.task.name}-{digest}"
 
 
-def base_shape(config: ConfigDict, task: Task) -> ModelConfig:
+def base_shape(config: Config, task: Task) -> ModelConfig:
     """The shape that `config.base` describes, with a token for each character of the task.
 
     Raises:
@@ -102,7 +101,7 @@ def base_shape(config: ConfigDict, task: Task) -> ModelConfig:
     )
 
 
-def _make(config: ConfigDict, task: DemonstratedTask, mesh: Mesh, folder: Path) -> None:
+def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> None:
     base = config.base
     tokenizer = build_character_tokenizer(task.alphabet)
     eos = tokenizer.convert_tokens_to_ids("<eos>")
@@ -130,7 +129,7 @@ def _make(config: ConfigDict, task: DemonstratedTask, mesh: Mesh, folder: Path) 
         ("mistakes", base.noisy_steps, base.noisy_learning_rate, Demonstrations(base.error_rate, base.skew)),
     )
     for name, steps, learning_rate, style in phases:
-        optimizer = ConfigDict(OPTIMIZER | {"learning_rate": learning_rate, "warmup_updates": min(50, steps // 4)})
+        optimizer = OptimizerSection(**OPTIMIZER, learning_rate=learning_rate, warmup_updates=min(50, steps // 4))
         update = PolicyUpdate(model, mesh, set_rl.policy_gradient_loss, optimizer, steps)
         state = update.init(params)
         with counted(f"base policy, {name}", steps) as show:

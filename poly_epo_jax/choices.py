@@ -1,49 +1,139 @@
-"""What a configuration may name: the registries behind its words, and the task that it means."""
+"""From what a user has written to a configuration that can run: the one check of every command.
+
+Sections check their own keys (config.py). Here names of parts are looked up in their registries, options are compared
+with what the named part takes, and combinations of sections are checked.
+"""
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from poly_epo_jax.algorithm import ADVANTAGES
-from poly_epo_jax.config import ConfigError
+from poly_epo_jax.config import Config, ConfigError, JudgeSection, TaskSection
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.model.qwen3 import REMAT_POLICIES
+from poly_epo_jax.options import check_options
 from poly_epo_jax.parallel.devices import DEVICES
 from poly_epo_jax.rollouts import ROLLOUTS, WEIGHT_SYNCS
+from poly_epo_jax.section import one_of, read_section, require
 from poly_epo_jax.set_rl import LOSSES, OBJECTIVES
 from poly_epo_jax.tasks import TASKS
-from poly_epo_jax.types import Task
+from poly_epo_jax.types import Judge, Task
 from poly_epo_jax.update import SCHEDULES
 
-CHOICES = {
+CHOICES: dict[str, Collection[str]] = {
     "task.name": TASKS,
     "judge.name": JUDGES,
     "rollouts.name": ROLLOUTS,
     "rollouts.weight_sync": WEIGHT_SYNCS,
-    "rollouts.weights_dtype": ("float32", "bfloat16"),
-    "algo.old_logprobs": ("trainer", "sampler"),
-    "train.staleness": (0, 1),
     "algo.advantages": ADVANTAGES,
     "algo.objective": OBJECTIVES,
     "algo.loss": LOSSES,
-    "algo.length_normalization": ("own", "max"),
-    "model.dtype": ("float32", "bfloat16"),
-    "model.param_dtype": ("float32", "bfloat16"),
     "model.remat": REMAT_POLICIES,
     "model.attention": ("auto", *IMPLEMENTATIONS),
     "mesh.device": ("", *DEVICES),
     "optimizer.schedule": SCHEDULES,
-    "optimizer.first_moment_dtype": ("float32", "bfloat16"),
 }
+"""Names that a key may have, which a user's own file can add to: read when a configuration is."""
+
+MAX_SETS = 10**6  # per prompt
 
 
-def make_task(config: ConfigDict) -> Task:
-    """The task that `config.task` names, with its options.
+def read_config(config: ConfigDict, training: bool = True) -> Config:
+    """The typed configuration.
+
+    Args:
+      training: whether it is to train with; an evaluation needs less.
 
     Raises:
-      ConfigError: it has no such options.
+      ConfigError: at the first key that is wrong; the message names it, its value and what it may be.
     """
-    options = config.task.options.to_dict()
-    try:
-        return TASKS[config.task.name](**options)
-    except TypeError as error:
-        raise ConfigError(f"task.options={options} does not fit task {config.task.name}: {error}.") from None
+    sections = read_section(Config, config.to_dict())
+    for key, _, value in sections.flat():
+        if key in CHOICES:
+            require(value, key, one_of(*CHOICES[key]))
+    for section, (name, options, make, num_given) in _parts(sections).items():
+        check_options(section, name, options, make, num_given)
+    _check_judge(sections)
+    if training:
+        _check_training(sections)
+    return sections
+
+
+def make_task(section: TaskSection) -> Task:
+    """The task that the section names, with its options."""
+    return TASKS[section.name](**section.options)
+
+
+def make_judge(section: JudgeSection, task: Task) -> Judge:
+    """The judge that the section names, with its options."""
+    return JUDGES[section.name](task, section, **section.options)
+
+
+def _parts(config: Config) -> dict[str, tuple[str, dict[str, Any], Callable[..., Any], int]]:
+    """By section: the part it names, its options, what makes it, and how many arguments of that are not options."""
+    return {
+        "task": (config.task.name, config.task.options, TASKS[config.task.name], 0),
+        "judge": (config.judge.name, config.judge.options, JUDGES[config.judge.name], 2),
+        "rollouts": (config.rollouts.name, config.rollouts.options, ROLLOUTS[config.rollouts.name], 5),
+        "algo": (config.algo.advantages, config.algo.options, ADVANTAGES[config.algo.advantages], 1),
+    }
+
+
+def _check_judge(config: Config) -> None:
+    if config.judge.name == "llm" and not config.judge.url:
+        raise ConfigError("judge.url='' must name the judge's server.")
+
+
+def _check_training(config: Config) -> None:
+    train, algo = config.train, config.algo
+    if config.sampling.temperature == 0:
+        raise ConfigError("sampling.temperature=0.0 must be positive, for training needs samples.")
+    if algo.set_size >= train.num_generations:
+        raise ConfigError(
+            f"algo.set_size={algo.set_size} must be smaller than train.num_generations={train.num_generations}."
+        )
+    all_sets = math.comb(train.num_generations, algo.set_size)
+    if algo.num_sets > all_sets:
+        raise ConfigError(f"algo.num_sets={algo.num_sets} must be at most C(N, n) = {all_sets}, or 0 for all.")
+    # The polychromic objective over all sets has a closed form; any other is scored set by set.
+    if algo.objective != "polychromic" and not algo.num_sets and all_sets > MAX_SETS:
+        raise ConfigError(f"algo.num_sets=0 means all {all_sets} sets; draw some, e.g. 1000.")
+    if train.prompts_per_batch % train.prompts_per_minibatch:
+        raise ConfigError(
+            f"train.prompts_per_minibatch={train.prompts_per_minibatch} must divide "
+            f"train.prompts_per_batch={train.prompts_per_batch}."
+        )
+    longest = train.max_prompt_tokens + config.sampling.max_tokens
+    if train.row_tokens < longest:
+        raise ConfigError(
+            f"train.row_tokens={train.row_tokens} must hold train.max_prompt_tokens + sampling.max_tokens = {longest} "
+            "tokens."
+        )
+    _check_rollouts(config)
+
+
+def _check_rollouts(config: Config) -> None:
+    rollouts, served = config.rollouts, config.rollouts.name == "sglang"
+    if served and not rollouts.urls:
+        raise ConfigError("rollouts.urls='' must name a server of the policy.")
+    if not config.train.staleness:
+        return
+    if rollouts.shared:
+        raise ConfigError(
+            "rollouts.shared=True would let one host change the servers' weights while others still generate with "
+            "train.staleness=1; set one of the two back."
+        )
+    if not served:
+        raise ConfigError(
+            f"rollouts.name={rollouts.name!r} shares the trainer's weights and devices and cannot generate while they "
+            "train; set train.staleness=0, or rollouts.name=sglang."
+        )
+    if config.algo.old_logprobs != "sampler":
+        raise ConfigError(
+            f"algo.old_logprobs={config.algo.old_logprobs!r} would ignore that train.staleness=1 trains on the "
+            "generations of an older policy; set it to 'sampler'."
+        )

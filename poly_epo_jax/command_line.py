@@ -1,47 +1,112 @@
-"""The --config flag that main and evaluate share, and one sentence in place of a traceback where it is wrong."""
+"""What the commands share: --config and its overrides, --help, --print_config, and one sentence where one is wrong."""
 
+import copy
 import difflib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
-from absl import flags
+from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from poly_epo_jax.config import ConfigError
+from poly_epo_jax.choices import CHOICES, read_config
+from poly_epo_jax.config import Config, ConfigError
+from poly_epo_jax.section import one_of, read_section
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The configuration file, with :method after its name.")
+PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Only print the configuration, a key on each line.")
+_LOADER = flags.FLAGS["config"].parser
+HELP = {"-h", "--h", "-help", "--help", "-helpshort", "--helpshort", "-helpfull", "--helpfull"}
+
+
+def run_command(
+    run: Callable[[Config], None], argv: Sequence[str], *errors: type[Exception], training: bool = True
+) -> None:
+    """Runs a command on the configuration of its command line; what is refused costs one sentence.
+
+    Args:
+      argv: what `parse_flags` has left.
+      errors: of the command, besides the usual ones; their messages say what to do.
+      training: whether the configuration must be fit to train with.
+    """
+    if len(argv) > 1:
+        name, _, value = argv[1].partition("=")
+        sys.exit(f"Error: unknown argument {argv[1]}; {_hint(name, value)}.")
+    logging.set_verbosity(logging.WARNING)
+    try:
+        run(read_config(CONFIG.value, training))
+    except (ValueError, OSError, ImportError, *errors) as error:
+        sys.exit(f"Error: {' '.join(str(error).split())}")
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
-    """absl's flag parser, with one sentence in place of a traceback where a key or value is wrong."""
+    """absl's flag parser, with one sentence in place of a traceback where a key or value is wrong.
+
+    With --help or --print_config it prints, and ends the process.
+    """
+    parser = _ConfigFile()
+    flags.FLAGS["config"].parser = parser
     try:
-        _check_keys(argv)
+        asks_help = not HELP.isdisjoint(argv)
+        config = _check_keys([arg for arg in argv if arg not in HELP], parser)
+        if asks_help:
+            print(_help(config))
+            sys.exit(0)
         rest = flags.FLAGS(argv)
         if CONFIG.value is None:
             raise ConfigError(
-                "--config is missing; give a configuration file, such as configs/polynomial.py, or one that builds on "
-                "poly_epo_jax/default_config.py."
+                "--config is missing; give a configuration file, such as configs/polynomial.py, or one of your own "
+                "that builds on poly_epo_jax.default_config; --help lists its keys."
             )
+        if PRINT_CONFIG.value:
+            print("\n".join(f"{key} = {value!r}" for key, _, value in read_config(CONFIG.value, training=False).flat()))
+            sys.exit(0)
         return rest
+    except flags.UnrecognizedFlagError as error:
+        sys.exit(f"Error: unknown flag --{error.flagname}; {_hint(error.flagname, error.flagvalue.partition('=')[2])}.")
     except (flags.Error, ValueError, TypeError, OSError) as error:
         # Where a configuration file fails, its traceback comes first.
         sys.exit(f"Error: {re.sub(r'^[A-Za-z]+Error: ', '', str(error).splitlines()[-1].strip())}")
 
 
-def _check_keys(argv: Sequence[str]) -> None:
-    """Refuses a --config.KEY that the configuration file does not have, and names those that may be meant."""
+class _ConfigFile(flags.ArgumentParser):
+    """Executes a configuration file once, though its flag is parsed twice: the parts that it registers come once."""
+
+    def __init__(self):
+        self._configs: dict[str, ConfigDict] = {}
+
+    def parse(self, path: str) -> ConfigDict:
+        file = Path(path.partition(":")[0])
+        if not file.is_file():
+            folder = file if file.is_dir() else file.parent
+            there = ", ".join(sorted(found.name for found in folder.glob("*.py"))) or "none"
+            raise ConfigError(f"there is no such file; configuration files in {folder}: {there}.")
+        if path not in self._configs:
+            self._configs[path] = _LOADER.parse(path)
+        return copy.deepcopy(self._configs[path])
+
+
+def _check_keys(argv: Sequence[str], parser: _ConfigFile) -> ConfigDict | None:
+    """The configuration without its overrides, None if no file is named.
+
+    Raises:
+      ConfigError: an override is of a key that the configuration does not have.
+    """
     alone = flags.FlagValues()
-    config = config_flags.DEFINE_config_file("config", None, flag_values=alone, sys_argv=[])
+    flag = config_flags.DEFINE_config_file("config", None, flag_values=alone, sys_argv=[])
+    alone["config"].parser = parser
     overrides = alone(argv, known_only=True)[1:]
-    if config.value is None:
-        return
-    config.value.lock()  # where the file could not be read, any use of the configuration says so
-    keys = list(_keys(config.value))
+    config = flag.value
+    if config is None:
+        return None
+    keys = list(_keys(config))
     for name in (override.lstrip("-").partition("=")[0] for override in overrides):
         if name.startswith("config.") and name not in keys:
-            near = difflib.get_close_matches(name, keys) or ["those in poly_epo_jax/default_config.py"]
-            raise ConfigError(f"There is no key {name}; choose from {', '.join(near)}.")
+            near = ", ".join(difflib.get_close_matches(name, keys))
+            raise ConfigError(f"There is no key {name}; {f'choose from {near}' if near else '--help lists the keys'}.")
+    return config
 
 
 def _keys(config: ConfigDict, section: str = "config") -> Iterator[str]:
@@ -49,3 +114,35 @@ def _keys(config: ConfigDict, section: str = "config") -> Iterator[str]:
         yield f"{section}.{key}"
         if isinstance(value, ConfigDict):
             yield from _keys(value, f"{section}.{key}")
+
+
+def _hint(name: str, value: str) -> str:
+    """How to write a flag that there is not: a key without --config and its section, or a mistyped flag."""
+    keys = [key for key, _, _ in Config().flat() if f".{key}".endswith(f".{name}")]
+    near = [f"config.{key}={value or '...'}" for key in keys] or difflib.get_close_matches(name, list(flags.FLAGS), 1)
+    return f"write {' or '.join(f'--{flag}' for flag in near)}" if near else "--help lists the flags and keys"
+
+
+def _help(config: ConfigDict | None) -> str:
+    """What the command does, its flags, and every key with its type, its value in `config`, and its meaning."""
+    lines = [(sys.modules["__main__"].__doc__ or "").strip(), "", "Flags:"]
+    for flag in (
+        *flags.FLAGS.get_key_flags_for_module(sys.argv[0]),
+        flags.FLAGS["config"],
+        flags.FLAGS["print_config"],
+    ):
+        lines.append(f"  --{flag.name:<20} {flag.help} Default: {flag.default_as_str}.")
+    values = Config() if config is None else read_section(Config, config.to_dict())
+    origin = "default" if config is None else "value in that file"
+    lines += ["", f"Keys of the configuration with their type and {origin}, each set by --config.KEY=VALUE:"]
+    section = None
+    for key, field, value in values.flat():
+        if "." in key and key.split(".")[0] != section:
+            section = key.split(".")[0]
+            lines += ["", f"{section}: {values[section].__doc__}"]
+        names, check = CHOICES.get(key), field.metadata["check"]
+        check = one_of(*names) if names else check
+        limits = f"; {check.rule}" if check else ""
+        meaning = f"{getattr(field.type, '__name__', 'dict')}: {field.metadata['meaning']}{limits}"
+        lines += textwrap.wrap(f"  {f'{key} = {value!r}':<43} {meaning}", 120, subsequent_indent=" " * 50)
+    return "\n".join(lines)

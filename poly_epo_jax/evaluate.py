@@ -12,26 +12,24 @@ Sampling, judge and the synthetic task are those of the configuration. Run again
 
 import asyncio
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
-from absl import app, flags, logging
+from absl import app, flags
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from poly_epo_jax.command_line import CONFIG, parse_flags
-from poly_epo_jax.config import ConfigError
+from poly_epo_jax.choices import make_judge
+from poly_epo_jax.command_line import parse_flags, run_command
+from poly_epo_jax.config import Config, ConfigError
 from poly_epo_jax.evaluation.benchmarks import Benchmark, open_benchmark
 from poly_epo_jax.evaluation.draw import draw_generations
 from poly_epo_jax.evaluation.folder import RESULTS, open_folder
 from poly_epo_jax.evaluation.results import compute_results
 from poly_epo_jax.http_client import ServerError, describe
 from poly_epo_jax.json_files import write_json
-from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.metrics import names
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy, open_trained_policy
@@ -68,7 +66,7 @@ class Unjudged:
         return JudgeFailure("unjudged", "The evaluation was made with --judge=false.")
 
 
-def run(config: ConfigDict) -> None:
+def run(config: Config) -> None:
     """Draws what is missing of every model's generations on every benchmark, and shows the results.
 
     Raises:
@@ -89,9 +87,9 @@ def run(config: ConfigDict) -> None:
         table.add_column(column)
     sampling = Sampling(**config.sampling, seed=config.seed)
     for name in BENCHMARKS.value:
-        benchmark = open_benchmark(name, config)
+        benchmark = open_benchmark(name, config.task)
         benchmark.problems = benchmark.problems[: MAX_PROBLEMS.value or None]
-        judge = JUDGES[config.judge.name](benchmark.task, config.judge) if JUDGED.value else Unjudged()
+        judge = make_judge(config.judge, benchmark.task) if JUDGED.value else Unjudged()
         for label, model in models.items():
             folder = Path(OUTPUT.value) / benchmark.label / label
             about = {"benchmark": name, "model": model.weights, "num_generations": num_generations}
@@ -142,7 +140,7 @@ def _cell(metric: dict[str, float | None] | None) -> str:
     return f"{metric['mean']:.3f}{interval}"
 
 
-def _open_model(name: str, config: ConfigDict, mesh: Mesh) -> tuple[str, Model]:
+def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
     label, _, source = name.rpartition("=") if "=" in name else ("", "", name)
     label = label or source.rstrip("/").split("/")[-1]
     if source.startswith(("http://", "https://")):
@@ -162,7 +160,7 @@ def _open_model(name: str, config: ConfigDict, mesh: Mesh) -> tuple[str, Model]:
     return label, Model(policy, f"{source} step {step}", params=params)
 
 
-def _open_rollouts(model: Model, problems: Sequence[Problem], config: ConfigDict, mesh: Mesh) -> Rollouts:
+def _open_rollouts(model: Model, problems: Sequence[Problem], config: Config, mesh: Mesh) -> Rollouts:
     """Prompts of any length are taken, as a benchmark is not to be cut."""
     policy = model.policy
     encoded = policy.tokenizer([problem.prompt for problem in problems], add_special_tokens=False)["input_ids"]
@@ -176,13 +174,7 @@ def _open_rollouts(model: Model, problems: Sequence[Problem], config: ConfigDict
 
 
 def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        sys.exit(f"Error: unknown argument {argv[1]}; see python -m poly_epo_jax.evaluate --helpshort.")
-    try:
-        logging.set_verbosity(logging.WARNING)
-        run(CONFIG.value)
-    except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"Error: {' '.join(str(error).split())}")
+    run_command(run, argv, training=False)
 
 
 if __name__ == "__main__":

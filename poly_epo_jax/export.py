@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ml_collections import ConfigDict
-
+from poly_epo_jax.config import ModelSection
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import open_trained_policy
@@ -36,8 +35,7 @@ def export(run: Path, folder: Path, step: int | None = None, dtype: str = "bfloa
       FileNotFoundError: the run has no such checkpoint.
       FileExistsError: `folder` is there already.
     """
-    section = ConfigDict({"dtype": "float32", "stop_tokens": ()})
-    policy, params, _ = open_trained_policy(run, section, make_mesh(1, 1, 1), step)
+    policy, params, _ = open_trained_policy(run, ModelSection(), make_mesh(1, 1, 1), step)
     hf.save_pretrained(folder, params, policy.config, dtype=dtype, eos_token_id=policy.stop_ids)
     policy.tokenizer.save_pretrained(folder)
 

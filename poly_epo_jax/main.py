@@ -4,26 +4,24 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
-from absl import app, logging
-from ml_collections import ConfigDict
+from absl import app
 from rich.console import Console
 
 from poly_epo_jax import run_folder
 from poly_epo_jax.algorithm import make_loss, method_title
 from poly_epo_jax.base_policy import base_policy
 from poly_epo_jax.checkpoint import Checkpoints
-from poly_epo_jax.choices import CHOICES, make_task
-from poly_epo_jax.command_line import CONFIG, parse_flags
-from poly_epo_jax.config import ConfigError, changed_keys, check_config
+from poly_epo_jax.choices import make_judge, make_task
+from poly_epo_jax.command_line import parse_flags, run_command
+from poly_epo_jax.config import Config, ConfigError, changed_keys
 from poly_epo_jax.data import Cleaned, drop_long_prompts, problem_batches
 from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.json_files import write_json
-from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.model.sharding import host_mesh, make_mesh
 from poly_epo_jax.parallel import hosts
@@ -49,7 +47,7 @@ RESUME_MAY_CHANGE = (
     "rollouts.",
     "judge.url",
     "judge.api_key_env",
-    "judge.attempts",
+    "judge.options.attempts",
     "judge.timeout_seconds",
     "judge.wait_seconds",
     "judge.max_concurrent",
@@ -57,22 +55,22 @@ RESUME_MAY_CHANGE = (
 )
 
 
-def run(config: ConfigDict) -> None:
+def run(config: Config) -> None:
     """Builds what the configuration describes, and trains it to the end.
 
     Raises:
       ValueError, OSError: the configuration cannot run; the message says why and what to do.
     """
-    check_config(config, CHOICES)
     hosts.join(config.hosts)
     jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
     workdir = Path(config.workdir)
     _check_same_run(workdir, config)
     mesh = make_mesh(**config.mesh)
     here = host_mesh(mesh)
-    task = make_task(config)
+    task = make_task(config.task)
     if config.eval.every and not task.held_out_problems:
         raise ConfigError(f"eval.every={config.eval.every}, but the task holds out no problems; set eval.every=0.")
+    judge = make_judge(config.judge, task)
     if config.model.path:
         path = find_model(config.model.path)
     else:
@@ -106,7 +104,6 @@ def run(config: ConfigDict) -> None:
     else:
         state = update.init(policy.load_params(mesh))
     reference = policy.load_params(mesh) if config.algo.kl_coef else None
-    judge = JUDGES[config.judge.name](task, config.judge)
     rollouts = ROLLOUTS[config.rollouts.name](policy.model, here, policy.tokenizer, policy.stop_ids, config)
     # Without a checkpoint there is no step to resume from, not even the evaluation before the first.
     resume_step = step if step else -1
@@ -122,16 +119,16 @@ def run(config: ConfigDict) -> None:
         print(f"Done: {workdir}. See it with: python -m poly_epo_jax.report {workdir}")
 
 
-def _tracker(config: ConfigDict, resume_step: int) -> contextlib.AbstractContextManager[Tracker | NoTracker]:
+def _tracker(config: Config, resume_step: int) -> contextlib.AbstractContextManager[Tracker | NoTracker]:
     """One host logs."""
     if not hosts.is_first():
         return contextlib.nullcontext(NoTracker())
-    json_config = config.to_json(indent=2, sort_keys=True) + "\n"
+    json_config = json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
     return Tracker(Path(config.workdir), json_config, config.train.num_steps, resume_step, config.log.wandb_project)
 
 
 def _problems_that_fit(
-    task: Task, policy: Policy, config: ConfigDict, workdir: Path
+    task: Task, policy: Policy, config: Config, workdir: Path
 ) -> tuple[Sequence[Problem], Sequence[Problem]]:
     """The training and the held-out problems, but those with too long a prompt; data.json counts what was dropped."""
     counts, problems = {}, []
@@ -149,13 +146,19 @@ def _problems_that_fit(
     return train_problems, held_out_problems
 
 
-def _check_same_run(workdir: Path, config: ConfigDict) -> None:
+def _check_same_run(workdir: Path, config: Config) -> None:
     """Refuses to resume a run under settings that would make it another run."""
     saved = run_folder.resumable_config(workdir)
     if saved is None:
         return
-    changed = changed_keys(saved, json.loads(config.to_json()))
-    changed = [key for key in changed if not key.startswith(RESUME_MAY_CHANGE)]
+    new = json.loads(json.dumps(config.to_dict()))
+    unknown = changed_keys(_names(saved), _names(new))
+    if unknown:
+        raise ConfigError(
+            f"{workdir} holds a run of another version of poly_epo_jax, whose keys differ in {', '.join(unknown)}; "
+            "resume it with that version, or set --config.workdir to a new folder."
+        )
+    changed = [key for key in changed_keys(saved, new) if not key.startswith(RESUME_MAY_CHANGE)]
     if changed:
         raise ConfigError(
             f"{workdir} holds a run with another {', '.join(changed)}; set --config.workdir to a new folder, or delete "
@@ -163,14 +166,14 @@ def _check_same_run(workdir: Path, config: ConfigDict) -> None:
         )
 
 
+def _names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a configuration without their values."""
+    is_section = {key: isinstance(value, dict) and key != "options" for key, value in config.items()}
+    return {key: _names(value) if is_section[key] else key for key, value in config.items()}
+
+
 def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        sys.exit(f"Error: unknown argument {argv[1]}; settings are given as --config.KEY=VALUE.")
-    try:
-        logging.set_verbosity(logging.WARNING)
-        run(CONFIG.value)
-    except (ValueError, OSError, ImportError, JudgeError, hosts.HostError) as error:
-        sys.exit(f"Error: {' '.join(str(error).split())}")
+    run_command(run, argv, JudgeError, hosts.HostError)
 
 
 if __name__ == "__main__":

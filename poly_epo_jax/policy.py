@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from flax import nnx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from poly_epo_jax.checkpoint import Checkpoints
+from poly_epo_jax.config import ModelSection
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
@@ -63,7 +64,7 @@ def find_model(path: str) -> Path:
         ) from error
 
 
-def open_policy(path: Path, section: ConfigDict) -> Policy:
+def open_policy(path: Path, section: ModelSection) -> Policy:
     """The policy in a Hugging Face folder, computed with as the `model` section of the configuration says.
 
     Raises:
@@ -76,7 +77,7 @@ def open_policy(path: Path, section: ConfigDict) -> Policy:
 
 
 def open_trained_policy(
-    run: Path, section: ConfigDict, mesh: Mesh, step: int | None = None
+    run: Path, section: ModelSection, mesh: Mesh, step: int | None = None
 ) -> tuple[Policy, Params, int]:
     """The policy of a run folder, its weights at `step` (None: the newest checkpoint) laid out on the mesh, that step.
 

@@ -11,13 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 from grain import DatasetIterator
-from ml_collections import ConfigDict
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.algorithm import make_advantages
 from poly_epo_jax.batching import PackedBatch, TrainingSequence, pack
 from poly_epo_jax.checkpoint import Checkpoints
-from poly_epo_jax.config import microbatch_rows
+from poly_epo_jax.config import Config, microbatch_rows
 from poly_epo_jax.evaluation.held_out import evaluate_held_out
 from poly_epo_jax.experience import Batch, Experience
 from poly_epo_jax.grading import check_judge, cluster_ids, judged
@@ -58,7 +57,7 @@ class Parts:
     step: int  # already trained
 
 
-async def train(config: ConfigDict, parts: Parts) -> None:
+async def train(config: Config, parts: Parts) -> None:
     """Runs from `parts.step` to `config.train.num_steps`. Whatever ends it, the steps that are trained are saved.
 
     Raises:
@@ -138,7 +137,7 @@ async def train(config: ConfigDict, parts: Parts) -> None:
         parts.checkpoints.close()
 
 
-def _experience(config: ConfigDict, parts: Parts, timeline: Timeline) -> Experience:
+def _experience(config: Config, parts: Parts, timeline: Timeline) -> Experience:
     return Experience(
         parts.rollouts,
         parts.task,
@@ -152,13 +151,13 @@ def _experience(config: ConfigDict, parts: Parts, timeline: Timeline) -> Experie
     )
 
 
-def _sampling(config: ConfigDict, step: int) -> Sampling:
+def _sampling(config: Config, step: int) -> Sampling:
     """The step's sampling: another seed for every step, the same for every repetition of it."""
     seed = int(np.random.SeedSequence([config.seed, step]).generate_state(1)[0])
     return Sampling(**config.sampling, seed=seed)
 
 
-async def _evaluate(config: ConfigDict, parts: Parts) -> Metrics:
+async def _evaluate(config: Config, parts: Parts) -> Metrics:
     problems = parts.held_out[: config.eval.num_problems]
     sampling = Sampling(**config.sampling, seed=config.seed)
     return await evaluate_held_out(
@@ -174,7 +173,7 @@ def _stack(kept: Sequence[GradedGroup], num_generations: int) -> tuple[np.ndarra
 
 
 def _pack_minibatches(
-    config: ConfigDict, kept: Sequence[GradedGroup], advantages: np.ndarray, num_rows: int
+    config: Config, kept: Sequence[GradedGroup], advantages: np.ndarray, num_rows: int
 ) -> list[list[PackedBatch]]:
     """The batch as minibatches of packed microbatches of `num_rows`; each minibatch is a mean over its own prompts."""
     minibatches = []

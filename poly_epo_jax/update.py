@@ -14,9 +14,9 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from poly_epo_jax.batching import PackedBatch, empty_batch
+from poly_epo_jax.config import OptimizerSection
 from poly_epo_jax.model.logprobs import token_logprobs
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import param_shardings, replicated, row_sharding
@@ -43,7 +43,7 @@ SCHEDULES: dict[str, Callable[[float, float, int], optax.Schedule]] = {
 }
 
 
-def make_schedule(config: ConfigDict, total_updates: int) -> optax.Schedule:
+def make_schedule(config: OptimizerSection, total_updates: int) -> optax.Schedule:
     """Learning rate by update: linear warm-up, then one of SCHEDULES down to `final_fraction` of the peak."""
     peak, warmup = config.learning_rate, config.warmup_updates
     decay = SCHEDULES[config.schedule](peak, peak * config.final_fraction, max(total_updates - warmup, 1))
@@ -72,7 +72,7 @@ class PolicyUpdate:
         model: Qwen3,
         mesh: Mesh,
         loss: Loss,
-        config: ConfigDict,
+        config: OptimizerSection,
         total_updates: int,
         temperature: float = 1.0,
         kl_coef: float = 0.0,

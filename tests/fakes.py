@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from poly_epo_jax.batching import TrainingSequence, pack
+from poly_epo_jax.config import OptimizerSection
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
@@ -106,24 +106,10 @@ def random_sequences(
     return sequences
 
 
-def optimizer_config(**changes: Any) -> ConfigDict:
-    """The `optimizer` section of a configuration."""
-    section = ConfigDict(
-        {
-            "learning_rate": 1e-2,
-            "warmup_updates": 0,
-            "schedule": "constant",
-            "final_fraction": 0.0,
-            "first_moment_dtype": "float32",
-            "b1": 0.9,
-            "b2": 0.999,
-            "eps": 1e-8,
-            "weight_decay": 0.0,
-            "max_grad_norm": 1.0,
-        }
-    ).lock()
-    section.update(changes)
-    return section
+def optimizer_config(**changes: Any) -> OptimizerSection:
+    """A constant learning rate, and no decay."""
+    settings = {"learning_rate": 1e-2, "schedule": "constant", "final_fraction": 0.0, "max_grad_norm": 1.0}
+    return OptimizerSection(**settings | changes)
 
 
 def trainer_logprobs(seed: int, groups: Sequence[Group], temperature: float) -> tuple[np.ndarray, np.ndarray]:

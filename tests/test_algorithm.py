@@ -6,19 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
-from poly_epo_jax import default_config, set_rl
+from poly_epo_jax import set_rl
 from poly_epo_jax.algorithm import make_advantages, make_loss
+from poly_epo_jax.config import AlgoSection
 
 P, N, SET_SIZE, NUM_SETS = 5, 7, 3, 20
 KEY = jax.random.key(3)
 
 
-def algo(**changes: Any) -> ConfigDict:
-    section = default_config.get_config().algo
-    section.update({"set_size": SET_SIZE} | changes)
-    return section
+def algo(**changes: Any) -> AlgoSection:
+    return AlgoSection(**{"set_size": SET_SIZE} | changes)
 
 
 @pytest.fixture

@@ -16,13 +16,14 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "poly_epo_jax"
 NAME = PACKAGE.name
 FLOORS = (
-    {"types", "config", "http_client", "json_files"},
-    {"parallel", "timeline", "command_line", "set_rl", "metrics", "data", "batching", "run_folder"},
+    {"types", "section", "registry", "http_client", "json_files"},
+    {"config", "options"},
+    {"parallel", "timeline", "set_rl", "metrics", "data", "batching", "run_folder"},
     {"model", "progress", "default_config"},
     {"rollouts", "judges", "tasks", "checkpoint", "update", "grading", "algorithm", "memory_plan"},
     {"base_policy", "experience", "tracking", "step_metrics", "evaluation", "policy", "choices"},
-    {"train", "bench", "report"},
-    {"main", "export", "evaluate"},
+    {"train", "command_line", "report"},
+    {"main", "export", "evaluate", "bench"},
 )
 SIDEWAYS: set[tuple[str, str]] = set()
 """(who, whom) on one floor, beside the modules of one package."""
@@ -139,13 +140,13 @@ def test_no_exception_outlives_its_import():
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("types", "from poly_epo_jax.batching import pack", "on floor 0 imports poly_epo_jax.batching on floor 1"),
-        ("set_rl.sets", "from poly_epo_jax import metrics", "on floor 1 imports poly_epo_jax.metrics on floor 1"),
-        ("model.hf", "import poly_epo_jax.update", "on floor 2 imports poly_epo_jax.update on floor 3"),
+        ("types", "from poly_epo_jax.batching import pack", "on floor 0 imports poly_epo_jax.batching on floor 2"),
+        ("set_rl.sets", "from poly_epo_jax import metrics", "on floor 2 imports poly_epo_jax.metrics on floor 2"),
+        ("model.hf", "import poly_epo_jax.update", "on floor 3 imports poly_epo_jax.update on floor 4"),
         ("tasks.new", "from poly_epo_jax.judges.exact import ExactJudge", "imports poly_epo_jax.judges.exact on floor"),
-        ("update", "def f():\n    from poly_epo_jax import tasks", "imports poly_epo_jax.tasks on floor 3"),
-        ("experience", "from poly_epo_jax.train import Parts", "on floor 4 imports poly_epo_jax.train on floor 5"),
-        ("export", "from poly_epo_jax.main import run", "on floor 6 imports poly_epo_jax.main on floor 6"),
+        ("update", "def f():\n    from poly_epo_jax import tasks", "imports poly_epo_jax.tasks on floor 4"),
+        ("experience", "from poly_epo_jax.train import Parts", "on floor 5 imports poly_epo_jax.train on floor 6"),
+        ("export", "from poly_epo_jax.main import run", "on floor 7 imports poly_epo_jax.main on floor 7"),
         ("set_rl.losses", "import optax", "needs jax, jaxtyping, numpy only"),
         ("metrics.new", "from jax import numpy", "imports jax, but metrics needs"),
         ("judges.new", "from . import exact", "relative name"),

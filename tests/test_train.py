@@ -11,17 +11,18 @@ import jax
 import numpy as np
 import pytest
 from fakes import LETTERS, PROBLEMS, TINY_MODEL, ByLetter, LetterJudge, group, optimizer_config, tiny_params
-from ml_collections import ConfigDict
 
 from poly_epo_jax import default_config, set_rl
 from poly_epo_jax.algorithm import make_loss
 from poly_epo_jax.checkpoint import Checkpoints
+from poly_epo_jax.config import Config
 from poly_epo_jax.data import problem_batches
 from poly_epo_jax.experience import Experience
 from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.http_client import ServerError
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
 from poly_epo_jax.run_folder import read_rows
+from poly_epo_jax.section import read_section
 from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.tracking import Tracker
 from poly_epo_jax.train import Parts, train
@@ -46,7 +47,7 @@ class RandomLetters:
         pass
 
 
-def tiny_config() -> ConfigDict:
+def tiny_config(**changes: Any) -> Config:
     config = default_config.get_config()
     config.update_from_flattened_dict(
         {
@@ -62,8 +63,9 @@ def tiny_config() -> ConfigDict:
             "eval.num_generations": 2,
             "log.generations_every": 1,
         }
+        | changes
     )
-    return config
+    return read_section(Config, config.to_dict())
 
 
 @pytest.fixture
@@ -81,8 +83,7 @@ def train_tiny(
     **changes: Any,
 ) -> tuple[Params, Params]:
     """Trains for two steps into a run folder; returns the weights before and after, the latter from the checkpoint."""
-    config, mesh = tiny_config(), make_mesh(1, 1, 1)
-    config.update_from_flattened_dict(changes)
+    config, mesh = tiny_config(**changes), make_mesh(1, 1, 1)
     update = PolicyUpdate(TINY_MODEL, mesh, make_loss(config.algo), optimizer_config(), total_updates=4)
     checkpoints = Checkpoints(run_dir / "checkpoints")
     with Tracker(run_dir, "{}", config.train.num_steps, -1) as tracker:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
 from sglang_servers import free_port
 
+from poly_epo_jax.config import ModelSection
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import open_trained_policy
 from poly_epo_jax.types import Params
@@ -102,8 +102,7 @@ class Run:
 
     def params(self) -> Params:
         """The weights of the last checkpoint, on one device."""
-        section = ConfigDict({"dtype": "float32", "stop_tokens": ()})
-        return open_trained_policy(self.folder, section, make_mesh(1, 1, 1))[1]
+        return open_trained_policy(self.folder, ModelSection(), make_mesh(1, 1, 1))[1]
 
     def log(self, index: int = 0) -> str:
         return self._logs[index].read_text()

@@ -9,14 +9,12 @@ a change of the mesh, the rows per device or model.remat, and compare.
 
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from absl import app, flags, logging
-from ml_collections import ConfigDict
+from absl import app, flags
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -25,9 +23,9 @@ from poly_epo_jax.base_policy import base_shape
 from poly_epo_jax.bench.roofline import Roofline, measure_roofline
 from poly_epo_jax.bench.stages import Stage, time_stages
 from poly_epo_jax.bench.workload import make_workload
-from poly_epo_jax.choices import CHOICES, make_task
-from poly_epo_jax.command_line import CONFIG, parse_flags
-from poly_epo_jax.config import ConfigError, check_config, microbatch_rows
+from poly_epo_jax.choices import make_task
+from poly_epo_jax.command_line import parse_flags, run_command
+from poly_epo_jax.config import Config, ConfigError, microbatch_rows
 from poly_epo_jax.memory_plan.tables import print_plan, print_plans
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
@@ -39,16 +37,15 @@ from poly_epo_jax.policy import find_model
 
 PLAN = flags.DEFINE_bool("plan", False, "Only plans the memory of each device; needs none of the devices.")
 PLANS = flags.DEFINE_bool("plans", False, "The same for every mesh of poly_epo_jax/parallel/presets.py.")
-OUTPUT = flags.DEFINE_string("output", "runs/bench.json", "Where the figures are written.")
+OUTPUT = flags.DEFINE_string("output", "", "Where the figures are written; empty: runs/bench.json, or runs/plan.json.")
 
 
-def run(config: ConfigDict, output: Path) -> None:
+def run(config: Config, output: Path) -> None:
     """Times the stages, shows them in a table and writes them to `output`.
 
     Raises:
       ValueError, OSError: the configuration cannot run; the message says why and what to do.
     """
-    check_config(config, CHOICES)
     if config.hosts.coordinator:
         raise ConfigError(
             f"hosts.coordinator={config.hosts.coordinator}, but bench times one host; leave it out, and see a run's "
@@ -85,13 +82,12 @@ def run(config: ConfigDict, output: Path) -> None:
     _show(console, setting, rows, output)
 
 
-def plan(config: ConfigDict, output: Path, every_mesh: bool) -> None:
+def plan(config: Config, output: Path, every_mesh: bool) -> None:
     """Shows how much memory each device needs, and writes the figures to `output`.
 
     Raises:
       ValueError, OSError: the configuration cannot run; the message says why and what to do.
     """
-    check_config(config, CHOICES)
     shape, console = _shape(config), Console()
     console.width = max(console.width, 100)
     found = print_plans(config, shape, MESHES, console) if every_mesh else print_plan(config, shape, console)
@@ -100,11 +96,11 @@ def plan(config: ConfigDict, output: Path, every_mesh: bool) -> None:
     console.print(f"Written to {output}.")
 
 
-def _shape(config: ConfigDict) -> ModelConfig:
+def _shape(config: Config) -> ModelConfig:
     """The model's shape: from its folder, from its preset where it is not here, or from `config.base`."""
     compute = {name: value for name, value in config.model.items() if name not in ("path", "stop_tokens")}
     if not config.model.path:
-        return dataclasses.replace(base_shape(config, make_task(config)), **compute)
+        return dataclasses.replace(base_shape(config, make_task(config.task)), **compute)
     if not Path(config.model.path).is_dir() and has_preset(config.model.path):
         return preset_config(config.model.path, **compute)
     return hf.read_config(find_model(config.model.path), **compute)
@@ -159,17 +155,15 @@ def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, An
     console.print(f"Written to {output}.")
 
 
+def _run_or_plan(config: Config) -> None:
+    if PLAN.value or PLANS.value:
+        plan(config, Path(OUTPUT.value or "runs/plan.json"), PLANS.value)
+    else:
+        run(config, Path(OUTPUT.value or "runs/bench.json"))
+
+
 def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        sys.exit(f"Error: unknown argument {argv[1]}; settings are given as --config.KEY=VALUE.")
-    logging.set_verbosity(logging.WARNING)
-    try:
-        if PLAN.value or PLANS.value:
-            plan(CONFIG.value, Path(OUTPUT.value), PLANS.value)
-        else:
-            run(CONFIG.value, Path(OUTPUT.value))
-    except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"Error: {' '.join(str(error).split())}")
+    run_command(_run_or_plan, argv)
 
 
 if __name__ == "__main__":

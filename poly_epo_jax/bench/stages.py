@@ -14,11 +14,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Int
-from ml_collections import ConfigDict
 
 from poly_epo_jax.algorithm import make_loss
 from poly_epo_jax.bench.roofline import first_and_median_seconds
 from poly_epo_jax.bench.workload import Workload
+from poly_epo_jax.config import Config
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
@@ -47,7 +47,7 @@ class Stage:
     device_bytes: int  # the most that one device holds while it runs
 
 
-def time_stages(config: ConfigDict, shape: ModelConfig, mesh: Mesh, workload: Workload) -> Iterator[Stage]:
+def time_stages(config: Config, shape: ModelConfig, mesh: Mesh, workload: Workload) -> Iterator[Stage]:
     """Runs the stages one after another. The update runs on one microbatch; its time is multiplied by their number."""
     model = abstract_model(shape)
     shardings = param_shardings(model, mesh)
@@ -63,7 +63,7 @@ def time_stages(config: ConfigDict, shape: ModelConfig, mesh: Mesh, workload: Wo
         yield _write_weights(config, shape, params)
 
 
-def _generate(config: ConfigDict, shape: ModelConfig, mesh: Mesh, params: Params, workload: Workload) -> Stage:
+def _generate(config: Config, shape: ModelConfig, mesh: Mesh, params: Params, workload: Workload) -> Stage:
     """The embedded sampler on twice as many requests as it has slots, scaled up to the tokens of the whole batch."""
     train, longest = config.train, config.train.max_prompt_tokens + config.sampling.max_tokens
     num_slots, max_prompts = capacity(
@@ -117,7 +117,7 @@ def _decoding_cost(
 class _Update:
     """The three programs of an update, compiled, and one microbatch, whose time stands for that of the others."""
 
-    def __init__(self, config: ConfigDict, model: Qwen3, mesh: Mesh, params: Params, workload: Workload):
+    def __init__(self, config: Config, model: Qwen3, mesh: Mesh, params: Params, workload: Workload):
         self._minibatches, self._num_devices = workload.minibatches, mesh.size
         update = PolicyUpdate(
             model,
@@ -178,7 +178,7 @@ class _Update:
         return Stage(name, seconds, tokens, work, moved * self._num_devices, compile_seconds, held)
 
 
-def _write_weights(config: ConfigDict, shape: ModelConfig, params: Params) -> Stage:
+def _write_weights(config: Config, shape: ModelConfig, params: Params) -> Stage:
     """Writes the weights where servers read them. How long servers take to load them is not measured."""
     folder = Path(config.rollouts.weights_dir)
     folder.mkdir(parents=True, exist_ok=True)

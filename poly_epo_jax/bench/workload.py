@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 from jaxtyping import Int
-from ml_collections import ConfigDict
 
 from poly_epo_jax.batching import PackedBatch, TrainingSequence, pack
+from poly_epo_jax.config import Config
 
 MEAN_LENGTH, SIGMA = 0.4, 0.6  # of a response: a share of sampling.max_tokens, and the spread of its logarithm
 
@@ -26,7 +26,7 @@ class Workload:
         return float(np.mean([ids == 0 for ids in segment_ids]))
 
 
-def make_workload(config: ConfigDict, vocab_size: int, num_rows: int) -> Workload:
+def make_workload(config: Config, vocab_size: int, num_rows: int) -> Workload:
     """Full-length prompts, and responses whose lengths are log-normal, as reasoning's are; both of random tokens.
 
     They are packed into microbatches of `num_rows` rows.

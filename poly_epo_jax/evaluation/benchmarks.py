@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ml_collections import ConfigDict
-
+from poly_epo_jax.config import TaskSection
 from poly_epo_jax.tasks import TASKS, MathTask
 from poly_epo_jax.types import Problem, Task
 
@@ -31,21 +30,21 @@ class Benchmark:
     problems: Sequence[Problem]
 
 
-def open_benchmark(name: str, config: ConfigDict) -> Benchmark:
+def open_benchmark(name: str, section: TaskSection) -> Benchmark:
     """The benchmark that `name` means.
 
     Args:
       name: a key of BENCHMARKS; a synthetic task, which is evaluated on its held-out problems; or what `data.read_rows`
         reads, such as a .jsonl file with columns `problem` and `answer`. `label=name` gives it another label.
-      config: its `task` section holds the options of the task, and the template of mathematical prompts.
+      section: of a configuration; its options are those of the task it names, and the template of mathematical prompts.
 
     Raises:
       ValueError, OSError: it cannot be read.
     """
     label, _, source = name.rpartition("=") if "=" in name else ("", "", name)
-    options = config.task.options.to_dict()
+    options = section.options
     if source in TASKS and source != "math":
-        task = TASKS[source](**(options if source == config.task.name else {}))
+        task = TASKS[source](**(options if source == section.name else {}))
         return Benchmark(label or source, task, task.held_out_problems)
     shared = {key: value for key, value in options.items() if key in ("template", "num_workers")}
     task = MathTask(**(BENCHMARKS.get(source, {"train": source}) | shared))

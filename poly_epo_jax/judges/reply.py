@@ -56,7 +56,7 @@ def _content(completion: Any) -> str:
         case _:
             raise ReplyError("malformed", f"the server's answer is no chat completion but {_brief(completion)}")
     if finish_reason == "length":
-        raise ReplyError("truncated", "the reply reached its token limit; raise judge.max_tokens")
+        raise ReplyError("truncated", "the reply reached its token limit; raise max_tokens of judge.options")
     if finish_reason != "stop":
         raise ReplyError("truncated", f"the reply was broken off (finish_reason {_brief(finish_reason)})")
     # Servers that take a model for a reasoning one put what it writes under the constraint in the second field.

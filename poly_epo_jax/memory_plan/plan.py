@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-from ml_collections import ConfigDict
 
+from poly_epo_jax.config import Config
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.logprobs import ACCELERATOR_CHUNK_TOKENS, CHUNK_TOKENS
@@ -70,7 +70,7 @@ class Plan:
 
 
 def make_plan(
-    config: ConfigDict, shape: ModelConfig, setting: Setting, memory_bytes: int | None, rows_per_device: int = 0
+    config: Config, shape: ModelConfig, setting: Setting, memory_bytes: int | None, rows_per_device: int = 0
 ) -> Plan:
     """The plan of a configuration, with its train.rows_per_device where none is given."""
     rows = rows_per_device or config.train.rows_per_device
@@ -87,7 +87,7 @@ def make_plan(
     return Plan(setting, rows, config.train.row_tokens, resident, stages, memory_bytes)
 
 
-def largest_rows(config: ConfigDict, shape: ModelConfig, setting: Setting, memory_bytes: int | None) -> int:
+def largest_rows(config: Config, shape: ModelConfig, setting: Setting, memory_bytes: int | None) -> int:
     """The largest train.rows_per_device that fits, and that a minibatch could fill; 0 where not even one fits.
 
     Where the memory is not known, it is that of the configuration.
@@ -102,7 +102,7 @@ def largest_rows(config: ConfigDict, shape: ModelConfig, setting: Setting, memor
     )
 
 
-def _resident(config: ConfigDict, shape: ModelConfig, setting: Setting) -> dict[str, int]:
+def _resident(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, int]:
     """Norms and biases are left out: they take less than a thousandth."""
     weights = flops.total_weights(shape) // setting.weight_shards
     parameters = weights * _bytes_of(shape.param_dtype)
@@ -111,7 +111,7 @@ def _resident(config: ConfigDict, shape: ModelConfig, setting: Setting) -> dict[
     return {"parameters": parameters, "optimizer moments": moments} | reference
 
 
-def _gradient(config: ConfigDict, shape: ModelConfig, setting: Setting, rows: int) -> dict[str, int]:
+def _gradient(config: Config, shape: ModelConfig, setting: Setting, rows: int) -> dict[str, int]:
     """One microbatch's forward and backward pass: what is kept for the latter, and the larger of its two parts.
 
     First the head goes through the vocabulary, then the layers are gone through backwards.
@@ -196,7 +196,7 @@ def _optimizer(shape: ModelConfig, setting: Setting) -> dict[str, int]:
     return {"sum of gradients": weights * FLOAT32, "updates": (weights + largest) * FLOAT32}
 
 
-def _generate(config: ConfigDict, shape: ModelConfig, setting: Setting) -> dict[str, int]:
+def _generate(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, int]:
     """Slots with the longest cache while it grows from three quarters of that, the prompts held apart, and logits.
 
     JetStream's cache has its full length from the start.

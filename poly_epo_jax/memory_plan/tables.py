@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from poly_epo_jax.config import ConfigError
+from poly_epo_jax.config import Config, ConfigError, MeshSection
 from poly_epo_jax.memory_plan.plan import Plan, Setting, largest_rows, make_plan
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.parallel.devices import DEVICES, device_name
@@ -21,7 +20,7 @@ BRIEF_SHARE = 0.1  # of the memory; a plan that takes less raises no question
 SMALL_SHARE = 0.01  # of a stage's bytes; what takes less is not named
 
 
-def print_plan(config: ConfigDict, shape: ModelConfig, console: Console, brief: bool = False) -> dict[str, Any]:
+def print_plan(config: Config, shape: ModelConfig, console: Console, brief: bool = False) -> dict[str, Any]:
     """Shows the plan as a line per stage and one of sums, with a warning where it does not fit; returns `as_row`.
 
     Args:
@@ -63,7 +62,7 @@ def print_plan(config: ConfigDict, shape: ModelConfig, console: Console, brief: 
 
 
 def print_plans(
-    config: ConfigDict, shape: ModelConfig, meshes: Mapping[str, Mapping[str, Any]], console: Console
+    config: Config, shape: ModelConfig, meshes: Mapping[str, Mapping[str, Any]], console: Console
 ) -> dict[str, Any]:
     """A table of the plans on each of these meshes, by name; one that the model cannot be split over is left out."""
     table, found = Table(box=box.SIMPLE_HEAD), {}
@@ -72,10 +71,10 @@ def print_plans(
             column, justify="right" if column in ("hosts", "held", "peak", "of", "rows") else "left", no_wrap=True
         )
     for name, mesh in meshes.items():
-        one = config.copy_and_resolve_references()
-        one.mesh.update({key: value for key, value in mesh.items() if key in one.mesh})
+        axes = {key: value for key, value in mesh.items() if key in config.mesh}
         try:
-            plan, rows_that_fit = _checked_plan(one, shape)
+            there = dataclasses.replace(config, mesh=MeshSection(**axes))
+            plan, rows_that_fit = _checked_plan(there, shape)
         except ConfigError as error:
             console.print(f"{name}: {error}", soft_wrap=True)
             continue
@@ -116,14 +115,14 @@ def as_row(plan: Plan, rows_that_fit: int) -> dict[str, Any]:
     }
 
 
-def _checked_plan(config: ConfigDict, shape: ModelConfig) -> tuple[Plan, int]:
+def _checked_plan(config: Config, shape: ModelConfig) -> tuple[Plan, int]:
     setting, memory_bytes = setting_of(config)
     check_mesh(mesh_axes(config.mesh), setting.mesh, dataclasses.asdict(shape), config.train.row_tokens)
     plan = make_plan(config, shape, setting, memory_bytes)
     return plan, largest_rows(config, shape, setting, memory_bytes)
 
 
-def setting_of(config: ConfigDict) -> tuple[Setting, int | None]:
+def setting_of(config: Config) -> tuple[Setting, int | None]:
     """What config.mesh describes, and the bytes of a device that JAX may use, None where that is not known.
 
     Only what config.mesh leaves open is asked of the devices that are there.

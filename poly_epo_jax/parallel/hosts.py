@@ -20,7 +20,8 @@ from typing import Any, NoReturn, TypeVar
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from ml_collections import ConfigDict
+
+from poly_epo_jax.config import HostsSection
 
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ class HostError(RuntimeError):
     """What was raised on another process."""
 
 
-def join(section: ConfigDict) -> None:
+def join(section: HostsSection) -> None:
     """Connects this process with the others, as `config.hosts` says. Comes before anything that uses a device.
 
     Raises:
@@ -67,7 +68,7 @@ def join(section: ConfigDict) -> None:
         ) from error
 
 
-def _check(section: ConfigDict) -> None:
+def _check(section: HostsSection) -> None:
     host, _, port = section.coordinator.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(
@@ -187,7 +188,7 @@ def _end(why: str) -> NoReturn:
     os._exit(1)
 
 
-def _watchdog(section: ConfigDict) -> Callable[[], None]:
+def _watchdog(section: HostsSection) -> Callable[[], None]:
     """Has a sentence written should this process not end by itself: JAX's runtime aborts it if it loses the others.
 
     A shell waits at the end of a pipe that only this process holds, for the line that says that all is well; the

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from poly_epo_jax.config import ConfigError
+from poly_epo_jax.config import ConfigError, MeshSection
 
 AXES = ("data", "fsdp", "tensor")
 RULES: dict[str, str | None] = {
@@ -20,7 +20,7 @@ RULES: dict[str, str | None] = {
 """Which mesh axis splits each axis of a weight. The latter is named after the field of ModelConfig that is its size."""
 
 
-def mesh_axes(section: Any) -> dict[str, int]:
+def mesh_axes(section: MeshSection) -> dict[str, int]:
     """The sizes of AXES that a `mesh` section asks for; -1 stands for what is left of the devices."""
     return {axis: getattr(section, axis) for axis in AXES}
 

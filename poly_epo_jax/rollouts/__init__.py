@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 from transformers import PreTrainedTokenizerBase
 
+from poly_epo_jax.config import Config
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedRollouts
@@ -20,14 +20,14 @@ WEIGHT_SYNCS = ("disk", "tensor")
 
 
 def _embedded(
-    model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: ConfigDict
+    model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: Config
 ) -> EmbeddedRollouts:
     limits = config.train.max_prompt_tokens, config.rollouts.max_concurrent
     return EmbeddedRollouts(model, mesh, tokenizer, stop_ids, *limits)
 
 
 def _jetstream(
-    model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: ConfigDict
+    model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: Config
 ) -> Rollouts:
     from poly_epo_jax.rollouts.jetstream.engine import EngineSize
     from poly_epo_jax.rollouts.jetstream.sampler import JetStreamRollouts  # google-jetstream need not be installed
@@ -39,7 +39,7 @@ def _jetstream(
 
 
 def _sglang(
-    model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: ConfigDict
+    model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: Config
 ) -> SGLangRollouts:
     section, limits, longest = config.rollouts, served_limits(config), config.train.max_prompt_tokens
     if section.shared and not hosts.is_first():
@@ -54,12 +54,12 @@ def _sglang(
     return SGLangRollouts(urls, weights, tokenizer, stop_ids, max_prompt_tokens=longest, **limits)
 
 
-def served_limits(config: ConfigDict) -> dict[str, Any]:
+def served_limits(config: Config) -> dict[str, Any]:
     """How much and how long servers are asked, as keyword arguments of SGLangRollouts."""
     return {name: config.rollouts[name] for name in ("max_concurrent", "timeout_seconds", "wait_seconds")}
 
 
-ROLLOUTS: dict[str, Callable[[Qwen3, Mesh, PreTrainedTokenizerBase, Sequence[int], ConfigDict], Rollouts]] = {
+ROLLOUTS: dict[str, Callable[[Qwen3, Mesh, PreTrainedTokenizerBase, Sequence[int], Config], Rollouts]] = {
     "embedded": _embedded,
     "jetstream": _jetstream,
     "sglang": _sglang,

@@ -1,10 +1,11 @@
 """Problems with verifiable rewards. A new task is one file that meets `types.Task` and one line here."""
 
+from poly_epo_jax.registry import Registry
 from poly_epo_jax.tasks.demonstrations import Demonstrations
 from poly_epo_jax.tasks.math import MathTask
 from poly_epo_jax.tasks.multiplication import MultiplicationTask
 from poly_epo_jax.tasks.polynomial import PolynomialTask
 
-TASKS = {"polynomial": PolynomialTask, "multiplication": MultiplicationTask, "math": MathTask}
+TASKS = Registry(polynomial=PolynomialTask, multiplication=MultiplicationTask, math=MathTask)
 
 __all__ = ["TASKS", "Demonstrations", "MathTask", "MultiplicationTask", "PolynomialTask"]

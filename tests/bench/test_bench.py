@@ -10,6 +10,7 @@ import pytest
 from configs import polaris, polynomial
 from poly_epo_jax.bench import __main__ as bench
 from poly_epo_jax.bench.workload import make_workload
+from poly_epo_jax.choices import read_config
 
 TINY = {
     "train.prompts_per_batch": 4,
@@ -37,7 +38,7 @@ def small_roofline(monkeypatch):
 
 
 def figures(config, tmp_path):
-    bench.run(config, tmp_path / "bench.json")
+    bench.run(read_config(config), tmp_path / "bench.json")
     return json.loads((tmp_path / "bench.json").read_text())
 
 
@@ -66,7 +67,7 @@ def test_weights_for_servers_are_written_and_removed(small_roofline, tmp_path):
 
 def test_the_papers_batch_packs_with_less_than_five_percent_padding():
     """512 sequences a minibatch, their lengths log-normal, in rows of 16,384 tokens, four to a microbatch."""
-    workload = make_workload(polaris.get_config(), vocab_size=100, num_rows=4)
+    workload = make_workload(read_config(polaris.get_config()), vocab_size=100, num_rows=4)
     assert [len(workload.response_lengths), len(workload.minibatches)] == [1024, 2]
     assert 0.35 * 4096 < workload.response_lengths.mean() < 0.45 * 4096
     assert np.percentile(workload.response_lengths, 99) > 2 * workload.response_lengths.mean()

@@ -5,9 +5,9 @@ import functools
 import numpy as np
 import update_case
 from flax import nnx
-from ml_collections import ConfigDict
 
 from poly_epo_jax.batching import TrainingSequence, pack
+from poly_epo_jax.config import OptimizerSection
 from poly_epo_jax.model.hf import load_params, read_config
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import make_mesh
@@ -22,19 +22,15 @@ REMAT = "dots"
 def main() -> None:
     folder, case = update_case.model_and_case()
     config = read_config(folder, dtype="float32", remat=REMAT)
-    optimizer = ConfigDict(
-        {
-            "learning_rate": update_case.LEARNING_RATE,
-            "warmup_updates": 0,
-            "schedule": "constant",
-            "final_fraction": 0.0,
-            "first_moment_dtype": "float32",
-            "b1": update_case.B1,
-            "b2": update_case.B2,
-            "eps": update_case.EPS,
-            "weight_decay": update_case.WEIGHT_DECAY,
-            "max_grad_norm": update_case.MAX_GRAD_NORM,
-        }
+    optimizer = OptimizerSection(
+        learning_rate=update_case.LEARNING_RATE,
+        schedule="constant",
+        final_fraction=0.0,
+        b1=update_case.B1,
+        b2=update_case.B2,
+        eps=update_case.EPS,
+        weight_decay=update_case.WEIGHT_DECAY,
+        max_grad_norm=update_case.MAX_GRAD_NORM,
     )
     update = PolicyUpdate(
         nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0))),

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 from fakes import LETTERS, TINY, ByLetter, LetterJudge, group, tiny_params, until
 
-from configs import polaris, polynomial
+from configs import polaris
+from poly_epo_jax.choices import read_config
+from poly_epo_jax.config import TaskSection
 from poly_epo_jax.evaluation.benchmarks import BENCHMARKS, open_benchmark
 from poly_epo_jax.evaluation.draw import draw_generations
 from poly_epo_jax.evaluation.folder import EVALUATED_GENERATION, GENERATIONS, open_folder, read_generations
@@ -183,18 +185,18 @@ def test_a_damaged_line_is_named(tmp_path: Path):
 
 
 def test_benchmarks_by_name_task_and_file(tmp_path: Path):
-    config = polynomial.get_config()
-    synthetic = open_benchmark("polynomial", config)
+    section, papers = TaskSection(), read_config(polaris.get_config()).task
+    synthetic = open_benchmark("polynomial", section)
     assert isinstance(synthetic.task, Voting)
     assert (synthetic.label, synthetic.problems) == ("polynomial", PolynomialTask().held_out_problems)
     file = tmp_path / "mine.jsonl"
     file.write_text(json.dumps({"problem": "1+1?", "answer": "so #### 2"}) + "\n")
-    assert open_benchmark(str(file), polaris.get_config()).label == "mine"
-    mine = open_benchmark(f"other={file}", polaris.get_config())
+    assert open_benchmark(str(file), papers).label == "mine"
+    mine = open_benchmark(f"other={file}", papers)
     assert mine.label == "other"
     assert "1+1?" in mine.problems[0].prompt
     with pytest.raises(FileNotFoundError, match=r"There is no missing\.jsonl"):
-        open_benchmark("missing.jsonl", config)
+        open_benchmark("missing.jsonl", section)
     assert {"beyond_aime", "aime_2025", "aime_2026", "hmmt_feb_2025", "hmmt_nov_2025", "minerva"} <= BENCHMARKS.keys()
 
 

@@ -3,8 +3,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
+from poly_epo_jax.config import JudgeSection
 from poly_epo_jax.judges import JUDGES, ExactJudge
 from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
 from poly_epo_jax.tasks import MultiplicationTask, PolynomialTask
@@ -42,7 +42,7 @@ def cluster(judge, texts, problem=PROBLEM) -> np.ndarray:
 
 
 def test_ids_are_given_in_order_of_first_appearance():
-    clusters = cluster(JUDGES["exact"](FirstWord(), ConfigDict()), ["b 1", "a", "", "b 2", "c", "a 3", ""])
+    clusters = cluster(JUDGES["exact"](FirstWord(), JudgeSection()), ["b 1", "a", "", "b 2", "c", "a 3", ""])
     np.testing.assert_array_equal(clusters, [0, 1, 100, 0, 2, 1, 100])
     assert clusters.dtype == np.int32
     assert DEGENERATE_CLUSTER == 100

@@ -11,13 +11,12 @@ import jax
 import pytest
 from fakes import optimizer_config
 from flax import nnx
-from ml_collections import ConfigDict
 
 from configs import polaris, polynomial
 from poly_epo_jax import default_config
 from poly_epo_jax.bench import __main__ as bench
-from poly_epo_jax.choices import CHOICES
-from poly_epo_jax.config import ConfigError, check_config, microbatch_rows
+from poly_epo_jax.choices import read_config
+from poly_epo_jax.config import Config, ConfigError, MeshSection, microbatch_rows
 from poly_epo_jax.memory_plan.plan import Plan, Setting, largest_rows, make_plan
 from poly_epo_jax.memory_plan.tables import setting_of
 from poly_epo_jax.model.config import ModelConfig
@@ -27,11 +26,12 @@ from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.devices import DEVICES, device_name
 from poly_epo_jax.parallel.mesh import AXES, RULES, check_mesh, fill_mesh, mesh_axes, nearest_mesh
 from poly_epo_jax.parallel.presets import MESHES
+from poly_epo_jax.section import read_section
 from poly_epo_jax.set_rl import ppo_clip_loss
 from poly_epo_jax.update import PolicyUpdate
 
 
-def planned(name: str, config: ConfigDict, **compute: Any) -> tuple[Plan, int]:
+def planned(name: str, config: Config, **compute: Any) -> tuple[Plan, int]:
     setting, memory_bytes = setting_of(config)
     shape = preset_config(name, **compute)
     return make_plan(config, shape, setting, memory_bytes), largest_rows(config, shape, setting, memory_bytes)
@@ -52,11 +52,11 @@ class Case:
     def shape(self) -> ModelConfig:
         return preset_config(self.model, remat=self.remat)
 
-    def config(self) -> ConfigDict:
+    def config(self) -> Config:
         config = polaris.get_config()
         config.mesh.update(dict(zip(AXES, self.mesh, strict=True)))
         config.train.row_tokens = self.row_tokens
-        return config
+        return read_section(Config, config.to_dict())
 
 
 SMALL = Case("Qwen3-0.6B", (1, 2, 2), 2048, "full")
@@ -101,7 +101,7 @@ def test_the_plan_is_what_compiled_programs_hold(case: Case):
 @pytest.mark.parametrize("model", PRESETS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_preset_can_be_planned(mesh: str, model: str):
-    config = polaris.get_config(mesh)
+    config = read_config(polaris.get_config(mesh))
     plan, rows = planned(model, config)
     check(config, plan.setting.mesh, dataclasses.asdict(preset_config(model)))
     assert math.prod(plan.setting.mesh.values()) == MESHES[mesh]["devices"]
@@ -110,7 +110,7 @@ def test_every_preset_can_be_planned(mesh: str, model: str):
 
 
 def test_the_largest_number_of_rows_fits_and_one_more_does_not():
-    config = polaris.get_config("h200x4")
+    config = read_config(polaris.get_config("h200x4"))
     setting, memory_bytes = setting_of(config)
     shape = preset_config("Qwen3-4B")
     rows = largest_rows(config, shape, setting, memory_bytes)
@@ -125,7 +125,7 @@ def test_shards_replicas_and_words_do_to_the_plan_what_they_do_to_memory():
     def bytes_of(mesh: str = "h200x4", changes: Mapping[str, Any] | None = None, **compute: Any) -> Plan:
         config = polaris.get_config(mesh)
         config.update_from_flattened_dict(dict(changes or {}))
-        return planned("Qwen3-4B", config, **compute)[0]
+        return planned("Qwen3-4B", read_config(config), **compute)[0]
 
     plan = bytes_of()
     assert bytes_of("h200x8").resident["parameters"] == plan.resident["parameters"] // 2
@@ -145,11 +145,11 @@ def test_shards_replicas_and_words_do_to_the_plan_what_they_do_to_memory():
 def test_a_plan_needs_neither_devices_nor_weights(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jax, "devices", None)
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    bench.plan(polaris.get_config("v5p-16"), tmp_path / "plan.json", every_mesh=False)
+    bench.plan(read_config(polaris.get_config("v5p-16")), tmp_path / "plan.json", every_mesh=False)
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1} and found["memory_bytes"] == 95e9
     assert "8 x v5p" in capsys.readouterr().out
-    bench.plan(polaris.get_config(), tmp_path / "plan.json", every_mesh=True)
+    bench.plan(read_config(polaris.get_config()), tmp_path / "plan.json", every_mesh=True)
     found = json.loads((tmp_path / "plan.json").read_text())
     assert list(found) == list(MESHES)
     assert found["h200x4"]["memory_bytes"] == 0.75 * 141e9
@@ -157,7 +157,7 @@ def test_a_plan_needs_neither_devices_nor_weights(tmp_path, monkeypatch, capsys)
 
 
 def test_a_plan_that_exceeds_the_memory_is_a_warning(tmp_path, capsys):
-    bench.plan(polaris.get_config("v6e-1"), tmp_path / "plan.json", every_mesh=False)
+    bench.plan(read_config(polaris.get_config("v6e-1")), tmp_path / "plan.json", every_mesh=False)
     assert "Warning: by this plan a device needs" in capsys.readouterr().out
 
 
@@ -171,7 +171,7 @@ def test_presets_use_all_their_devices(name: str):
     assert math.prod(mesh[axis] for axis in AXES) == mesh["devices"]
     assert mesh["devices"] % mesh["processes"] == 0
     config = polynomial.get_config(name)
-    check_config(config, CHOICES)
+    read_config(config)
     assert {key: value for key, value in mesh.items() if key != "processes"} == config.mesh.to_dict()
     assert config.workdir == polynomial.get_config().workdir
 
@@ -211,7 +211,7 @@ def test_devices_are_known_by_the_kind_that_jax_tells(kind: str, name: str):
 # The mesh
 
 
-def check(config: ConfigDict, mesh: Mapping[str, int], model_sizes: Mapping[str, Any]) -> None:
+def check(config: Config, mesh: Mapping[str, int], model_sizes: Mapping[str, Any]) -> None:
     check_mesh(mesh_axes(config.mesh), mesh, model_sizes, config.train.row_tokens)
 
 
@@ -250,8 +250,7 @@ def test_a_refusal_names_a_mesh_that_is_not_refused():
     sizes = {"hidden_size": 48, "num_heads": 8, "num_kv_heads": 4, "mlp_size": 96, "vocab_size": 60}
     refused = 0
     for mesh in meshes_of(12):
-        config = polynomial.get_config()
-        config.mesh.update(mesh)
+        config = dataclasses.replace(Config(), mesh=MeshSection(**mesh))
         if all(sizes[field] % mesh[axis] == 0 for field, axis in RULES.items() if axis):
             check(config, mesh, sizes)
             continue
@@ -267,7 +266,6 @@ def test_a_refusal_names_a_mesh_that_is_not_refused():
 
 def test_the_nearest_mesh_keeps_what_was_asked_for():
     sizes = {"hidden_size": 48, "num_heads": 8, "num_kv_heads": 8, "mlp_size": 96, "vocab_size": 64}
-    config = polynomial.get_config()
-    config.mesh.tensor = 3  # and fsdp takes what is left
+    config = dataclasses.replace(Config(), mesh=MeshSection(tensor=3))  # and fsdp takes what is left
     with pytest.raises(ConfigError, match=r"num_heads=8; the nearest .* on 12 devices is data=1, fsdp=6, tensor=2"):
         check(config, {"data": 1, "fsdp": 4, "tensor": 3}, sizes)

@@ -110,11 +110,11 @@ def test_the_death_of_one_ends_the_other_with_a_sentence(eventful: tuple[Run, li
 
 JOIN = """
 import asyncio, functools, sys
-from ml_collections import ConfigDict
+from poly_epo_jax.config import HostsSection
 from poly_epo_jax.parallel import hosts
 
 coordinator, index = sys.argv[1], int(sys.argv[2])
-hosts.join(ConfigDict({"coordinator": coordinator, "count": 2, "index": index, "wait_seconds": 60}))
+hosts.join(HostsSection(coordinator, 2, index, wait_seconds=60))
 print = functools.partial(print, file=sys.stderr)  # the collectives write of themselves to stdout, at any moment
 """
 FAILING = """
