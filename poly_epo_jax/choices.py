@@ -5,7 +5,7 @@ with what the named part takes, and combinations of sections are checked.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -73,7 +73,7 @@ def make_judge(section: JudgeSection, task: Task) -> Judge:
     return JUDGES[section.name](task, section, **section.options)
 
 
-def _parts(config: Config) -> dict[str, tuple[str, dict[str, Any], Callable[..., Any], int]]:
+def _parts(config: Config) -> dict[str, tuple[str, Mapping[str, Any], Callable[..., Any], int]]:
     """By section: the part it names, its options, what makes it, and how many arguments of that are not options."""
     return {
         "task": (config.task.name, config.task.options, TASKS[config.task.name], 0),

@@ -77,15 +77,15 @@ class _ConfigFile(flags.ArgumentParser):
     def __init__(self):
         self._configs: dict[str, ConfigDict] = {}
 
-    def parse(self, path: str) -> ConfigDict:
-        file = Path(path.partition(":")[0])
+    def parse(self, argument: str) -> ConfigDict:
+        file = Path(argument.partition(":")[0])
         if not file.is_file():
             folder = file if file.is_dir() else file.parent
             there = ", ".join(sorted(found.name for found in folder.glob("*.py"))) or "none"
             raise ConfigError(f"there is no such file; configuration files in {folder}: {there}.")
-        if path not in self._configs:
-            self._configs[path] = _LOADER.parse(path)
-        return copy.deepcopy(self._configs[path])
+        if argument not in self._configs:
+            self._configs[argument] = _LOADER.parse(argument)
+        return copy.deepcopy(self._configs[argument])
 
 
 def _check_keys(argv: Sequence[str], parser: _ConfigFile) -> ConfigDict | None:
