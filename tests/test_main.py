@@ -174,6 +174,19 @@ def test_a_run_folder_of_an_earlier_version_is_not_resumed(tmp_path: Path, sente
     assert f"{tmp_path / 'run'} holds samples.jsonl, of an earlier version; use that version on it, or make" in text
 
 
+def test_a_run_folder_of_another_version_is_not_resumed(tmp_path: Path, sentence):
+    config = read_config(polynomial.get_config()).to_dict()
+    config["judge"]["attempts"] = config["judge"].pop("max_failed_share")
+    config["task"]["options"] = {"seed": 1}  # options are no keys, but another run's
+    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    text = sentence(FILE)
+    assert (
+        "run of another version of poly_epo_jax, whose keys differ in judge.attempts, judge.max_failed_share;" in text
+    )
+    assert "resume it with that version, or set --config.workdir to a new folder." in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),

@@ -1,0 +1,119 @@
+"""What users type: --help, --print_config, and configuration files of their own that register parts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from poly_epo_jax.config import Config
+
+ROOT = Path(__file__).parents[1]
+FILE = "--config=configs/polynomial.py"
+
+
+def python(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """`python -m poly_epo_jax.MODULE ARGUMENTS` in a folder; one device."""
+    devices = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
+    return subprocess.run(
+        [sys.executable, "-m", f"poly_epo_jax.{module}", *arguments],
+        cwd=folder,
+        env=os.environ | {"XLA_FLAGS": devices, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "flag", "says"),
+    [
+        ("main", [], "--print_config", "Trains a policy"),
+        ("evaluate", [FILE], "--benchmarks", "Evaluates models side by side"),
+        ("bench", ["--config=configs/polaris.py"], "--plans", "How fast each stage"),
+    ],
+)
+def test_help_lists_flags_and_keys(module: str, arguments: list[str], flag: str, says: str):
+    ended = python(module, *arguments, "--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith(says)
+    lines = [line.strip() for line in ended.stdout.splitlines()]
+    assert any(line.startswith(f"{flag} ") for line in lines)
+    for key, field, value in Config().flat():
+        (line,) = [line for line in lines if line.startswith(f"{key} = ")]
+        if not arguments:
+            assert line.startswith(f"{key} = {value!r} ")
+            assert " ".join(field.metadata["meaning"].split()[:3]) in " ".join(ended.stdout.split())
+    if module == "bench":  # the values are those of the file
+        assert any(line.startswith("train.row_tokens = 16384 ") for line in lines)
+
+
+def test_print_config_shows_each_key_and_runs_nothing(tmp_path: Path):
+    ended = python("main", FILE + ":grpo", "--config.seed=3", "--print_config", f"--config.workdir={tmp_path / 'run'}")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    values = dict(line.split(" = ", 1) for line in ended.stdout.splitlines())
+    assert values.keys() == {key for key, _, _ in Config().flat()}
+    assert (values["seed"], values["algo.advantages"], values["task.options"]) == ("3", "'grpo'", "{}")
+    assert not (tmp_path / "run").exists()
+
+
+MINE = """
+from poly_epo_jax import default_config, set_rl
+from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.tasks import TASKS, PolynomialTask
+
+
+class Easier(PolynomialTask):
+    pass
+
+
+TASKS["{task}"] = Easier
+
+
+def get_config(words=""):
+    config = default_config.get_config(words)
+    config.task.name = "{task}"
+    config.workdir = "runs/mine"
+    return config
+"""
+
+
+def test_a_file_of_ones_own_registers_parts(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(MINE.format(task="easier"))
+    options = "--config.task.options={'num_train': 20}"
+    ended = python("main", "--config=mine.py:grpo", options, "--print_config", folder=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "task.name = 'easier'\ntask.options = {'num_train': 20}\n" in ended.stdout
+
+    ended = python("bench", "--config=mine.py", "--plan", "--config.task.options={'num_trian': 20}", folder=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(
+        "Error: task.options has 'num_trian', which easier does not take; did you mean num_t"
+    )
+
+
+def test_a_part_of_ones_own_takes_no_name_that_is_taken(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(MINE.format(task="math"))
+    ended = python("main", "--config=mine.py", "--print_config", folder=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == (
+        "Error: There is a part named 'math' already; choose another name than polynomial, multiplication, math."
+    )
+
+
+def test_every_command_checks_the_configuration():
+    for module, flags in (("evaluate", ["--models=x", "--benchmarks=polynomial"]), ("bench", ["--plan"])):
+        ended = python(module, FILE, "--config.judge.name=jury", *flags)
+        assert ended.returncode == 1
+        assert ended.stderr.startswith("Error: judge.name='jury' must be one of ")
+
+
+def test_a_plan_leaves_the_figures_of_bench_alone(tmp_path: Path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "bench.json").write_text("figures")
+    (tmp_path / "mine.py").write_text(MINE.format(task="easier"))
+    ended = python("bench", "--config=mine.py", "--plan", "--config.mesh.fsdp=1", folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "runs" / "bench.json").read_text() == "figures"
+    assert '"peak_bytes"' in (tmp_path / "runs" / "plan.json").read_text()

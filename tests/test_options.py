@@ -1,0 +1,65 @@
+"""Options fit what takes them, or cost one sentence."""
+
+from typing import Any
+
+import pytest
+
+from poly_epo_jax.options import check_options
+from poly_epo_jax.section import ConfigError
+
+
+def judge(task: Any, section: Any, *, attempts: int = 3, share: float = 0.5, rubric: str = "", strict: bool = False):
+    pass
+
+
+def needy(path: str, limit: int = 3):
+    pass
+
+
+def anything(task: Any, section: Any, **options: Any):
+    pass
+
+
+def nothing(task: Any, section: Any):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "num_given", "options"),
+    [
+        (judge, 2, {}),
+        (judge, 2, {"attempts": 1, "share": 1, "rubric": "mine.md", "strict": True}),
+        (needy, 0, {"path": "x"}),
+        (anything, 2, {"whatever": [1]}),
+        (nothing, 2, {}),
+    ],
+)
+def test_options_that_fit(make: Any, num_given: int, options: dict[str, Any]):
+    check_options("judge", "mine", options, make, num_given)
+    make(*[None] * num_given, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_given", "options", "sentence"),
+    [
+        (
+            judge,
+            2,
+            {"atempts": 1},
+            "judge.options has 'atempts', which mine does not take; did you mean attempts? "
+            "It takes attempts, rubric, share, strict.",
+        ),
+        (judge, 2, {"task": 1}, "judge.options has 'task', which mine does not take; it takes attempts, rubric, "),
+        (nothing, 2, {"attempts": 1}, "judge.options has 'attempts', which mine does not take; it takes none."),
+        (judge, 2, {"attempts": "3"}, "judge.options.attempts='3' must be a whole number."),
+        (judge, 2, {"attempts": True}, "judge.options.attempts=True must be a whole number."),
+        (judge, 2, {"share": "half"}, "judge.options.share='half' must be a number."),
+        (judge, 2, {"rubric": 3}, "judge.options.rubric=3 must be a text."),
+        (judge, 2, {"strict": 1}, "judge.options.strict=1 must be True or False."),
+        (needy, 0, {"limit": 1}, "judge.options lacks 'path', which mine needs."),
+    ],
+)
+def test_options_that_do_not_fit(make: Any, num_given: int, options: dict[str, Any], sentence: str):
+    with pytest.raises(ConfigError) as error:
+        check_options("judge", "mine", options, make, num_given)
+    assert str(error.value).startswith(sentence)

@@ -1,0 +1,82 @@
+"""A section checks itself, and says in one sentence what is wrong."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from poly_epo_jax.section import FRACTION, POSITIVE, Check, ConfigError, Section, key, one_of, read_section
+
+
+@dataclasses.dataclass(frozen=True)
+class Oven(Section, name="oven"):
+    """Where it is baked."""
+
+    degrees: float = key(180.0, "Celsius", POSITIVE)
+    shelf: int = key(2, "from below")
+    heat: str = key("both", "where it comes from", one_of("top", "both"))
+    fan: bool = key(False, "whether it blows")
+    moisture: float = key(0.5, "share of water", FRACTION)
+    extras: dict[str, Any] = key({}, "anything else")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe(Section):
+    """The whole."""
+
+    name: str = key("bread", "what it is called")
+    minutes: int = key(30, "how long", Check(lambda minutes: minutes < 100, "must be below 100"))
+    oven: Oven = Oven()
+
+
+def test_a_section_is_a_mapping_of_its_keys():
+    oven = Oven(degrees=200)
+    assert dict(**oven) == {
+        "degrees": 200,
+        "shelf": 2,
+        "heat": "both",
+        "fan": False,
+        "moisture": 0.5,
+        "extras": {},
+    }
+    assert len(oven) == 6 and "shelf" in oven and "colour" not in oven
+    with pytest.raises(KeyError):
+        oven["read"]
+
+
+def test_values_are_read_and_the_rest_is_as_declared():
+    recipe = read_section(Recipe, {"minutes": 40, "oven": {"fan": True}})
+    assert recipe == Recipe(minutes=40, oven=Oven(fan=True))
+    assert recipe.to_dict()["oven"]["fan"] is True
+    assert [name for name, _, _ in recipe.flat()][:4] == ["name", "minutes", "oven.degrees", "oven.shelf"]
+    assert {name: field.metadata["meaning"] for name, field, _ in recipe.flat()}["oven.shelf"] == "from below"
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"oven": {"degrees": 0}}, "oven.degrees=0 must be positive."),
+        ({"oven": {"degrees": float("nan")}}, "oven.degrees=nan must be positive."),
+        ({"oven": {"degrees": None}}, "oven.degrees=None must be a number."),
+        ({"oven": {"shelf": 1.5}}, "oven.shelf=1.5 must be a whole number."),
+        ({"oven": {"shelf": True}}, "oven.shelf=True must be a whole number."),
+        ({"oven": {"heat": "left"}}, "oven.heat='left' must be one of both, top."),
+        ({"oven": {"fan": 1}}, "oven.fan=1 must be True or False."),
+        ({"oven": {"moisture": 1.1}}, "oven.moisture=1.1 must lie between 0 and 1."),
+        ({"minutes": 100}, "minutes=100 must be below 100."),
+        ({"name": 3}, "name=3 must be a text."),
+        ({"oven": 3}, "oven=3 must be a section."),
+        ({"minuts": 3}, "There is no key minuts; did you mean minutes? It takes minutes, name, oven."),
+        ({"oven": {"colour": "red"}}, "There is no key oven.colour; it takes degrees, extras, fan, heat, "),
+    ],
+)
+def test_what_is_wrong_is_named(values: dict[str, Any], sentence: str):
+    with pytest.raises(ConfigError) as error:
+        read_section(Recipe, values)
+    assert str(error.value).startswith(sentence)
+
+
+def test_sections_share_no_options():
+    first, second = Oven(), Oven()
+    first.extras["salt"] = 1
+    assert second.extras == {}
