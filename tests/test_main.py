@@ -296,7 +296,6 @@ def test_a_short_run_leaves_its_folder_and_goes_on_when_asked(tmp_path: Path):
     generations = read_rows(run / "generations.jsonl")
     assert [row["step"] for row in generations] == [2] * 16 + [3] * 16
     assert all(row.keys() == LOGGED_GENERATION.keys() for row in generations)
-
     assert read_method(run) == "Poly-EPO"
 
     page = report.write_report([run], tmp_path / "report")
