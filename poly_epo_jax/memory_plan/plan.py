@@ -1,8 +1,8 @@
-"""How much memory each device needs for a configuration, by arithmetic alone: no device, weights or compiler is asked.
+"""How much memory each device needs for a configuration, by arithmetic alone, without devices, weights or a compiler.
 
-A device holds parameters and moments all the time, and what the stage that is under way needs besides. Of these the
-largest is the peak. Terms follow what compiled programs were seen to hold, in bytes of the type that they hold it in;
-`tests/memory_plan/test_plan.py` compares their sum with the compiled programs'.
+A device always holds parameters and moments, and beside them what the current stage needs; the largest stage is the
+peak. The terms are what compiled programs were seen to hold, in bytes of the type that they hold it in.
+`tests/memory_plan/test_plan.py` compares their sum with compiled programs.
 """
 
 import bisect
@@ -22,7 +22,7 @@ FLOAT32 = 4
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a plan is made for: a kind of device, a key of DEVICES or "", and the sizes of the mesh's axes."""
+    """The machine of a plan: the kind of device, a key of DEVICES or "", and the sizes of the mesh's axes."""
 
     device: str
     mesh: Mapping[str, int]
@@ -42,7 +42,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Bytes of one device: `resident` always, and one of `stages` at a time; each by the name of what takes them."""
+    """Bytes of one device, each by the name of what takes them: `resident` always, and one of `stages` at a time."""
 
     setting: Setting
     rows_per_device: int
@@ -52,7 +52,7 @@ class Plan:
     memory_bytes: int | None  # that JAX may use; None where it is not known
 
     def stage_bytes(self, name: str) -> int:
-        """While the stage runs."""
+        """All that the device holds while the stage runs."""
         return sum(self.resident.values()) + sum(self.stages[name].values())
 
     @property
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Also where the memory is not known."""
+        """True also where the memory is not known."""
         return self.memory_bytes is None or self.peak_bytes <= self.memory_bytes
 
 
@@ -88,9 +88,9 @@ def make_plan(
 
 
 def largest_rows(config: Config, shape: ModelConfig, setting: Setting, memory_bytes: int | None) -> int:
-    """The largest train.rows_per_device that fits, and that a minibatch could fill; 0 where not even one fits.
+    """The largest train.rows_per_device that fits and that a minibatch can fill; 0 where not even one row fits.
 
-    Where the memory is not known, it is that of the configuration.
+    Where the memory is not known, it is the configuration's own.
     """
     if memory_bytes is None:
         return config.train.rows_per_device
@@ -114,11 +114,11 @@ def _resident(config: Config, shape: ModelConfig, setting: Setting) -> dict[str,
 def _gradient(config: Config, shape: ModelConfig, setting: Setting, rows: int) -> dict[str, int]:
     """One microbatch's forward and backward pass: what is kept for the latter, and the larger of its two parts.
 
-    First the head goes through the vocabulary, then the layers are gone through backwards.
+    The backward pass goes through the head first, then through the layers.
     """
     tokens = rows * config.train.row_tokens
     kept = _kept_values(shape, setting) * tokens * _activation_bytes(shape, setting)
-    if shape.remat == "none":  # then the attention's weights in the compute type are kept, too
+    if shape.remat == "none":  # then the attention's weights are kept in the compute type, too
         attention = shape.num_layers * shape.hidden_size * _head_widths(shape) * 2
         kept += attention // setting.mesh["tensor"] * _bytes_of(shape.dtype)
     head, layer = _head(shape, setting, tokens), _layer(shape, setting, tokens)
@@ -128,7 +128,7 @@ def _gradient(config: Config, shape: ModelConfig, setting: Setting, rows: int) -
 
 
 def _head(shape: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
-    """The loop over the vocabulary, backwards: the whole head, its gradient, and a chunk's logits, on every device."""
+    """The head's backward pass in chunks: every device holds the whole head, its gradient and a chunk's logits."""
     elements = shape.vocab_size * shape.hidden_size
     value_bytes = _bytes_of(shape.dtype)
     gathered = elements * value_bytes
@@ -145,7 +145,7 @@ def _head(shape: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
 
 
 def _layer(shape: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
-    """A layer's backward pass, at its MLP: all that its forward pass made, the MLP's own gradients, and its weights."""
+    """A layer's backward pass, at its MLP: all results of its forward pass, the MLP's gradients, and its weights."""
     value_bytes, tensor = _bytes_of(shape.dtype), setting.mesh["tensor"]
     weights = 0
     if setting.mesh["fsdp"] > 1 or shape.dtype != shape.param_dtype:
@@ -159,13 +159,13 @@ def _layer(shape: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
 
 
 def _layer_values(shape: ModelConfig, setting: Setting) -> int:
-    """Values per token that a layer holds at once where its MLP goes backwards.
+    """Values per token that a layer holds at once during the backward pass of its MLP.
 
-    Of the MLP's width are gate, up, silu(gate), their product, and the gradients of the product and of one factor. Of
-    the stream's width are the layer's input, the same after attention, each also normalised, and the gradient that came
-    in. Of the query heads' width are queries before and after rotation and the attention's result; of the key heads'
-    keys before, between and after normalisation and rotation, and values. On a CPU products want some transposed, and
-    the blockwise attention lays out blocks and starts sums.
+    As wide as the MLP: gate, up, silu(gate), their product, and the gradients of the product and of one factor. As wide
+    as the stream: the input, the input after attention, both normalised, and the incoming gradient. As wide as the
+    query heads: queries before and after rotation, and the attention's result. As wide as the key heads: keys before,
+    between and after normalisation and rotation, and values. On a CPU, matmuls need some of them transposed, and the
+    blockwise attention holds blocks and initial sums.
     """
     mlp, stream, heads, kv_heads = (6, 7, 5, 6) if _is_blockwise(shape, setting) else (6, 5, 3, 4)
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -174,9 +174,9 @@ def _layer_values(shape: ModelConfig, setting: Setting) -> int:
 
 
 def _kept_values(shape: ModelConfig, setting: Setting) -> int:
-    """Values per token that all layers' forward passes keep for the backward pass, which `remat` decides.
+    """Values per token that all layers keep for the backward pass; `remat` decides.
 
-    Each layer's input is split over tensor, too, by the token; with remat=none all of `_layer_values` is kept.
+    Each layer's input is also split over tensor, by tokens. With remat=none all of `_layer_values` is kept.
     """
     tensor, width = setting.mesh["tensor"], shape.num_heads * shape.head_dim
     kept = shape.hidden_size
@@ -190,14 +190,14 @@ def _kept_values(shape: ModelConfig, setting: Setting) -> int:
 
 
 def _optimizer(shape: ModelConfig, setting: Setting) -> dict[str, int]:
-    """The gradients, and the updates: all of them are there before they are added, for their norm is measured."""
+    """The gradients and the updates, which exist in full before they are added, because their norm is measured."""
     weights = flops.total_weights(shape) // setting.weight_shards
     largest = max(flops.matrix_sizes(shape).values()) // setting.weight_shards
     return {"sum of gradients": weights * FLOAT32, "updates": (weights + largest) * FLOAT32}
 
 
 def _generate(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, int]:
-    """Slots with the longest cache while it grows from three quarters of that, the prompts held apart, and logits.
+    """The slots' caches at full length while they grow from three quarters of it, the prompts' own caches, and logits.
 
     JetStream's cache has its full length from the start.
     """
@@ -224,7 +224,7 @@ def _is_blockwise(shape: ModelConfig, setting: Setting) -> bool:
 
 
 def _activation_bytes(shape: ModelConfig, setting: Setting) -> int:
-    """Of one value; CPUs multiply in float32 only, so what is bfloat16 elsewhere is held in that there."""
+    """Bytes of one value. CPUs multiply in float32 only, so what is bfloat16 elsewhere is float32 there."""
     return FLOAT32 if setting.device == "cpu" else _bytes_of(shape.dtype)
 
 

@@ -1,4 +1,4 @@
-"""A memory plan for the machine that a configuration names, or that is there: shown, and as figures."""
+"""Shows the memory plan for the machine that a configuration names, or for this one, and returns its figures."""
 
 import dataclasses
 import os
@@ -16,15 +16,15 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.parallel.devices import DEVICES, device_name
 from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh, mesh_axes
 
-BRIEF_SHARE = 0.1  # of the memory; a plan that takes less raises no question
-SMALL_SHARE = 0.01  # of a stage's bytes; what takes less is not named
+BRIEF_SHARE = 0.1  # of the memory; a plan below it needs no table
+SMALL_SHARE = 0.01  # of a stage's bytes; smaller terms are not shown
 
 
 def print_plan(config: Config, shape: ModelConfig, console: Console, brief: bool = False) -> dict[str, Any]:
-    """Shows the plan as a line per stage and one of sums, with a warning where it does not fit; returns `as_row`.
+    """Shows a line per stage and a summary, with a warning where the plan does not fit; returns `as_row`.
 
     Args:
-      brief: the sums are enough where a tenth of the memory is.
+      brief: the summary is enough where the plan takes less than BRIEF_SHARE of the memory.
 
     Raises:
       ConfigError: the mesh does not fit the devices or the model.
@@ -64,7 +64,7 @@ def print_plan(config: Config, shape: ModelConfig, console: Console, brief: bool
 def print_plans(
     config: Config, shape: ModelConfig, meshes: Mapping[str, Mapping[str, Any]], console: Console
 ) -> dict[str, Any]:
-    """A table of the plans on each of these meshes, by name; one that the model cannot be split over is left out."""
+    """Shows a table of the plans on these meshes, by name; a mesh that the model cannot be split over is left out."""
     table, found = Table(box=box.SIMPLE_HEAD), {}
     for column in ("mesh", "hosts", "device", "axes", "held", "peak", "of", "while", "rows"):
         table.add_column(
@@ -92,9 +92,9 @@ def print_plans(
         )
     console.print(table)
     console.print(
-        "axes: data x fsdp x tensor. held: parameters and moments, on each device all the time. peak: with "
-        f"train.rows_per_device={config.train.rows_per_device}. rows: the largest that fits and that a minibatch can "
-        f"fill, of {config.train.row_tokens:,} tokens; 0: not even one fits."
+        "axes: data x fsdp x tensor. held: parameters and moments, always on each device. peak: with "
+        f"train.rows_per_device={config.train.rows_per_device}. rows: the largest train.rows_per_device that fits and "
+        f"that a minibatch can fill, of {config.train.row_tokens:,} tokens; 0: not even one row fits."
     )
     return found
 
@@ -123,9 +123,9 @@ def _checked_plan(config: Config, shape: ModelConfig) -> tuple[Plan, int]:
 
 
 def setting_of(config: Config) -> tuple[Setting, int | None]:
-    """What config.mesh describes, and the bytes of a device that JAX may use, None where that is not known.
+    """The machine that config.mesh describes, and the bytes of a device that JAX may use, None where not known.
 
-    Only what config.mesh leaves open is asked of the devices that are there.
+    The devices of this machine are asked only for what config.mesh leaves open.
 
     Raises:
       ConfigError: the devices cannot be arranged so.
@@ -136,7 +136,7 @@ def setting_of(config: Config) -> tuple[Setting, int | None]:
     setting = Setting(device, fill_mesh(mesh_axes(mesh), mesh.devices or len(here)))
     if here and (limit := (here[0].memory_stats() or {}).get("bytes_limit")):
         return setting, limit
-    if device == "cpu":  # which all of its devices share
+    if device == "cpu":  # whose devices share one memory
         return setting, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // setting.num_devices
     if not device:
         return setting, None
@@ -147,5 +147,5 @@ def setting_of(config: Config) -> tuple[Setting, int | None]:
 
 
 def _amount(size: int) -> str:
-    """In GB, or for tiny policies in MB."""
+    """In GB, or in MB for tiny policies."""
     return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

@@ -43,9 +43,9 @@ def cached_attention(
     v: Float[Array, "B K S D"],
     visible: Bool[Array, "B S"],
 ) -> Float[Array, "B H D"]:
-    """Attention of one new token per row over a cache of S tokens, those of them that are `visible`.
+    """Attention of one new token per row over the `visible` ones of S cached tokens.
 
-    Keys and values lie as the two products read them. The softmax is taken in float32.
+    Keys and values are laid out as the two matmuls read them. The softmax is computed in float32.
     """
     rows, kv_heads, head_dim, _ = k.shape
     grouped = q.reshape(rows, kv_heads, -1, head_dim) * head_dim**-0.5
@@ -56,7 +56,7 @@ def cached_attention(
 
 @functools.cache
 def _fastest() -> str:
-    """The backend's kernel, or the plain form where there is none, which is said once."""
+    """The backend's kernel; where there is none, the plain form, with one warning."""
     backend = jax.default_backend()
     if backend == "gpu" and importlib.util.find_spec("tokamax"):
         return "tokamax"
@@ -65,14 +65,14 @@ def _fastest() -> str:
     if backend != "cpu":
         warnings.warn(
             f"There is no fast attention kernel for {backend} here, so the plain form runs, which is much slower; on "
-            "GPUs, this package's extra 'gpu' brings one.",
+            "GPUs, install this package's extra 'gpu'.",
             stacklevel=2,
         )
     return "blockwise"
 
 
 def _tokamax(q, k, v, segment_ids):
-    # The packed causal mask exists only in tokamax's private mask type: a key is visible from its segment's start on.
+    # Only tokamax's private mask type can say that a key is visible from its segment's start on.
     from tokamax._src.ops.attention import api, base  # pyright: ignore[reportMissingImports]
 
     length, (q, k, v, segment_ids) = q.shape[1], _whole_blocks(q, k, v, segment_ids)
@@ -81,7 +81,7 @@ def _tokamax(q, k, v, segment_ids):
 
 
 def _tokamax_kernel() -> str:
-    """Hopper GPUs and later have a kernel of their own."""
+    """Hopper and later GPUs have their own kernel."""
     if jax.default_backend() == "cpu":
         return "xla"
     return "mosaic_gpu" if float(jax.devices()[0].compute_capability) >= 9 else "triton"

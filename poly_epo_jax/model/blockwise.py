@@ -1,7 +1,7 @@
-"""Attention in plain JAX that never holds the [T, T] scores (FlashAttention, Dao 2023): blocks of queries times keys.
+"""Attention in plain JAX that never holds the [T, T] scores, but blocks of them (FlashAttention-2, Dao 2023).
 
-A block of queries visits the blocks of keys from the start of its earliest segment to itself, no others, so that time
-follows the packed sequences' lengths and not the row's. On a CPU it takes a third of the time of the whole matrix.
+A block of queries visits only the blocks of keys from the start of its earliest segment to itself, so that time depends
+on the lengths of the packed sequences and not of the row. On a CPU it takes a third of the time of the whole matrix.
 """
 
 import functools
@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 BLOCK = 128  # tokens; scores of this many queries and keys fit a CPU core's cache
-NEVER = -1e30  # a score that is none; finite, so that a block with nothing visible stays a number
+NEVER = -1e30  # the score of an invisible key; finite, so that a block without visible keys gives no NaN
 
 
 def blockwise_attention(
@@ -22,7 +22,7 @@ def blockwise_attention(
     v: Float[Array, "B T K D"],
     segment_ids: Int[Array, "B T"],
 ) -> Float[Array, "B T H D"]:
-    """As `attention.packed_attention`; the backward pass makes each block's scores anew."""
+    """As `attention.packed_attention`; the backward pass recomputes each block's scores."""
     length, block = q.shape[1], min(BLOCK, q.shape[1])
     padding = [(0, 0), (0, -length % block)]
     starts = segment_starts(jnp.pad(segment_ids, padding))
@@ -37,8 +37,8 @@ def segment_starts(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return jax.lax.cummax(jnp.where(is_first, jnp.arange(segment_ids.shape[1])[None], 0), axis=1)
 
 
-# In blocks, queries are [blocks, B, K, G * block, D], the G query heads of a key head one after another, and keys and
-# values [blocks, B, K, block, D].
+# In blocks, queries are [blocks, B, K, G * block, D], with the G query heads of a key head one after another; keys and
+# values are [blocks, B, K, block, D].
 
 
 def _query_blocks(x, kv_heads, block):
@@ -87,7 +87,7 @@ def _steps(q, k, starts):
     return functools.partial(_Step, starts, block=k.shape[3], groups=q.shape[3] // k.shape[3])
 
 
-_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
@@ -104,10 +104,10 @@ def _forward(q, k, v, starts):
 
         def one_key_block(j, carry):
             largest, total, out = carry
-            scores = jnp.where(step.visible(j), _product("bkqd,bksd->bkqs", q, k[j]), NEVER)
+            scores = jnp.where(step.visible(j), _einsum("bkqd,bksd->bkqs", q, k[j]), NEVER)
             new_largest = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
             p, shrink = jnp.exp(scores - new_largest), jnp.exp(largest - new_largest)
-            out = out * shrink + _product("bkqs,bksd->bkqd", p.astype(v.dtype), v[j])
+            out = out * shrink + _einsum("bkqs,bksd->bkqd", p.astype(v.dtype), v[j])
             return new_largest, total * shrink + p.sum(axis=-1, keepdims=True), out
 
         zero = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
@@ -116,7 +116,7 @@ def _forward(q, k, v, starts):
         return (out / total).astype(q.dtype), largest + jnp.log(total)
 
     outputs = jax.lax.map(one_query_block, (jnp.arange(q.shape[0]), q))
-    # By this name, remat may keep them: all that the backward pass needs of this loop.
+    # The name lets remat keep these, which are all that the backward pass needs of this loop.
     out, log_normalizer = checkpoint_name(outputs, "attention")
     return out, (q, k, v, starts, out, log_normalizer)
 
@@ -132,13 +132,13 @@ def _backward(residuals, d_out):
 
         def one_key_block(j, carry):
             d_k, d_v, d_q = carry
-            scores = _product("bkqd,bksd->bkqs", q, k[j])
+            scores = _einsum("bkqd,bksd->bkqs", q, k[j])
             p = jnp.where(step.visible(j), jnp.exp(scores - log_normalizer), 0.0)
-            d_scores = p * (_product("bkqd,bksd->bkqs", d_out, v[j]) - out_dot)
+            d_scores = p * (_einsum("bkqd,bksd->bkqs", d_out, v[j]) - out_dot)
             p, d_scores = p.astype(q.dtype), d_scores.astype(q.dtype)
-            d_k = d_k.at[j].add(_product("bkqs,bkqd->bksd", d_scores, q))
-            d_v = d_v.at[j].add(_product("bkqs,bkqd->bksd", p, d_out))
-            return d_k, d_v, d_q + _product("bkqs,bksd->bkqd", d_scores, k[j])
+            d_k = d_k.at[j].add(_einsum("bkqs,bkqd->bksd", d_scores, q))
+            d_v = d_v.at[j].add(_einsum("bkqs,bkqd->bksd", p, d_out))
+            return d_k, d_v, d_q + _einsum("bkqs,bksd->bkqd", d_scores, k[j])
 
         carry = (*carry, jnp.zeros(q.shape, jnp.float32))
         d_k, d_v, d_q = jax.lax.fori_loop(step.first_key_block(), query_block + 1, one_key_block, carry)

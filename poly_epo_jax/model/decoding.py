@@ -1,8 +1,8 @@
-"""Qwen3 one token at a time: the same network as `qwen3`, laid out for products with few columns.
+"""The network of qwen3.py one token at a time, laid out for matmuls with few columns.
 
-Decoding reads every weight once for a handful of tokens. A product W x of a weight [out, in] with the tokens as columns
-then takes half the time, or less, of the training path's x W; so activations lie here as [features, tokens], and each
-layer has arrays of its own: a slice of a stack would be copied before every product.
+Decoding reads every weight once for a handful of tokens. The matmul W x of a weight [out, in] and tokens as columns
+then takes at most half the time of the training path's x W. So activations are [features, tokens] here, and each layer
+has arrays of its own, because a slice of a stack would be copied before every matmul.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from poly_epo_jax.types import Params
 
 
 class KVCache(NamedTuple):
-    """Of each layer keys [rows, kv_heads, head_dim, length] and values [rows, kv_heads, length, head_dim].
+    """Each layer's keys [rows, kv_heads, head_dim, length] and values [rows, kv_heads, length, head_dim].
 
-    A token's place is its position. Both products of the attention then read their rows as they lie.
+    A token's index is its position. In this layout both matmuls of the attention read contiguous rows.
     """
 
     k: tuple[jax.Array, ...]
@@ -34,7 +34,7 @@ class KVCache(NamedTuple):
         return self.v[0].shape[2]
 
     def resized(self, length: int) -> "KVCache":
-        """Cut, or continued with zeros."""
+        """Cut off, or padded with zeros, to this length."""
 
         def along(axis: int, x: jax.Array) -> jax.Array:
             x = jax.lax.slice_in_dim(x, 0, min(length, x.shape[axis]), axis=axis)
@@ -43,7 +43,7 @@ class KVCache(NamedTuple):
         return KVCache(tuple(along(3, x) for x in self.k), tuple(along(2, x) for x in self.v))
 
     def with_rows(self, rows: Int[Array, "R"], other: "KVCache", other_rows: Int[Array, "R"]) -> "KVCache":
-        """With rows of another cache laid over those given, as far as both reach; a row out of bounds is left out."""
+        """With `rows` replaced by rows of another cache, up to the shorter length; a row out of bounds is skipped."""
         length = min(self.length, other.length)
         other = other.resized(length)
         k = (x.at[rows, :, :, :length].set(y[other_rows], mode="drop") for x, y in zip(self.k, other.k, strict=True))
@@ -97,7 +97,7 @@ def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], val
 def decode(
     config: ModelConfig, weights: Params, tokens: Int[Array, "B"], positions: Int[Array, "B"], cache: KVCache
 ) -> tuple[Float[Array, "V B"], KVCache]:
-    """Logits of what follows one more token per row, and the cache with that token in it."""
+    """Appends one token per row to the cache; returns the logits of the next token, and the cache."""
     rows = jnp.arange(len(tokens))
     visible = jnp.arange(cache.length)[None] <= positions[:, None]
     keys, values = list(cache.k), list(cache.v)
@@ -124,7 +124,7 @@ def _run(
     def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
         return rms_norm(x.T, weight, config.norm_eps).T
 
-    # Rotary angles once for all layers; without the barrier the compiler takes their cosines and sines in each.
+    # Rotary angles once for all layers; without the barrier the compiler computes their cosines and sines in each.
     half = config.head_dim // 2
     frequencies = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None]
@@ -135,7 +135,7 @@ def _run(
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
     def heads(w: Any, name: str, h: jax.Array) -> jax.Array:
-        # Without the barrier the compiler turns the product round, into the slow one that this layout avoids.
+        # Without the barrier the compiler transposes the matmul into the slow one that this layout avoids.
         y = jax.lax.optimization_barrier(w[name] @ h).T.reshape(len(tokens), -1, config.head_dim)
         y = y + w[f"{name}_bias"][None] if config.attention_bias else y
         return rms_norm(y, w[f"{name}_norm"], config.norm_eps) if config.qk_norm and name != "v" else y

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face model folder: opening what holds the tensors, and writing it several files at a time."""
+"""The safetensors files of a Hugging Face model folder: opens them, and writes them several at a time."""
 
 import json
 from collections import deque
@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 WRITERS = 4
-"""Files written at once; the host holds the tensors of these and of the next one."""
-SMALLEST_SHARD = 32 * 2**20  # bytes; below it another file costs more than it wins
-_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+"""Files written at once. The host holds the tensors of these and of the next one."""
+SMALLEST_SHARD = 32 * 2**20  # bytes; smaller files cost more time than they save
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def open_tensors(folder: Path) -> dict[str, Any]:
@@ -25,10 +25,10 @@ def open_tensors(folder: Path) -> dict[str, Any]:
     """
     if (folder / _INDEX).is_file():
         files = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
-    elif (folder / _ONE).is_file():
-        files = [_ONE]
+    elif (folder / _SINGLE).is_file():
+        files = [_SINGLE]
     else:
-        raise FileNotFoundError(f"{folder} has neither {_ONE} nor {_INDEX}; convert the model to those.")
+        raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}; convert the model to those.")
     opened = [safe_open(folder / file, "numpy") for file in files]
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
@@ -43,17 +43,17 @@ def write_tensors(
 
     Args:
       sizes: of every tensor in bytes, by name, in the order in which they are written.
-      fetch: brings one file's tensors to the host, while others are written. Called from this thread alone, as programs
-        of several devices must not be started from several threads.
-      max_shard_bytes: the largest file, unless it holds a single tensor; large models are cut finer, so that all
-        writers have an even share.
+      fetch: copies one file's tensors to the host while others are written. It is called from this thread alone,
+        because programs on several devices must not be started from several threads.
+      max_shard_bytes: of the largest file, unless it holds a single tensor. Large models are cut into smaller files, so
+        that all writers have an even share.
 
     Raises:
-      OSError, SafetensorError: a file cannot be written. Those that are being written then are waited for.
+      OSError, SafetensorError: a file cannot be written; the files in progress are waited for.
     """
     even = max(SMALLEST_SHARD, -(-sum(sizes.values()) // (2 * WRITERS)))
     shards = _shards(sizes, min(max_shard_bytes, even))
-    files = [_ONE]
+    files = [_SINGLE]
     if len(shards) > 1:
         files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
@@ -66,8 +66,8 @@ def write_tensors(
             if len(writing) == WRITERS:
                 writing.popleft().result()
             writing.append(pool.submit(save_file, content, folder / file, metadata={"format": "pt"}))
-        for one in writing:
-            one.result()
+        for shard in writing:
+            shard.result()
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
@@ -75,7 +75,7 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """The names in their order, cut into runs of at most `max_bytes` (but of one tensor at least)."""
+    """The names in order, cut into runs of at most `max_bytes`, or of a single larger tensor."""
     shards: list[list[str]] = [[]]
     room = max_bytes
     for name, size in sizes.items():

@@ -1,7 +1,7 @@
 """Log-probability and entropy of the response tokens, never holding the [tokens, vocabulary] logits.
 
-Only the tokens that are asked for go through the head, in chunks; the backward pass makes each chunk's logits anew and
-accumulates the head's gradient in float32, whatever the weights' type.
+Only the wanted tokens go through the head, in chunks. The backward pass recomputes each chunk's logits, and accumulates
+the head's gradient in float32 whatever the weights' type.
 """
 
 import functools
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from poly_epo_jax.model.matmul import transposed
 from poly_epo_jax.model.sharding import ROWS
 
-# Tokens at once: enough for an accelerator's matrix units; on a CPU, few enough for the logits to stay in the cache.
+# Tokens per chunk: enough to fill an accelerator's matrix units; on a CPU, few enough for the logits to stay in cache.
 CHUNK_TOKENS = {"cpu": 128}
 ACCELERATOR_CHUNK_TOKENS = 1024
 
@@ -47,7 +47,7 @@ GATHERED = {"fsdp": 1, "tensor": 0}
 def _on_each_device(function, in_specs, out_specs):
     """`function` of each device's own part under a mesh, else `function` itself.
 
-    shard_map is not asked for derivatives: both passes are written here, with the collectives that they need.
+    shard_map is not differentiated: both passes are written here, with the collectives that they need.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function
@@ -55,7 +55,7 @@ def _on_each_device(function, in_specs, out_specs):
 
 
 def _split_axes():
-    """Names of the mesh's axes with more than one device, in the mesh's order; none without a mesh."""
+    """The names of the mesh's axes with more than one device, in order; none without a mesh."""
     return [name for name, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1]
 
 
@@ -67,7 +67,7 @@ def _gather_head(head):
 
 
 def _scatter_head(gradient):
-    """The sum over all devices of the whole head's gradient, of which each keeps its own part."""
+    """Sums the whole head's gradient over all devices; each keeps its own part."""
     for name in _split_axes():
         if name in GATHERED:
             gradient = jax.lax.psum_scatter(gradient, name, scatter_dimension=GATHERED[name], tiled=True)
@@ -81,7 +81,7 @@ def _logits(hidden, head, temperature):
 
 
 def _take(x, indices):
-    """Rows of x; zeros for indices behind its end."""
+    """Rows of x; zeros for indices past its end."""
     return x.at[indices].get(mode="fill", fill_value=0)
 
 
@@ -103,7 +103,7 @@ def _flat(hidden, targets, wanted, chunk_tokens):
     """hidden [tokens, D], targets [tokens], indices of the wanted tokens, their number, and the size of a chunk."""
     size = targets.size
     chunk = min(chunk_tokens, size)
-    # The wanted tokens' indices, first to last; what is left of the array points behind the last token.
+    # The wanted tokens' indices in order; the rest of the array points past the last token.
     indices = jnp.nonzero(wanted.reshape(-1), size=size + -size % chunk, fill_value=size)[0]
     return hidden.reshape(size, -1), targets.reshape(-1), indices, jnp.sum(wanted), chunk
 

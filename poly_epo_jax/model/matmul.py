@@ -1,4 +1,4 @@
-"""The matrix product of a layer, with a gradient that is written for the CPU's compiler too."""
+"""The matmul of a layer, with a gradient that is fast on CPUs too."""
 
 import jax
 from jaxtyping import Array, Float
@@ -6,12 +6,12 @@ from jaxtyping import Array, Float
 
 @jax.custom_vjp
 def matmul(x: Float[Array, "M K"], weight: Float[Array, "K N"]) -> Float[Array, "M N"]:
-    """x weight."""
+    """x @ weight."""
     return x @ weight
 
 
 def transposed(x: Float[Array, "M K"]) -> Float[Array, "K M"]:
-    """x', on a CPU laid out anew: products that read a matrix against its layout take up to 1.6 times as long there."""
+    """x', copied on a CPU: matmuls that read a matrix against its layout take up to 1.6 times as long there."""
     return jax.lax.optimization_barrier(x.T) if jax.default_backend() == "cpu" else x.T
 
 

@@ -24,11 +24,11 @@ ROWS = ("data", "fsdp")
 def make_mesh(data: int, fsdp: int, tensor: int, device: str = "", devices: int = 0) -> Mesh:
     """A mesh over the first data * fsdp * tensor devices; one of the three may be -1 and takes what is left.
 
-    Neighbours along `tensor`, then along `fsdp`, are close in the machine: on TPUs in the torus, on GPUs in a node.
+    Neighbours along `tensor`, then along `fsdp`, are close to each other: on TPUs in the torus, on GPUs in a node.
 
     Args:
-      device: what the devices must be, a key of DEVICES; empty: whatever is there.
-      devices: how many of them there must be; 0: what is there.
+      device: the kind that the devices must be, a key of DEVICES; empty: any.
+      devices: how many of them to use; 0: all.
 
     Raises:
       ConfigError: the devices cannot be arranged so.
@@ -42,7 +42,7 @@ def make_mesh(data: int, fsdp: int, tensor: int, device: str = "", devices: int 
     sizes = fill_mesh({"data": data, "fsdp": fsdp, "tensor": tensor}, devices or len(available))
     shape, used = tuple(sizes.values()), math.prod(sizes.values())
     if used == len(available):
-        # Physical axes may be split, so that no arrangement is refused for the machine's form.
+        # Physical axes may be split, so that no arrangement is refused for the shape of the machine.
         arranged = mesh_utils.create_device_mesh(shape, available, allow_split_physical_axes=True)
     elif jax.process_count() > 1:
         raise ConfigError(
@@ -76,16 +76,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def constrain_rows(x: jax.Array) -> jax.Array:
-    """Pins an activation [rows, ...] to the batch layout, so that the compiler gathers weights, not activations."""
+    """Fixes an activation [rows, ...] to the batch layout, so that the compiler gathers weights, not activations."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS))
 
 
 def gather_weight(weight: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """A weight put together from its fsdp shards, so that its products are split over rows and tensor only.
+    """A weight gathered from its fsdp shards, so that its matmuls are split over rows and tensor only.
 
-    Where both axes are split, the compiler by itself gathers the activations of all rows instead.
+    Left to itself, the compiler gathers the activations of all rows instead where both axes are split.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape["tensor"] == 1:
@@ -95,9 +95,9 @@ def gather_weight(weight: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def host_mesh(mesh: Mesh) -> Mesh:
-    """The part of the mesh that lies on this process's devices, as a mesh of its own; the same one if that is all.
+    """A mesh of this process's devices alone; with a single process, the same mesh.
 
-    As much of `tensor` stays together as one host has of it, then of `fsdp`; the rest is `data`.
+    Its `tensor` axis, then its `fsdp` axis, is as large as the host allows; the rest is `data`.
     """
     if jax.process_count() == 1:
         return mesh
@@ -108,7 +108,7 @@ def host_mesh(mesh: Mesh) -> Mesh:
 
 
 def params_on_host(params: Params, mesh: Mesh) -> Params:
-    """The weights laid out on `host_mesh(mesh)`: a whole copy on every host, gathered by all of them together."""
+    """The weights laid out on `host_mesh(mesh)`: a whole copy on every host, gathered by a collective of all hosts."""
     if jax.process_count() == 1:
         return params
     here = host_mesh(mesh)

@@ -1,4 +1,4 @@
-"""What a device has, as its maker states it: memory, bf16 arithmetic, and how fast bytes move."""
+"""What makers state of their devices: memory, bf16 arithmetic, and bandwidths."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,11 @@ class Device(NamedTuple):
 
     kinds: tuple[str, ...]  # what jax.Device.device_kind begins with
     memory_bytes: int | None
-    flops_per_second: float | None  # dense bf16 products
+    flops_per_second: float | None  # dense bf16 matmuls
     bytes_per_second: float | None  # to and from its memory
-    link_bytes_per_second: float | None  # to its neighbours, both directions together
-    jax_share: float = (
-        1.0  # of the memory that JAX takes; on GPUs, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
-    )
+    link_bytes_per_second: float | None  # to its neighbours, the sum of both directions
+    # The share of the memory that JAX takes; on GPUs, XLA_PYTHON_CLIENT_MEM_FRACTION overrides it.
+    jax_share: float = 1.0
 
 
 DEVICES = {
@@ -26,6 +25,6 @@ DEVICES = {
 
 def device_name(kind: str) -> str:
     """The key in DEVICES of what JAX calls `kind`; "" where it is none of them."""
-    if kind == "TPU v5":  # some versions' name of v5p, and the beginning of that of v5e
+    if kind == "TPU v5":  # what some versions call v5p; other devices' names begin so too
         return "v5p"
     return next((name for name, device in DEVICES.items() if kind.startswith(device.kinds)), "")

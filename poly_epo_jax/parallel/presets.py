@@ -1,7 +1,7 @@
 """Meshes by the names of machines, chosen by a word after the configuration file: --config=configs/polaris.py:h200x8
 
-`device` is what they are made of and `devices` how many there are; of TPUs, chips, while a v5p slice is named by its
-cores, two to a chip. `processes` is how many hosts run the command together. default_config.py explains the rest.
+`device` is the kind of the devices and `devices` their number. Of TPUs these are chips, but a v5p slice is named by its
+cores, two to a chip. `processes` is the number of hosts that run the command. default_config.py explains the rest.
 """
 
 MESHES = {
@@ -10,7 +10,7 @@ MESHES = {
     "h200x2": {"device": "h200", "devices": 2, "processes": 1, "data": 1, "fsdp": 2, "tensor": 1},
     "h200x4": {"device": "h200", "devices": 4, "processes": 1, "data": 1, "fsdp": 4, "tensor": 1},
     "h200x8": {"device": "h200", "devices": 8, "processes": 1, "data": 1, "fsdp": 8, "tensor": 1},
-    # Two nodes of eight: weights are gathered within a node, and only gradients pass between the two.
+    # Two nodes of eight: weights are gathered within a node, and only gradients pass between the nodes.
     "h200x16": {"device": "h200", "devices": 16, "processes": 2, "data": 2, "fsdp": 8, "tensor": 1},
     "v5p-8": {"device": "v5p", "devices": 4, "processes": 1, "data": 1, "fsdp": 4, "tensor": 1},
     "v5p-16": {"device": "v5p", "devices": 8, "processes": 2, "data": 1, "fsdp": 8, "tensor": 1},
