@@ -24,8 +24,7 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.model.scan_unroll = 1
 
     config.task.name = "math"
-    with config.task.options.unlocked():
-        config.task.options.train = "POLARIS-Project/Polaris-Dataset-53K"
+    config.task.options.train = "POLARIS-Project/Polaris-Dataset-53K"
 
     config.judge.name = "llm"
     config.judge.url = "http://127.0.0.1:30010"  # Qwen/Qwen3-4B-Instruct-2507

@@ -15,7 +15,13 @@ from poly_epo_jax.choices import CHOICES, read_config
 from poly_epo_jax.config import Config, ConfigError
 from poly_epo_jax.section import one_of, read_section
 
-CONFIG = config_flags.DEFINE_config_file("config", None, "The configuration file, with :method after its name.")
+CONFIG = config_flags.DEFINE_config_file(
+    "config",
+    None,
+    "The configuration file, with :method after its name.",
+    lock_config=False,
+    accept_new_attributes=True,  # options; other keys that there are not are refused
+)
 PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Only print the configuration, a key on each line.")
 _LOADER = flags.FLAGS["config"].parser
 HELP = {"-h", "--h", "-help", "--help", "-helpshort", "--helpshort", "-helpfull", "--helpfull"}
@@ -103,7 +109,9 @@ def _check_keys(argv: Sequence[str], parser: _ConfigFile) -> ConfigDict | None:
         return None
     keys = list(_keys(config))
     for name in (override.lstrip("-").partition("=")[0] for override in overrides):
-        if name.startswith("config.") and name not in keys:
+        section = name.rpartition(".")[0]
+        is_option = section in keys and section.endswith(".options")
+        if name.startswith("config.") and name not in keys and not is_option:
             near = ", ".join(difflib.get_close_matches(name, keys))
             raise ConfigError(f"There is no key {name}; {f'choose from {near}' if near else '--help lists the keys'}.")
     return config

@@ -56,7 +56,7 @@ class TaskSection(Section, name="task"):
     """The problems, and what their responses earn."""
 
     name: str = key("polynomial", "the task")
-    options: Mapping[str, Any] = key({}, "keyword arguments of that task, --config.task.options=\"{'seed': 1}\"")
+    options: Mapping[str, Any] = key({}, "keyword arguments of that task, such as --config.task.options.seed=1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class JudgeSection(Section, name="judge"):
     """Who clusters the responses to a prompt. Keys from `url` to `wait_seconds` are for judges behind a server."""
 
     name: str = key("exact", "the judge; none: no clusters, for methods that read none")
-    options: Mapping[str, Any] = key({}, "keyword arguments of that judge, --config.judge.options=\"{'attempts': 2}\"")
+    options: Mapping[str, Any] = key({}, "keyword arguments of that judge, such as --config.judge.options.attempts=2")
     max_failed_share: float = key(0.25, "of a batch's prompts; the run stops where the judge fails on more", FRACTION)
     url: str = key("", "of an OpenAI-compatible server, such as http://127.0.0.1:30001")
     model: str = key("", "by the name it has there; empty: the first that the server lists")

@@ -38,4 +38,8 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.algo.update(METHODS[method])
     if mesh:
         config.mesh.update({key: value for key, value in MESHES[mesh].items() if key != "processes"})
-    return config.lock()
+    config.lock()
+    for section in config.values():
+        if isinstance(section, ConfigDict) and "options" in section:
+            section.options.unlock()  # the part that is named last says what they may be
+    return config

@@ -413,7 +413,7 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
         "eval.every": 3,
         "eval.num_problems": 2,
         "eval.num_generations": 4,
-        "judge.options": "{'max_tokens': 512}",
+        "judge.options.max_tokens": 512,
     }
     flags = [f"--config.{key}={value}" for key, value in settings.items()]
     models = {"DEVICE": "cpu", "POLICY": str(small_qwen), "JUDGE": str(small_qwen)}
