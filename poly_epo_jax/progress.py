@@ -37,8 +37,8 @@ _SPEED = 3600.0  # seconds it is estimated from; Rich's default forgets steps of
 def counted(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows how much of some long work is done, and how long the rest will take.
 
-    Yields a function that is told how many of `total` are done, now and then. Where the output is no terminal, it
-    prints a line when it is first told, then every ten seconds, and when all is done.
+    Yields `show(done)`, to be called as the work goes on. Where the output is no terminal, it prints a line at its first
+    call, then every ten seconds, and when all is done.
     """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console()
@@ -115,7 +115,7 @@ class TrainingProgress:
 
 
 class _Lines:
-    """Says when a line is due: at first, whenever it is asked for, and ten seconds after the last."""
+    """When to print a line: at first, whenever one is wanted, and ten seconds after the last."""
 
     def __init__(self) -> None:
         self._next_at = -math.inf
@@ -128,7 +128,7 @@ class _Lines:
 
 
 def _time_left(progress: Progress) -> list[str]:
-    """The only task's, in words, once it can be told."""
+    """How long the only task will still take, in words; nothing while that is unknown."""
     left = progress.tasks[0].time_remaining
     return [f"{datetime.timedelta(seconds=int(left))} left"] if left else []
 

@@ -2,11 +2,11 @@
 
 A section is {"title", "note", "legend": [{"label", "look"}], "panels": [panel]}. A panel is one of
     {"kind": "lines", "title", "x": {"label", "scale": "linear" or "log2"}, "y": {"label"},
-     "series": [{"label", "look", "marked", "points": [[x, y, low, high, what hovering says]], "faint": [[x, y]]}]}
+     "series": [{"label", "look", "marked", "points": [[x, y, low, high, hover text]], "faint": [[x, y]]}]}
     {"kind": "tree", "title", "longest", "rows", "edges": [[start, end, row, parent row, generations]],
-     "leaves": [[length, row, edge row, 1 if right, what hovering says]]}
+     "leaves": [[length, row, edge row, 1 if right, hover text]]}
     {"kind": "timeline", "title", "look", "seconds", "lanes": [stage], "steps": [[step, start]],
-     "bars": [[start, end, lane, 1 if of every other step, the parts alone [[start, end]], what hovering says]]}
+     "bars": [[start, end, lane, 1 if of every other step, the parts alone [[start, end]], hover text]]}
 Looks are places in the report's list of labels, the same as in `figures.styles`.
 """
 

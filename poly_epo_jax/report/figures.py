@@ -166,7 +166,7 @@ def _panels(runs: Runs, metrics: Sequence[str], max_columns: int, panel_size: tu
 
 
 def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The look of each label's line, told from all others by colour and dashes: it follows from the label's place."""
+    """The look of each label's line, which follows from its place: no other line has the same colour and dashes."""
     return {
         label: {
             "label": label,

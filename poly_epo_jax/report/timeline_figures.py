@@ -66,7 +66,7 @@ class Excerpt:
         return f"step {steps[0]}, of median length" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
     def is_odd(self, bar: Bar) -> bool:
-        """Takes turns with the step, so that neighbours are told apart."""
+        """Whether it is for every other step; neighbouring batches are drawn differently."""
         return (bar.step - next(iter(self.starts))) % 2 == 1
 
 
