@@ -115,9 +115,8 @@ async def _draw(
         await judge.wait_until_ready()
     if model.params is not None:
         await rollouts.update_weights(model.params, 0)
-    problems, num_generations = benchmark.problems, NUM_GENERATIONS.value
-    with counted(f"{folder.name} on {benchmark.label}: problems", len(problems)) as show:
-        await draw_generations(folder, rollouts, benchmark.task, judge, problems, num_generations, sampling, show)
+    with counted(f"{folder.name} on {benchmark.label}: problems", len(benchmark.problems)) as show:
+        await draw_generations(folder, rollouts, benchmark, judge, NUM_GENERATIONS.value, sampling, show)
 
 
 def _columns(num_generations: int) -> dict[str, str]:

@@ -37,8 +37,8 @@ _SPEED = 3600.0  # seconds it is estimated from; Rich's default forgets steps of
 def counted(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows how much of some long work is done, and how long the rest will take.
 
-    Yields `show(done)`, to be called as the work goes on. Where the output is no terminal, it prints a line at its first
-    call, then every ten seconds, and when all is done.
+    Yields `show(done)`, to be called as the work goes on. Where the output is no terminal, it prints a line at the
+    first call, then every ten seconds, and when all is done.
     """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from poly_epo_jax.evaluation.benchmarks import Benchmark
 from poly_epo_jax.evaluation.folder import EVALUATED_GENERATION, GENERATIONS, read_generations
 from poly_epo_jax.grading import grade_groups
 from poly_epo_jax.json_files import Row, append_rows, keep_rows, sort_rows
@@ -18,9 +19,8 @@ from poly_epo_jax.types import GradedGroup, Judge, Problem, Rollouts, Sampling, 
 async def draw_generations(
     folder: Path,
     rollouts: Rollouts,
-    task: Task,
+    benchmark: Benchmark,
     judge: Judge,
-    problems: Sequence[Problem],
     num_generations: int,
     sampling: Sampling,
     show: Callable[[int], None],
@@ -34,7 +34,7 @@ async def draw_generations(
     Raises:
       ValueError: the file is damaged.
     """
-    path = folder / GENERATIONS
+    path, task, problems = folder / GENERATIONS, benchmark.task, benchmark.problems
     places = {problem.id: place for place, problem in enumerate(problems)}
     counts = Counter(row["problem"] for row in read_generations(folder))
     complete = {problem for problem, count in counts.items() if problem in places and count == num_generations}

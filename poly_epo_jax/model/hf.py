@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from poly_epo_jax.json_files import write_json
 from poly_epo_jax.model.architectures import ARCHITECTURES, Weight
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.hf_files import open_tensors, write_json, write_tensors
+from poly_epo_jax.model.hf_files import open_tensors, write_tensors
 from poly_epo_jax.model.qwen3 import abstract_model, declared_weights
 from poly_epo_jax.types import Params
 

@@ -11,6 +11,8 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from poly_epo_jax.json_files import write_json
+
 WRITERS = 4
 """Files written at once. The host holds the tensors of these and of the next one."""
 SMALLEST_SHARD = 32 * 2**20  # bytes; smaller files cost more time than they save
@@ -68,10 +70,6 @@ def write_tensors(
             writing.append(pool.submit(save_file, content, folder / file, metadata={"format": "pt"}))
         for shard in writing:
             shard.result()
-
-
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:

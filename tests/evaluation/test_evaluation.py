@@ -17,7 +17,7 @@ from fakes import LETTERS, TINY, ByLetter, LetterJudge, group, tiny_params, unti
 from configs import polaris
 from poly_epo_jax.choices import read_config
 from poly_epo_jax.config import TaskSection
-from poly_epo_jax.evaluation.benchmarks import BENCHMARKS, open_benchmark
+from poly_epo_jax.evaluation.benchmarks import BENCHMARKS, Benchmark, open_benchmark
 from poly_epo_jax.evaluation.draw import draw_generations
 from poly_epo_jax.evaluation.folder import EVALUATED_GENERATION, GENERATIONS, open_folder, read_generations
 from poly_epo_jax.evaluation.results import compute_results
@@ -69,8 +69,8 @@ class SeededLetters:
 
 def draw(folder: Path, rollouts: SeededLetters, problems: Sequence[Problem] = PROBLEMS) -> list[int]:
     open_folder(folder, {"sampling": {"seed": 7}})
-    task, judge = VotedLetters(), LetterJudge()
-    asyncio.run(draw_generations(folder, rollouts, task, judge, problems, 4, Sampling(2, seed=7), rollouts.told.append))
+    benchmark, sampling = Benchmark("letters", VotedLetters(), problems), Sampling(2, seed=7)
+    asyncio.run(draw_generations(folder, rollouts, benchmark, LetterJudge(), 4, sampling, rollouts.told.append))
     return rollouts.told
 
 
