@@ -81,12 +81,12 @@ def get_config(words=""):
 
 def test_a_file_of_ones_own_registers_parts(tmp_path: Path):
     (tmp_path / "mine.py").write_text(MINE.format(task="easier"))
-    options = "--config.task.options={'num_train': 20}"
-    ended = python("main", "--config=mine.py:grpo", options, "--print_config", folder=tmp_path)
+    options = "--config.task.options={'num_train': 20}", "--config.task.options.num_held_out=5"
+    ended = python("main", "--config=mine.py:grpo", *options, "--print_config", folder=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert "task.name = 'easier'\ntask.options = {'num_train': 20}\n" in ended.stdout
+    assert "task.name = 'easier'\ntask.options = {'num_held_out': 5, 'num_train': 20}\n" in ended.stdout
 
-    ended = python("bench", "--config=mine.py", "--plan", "--config.task.options={'num_trian': 20}", folder=tmp_path)
+    ended = python("bench", "--config=mine.py", "--plan", "--config.task.options.num_trian=20", folder=tmp_path)
     assert ended.returncode == 1
     assert ended.stderr.startswith(
         "Error: task.options has 'num_trian', which easier does not take; did you mean num_t"
