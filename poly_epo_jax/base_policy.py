@@ -22,7 +22,7 @@ from poly_epo_jax.config import Config, OptimizerSection, microbatch_rows
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
-from poly_epo_jax.parallel.mesh import check_mesh, mesh_axes
+from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.progress import counted
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.tasks.demonstrations import Demonstrations
@@ -107,7 +107,7 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
     eos = tokenizer.convert_tokens_to_ids("<eos>")
     assert isinstance(eos, int)
     shape = base_shape(config, task)
-    check_mesh(mesh_axes(config.mesh), mesh.shape, dataclasses.asdict(shape), config.train.row_tokens)
+    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), config.train.row_tokens)
     model = abstract_model(shape)
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(base.seed)))[1]))()
     problems = [*task.train_problems, *task.held_out_problems]

@@ -25,7 +25,7 @@ from poly_epo_jax.json_files import write_json
 from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.model.sharding import host_mesh, make_mesh
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.parallel.mesh import check_mesh, mesh_axes
+from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy
 from poly_epo_jax.rollouts import ROLLOUTS
 from poly_epo_jax.tracking import NoTracker, Tracker
@@ -76,7 +76,7 @@ def run(config: Config) -> None:
     else:
         path = hosts.on_first(lambda: base_policy(config, task, here))
     policy = open_policy(path, config.model)
-    check_mesh(mesh_axes(config.mesh), mesh.shape, dataclasses.asdict(policy.config), config.train.row_tokens)
+    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(policy.config), config.train.row_tokens)
     if hosts.is_first():
         print_plan(config, policy.config, Console(), brief=True)
         policy.save_description(workdir / run_folder.POLICY)

@@ -15,7 +15,7 @@ from configs import polynomial
 from poly_epo_jax import default_config
 from poly_epo_jax.choices import read_config
 from poly_epo_jax.config import Config, ConfigError, changed_keys
-from poly_epo_jax.parallel.mesh import check_mesh, mesh_axes
+from poly_epo_jax.parallel.mesh import check_mesh
 
 FOLDER = Path(polynomial.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -149,7 +149,7 @@ def test_values_on_the_edge_are_fine(changes: dict[str, Any]):
 
 def check(user_config: ConfigDict, mesh: dict[str, int], model_sizes: dict[str, int] = MODEL_SIZES) -> None:
     config = read_config(user_config)
-    check_mesh(mesh_axes(config.mesh), mesh, model_sizes, config.train.row_tokens)
+    check_mesh(config.mesh, mesh, model_sizes, config.train.row_tokens)
 
 
 @pytest.mark.parametrize(

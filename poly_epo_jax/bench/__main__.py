@@ -31,7 +31,7 @@ from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.presets import has_preset, preset_config
 from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.parallel.mesh import check_mesh, mesh_axes
+from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.presets import MESHES
 from poly_epo_jax.policy import find_model
 
@@ -53,7 +53,7 @@ def run(config: Config, output: Path) -> None:
         )
     mesh = make_mesh(**config.mesh)
     shape = _shape(config)
-    check_mesh(mesh_axes(config.mesh), mesh.shape, dataclasses.asdict(shape), config.train.row_tokens)
+    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), config.train.row_tokens)
     console = Console()
     console.width = max(console.width, 100)  # of the table, also where the output is a file
     with console.status("measuring the peak rates of the device"):

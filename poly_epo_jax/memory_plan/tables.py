@@ -14,7 +14,7 @@ from poly_epo_jax.config import Config, ConfigError, MeshSection
 from poly_epo_jax.memory_plan.plan import Plan, Setting, largest_rows, make_plan
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.parallel.devices import DEVICES, device_name
-from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh, mesh_axes
+from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh
 
 BRIEF_SHARE = 0.1  # of the memory; a plan below it needs no table
 SMALL_SHARE = 0.01  # of a stage's bytes; smaller terms are not shown
@@ -117,7 +117,7 @@ def as_row(plan: Plan, rows_that_fit: int) -> dict[str, Any]:
 
 def _checked_plan(config: Config, shape: ModelConfig) -> tuple[Plan, int]:
     setting, memory_bytes = setting_of(config)
-    check_mesh(mesh_axes(config.mesh), setting.mesh, dataclasses.asdict(shape), config.train.row_tokens)
+    check_mesh(config.mesh, setting.mesh, dataclasses.asdict(shape), config.train.row_tokens)
     plan = make_plan(config, shape, setting, memory_bytes)
     return plan, largest_rows(config, shape, setting, memory_bytes)
 
@@ -133,7 +133,7 @@ def setting_of(config: Config) -> tuple[Setting, int | None]:
     mesh = config.mesh
     here = [] if mesh.device and mesh.devices else jax.devices()
     device = mesh.device or device_name(here[0].device_kind)
-    setting = Setting(device, fill_mesh(mesh_axes(mesh), mesh.devices or len(here)))
+    setting = Setting(device, fill_mesh(mesh, mesh.devices or len(here)))
     if here and (limit := (here[0].memory_stats() or {}).get("bytes_limit")):
         return setting, limit
     if device == "cpu":  # whose devices share one memory

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from poly_epo_jax.config import ConfigError, MeshSection
+from poly_epo_jax.config import ConfigError
 
 AXES = ("data", "fsdp", "tensor")
 RULES: dict[str, str | None] = {
@@ -20,18 +20,16 @@ RULES: dict[str, str | None] = {
 """Which mesh axis splits each axis of a weight. The latter is named after the field of ModelConfig that is its size."""
 
 
-def mesh_axes(section: MeshSection) -> dict[str, int]:
-    """The sizes of AXES that a `mesh` section asks for; -1 stands for what is left of the devices."""
-    return {axis: getattr(section, axis) for axis in AXES}
-
-
-def fill_mesh(axes: Mapping[str, int], num_devices: int) -> dict[str, int]:
+def fill_mesh(asked: Mapping[str, Any], num_devices: int) -> dict[str, int]:
     """The sizes of AXES, with what is left of the devices in place of -1.
+
+    Args:
+      asked: the `mesh` section of a configuration, or a size for each of AXES.
 
     Raises:
       ConfigError: the devices cannot be arranged so.
     """
-    sizes = {axis: axes[axis] for axis in AXES}
+    sizes = {axis: asked[axis] for axis in AXES}
     stated = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     fixed = {axis: size for axis, size in sizes.items() if size != -1}
@@ -47,12 +45,12 @@ def fill_mesh(axes: Mapping[str, int], num_devices: int) -> dict[str, int]:
 
 
 def check_mesh(
-    axes: Mapping[str, int], mesh_shape: Mapping[str, int], model_sizes: Mapping[str, Any], row_tokens: int
+    asked: Mapping[str, Any], mesh_shape: Mapping[str, int], model_sizes: Mapping[str, Any], row_tokens: int
 ) -> None:
     """Refuses a mesh that the model or a row cannot be split over.
 
     Args:
-      axes: what the configuration asks for (`mesh_axes`); advice changes what it leaves open.
+      asked: the `mesh` section of the configuration; the advice keeps the axes that it fixes, as far as possible.
       mesh_shape: devices along data, fsdp and tensor.
       model_sizes: the fields of the model's ModelConfig.
       row_tokens: the configuration's train.row_tokens.
@@ -68,7 +66,7 @@ def check_mesh(
 
     for axis, name, size in splits:
         if size % mesh_shape[axis]:
-            fixed = {axis: size for axis, size in mesh_shape.items() if axes[axis] != -1}
+            fixed = {axis: size for axis, size in mesh_shape.items() if asked[axis] != -1}
             raise ConfigError(
                 f"mesh.{axis}={mesh_shape[axis]} does not divide {name}={size}; "
                 f"{_advice(fixed, prod(mesh_shape.values()), works)}."

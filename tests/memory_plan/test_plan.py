@@ -16,7 +16,7 @@ from configs import polaris, polynomial
 from poly_epo_jax import default_config
 from poly_epo_jax.bench import __main__ as bench
 from poly_epo_jax.choices import read_config
-from poly_epo_jax.config import Config, ConfigError, MeshSection, microbatch_rows
+from poly_epo_jax.config import Config, ConfigError, microbatch_rows
 from poly_epo_jax.memory_plan.plan import Plan, Setting, largest_rows, make_plan
 from poly_epo_jax.memory_plan.tables import setting_of
 from poly_epo_jax.model.config import ModelConfig
@@ -24,7 +24,7 @@ from poly_epo_jax.model.presets import PRESETS, preset_config
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.devices import DEVICES, device_name
-from poly_epo_jax.parallel.mesh import AXES, RULES, check_mesh, fill_mesh, mesh_axes, nearest_mesh
+from poly_epo_jax.parallel.mesh import AXES, RULES, check_mesh, fill_mesh, nearest_mesh
 from poly_epo_jax.parallel.presets import MESHES
 from poly_epo_jax.section import read_section
 from poly_epo_jax.set_rl import ppo_clip_loss
@@ -103,7 +103,7 @@ def test_the_plan_is_what_compiled_programs_hold(case: Case):
 def test_every_preset_can_be_planned(mesh: str, model: str):
     config = read_config(polaris.get_config(mesh))
     plan, rows = planned(model, config)
-    check(config, plan.setting.mesh, dataclasses.asdict(preset_config(model)))
+    check_mesh(config.mesh, plan.setting.mesh, dataclasses.asdict(preset_config(model)), config.train.row_tokens)
     assert math.prod(plan.setting.mesh.values()) == MESHES[mesh]["devices"]
     assert plan.peak_bytes == max(sum(plan.resident.values()) + sum(terms.values()) for terms in plan.stages.values())
     assert plan.memory_bytes is not None and plan.fits == (plan.peak_bytes <= plan.memory_bytes) == (rows > 0)
@@ -210,9 +210,7 @@ def test_devices_are_known_by_the_kind_that_jax_tells(kind: str, name: str):
 
 # The mesh
 
-
-def check(config: Config, mesh: Mapping[str, int], model_sizes: Mapping[str, Any]) -> None:
-    check_mesh(mesh_axes(config.mesh), mesh, model_sizes, config.train.row_tokens)
+ROW_TOKENS = 40
 
 
 def meshes_of(num_devices: int) -> list[dict[str, int]]:
@@ -250,22 +248,21 @@ def test_a_refusal_names_a_mesh_that_is_not_refused():
     sizes = {"hidden_size": 48, "num_heads": 8, "num_kv_heads": 4, "mlp_size": 96, "vocab_size": 60}
     refused = 0
     for mesh in meshes_of(12):
-        config = dataclasses.replace(Config(), mesh=MeshSection(**mesh))
         if all(sizes[field] % mesh[axis] == 0 for field, axis in RULES.items() if axis):
-            check(config, mesh, sizes)
+            check_mesh(mesh, mesh, sizes, ROW_TOKENS)
             continue
         refused += 1
         with pytest.raises(ConfigError) as error:
-            check(config, mesh, sizes)
+            check_mesh(mesh, mesh, sizes, ROW_TOKENS)
         sentence = str(error.value)
         advised = dict(part.split("=") for part in sentence.rstrip(".").rpartition(" is ")[2].split(", "))
-        check(config, {axis: int(size) for axis, size in advised.items()}, sizes)
+        check_mesh(mesh, {axis: int(size) for axis, size in advised.items()}, sizes, ROW_TOKENS)
         assert sentence.count("\n") == 0
     assert refused > 5
 
 
 def test_the_nearest_mesh_keeps_what_was_asked_for():
     sizes = {"hidden_size": 48, "num_heads": 8, "num_kv_heads": 8, "mlp_size": 96, "vocab_size": 64}
-    config = dataclasses.replace(Config(), mesh=MeshSection(tensor=3))  # and fsdp takes what is left
+    asked = {"data": 1, "fsdp": -1, "tensor": 3}
     with pytest.raises(ConfigError, match=r"num_heads=8; the nearest .* on 12 devices is data=1, fsdp=6, tensor=2"):
-        check(config, {"data": 1, "fsdp": 4, "tensor": 3}, sizes)
+        check_mesh(asked, {"data": 1, "fsdp": 4, "tensor": 3}, sizes, ROW_TOKENS)
