@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from poly_epo_jax.registry import Registry
+
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
@@ -131,4 +133,4 @@ QWEN2 = dataclasses.replace(
     refuses=LLAMA.refuses | {"attention_bias": lambda present: False},
 )
 
-ARCHITECTURES = {"qwen3": QWEN3, "qwen2": QWEN2, "llama": LLAMA}
+ARCHITECTURES = Registry(qwen3=QWEN3, qwen2=QWEN2, llama=LLAMA)
