@@ -16,6 +16,7 @@ from poly_epo_jax.config import Config
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.logprobs import ACCELERATOR_CHUNK_TOKENS, CHUNK_TOKENS
+from poly_epo_jax.model.partition import is_trainable
 
 FLOAT32 = 4
 
@@ -76,7 +77,7 @@ def make_plan(
     rows = rows_per_device or config.train.rows_per_device
     stages = {
         "gradient": _gradient(config, shape, setting, rows),
-        "optimizer": _optimizer(shape, setting),
+        "optimizer": _optimizer(config, shape, setting),
     }
     resident = _resident(config, shape, setting)
     if config.rollouts.name in ("embedded", "jetstream"):
@@ -106,7 +107,8 @@ def _resident(config: Config, shape: ModelConfig, setting: Setting) -> dict[str,
     """Norms and biases are left out: they take less than a thousandth."""
     weights = flops.total_weights(shape) // setting.weight_shards
     parameters = weights * _bytes_of(shape.param_dtype)
-    moments = weights * (_bytes_of(config.optimizer.first_moment_dtype) + FLOAT32)
+    trained = sum(_trained_sizes(config, shape)) // setting.weight_shards
+    moments = trained * (_bytes_of(config.optimizer.first_moment_dtype) + FLOAT32)
     reference = {"reference policy": parameters} if config.algo.kl_coef else {}
     return {"parameters": parameters, "optimizer moments": moments} | reference
 
@@ -122,9 +124,9 @@ def _gradient(config: Config, shape: ModelConfig, setting: Setting, rows: int) -
         attention = shape.num_layers * shape.hidden_size * _head_widths(shape) * 2
         kept += attention // setting.mesh["tensor"] * _bytes_of(shape.dtype)
     head, layer = _head(shape, setting, tokens), _layer(shape, setting, tokens)
-    weights = flops.total_weights(shape) // setting.weight_shards
+    trained = sum(_trained_sizes(config, shape)) // setting.weight_shards
     larger = head if sum(head.values()) > sum(layer.values()) else layer
-    return {"sum of gradients": weights * FLOAT32, "kept for the backward pass": int(kept)} | larger
+    return {"sum of gradients": trained * FLOAT32, "kept for the backward pass": int(kept)} | larger
 
 
 def _head(shape: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
@@ -189,11 +191,16 @@ def _kept_values(shape: ModelConfig, setting: Setting) -> int:
     return shape.num_layers * per_layer
 
 
-def _optimizer(shape: ModelConfig, setting: Setting) -> dict[str, int]:
+def _optimizer(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, int]:
     """The gradients and the updates, which exist in full before they are added, because their norm is measured."""
-    weights = flops.total_weights(shape) // setting.weight_shards
-    largest = max(flops.matrix_sizes(shape).values()) // setting.weight_shards
-    return {"sum of gradients": weights * FLOAT32, "updates": (weights + largest) * FLOAT32}
+    sizes = _trained_sizes(config, shape)
+    trained, largest = sum(sizes) // setting.weight_shards, max(sizes, default=0) // setting.weight_shards
+    return {"sum of gradients": trained * FLOAT32, "updates": (trained + largest) * FLOAT32}
+
+
+def _trained_sizes(config: Config, shape: ModelConfig) -> list[int]:
+    """Elements of each matrix that train.trainable names. Activations are counted as if all were trained."""
+    return [size for path, size in flops.matrix_sizes(shape).items() if is_trainable(path, config.train.trainable)]
 
 
 def _generate(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, int]:

@@ -6,10 +6,13 @@ from typing import Any
 from poly_epo_jax.types import Params
 
 
-def split_params(params: Params, pattern: str) -> tuple[Params, Params]:
-    """(trainable, frozen): trainable is each weight whose dotted path, `layers.q`, matches the whole pattern.
+def is_trainable(path: str, pattern: str) -> bool:
+    """Whether a dotted path, `layers.q`, matches the whole pattern; an empty pattern means all."""
+    return not pattern or re.fullmatch(pattern, path) is not None
 
-    The leaves may be anything, shardings and shapes too. An empty pattern means all.
+
+def split_params(params: Params, pattern: str) -> tuple[Params, Params]:
+    """(trainable, frozen), as `is_trainable` says of each weight's path. The leaves may be anything, shardings too.
 
     Raises:
       ValueError: no weight matches.
@@ -22,8 +25,8 @@ def split_params(params: Params, pattern: str) -> tuple[Params, Params]:
             if isinstance(child, dict):
                 place(child, (*path, name))
                 continue
-            matches = not pattern or re.fullmatch(pattern, ".".join((*path, name)))
-            _put(trainable if matches else frozen, (*path, name), child)
+            part = trainable if is_trainable(".".join((*path, name)), pattern) else frozen
+            _put(part, (*path, name), child)
 
     place(params, ())
     if not trainable:

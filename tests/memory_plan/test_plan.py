@@ -133,6 +133,11 @@ def test_shards_replicas_and_words_do_to_the_plan_what_they_do_to_memory():
     assert bytes_of(param_dtype="bfloat16").resident["parameters"] == plan.resident["parameters"] // 2
     moments = bytes_of(changes={"optimizer.first_moment_dtype": "bfloat16"}).resident["optimizer moments"]
     assert moments == plan.resident["optimizer moments"] * 3 // 4
+    layers = bytes_of(changes={"train.trainable": r"layers\.(q|o)"})
+    share = 2 * 36 * 2560 * 4096 / (4.02e9)  # of the weights; q and o have 32 heads of 128
+    assert layers.resident["parameters"] == plan.resident["parameters"]
+    assert layers.resident["optimizer moments"] == pytest.approx(share * plan.resident["optimizer moments"], rel=2e-3)
+    assert layers.stages["optimizer"]["updates"] == pytest.approx(1.5 * 4 * 4.02e9 * share / 4, rel=2e-3)
     assert "reference policy" in bytes_of(changes={"algo.kl_coef": 0.1}).resident
     by_remat = [bytes_of(remat=word).stage_bytes("gradient") for word in ("full", "attention", "dots", "none")]
     assert by_remat == sorted(set(by_remat))
