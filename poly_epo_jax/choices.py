@@ -17,7 +17,7 @@ from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.model.qwen3 import REMAT_POLICIES
 from poly_epo_jax.options import check_options
 from poly_epo_jax.parallel.devices import DEVICES
-from poly_epo_jax.rollouts import ROLLOUTS, WEIGHT_SYNCS
+from poly_epo_jax.rollouts import SAMPLERS, WEIGHT_SYNCS
 from poly_epo_jax.section import one_of, read_section, require
 from poly_epo_jax.set_rl import LOSSES, OBJECTIVES
 from poly_epo_jax.tasks import TASKS
@@ -27,7 +27,7 @@ from poly_epo_jax.update import SCHEDULES
 CHOICES: dict[str, Collection[str]] = {
     "task.name": TASKS,
     "judge.name": JUDGES,
-    "rollouts.name": ROLLOUTS,
+    "rollouts.name": SAMPLERS,
     "rollouts.weight_sync": WEIGHT_SYNCS,
     "algo.advantages": ADVANTAGES,
     "algo.objective": OBJECTIVES,
@@ -69,22 +69,31 @@ def make_task(section: TaskSection) -> Task:
 
 
 def make_judge(section: JudgeSection, task: Task) -> Judge:
-    """The judge that the section names, with its options."""
-    return JUDGES[section.name](task, section, **section.options)
+    """The judge that the section names, with its options.
+
+    Raises:
+      ConfigError: the task has not what the judge clusters by.
+    """
+    entry = JUDGES[section.name]
+    if not isinstance(task, entry.task):
+        able = ", ".join(name for name, other in JUDGES.items() if isinstance(task, other.task))
+        missing = ", ".join(sorted(set(dir(entry.task)) - set(dir(Task))))
+        raise ConfigError(f"judge.name={section.name!r} needs {missing} of {type(task).__name__}; choose {able}.")
+    return entry.open(task, section, **section.options)
 
 
 def _parts(config: Config) -> dict[str, tuple[str, Mapping[str, Any], Callable[..., Any], int]]:
     """By section: the part it names, its options, what makes it, and how many arguments of that are not options."""
     return {
         "task": (config.task.name, config.task.options, TASKS[config.task.name], 0),
-        "judge": (config.judge.name, config.judge.options, JUDGES[config.judge.name], 2),
-        "rollouts": (config.rollouts.name, config.rollouts.options, ROLLOUTS[config.rollouts.name], 5),
+        "judge": (config.judge.name, config.judge.options, JUDGES[config.judge.name].open, 2),
+        "rollouts": (config.rollouts.name, config.rollouts.options, SAMPLERS[config.rollouts.name].open, 4),
         "algo": (config.algo.advantages, config.algo.options, ADVANTAGES[config.algo.advantages], 1),
     }
 
 
 def _check_judge(config: Config) -> None:
-    if config.judge.name == "llm" and not config.judge.url:
+    if JUDGES[config.judge.name].needs_url and not config.judge.url:
         raise ConfigError("judge.url='' must name the judge's server.")
 
 
@@ -117,8 +126,8 @@ def _check_training(config: Config) -> None:
 
 
 def _check_rollouts(config: Config) -> None:
-    rollouts, served = config.rollouts, config.rollouts.name == "sglang"
-    if served and not rollouts.urls:
+    rollouts, sampler = config.rollouts, SAMPLERS[config.rollouts.name]
+    if sampler.needs_urls and not rollouts.urls:
         raise ConfigError("rollouts.urls='' must name a server of the policy.")
     if not config.train.staleness:
         return
@@ -127,10 +136,11 @@ def _check_rollouts(config: Config) -> None:
             "rollouts.shared=True would let one host change the servers' weights while others still generate with "
             "train.staleness=1; set one of the two back."
         )
-    if not served:
+    if not sampler.while_training:
+        others = " or ".join(name for name, other in SAMPLERS.items() if other.while_training)
         raise ConfigError(
             f"rollouts.name={rollouts.name!r} shares the trainer's weights and devices and cannot generate while they "
-            "train; set train.staleness=0, or rollouts.name=sglang."
+            f"train; set train.staleness=0, or rollouts.name={others}."
         )
     if config.algo.old_logprobs != "sampler":
         raise ConfigError(

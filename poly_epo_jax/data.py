@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import grain
+import numpy as np
 from grain import DatasetIterator
+from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.types import Problem
@@ -157,14 +159,36 @@ def _squeeze(text: str) -> str:
     return "".join(text.split())
 
 
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[Int[np.ndarray, "L"]]:
+    """The tokens of each prompt. Nothing is added to its text, but the tokenizer's chat template where it is a chat.
+
+    Raises:
+      ValueError: a prompt is a chat, and the tokenizer has no chat template.
+    """
+    if not problems:
+        return []
+    if any(problem.chat for problem in problems) and not tokenizer.chat_template:
+        raise ValueError(
+            "The task's prompts are messages of a chat, but the policy's tokenizer has no chat template; give it one, "
+            "or the task a prompt of its own, as task.options.template does for math."
+        )
+    # All at once, as fast tokenizers then use every core.
+    encoded = tokenizer([_prompt_text(tokenizer, problem) for problem in problems], add_special_tokens=False)
+    return [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
+
+
+def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> str:
+    if not problem.chat:
+        return problem.prompt
+    messages = [{"role": "user", "content": problem.prompt}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
 def drop_long_prompts(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> tuple[list[Problem], int]:
     """The problems whose prompts take at most `max_tokens` tokens, and how many others there were."""
-    if not problems:
-        return [], 0
-    # All at once, as fast tokenizers then use every core.
-    encoded = tokenizer([problem.prompt for problem in problems], add_special_tokens=False)["input_ids"]
+    encoded = encode_prompts(tokenizer, problems)
     kept = [problem for problem, ids in zip(problems, encoded, strict=True) if len(ids) <= max_tokens]
     return kept, len(problems) - len(kept)
 

@@ -24,6 +24,7 @@ from rich.table import Table
 from poly_epo_jax.choices import make_judge
 from poly_epo_jax.command_line import parse_flags, run_command
 from poly_epo_jax.config import Config, ConfigError
+from poly_epo_jax.data import encode_prompts
 from poly_epo_jax.evaluation.benchmarks import Benchmark, open_benchmark
 from poly_epo_jax.evaluation.draw import draw_generations
 from poly_epo_jax.evaluation.folder import RESULTS, open_folder
@@ -34,12 +35,11 @@ from poly_epo_jax.metrics import names
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy, open_trained_policy
 from poly_epo_jax.progress import counted
-from poly_epo_jax.rollouts import served_limits
-from poly_epo_jax.rollouts.embedded.sampler import EmbeddedRollouts
-from poly_epo_jax.rollouts.sglang.client import SGLangRollouts
+from poly_epo_jax.rollouts import open_server, open_weights
+from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.sglang.endpoints import served_model
 from poly_epo_jax.run_folder import CHECKPOINTS
-from poly_epo_jax.types import Group, Judge, JudgeFailure, Params, Problem, Rollouts, Sampling, Served
+from poly_epo_jax.types import Group, Judge, JudgeFailure, Params, Sampling, Served
 
 MODELS = flags.DEFINE_list("models", [], "Run folders, Hugging Face folders or names, server URLs; label= names one.")
 BENCHMARKS = flags.DEFINE_list("benchmarks", [], "Names, synthetic tasks or files; label= names one.")
@@ -95,11 +95,11 @@ def run(config: Config) -> None:
             about = {"benchmark": name, "model": model.weights, "num_generations": num_generations}
             about |= {"sampling": dataclasses.asdict(sampling), "judge": config.judge.name if JUDGED.value else None}
             open_folder(folder, about)
-            rollouts = _open_rollouts(model, benchmark.problems, config, mesh)
+            rollouts = _open_rollouts(model, benchmark, config, mesh)
             try:
                 asyncio.run(_draw(folder, model, rollouts, benchmark, judge, sampling))
             finally:
-                rollouts.close()
+                rollouts.sampler.close()
             labels = {"benchmark": benchmark.label, "model": label, "sampling": about["sampling"]}
             results = labels | compute_results(folder)
             write_json(folder / RESULTS, results)
@@ -114,7 +114,7 @@ async def _draw(
     if isinstance(judge, Served):
         await judge.wait_until_ready()
     if model.params is not None:
-        await rollouts.update_weights(model.params, 0)
+        await rollouts.push_weights(model.params, {}, 0)
     with counted(f"{folder.name} on {benchmark.label}: problems", len(benchmark.problems)) as show:
         await draw_generations(folder, rollouts, benchmark, judge, NUM_GENERATIONS.value, sampling, show)
 
@@ -159,17 +159,15 @@ def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
     return label, Model(policy, f"{source} step {step}", params=params)
 
 
-def _open_rollouts(model: Model, problems: Sequence[Problem], config: Config, mesh: Mesh) -> Rollouts:
+def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mesh) -> Rollouts:
     """Prompts of any length are taken, as a benchmark is not to be cut."""
     policy = model.policy
-    encoded = policy.tokenizer([problem.prompt for problem in problems], add_special_tokens=False)["input_ids"]
-    longest = max(map(len, encoded))
+    longest = max(map(len, encode_prompts(policy.tokenizer, benchmark.problems)))
     if model.url:
-        limits = served_limits(config)
-        return SGLangRollouts([model.url], None, policy.tokenizer, policy.stop_ids, max_prompt_tokens=longest, **limits)
-    return EmbeddedRollouts(
-        policy.model, mesh, policy.tokenizer, policy.stop_ids, longest, config.rollouts.max_concurrent
-    )
+        sampler = open_server(model.url, policy.stop_ids, config)
+    else:
+        sampler = open_weights(policy.model, mesh, policy.stop_ids, config, longest)
+    return Rollouts(sampler, policy.tokenizer, benchmark.task, longest)
 
 
 def main(argv: Sequence[str]) -> None:

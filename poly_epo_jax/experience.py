@@ -12,8 +12,9 @@ from grain import DatasetIterator
 
 from poly_epo_jax.grading import grade_groups
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.timeline import Timeline
-from poly_epo_jax.types import GradedGroup, Judge, Metrics, Problem, Rollouts, Sampling, Task
+from poly_epo_jax.types import GradedGroup, Judge, Metrics, Problem, Sampling, Task
 
 
 @dataclasses.dataclass

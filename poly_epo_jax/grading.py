@@ -9,7 +9,17 @@ import numpy as np
 from jaxtyping import Int
 
 from poly_epo_jax.timeline import StageClock
-from poly_epo_jax.types import Clustering, GradedGroup, Group, Judge, JudgeFailure, Metrics, Problem, Task
+from poly_epo_jax.types import (
+    Clustering,
+    GradedGroup,
+    Group,
+    Judge,
+    JudgeFailure,
+    Metrics,
+    PartialCredit,
+    Problem,
+    Task,
+)
 
 
 class JudgeError(RuntimeError):
@@ -54,7 +64,7 @@ async def grade_groups(
 async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then: Any) -> GradedGroup:
     async def score() -> np.ndarray:
         with clock.stage("grade"):
-            rewards = await asyncio.to_thread(lambda: [task.reward(group.problem, y.text) for y in group.generations])
+            rewards = await asyncio.to_thread(lambda: [task.reward(group.problem, y) for y in group.generations])
         return np.array(rewards, np.float32)
 
     async def cluster():
@@ -64,9 +74,10 @@ async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then
     rewards, clustering = await asyncio.gather(score(), cluster())
     if np.isnan(rewards).any():
         raise ValueError(
-            f"The task's reward for problem {group.problem.id} is NaN; it must be a number for every text."
+            f"The task's reward for problem {group.problem.id} is NaN; it must be a number for every response."
         )
-    graded = GradedGroup(group, rewards, clustering)
+    correct = rewards >= (task.correct_from if isinstance(task, PartialCredit) else 1.0)
+    graded = GradedGroup(group, rewards, correct, clustering)
     if then is not None:
         await then(graded)
     return graded

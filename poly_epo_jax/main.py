@@ -27,7 +27,8 @@ from poly_epo_jax.model.sharding import host_mesh, make_mesh
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy
-from poly_epo_jax.rollouts import ROLLOUTS
+from poly_epo_jax.rollouts import SAMPLERS
+from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.tracking import NoTracker, Tracker
 from poly_epo_jax.train import Parts, train
 from poly_epo_jax.types import Problem, Task
@@ -104,7 +105,9 @@ def run(config: Config) -> None:
     else:
         state = update.init(policy.load_params(mesh))
     reference = policy.load_params(mesh) if config.algo.kl_coef else None
-    rollouts = ROLLOUTS[config.rollouts.name](policy.model, here, policy.tokenizer, policy.stop_ids, config)
+    open_sampler = SAMPLERS[config.rollouts.name].open
+    sampler = open_sampler(policy.model, here, policy.stop_ids, config, **config.rollouts.options)
+    rollouts = Rollouts(sampler, policy.tokenizer, task, config.train.max_prompt_tokens)
     # Without a checkpoint there is no step to resume from, not even the evaluation before the first.
     resume_step = step if step else -1
     with _tracker(config, resume_step) as tracker:
@@ -114,7 +117,7 @@ def run(config: Config) -> None:
         try:
             asyncio.run(train(config, parts))
         finally:
-            rollouts.close()
+            sampler.close()
     if hosts.is_first():
         print(f"Done: {workdir}. See it with: python -m poly_epo_jax.report {workdir}")
 

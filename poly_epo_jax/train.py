@@ -22,6 +22,7 @@ from poly_epo_jax.experience import Batch, Experience
 from poly_epo_jax.grading import check_judge, cluster_ids, judged
 from poly_epo_jax.model.sharding import params_on_host
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.step_metrics import cluster_metrics, logged_generations, rollout_metrics
 from poly_epo_jax.timeline import StageClock, Timeline, Window
 from poly_epo_jax.tracking import NoTracker, Tracker
@@ -32,7 +33,6 @@ from poly_epo_jax.types import (
     Metrics,
     Params,
     Problem,
-    Rollouts,
     Sampling,
     Served,
     Task,
@@ -167,8 +167,8 @@ async def _evaluate(config: Config, parts: Parts) -> Metrics:
 
 def _stack(kept: Sequence[GradedGroup], num_generations: int) -> tuple[np.ndarray, np.ndarray]:
     """Rewards and clusters [P, N] of the prompts that take part in the update."""
-    rewards = np.array([one.rewards for one in kept], np.float32)
     shape = len(kept), num_generations
+    rewards = np.array([one.rewards for one in kept], np.float32)
     return rewards.reshape(shape), cluster_ids(kept).reshape(shape)
 
 
@@ -194,7 +194,7 @@ def _pack_minibatches(
 async def _hand_over(parts: Parts, params: Params, version: int) -> None:
     """Gives every host's sampler the weights."""
     here = await hosts.collective(asyncio.to_thread(params_on_host, params, parts.update.mesh))
-    await hosts.barrier(parts.rollouts.update_weights(here, version))
+    await hosts.barrier(parts.rollouts.push_weights(here, {}, version))
 
 
 def _log(

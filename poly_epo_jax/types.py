@@ -1,11 +1,10 @@
-"""The nouns that travel through a training step, and the three seams where a user plugs in.
+"""The nouns that travel through a training step, and the three seams where a user plugs in: Sampler, Task, Judge.
 
 `Problem -> Group of N Generations -> GradedGroup (rewards, clusters)`; everything after that is arrays.
 """
 
 import dataclasses
-import hashlib
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,29 +17,45 @@ DEGENERATE_CLUSTER = 100
 """Cluster of generations that are no attempt at reasoning (paper appendix, LM-Judge and Diversity Function)."""
 
 
+FinishReason = Literal["stop", "length"]
+"""A stop token ended the response, or its token limit did."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One task instance: `prompt` is the text the policy reads, `answer` whatever the task checks against."""
+    """One task instance: `prompt` is the text the policy reads, `answer` whatever the task checks against.
+
+    Where `chat` holds, `prompt` is a user's message, which the tokenizer's own chat template turns into that text.
+    """
 
     id: str
     prompt: str
     answer: str
+    chat: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Generation:
-    """One response y_i of T tokens, as the sampler produced it.
+    """One response y_i of T tokens, of one turn or several.
 
-    `token_ids` and `logprobs` [T] include the stop token, `text` does not. `logprobs` are log-softmax(logits /
-    temperature) of the chosen tokens, not renormalised for top-p or top-k. `weight_version` is the number of training
-    steps that the sampling weights had seen.
+    `loss_mask` [T] marks what the policy wrote and may be trained on; the rest are the task's replies, whose logprobs
+    are 0. `token_ids` and `logprobs` [T] include the stop token of each of the policy's turns, `text` does not.
+    `logprobs` are log-softmax(logits / temperature) of the chosen tokens, not renormalised for top-p or top-k.
+    `turns` are the policy's text, the task's reply, the policy's next text and so on. `weight_version` is the number of
+    training steps that the sampling weights had seen.
     """
 
     token_ids: Int[np.ndarray, "T"]
     logprobs: Float[np.ndarray, "T"]
-    text: str
-    finish_reason: Literal["stop", "length"]
+    loss_mask: Bool[np.ndarray, "T"]
+    turns: tuple[str, ...]
+    finish_reason: FinishReason
     weight_version: int
+
+    @property
+    def text(self) -> str:
+        """All turns, one after the other."""
+        return "".join(self.turns)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,10 +69,14 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Clustering:
-    """Cluster ids [N], `DEGENERATE_CLUSTER` for what is no attempt at reasoning; why, where the judge says."""
+    """Cluster ids [N], `DEGENERATE_CLUSTER` for what is no attempt at reasoning; why, where the judge says.
+
+    `features` are arrays [N, ...] by name, such as embeddings, that the judge adds for advantage estimators.
+    """
 
     ids: Int[np.ndarray, "N"]
     rationales: tuple[str, ...] | None = None
+    features: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,21 +92,20 @@ class JudgeFailure:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GradedGroup:
-    """A group with its rewards [N] and its clustering, or the reason why it has none."""
+    """A group with its rewards [N], which of them count as correct [N], and its clustering or why it has none."""
 
     group: Group
     rewards: Float[np.ndarray, "N"]
+    correct: Bool[np.ndarray, "N"]
     clustering: Clustering | JudgeFailure
-
-    @property
-    def correct(self) -> Bool[np.ndarray, "N"]:
-        """Which generations solve the problem."""
-        return self.rewards == 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How to draw generations. `top_p` 1 and `top_k` 0 switch their filters off; `temperature` 0 is greedy."""
+    """How to sample. `top_p` 1 and `top_k` 0 switch their filters off; `temperature` 0 is greedy.
+
+    `max_tokens` bounds a whole response, the task's replies included.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -95,22 +113,45 @@ class Sampling:
     top_k: int = 0
     seed: int = 0
 
-    def generation_seeds(self, problem: Problem, num_generations: int) -> UInt32[np.ndarray, "N"]:
-        """Each generation's own seed, the same whatever other problems are generated for beside this one."""
-        words = np.frombuffer(hashlib.sha256(problem.id.encode()).digest(), np.uint32)
-        return np.random.SeedSequence([self.seed, *words.tolist()]).generate_state(num_generations)
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """A prompt of L tokens to be completed N times, once with each seed, by at most `max_tokens` tokens each.
+
+    A completion depends on its prompt and seed, not on what is sampled beside it. `problem_id` is for messages.
+    """
+
+    problem_id: str
+    prompt_ids: Int[np.ndarray, "L"]
+    seeds: UInt32[np.ndarray, "N"]
+    max_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Completion:
+    """What came of one seed: `request` is the place of its request, `index` that of its seed; see Generation."""
+
+    request: int
+    index: int
+    token_ids: Int[np.ndarray, "T"]
+    logprobs: Float[np.ndarray, "T"]
+    finish_reason: FinishReason
+    weight_version: int
 
 
 @runtime_checkable
-class Rollouts(Protocol):
-    """Where generations come from."""
+class Sampler(Protocol):
+    """Where completions come from: token ids in, token ids out."""
 
-    def generate(self, problems: Sequence[Problem], num_generations: int, sampling: Sampling) -> AsyncIterator[Group]:
-        """Yields one Group per problem as each completes, in any order."""
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+        """Yields every completion of every request, in any order. All of one call are from weights of one version.
+
+        `sampling` says how tokens are drawn; how many, and from which seeds, the requests say.
+        """
         ...
 
-    async def update_weights(self, params: Params, version: int) -> None:
-        """From here on generations come from `params`, the policy after `version` training steps."""
+    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
+        """From here on samples from the policy after `version` training steps, which the two parts make up."""
         ...
 
     def close(self) -> None:
@@ -129,34 +170,51 @@ class Judge(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """Problems and their verifiable reward."""
+    """Problems and their verifiable reward. What else a task may offer stands in the protocols below."""
 
     train_problems: Sequence[Problem]
     held_out_problems: Sequence[Problem]
 
-    def reward(self, problem: Problem, text: str) -> float:
+    def reward(self, problem: Problem, generation: Generation) -> float:
         """r(x, y) in [0, 1]."""
         ...
 
-    def strategy(self, problem: Problem, text: str) -> Hashable | None:
-        """What the exact judge clusters by: equal for responses of one strategy, None for degenerate ones.
 
-        Raises:
-          NotImplementedError: the task has no exact clustering; use a judge that reads the responses.
-        """
+@runtime_checkable
+class PartialCredit(Task, Protocol):
+    """A task that counts a response as correct from a reward of `correct_from` on; others do from 1 on."""
+
+    correct_from: float
+
+
+@runtime_checkable
+class Strategic(Task, Protocol):
+    """A task that knows the strategies of its responses."""
+
+    def strategy(self, problem: Problem, generation: Generation) -> Hashable | None:
+        """Equal for responses of one strategy, None for what is no attempt."""
         ...
 
 
 @runtime_checkable
 class Voting(Task, Protocol):
-    """A task whose responses give answers that can be voted on."""
+    """A task whose responses give answers that can be compared."""
 
-    def answer(self, problem: Problem, text: str) -> str | None:
+    def answer(self, problem: Problem, generation: Generation) -> str | None:
         """The answer that the response gives, if it gives one."""
         ...
 
     def same_answer(self, problem: Problem, first: str, second: str) -> bool:
         """Whether two answers are one vote."""
+        ...
+
+
+@runtime_checkable
+class Conversational(Task, Protocol):
+    """A task of several turns: it replies to what the policy wrote, and the policy goes on."""
+
+    def reply(self, problem: Problem, generation: Generation) -> str | None:
+        """What the policy reads next, as it stands, control tokens included; None where the response is complete."""
         ...
 
 

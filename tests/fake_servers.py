@@ -7,12 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import PATIENCE, TINY, TINY_ALPHABET
+from fakes import PATIENCE, TINY, TINY_ALPHABET, ByLetter
 
 from poly_epo_jax import http_client as servers
+from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.sglang import client as sglang
 from poly_epo_jax.rollouts.sglang import endpoints, router, served_weights
-from poly_epo_jax.rollouts.sglang.client import SGLangRollouts
+from poly_epo_jax.rollouts.sglang.client import SGLangSampler
 from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 
@@ -21,8 +22,8 @@ Handler = Callable[[httpx.Request], Any]
 
 def open_rollouts(
     handle: Handler, monkeypatch: pytest.MonkeyPatch, urls: Sequence[str], folder: Path | None, **changes: Any
-) -> SGLangRollouts:
-    """Rollouts whose every request `handle` answers; their weights go through `folder`, or are left as they are."""
+) -> Rollouts:
+    """Rollouts whose every request `handle` answers; weights go through `folder`, or are left as they are."""
 
     def open_client(_: float) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.MockTransport(handle))
@@ -31,16 +32,12 @@ def open_rollouts(
         monkeypatch.setattr(module, "open_client", open_client)
     for module in (served_weights, sglang):
         monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
-    limits = {
-        "max_prompt_tokens": 8,
-        "max_concurrent": 64,
-        "timeout_seconds": PATIENCE,
-        "wait_seconds": PATIENCE,
-    } | changes
+    limits = {"max_concurrent": 64, "timeout_seconds": PATIENCE, "wait_seconds": PATIENCE} | changes
     weights = None
     if folder is not None:
         weights = served_weights.ServedWeights(DiskSync(folder, "a run", TINY, "float32"), 8, PATIENCE, PATIENCE)
-    return SGLangRollouts(urls, weights, build_character_tokenizer(TINY_ALPHABET), (1, 14), **limits)
+    sampler = SGLangSampler(urls, weights, (1, 14), **limits)
+    return Rollouts(sampler, build_character_tokenizer(TINY_ALPHABET), ByLetter(), 8)
 
 
 def answer_to_get(path: str, **info: Any) -> httpx.Response:

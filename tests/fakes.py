@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,16 +15,20 @@ from poly_epo_jax.config import OptimizerSection
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
+from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.set_rl import policy_gradient_loss
+from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.types import (
     Clustering,
+    Completion,
     Generation,
     Group,
     JudgeFailure,
     Params,
     Problem,
-    Rollouts,
+    Request,
     Sampling,
+    Task,
 )
 from poly_epo_jax.update import PolicyUpdate
 
@@ -135,11 +139,51 @@ def _update(temperature: float) -> PolicyUpdate:
 
 def group(problem: Problem, texts: Sequence[str]) -> Group:
     """Responses of one letter, followed by a stop token."""
-    generations = [
-        Generation(np.array([2 + LETTERS.index(text), 1], np.int32), np.full(2, -1, np.float32), text, "stop", 0)
-        for text in texts
-    ]
+
+    def generation(text: str) -> Generation:
+        ids = np.array([2 + LETTERS.index(text), 1], np.int32)
+        return Generation(ids, np.full(2, -1, np.float32), np.ones(2, bool), (text,), "stop", 0)
+
+    generations = [generation(text) for text in texts]
     return Group(problem, np.array([7, 8], np.int32), tuple(generations))
+
+
+class Scripted:
+    """A sampler whose completions are written down, each with a stop token after it.
+
+    Args:
+      say: the text for a seed of a request, by its index.
+      alphabet: that the texts and the prompts are written in.
+    """
+
+    def __init__(self, say: Callable[[Request, int], str], alphabet: str):
+        self.tokenizer, self.version = build_character_tokenizer(alphabet), 0
+        self._say = say
+
+    async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+        for place, request in enumerate(requests):
+            for index in range(len(request.seeds)):
+                yield self.completion(place, index, self._say(request, index))
+
+    def completion(self, place: int, index: int, text: str) -> Completion:
+        ids = np.array([*self.tokenizer.encode(text), 1], np.int32)
+        return Completion(place, index, ids, np.full(len(ids), -1, np.float32), "stop", self.version)
+
+    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        pass
+
+
+class RandomLetters(Scripted):
+    """Responses of one letter, that follow from the seeds; prompts are written in the letters and "pqr:0123456789"."""
+
+    def __init__(self):
+        super().__init__(lambda request, index: LETTERS[request.seeds[index] % 4], LETTERS + "pqr:0123456789")
+
+    def rollouts(self, task: Task) -> Rollouts:
+        return Rollouts(self, self.tokenizer, task, max_prompt_tokens=8)
 
 
 class ByLetter:
@@ -148,11 +192,11 @@ class ByLetter:
     train_problems: Sequence[Problem] = PROBLEMS
     held_out_problems: Sequence[Problem] = PROBLEMS[:2]
 
-    def reward(self, problem: Problem, text: str) -> float:
-        return float(text == problem.answer)
+    def reward(self, problem: Problem, generation: Generation) -> float:
+        return float(generation.text == problem.answer)
 
-    def strategy(self, problem: Problem, text: str) -> str:
-        return text
+    def strategy(self, problem: Problem, generation: Generation) -> str:
+        return generation.text
 
 
 class LetterJudge:

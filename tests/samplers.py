@@ -2,10 +2,11 @@
 
 import asyncio
 
-from fakes import TINY_ALPHABET, TINY_MODEL, collect, on_mesh, tiny_params
+from fakes import TINY_ALPHABET, TINY_MODEL, ByLetter, collect, on_mesh, tiny_params
 
 from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.rollouts.embedded.sampler import EmbeddedRollouts
+from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
+from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.types import Sampling
 
@@ -16,9 +17,9 @@ TOKENIZER = build_character_tokenizer(TINY_ALPHABET)
 
 
 def make_rollouts(seed=0, max_concurrent=64):
-    rollouts = EmbeddedRollouts(TINY_MODEL, MESH, TOKENIZER, STOP_IDS, MAX_PROMPT, max_concurrent)
-    asyncio.run(rollouts.update_weights(on_mesh(tiny_params(seed), MESH), 0))
-    return rollouts
+    sampler = EmbeddedSampler(TINY_MODEL, MESH, STOP_IDS, MAX_PROMPT, max_concurrent)
+    asyncio.run(sampler.push_weights(on_mesh(tiny_params(seed), MESH), {}, 0))
+    return Rollouts(sampler, TOKENIZER, ByLetter(), MAX_PROMPT)
 
 
 def generate(rollouts, problems, num_generations, max_tokens=MAX_TOKENS, **sampling):

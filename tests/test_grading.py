@@ -9,7 +9,7 @@ import pytest
 from fakes import PATIENCE, PROBLEMS, ByLetter, LetterJudge, group
 
 from poly_epo_jax.grading import JudgeError, check_judge, cluster_ids, grade_groups, judged
-from poly_epo_jax.types import Group, JudgeFailure, Metrics, Problem
+from poly_epo_jax.types import Generation, Group, JudgeFailure, Metrics, Problem
 
 
 async def stream(groups: Sequence[Group]) -> AsyncIterator[Group]:
@@ -88,7 +88,7 @@ def test_a_failed_judgement_keeps_its_reason_and_is_not_among_the_judged():
 
 def test_a_reward_that_is_no_number_is_refused():
     class Undecided(ByLetter):
-        def reward(self, problem: Problem, text: str) -> float:
+        def reward(self, problem: Problem, generation: Generation) -> float:
             return math.nan
 
     with pytest.raises(ValueError, match="reward for problem p is NaN; it must be a number"):
@@ -97,7 +97,7 @@ def test_a_reward_that_is_no_number_is_refused():
 
 def test_an_error_in_a_reward_is_not_swallowed():
     class Broken(ByLetter):
-        def reward(self, problem: Problem, text: str) -> float:
+        def reward(self, problem: Problem, generation: Generation) -> float:
             raise ZeroDivisionError(problem.id)
 
     with pytest.raises(ZeroDivisionError, match="p"):

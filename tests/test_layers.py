@@ -20,8 +20,8 @@ FLOORS = (
     {"config", "options"},
     {"parallel", "timeline", "set_rl", "metrics", "data", "batching", "run_folder"},
     {"model", "progress", "default_config"},
-    {"rollouts", "judges", "tasks", "checkpoint", "update", "grading", "algorithm", "memory_plan"},
-    {"base_policy", "experience", "tracking", "step_metrics", "evaluation", "policy", "choices"},
+    {"rollouts", "judges", "tasks", "checkpoint", "update", "grading", "algorithm"},
+    {"base_policy", "experience", "tracking", "step_metrics", "evaluation", "policy", "choices", "memory_plan"},
     {"train", "command_line", "report"},
     {"main", "export", "evaluate", "bench"},
 )

@@ -84,16 +84,20 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 def test_generations_have_the_columns_of_the_schema():
     responses = group(Problem("p", "say a:", "a"), ["a", "b"])
     rewards = np.array([1.0, 0.5], np.float32)
-    (right, wrong) = run_folder.generation_rows(GradedGroup(responses, rewards, Clustering(np.array([3, 100]))))
+    (right, wrong) = run_folder.generation_rows(
+        GradedGroup(responses, rewards, rewards == 1, Clustering(np.array([3, 100])))
+    )
     expected = {"problem": "p", "prompt": "say a:", "generation": 0, "response": "a", "reward": 1.0, "correct": True}
     assert right == expected | {"cluster": 3, "rationale": None}
     assert wrong == expected | {
         **{"generation": 1, "response": "b", "reward": 0.5, "correct": False},
         **{"cluster": 100, "rationale": None},
     }
-    failed = run_folder.generation_rows(GradedGroup(responses, rewards, JudgeFailure("broken", "out of order")))
+    failed = run_folder.generation_rows(
+        GradedGroup(responses, rewards, rewards == 1, JudgeFailure("broken", "out of order"))
+    )
     reasoned = Clustering(np.array([1, 1]), ("first", "second"))
-    told = run_folder.generation_rows(GradedGroup(responses, rewards, reasoned))
+    told = run_folder.generation_rows(GradedGroup(responses, rewards, rewards == 1, reasoned))
     assert [row["cluster"] for row in failed] == [None, None]
     assert [row["rationale"] for row in told] == ["first", "second"]
     for row in (right, wrong, *failed, *told):

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from fakes import LETTERS, PROBLEMS, TINY_MODEL, ByLetter, LetterJudge, group, optimizer_config, tiny_params
+from fakes import LETTERS, PROBLEMS, TINY_MODEL, ByLetter, LetterJudge, RandomLetters, optimizer_config, tiny_params
 
 from poly_epo_jax import default_config, set_rl
 from poly_epo_jax.algorithm import make_loss
@@ -26,25 +26,8 @@ from poly_epo_jax.section import read_section
 from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.tracking import Tracker
 from poly_epo_jax.train import Parts, train
-from poly_epo_jax.types import Group, Params, Problem, Rollouts, Sampling
+from poly_epo_jax.types import Completion, Params, Request, Sampling
 from poly_epo_jax.update import PolicyUpdate
-
-
-class RandomLetters:
-    """Responses that follow from the seed alone."""
-
-    async def generate(
-        self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
-    ) -> AsyncIterator[Group]:
-        rng = np.random.default_rng(sampling.seed)
-        for problem in problems:
-            yield group(problem, [LETTERS[i] for i in rng.integers(4, size=num_generations)])
-
-    async def update_weights(self, params: Params, version: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def tiny_config(**changes: Any) -> Config:
@@ -79,7 +62,7 @@ def restored_sigterm() -> Iterator[None]:
 def train_tiny(
     run_dir: Path,
     failing: Sequence[str] = (),
-    rollouts: Rollouts | None = None,
+    sampler: RandomLetters | None = None,
     **changes: Any,
 ) -> tuple[Params, Params]:
     """Trains for two steps into a run folder; returns the weights before and after, the latter from the checkpoint."""
@@ -91,7 +74,7 @@ def train_tiny(
             task=ByLetter(),
             held_out=ByLetter.held_out_problems,
             judge=LetterJudge(failing),
-            rollouts=rollouts or RandomLetters(),
+            rollouts=(sampler or RandomLetters()).rollouts(ByLetter()),
             batches=problem_batches(PROBLEMS, 3, seed=0),
             update=update,
             state=update.init(tiny_params()),
@@ -158,14 +141,12 @@ def test_one_failed_judgement_leaves_out_one_prompt(tmp_path: Path):
 class SlowLetters(RandomLetters):
     """Each batch takes a while."""
 
-    async def generate(
-        self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
-    ) -> AsyncIterator[Group]:
+    async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
         await asyncio.sleep(0.2)
-        async for one in super().generate(problems, num_generations, sampling):
-            yield one
+        async for completion in super().sample(requests, sampling):
+            yield completion
 
-    async def update_weights(self, params: Params, version: int) -> None:
+    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
         await asyncio.sleep(0.05)
 
 
@@ -199,36 +180,35 @@ def test_each_step_leaves_what_was_under_way_in_it(tmp_path: Path, staleness: in
 
 
 class Failing(RandomLetters):
-    """Fails at the n-th generation, or at the n-th hand-over of weights (the first is that before the first step)."""
+    """Fails at the n-th generation, or at the n-th push of weights (the first is that before the first step)."""
 
-    def __init__(self, generation: int = 0, hand_over: int = 0):
-        self.left = {"generation": generation, "hand-over": hand_over}
+    def __init__(self, generation: int = 0, push: int = 0):
+        super().__init__()
+        self.left = {"generation": generation, "push": push}
 
     def count(self, what: str) -> None:
         self.left[what] -= 1
         if self.left[what] == 0:
             raise ServerError(f"The server died at the {what}.")
 
-    async def generate(
-        self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
-    ) -> AsyncIterator[Group]:
+    async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
         self.count("generation")
-        async for one in super().generate(problems, num_generations, sampling):
-            yield one
+        async for completion in super().sample(requests, sampling):
+            yield completion
 
-    async def update_weights(self, params: Params, version: int) -> None:
-        self.count("hand-over")
+    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
+        self.count("push")
 
 
 @pytest.mark.usefixtures("restored_sigterm")
 @pytest.mark.parametrize(
-    ("rollouts", "trained"),
-    [(Failing(generation=1), 0), (Failing(generation=3), 2), (Failing(hand_over=1), 0), (Failing(hand_over=4), 3)],
-    ids=["first generation", "third generation", "first hand-over", "after the third step"],
+    ("sampler", "trained"),
+    [(Failing(generation=1), 0), (Failing(generation=3), 2), (Failing(push=1), 0), (Failing(push=4), 3)],
+    ids=["first generation", "third generation", "first push", "after the third step"],
 )
-def test_what_is_trained_is_kept_when_a_server_fails(tmp_path: Path, rollouts: Failing, trained: int):
+def test_what_is_trained_is_kept_when_a_server_fails(tmp_path: Path, sampler: Failing, trained: int):
     with pytest.raises(ServerError, match="The server died"):
-        train_tiny(tmp_path, (), rollouts, **{"train.num_steps": 5, "checkpoint.every": 50, "eval.every": 0})
+        train_tiny(tmp_path, (), sampler, **{"train.num_steps": 5, "checkpoint.every": 50, "eval.every": 0})
     assert Checkpoints(tmp_path / "checkpoints").steps == ([trained] if trained else [])
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, trained + 1))
     if trained:
@@ -248,16 +228,23 @@ def test_batches_are_begun_when_they_should_be(staleness: int):
     begun = []
 
     class Watched(RandomLetters):
-        async def generate(self, problems: Sequence[Problem], num_generations: int, sampling: Sampling):
+        async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
             begun.append(sampling.seed)
-            async for one in super().generate(problems, num_generations, sampling):
-                yield one
+            async for completion in super().sample(requests, sampling):
+                yield completion
 
     async def main() -> None:
         batches = problem_batches(PROBLEMS, 2, seed=0)
         again = problem_batches(PROBLEMS, 2, seed=0)
         experience = Experience(
-            *(Watched(), ByLetter(), LetterJudge(), batches, 4, lambda step: Sampling(2, seed=step)),
+            *(
+                Watched().rollouts(ByLetter()),
+                ByLetter(),
+                LetterJudge(),
+                batches,
+                4,
+                lambda step: Sampling(2, seed=step),
+            ),
             last_step=3,
             staleness=staleness,
             timeline=Timeline(),

@@ -24,7 +24,8 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
 from poly_epo_jax.model.sharding import param_shardings
-from poly_epo_jax.rollouts.embedded.slots import Request, Slots, capacity
+from poly_epo_jax.rollouts import SAMPLERS
+from poly_epo_jax.rollouts.embedded.slots import Job, Slots, capacity
 from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync
 from poly_epo_jax.types import Params, Sampling
 from poly_epo_jax.update import PolicyUpdate
@@ -53,13 +54,14 @@ def time_stages(config: Config, shape: ModelConfig, mesh: Mesh, workload: Worklo
     shardings = param_shardings(model, mesh)
     make_params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(0)))[1]), out_shardings=shardings)
     params = make_params()
-    if config.rollouts.name == "embedded":
+    sampler = SAMPLERS[config.rollouts.name]
+    if sampler.has_slots:
         yield _generate(config, shape, mesh, params, workload)
     update = _Update(config, model, mesh, params, workload)
     yield update.logprobs()
     yield update.gradient()
     yield update.optimizer()
-    if config.rollouts.name == "sglang" and config.rollouts.weight_sync == "disk":
+    if sampler.needs_urls and config.rollouts.weight_sync == "disk":
         yield _write_weights(config, shape, params)
 
 
@@ -75,13 +77,11 @@ def _generate(config: Config, shape: ModelConfig, mesh: Mesh, params: Params, wo
     rng = np.random.default_rng(0)
     num_prompts = -(-len(lengths) // train.num_generations)
     prompts = [rng.integers(0, shape.vocab_size, train.max_prompt_tokens) for _ in range(num_prompts)]
-    requests = [Request(i // train.num_generations, i, length) for i, length in enumerate(lengths.tolist())]
+    jobs = [Job(i // train.num_generations, i, length) for i, length in enumerate(lengths.tolist())]
     no_stop_tokens, sampling = np.zeros(0, np.int32), Sampling(**config.sampling)  # each length is given
 
     def run() -> None:
-        slots = Slots(
-            shape, weights, mesh, no_stop_tokens, prompts, requests, sampling, num_slots, max_prompts, longest
-        )
+        slots = Slots(shape, weights, mesh, no_stop_tokens, prompts, jobs, sampling, num_slots, max_prompts, longest)
         while not slots.is_done:
             slots.advance()
 

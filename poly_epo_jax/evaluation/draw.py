@@ -11,9 +11,11 @@ from poly_epo_jax.evaluation.benchmarks import Benchmark
 from poly_epo_jax.evaluation.folder import EVALUATED_GENERATION, GENERATIONS, read_generations
 from poly_epo_jax.grading import grade_groups
 from poly_epo_jax.json_files import Row, append_rows, keep_rows, sort_rows
+from poly_epo_jax.judges.answer import first_equals
 from poly_epo_jax.metrics.majority import NO_ANSWER
+from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.run_folder import generation_rows
-from poly_epo_jax.types import GradedGroup, Judge, Problem, Rollouts, Sampling, Task, Voting
+from poly_epo_jax.types import GradedGroup, Judge, Problem, Sampling, Task, Voting
 
 
 async def draw_generations(
@@ -56,7 +58,7 @@ async def draw_generations(
 def _rows(graded: GradedGroup, task: Task) -> list[Row]:
     """A row with the columns of `EVALUATED_GENERATION` for each generation of the group."""
     problem, generations = graded.group.problem, graded.group.generations
-    answers = [task.answer(problem, y.text) if isinstance(task, Voting) else None for y in generations]
+    answers = [task.answer(problem, y) if isinstance(task, Voting) else None for y in generations]
     ids = _answer_ids(task, problem, answers, graded.rewards)
     own_columns = [
         {
@@ -73,18 +75,12 @@ def _rows(graded: GradedGroup, task: Task) -> list[Row]:
 
 def _answer_ids(task: Task, problem: Problem, answers: Sequence[str | None], rewards: np.ndarray) -> list[int]:
     """A number for each answer, in order of first appearance; answers that the task holds equal share one."""
-    ids: dict[str, int] = {}
-    firsts: list[tuple[str, float]] = []
-    for answer, reward in zip(answers, rewards.tolist(), strict=True):
-        if answer is None or answer in ids or not isinstance(task, Voting):
-            continue
-        same = (
-            number
-            for number, (first, its_reward) in enumerate(firsts)
-            # Equality by a grader is not transitive: a right and a wrong answer are never one vote.
-            if its_reward == reward and task.same_answer(problem, first, answer)
-        )
-        ids[answer] = next(same, len(firsts))
-        if ids[answer] == len(firsts):
-            firsts.append((answer, reward))
-    return [NO_ANSWER if answer is None else ids[answer] for answer in answers]
+
+    def same(i: int, j: int) -> bool:
+        assert isinstance(task, Voting)  # where there are answers
+        # Equality by a grader is not transitive: a right and a wrong answer are never one vote.
+        return bool(rewards[i] == rewards[j]) and task.same_answer(problem, answers[i] or "", answers[j] or "")
+
+    firsts = first_equals(answers, same)
+    numbers = {first: number for number, first in enumerate(sorted({first for first in firsts if first is not None}))}
+    return [NO_ANSWER if first is None else numbers[first] for first in firsts]

@@ -9,7 +9,8 @@ from poly_epo_jax.metrics import names
 from poly_epo_jax.metrics.diversity import cluster_estimates, degenerate_share
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.types import Judge, Metrics, Problem, Rollouts, Sampling, Task
+from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.types import Judge, Metrics, Problem, Sampling, Task
 
 
 async def evaluate_held_out(

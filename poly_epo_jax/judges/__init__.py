@@ -1,19 +1,15 @@
-"""Who clusters the generations of a prompt: a name to what makes a judge of the task and `config.judge`.
+"""Who clusters the generations of a prompt: what each judge needs, and how it is opened."""
 
-Further arguments are `judge.options`.
-"""
-
+import dataclasses
 from collections.abc import Callable
 
 from poly_epo_jax.config import JudgeSection
+from poly_epo_jax.judges.answer import AnswerJudge
 from poly_epo_jax.judges.exact import ExactJudge
 from poly_epo_jax.judges.llm import LLMJudge
+from poly_epo_jax.judges.none import NoJudge
 from poly_epo_jax.registry import Registry
-from poly_epo_jax.types import Judge, Task
-
-
-def _exact(task: Task, section: JudgeSection) -> ExactJudge:
-    return ExactJudge(task)
+from poly_epo_jax.types import Judge, Strategic, Task, Voting
 
 
 def _llm(
@@ -41,4 +37,28 @@ def _llm(
     )
 
 
-JUDGES: Registry[Callable[..., Judge]] = Registry(exact=_exact, llm=_llm)
+@dataclasses.dataclass(frozen=True)
+class JudgeEntry:
+    """A judge that can be named in judge.name.
+
+    Args:
+      open: (task, section `judge` of the configuration, **judge.options) -> judge.
+      title: what it is called in prose.
+      task: the protocol that the task must meet.
+      needs_url: whether its server must be named in judge.url.
+      clusters: whether its clusters mean anything. Where not, no advantage estimator may read them.
+    """
+
+    open: Callable[..., Judge]
+    title: str
+    task: type = Task
+    needs_url: bool = False
+    clusters: bool = True
+
+
+JUDGES: Registry[JudgeEntry] = Registry(
+    exact=JudgeEntry(lambda task, section: ExactJudge(task), "the task's own strategies", task=Strategic),
+    answer=JudgeEntry(lambda task, section: AnswerJudge(task), "final answers", task=Voting),
+    llm=JudgeEntry(_llm, "a language model", needs_url=True),
+    none=JudgeEntry(lambda task, section: NoJudge(), "no clusters", clusters=False),
+)

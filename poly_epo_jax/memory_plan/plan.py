@@ -17,6 +17,7 @@ from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.logprobs import ACCELERATOR_CHUNK_TOKENS, CHUNK_TOKENS
 from poly_epo_jax.model.partition import is_trainable
+from poly_epo_jax.rollouts import SAMPLERS
 
 FLOAT32 = 4
 
@@ -80,11 +81,12 @@ def make_plan(
         "optimizer": _optimizer(config, shape, setting),
     }
     resident = _resident(config, shape, setting)
-    if config.rollouts.name in ("embedded", "jetstream"):
+    cache_growth = SAMPLERS[config.rollouts.name].cache_growth
+    if cache_growth is not None:
         resident["weights laid out for decoding"] = (
             flops.total_weights(shape) * _bytes_of(shape.dtype) // setting.weight_shards
         )
-        stages["generate"] = _generate(config, shape, setting)
+        stages["generate"] = _generate(config, shape, setting, cache_growth)
     return Plan(setting, rows, config.train.row_tokens, resident, stages, memory_bytes)
 
 
@@ -203,12 +205,8 @@ def _trained_sizes(config: Config, shape: ModelConfig) -> list[int]:
     return [size for path, size in flops.matrix_sizes(shape).items() if is_trainable(path, config.train.trainable)]
 
 
-def _generate(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, int]:
-    """The slots' caches at full length while they grow from three quarters of it, the prompts' own caches, and logits.
-
-    JetStream's cache has its full length from the start.
-    """
-    growth = 1.75 if config.rollouts.name == "embedded" else 1
+def _generate(config: Config, shape: ModelConfig, setting: Setting, cache_growth: float) -> dict[str, int]:
+    """The slots' caches at full length, with what they take besides while they grow; the prompts' own; and logits."""
     train, shards = config.train, setting.row_shards
     requests = train.prompts_per_batch * train.num_generations
     slots = -(-min(config.rollouts.max_concurrent, requests) // shards)  # per device
@@ -216,7 +214,7 @@ def _generate(config: Config, shape: ModelConfig, setting: Setting) -> dict[str,
     per_token = flops.cache_bytes_per_token(shape, _bytes_of(shape.dtype)) // setting.mesh["tensor"]
     length = train.max_prompt_tokens + config.sampling.max_tokens
     return {
-        "keys and values": int(growth * slots * length * per_token),
+        "keys and values": int(cache_growth * slots * length * per_token),
         "prompts' keys and values": prompts * (1 << (train.max_prompt_tokens - 1).bit_length()) * per_token,
         "logits": 3 * slots * shape.vocab_size * FLOAT32,
     }

@@ -1,47 +1,42 @@
-"""Where generations come from: a name to a constructor each."""
+"""Where generations come from: what each sampler can do, and how it is opened."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
-from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.config import Config
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.rollouts.embedded.sampler import EmbeddedRollouts
-from poly_epo_jax.rollouts.sglang.client import SGLangRollouts
+from poly_epo_jax.registry import Registry
+from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
+from poly_epo_jax.rollouts.sglang.client import SGLangSampler
 from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
 from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync, TensorSync
-from poly_epo_jax.types import Rollouts
+from poly_epo_jax.types import Sampler
 
 WEIGHT_SYNCS = ("disk", "tensor")
 
 
-def _embedded(
-    model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: Config
-) -> EmbeddedRollouts:
+def _embedded(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> EmbeddedSampler:
     limits = config.train.max_prompt_tokens, config.rollouts.max_concurrent
-    return EmbeddedRollouts(model, mesh, tokenizer, stop_ids, *limits)
+    return EmbeddedSampler(model, mesh, stop_ids, *limits)
 
 
-def _jetstream(
-    model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: Config
-) -> Rollouts:
+def _jetstream(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:
     from poly_epo_jax.rollouts.jetstream.engine import EngineSize
-    from poly_epo_jax.rollouts.jetstream.sampler import JetStreamRollouts  # google-jetstream need not be installed
+    from poly_epo_jax.rollouts.jetstream.sampler import JetStreamSampler  # google-jetstream need not be installed
 
     samples = config.train.num_generations
     slots = max(1, config.rollouts.max_concurrent // samples)
     size = EngineSize(slots, samples, config.train.max_prompt_tokens, config.sampling.max_tokens)
-    return JetStreamRollouts(model, mesh, tokenizer, stop_ids, size)
+    return JetStreamSampler(model, mesh, stop_ids, size)
 
 
-def _sglang(
-    model: Qwen3, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], config: Config
-) -> SGLangRollouts:
-    section, limits, longest = config.rollouts, served_limits(config), config.train.max_prompt_tokens
+def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> SGLangSampler:
+    section, limits, longest = config.rollouts, _limits(config), config.train.max_prompt_tokens
     if section.shared and not hosts.is_first():
         sync = None
     elif section.weight_sync == "disk":
@@ -51,16 +46,49 @@ def _sglang(
         sync = TensorSync(model.config, section.weights_dtype, section.tensor_parallel)
     weights = ServedWeights(sync, longest, section.timeout_seconds, section.wait_seconds)
     urls = [url.strip() for url in section.urls.split(",") if url.strip()]
-    return SGLangRollouts(urls, weights, tokenizer, stop_ids, max_prompt_tokens=longest, **limits)
+    return SGLangSampler(urls, weights, stop_ids, **limits)
 
 
-def served_limits(config: Config) -> dict[str, Any]:
-    """How much and how long servers are asked, as keyword arguments of SGLangRollouts."""
-    return {name: config.rollouts[name] for name in ("max_concurrent", "timeout_seconds", "wait_seconds")}
+def _limits(config: Config) -> dict[str, Any]:
+    """How much and how long servers are asked."""
+    return {name: getattr(config.rollouts, name) for name in ("max_concurrent", "timeout_seconds", "wait_seconds")}
 
 
-ROLLOUTS: dict[str, Callable[[Qwen3, Mesh, PreTrainedTokenizerBase, Sequence[int], Config], Rollouts]] = {
-    "embedded": _embedded,
-    "jetstream": _jetstream,
-    "sglang": _sglang,
-}
+def open_weights(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, max_prompt_tokens: int) -> Sampler:
+    """A sampler of weights that are here, for evaluation; it takes prompts of any length up to the one given."""
+    return EmbeddedSampler(model, mesh, stop_ids, max_prompt_tokens, config.rollouts.max_concurrent)
+
+
+def open_server(url: str, stop_ids: Sequence[int], config: Config) -> Sampler:
+    """A sampler of whatever weights a server has, for evaluation."""
+    return SGLangSampler([url], None, stop_ids, **_limits(config))
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerEntry:
+    """A sampler that can be trained over.
+
+    Args:
+      open: (model, mesh, stop_ids, config, **options) -> sampler; the model may be abstract, the mesh is this host's.
+      title: what it is called in prose.
+      needs_urls: whether its servers must be named in rollouts.urls.
+      while_training: whether it can generate while the policy is trained (train.staleness).
+      cache_growth: where it decodes in the trainer's memory, the most that its caches take while they grow, in caches
+        of full length; None where it decodes elsewhere.
+      has_slots: whether it decodes in `embedded.slots`, which bench times alone.
+    """
+
+    open: Callable[..., Sampler]
+    title: str
+    needs_urls: bool = False
+    while_training: bool = False
+    cache_growth: float | None = None
+    has_slots: bool = False
+
+
+SAMPLERS: Registry[SamplerEntry] = Registry(
+    # A cache grows from three quarters of its full length, and is copied then.
+    embedded=SamplerEntry(_embedded, "the trainer's own sampler", cache_growth=1.75, has_slots=True),
+    jetstream=SamplerEntry(_jetstream, "JetStream", cache_growth=1.0),
+    sglang=SamplerEntry(_sglang, "SGLang servers", needs_urls=True, while_training=True),
+)

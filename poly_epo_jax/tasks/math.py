@@ -2,19 +2,14 @@ r"""Mathematics with checkable answers, from any data set of problems: the answe
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NoReturn
 
 from poly_epo_jax.data import Dropped, clean_problems, load_problems
 from poly_epo_jax.tasks.answers import last_boxed, mend
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
-from poly_epo_jax.types import Problem
+from poly_epo_jax.types import Generation, Problem
 
 SLOT = "{problem}"
-QWEN_TEMPLATE = (
-    f"<|im_start|>user\n{SLOT}\n\n"
-    "Work through the problem one step at a time, and write your final answer inside \\boxed{}.<|im_end|>\n"
-    "<|im_start|>assistant\n"
-)
+MESSAGE = f"{SLOT}\n\nWork through the problem one step at a time, and write your final answer inside \\boxed{{}}."
 MAX_ANSWER_LENGTH = 2_000
 
 
@@ -23,9 +18,10 @@ class MathTask:
     """Problems of the sources `train` and `held_out`, each read as `data.read_rows` says; `held_out` may name several.
 
     Where answers stand at the end of worked solutions, `answer_marker` is what comes before them (GSM8K's is "####").
-    A prompt is `template` with the problem in place of `{problem}`. `dropped` counts, for `train` and `held_out`, the
-    problems that `data.clean_problems` leaves out. Answers are compared by `num_workers` processes (0: one for every
-    two CPU cores, and at least 2), each with `memory_gb` of memory and `cpu_seconds` of CPU time for one answer.
+    A prompt is MESSAGE, the first of a chat; or `template`, if given, as it stands. Both hold `{problem}` where the
+    problem goes. `dropped` counts, for `train` and `held_out`, the problems that `data.clean_problems` leaves out.
+    Answers are compared by `num_workers` processes (0: one for every two CPU cores, and at least 2), each with
+    `memory_gb` of memory and `cpu_seconds` of CPU time for one answer.
 
     Raises:
       ValueError, OSError: a source cannot be read, an id names two problems, or a setting is out of range.
@@ -37,7 +33,7 @@ class MathTask:
     answer_column: str = "answer"
     id_column: str = "id"
     answer_marker: str = ""
-    template: str = QWEN_TEMPLATE
+    template: str = ""
     num_workers: int = 0
     cpu_seconds: float = 2.0
     memory_gb: float = 4.0
@@ -46,7 +42,7 @@ class MathTask:
     dropped: dict[str, Dropped] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
-        if self.template.count(SLOT) != 1:
+        if self.template and self.template.count(SLOT) != 1:
             raise ValueError(f"template is {self.template!r}; it must hold {SLOT} once, where the problem goes.")
         sources = [self.held_out] if isinstance(self.held_out, str) else self.held_out
         held_out, dropped_held_out = clean_problems(self._load([source for source in sources if source]))
@@ -55,25 +51,21 @@ class MathTask:
         self.train_problems, self.held_out_problems = (tuple(map(self._prompted, part)) for part in (train, held_out))
         self._verifier = Verifier(self.num_workers, self.cpu_seconds, self.memory_gb)
 
-    def reward(self, problem: Problem, text: str) -> float:
-        r"""1 if the last `\boxed{}` of `text` equals the problem's answer, else 0; may be called from any thread."""
-        answer = self.answer(problem, text)
+    def reward(self, problem: Problem, generation: Generation) -> float:
+        r"""1 if the last `\boxed{}` of the response equals the answer, else 0; may be called from any thread."""
+        answer = self.answer(problem, generation)
         if answer is None:
             return 0.0
         return float(self._verifier.compare(mend(problem.answer), mend(answer)) is Outcome.RIGHT)
 
-    def answer(self, problem: Problem, text: str) -> str | None:
-        r"""What the last `\boxed{}` of `text` holds."""
-        answer = last_boxed(text)
+    def answer(self, problem: Problem, generation: Generation) -> str | None:
+        r"""What the last `\boxed{}` of the response holds."""
+        answer = last_boxed(generation.text)
         return answer if answer and len(answer) <= MAX_ANSWER_LENGTH else None
 
     def same_answer(self, problem: Problem, first: str, second: str) -> bool:
         """Whether two answers are equal as mathematics: 1/2 and 0.5 are one vote."""
         return self._verifier.compare(mend(first), mend(second)) is Outcome.RIGHT
-
-    def strategy(self, problem: Problem, text: str) -> NoReturn:
-        """Raises NotImplementedError: strategies of mathematics take a judge that reads the responses."""
-        raise NotImplementedError("math has no exact clustering; use a judge that reads the responses.")
 
     def metrics(self) -> dict[str, float]:
         """Answers that earned 0 since the last call because comparing them took too long, or ended a worker."""
@@ -98,4 +90,5 @@ class MathTask:
         ]
 
     def _prompted(self, problem: Problem) -> Problem:
-        return dataclasses.replace(problem, prompt=self.template.replace(SLOT, problem.prompt))
+        prompt = (self.template or MESSAGE).replace(SLOT, problem.prompt)
+        return dataclasses.replace(problem, prompt=prompt, chat=not self.template)

@@ -13,7 +13,7 @@ import numpy as np
 
 from poly_epo_jax.tasks.demonstrations import Demonstrations
 from poly_epo_jax.tasks.splits import split
-from poly_epo_jax.types import Problem
+from poly_epo_jax.types import Generation, Problem
 
 COMBINE = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 # Canonical positive integers, so a part of 0 does not parse; 7 digits hold every demonstrated step of 3-digit operands.
@@ -61,21 +61,21 @@ class MultiplicationTask:
         train, held_out = split(every, seed=self.seed, num_train=self.num_train, num_held_out=self.num_held_out)
         self.train_problems, self.held_out_problems = (tuple(map(_problem, part)) for part in (train, held_out))
 
-    def reward(self, problem: Problem, text: str) -> float:
+    def reward(self, problem: Problem, generation: Generation) -> float:
         """1 if the plan makes the operand and all that follows from it is right, else 0, also for degenerate text."""
-        plan = self.strategy(problem, text)
+        plan = self.strategy(problem, generation)
         if plan is None:
             return 0.0
-        front, first, second, *steps = map(int, re.findall("[0-9]+", text))
+        front, first, second, *steps = map(int, re.findall("[0-9]+", generation.text))
         makes_operand = COMBINE[plan.symbol](first, second) == plan.operand
         return float(makes_operand and steps == _steps(front, plan.symbol, first, second))
 
-    def strategy(self, problem: Problem, text: str) -> Plan | None:
+    def strategy(self, problem: Problem, generation: Generation) -> Plan | None:
         """Which operand is split into what, whether or not the plan and its arithmetic are right.
 
         None (degenerate) for text that does not parse, leaves neither operand whole, or has a factor 1.
         """
-        match = RESPONSE.fullmatch(text)
+        match = RESPONSE.fullmatch(generation.text)
         if match is None or int(match[1]) not in _operands(problem):
             return None
         symbol, first, second = match[3], int(match[2]), int(match[4])
@@ -84,9 +84,9 @@ class MultiplicationTask:
         parts = (first, second) if symbol == "-" else (max(first, second), min(first, second))
         return Plan(_other_operand(problem, int(match[1])), symbol, parts)
 
-    def answer(self, problem: Problem, text: str) -> str | None:
+    def answer(self, problem: Problem, generation: Generation) -> str | None:
         """The result that a parsed response ends with."""
-        match = RESPONSE.fullmatch(text)
+        match = RESPONSE.fullmatch(generation.text)
         return match[7] if match else None
 
     def same_answer(self, problem: Problem, first: str, second: str) -> bool:

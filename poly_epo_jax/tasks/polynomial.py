@@ -10,7 +10,7 @@ import numpy as np
 
 from poly_epo_jax.tasks.demonstrations import Demonstrations
 from poly_epo_jax.tasks.splits import split
-from poly_epo_jax.types import Problem
+from poly_epo_jax.types import Generation, Problem
 
 # Canonical integers only: were `y=011` read as 11, one answer could pass for many.
 POINT = re.compile(r"\(x=(0|-?[1-9][0-9]?),y=(0|-?[1-9][0-9]{0,3})\)")
@@ -63,19 +63,19 @@ class PolynomialTask:
         train, held_out = split(every, seed=self.seed, num_train=self.num_train, num_held_out=self.num_held_out)
         self.train_problems, self.held_out_problems = (tuple(map(_problem, part)) for part in (train, held_out))
 
-    def reward(self, problem: Problem, text: str) -> float:
+    def reward(self, problem: Problem, generation: Generation) -> float:
         """1 for a point on the curve, else 0."""
-        point = self.strategy(problem, text)
+        point = self.strategy(problem, generation)
         return float(point is not None and point[1] == _value(problem, point[0]))
 
-    def strategy(self, problem: Problem, text: str) -> tuple[int, int] | None:
-        """The point (x, y), right or wrong: distinct answers are distinct clusters. None if `text` names no point."""
-        match = POINT.fullmatch(text)
+    def strategy(self, problem: Problem, generation: Generation) -> tuple[int, int] | None:
+        """The point (x, y), right or wrong: distinct answers are distinct clusters. None if it names no point."""
+        match = POINT.fullmatch(generation.text)
         return (int(match[1]), int(match[2])) if match else None
 
-    def answer(self, problem: Problem, text: str) -> str | None:
+    def answer(self, problem: Problem, generation: Generation) -> str | None:
         """The point as it is written, which is canonical."""
-        return text if POINT.fullmatch(text) else None
+        return generation.text if POINT.fullmatch(generation.text) else None
 
     def same_answer(self, problem: Problem, first: str, second: str) -> bool:
         return first == second

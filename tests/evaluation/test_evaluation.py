@@ -1,18 +1,19 @@
 """Evaluations: what is on disk, whatever broke them off, and numbers that a few generations give by hand."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import LETTERS, TINY, ByLetter, LetterJudge, group, tiny_params, until
+from fakes import LETTERS, TINY, ByLetter, LetterJudge, RandomLetters, tiny_params, until
 
 from configs import polaris
 from poly_epo_jax.choices import read_config
@@ -24,7 +25,7 @@ from poly_epo_jax.evaluation.results import compute_results
 from poly_epo_jax.model import hf
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
-from poly_epo_jax.types import Group, Problem, Sampling, Voting
+from poly_epo_jax.types import Completion, Generation, Params, Problem, Request, Sampling, Voting
 
 ROOT = Path(__file__).parents[2]
 PROBLEMS = [Problem(f"problem {i}", f"{i}:", "a") for i in range(9)]
@@ -33,45 +34,42 @@ PROBLEMS = [Problem(f"problem {i}", f"{i}:", "a") for i in range(9)]
 class VotedLetters(ByLetter):
     """Letters are answers; b and c are one vote, d is none."""
 
-    def answer(self, problem: Problem, text: str) -> str | None:
-        return None if text == "d" else text
+    def answer(self, problem: Problem, generation: Generation) -> str | None:
+        return None if generation.text == "d" else generation.text
 
     def same_answer(self, problem: Problem, first: str, second: str) -> bool:
         return {first, second} <= {"b", "c"}
 
 
-class SeededLetters:
+class SeededLetters(RandomLetters):
     """Letters that follow from the generation's seed, and an end once some groups are on disk."""
 
     def __init__(self, groups_before_death: int = 10**9):
+        super().__init__()
         self.left = groups_before_death
         self.asked: list[str] = []
         self.told: list[int] = []  # how many problems are complete
 
-    async def generate(
-        self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
-    ) -> AsyncIterator[Group]:
-        for problem in problems:
+    async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+        for place, request in enumerate(requests):
             if self.left == 0:
                 await until(lambda: self.told[-1] == len(self.asked))
                 raise ConnectionError("the server died")
             self.left -= 1
-            self.asked.append(problem.id)
-            seeds = sampling.generation_seeds(problem, num_generations)
-            yield group(problem, [LETTERS[seed % 4] for seed in seeds.tolist()])
+            self.asked.append(request.problem_id)
+            async for completion in super().sample([request], sampling):
+                yield dataclasses.replace(completion, request=place)
 
-    async def update_weights(self, params, version):
+    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
         raise AssertionError("an evaluation does not change weights")
 
-    def close(self):
-        pass
 
-
-def draw(folder: Path, rollouts: SeededLetters, problems: Sequence[Problem] = PROBLEMS) -> list[int]:
+def draw(folder: Path, sampler: SeededLetters, problems: Sequence[Problem] = PROBLEMS) -> list[int]:
     open_folder(folder, {"sampling": {"seed": 7}})
     benchmark, sampling = Benchmark("letters", VotedLetters(), problems), Sampling(2, seed=7)
-    asyncio.run(draw_generations(folder, rollouts, benchmark, LetterJudge(), 4, sampling, rollouts.told.append))
-    return rollouts.told
+    rollouts, show = sampler.rollouts(benchmark.task), sampler.told.append
+    asyncio.run(draw_generations(folder, rollouts, benchmark, LetterJudge(), 4, sampling, show))
+    return sampler.told
 
 
 def test_generations_are_kept_as_they_come_and_not_drawn_again(tmp_path: Path):
@@ -115,6 +113,7 @@ def test_rows_have_every_column(tmp_path: Path):
         assert row["token_ids"] == [2 + LETTERS.index(letter), 1]
         assert (row["prompt"], row["gold"], row["finish_reason"]) == (f"{row['problem'][-1]}:", "a", "stop")
         assert (row["reward"], row["cluster"]) == (float(letter == "a"), LETTERS.index(letter))
+        assert row["correct"] is (letter == "a")
         assert (row["answer"] == -1) == (row["answer_text"] is None) == (letter == "d")
     for problem in PROBLEMS[:3]:
         of_problem = [row for row in rows if row["problem"] == problem.id]

@@ -1,17 +1,32 @@
 """Held-out metrics against a plain count over all k-subsets of the generations."""
 
 import asyncio
+import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import AsyncGenerator, Hashable, Sequence
 
 import numpy as np
 import pytest
+from fakes import Scripted
 
 from poly_epo_jax.evaluation.held_out import evaluate_held_out
-from poly_epo_jax.judges import ExactJudge
-from poly_epo_jax.types import Clustering, Generation, Group, JudgeFailure, Problem, Rollouts, Sampling, Task
+from poly_epo_jax.judges.exact import ExactJudge
+from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.types import (
+    Clustering,
+    Completion,
+    Generation,
+    Group,
+    JudgeFailure,
+    Params,
+    Problem,
+    Request,
+    Sampling,
+    Strategic,
+)
 
 SAMPLING = Sampling(max_tokens=1)
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789?"
 
 
 class Letters:
@@ -20,40 +35,34 @@ class Letters:
     train_problems: Sequence[Problem] = ()
     held_out_problems: Sequence[Problem] = ()
 
-    def reward(self, problem: Problem, text: str) -> float:
-        return int(text[1:]) / 10
+    def reward(self, problem: Problem, generation: Generation) -> float:
+        return int(generation.text[1:]) / 10
 
-    def strategy(self, problem: Problem, text: str) -> Hashable | None:
-        return None if text[0] == "?" else text[0]
+    def strategy(self, problem: Problem, generation: Generation) -> Hashable | None:
+        return None if generation.text[0] == "?" else generation.text[0]
 
 
-class Recorded:
+class Recorded(Scripted):
     """Responses written down beforehand, prompts in reverse order."""
 
     def __init__(self, responses: dict[str, list[str]]):
-        self.responses = responses
+        super().__init__(lambda request, index: responses[request.problem_id][index], ALPHABET)
         self.asked: list[tuple] = []
 
-    async def generate(
-        self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
-    ) -> AsyncIterator[Group]:
-        self.asked.append((len(problems), num_generations, sampling))
-        ids = np.zeros(1, np.int32)
-        for problem in reversed(problems):
-            texts = self.responses[problem.id]
-            yield Group(problem, ids, tuple(Generation(ids, np.zeros(1, np.float32), t, "stop", 0) for t in texts))
+    async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+        self.asked.append((len(requests), {len(request.seeds) for request in requests}, sampling))
+        for place in reversed(range(len(requests))):
+            async for completion in super().sample(requests[place : place + 1], sampling):
+                yield dataclasses.replace(completion, request=place)
 
-    async def update_weights(self, params, version):
+    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
         raise AssertionError("an evaluation does not change weights")
-
-    def close(self):
-        pass
 
 
 class Unreliable:
     """The exact judge, which fails on the problems that it is told to."""
 
-    def __init__(self, task: Task, failing: Sequence[str]):
+    def __init__(self, task: Strategic, failing: Sequence[str]):
         self.exact, self.failing = ExactJudge(task), failing
 
     async def cluster(self, group: Group) -> Clustering | JudgeFailure:
@@ -65,14 +74,14 @@ class Unreliable:
 
 
 def evaluate(responses: dict[str, list[str]], failing: Sequence[str] = ()) -> dict[str, float]:
-    task, rollouts = Letters(), Recorded(responses)
-    assert isinstance(rollouts, Rollouts)
+    task, sampler = Letters(), Recorded(responses)
+    rollouts = Rollouts(sampler, sampler.tokenizer, task, max_prompt_tokens=8)
     problems = [Problem(id, id, id) for id in responses]
     num_generations = len(next(iter(responses.values())))
     metrics = asyncio.run(
         evaluate_held_out(rollouts, task, Unreliable(task, failing), problems, num_generations, SAMPLING)
     )
-    assert rollouts.asked == [(len(problems), num_generations, SAMPLING)]
+    assert sampler.asked == [(len(problems), {num_generations}, SAMPLING)]
     return metrics
 
 

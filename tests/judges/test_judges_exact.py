@@ -3,12 +3,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from responses import response
 
-from poly_epo_jax.config import JudgeSection
-from poly_epo_jax.judges import JUDGES, ExactJudge
+from poly_epo_jax.choices import make_judge
+from poly_epo_jax.config import ConfigError, JudgeSection
+from poly_epo_jax.judges.exact import ExactJudge
 from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
 from poly_epo_jax.tasks import MultiplicationTask, PolynomialTask
-from poly_epo_jax.types import Generation, Group, Problem
+from poly_epo_jax.types import Group, Problem
 
 PROBLEM = Problem(id="p", prompt="y=x+5:", answer="1,5")
 
@@ -19,22 +21,23 @@ class FirstWord:
     train_problems: Sequence[Problem] = (PROBLEM,)
     held_out_problems: Sequence[Problem] = ()
 
-    def reward(self, problem, text):
+    def reward(self, problem, generation):
         return 0.0
 
-    def strategy(self, problem, text):
-        return text.split()[0] if text else None
+    def strategy(self, problem, generation):
+        return generation.text.split()[0] if generation.text else None
 
 
-class Unreadable(FirstWord):
-    def strategy(self, problem, text):
-        raise NotImplementedError
+class Unreadable:
+    train_problems: Sequence[Problem] = (PROBLEM,)
+    held_out_problems: Sequence[Problem] = ()
+
+    def reward(self, problem, generation):
+        return 0.0
 
 
 def group(texts, problem=PROBLEM) -> Group:
-    tokens = np.zeros(1, np.int32)
-    generations = [Generation(tokens, np.zeros(1, np.float32), text, "stop", 0) for text in texts]
-    return Group(problem, tokens, tuple(generations))
+    return Group(problem, np.zeros(1, np.int32), tuple(map(response, texts)))
 
 
 def cluster(judge, texts, problem=PROBLEM) -> np.ndarray:
@@ -42,7 +45,7 @@ def cluster(judge, texts, problem=PROBLEM) -> np.ndarray:
 
 
 def test_ids_are_given_in_order_of_first_appearance():
-    clusters = cluster(JUDGES["exact"](FirstWord(), JudgeSection()), ["b 1", "a", "", "b 2", "c", "a 3", ""])
+    clusters = cluster(make_judge(JudgeSection(name="exact"), FirstWord()), ["b 1", "a", "", "b 2", "c", "a 3", ""])
     np.testing.assert_array_equal(clusters, [0, 1, 100, 0, 2, 1, 100])
     assert clusters.dtype == np.int32
     assert DEGENERATE_CLUSTER == 100
@@ -86,5 +89,5 @@ def test_wrong_answers_are_distinct_clusters_in_polynomial_solving():
 
 
 def test_a_task_without_exact_strategies_is_refused_at_construction():
-    with pytest.raises(ValueError, match=r"Unreadable has no exact clustering; use judge 'llm'"):
-        ExactJudge(Unreadable())
+    with pytest.raises(ConfigError, match=r"judge\.name='exact' needs strategy of Unreadable; choose llm, none\."):
+        make_judge(JudgeSection(name="exact"), Unreadable())

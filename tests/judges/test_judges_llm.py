@@ -11,13 +11,14 @@ import httpx
 import numpy as np
 import pytest
 from fakes import PATIENCE, until
+from responses import response
 from test_judge_prompt import FAKE, MANIPULATIONS
 from test_judge_reply import MALFORMED, completion
 
 from poly_epo_jax import http_client as servers
 from poly_epo_jax.judges import llm
 from poly_epo_jax.judges.llm import LLMJudge
-from poly_epo_jax.types import Clustering, Generation, Group, Judge, JudgeFailure, Problem
+from poly_epo_jax.types import Clustering, Group, Judge, JudgeFailure, Problem
 
 URL = "http://judge:8000"
 KEY = "sk-very-secret"
@@ -28,9 +29,8 @@ REPLY = json.dumps(
 
 
 def group(texts=TEXTS, problem_id="p", weight_version=0) -> Group:
-    tokens, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)
-    generations = [Generation(tokens, logprobs, text, "stop", weight_version) for text in texts]
-    return Group(Problem(problem_id, "What is 2 + 2?", "4"), tokens, tuple(generations))
+    generations = tuple(response(text, weight_version) for text in texts)
+    return Group(Problem(problem_id, "What is 2 + 2?", "4"), np.zeros(1, np.int32), generations)
 
 
 def make_judge(**changes) -> LLMJudge:
@@ -333,8 +333,8 @@ def test_a_judge_that_obeys_its_responses_clusters_nothing(serve):
         return completion(f"As you wish: {' '.join(found)} {user[-20:]}")
 
     serve(obey)
-    for response in MANIPULATIONS.values():
-        assert failure(make_judge(), [response, "Double 2."]).kind == "malformed"
+    for text in MANIPULATIONS.values():
+        assert failure(make_judge(), [text, "Double 2."]).kind == "malformed"
     assert failure(make_judge(), list(MANIPULATIONS.values())).kind == "malformed"
     assert FAKE in MANIPULATIONS["fake reply"]
 

@@ -12,6 +12,7 @@ import pytest
 from fakes import (
     TINY_ALPHABET,
     TINY_MODEL,
+    ByLetter,
     collect,
     on_mesh,
     optimizer_config,
@@ -25,7 +26,8 @@ from programs import COLLECTIVES, loop_bodies
 from poly_epo_jax.batching import pack
 from poly_epo_jax.model.logprobs import token_logprobs
 from poly_epo_jax.model.sharding import ROWS, make_mesh
-from poly_epo_jax.rollouts.embedded.sampler import EmbeddedRollouts
+from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
+from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.set_rl import ppo_clip_loss
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.types import Sampling
@@ -173,9 +175,14 @@ def test_greedy_generations_are_those_of_one_device(count):
     def generate(mesh):
         tokenizer = build_character_tokenizer(TINY_ALPHABET)
         params = on_mesh(tiny_params(), mesh)
-        rollouts = EmbeddedRollouts(TINY_MODEL, mesh, tokenizer, (1, 14), max_prompt_tokens=8, max_concurrent=8)
-        asyncio.run(rollouts.update_weights(params, 0))
-        groups = collect(rollouts, tiny_problems(count, 8), 2, Sampling(max_tokens=10, temperature=0.0))
+        sampler = EmbeddedSampler(TINY_MODEL, mesh, (1, 14), max_prompt_tokens=8, max_concurrent=8)
+        asyncio.run(sampler.push_weights(params, {}, 0))
+        groups = collect(
+            Rollouts(sampler, tokenizer, ByLetter(), 8),
+            tiny_problems(count, 8),
+            2,
+            Sampling(max_tokens=10, temperature=0.0),
+        )
         return [[y.token_ids.tolist() for y in group.generations] for group in groups]
 
     expected = generate(make_mesh(1, 1, 1))

@@ -24,7 +24,7 @@ from test_token_sampling import reference_kept
 
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.slots import Slots, cache_sizes
-from poly_epo_jax.types import Problem, Rollouts, Sampling
+from poly_epo_jax.types import Problem, Sampler, Sampling
 
 PROBLEMS = tiny_problems(10, MAX_PROMPT)
 
@@ -55,11 +55,12 @@ def test_log_probabilities_are_the_trainers(rollouts, temperature):
 
 
 def test_groups_come_whole(rollouts, groups):
-    assert isinstance(rollouts, Rollouts)
+    assert isinstance(rollouts.sampler, Sampler)
     assert [group.problem for group in groups] == PROBLEMS
     for group in groups:
         assert group.prompt_ids.tolist() == [TINY_ALPHABET.index(character) + 2 for character in group.problem.prompt]
         assert len(group.generations) == 4
+        assert all(y.loss_mask.all() and y.loss_mask.shape == y.token_ids.shape for y in group.generations)
 
 
 def test_a_stop_token_ends_a_generation(groups):
@@ -79,7 +80,7 @@ def test_a_stop_token_ends_a_generation(groups):
 
 def test_generations_of_a_prompt_differ(groups):
     # Those that stop at once may agree.
-    long = [tuple(ids) for of_prompt in token_ids(groups) for ids in of_prompt if len(ids) > 5]
+    long = [tuple(ids) for group in token_ids(groups) for ids in group if len(ids) > 5]
     assert len(set(long)) == len(long) > 10
 
 
@@ -144,13 +145,13 @@ def test_tokens_are_drawn_from_the_softmax(top_p, top_k):
 
 def test_new_weights_change_generations_and_their_version(rollouts, groups):
     assert {y.weight_version for group in groups for y in group.generations} == {0}
-    asyncio.run(rollouts.update_weights(on_mesh(tiny_params(1), MESH), 7))
+    asyncio.run(rollouts.push_weights(on_mesh(tiny_params(1), MESH), {}, 7))
     changed = generate(rollouts, PROBLEMS, 4)
     assert {y.weight_version for group in changed for y in group.generations} == {7}
     assert all(one != other for one, other in zip(token_ids(changed), token_ids(groups), strict=True))
     trainer, sampler = trainer_logprobs(1, changed, 1.0)
     np.testing.assert_allclose(sampler, trainer, rtol=0, atol=1e-4)
-    asyncio.run(rollouts.update_weights(on_mesh(tiny_params(0), MESH), 0))
+    asyncio.run(rollouts.push_weights(on_mesh(tiny_params(0), MESH), {}, 0))
     assert_same_generations(generate(rollouts, PROBLEMS, 4), groups)
 
 

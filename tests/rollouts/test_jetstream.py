@@ -16,6 +16,7 @@ from fakes import (
     TINY,
     TINY_ALPHABET,
     TINY_MODEL,
+    ByLetter,
     collect,
     on_mesh,
     tiny_params,
@@ -27,15 +28,16 @@ from sglang_servers import free_port
 
 from poly_epo_jax.config import ConfigError
 from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.rollouts.embedded.sampler import EmbeddedRollouts
+from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
+from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.run_folder import read_rows
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
-from poly_epo_jax.types import Group, Problem, Rollouts, Sampling
+from poly_epo_jax.types import Group, Problem, Sampler, Sampling
 
 try:
     from poly_epo_jax.rollouts.jetstream import mended as jetstream
     from poly_epo_jax.rollouts.jetstream.engine import EngineSize, Policy, Qwen3Engine, unpack
-    from poly_epo_jax.rollouts.jetstream.sampler import JetStreamRollouts
+    from poly_epo_jax.rollouts.jetstream.sampler import JetStreamSampler
 except ConfigError as missing:
     if os.environ.get("POLY_EPO_REQUIRE_JETSTREAM"):
         raise
@@ -49,8 +51,12 @@ TOKENIZER = build_character_tokenizer(TINY_ALPHABET)
 PROBLEMS = tiny_problems(10, MAX_PROMPT)
 
 
+def rollouts_of(sampler):
+    return Rollouts(sampler, TOKENIZER, ByLetter(), MAX_PROMPT)
+
+
 def updated(rollouts, seed=0, version=0):
-    asyncio.run(rollouts.update_weights(on_mesh(tiny_params(seed), MESH), version))
+    asyncio.run(rollouts.push_weights(on_mesh(tiny_params(seed), MESH), {}, version))
     return rollouts
 
 
@@ -60,25 +66,25 @@ def make_rollouts():
     made = []
 
     def make(size=SIZE, mesh=MESH):
-        rollouts = JetStreamRollouts(TINY_MODEL, mesh, TOKENIZER, STOP_IDS, size)
+        rollouts = rollouts_of(JetStreamSampler(TINY_MODEL, mesh, STOP_IDS, size))
         made.append(rollouts)
         return updated(rollouts) if mesh is MESH else rollouts
 
     yield make
     for rollouts in made:
-        rollouts.close()
+        rollouts.sampler.close()
 
 
 @pytest.fixture(scope="module")
 def rollouts():
-    rollouts = updated(JetStreamRollouts(TINY_MODEL, MESH, TOKENIZER, STOP_IDS, SIZE))
+    rollouts = updated(rollouts_of(JetStreamSampler(TINY_MODEL, MESH, STOP_IDS, SIZE)))
     yield rollouts
-    rollouts.close()
+    rollouts.sampler.close()
 
 
 @pytest.fixture(scope="module")
 def embedded():
-    return updated(EmbeddedRollouts(TINY_MODEL, MESH, TOKENIZER, STOP_IDS, MAX_PROMPT, max_concurrent=64))
+    return updated(rollouts_of(EmbeddedSampler(TINY_MODEL, MESH, STOP_IDS, MAX_PROMPT, max_concurrent=64)))
 
 
 def generate(rollouts, problems=PROBLEMS, num_generations=4, max_tokens=MAX_TOKENS, **sampling) -> list[Group]:
@@ -115,7 +121,7 @@ def test_generations_are_those_of_the_embedded_sampler(rollouts, embedded, num_g
     assert_same_groups(found, generate(embedded, PROBLEMS, num_generations, **sampling))
     reasons = [y.finish_reason for group in found for y in group.generations]
     assert min(reasons.count("stop"), reasons.count("length")) >= 2
-    assert isinstance(rollouts, Rollouts)
+    assert isinstance(rollouts.sampler, Sampler)
 
 
 def test_log_probabilities_are_the_trainers(rollouts):
@@ -132,9 +138,9 @@ def test_a_group_is_the_same_alone_and_among_others(rollouts):
 def test_greedy_generations_are_those_of_one_device(make_rollouts, rollouts):
     mesh = make_mesh(2, 2, 2)
     sharded = make_rollouts(mesh=mesh)
-    with pytest.raises(RuntimeError, match="There are no weights to generate with; call update_weights first"):
+    with pytest.raises(RuntimeError, match="There are no weights to generate with; call push_weights first"):
         generate(sharded)
-    asyncio.run(sharded.update_weights(on_mesh(tiny_params(), mesh), 0))
+    asyncio.run(sharded.push_weights(on_mesh(tiny_params(), mesh), {}, 0))
     problems = PROBLEMS[:4]
     assert_same_groups(
         generate(sharded, problems, 1, temperature=0.0), generate(rollouts, problems, 1, temperature=0.0)
@@ -149,7 +155,7 @@ def test_new_weights_wait_for_the_generations_under_way(make_rollouts, embedded)
         groups = []
         async for group in rollouts.generate(PROBLEMS, 4, Sampling(MAX_TOKENS)):
             if not groups:
-                await rollouts.update_weights(params, 7)
+                await rollouts.push_weights(params, {}, 7)
             groups.append(group)
         return sorted(groups, key=lambda group: int(group.problem.id))
 
@@ -171,7 +177,7 @@ def test_calls_and_updates_take_turns(make_rollouts, embedded):
     async def together():
         first = asyncio.create_task(all_groups(1.0))
         await asyncio.sleep(0)
-        return await asyncio.gather(first, rollouts.update_weights(params, 1), all_groups(0.5))
+        return await asyncio.gather(first, rollouts.push_weights(params, {}, 1), all_groups(0.5))
 
     first, _, second = asyncio.run(together())
     assert (versions(first), versions(second)) == ({0}, {1})
@@ -193,14 +199,14 @@ def test_generations_that_are_broken_off_leave_no_trace(make_rollouts, embedded)
         await iterator.aclose()
 
     async def cancelled():
-        under_way, may_go_on, step = threading.Event(), threading.Event(), rollouts._engine.generate
+        under_way, may_go_on, step = threading.Event(), threading.Event(), rollouts.sampler._engine.generate
 
         def held(*args):
             under_way.set()
             assert may_go_on.wait(PATIENCE)
             return step(*args)
 
-        rollouts._engine.generate = held
+        rollouts.sampler._engine.generate = held
         task = asyncio.create_task(first_of(many))
         await until(under_way.is_set)
         task.cancel()
@@ -210,9 +216,9 @@ def test_generations_that_are_broken_off_leave_no_trace(make_rollouts, embedded)
 
     asyncio.run(first_of(many))
     asyncio.run(cancelled())
-    assert rollouts._driver._prefill_backlog.empty() and rollouts._engine.policy is None
-    taken, insert = set(), rollouts._engine.insert
-    rollouts._engine.insert = lambda *args, slot: taken.add(slot) or insert(*args, slot)
+    assert rollouts.sampler._driver._prefill_backlog.empty() and rollouts.sampler._engine.policy is None
+    taken, insert = set(), rollouts.sampler._engine.insert
+    rollouts.sampler._engine.insert = lambda *args, slot: taken.add(slot) or insert(*args, slot)
     assert_same_groups(generate(rollouts), generate(embedded))
     assert taken == {0, 1}
 
@@ -221,7 +227,8 @@ def test_generations_go_on_where_the_last_slot_is_freed_under_the_drivers_eyes(m
     """The slot is freed between the driver's two looks at the slots: at the second it finds all of them free."""
     late, (expected,) = make_rollouts(), generate(rollouts, PROBLEMS[:1])
     last_step = 1 + max(len(y.token_ids) for y in expected.generations)  # which finds that all have ended
-    engine, backlog, slots = late._engine, late._driver._generate_backlogs[0], late._driver._generate_slots[0]
+    driver, engine = late.sampler._driver, late.sampler._engine
+    backlog, slots = driver._generate_backlogs[0], driver._generate_slots[0]
     get, put, step, init = backlog.get, slots.put, engine.generate, engine.init_decode_state
     steps, has_looked, is_free, is_new = [], threading.Event(), threading.Event(), threading.Event()
 
@@ -256,7 +263,7 @@ def test_an_error_of_the_engine_is_raised_to_the_caller(make_rollouts, step):
     def broken(*args, **kwargs):
         raise FloatingPointError("the engine is on fire")
 
-    setattr(rollouts._engine, step, broken)
+    setattr(rollouts.sampler._engine, step, broken)
     thread = "prefill-0" if step == "prefill" else "generate-0"
     for _ in range(2):  # it stays broken, and says so
         message = f"JetStream's thread {thread} failed with FloatingPointError: the engine is on fire"
@@ -291,7 +298,7 @@ def test_its_own_server_answers_a_client(embedded):
     import grpc  # pyright: ignore[reportMissingImports]
 
     engine = Qwen3Engine(TINY, MESH, STOP_IDS, EngineSize(2, 2, MAX_PROMPT, MAX_TOKENS))
-    engine.policy = Policy(embedded.weights, 5, Sampling(MAX_TOKENS, temperature=0.0))
+    engine.policy = Policy(embedded.sampler.weights, 5, Sampling(MAX_TOKENS, temperature=0.0))
     config = jetstream.config_lib.ServerConfig(
         interleaved_slices=("cpu=8",), interleaved_engine_create_fns=(lambda devices: engine,)
     )

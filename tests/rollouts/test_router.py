@@ -102,7 +102,7 @@ def test_weights_go_to_every_worker_and_prompts_to_the_router(tmp_path: Path, mo
     fake = Routed()
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
     for version in (1, 2):
-        asyncio.run(rollouts.update_weights(tiny_params(version), version))
+        asyncio.run(rollouts.push_weights(tiny_params(version), {}, version))
         assert {name.rpartition("-")[2] for name in fake.versions.values()} == {str(version)}
         assert len(collect(rollouts, tiny_problems(4, 8), 3, Sampling(4))) == 4
         assert_served(fake, WORKERS, str(version), 12)
@@ -112,7 +112,7 @@ def test_weights_go_to_every_worker_and_prompts_to_the_router(tmp_path: Path, mo
 def test_a_worker_with_other_weights_is_brought_to_the_present_ones_before_it_serves(tmp_path: Path, monkeypatch):
     fake = Routed()
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
-    asyncio.run(rollouts.update_weights(tiny_params(1), 1))
+    asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
     fake.restart(WORKERS[0])
     collect(rollouts, tiny_problems(8, 8), 4, Sampling(4))
     assert fake.changes[0] == ("out", WORKERS[0])
@@ -125,7 +125,7 @@ def test_a_worker_that_dies_is_out_until_it_is_back_with_the_present_weights(tmp
 
     async def main() -> None:
         rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path, max_concurrent=2)
-        await rollouts.update_weights(tiny_params(1), 1)
+        await rollouts.push_weights(tiny_params(1), {}, 1)
         fake.answers = 20
         generating = asyncio.create_task(count_groups(rollouts.generate(tiny_problems(30, 8), 2, Sampling(4))))
         await until(lambda: len(fake.served) == 20)
@@ -154,13 +154,13 @@ def test_a_worker_that_is_still_dead_when_the_batch_ends_is_put_back_by_the_next
 
     async def main() -> None:
         rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
-        await rollouts.update_weights(tiny_params(1), 1)
+        await rollouts.push_weights(tiny_params(1), {}, 1)
         fake.dead.add(WORKERS[1])
         assert len([group async for group in rollouts.generate(tiny_problems(4, 8), 2, Sampling(4))]) == 4
         assert fake.listed == [WORKERS[0]]
         assert_served(fake, WORKERS[:1], "1", 8)
         fake.restart(WORKERS[1])
-        await rollouts.update_weights(tiny_params(2), 2)
+        await rollouts.push_weights(tiny_params(2), {}, 2)
         assert sorted(fake.listed) == list(WORKERS)
         assert len([group async for group in rollouts.generate(tiny_problems(4, 8), 2, Sampling(4))]) == 4
         assert_served(fake, WORKERS, "2", 8)
@@ -171,11 +171,11 @@ def test_a_worker_that_is_still_dead_when_the_batch_ends_is_put_back_by_the_next
 def test_a_run_that_ends_leaves_the_router_with_its_workers(tmp_path: Path, monkeypatch):
     fake, told = Routed(), []
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
-    asyncio.run(rollouts.update_weights(tiny_params(1), 1))
+    asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
     fake.dead.add(WORKERS[1])
     collect(rollouts, tiny_problems(2, 8), 2, Sampling(4))
     monkeypatch.setattr(httpx, "post", lambda url, json, **_: told.append((url, json)))
-    rollouts.close()
+    rollouts.sampler.close()
     assert told == [(f"{ROUTER}/workers", {"url": WORKERS[1], "model_id": "m"})]
 
 
@@ -194,7 +194,7 @@ def test_a_worker_that_takes_no_weights_is_refused_at_the_start(tmp_path: Path, 
     fake.takes_weights = False
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
     with pytest.raises(ServerError, match=r"http://a has no /update_weights_from_disk .* rollouts.name=embedded"):
-        asyncio.run(rollouts.update_weights(tiny_params(1), 1))
+        asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
     assert not any(tmp_path.iterdir())  # no weights were written
 
 
@@ -204,7 +204,7 @@ def test_a_router_in_trouble_is_named(tmp_path: Path, monkeypatch):
 
     fake = Routed()
     rollouts = open_rollouts(handle, monkeypatch, [ROUTER], tmp_path)
-    asyncio.run(rollouts.update_weights(tiny_params(1), 1))
+    asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
     fake.restart(WORKERS[0])
     with pytest.raises(
         ServerError, match=r"The router http://router is in trouble: DELETE /workers/.*: it answered 500"

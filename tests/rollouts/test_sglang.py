@@ -11,17 +11,18 @@ import httpx
 import jax
 import numpy as np
 import pytest
-from fakes import TINY, TINY_ALPHABET, collect, tiny_params, tiny_problems, trainer_logprobs
+from fakes import TINY, TINY_ALPHABET, ByLetter, collect, tiny_params, tiny_problems, trainer_logprobs
 from sglang_servers import STARTED_WITHIN, Router, SGLangServer, require_sglang, running
 
 from poly_epo_jax.http_client import ServerError
 from poly_epo_jax.model import hf
+from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.sglang import weight_sync
-from poly_epo_jax.rollouts.sglang.client import SGLangRollouts
+from poly_epo_jax.rollouts.sglang.client import SGLangSampler
 from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
 from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync, TensorSync, WeightSync
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
-from poly_epo_jax.types import Counting, Group, Params, Problem, Rollouts, Sampling
+from poly_epo_jax.types import Counting, Group, Params, Problem, Sampler, Sampling
 
 pytestmark = pytest.mark.slow
 
@@ -57,11 +58,12 @@ def sync(request: pytest.FixtureRequest, tmp_path: Path) -> WeightSync:
 
 def rollouts_of(
     servers: Sequence[SGLangServer], sync: WeightSync, stop_ids: Sequence[int] = STOP_IDS, **changes: Any
-) -> SGLangRollouts:
+) -> Rollouts:
     limits = dict.fromkeys(("timeout_seconds", "wait_seconds"), STARTED_WITHIN)
-    settings: dict[str, Any] = {"max_prompt_tokens": MAX_PROMPT, "max_concurrent": 64} | limits | changes
+    settings: dict[str, Any] = {"max_concurrent": 64} | limits | changes
     weights = ServedWeights(sync, MAX_PROMPT, settings["timeout_seconds"], settings["wait_seconds"])
-    return SGLangRollouts([one.url for one in servers], weights, TOKENIZER, stop_ids, **settings)
+    sampler = SGLangSampler([one.url for one in servers], weights, stop_ids, **settings)
+    return Rollouts(sampler, TOKENIZER, ByLetter(), MAX_PROMPT)
 
 
 def weights(seed: int) -> Params:
@@ -86,8 +88,8 @@ def assert_complete(groups: Sequence[Group], problems: Sequence[Problem], num_ge
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_generations_are_the_trainers(servers, sync, temperature):
     rollouts, problems = rollouts_of(servers, sync), tiny_problems(12, MAX_PROMPT)
-    assert isinstance(rollouts, Rollouts) and isinstance(rollouts, Counting)
-    asyncio.run(rollouts.update_weights(weights(1), 3))
+    assert isinstance(rollouts.sampler, Sampler) and isinstance(rollouts.sampler, Counting)
+    asyncio.run(rollouts.push_weights(weights(1), {}, 3))
     groups = collect(rollouts, problems, 4, Sampling(24, temperature))
     assert_complete(groups, problems, 4)
     assert_generated_by(1, groups, version=3, temperature=temperature)
@@ -104,24 +106,24 @@ def test_generations_are_the_trainers(servers, sync, temperature):
 def test_every_update_reaches_every_server(servers, sync):
     rollouts, problems = rollouts_of(servers, sync), tiny_problems(12, MAX_PROMPT)
     for version in (1, 2, 3):
-        asyncio.run(rollouts.update_weights(weights(version), version))
+        asyncio.run(rollouts.push_weights(weights(version), {}, version))
         for server in servers:
             groups = collect(rollouts_on(server, rollouts), problems[:6], 2, Sampling(16))
             assert_generated_by(version, groups, version)
 
 
-def rollouts_on(server: SGLangServer, rollouts: SGLangRollouts) -> SGLangRollouts:
+def rollouts_on(server: SGLangServer, rollouts: Rollouts) -> Rollouts:
     """The same client, as it talks to one of its servers."""
-    one = object.__new__(SGLangRollouts)
-    one.__dict__ = rollouts.__dict__ | {"urls": [server.url]}
-    return one
+    sampler = object.__new__(SGLangSampler)
+    sampler.__dict__ = rollouts.sampler.__dict__ | {"urls": [server.url]}
+    return Rollouts(sampler, TOKENIZER, ByLetter(), MAX_PROMPT)
 
 
 def test_a_cache_of_older_weights_is_found_out(servers, tmp_path, monkeypatch):
     """Without the flush, the tokens that follow a cached prompt would come from keys and values of the old weights."""
     rollouts, problems = rollouts_of(servers[:1], DiskSync(tmp_path, "a run", TINY, "float32")), tiny_problems(8, 8)[7:]
     sampling = Sampling(24)
-    asyncio.run(rollouts.update_weights(weights(1), 1))
+    asyncio.run(rollouts.push_weights(weights(1), {}, 1))
     collect(rollouts, problems, 8, sampling)
 
     send = weight_sync.post
@@ -132,19 +134,19 @@ def test_a_cache_of_older_weights_is_found_out(servers, tmp_path, monkeypatch):
     with monkeypatch.context() as forgetful:
         forgetful.setattr(weight_sync, "post", without_flush)
         with pytest.raises(ServerError, match="kept the cache of its old weights"):
-            asyncio.run(rollouts.update_weights(weights(2), 2))
+            asyncio.run(rollouts.push_weights(weights(2), {}, 2))
         trainer, sampler = trainer_logprobs(2, collect(rollouts, problems, 8, sampling), 1.0)
         assert np.abs(trainer - sampler).max() > 0.01  # so the check is worth having
 
-    asyncio.run(rollouts.update_weights(weights(2), 3))
+    asyncio.run(rollouts.push_weights(weights(2), {}, 3))
     assert_generated_by(2, collect(rollouts, problems, 8, sampling), version=3)
 
 
 def test_weights_of_another_run_are_not_trained_on(servers, tmp_path):
     mine = rollouts_of(servers[:1], DiskSync(tmp_path, "mine", TINY, "float32"))
     theirs = rollouts_of(servers[:1], DiskSync(tmp_path, "theirs", TINY, "float32"))
-    asyncio.run(mine.update_weights(weights(1), 1))
-    asyncio.run(theirs.update_weights(weights(2), 1))
+    asyncio.run(mine.push_weights(weights(1), {}, 1))
+    asyncio.run(theirs.push_weights(weights(2), {}, 1))
     problems = tiny_problems(4, MAX_PROMPT)
     groups = collect(mine, problems, 4, Sampling(16))
     assert_complete(groups, problems, 4)
@@ -153,9 +155,9 @@ def test_weights_of_another_run_are_not_trained_on(servers, tmp_path):
     assert counts["rollouts/resampled"] > 0 and counts["rollouts/server_failures"] > 0
 
 
-def test_partial_generations_are_drawn_again(servers, tmp_path):
+def test_partial_generations_are_resampled(servers, tmp_path):
     rollouts = rollouts_of(servers[:1], DiskSync(tmp_path, "a run", TINY, "float32"), stop_ids=())
-    asyncio.run(rollouts.update_weights(weights(1), 1))
+    asyncio.run(rollouts.push_weights(weights(1), {}, 1))
     problems, url = tiny_problems(8, MAX_PROMPT), servers[0].url
 
     def abort() -> None:
@@ -174,7 +176,7 @@ def test_partial_generations_are_drawn_again(servers, tmp_path):
 
 
 def collect_over_a_restart(
-    rollouts: SGLangRollouts, problems: Sequence[Problem], servers: Sequence[SGLangServer], is_back: Callable[[], bool]
+    rollouts: Rollouts, problems: Sequence[Problem], servers: Sequence[SGLangServer], is_back: Callable[[], bool]
 ) -> list[Group]:
     """All groups. After two of them the second server is killed, and started again while the first is held up."""
     held, dying = servers
@@ -211,7 +213,7 @@ def collect_over_a_restart(
 def test_a_server_that_dies_in_a_batch_is_current_before_it_serves_again(servers, tmp_path, capsys):
     sync, problems = DiskSync(tmp_path, "a run", TINY, "float32"), tiny_problems(24, MAX_PROMPT)
     rollouts = rollouts_of(servers, sync, max_concurrent=16)
-    asyncio.run(rollouts.update_weights(weights(1), 1))
+    asyncio.run(rollouts.push_weights(weights(1), {}, 1))
     groups = collect_over_a_restart(rollouts, problems, servers, lambda: True)
     assert_complete(groups, problems, 4)
     assert_generated_by(1, groups, version=1)
@@ -226,7 +228,7 @@ def test_a_worker_that_dies_behind_a_router_is_current_before_it_serves_again(se
         sync = DiskSync(tmp_path / "weights", "a run", TINY, "float32")
         rollouts = rollouts_of([router], sync, max_concurrent=16)
         for version in (1, 2):
-            asyncio.run(rollouts.update_weights(weights(version), version))
+            asyncio.run(rollouts.push_weights(weights(version), {}, version))
             asked = [len(server.requests()) for server in servers]
             groups = collect(rollouts, problems, 4, Sampling(16))
             assert_complete(groups, problems, 4)
@@ -247,7 +249,7 @@ def test_a_worker_that_dies_behind_a_router_is_current_before_it_serves_again(se
 
 def test_a_request_that_the_server_refuses_ends_the_run(servers, tmp_path):
     rollouts = rollouts_of(servers, DiskSync(tmp_path, "a run", TINY, "float32"))
-    asyncio.run(rollouts.update_weights(weights(1), 1))
+    asyncio.run(rollouts.push_weights(weights(1), {}, 1))
     with pytest.raises(ServerError, match=r"refuses the prompt of problem \d: .*context"):
         collect(rollouts, tiny_problems(2, MAX_PROMPT), 2, Sampling(2000))
 
@@ -257,14 +259,14 @@ def test_an_update_that_a_server_refuses_ends_the_run(servers, tmp_path, monkeyp
     rollouts = rollouts_of(servers, sync)
     monkeypatch.setattr(hf, "save_pretrained", lambda path, *arguments, **keywords: path.mkdir(parents=True))
     with pytest.raises(ServerError, match="update_weights_from_disk failed"):
-        asyncio.run(rollouts.update_weights(weights(1), 1))
+        asyncio.run(rollouts.push_weights(weights(1), {}, 1))
 
 
 def test_two_versions_at_most_are_on_disk(servers, tmp_path):
     rollouts = rollouts_of(servers[:1], DiskSync(tmp_path / "below", "a run", TINY, "float32"))
     for version in (1, 2, 3):
-        asyncio.run(rollouts.update_weights(weights(version), version))
+        asyncio.run(rollouts.push_weights(weights(version), {}, version))
         (folder,) = (tmp_path / "below").iterdir()
         assert [one.name.split("-")[1] for one in folder.iterdir()] == [str(version)]
-    rollouts.close()
+    rollouts.sampler.close()
     assert not folder.exists()

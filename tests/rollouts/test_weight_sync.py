@@ -9,12 +9,14 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from fake_servers import answer_to_get, generated, open_rollouts
-from fakes import PATIENCE, tiny_params, tiny_problems, until
+from fakes import PATIENCE, TINY_ALPHABET, ByLetter, tiny_params, tiny_problems, until
 
 from poly_epo_jax.http_client import ServerError
+from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.sglang import served_weights
-from poly_epo_jax.rollouts.sglang.client import SGLangRollouts
+from poly_epo_jax.rollouts.sglang.client import SGLangSampler
 from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
+from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.timeline import BusyTime
 from poly_epo_jax.types import Group, Sampling
 
@@ -67,7 +69,7 @@ def on_disk(folder: Path) -> list[str]:
     return sorted(one.name.split("-")[1] for below in folder.iterdir() for one in below.iterdir())
 
 
-async def generate(rollouts: SGLangRollouts) -> list[Group]:
+async def generate(rollouts: Rollouts) -> list[Group]:
     return [group async for group in rollouts.generate(tiny_problems(4, 8), 2, Sampling(4))]
 
 
@@ -79,7 +81,7 @@ def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Pa
     async def main() -> None:
         fake = Servers()
         rollouts, busy = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path), BusyTime()
-        await rollouts.update_weights(tiny_params(1), 1)
+        await rollouts.push_weights(tiny_params(1), {}, 1)
         assert on_disk(tmp_path) == ["1"]
 
         def stands_still() -> bool:
@@ -88,7 +90,7 @@ def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Pa
 
         async def update() -> None:
             with busy.work():
-                await rollouts.update_weights(tiny_params(2), 2)
+                await rollouts.push_weights(tiny_params(2), {}, 2)
 
         generating = asyncio.create_task(generate(rollouts))
         await fake.asked.wait()
@@ -108,13 +110,13 @@ def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Pa
     asyncio.run(main())
 
 
-async def lost_in_a_batch(fake: Servers, rollouts: SGLangRollouts) -> tuple[asyncio.Task, asyncio.Task]:
+async def lost_in_a_batch(fake: Servers, rollouts: Rollouts) -> tuple[asyncio.Task, asyncio.Task]:
     """A batch from the first weights during which server a has died, and the update to the second that waits for it."""
-    await rollouts.update_weights(tiny_params(1), 1)
+    await rollouts.push_weights(tiny_params(1), {}, 1)
     fake.dying = "http://a"
     generating = asyncio.create_task(generate(rollouts))
     await until(lambda: fake.versions["http://a"] == "default")
-    return generating, asyncio.create_task(rollouts.update_weights(tiny_params(2), 2))
+    return generating, asyncio.create_task(rollouts.push_weights(tiny_params(2), {}, 2))
 
 
 def test_a_server_that_comes_back_meanwhile_is_given_the_weights_of_its_batch(tmp_path: Path, monkeypatch, capsys):
@@ -167,13 +169,14 @@ def test_of_two_hosts_that_share_servers_one_sends_and_the_other_waits(tmp_path:
         fake = Servers()
         fake.may_end.set()
         first = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path)
-        limits = {"max_prompt_tokens": 8, "max_concurrent": 64, "timeout_seconds": 30.0, "wait_seconds": 30.0}
-        second = SGLangRollouts(URLS, ServedWeights(None, 8, 30.0, 30.0), first.tokenizer, (1, 14), **limits)
+        limits = {"max_concurrent": 64, "timeout_seconds": 30.0, "wait_seconds": 30.0}
+        sampler = SGLangSampler(URLS, ServedWeights(None, 8, 30.0, 30.0), (1, 14), **limits)
+        second = Rollouts(sampler, build_character_tokenizer(TINY_ALPHABET), ByLetter(), 8)
 
         async def begin(version: int) -> asyncio.Task[None]:
             """The second host's update, once it has looked at both servers and found the weights at neither."""
             fake.looks.clear()
-            task = asyncio.create_task(second.update_weights(tiny_params(version), version))
+            task = asyncio.create_task(second.push_weights(tiny_params(version), {}, version))
             await until(lambda: min(fake.looks[url] for url in URLS) > 1)
             assert not task.done()
             return task
@@ -186,7 +189,7 @@ def test_of_two_hosts_that_share_servers_one_sends_and_the_other_waits(tmp_path:
                 await waiting
         for version in (1, 2):
             waiting = await begin(version)
-            await first.update_weights(tiny_params(version), version)
+            await first.push_weights(tiny_params(version), {}, version)
             await waiting
             assert versions(await generate(first)) == versions(await generate(second)) == {version}
         assert sorted(fake.loaded) == sorted((url, version) for url in URLS for version in ("1", "2"))

@@ -10,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from responses import response
 
+from poly_epo_jax.choices import make_judge
+from poly_epo_jax.config import ConfigError, JudgeSection
 from poly_epo_jax.data import Dropped, load_problems
-from poly_epo_jax.judges.exact import ExactJudge
 from poly_epo_jax.tasks import TASKS, MathTask
 from poly_epo_jax.tasks.answers import last_boxed, mend
 from poly_epo_jax.tasks.math import MAX_ANSWER_LENGTH
@@ -88,17 +90,18 @@ def test_columns_have_names(make: Callable[..., MathTask]):
         make(rows)
 
 
-def test_the_default_template_is_qwen_s_chat(make: Callable[..., MathTask]):
+def test_a_problem_is_a_message_of_a_chat_unless_a_template_is_given(make: Callable[..., MathTask]):
     """Braces and percent signs of problems are text."""
     problem = r"Let $\frac{a}{b}$ be {problem} {} {0} %s \1."
     (made,) = make([{"problem": problem, "answer": "1"}]).train_problems
     before, after = made.prompt.split(problem)
-    assert before == "<|im_start|>user\n"
-    assert after.startswith("\n\n")
-    assert after.endswith(r"\boxed{}.<|im_end|>" + "\n<|im_start|>assistant\n")
+    assert made.chat and before == ""
+    assert after.startswith("\n\n") and after.endswith(r"final answer inside \boxed{}.")
+    (plain,) = make([{"problem": problem, "answer": "1"}], template="Q: {problem} A:").train_problems
+    assert not plain.chat and plain.prompt == f"Q: {problem} A:"
 
 
-@pytest.mark.parametrize("template", ["", "{}", "{problem} and {problem}"])
+@pytest.mark.parametrize("template", ["{}", "{problem} and {problem}"])
 def test_a_template_has_one_slot(make: Callable[..., MathTask], template: str):
     with pytest.raises(ValueError, match=r"template is .* must hold \{problem\} once"):
         make(template=template)
@@ -111,8 +114,10 @@ def test_ids_are_unique_among_held_out_sources(make: Callable[..., MathTask]):
 
 
 def test_there_is_no_exact_clustering(make: Callable[..., MathTask]):
-    with pytest.raises(ValueError, match="MathTask has no exact clustering; use judge 'llm'"):
-        ExactJudge(make())
+    with pytest.raises(
+        ConfigError, match=r"judge\.name='exact' needs strategy of MathTask; choose answer, llm, none\."
+    ):
+        make_judge(JudgeSection(name="exact"), make())
 
 
 @pytest.mark.parametrize(
@@ -272,7 +277,7 @@ def test_rewards(make: Callable[..., MathTask]):
         r"\boxed{(10^9)!}": 0.0,
     }
     with ThreadPoolExecutor(4) as executor:
-        rewards = executor.map(lambda text: task.reward(problem, text), texts)
+        rewards = executor.map(lambda text: task.reward(problem, response(text)), texts)
     assert list(rewards) == list(texts.values())
     assert task.metrics() == {"grader/timeouts": 1.0, "grader/crashes": 0.0}
     assert task.metrics() == {"grader/timeouts": 0.0, "grader/crashes": 0.0}
@@ -288,9 +293,9 @@ def test_no_worker_is_asked_about_nothing_or_too_much(make: Callable[..., MathTa
 
     monkeypatch.setattr(task._verifier, "compare", compare)
     for answer in ("", " ", "1" * (MAX_ANSWER_LENGTH + 1)):
-        assert task.reward(task.train_problems[1], rf"\boxed{{{answer}}}") == 0.0
+        assert task.reward(task.train_problems[1], response(rf"\boxed{{{answer}}}")) == 0.0
     assert asked == []
-    assert task.reward(task.train_problems[1], rf"\boxed{{{'1' * MAX_ANSWER_LENGTH}}}") == 1.0
+    assert task.reward(task.train_problems[1], response(rf"\boxed{{{'1' * MAX_ANSWER_LENGTH}}}")) == 1.0
     assert asked == [("2", "1" * MAX_ANSWER_LENGTH, threading.current_thread())]
 
 
@@ -330,7 +335,7 @@ def test_golds_equal_themselves(shared: Path, make: Callable[..., MathTask], nam
     """And can be read, but for the exceptions: the string alone equals itself whatever it means."""
     problems, task = golds(shared, name), make()
     with ThreadPoolExecutor(4) as executor:
-        boxed = [(problem, rf"Hence \boxed{{{problem.answer}}}.") for problem in problems]
+        boxed = [(problem, response(rf"Hence \boxed{{{problem.answer}}}.")) for problem in problems]
         rewards = list(executor.map(lambda pair: task.reward(*pair), boxed))
     assert [problem.id for problem, reward in zip(problems, rewards, strict=True) if reward != 1.0] == []
     unread = [p.id for p in problems if all(isinstance(reading, str) for reading in parsed(mend(p.answer)))]

@@ -2,6 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
+from responses import response
 
 from poly_epo_jax.tasks import TASKS, Demonstrations, MultiplicationTask
 from poly_epo_jax.tasks.multiplication import Plan
@@ -25,7 +26,7 @@ def operands(problem: Problem) -> tuple[int, int]:
 
 
 def plan_of(task: MultiplicationTask, problem: Problem, text: str) -> Plan:
-    plan = task.strategy(problem, text)
+    plan = task.strategy(problem, response(text))
     assert plan is not None
     return plan
 
@@ -77,9 +78,9 @@ def test_every_plan_is_graded(answer):
         # Degenerate: a part of 0, a factor of 1, or a result that is not positive.
         degenerate = 0 in (p, q) or (symbol == "*" and 1 in (p, q)) or (symbol == "-" and p <= q)
         parts = (p, q) if symbol == "-" else (max(p, q), min(p, q))
-        assert task.strategy(problem, text) == (None if degenerate else (whole, symbol, parts))
+        assert task.strategy(problem, response(text)) == (None if degenerate else (whole, symbol, parts))
         makes_operand = {"+": p + q, "-": p - q, "*": p * q}[symbol] == whole
-        assert task.reward(problem, text) == float(makes_operand and not degenerate)
+        assert task.reward(problem, response(text)) == float(makes_operand and not degenerate)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +95,12 @@ def test_every_plan_is_graded(answer):
     ],
 )
 def test_right_responses(text):
-    assert MultiplicationTask().reward(product(7, 23), text) == 1
+    assert MultiplicationTask().reward(product(7, 23), response(text)) == 1
 
 
 @pytest.mark.parametrize("text", ["8*(6*4)=48*4=192", "8*(4*6)=32*6=192", "24*(2*4)=48*4=192"])
 def test_right_factorisations(text):
-    assert MultiplicationTask().reward(product(8, 24), text) == 1
+    assert MultiplicationTask().reward(product(8, 24), response(text)) == 1
 
 
 def test_the_order_of_commutative_parts_is_no_strategy():
@@ -109,12 +110,12 @@ def test_the_order_of_commutative_parts_is_no_strategy():
         (product(8, 24), "8*(6*4)=48*4=192", "8*(4*6)=32*6=192"),
     ]
     for problem, one, other in pairs:
-        assert task.strategy(problem, one) == task.strategy(problem, other)
+        assert task.strategy(problem, response(one)) == task.strategy(problem, response(other))
     # Subtraction does not commute: 2 - 25 is another plan, and a wrong one.
-    reverse = task.strategy(product(7, 23), "7*(2-25)=14-175=161")
+    reverse = task.strategy(product(7, 23), response("7*(2-25)=14-175=161"))
     assert reverse is not None
-    assert reverse != task.strategy(product(7, 23), "7*(25-2)=175-14=161")
-    assert task.reward(product(7, 23), "7*(2-25)=14-175=161") == 0
+    assert reverse != task.strategy(product(7, 23), response("7*(25-2)=175-14=161"))
+    assert task.reward(product(7, 23), response("7*(2-25)=14-175=161")) == 0
 
 
 def test_operand_operator_and_parts_each_make_a_strategy():
@@ -128,27 +129,27 @@ def test_operand_operator_and_parts_each_make_a_strategy():
         "12*(12*2)=144*2=288",
         "12*(12+12)=144+144=288",
     ]
-    assert all(task.reward(problem, text) == 1 for text in texts)
-    assert len({task.strategy(problem, text) for text in texts}) == len(texts)
+    assert all(task.reward(problem, response(text)) == 1 for text in texts)
+    assert len({task.strategy(problem, response(text)) for text in texts}) == len(texts)
 
 
 def test_wrong_arithmetic_stays_in_its_cluster_and_wrong_plans_have_their_own():
     task, problem = MultiplicationTask(), product(7, 23)
-    right = task.strategy(problem, "7*(20+3)=140+21=161")
+    right = task.strategy(problem, response("7*(20+3)=140+21=161"))
     for text in ("7*(20+3)=150+21=171", "7*(20+3)=140+21=162", "7*(20+3)=1+1=1", "7*(3+20)=140+21=161"):
-        assert task.strategy(problem, text) == right
-        assert task.reward(problem, text) == 0
-    wrong_plan = task.strategy(problem, "7*(20+4)=140+28=168")
+        assert task.strategy(problem, response(text)) == right
+        assert task.reward(problem, response(text)) == 0
+    wrong_plan = task.strategy(problem, response("7*(20+4)=140+28=168"))
     assert wrong_plan not in (None, right)
-    assert task.reward(problem, "7*(20+4)=140+28=168") == 0
-    assert task.reward(problem, "7*(20+4)=140+21=161") == 0
+    assert task.reward(problem, response("7*(20+4)=140+28=168")) == 0
+    assert task.reward(problem, response("7*(20+4)=140+21=161")) == 0
 
 
 def test_a_square_knows_its_operand_by_value():
     task, problem = MultiplicationTask(), product(12, 12)
-    assert task.strategy(problem, "12*(10+2)=120+24=144") == (12, "+", (10, 2))
-    assert task.reward(problem, "12*(10+2)=120+24=144") == 1
-    assert task.reward(problem, "12*(4*3)=48*3=144") == 1
+    assert task.strategy(problem, response("12*(10+2)=120+24=144")) == (12, "+", (10, 2))
+    assert task.reward(problem, response("12*(10+2)=120+24=144")) == 1
+    assert task.reward(problem, response("12*(4*3)=48*3=144")) == 1
 
 
 @pytest.mark.parametrize(
@@ -204,9 +205,9 @@ def test_a_square_knows_its_operand_by_value():
 )
 def test_hostile_text_is_degenerate(text):
     task, problem = MultiplicationTask(), product(7, 24)
-    assert task.reward(problem, "7*(20+4)=140+28=168") == 1
-    assert task.strategy(problem, text) is None
-    assert task.reward(problem, text) == 0
+    assert task.reward(problem, response("7*(20+4)=140+28=168")) == 1
+    assert task.strategy(problem, response(text)) is None
+    assert task.reward(problem, response(text)) == 0
 
 
 @pytest.mark.parametrize("settings", [{}, dict(digits=(2, 2)), dict(digits=(3, 2))])
@@ -216,8 +217,8 @@ def test_clean_demonstrations_are_right_and_listed(settings):
     for problem in task.train_problems[::3]:
         text = task.demonstration(problem, rng, CLEAN)
         assert is_right(*operands(problem), text)
-        assert task.reward(problem, text) == 1
-        assert task.strategy(problem, text) in task.strategies(problem)
+        assert task.reward(problem, response(text)) == 1
+        assert task.strategy(problem, response(text)) in task.strategies(problem)
         assert set(problem.prompt + text) <= set(task.alphabet)
 
 
@@ -231,7 +232,7 @@ def test_every_problem_has_a_dozen_right_strategies(settings):
         for operand, symbol, (p, q) in plans:
             text = respond(a + b - operand, p, symbol, q)
             assert is_right(a, b, text)
-            assert task.reward(problem, text) == 1
+            assert task.reward(problem, response(text)) == 1
             assert plan_of(task, problem, text) == (operand, symbol, (p, q))
 
 
@@ -257,7 +258,7 @@ def test_no_single_edit_of_a_right_response_is_right(answer):
             edits = [text[:i] + text[i + 1 :]] if i < len(text) else []
             edits += [text[:i] + c + text[i + k :] for c in task.alphabet for k in (0, 1)]
             for edit in set(edits) - {text}:
-                assert task.reward(problem, edit) == 0
+                assert task.reward(problem, response(edit)) == 0
                 assert not is_right(a, b, edit)
 
 
@@ -265,7 +266,7 @@ def test_error_rates_and_what_a_mistake_is():
     task, problem, draws = MultiplicationTask(), product(7, 24), 4_000
     rng = np.random.default_rng(2)
     texts = [task.demonstration(problem, rng, Demonstrations(error_rate=1.0)) for _ in range(draws)]
-    wrong = np.array([task.reward(problem, text) == 0 for text in texts])
+    wrong = np.array([task.reward(problem, response(text)) == 0 for text in texts])
     plans = task.strategies(problem)
     ranks = np.array([plans.index(plan_of(task, problem, text)) for text in texts])  # mistakes leave the plan alone
     expected = np.mean([0.15 + 0.01 * rank for rank in range(len(plans))])
@@ -290,8 +291,8 @@ def test_mistaken_demonstrations_are_never_rewarded_and_always_parse():
     task, rng = MultiplicationTask(), np.random.default_rng(3)
     for problem in every_problem()[::2]:
         text = task.demonstration(problem, rng, Demonstrations(error_rate=100.0))
-        assert task.reward(problem, text) == 0
-        assert task.strategy(problem, text) in task.strategies(problem)
+        assert task.reward(problem, response(text)) == 0
+        assert task.strategy(problem, response(text)) in task.strategies(problem)
 
 
 def test_the_longest_default_demonstration_has_22_characters():
@@ -308,7 +309,10 @@ def test_skew_concentrates_on_the_first_ranks(skew):
     task, problem, draws = MultiplicationTask(), product(7, 23), 2_000
     rng = np.random.default_rng(4)
     plans = task.strategies(problem)
-    drawn = [task.strategy(problem, task.demonstration(problem, rng, Demonstrations(skew=skew))) for _ in range(draws)]
+    drawn = [
+        task.strategy(problem, response(task.demonstration(problem, rng, Demonstrations(skew=skew))))
+        for _ in range(draws)
+    ]
     weights = [np.e ** (-skew * k) for k in range(len(plans))]
     for plan, weight in zip(plans, weights, strict=True):
         expected = weight / sum(weights)

@@ -3,6 +3,7 @@ import re
 
 import numpy as np
 import pytest
+from responses import response
 
 from poly_epo_jax.tasks import TASKS, Demonstrations, PolynomialTask
 from poly_epo_jax.types import Problem
@@ -61,8 +62,8 @@ def test_reward_is_one_exactly_on_the_curve(degree):
             for y in {curve(problem.prompt, x) + d for d in (-10, -1, 0, 1, 10)} | {-curve(problem.prompt, x), 0}:
                 text = f"(x={x},y={y})"
                 nameable = abs(y) <= 9999
-                assert task.reward(problem, text) == float(nameable and y == curve(problem.prompt, x))
-                assert task.strategy(problem, text) == ((x, y) if nameable else None)
+                assert task.reward(problem, response(text)) == float(nameable and y == curve(problem.prompt, x))
+                assert task.strategy(problem, response(text)) == ((x, y) if nameable else None)
 
 
 def test_only_canonical_integers_parse():
@@ -79,8 +80,8 @@ def test_only_canonical_integers_parse():
     for length in range(4):
         for characters in itertools.product("0123459-+ _", repeat=length):
             spelling = "".join(characters)
-            as_x = task.strategy(problem, f"(x={spelling},y=3)")
-            as_y = task.strategy(problem, f"(x=3,y={spelling})")
+            as_x = task.strategy(problem, response(f"(x={spelling},y=3)"))
+            as_y = task.strategy(problem, response(f"(x=3,y={spelling})"))
             assert as_x == ((int(spelling), 3) if canonical(spelling, 2) else None)
             assert as_y == ((3, int(spelling)) if canonical(spelling, 4) else None)
 
@@ -128,16 +129,16 @@ def test_only_canonical_integers_parse():
 def test_hostile_text_is_degenerate(text):
     task = PolynomialTask()
     problem = Problem(id="", prompt="y=x+5:", answer="1,5")
-    assert task.reward(problem, "(x=0,y=5)") == 1
-    assert task.strategy(problem, text) is None
-    assert task.reward(problem, text) == 0
+    assert task.reward(problem, response("(x=0,y=5)")) == 1
+    assert task.strategy(problem, response(text)) is None
+    assert task.reward(problem, response(text)) == 0
 
 
 def test_the_paper_example():
     task = PolynomialTask(degree=2)
     problem = Problem(id="", prompt="y=x^2+3x+7:", answer="1,3,7")
-    assert task.reward(problem, "(x=1,y=11)") == 1
-    assert task.reward(problem, "(x=1,y=10)") == 0
+    assert task.reward(problem, response("(x=1,y=11)")) == 1
+    assert task.reward(problem, response("(x=1,y=10)")) == 0
     assert task.strategies(problem)[:5] == [(0, 7), (1, 11), (-1, 5), (2, 17), (-2, 5)]
 
 
@@ -150,8 +151,8 @@ def test_clean_demonstrations_are_right_and_listed(degree):
         assert sorted(listed) == [(x, curve(problem.prompt, x)) for x in range(-9, 10)]
         for _ in range(5):
             text = task.demonstration(problem, rng, CLEAN)
-            assert task.reward(problem, text) == 1
-            assert task.strategy(problem, text) in listed
+            assert task.reward(problem, response(text)) == 1
+            assert task.strategy(problem, response(text)) in listed
             assert set(problem.prompt + text) <= set(task.alphabet)
 
 
@@ -167,7 +168,8 @@ def test_error_rates_follow_the_recipe(scale):
     problem, draws = task.train_problems[0], 6_000
     rng = np.random.default_rng(2)
     drawn = [
-        task.strategy(problem, task.demonstration(problem, rng, Demonstrations(error_rate=scale))) for _ in range(draws)
+        task.strategy(problem, response(task.demonstration(problem, rng, Demonstrations(error_rate=scale))))
+        for _ in range(draws)
     ]
     x, slip = np.array([(p[0], p[1] - curve(problem.prompt, p[0])) for p in drawn if p is not None]).T
     assert len(x) == draws
@@ -185,7 +187,10 @@ def test_skew_concentrates_on_small_x(skew):
     task = PolynomialTask()
     problem, draws = task.train_problems[0], 4_000
     rng = np.random.default_rng(3)
-    points = [task.strategy(problem, task.demonstration(problem, rng, Demonstrations(skew=skew))) for _ in range(draws)]
+    points = [
+        task.strategy(problem, response(task.demonstration(problem, rng, Demonstrations(skew=skew))))
+        for _ in range(draws)
+    ]
     ranked_x = [0] + [sign * size for size in range(1, 10) for sign in (1, -1)]
     weights = [np.e ** (-skew * k) for k in range(19)]
     for x, weight in zip(ranked_x, weights, strict=True):

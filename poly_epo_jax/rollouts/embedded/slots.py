@@ -24,7 +24,7 @@ TURNOVER = 8  # the decoding loop ends once one in so many slots is finished
 SHORTEST_PROMPT = 16  # prompts are padded to the next power of two, from here on
 
 
-class Request(NamedTuple):
+class Job(NamedTuple):
     """One generation: of which prompt, with which seed, at most how many tokens."""
 
     prompt: int
@@ -33,15 +33,15 @@ class Request(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """What came of a request, by its place among the requests."""
+    """What came of a job, by its place among the jobs."""
 
-    request: int
+    job: int
     token_ids: Int[np.ndarray, "T"]
     logprobs: Float[np.ndarray, "T"]
 
 
 class Slots:
-    """Decodes requests in their order.
+    """Decodes jobs in their order.
 
     Args:
       weights: `decoding.decoding_weights` of the policy.
@@ -58,27 +58,27 @@ class Slots:
         mesh: Mesh,
         stop_ids: Int[np.ndarray, "S"],
         prompts: Sequence[Int[np.ndarray, "L"]],
-        requests: Sequence[Request],
+        jobs: Sequence[Job],
         sampling: Sampling,
         num_slots: int,
         max_prompts: int,
         max_length: int,
     ):
         self._config, self._weights, self._mesh, self._stop_ids = config, weights, mesh, stop_ids
-        self._prompts, self._requests, self._sampling = prompts, requests, sampling
+        self._prompts, self._jobs, self._sampling = prompts, jobs, sampling
         self._max_prompts = max_prompts
         self._turnover = max(1, num_slots // TURNOVER)
         self._prompt_size = max(SHORTEST_PROMPT, 1 << (max(map(len, prompts)) - 1).bit_length())
         self._sizes = cache_sizes(max_length)
-        self._next = 0  # of the requests
-        self._owner = np.full(num_slots, -1)  # the request in each slot
+        self._next = 0  # of the jobs
+        self._owner = np.full(num_slots, -1)  # the job in each slot
         self._position = np.zeros(num_slots, np.int64)
         self._chunk, self._prefilled = -1, KVCache((), ())  # the prompts now held
         self._state: SlotState | None = None
 
     @property
     def is_done(self) -> bool:
-        return self._next == len(self._requests) and bool((self._owner < 0).all())
+        return self._next == len(self._jobs) and bool((self._owner < 0).all())
 
     def advance(self) -> list[Finished]:
         """Refills, decodes until some slots are finished, and empties these. Blocks."""
@@ -99,9 +99,9 @@ class Slots:
             rows = np.flatnonzero((self._owner >= 0) & (active == 0))
             finished = []
             for start in range(0, len(rows), self._turnover):
-                some = rows[start : start + self._turnover]
-                tokens, logprobs = jax.device_get(programs.read(state, self._padded(some)))
-                for row, ids, values in zip(some, tokens, logprobs, strict=False):
+                chunk = rows[start : start + self._turnover]
+                tokens, logprobs = jax.device_get(programs.read(state, self._padded(chunk)))
+                for row, ids, values in zip(chunk, tokens, logprobs, strict=False):
                     length = lengths[row]
                     finished.append(Finished(int(self._owner[row]), ids[:length].copy(), values[:length].copy()))
         self._owner[rows] = -1
@@ -109,8 +109,8 @@ class Slots:
 
     def _fitted(self) -> SlotState:
         """The state, its cache long enough for a while, and not longer than it has to be."""
-        starting = self._requests[self._next : self._next + int((self._owner < 0).sum())]
-        lengths = [*self._position[self._owner >= 0], *(len(self._prompts[request.prompt]) for request in starting)]
+        starting = self._jobs[self._next : self._next + int((self._owner < 0).sum())]
+        lengths = [*self._position[self._owner >= 0], *(len(self._prompts[job.prompt]) for job in starting)]
         longest = max(lengths) + 1
         room = self._sizes[0] // 2
         size = next((size for size in self._sizes if size >= longest + room), self._sizes[-1])
@@ -121,26 +121,26 @@ class Slots:
 
     def _refilled(self, state: SlotState) -> SlotState:
         free = np.flatnonzero(self._owner < 0)
-        while len(free) and self._next < len(self._requests):
-            chunk = self._requests[self._next].prompt // self._max_prompts
+        while len(free) and self._next < len(self._jobs):
+            chunk = self._jobs[self._next].prompt // self._max_prompts
             if chunk != self._chunk:
                 self._chunk, self._prefilled = chunk, self._prefill(chunk)
             end = self._next + min(len(free), self._turnover)
-            some = [r for r in self._requests[self._next : end] if r.prompt // self._max_prompts == chunk]
-            rows, free = free[: len(some)], free[len(some) :]
-            prompts = [self._prompts[request.prompt] for request in some]
+            jobs = [job for job in self._jobs[self._next : end] if job.prompt // self._max_prompts == chunk]
+            rows, free = free[: len(jobs)], free[len(jobs) :]
+            prompts = [self._prompts[job.prompt] for job in jobs]
             state = programs.insert(
                 state,
                 self._prefilled,
                 self._padded(rows, filling=len(self._owner)),
-                prompts=self._padded([request.prompt % self._max_prompts for request in some]),
-                seeds=self._padded([request.seed for request in some], dtype=np.uint32),
+                prompts=self._padded([job.prompt % self._max_prompts for job in jobs]),
+                seeds=self._padded([job.seed for job in jobs], dtype=np.uint32),
                 tokens=self._padded([int(ids[-1]) for ids in prompts]),
                 positions=self._padded([len(ids) - 1 for ids in prompts]),
-                limits=self._padded([request.max_tokens for request in some]),
+                limits=self._padded([job.max_tokens for job in jobs]),
             )
-            self._owner[rows] = np.arange(self._next, self._next + len(some))
-            self._next += len(some)
+            self._owner[rows] = np.arange(self._next, self._next + len(jobs))
+            self._next += len(jobs)
         return state
 
     def _prefill(self, chunk: int) -> KVCache:
@@ -158,14 +158,20 @@ class Slots:
         return padded
 
 
-def capacity(mesh: Mesh, max_concurrent: int, num_requests: int, num_generations: int) -> tuple[int, int]:
-    """How many slots, and how many prompts held beside them, serve so many requests; every device gets its share."""
+def capacity(mesh: Mesh, max_concurrent: int, num_jobs: int, num_generations: int) -> tuple[int, int]:
+    """How many slots, and how many prompts held beside them, serve so many jobs; every device gets its share.
+
+    With one generation per prompt, as in later turns, the number of jobs differs from call to call. Then the slots are
+    a power of two, so that few programs are compiled, and only as many prompts are held as are inserted at once.
+    """
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
 
     def divisible(count: int) -> int:
         return -(-count // rows) * rows
 
-    num_slots = divisible(min(max_concurrent, num_requests))
+    if num_generations == 1:
+        num_jobs, num_generations = 1 << (num_jobs - 1).bit_length(), TURNOVER
+    num_slots = divisible(min(max_concurrent, num_jobs))
     return num_slots, divisible(max(1, num_slots // num_generations))
 
 

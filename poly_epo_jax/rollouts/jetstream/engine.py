@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import KVCache
@@ -25,7 +25,7 @@ from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.programs import SlotState
 from poly_epo_jax.rollouts.embedded.slots import SHORTEST_PROMPT
 from poly_epo_jax.rollouts.jetstream import mended as jetstream
-from poly_epo_jax.types import Params, Sampling
+from poly_epo_jax.types import Params, Request, Sampling
 
 BEGINNING = -1  # JetStream puts a token before every prompt; ours have none, so it is one that no policy knows
 FIRST_TICKET = -2  # and downwards
@@ -34,19 +34,15 @@ COLUMNS = 3  # of a token: its id, the bits of its log-probability, the weight v
 
 @dataclasses.dataclass(frozen=True)
 class EngineSize:
-    """What is fixed when the engine starts: prompts decoded at once, generations of each, and tokens at most."""
+    """What is fixed when the engine starts: prompts decoded at once, generations of each, and tokens at most.
+
+    The prompt of a later turn may be longer than `max_prompt_tokens`, but it and its response take no more than
+    `max_prompt_tokens + max_tokens`.
+    """
 
     slots: int
     samples_per_slot: int
     max_prompt_tokens: int
-    max_tokens: int
-
-
-class Request(NamedTuple):
-    """A prompt and at most `samples_per_slot` generations of it, one for each seed."""
-
-    prompt: Int[np.ndarray, "L"]
-    seeds: UInt32[np.ndarray, "S"]
     max_tokens: int
 
 
@@ -96,7 +92,7 @@ class Qwen3Engine(jetstream.engine_api.Engine):
             self._policy = policy
 
     def ticket(self, request: Request) -> int:
-        """The token id that stands for a request, once."""
+        """The token id that stands, once, for a request with at most `samples_per_slot` seeds."""
         ticket = next(self._tickets)
         self._requests[ticket] = request
         return ticket
@@ -124,7 +120,7 @@ class Qwen3Engine(jetstream.engine_api.Engine):
     ) -> Prefix:
         """Reads the prompt of a ticket, or the prompt given."""
         request = self._request(np.asarray(padded_tokens)[:true_length])
-        prompt = request.prompt
+        prompt = request.prompt_ids
         length = max(SHORTEST_PROMPT, 1 << (len(prompt) - 1).bit_length())
         tokens = np.zeros((self._shares, length), np.int32)
         valid = np.zeros(tokens.shape, bool)
@@ -139,13 +135,14 @@ class Qwen3Engine(jetstream.engine_api.Engine):
         if token_ids[0] <= FIRST_TICKET:
             return self._requests.pop(int(token_ids[0]))
         seeds = np.arange(self.size.samples_per_slot, dtype=np.uint32)
-        return Request(token_ids.astype(np.int32), seeds, self.size.max_tokens)
+        return Request("", token_ids.astype(np.int32), seeds, self.size.max_tokens)
 
     def insert(self, prefix: Prefix, decode_state: SlotState, slot: int) -> SlotState:
         """Lays the prompt into as many rows of the slot as it has seeds."""
         if prefix.cache is None:
             return decode_state
-        (prompt, seeds, max_tokens), samples = prefix.request, self.size.samples_per_slot
+        request, samples = prefix.request, self.size.samples_per_slot
+        prompt, seeds = request.prompt_ids, request.seeds
         rows = np.full(samples, self._rows, np.int32)  # out of bounds: none
         rows[: len(seeds)] = slot * samples + np.arange(len(seeds))
         with self._turn, jax.set_mesh(self._mesh):
@@ -157,7 +154,7 @@ class Qwen3Engine(jetstream.engine_api.Engine):
                 seeds=np.resize(seeds, samples),
                 tokens=np.full(samples, prompt[-1], np.int32),
                 positions=np.full(samples, len(prompt) - 1, np.int32),
-                limits=np.full(samples, max_tokens, np.int32),
+                limits=np.full(samples, request.max_tokens, np.int32),
             )
 
     def generate(self, params: None, decode_state: SlotState) -> tuple[SlotState, Any]:

@@ -1,38 +1,36 @@
-"""Generations from SGLang servers: groups as they complete, from weights that are known to be the newest."""
+"""Completions from SGLang servers, from weights that are known to be the newest."""
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import httpx
-import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.http_client import ServerError, backoff_seconds, describe, open_client
+from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.rollouts.sglang.endpoints import Endpoint, probe, served_model, wait_for
 from poly_epo_jax.rollouts.sglang.fleet import Fleet, Server
 from poly_epo_jax.rollouts.sglang.requests import ask, is_whole, request_body, tokens_and_logprobs
 from poly_epo_jax.rollouts.sglang.router import Router, Watch
 from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
-from poly_epo_jax.rollouts.tokens import encode_prompt, response_text
 from poly_epo_jax.timeline import waiting
-from poly_epo_jax.types import Generation, Group, Metrics, Params, Problem, Sampling
+from poly_epo_jax.types import Completion, Metrics, Params, Request, Sampling
 
 MAX_ATTEMPTS = 8
-"""At one group; before each but the first, lost servers are waited for."""
+"""At one request; before each but the first, lost servers are waited for."""
 
 
-class SGLangRollouts:
+class SGLangSampler:
     """A client of one or several SGLang servers that serve the policy, or of routers in front of such.
 
-    Generations are drawn from weights of one version only: what a server wrote with others, or did not finish, is
-    drawn again with the same seed. (SGLang heeds the seeds where it runs with --enable-deterministic-inference.)
+    Generations are from weights of one version only: what a server wrote with others, or did not finish, is resampled
+    with the same seed. (SGLang heeds the seeds where it runs with --enable-deterministic-inference.)
 
     Args:
       urls: where prompts are sent: servers, or a router, whose workers are then given the weights.
-      weights: which they are given; None: none, and generations are drawn from those that the servers have.
-      max_prompt_tokens: a longer prompt is refused.
+      weights: which they are given; None: none, and generations are from those that the servers have.
+      stop_ids: a generation ends with any of these tokens.
       max_concurrent: generations that one URL is given at once.
       timeout_seconds: for the generations of one prompt, and for one weight update.
       wait_seconds: how long to wait for a server that does not answer, at the start or later.
@@ -42,18 +40,14 @@ class SGLangRollouts:
         self,
         urls: Sequence[str],
         weights: ServedWeights | None,
-        tokenizer: PreTrainedTokenizerBase,
         stop_ids: Sequence[int],
         *,
-        max_prompt_tokens: int,
         max_concurrent: int,
         timeout_seconds: float,
         wait_seconds: float,
     ):
         self.urls = [url.rstrip("/") for url in urls]
-        self.tokenizer = tokenizer
         self.stop_ids = list(stop_ids)
-        self.max_prompt_tokens = max_prompt_tokens
         self.max_concurrent = max_concurrent
         self.timeout_seconds = timeout_seconds
         self.wait_seconds = wait_seconds
@@ -64,50 +58,47 @@ class SGLangRollouts:
         self._running: set[asyncio.Task[None]] = set()
         self._server_failures = self._resampled = 0
 
-    async def generate(
-        self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
-    ) -> AsyncIterator[Group]:
-        """Yields each problem's group as it completes.
+    async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+        """Yields the completions of each request as soon as it has all of them.
 
         Raises:
-          ValueError: a prompt is empty, or longer than `max_prompt_tokens`.
           ServerError: no server is left, or one refuses a request.
         """
-        prompts = [encode_prompt(self.tokenizer, problem, self.max_prompt_tokens) for problem in problems]
         await self._probe(self.urls)
         if self._weights is None:
             await self._adopt_weights()
         watches = await self._watch_routers()
         fleet = Fleet(self.urls, self.max_concurrent, functools.partial(self._revive, watches))
         tasks = [
-            asyncio.create_task(self._group(fleet, problem, ids, num_generations, sampling))
-            for problem, ids in zip(problems, prompts, strict=True)
+            asyncio.create_task(self._complete(fleet, place, request, sampling))
+            for place, request in enumerate(requests)
         ]
         batch = asyncio.create_task(_end(tasks, fleet, watches))
         self._running.add(batch)
         batch.add_done_callback(self._running.discard)
         try:
-            for group in asyncio.as_completed(tasks):
-                yield await group
+            for task in asyncio.as_completed(tasks):
+                for completion in await task:
+                    yield completion
         finally:
             for task in tasks:
                 task.cancel()
             await batch
 
-    async def update_weights(self, params: Params, version: int) -> None:
+    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
         """Loads the weights into every server and makes sure that each generates from them, with an empty cache.
 
         Generations that are under way keep the weights they began with, also on a server that comes back: the new
-        weights are prepared beside them, and sent when all are complete.
+        weights are prepared beside them, and pushed when all are complete.
 
         Raises:
           ServerError: a server does not take them, or goes on with others.
           OSError: they cannot be written.
         """
         if self._weights is None:
-            raise ValueError("These rollouts were opened to leave the servers' weights as they are; give them weights.")
+            raise ValueError("This sampler was opened to leave the servers' weights as they are; give it weights.")
         await self._weight_servers()  # who takes no weights is told before any are written
-        await asyncio.to_thread(self._weights.prepare, params, version)
+        await asyncio.to_thread(self._weights.prepare, merge_params(trainable, frozen), version)
         with waiting():
             while self._running:
                 await asyncio.wait(self._running)
@@ -186,50 +177,41 @@ class SGLangRollouts:
         else:
             await wait_for(url, self.wait_seconds)
 
-    async def _group(
-        self,
-        fleet: Fleet,
-        problem: Problem,
-        prompt_ids: np.ndarray,
-        num_generations: int,
-        sampling: Sampling,
-    ) -> Group:
-        seeds = sampling.generation_seeds(problem, num_generations)
-        done: dict[int, Generation] = {}
+    async def _complete(self, fleet: Fleet, place: int, request: Request, sampling: Sampling) -> list[Completion]:
+        """All completions of the request at `place`."""
+        done: dict[int, Completion] = {}
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(backoff_seconds(attempt))
-            missing = [index for index in range(len(seeds)) if index not in done]
-            tokens = len(missing) * (len(prompt_ids) + sampling.max_tokens)
-            # A client for each group: what httpx takes for a request grows with the requests of its client.
+            missing = [index for index in range(len(request.seeds)) if index not in done]
+            tokens = len(missing) * (len(request.prompt_ids) + request.max_tokens)
+            # A client for each request: what httpx takes for a call grows with the calls of its client.
             async with fleet.lease(len(missing), tokens) as server, open_client(self.timeout_seconds) as client:
-                # A list costs the server less than a request each, but routers take none.
-                requests = [[index] for index in missing] if server.url in self._routers else [missing]
-                bodies = [
-                    request_body(prompt_ids, [seeds[index] for index in some], sampling, self.stop_ids)
-                    for some in requests
-                ]
+                # A list costs the server less than a call for each seed, but routers take none.
+                calls = [[index] for index in missing] if server.url in self._routers else [missing]
+                bodies = [request_body(request, indices, sampling, self.stop_ids) for indices in calls]
                 answers = await asyncio.gather(
-                    *(ask(client, server.url, problem, body) for body in bodies), return_exceptions=True
+                    *(ask(client, server.url, request.problem_id, body) for body in bodies), return_exceptions=True
                 )
-                for indices, answer in zip(requests, answers, strict=True):
-                    self._keep(fleet, server, done, indices, answer)
-            if len(done) == len(seeds):
-                return Group(problem, prompt_ids, tuple(done[index] for index in range(len(seeds))))
+                for indices, answer in zip(calls, answers, strict=True):
+                    self._keep(fleet, server, place, done, indices, answer)
+            if len(done) == len(request.seeds):
+                return [done[index] for index in range(len(request.seeds))]
         raise ServerError(
-            f"The servers {', '.join(self.urls)} failed {MAX_ATTEMPTS} times to generate for problem {problem.id}; see "
-            "their logs for why they die or abort."
+            f"The servers {', '.join(self.urls)} failed {MAX_ATTEMPTS} times to generate for problem "
+            f"{request.problem_id}; see their logs for why they die or abort."
         )
 
     def _keep(
         self,
         fleet: Fleet,
         server: Server,
-        done: dict[int, Generation],
+        place: int,
+        done: dict[int, Completion],
         indices: Sequence[int],
         answers: list[dict[str, Any]] | BaseException,
     ) -> None:
-        """Adds whole generations from the present weights to `done`; the others will be drawn again."""
+        """Adds whole completions from the present weights to `done`; the others will be resampled."""
         if isinstance(answers, httpx.HTTPError):
             self._lose(fleet, server, describe(answers))
             return
@@ -239,7 +221,9 @@ class SGLangRollouts:
         for index, answer in zip(indices, answers, strict=True):
             version = answer["meta_info"].get("weight_version", "")
             if version == name and is_whole(answer):
-                done[index] = self._generation(answer)
+                reason = answer["meta_info"]["finish_reason"]["type"]
+                number = 0 if self._weights is None else self._weights.version
+                done[index] = Completion(place, index, *tokens_and_logprobs(answer), reason, number)
                 continue
             self._resampled += 1
             if version != name:
@@ -247,20 +231,13 @@ class SGLangRollouts:
                     raise ServerError(f"{server.url} changed weights while they were generated from; begin anew.")
                 self._lose(fleet, server, f"it generates from weights {version} instead of {name}")
 
-    def _generation(self, answer: dict[str, Any]) -> Generation:
-        ids, logprobs = tokens_and_logprobs(answer)
-        reason = answer["meta_info"]["finish_reason"]["type"]
-        text = response_text(self.tokenizer, ids, reason == "stop")
-        version = 0 if self._weights is None else self._weights.version
-        return Generation(ids, logprobs, text, reason, version)
-
     def _lose(self, fleet: Fleet, server: Server, why: str) -> None:
         self._server_failures += server.is_up
         fleet.lost(server, why)
 
 
-async def _end(tasks: Sequence[asyncio.Task[Group]], fleet: Fleet, watches: Mapping[str, Watch]) -> None:
-    """Returns when all groups are complete or given up, and no server is brought back for them any more."""
+async def _end(tasks: Sequence[asyncio.Task[list[Completion]]], fleet: Fleet, watches: Mapping[str, Watch]) -> None:
+    """Returns when all requests are complete or given up, and no server is brought back for them any more."""
     await asyncio.gather(*tasks, return_exceptions=True)
     await fleet.close()
     for watch in watches.values():

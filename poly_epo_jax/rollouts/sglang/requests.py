@@ -8,31 +8,31 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from poly_epo_jax.http_client import ServerError
-from poly_epo_jax.types import Problem, Sampling
+from poly_epo_jax.types import Request, Sampling
 
 
 def request_body(
-    prompt_ids: Int[np.ndarray, "L"], seeds: Sequence[np.integer], sampling: Sampling, stop_ids: Sequence[int]
+    request: Request, indices: Sequence[int], sampling: Sampling, stop_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Asks for a generation per seed: with several as a list, which routers do not take."""
+    """Asks for a generation for each of these seeds of a request: several as a list, which routers do not take."""
     parameters = {
-        "max_new_tokens": sampling.max_tokens,
+        "max_new_tokens": request.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
         "stop_token_ids": list(stop_ids),
     }
-    ids: list = prompt_ids.tolist()
-    each = [parameters | {"sampling_seed": int(seed) >> 1} for seed in seeds]  # its seeds are signed
-    one = len(seeds) == 1
+    prompt_ids: list = request.prompt_ids.tolist()
+    each = [parameters | {"sampling_seed": int(request.seeds[i]) >> 1} for i in indices]  # its seeds are signed
+    is_list = len(indices) > 1
     return {
-        "input_ids": ids if one else [ids] * len(seeds),
-        "sampling_params": each[0] if one else each,
+        "input_ids": [prompt_ids] * len(indices) if is_list else prompt_ids,
+        "sampling_params": each if is_list else each[0],
         "return_logprob": True,
     }
 
 
-async def ask(client: httpx.AsyncClient, url: str, problem: Problem, body: dict[str, Any]) -> list[dict[str, Any]]:
+async def ask(client: httpx.AsyncClient, url: str, problem_id: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The server's answers, one for each generation.
 
     Raises:
@@ -41,7 +41,7 @@ async def ask(client: httpx.AsyncClient, url: str, problem: Problem, body: dict[
     """
     response = await client.post(f"{url}/generate", json=body)
     if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
-        raise ServerError(f"{url} refuses the prompt of problem {problem.id}: {response.text.strip()[:500]}")
+        raise ServerError(f"{url} refuses the prompt of problem {problem_id}: {response.text.strip()[:500]}")
     answer = response.raise_for_status().json()
     return answer if isinstance(answer, list) else [answer]
 

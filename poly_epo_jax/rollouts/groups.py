@@ -1,0 +1,210 @@
+"""Prompts in, groups of N generations out, for every sampler: encoding, seeds, turns, decoding, grouping."""
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, UInt32
+from transformers import PreTrainedTokenizerBase
+
+from poly_epo_jax.data import encode_prompts
+from poly_epo_jax.timeline import waiting
+from poly_epo_jax.types import (
+    Completion,
+    Conversational,
+    Counting,
+    Generation,
+    Group,
+    Metrics,
+    Params,
+    Problem,
+    Request,
+    Sampler,
+    Sampling,
+    Task,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Draft:
+    """A group under way: its complete generations, each by the index of its seed."""
+
+    problem: Problem
+    prompt_ids: Int[np.ndarray, "L"]
+    seeds: UInt32[np.ndarray, "N"]
+    complete: dict[int, Generation] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Turn:
+    """A request for one turn: of all of a draft's generations, or of the one at `index` after what came `before`."""
+
+    draft: _Draft
+    request: Request
+    index: int = 0
+    before: Generation | None = None
+
+
+class Rollouts:
+    """Makes groups of generations with a sampler.
+
+    Where the task is Conversational, it may reply to a completion that ended with a stop token. The reply's tokens are
+    appended outside `loss_mask`, and the policy goes on from all tokens so far: its own are never encoded again.
+
+    Args:
+      max_prompt_tokens: a longer prompt is refused.
+    """
+
+    def __init__(self, sampler: Sampler, tokenizer: PreTrainedTokenizerBase, task: Task, max_prompt_tokens: int):
+        self.sampler = sampler
+        self._tokenizer, self._task, self._max_prompt_tokens = tokenizer, task, max_prompt_tokens
+        self._conversations: set[asyncio.Future[None]] = set()
+
+    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
+        """Gives the sampler new weights. Generations of several turns are completed first, with those they began with.
+
+        So whoever reads the groups of a conversational task reads all of them before awaiting this.
+        """
+        with waiting():
+            while self._conversations:
+                await asyncio.wait(self._conversations)
+        await self.sampler.push_weights(trainable, frozen, version)
+
+    def metrics(self) -> Metrics:
+        """What the sampler counted since the last call."""
+        return self.sampler.metrics() if isinstance(self.sampler, Counting) else {}
+
+    async def generate(
+        self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
+    ) -> AsyncGenerator[Group, None]:
+        """Yields a group for each problem, as soon as its last generation is complete.
+
+        Turns run in rounds: the next one begins when the present one is complete for all problems.
+
+        Raises:
+          ValueError: a prompt is empty, or longer than `max_prompt_tokens`.
+          RuntimeError: the sampler left a completion out, or changed its weights between two turns.
+        """
+        drafts = [
+            _Draft(problem, ids, generation_seeds(sampling.seed, problem.id, num_generations))
+            for problem, ids in zip(problems, self._encode(problems), strict=True)
+        ]
+        turns = [
+            _Turn(draft, Request(draft.problem.id, draft.prompt_ids, draft.seeds, sampling.max_tokens))
+            for draft in drafts
+        ]
+        with self._conversation():
+            while turns:
+                next_turns: list[_Turn] = []
+                sampled = self.sampler.sample([turn.request for turn in turns], sampling)
+                async with contextlib.aclosing(sampled) as completions:
+                    async for completion in completions:
+                        turn = turns[completion.request]
+                        draft, index = turn.draft, turn.index + completion.index
+                        generation = self._joined(turn, completion)
+                        generation = await self._replied(draft.problem, generation, sampling.max_tokens)
+                        if _ends_with_reply(generation):
+                            next_turns.append(_next_turn(draft, index, generation, sampling.max_tokens))
+                            continue
+                        draft.complete[index] = generation
+                        if len(draft.complete) == num_generations:
+                            generations = tuple(draft.complete[i] for i in range(num_generations))
+                            yield Group(draft.problem, draft.prompt_ids, generations)
+                turns = next_turns
+        for draft in drafts:
+            if len(draft.complete) < num_generations:
+                missing = num_generations - len(draft.complete)
+                raise RuntimeError(f"The sampler left out {missing} completions of problem {draft.problem.id}.")
+
+    @contextlib.contextmanager
+    def _conversation(self) -> Iterator[None]:
+        """New weights wait for its end, where the task is conversational."""
+        if not isinstance(self._task, Conversational):
+            yield
+            return
+        ended = asyncio.get_running_loop().create_future()
+        self._conversations.add(ended)
+        try:
+            yield
+        finally:
+            self._conversations.remove(ended)
+            ended.set_result(None)
+
+    def _encode(self, problems: Sequence[Problem]) -> list[Int[np.ndarray, "L"]]:
+        prompts = encode_prompts(self._tokenizer, problems)
+        for problem, ids in zip(problems, prompts, strict=True):
+            if not len(ids):
+                raise ValueError(f"The prompt of problem {problem.id} is empty; leave the problem out.")
+            if len(ids) > self._max_prompt_tokens:
+                raise ValueError(
+                    f"The prompt of problem {problem.id} has {len(ids)} tokens, more than "
+                    f"train.max_prompt_tokens={self._max_prompt_tokens}; raise that, or leave the problem out."
+                )
+        return prompts
+
+    def _joined(self, turn: _Turn, completion: Completion) -> Generation:
+        """What came before, and the completion; where that stopped, its last token is the stop token and no text."""
+        ids, before = completion.token_ids, turn.before
+        text_ids: Any = ids[:-1] if completion.finish_reason == "stop" else ids
+        written = Generation(
+            ids,
+            completion.logprobs,
+            np.ones(len(ids), bool),
+            (str(self._tokenizer.decode(text_ids)),),
+            completion.finish_reason,
+            completion.weight_version,
+        )
+        if before is None:
+            return written
+        if before.weight_version != written.weight_version:
+            raise RuntimeError(
+                f"Between two turns of problem {turn.request.problem_id} the weights changed from version "
+                f"{before.weight_version} to {written.weight_version}; push weights through Rollouts only."
+            )
+        return _concatenated(before, written)
+
+    async def _replied(self, problem: Problem, generation: Generation, max_tokens: int) -> Generation:
+        """With the task's reply at its end, if it has one. A reply that leaves no room ends the response."""
+        if generation.finish_reason != "stop" or not isinstance(self._task, Conversational):
+            return generation
+        text = await asyncio.to_thread(self._task.reply, problem, generation)
+        if text is None:
+            return generation
+        ids = np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+        if len(generation.token_ids) + len(ids) >= max_tokens:
+            return dataclasses.replace(generation, finish_reason="length")
+        logprobs, mask = np.zeros(len(ids), np.float32), np.zeros(len(ids), bool)
+        return _concatenated(generation, Generation(ids, logprobs, mask, (text,), "stop", generation.weight_version))
+
+
+def generation_seeds(seed: int, problem_id: str, num_generations: int) -> UInt32[np.ndarray, "N"]:
+    """Each generation's own seed, the same whatever other problems are generated for beside this one."""
+    words = np.frombuffer(hashlib.sha256(problem_id.encode()).digest(), np.uint32)
+    return np.random.SeedSequence([seed, *words.tolist()]).generate_state(num_generations)
+
+
+def _ends_with_reply(generation: Generation) -> bool:
+    """The policy has every other turn, the first of them."""
+    return len(generation.turns) % 2 == 0
+
+
+def _next_turn(draft: _Draft, index: int, before: Generation, max_tokens: int) -> _Turn:
+    """From all tokens so far, with a seed of its own and what room is left."""
+    seed = np.random.SeedSequence([int(draft.seeds[index]), len(before.turns)]).generate_state(1)
+    ids = np.concatenate([draft.prompt_ids, before.token_ids])
+    return _Turn(draft, Request(draft.problem.id, ids, seed, max_tokens - len(before.token_ids)), index, before)
+
+
+def _concatenated(first: Generation, second: Generation) -> Generation:
+    return Generation(
+        np.concatenate([first.token_ids, second.token_ids]),
+        np.concatenate([first.logprobs, second.logprobs]),
+        np.concatenate([first.loss_mask, second.loss_mask]),
+        (*first.turns, *second.turns),
+        second.finish_reason,
+        second.weight_version,
+    )

@@ -1,0 +1,10 @@
+"""Generations whose tokens do not matter."""
+
+import numpy as np
+
+from poly_epo_jax.types import Generation
+
+
+def response(text: str, weight_version: int = 0) -> Generation:
+    """One turn that says `text`."""
+    return Generation(np.zeros(1, np.int32), np.zeros(1, np.float32), np.ones(1, bool), (text,), "stop", weight_version)
