@@ -1,11 +1,16 @@
 """Problems with verifiable rewards. A new task is one file that meets `types.Task` and one line here."""
 
+from collections.abc import Callable
+
 from poly_epo_jax.registry import Registry
 from poly_epo_jax.tasks.demonstrations import Demonstrations
 from poly_epo_jax.tasks.math import MathTask
 from poly_epo_jax.tasks.multiplication import MultiplicationTask
 from poly_epo_jax.tasks.polynomial import PolynomialTask
+from poly_epo_jax.types import Task
 
-TASKS = Registry(polynomial=PolynomialTask, multiplication=MultiplicationTask, math=MathTask)
+TASKS: Registry[Callable[..., Task]] = Registry(
+    polynomial=PolynomialTask, multiplication=MultiplicationTask, math=MathTask
+)
 
 __all__ = ["TASKS", "Demonstrations", "MathTask", "MultiplicationTask", "PolynomialTask"]
