@@ -59,7 +59,7 @@ def _rows(graded: GradedGroup, task: Task) -> list[Row]:
     """A row with the columns of `EVALUATED_GENERATION` for each generation of the group."""
     problem, generations = graded.group.problem, graded.group.generations
     answers = [task.answer(problem, y) if isinstance(task, Voting) else None for y in generations]
-    ids = _answer_ids(task, problem, answers, graded.rewards)
+    ids = _answer_ids(task, problem, answers, graded.correct)
     own_columns = [
         {
             "gold": problem.answer,
@@ -73,13 +73,13 @@ def _rows(graded: GradedGroup, task: Task) -> list[Row]:
     return [shared | own for shared, own in zip(generation_rows(graded), own_columns, strict=True)]
 
 
-def _answer_ids(task: Task, problem: Problem, answers: Sequence[str | None], rewards: np.ndarray) -> list[int]:
+def _answer_ids(task: Task, problem: Problem, answers: Sequence[str | None], correct: np.ndarray) -> list[int]:
     """A number for each answer, in order of first appearance; answers that the task holds equal share one."""
 
     def same(i: int, j: int) -> bool:
         assert isinstance(task, Voting)  # where there are answers
         # Equality by a grader is not transitive: a right and a wrong answer are never one vote.
-        return bool(rewards[i] == rewards[j]) and task.same_answer(problem, answers[i] or "", answers[j] or "")
+        return bool(correct[i] == correct[j]) and task.same_answer(problem, answers[i] or "", answers[j] or "")
 
     firsts = first_equals(answers, same)
     numbers = {first: number for number, first in enumerate(sorted({first for first in firsts if first is not None}))}
