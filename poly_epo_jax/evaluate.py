@@ -31,6 +31,7 @@ from poly_epo_jax.evaluation.folder import RESULTS, open_folder
 from poly_epo_jax.evaluation.results import compute_results
 from poly_epo_jax.http_client import ServerError, describe
 from poly_epo_jax.json_files import write_json
+from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.metrics import names
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy, open_trained_policy
@@ -63,7 +64,7 @@ class Unjudged:
     """The judge of an evaluation without clusters."""
 
     async def cluster(self, group: Group) -> JudgeFailure:
-        return JudgeFailure("unjudged", "The evaluation was made with --judge=false.")
+        return JudgeFailure("unjudged", "The evaluation was made without a judge.")
 
 
 def run(config: Config) -> None:
@@ -86,14 +87,15 @@ def run(config: Config) -> None:
     for column in ("benchmark", "model", *shown.values()):
         table.add_column(column)
     sampling = Sampling(**config.sampling, seed=config.seed)
+    judged = JUDGED.value and JUDGES[config.judge.name].clusters
     for name in BENCHMARKS.value:
         benchmark = open_benchmark(name, config.task)
         benchmark.problems = benchmark.problems[: MAX_PROBLEMS.value or None]
-        judge = make_judge(config.judge, benchmark.task) if JUDGED.value else Unjudged()
+        judge = make_judge(config.judge, benchmark.task) if judged else Unjudged()
         for label, model in models.items():
             folder = Path(OUTPUT.value) / benchmark.label / label
             about = {"benchmark": name, "model": model.weights, "num_generations": num_generations}
-            about |= {"sampling": dataclasses.asdict(sampling), "judge": config.judge.name if JUDGED.value else None}
+            about |= {"sampling": dataclasses.asdict(sampling), "judge": config.judge.name if judged else None}
             open_folder(folder, about)
             rollouts = _open_rollouts(model, benchmark, config, mesh)
             try:

@@ -95,6 +95,20 @@ def test_a_reward_that_is_no_number_is_refused():
         asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Undecided(), LetterJudge()))
 
 
+def test_what_is_correct_is_the_task_s_to_say():
+    class Tenths(ByLetter):
+        def reward(self, problem: Problem, generation: Generation) -> float:
+            return {"a": 1.0, "b": 0.7, "c": 0.6, "d": 0.0}[generation.text]
+
+    class Lenient(Tenths):
+        correct_from = 0.7
+
+    for task, expected in ((Tenths(), [True, False, False, False]), (Lenient(), [True, True, False, False])):
+        groups = stream([group(PROBLEMS[0], "abcd")])
+        ((graded,), _) = asyncio.run(grade_groups(groups, PROBLEMS[:1], task, LetterJudge()))
+        assert graded.correct.tolist() == expected and graded.correct.dtype == bool
+
+
 def test_an_error_in_a_reward_is_not_swallowed():
     class Broken(ByLetter):
         def reward(self, problem: Problem, generation: Generation) -> float:

@@ -12,6 +12,7 @@ from fakes import (
     TINY,
     TINY_ALPHABET,
     TINY_MODEL,
+    ByLetter,
     on_mesh,
     tiny_params,
     tiny_problems,
@@ -24,7 +25,7 @@ from test_token_sampling import reference_kept
 
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.slots import Slots, cache_sizes
-from poly_epo_jax.types import Problem, Sampler, Sampling
+from poly_epo_jax.types import Generation, Problem, Sampler, Sampling
 
 PROBLEMS = tiny_problems(10, MAX_PROMPT)
 
@@ -176,6 +177,29 @@ def test_refilled_slots_equal_single_requests(temperature):
     assert_same_generations(found, [generate(alone, [problem], 4, **sampling)[0] for problem in problems])
     lengths = {len(y.token_ids) for group in found for y in group.generations}
     assert min(lengths) < 5 and max(lengths) > 40 and len(lengths) >= (9 if temperature else 4)
+
+
+class Asking(ByLetter):
+    """Asks on, twice."""
+
+    def reply(self, problem: Problem, generation: Generation) -> str | None:
+        return "ab" if len(generation.turns) < 5 else None
+
+
+def test_later_turns_go_on_from_all_tokens_before_them():
+    """By the trainer's log-probabilities of what the policy wrote, and alone as among others."""
+    problems, sampling = tiny_problems(9, MAX_PROMPT, seed=6), {"max_tokens": 40, "temperature": 0.7}
+    groups = generate(make_rollouts(task=Asking()), problems, 4, **sampling)
+    generations = [y for group in groups for y in group.generations]
+    lengths = [len(y.turns) for y in generations]
+    assert {1, 3, 5} == set(lengths) and lengths.count(5) > 5
+    assert all(len(y.token_ids) <= 40 for y in generations)
+    trainer, sampler = trainer_logprobs(0, groups, 0.7)
+    written = sampler != 0
+    assert written.sum() == sum(y.loss_mask.sum() for y in generations) < len(written)
+    np.testing.assert_allclose(sampler[written], trainer[written], rtol=0, atol=1e-4)
+    alone = make_rollouts(max_concurrent=1, task=Asking())
+    assert_same_generations(generate(alone, problems[:3], 4, **sampling), groups[:3])
 
 
 def number_of_programs():

@@ -32,7 +32,7 @@ from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.run_folder import read_rows
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
-from poly_epo_jax.types import Group, Problem, Sampler, Sampling
+from poly_epo_jax.types import Generation, Group, Problem, Sampler, Sampling
 
 try:
     from poly_epo_jax.rollouts.jetstream import mended as jetstream
@@ -122,6 +122,21 @@ def test_generations_are_those_of_the_embedded_sampler(rollouts, embedded, num_g
     reasons = [y.finish_reason for group in found for y in group.generations]
     assert min(reasons.count("stop"), reasons.count("length")) >= 2
     assert isinstance(rollouts.sampler, Sampler)
+
+
+def test_later_turns_are_those_of_the_embedded_sampler(rollouts, embedded):
+    """Their prompts are longer than max_prompt_tokens."""
+
+    class Asking(ByLetter):
+        def reply(self, problem: Problem, generation: Generation) -> str | None:
+            return "ab" if len(generation.turns) == 1 else None
+
+    found, expected = (
+        generate(Rollouts(one.sampler, TOKENIZER, Asking(), MAX_PROMPT), PROBLEMS, 4) for one in (rollouts, embedded)
+    )
+    assert_same_groups(found, expected)
+    generations = [(group, y) for group in found for y in group.generations if len(y.turns) == 3]
+    assert max(len(group.prompt_ids) + int((~y.loss_mask).argmax()) + 2 for group, y in generations) > MAX_PROMPT
 
 
 def test_log_probabilities_are_the_trainers(rollouts):

@@ -1,0 +1,88 @@
+"""Clusters by final answer, and none at all."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from responses import response
+
+from poly_epo_jax.choices import make_judge
+from poly_epo_jax.config import ConfigError, JudgeSection
+from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.judges.answer import first_equals
+from poly_epo_jax.tasks import PolynomialTask
+from poly_epo_jax.types import DEGENERATE_CLUSTER, Generation, Group, Problem
+
+PROBLEM = Problem(id="p", prompt="1/2?", answer="0.5")
+
+
+class Numbers:
+    """An answer is what follows "=", and equal as a number; "?" is none."""
+
+    train_problems = held_out_problems = (PROBLEM,)
+
+    def __init__(self):
+        self.compared: list[tuple[str, str]] = []
+
+    def reward(self, problem: Problem, generation: Generation) -> float:
+        return 0.0
+
+    def answer(self, problem: Problem, generation: Generation) -> str | None:
+        return None if generation.text == "?" else generation.text.partition("=")[2]
+
+    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
+        self.compared.append((first, second))
+        return float(first) == float(second)
+
+
+def cluster(name: str, task: Numbers, texts: list[str]) -> np.ndarray:
+    judge = make_judge(JudgeSection(name=name), task)
+    group = Group(PROBLEM, np.zeros(1, np.int32), tuple(map(response, texts)))
+    clustering = asyncio.run(judge.cluster(group))
+    assert clustering.ids.dtype == np.int32 and not clustering.features
+    return clustering.ids
+
+
+def test_equal_answers_share_a_cluster_however_they_are_written():
+    task = Numbers()
+    clusters = cluster("answer", task, ["x=1", "y=2", "?", "z=1.0", "so=2", "=1", "?", "=3"])
+    np.testing.assert_array_equal(clusters, [0, 1, DEGENERATE_CLUSTER, 0, 1, 0, DEGENERATE_CLUSTER, 2])
+    # Each spelling once, and with one answer of each cluster only.
+    assert task.compared == [("1", "2"), ("1", "1.0"), ("1", "3"), ("2", "3")]
+
+
+def test_many_answers_leave_the_degenerate_id_alone():
+    clusters = cluster("answer", Numbers(), [f"={i}" for i in range(150)])
+    assert len(set(clusters.tolist())) == 150 and DEGENERATE_CLUSTER not in clusters
+
+
+def test_the_first_equal_is_found_where_equality_is_not_transitive():
+    near = lambda i, j: abs(int(answers[i]) - int(answers[j])) <= 1  # noqa: E731
+    answers = ["1", "2", "3", "5", "4"]
+    assert first_equals(answers, near) == [0, 0, 2, 3, 2]
+    assert first_equals([None, None], near) == [None, None]
+
+
+def test_a_task_without_answers_is_refused():
+    class Unvoted:
+        train_problems = held_out_problems = (PROBLEM,)
+
+        def reward(self, problem: Problem, generation: Generation) -> float:
+            return 0.0
+
+    message = r"judge\.name='answer' needs answer, same_answer of Unvoted; choose llm, none\."
+    with pytest.raises(ConfigError, match=message):
+        make_judge(JudgeSection(name="answer"), Unvoted())
+
+
+def test_the_points_of_polynomials_are_answers():
+    task = PolynomialTask()
+    texts = ["(x=0,y=5)", "(x=0,y=6)", "none", "(x=0,y=5)"]
+    judge = make_judge(JudgeSection(name="answer"), task)
+    group = Group(task.train_problems[0], np.zeros(1, np.int32), tuple(map(response, texts)))
+    assert asyncio.run(judge.cluster(group)).ids.tolist() == [0, 1, DEGENERATE_CLUSTER, 0]
+
+
+def test_without_a_judge_all_are_in_one_cluster_that_means_nothing():
+    assert cluster("none", Numbers(), ["=1", "?", "=2"]).tolist() == [0, 0, 0]
+    assert [name for name, judge in JUDGES.items() if not judge.clusters] == ["none"]

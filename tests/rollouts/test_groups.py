@@ -1,0 +1,185 @@
+"""Groups from completions that are written down: grouping, seeds, and the way from text to tokens and back."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+import numpy as np
+import pytest
+from fakes import ByLetter, Scripted, collect, until
+
+from poly_epo_jax.data import drop_long_prompts
+from poly_epo_jax.rollouts.groups import Rollouts, generation_seeds
+from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
+from poly_epo_jax.types import Completion, Counting, Problem, Request, Sampler, Sampling
+
+ALPHABET = "abcdxyz?:"
+PROBLEMS = [Problem(name, f"{name}:", "") for name in "abc"]
+STOP = "."
+MAX_TOKENS = 12
+
+
+def ids(text: str) -> list[int]:
+    """The tokens of a text in which STOP is the stop token."""
+    return [1 if character == STOP else ALPHABET.index(character) + 2 for character in text]
+
+
+class Recording(Scripted):
+    """Remembers what it was asked for, call by call."""
+
+    def __init__(self, say: Callable[[Request, int], str]):
+        super().__init__(say, ALPHABET)
+        self.calls: list[list[Request]] = []
+
+    async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+        self.calls.append(list(requests))
+        async for completion in super().sample(requests, sampling):
+            yield completion
+
+
+def open_rollouts(sampler: Scripted, task: ByLetter | None = None) -> Rollouts:
+    return Rollouts(sampler, sampler.tokenizer, task or ByLetter(), max_prompt_tokens=8)
+
+
+def generate(sampler: Scripted, task: ByLetter, num_generations: int = 1, max_tokens: int = MAX_TOKENS):
+    return collect(open_rollouts(sampler, task), PROBLEMS, num_generations, Sampling(max_tokens))
+
+
+def test_every_problem_has_a_group_of_its_completions_in_the_order_of_their_seeds():
+    class Shuffled(Recording):
+        async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+            completions = [completion async for completion in super().sample(requests, sampling)]
+            for place in np.random.default_rng(0).permutation(len(completions)):
+                yield completions[place]
+
+    sampler = Shuffled(lambda request, index: f"{request.problem_id}{'xyz?'[index]}")
+    assert isinstance(sampler, Sampler)
+    for problem, group in zip(PROBLEMS, generate(sampler, ByLetter(), 4), strict=True):
+        assert group.problem is problem and group.prompt_ids.tolist() == ids(problem.prompt)
+        assert [y.text for y in group.generations] == [f"{problem.id}{letter}" for letter in "xyz?"]
+        for y in group.generations:
+            assert y.token_ids.tolist() == ids(y.text + STOP)
+            assert y.loss_mask.tolist() == [True] * 3 and y.logprobs.tolist() == [-1.0] * 3
+            assert (y.finish_reason, y.turns, y.weight_version) == ("stop", (y.text,), 0)
+    (requests,) = sampler.calls
+    for problem, request in zip(PROBLEMS, requests, strict=True):
+        assert (request.problem_id, request.max_tokens) == (problem.id, MAX_TOKENS)
+        assert request.seeds.tolist() == generation_seeds(0, problem.id, 4).tolist()
+
+
+def test_seeds_depend_on_the_sampling_the_problem_and_the_place_alone():
+    """A run that is resumed by another version has to draw the same tokens: the numbers may not change."""
+    seeds = generation_seeds(0, "p", 3)
+    assert seeds.tolist() == [3361635020, 2075578834, 2972712664] and seeds.dtype == np.uint32
+    assert generation_seeds(0, "p", 5)[:3].tolist() == seeds.tolist()
+    others = [generation_seeds(1, "p", 3), generation_seeds(0, "q", 3)]
+    assert not {*seeds.tolist()} & {seed for other in others for seed in other.tolist()}
+
+
+def test_groups_come_as_they_complete():
+    """The second problem's completions come only once the first group has been read."""
+
+    async def main() -> list[str]:
+        is_read, seen = asyncio.Event(), []
+
+        class Held(Recording):
+            async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+                async for completion in super().sample(requests, sampling):
+                    if completion.request == 1:
+                        await is_read.wait()
+                    yield completion
+
+        async for group in open_rollouts(Held(lambda *_: "a")).generate(PROBLEMS, 2, Sampling(MAX_TOKENS)):
+            seen.append(group.problem.id)
+            is_read.set()
+        return seen
+
+    assert asyncio.run(main()) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("how", ["closed", "cancelled"])
+def test_what_is_broken_off_ends_the_sampler_first(how: str):
+    async def main() -> None:
+        happened = []
+
+        class Slow(Recording):
+            async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+                try:
+                    yield self.completion(0, 0, "a")
+                    happened.append("waits")
+                    await asyncio.Event().wait()
+                finally:
+                    await asyncio.sleep(0)  # as if a thread had to end
+                    happened.append("sampler")
+
+        async def read() -> None:
+            groups = open_rollouts(Slow(lambda *_: "a")).generate(PROBLEMS, 1, Sampling(MAX_TOKENS))
+            try:
+                async for _ in groups:
+                    if how == "closed":
+                        break
+            finally:
+                await groups.aclose()
+                happened.append("reader")
+
+        task = asyncio.create_task(read())
+        if how == "closed":
+            await task
+        else:
+            await until(lambda: "waits" in happened)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert happened[-2:] == ["sampler", "reader"]
+
+    asyncio.run(main())
+
+
+def test_a_sampler_that_leaves_something_out_is_found_out():
+    class Forgetful(Recording):
+        async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+            async for completion in super().sample(requests, sampling):
+                if (completion.request, completion.index) != (1, 2):
+                    yield completion
+
+    with pytest.raises(RuntimeError, match="left out 1 completions of problem b"):
+        generate(Forgetful(lambda *_: "a"), ByLetter(), 3)
+
+
+def test_no_problems_ask_for_nothing():
+    sampler = Recording(lambda *_: "a")
+    assert collect(open_rollouts(sampler), [], 4, Sampling(MAX_TOKENS)) == [] and not sampler.calls
+
+
+def test_the_sampler_s_counts_are_the_rollouts():
+    class CountingSampler(Recording):
+        def metrics(self) -> dict[str, float]:
+            return {"rollouts/resampled": 3.0}
+
+    rollouts = open_rollouts(CountingSampler(lambda *_: "a"))
+    assert isinstance(rollouts, Counting) and rollouts.metrics() == {"rollouts/resampled": 3.0}
+    assert open_rollouts(Recording(lambda *_: "a")).metrics() == {}
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] }}x{{ message['content'] }}y{% endfor %}"
+    "{% if add_generation_prompt %}z{% endif %}"
+)
+
+
+def test_a_chat_goes_through_the_tokenizer_s_own_template():
+    tokenizer = build_character_tokenizer(ALPHABET + "u")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    problems = [Problem("chat", "ab", "", chat=True), Problem("plain", "ab", "")]
+    sampler = Recording(lambda *_: "c")
+    rollouts = Rollouts(sampler, tokenizer, ByLetter(), max_prompt_tokens=8)
+    prompts = {group.problem.id: group.prompt_ids for group in collect(rollouts, problems, 1, Sampling(MAX_TOKENS))}
+    assert {name: tokenizer.decode(prompt) for name, prompt in prompts.items()} == {"chat": "uxabyz", "plain": "ab"}
+    # What the template adds counts: the chat is as long as what the policy reads.
+    assert drop_long_prompts(problems, tokenizer, max_tokens=5) == ([problems[1]], 1)
+
+
+def test_a_chat_without_a_template_is_refused():
+    tokenizer = build_character_tokenizer(ALPHABET)
+    rollouts = Rollouts(Recording(lambda *_: "c"), tokenizer, ByLetter(), max_prompt_tokens=8)
+    with pytest.raises(ValueError, match=r"tokenizer has no chat template; give it one, or .* task\.options\.template"):
+        collect(rollouts, [Problem("chat", "ab", "", chat=True)], 1, Sampling(MAX_TOKENS))

@@ -1,0 +1,194 @@
+"""Responses of several turns: the tokens and masks of all, seeds, rounds, and one version of the weights."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+
+import numpy as np
+import pytest
+from fakes import ByLetter, collect, until
+from test_groups import MAX_TOKENS, PROBLEMS, Recording, generate, ids, open_rollouts
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.types import Completion, Conversational, Generation, Problem, Request, Sampling
+
+
+class Replying(ByLetter):
+    """Replies with one question mark more at each turn, until the policy has said "d"."""
+
+    def __init__(self):
+        self.seen: list[tuple[str, tuple[str, ...]]] = []
+
+    def reply(self, problem: Problem, generation: Generation) -> str | None:
+        self.seen.append((problem.id, generation.turns))
+        return None if generation.turns[-1].endswith("d") else "?" * (len(generation.turns) // 2 + 1)
+
+
+def test_two_turns_are_the_tokens_of_both_and_the_reply_between_them():
+    def say(request: Request, index: int) -> str:
+        return "xd" if 1 in request.prompt_ids else "ad" if (request.problem_id, index) == ("b", 0) else "ab"
+
+    sampler, task = Recording(say), Replying()
+    assert isinstance(task, Conversational)
+    groups = generate(sampler, task, 2)
+    for group in groups:
+        for index, y in enumerate(group.generations):
+            if (group.problem.id, index) == ("b", 0):  # the only one that has no second turn
+                assert y.turns == ("ad",) and y.token_ids.tolist() == ids("ad.") and y.loss_mask.all()
+                continue
+            assert y.turns == ("ab", "?", "xd") and y.text == "ab?xd"
+            assert y.token_ids.tolist() == ids("ab.?xd.")
+            assert y.loss_mask.tolist() == [True, True, True, False, True, True, True]
+            assert y.logprobs.tolist() == [-1, -1, -1, 0, -1, -1, -1]
+            assert y.finish_reason == "stop" and y.logprobs.dtype == np.float32
+    assert {turns for _, turns in task.seen} == {("ab",), ("ad",), ("ab", "?", "xd")}
+    first, second = sampler.calls
+    assert [(request.problem_id, len(request.seeds)) for request in first] == [("a", 2), ("b", 2), ("c", 2)]
+    assert [request.problem_id for request in second] == ["a", "a", "b", "c", "c"]
+    for request in second:
+        assert request.prompt_ids.tolist() == ids(f"{request.problem_id}:ab.?")
+        assert request.max_tokens == MAX_TOKENS - 4
+    every_seed = [int(seed) for call in sampler.calls for request in call for seed in request.seeds]
+    assert len(every_seed) == len(set(every_seed)) == 11
+    again = Recording(say)
+    generate(again, Replying(), 2)
+    assert [r.seeds.tolist() for r in again.calls[1]] == [r.seeds.tolist() for r in second]
+
+
+def test_a_group_of_several_turns_comes_with_its_last_generation():
+    """Those that end with the first turn come before the second begins."""
+
+    async def main() -> None:
+        begun = []
+
+        class Watched(Recording):
+            async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+                begun.append(len(requests))
+                async for completion in super().sample(requests, sampling):
+                    yield completion
+
+        sampler = Watched(lambda request, _: "x" if request.problem_id == "b" and len(request.prompt_ids) < 6 else "d")
+        seen = []
+        groups = open_rollouts(sampler, Replying()).generate(PROBLEMS, 1, Sampling(MAX_TOKENS))
+        async for group in groups:
+            seen.append((group.problem.id, list(begun)))
+        assert seen == [("a", [3]), ("c", [3]), ("b", [3, 1, 1])]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "text", "reason", "calls"),
+    [
+        (5, "ab?d", "stop", 2),  # "ab." and "?" leave room for one token, which is the policy's last
+        (4, "ab", "length", 1),  # nothing would be left after the reply: it is not made
+        (3, "ab", "length", 1),
+    ],
+)
+def test_a_response_is_no_longer_than_it_may_be_with_replies(max_tokens: int, text: str, reason: str, calls: int):
+    class Bounded(Recording):
+        def completion(self, place: int, index: int, text: str) -> Completion:
+            whole, room = super().completion(place, index, text), self.calls[-1][place].max_tokens
+            if len(whole.token_ids) <= room:
+                return whole
+            cut = {"token_ids": whole.token_ids[:room], "logprobs": whole.logprobs[:room], "finish_reason": "length"}
+            return dataclasses.replace(whole, **cut)
+
+    sampler = Bounded(lambda request, _: "d" if 1 in request.prompt_ids else "ab")
+    for group in generate(sampler, Replying(), max_tokens=max_tokens):
+        (y,) = group.generations
+        assert (y.text, y.finish_reason if calls == 1 else "stop") == (text, reason)
+        assert len(y.token_ids) == len(y.loss_mask) == len(y.logprobs) <= max_tokens
+    assert len(sampler.calls) == calls
+    assert all(request.max_tokens >= 1 for call in sampler.calls for request in call)
+
+
+def test_a_completion_that_did_not_stop_is_not_replied_to():
+    class Cut(Recording):
+        def completion(self, place: int, index: int, text: str) -> Completion:
+            return dataclasses.replace(super().completion(place, index, text), finish_reason="length")
+
+    task = Replying()
+    for group in generate(Cut(lambda *_: "ab"), task):
+        assert group.generations[0].finish_reason == "length"
+    assert task.seen == []
+
+
+def ambiguous_tokenizer() -> PreTrainedTokenizerFast:
+    """`ab` is one token, and `a` and `b` are too: a policy may write `ab` in two ways."""
+    vocabulary = {"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "ab": 4, "?": 5}
+    tokenizer = Tokenizer(models.BPE({**vocabulary}, [("a", "b")]))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def test_the_policy_s_own_tokens_are_never_encoded_again():
+    tokenizer = ambiguous_tokenizer()
+    assert tokenizer.encode("ab") == [4]
+
+    class Spelling(Recording):
+        def completion(self, place: int, index: int, text: str) -> Completion:
+            ids = np.array([2, 3, 1], np.int32)  # a, b, apart
+            return Completion(place, index, ids, np.full(3, -1, np.float32), "stop", 0)
+
+    class Once(ByLetter):
+        def reply(self, problem: Problem, generation: Generation) -> str | None:
+            return "?ab" if len(generation.turns) == 1 else None
+
+    sampler = Spelling(lambda *_: "")
+    rollouts = Rollouts(sampler, tokenizer, Once(), max_prompt_tokens=8)
+    ((y,),) = [group.generations for group in collect(rollouts, [Problem("p", "ab", "")], 1, Sampling(MAX_TOKENS))]
+    assert sampler.calls[1][0].prompt_ids.tolist() == [4, 2, 3, 1, 5, 4]
+    assert y.token_ids.tolist() == [2, 3, 1, 5, 4, 2, 3, 1]
+    assert y.loss_mask.tolist() == [True, True, True, False, False, True, True, True]
+
+
+def test_new_weights_wait_for_the_last_turn():
+    """Between two turns nothing is sampled, and yet a generation is from one version."""
+
+    async def main() -> None:
+        may_reply, pushed = asyncio.Event(), []
+        loop = asyncio.get_running_loop()
+
+        class Waiting(Replying):
+            def reply(self, problem: Problem, generation: Generation) -> str | None:
+                asyncio.run_coroutine_threadsafe(may_reply.wait(), loop).result()
+                return super().reply(problem, generation)
+
+        sampler = Recording(lambda request, _: "d" if 1 in request.prompt_ids else "a")
+        rollouts = open_rollouts(sampler, Waiting())
+
+        async def push() -> None:
+            await rollouts.push_weights({}, {}, 7)
+            pushed.append(7)
+
+        async def read() -> list[Generation]:
+            groups = rollouts.generate(PROBLEMS, 1, Sampling(MAX_TOKENS))
+            return [group.generations[0] async for group in groups]
+
+        reading = asyncio.create_task(read())
+        await until(lambda: bool(sampler.calls))
+        pushing = asyncio.create_task(push())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not pushed
+        may_reply.set()
+        generations = await reading
+        await pushing
+        assert [(y.weight_version, len(y.turns)) for y in generations] == [(0, 3)] * 3
+        assert sampler.version == 7
+
+    asyncio.run(main())
+
+
+def test_weights_that_change_between_two_turns_are_found_out():
+    class Changing(Recording):
+        async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+            self.version = len(self.calls)
+            async for completion in super().sample(requests, sampling):
+                yield completion
+
+    message = "Between two turns of problem a the weights changed from version 0 to 1; push weights through Rollouts"
+    with pytest.raises(RuntimeError, match=message):
+        generate(Changing(lambda *_: "a"), Replying())
