@@ -1,6 +1,7 @@
 """Clusters by final answer, and none at all."""
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from poly_epo_jax.config import ConfigError, JudgeSection
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.judges.answer import first_equals
 from poly_epo_jax.tasks import PolynomialTask
-from poly_epo_jax.types import DEGENERATE_CLUSTER, Generation, Group, Problem
+from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Generation, Group, Problem, Task
 
 PROBLEM = Problem(id="p", prompt="1/2?", answer="0.5")
 
@@ -19,7 +20,8 @@ PROBLEM = Problem(id="p", prompt="1/2?", answer="0.5")
 class Numbers:
     """An answer is what follows "=", and equal as a number; "?" is none."""
 
-    train_problems = held_out_problems = (PROBLEM,)
+    train_problems: Sequence[Problem] = (PROBLEM,)
+    held_out_problems: Sequence[Problem] = ()
 
     def __init__(self):
         self.compared: list[tuple[str, str]] = []
@@ -35,10 +37,11 @@ class Numbers:
         return float(first) == float(second)
 
 
-def cluster(name: str, task: Numbers, texts: list[str]) -> np.ndarray:
+def cluster(name: str, task: Task, texts: list[str]) -> np.ndarray:
     judge = make_judge(JudgeSection(name=name), task)
     group = Group(PROBLEM, np.zeros(1, np.int32), tuple(map(response, texts)))
     clustering = asyncio.run(judge.cluster(group))
+    assert isinstance(clustering, Clustering)
     assert clustering.ids.dtype == np.int32 and not clustering.features
     return clustering.ids
 
@@ -65,7 +68,8 @@ def test_the_first_equal_is_found_where_equality_is_not_transitive():
 
 def test_a_task_without_answers_is_refused():
     class Unvoted:
-        train_problems = held_out_problems = (PROBLEM,)
+        train_problems: Sequence[Problem] = (PROBLEM,)
+        held_out_problems: Sequence[Problem] = ()
 
         def reward(self, problem: Problem, generation: Generation) -> float:
             return 0.0
@@ -78,9 +82,7 @@ def test_a_task_without_answers_is_refused():
 def test_the_points_of_polynomials_are_answers():
     task = PolynomialTask()
     texts = ["(x=0,y=5)", "(x=0,y=6)", "none", "(x=0,y=5)"]
-    judge = make_judge(JudgeSection(name="answer"), task)
-    group = Group(task.train_problems[0], np.zeros(1, np.int32), tuple(map(response, texts)))
-    assert asyncio.run(judge.cluster(group)).ids.tolist() == [0, 1, DEGENERATE_CLUSTER, 0]
+    assert cluster("answer", task, texts).tolist() == [0, 1, DEGENERATE_CLUSTER, 0]
 
 
 def test_without_a_judge_all_are_in_one_cluster_that_means_nothing():
