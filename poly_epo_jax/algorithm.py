@@ -1,62 +1,109 @@
-"""From the `algo` section of a configuration to two functions: advantages of a batch, and the loss of its tokens."""
+"""From the `algo` section of a configuration to functions: the advantages of a batch, and the loss of its tokens."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.config import AlgoSection
-from poly_epo_jax.set_rl.losses import Loss
 
-Advantages = Callable[[jax.Array, np.ndarray, np.ndarray], jax.Array]
-"""(random key, rewards [P, N], clusters [P, N]) -> advantages [P, N]; the key draws the K sets, if not all."""
+Features = Mapping[str, jax.Array | np.ndarray]
+"""Of P prompts with N generations each, [P, N, ...] by name: see features.py."""
 
 
-def make_advantages(algo: AlgoSection) -> Advantages:
-    """The advantage estimator that `algo.advantages` names, jitted."""
-    return jax.jit(ADVANTAGES[algo.advantages](algo))
+class Estimator(NamedTuple):
+    """An advantage estimator, as the configuration has set it up.
+
+    `advantages` maps a random key and the features that `reads` names to advantages [P, N]; the key is another one for
+    every step. `title` is the method's name in reports.
+    """
+
+    advantages: Callable[[jax.Array, Features], jax.Array]
+    reads: tuple[str, ...]
+    title: str
+
+
+def make_estimator(algo: AlgoSection) -> Estimator:
+    """The estimator that `algo.advantages` names, with `algo.options`."""
+    return ADVANTAGES[algo.advantages](algo, **algo.options)
 
 
 def method_title(algo: AlgoSection) -> str:
-    """What reports call the method: by its estimator, and for the set estimator by the objective too."""
-    titles = {"grpo": "GRPO", "grpo_div": "GRPO+DIV", "marginal_set": "Set RL"}
-    if algo.advantages == "marginal_set" and algo.objective == "polychromic":
-        return "Poly-EPO"
-    title = titles.get(algo.advantages, algo.advantages)
-    return f"{title} ({algo.objective})" if algo.advantages == "marginal_set" else title
+    """What reports call the method."""
+    return make_estimator(algo).title
 
 
-def make_loss(algo: AlgoSection) -> Loss:
-    """The loss that `algo.loss` names, with its clip range bound; the plain policy gradient has none."""
-    loss = set_rl.LOSSES[algo.loss]
-    if loss is set_rl.policy_gradient_loss:
-        return loss
-    return partial(loss, clip_low=algo.clip_low, clip_high=algo.clip_high)
+def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], np.ndarray]:
+    """(step, features) -> advantages [P, N] by the estimator that `algo.advantages` names, compiled.
 
+    Raises, when called:
+      ValueError: the estimator reads a feature that is not there.
+    """
+    estimator = make_estimator(algo)
+    compiled = jax.jit(estimator.advantages)
 
-def _marginal_set(algo: AlgoSection) -> Advantages:
-    objective, n, num_sets = set_rl.OBJECTIVES[algo.objective], algo.set_size, algo.num_sets
-    if objective is set_rl.polychromic and not num_sets:
-        return lambda key, rewards, clusters: set_rl.polychromic_advantages(rewards, clusters, n)
-
-    def advantages(key, rewards, clusters):
-        prompts, generations = rewards.shape
-        if num_sets:
-            draw = partial(set_rl.sample_sets, num_generations=generations, set_size=n, num_sets=num_sets)
-            sets = jax.vmap(draw)(jax.random.split(key, prompts))
-        else:
-            sets = set_rl.enumerate_sets(generations, n)
-        return set_rl.marginal_set_advantages(objective, sets, rewards=rewards, clusters=clusters)
+    def advantages(step: int, features: Features) -> np.ndarray:
+        missing = [name for name in estimator.reads if name not in features]
+        if missing:
+            raise ValueError(
+                f"{estimator.title} reads {missing[0]!r}, but a batch has {', '.join(sorted(features))}; use a judge "
+                "that adds it, or another algo.advantages or algo.objective."
+            )
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        return np.asarray(compiled(key, {name: features[name] for name in estimator.reads}))
 
     return advantages
 
 
-ADVANTAGES: dict[str, Callable[[AlgoSection], Advantages]] = {
+def make_loss(algo: AlgoSection) -> set_rl.Loss:
+    """The loss that `algo.loss` names; its keywords are bound to the keys of `algo` that have their names."""
+    loss = set_rl.LOSSES[algo.loss]
+    keywords = [
+        name for name, one in inspect.signature(loss).parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    return partial(loss, **{name: getattr(algo, name) for name in keywords})
+
+
+def _marginal_set(algo: AlgoSection) -> Estimator:
+    objective, n, num_sets = set_rl.OBJECTIVES[algo.objective], algo.set_size, algo.num_sets
+    closed_form = objective.closed_form
+    if closed_form is not None and not num_sets:
+
+        def advantages(key: jax.Array, features: Features) -> jax.Array:
+            return closed_form(**features, set_size=n)
+
+    else:
+
+        def advantages(key: jax.Array, features: Features) -> jax.Array:
+            prompts, generations = next(iter(features.values())).shape[:2]
+            if num_sets:
+                draw = partial(set_rl.sample_sets, num_generations=generations, set_size=n, num_sets=num_sets)
+                sets = jax.vmap(draw)(jax.random.split(key, prompts))
+            else:
+                sets = set_rl.enumerate_sets(generations, n)
+            return set_rl.marginal_set_advantages(objective.score, sets, **features)
+
+    return Estimator(advantages, set_rl.features_read(objective.score), objective.title)
+
+
+def _grpo(algo: AlgoSection) -> Estimator:
+    return Estimator(lambda key, features: set_rl.grpo_advantages(features["rewards"]), ("rewards",), "GRPO")
+
+
+def _grpo_div(algo: AlgoSection) -> Estimator:
+    return Estimator(
+        lambda key, features: set_rl.grpo_div_advantages(**features, div_coef=algo.div_coef),
+        ("rewards", "clusters"),
+        "GRPO+DIV",
+    )
+
+
+ADVANTAGES: dict[str, Callable[..., Estimator]] = {
     "marginal_set": _marginal_set,
-    "grpo": lambda algo: lambda key, rewards, clusters: set_rl.grpo_advantages(rewards),
-    "grpo_div": lambda algo: (
-        lambda key, rewards, clusters: set_rl.grpo_div_advantages(rewards, clusters, algo.div_coef)
-    ),
+    "grpo": _grpo,
+    "grpo_div": _grpo_div,
 }

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.batching import TrainingSequence, pack
@@ -22,6 +24,7 @@ from poly_epo_jax.config import Config, OptimizerSection, microbatch_rows
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
+from poly_epo_jax.objective import Objective
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.progress import counted
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
@@ -47,8 +50,8 @@ class DemonstratedTask(Task, Protocol):
 
     alphabet: str  # every character of its prompts and responses
 
-    def demonstration(self, problem: Problem, rng: np.random.Generator, style: Demonstrations) -> str:
-        """One response to the problem."""
+    def demonstration(self, problem: Problem, rng: np.random.Generator, style: Demonstrations) -> str | tuple[str, ...]:
+        """One response to the problem; where the task replies, its turns: the policy's, the reply, and so on."""
         ...
 
 
@@ -115,14 +118,7 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
 
     def demonstrations(style: Demonstrations) -> list[TrainingSequence]:
         drawn = [problems[i] for i in rng.integers(len(problems), size=base.batch_size)]
-        prompts = tokenizer([problem.prompt for problem in drawn])["input_ids"]
-        texts = tokenizer([task.demonstration(problem, rng, style) for problem in drawn])["input_ids"]
-        responses = [np.array([*text, eos], np.int32) for text in texts]
-        weight = 1 / sum(map(len, responses))
-        return [
-            TrainingSequence(np.array(prompt, np.int32), response, np.zeros(len(response), np.float32), 1.0, weight)
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
+        return _sequences(tokenizer, drawn, [task.demonstration(problem, rng, style) for problem in drawn])
 
     phases = (
         ("demonstrations", base.clean_steps, base.clean_learning_rate, Demonstrations(0.0, base.skew)),
@@ -130,7 +126,7 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
     )
     for name, steps, learning_rate, style in phases:
         optimizer = OptimizerSection(**OPTIMIZER, learning_rate=learning_rate, warmup_updates=min(50, steps // 4))
-        update = PolicyUpdate(model, mesh, set_rl.policy_gradient_loss, optimizer, steps)
+        update = PolicyUpdate(model, mesh, Objective(set_rl.policy_gradient_loss), optimizer, steps)
         state = update.init(params)
         with counted(f"base policy, {name}", steps) as show:
             for step in range(1, steps + 1):
@@ -144,3 +140,33 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
     hf.save_pretrained(unfinished, params, shape, dtype="float32", eos_token_id=eos)
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(folder)
+
+
+def _sequences(
+    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], demonstrations: Sequence[str | tuple[str, ...]]
+) -> list[TrainingSequence]:
+    """Every token that the policy is to write weighs the same; those of replies, each other turn, weigh nothing."""
+    prompts = tokenizer([problem.prompt for problem in problems])["input_ids"]
+    turns = [(shown,) if isinstance(shown, str) else shown for shown in demonstrations]
+    encoded = iter(tokenizer([text for texts in turns for text in texts])["input_ids"])
+    responses = []
+    for texts in turns:
+        ids, mask = [], []
+        for place in range(len(texts)):
+            is_own = place % 2 == 0
+            turn = [*next(encoded), *([tokenizer.eos_token_id] if is_own else [])]
+            ids += turn
+            mask += [is_own] * len(turn)
+        responses.append((np.array(ids, np.int32), np.array(mask)))
+    weight = 1 / sum(int(mask.sum()) for _, mask in responses)
+    return [
+        TrainingSequence(
+            np.array(prompt, np.int32),
+            ids,
+            sampler_logprobs=np.zeros(len(ids), np.float32),
+            loss_mask=mask,
+            advantage=1.0,
+            weight=weight,
+        )
+        for prompt, (ids, mask) in zip(prompts, responses, strict=True)
+    ]

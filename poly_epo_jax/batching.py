@@ -11,19 +11,20 @@ from jaxtyping import Bool, Float, Int
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainingSequence:
-    """A prompt of L tokens with one response of T: every response token carries the same advantage and weight."""
+    """A prompt of L tokens with one response of T: each token that is trained carries the same advantage and weight."""
 
     prompt_ids: Int[np.ndarray, "L"]
     response_ids: Int[np.ndarray, "T"]
     sampler_logprobs: Float[np.ndarray, "T"]
+    loss_mask: Bool[np.ndarray, "T"]  # which tokens are trained
     advantage: float
-    weight: float  # of each response token in J, see set_rl.token_weights
+    weight: float  # of each of these in J, see set_rl.token_weights
 
 
 class PackedBatch(NamedTuple):
     """Rows of packed sequences, all arrays [rows, length]. Position t holds what concerns the prediction of t + 1.
 
-    `segment_ids` counts a row's sequences from 1, 0 is padding. `weights` is positive where `targets` is a response
+    `segment_ids` counts a row's sequences from 1, 0 is padding. `weights` is positive where `targets` is a trained
     token and 0 elsewhere. `old_logprobs` are those of the policy before the step's first update; while `on_policy` (a
     scalar) holds, the present policy is that policy, and they are not read. `reference_logprobs` are those of the
     initial policy, read only where a KL term asks for them.
@@ -87,7 +88,7 @@ def _fill(rows: list[list[TrainingSequence]], row_tokens: int, num_rows: int) ->
             batch.segment_ids[r, start:end] = segment
             batch.targets[r, start : end - 1] = ids[1:]
             response = slice(end - 1 - len(sequence.response_ids), end - 1)
-            batch.weights[r, response] = sequence.weight
+            batch.weights[r, response] = sequence.weight * sequence.loss_mask
             batch.advantages[r, response] = sequence.advantage
             batch.sampler_logprobs[r, response] = sequence.sampler_logprobs
             start = end

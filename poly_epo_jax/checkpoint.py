@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from poly_epo_jax.model.partition import merge_params, split_params
 from poly_epo_jax.types import Params
 
 
@@ -45,12 +46,18 @@ class Checkpoints:
         restored = self._manager.restore(step, args=ocp.args.Composite(state=args, data=ocp.args.JsonRestore()))
         return restored.state, restored.data
 
-    def restore_params(self, step: int, like: Params, shardings: Params) -> Params:
-        """The policy's weights alone; optimizer and data position stay on disk."""
-        weights = {"params": _abstract(like, shardings)}
+    def restore_params(self, step: int, like: Params, shardings: Params, trainable: str = "") -> Params:
+        """The policy's weights alone; optimizer and data position stay on disk.
+
+        Args:
+          trainable: the pattern of the weights that were trained, see `split_params`.
+        """
+        parts = split_params(_abstract(like, shardings), trainable)
+        weights = {name: part for name, part in zip(("trainable", "frozen"), parts, strict=True) if part}
         restore_args = ocp.checkpoint_utils.construct_restore_args(weights)
         args = ocp.args.PyTreeRestore(item=weights, restore_args=restore_args, partial_restore=True)
-        return self._manager.restore(step, args=ocp.args.Composite(state=args)).state["params"]
+        restored = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
+        return merge_params(restored["trainable"], restored.get("frozen", {}))
 
     def close(self) -> None:
         """Waits until what was begun is on disk."""

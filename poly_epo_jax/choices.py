@@ -10,11 +10,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from poly_epo_jax.algorithm import ADVANTAGES
+from poly_epo_jax.algorithm import ADVANTAGES, make_estimator
 from poly_epo_jax.config import Config, ConfigError, JudgeSection, TaskSection
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.model.qwen3 import REMAT_POLICIES
+from poly_epo_jax.optimizer import SCHEDULES
 from poly_epo_jax.options import check_options
 from poly_epo_jax.parallel.devices import DEVICES
 from poly_epo_jax.rollouts import SAMPLERS, WEIGHT_SYNCS
@@ -22,7 +23,6 @@ from poly_epo_jax.section import one_of, read_section, require
 from poly_epo_jax.set_rl import LOSSES, OBJECTIVES
 from poly_epo_jax.tasks import TASKS
 from poly_epo_jax.types import Judge, Task
-from poly_epo_jax.update import SCHEDULES
 
 CHOICES: dict[str, Collection[str]] = {
     "task.name": TASKS,
@@ -108,8 +108,7 @@ def _check_training(config: Config) -> None:
     all_sets = math.comb(train.num_generations, algo.set_size)
     if algo.num_sets > all_sets:
         raise ConfigError(f"algo.num_sets={algo.num_sets} must be at most C(N, n) = {all_sets}, or 0 for all.")
-    # The polychromic objective over all sets has a closed form; any other is scored set by set.
-    if algo.objective != "polychromic" and not algo.num_sets and all_sets > MAX_SETS:
+    if not (algo.num_sets or OBJECTIVES[algo.objective].closed_form) and all_sets > MAX_SETS:
         raise ConfigError(f"algo.num_sets=0 means all {all_sets} sets; draw some, e.g. 1000.")
     if train.prompts_per_batch % train.prompts_per_minibatch:
         raise ConfigError(
@@ -121,6 +120,12 @@ def _check_training(config: Config) -> None:
         raise ConfigError(
             f"train.row_tokens={train.row_tokens} must hold train.max_prompt_tokens + sampling.max_tokens = {longest} "
             "tokens."
+        )
+    estimator = make_estimator(algo)
+    if "clusters" in estimator.reads and not JUDGES[config.judge.name].clusters:
+        raise ConfigError(
+            f"judge.name={config.judge.name!r} makes no clusters, but {estimator.title} reads them; choose another "
+            "judge, or a method that does not, such as :grpo after the configuration file."
         )
     _check_rollouts(config)
 

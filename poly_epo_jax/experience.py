@@ -10,14 +10,14 @@ from typing import Any
 
 from grain import DatasetIterator
 
-from poly_epo_jax.grading import grade_groups
+from poly_epo_jax.grading import check_judge, grade_groups, judged
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.timeline import Timeline
-from poly_epo_jax.types import GradedGroup, Judge, Metrics, Problem, Sampling, Task
+from poly_epo_jax.types import Counting, GradedGroup, Judge, Metrics, Problem, Sampling, Served, Task
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Batch:
     """A step's graded groups, what making them took on this host, and where the data stands after them."""
 
@@ -25,48 +25,75 @@ class Batch:
     timing: Metrics
     data_state: dict[str, Any]
 
+    @property
+    def judged(self) -> list[GradedGroup]:
+        """The groups that have a clustering; the others take no part in the update."""
+        return judged(self.graded)
 
+
+@dataclasses.dataclass
 class Experience:
     """One batch per step, in order.
 
     Args:
+      batches: of problems.
+      num_generations: N, of each problem.
       sampling: of a step.
       last_step: no batch is made for a later one.
       staleness: 0: a batch is begun when it is asked for, on the newest weights. 1: the next one is begun as soon as
         one is handed out, on the weights of then, which training will have left by one step when it uses it.
+      max_failed_share: of a batch's prompts; the judge may fail on so many.
       timeline: told when each batch is generated, graded and judged.
     """
 
-    def __init__(
-        self,
-        rollouts: Rollouts,
-        task: Task,
-        judge: Judge,
-        batches: DatasetIterator[list[Problem]],
-        num_generations: int,
-        sampling: Callable[[int], Sampling],
-        last_step: int,
-        staleness: int,
-        timeline: Timeline,
-    ):
-        self._rollouts, self._task, self._judge, self._batches = rollouts, task, judge, batches
-        self._num_generations, self._sampling = num_generations, sampling
-        self._last_step, self._staleness, self._timeline = last_step, staleness, timeline
-        self._ahead: asyncio.Task[Batch] | None = None
+    rollouts: Rollouts
+    task: Task
+    judge: Judge
+    batches: DatasetIterator[list[Problem]]
+    num_generations: int
+    sampling: Callable[[int], Sampling]
+    last_step: int
+    staleness: int
+    max_failed_share: float
+    timeline: Timeline
+    _ahead: asyncio.Task[Batch] | None = None
+
+    async def wait_until_ready(self) -> None:
+        """Returns once the judge's server, if it has one, answers."""
+        if isinstance(self.judge, Served):
+            await hosts.barrier(self.judge.wait_until_ready())
 
     async def batch(self, step: int) -> Batch:
-        """The batch of `step`, waited for."""
+        """The batch of `step`, waited for.
+
+        Raises:
+          JudgeError: the judge has failed on too many prompts.
+        """
         own = self._ahead or self._begin(step)
         if hosts.count() > 1:
             await asyncio.wait([own])
-            with self._timeline.clock(step).stage("exchange"):
+            with self.timeline.clock(step).stage("exchange"):
                 shares = await hosts.gather(own)
         else:
             shares = [await own]
-        graded = [one for share in shares for one in share.graded]
+        graded = [group for share in shares for group in share.graded]
         batch = dataclasses.replace(shares[hosts.index()], graded=graded)
-        self._ahead = self._begin(step + 1) if self._staleness and step < self._last_step else None
+        self._ahead = self._begin(step + 1) if self.staleness and step < self.last_step else None
+        check_judge(batch.graded, self.max_failed_share)
         return batch
+
+    async def counts(self) -> Metrics:
+        """What task, judge and sampler counted since the last call, on all hosts."""
+        parts = self.task, self.judge, self.rollouts.sampler
+        counts: Metrics = {}
+        for part in parts:
+            if isinstance(part, Counting):
+                counts |= part.metrics()
+
+        async def own() -> Metrics:
+            return counts
+
+        return hosts.total(await hosts.gather(own()))
 
     async def close(self) -> None:
         """Drops what was begun and not asked for."""
@@ -75,13 +102,13 @@ class Experience:
             await asyncio.gather(self._ahead, return_exceptions=True)
 
     def _begin(self, step: int) -> asyncio.Task[Batch]:
-        problems = hosts.share(next(self._batches))
-        data_state = self._batches.get_state()
+        problems = hosts.share(next(self.batches))
+        data_state = self.batches.get_state()
 
         async def make() -> Batch:
-            groups = self._rollouts.generate(problems, self._num_generations, self._sampling(step))
-            clock = self._timeline.clock(step)
-            graded, timing = await grade_groups(groups, problems, self._task, self._judge, clock=clock)
+            groups = self.rollouts.generate(problems, self.num_generations, self.sampling(step))
+            clock = self.timeline.clock(step)
+            graded, timing = await grade_groups(groups, problems, self.task, self.judge, clock=clock)
             return Batch(graded, timing, data_state)
 
         return asyncio.create_task(make())

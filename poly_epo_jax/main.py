@@ -4,34 +4,42 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from absl import app
+from grain import DatasetIterator
+from jax.sharding import Mesh
 from rich.console import Console
 
 from poly_epo_jax import run_folder
-from poly_epo_jax.algorithm import make_loss, method_title
+from poly_epo_jax.algorithm import make_advantages, make_loss, method_title
 from poly_epo_jax.base_policy import base_policy
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.choices import make_judge, make_task
 from poly_epo_jax.command_line import parse_flags, run_command
-from poly_epo_jax.config import Config, ConfigError, changed_keys
+from poly_epo_jax.config import Config, ConfigError, changed_keys, microbatch_rows
 from poly_epo_jax.data import Cleaned, drop_long_prompts, problem_batches
+from poly_epo_jax.evaluation.held_out import evaluate_held_out
+from poly_epo_jax.experience import Experience
 from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.json_files import write_json
 from poly_epo_jax.memory_plan.tables import print_plan
+from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.model.sharding import host_mesh, make_mesh
+from poly_epo_jax.objective import Objective
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.tracking import NoTracker, Tracker
-from poly_epo_jax.train import Parts, train
-from poly_epo_jax.types import Problem, Task
+from poly_epo_jax.train import Schedule, Trained, Trainer, train
+from poly_epo_jax.types import Judge, Metrics, Problem, Sampling, Task
 from poly_epo_jax.update import PolicyUpdate
 
 RESUME_MAY_CHANGE = (
@@ -83,43 +91,102 @@ def run(config: Config) -> None:
         policy.save_description(workdir / run_folder.POLICY)
         write_json(workdir / run_folder.ABOUT, {"method": method_title(config.algo)})
 
-    updates_per_step = config.train.prompts_per_batch // config.train.prompts_per_minibatch
-    update = PolicyUpdate(
-        policy.model,
-        mesh,
-        make_loss(config.algo),
-        config.optimizer,
-        total_updates=config.train.num_steps * updates_per_step,
-        temperature=config.sampling.temperature,
-        kl_coef=config.algo.kl_coef,
-        entropy_coef=config.algo.entropy_coef,
-        importance_cap=config.algo.importance_cap if config.algo.old_logprobs == "sampler" else None,
-    )
     train_problems, held_out_problems = _problems_that_fit(task, policy, config, workdir)
     batches = problem_batches(train_problems, config.train.prompts_per_batch, config.seed)
+    update = _policy_update(config, policy, mesh)
     checkpoints = Checkpoints(workdir / run_folder.CHECKPOINTS, config.checkpoint.keep)
-    step = checkpoints.latest_step or 0
-    if step:
-        state, data_state = checkpoints.restore(step, update.abstract_state, update.shardings)
-        batches.set_state(data_state)
-    else:
-        state = update.init(policy.load_params(mesh))
-    reference = policy.load_params(mesh) if config.algo.kl_coef else None
+    trained = _restored(checkpoints, update, batches)
+    if trained is None:
+        trained = Trained(0, update.init(policy.load_params(mesh)), batches.get_state())
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, here, policy.stop_ids, config, **config.rollouts.options)
     rollouts = Rollouts(sampler, policy.tokenizer, task, config.train.max_prompt_tokens)
+    timeline = Timeline()
+    trainer = Trainer(
+        experience=_experience(config, rollouts, task, judge, batches, timeline),
+        advantages=make_advantages(config.algo, config.seed),
+        packer=_packer(config, mesh),
+        update=update,
+        timeline=timeline,
+        trained=trained,
+        reference=policy.load_params(mesh) if config.algo.kl_coef else None,
+        set_size=config.algo.set_size,
+    )
+
+    def evaluate() -> Awaitable[Metrics]:
+        problems, sampling = held_out_problems[: config.eval.num_problems], _sampling(config, config.seed)
+        return evaluate_held_out(rollouts, task, judge, problems, config.eval.num_generations, sampling)
+
     # Without a checkpoint there is no step to resume from, not even the evaluation before the first.
-    resume_step = step if step else -1
-    with _tracker(config, resume_step) as tracker:
-        parts = Parts(
-            task, held_out_problems, judge, rollouts, batches, update, state, reference, checkpoints, tracker, step
-        )
+    with _tracker(config, trained.step or -1) as tracker:
         try:
-            asyncio.run(train(config, parts))
+            asyncio.run(train(trainer, evaluate, checkpoints, tracker, _schedule(config)))
         finally:
             sampler.close()
     if hosts.is_first():
         print(f"Done: {workdir}. See it with: python -m poly_epo_jax.report {workdir}")
+
+
+def _policy_update(config: Config, policy: Policy, mesh: Mesh) -> PolicyUpdate:
+    algo, train = config.algo, config.train
+    objective = Objective(
+        make_loss(algo),
+        temperature=config.sampling.temperature,
+        kl_coef=algo.kl_coef,
+        entropy_coef=algo.entropy_coef,
+        importance_cap=algo.importance_cap if algo.old_logprobs == "sampler" else None,
+    )
+    total_updates = train.num_steps * (train.prompts_per_batch // train.prompts_per_minibatch)
+    return PolicyUpdate(policy.model, mesh, objective, config.optimizer, total_updates, train.trainable)
+
+
+def _restored(checkpoints: Checkpoints, update: PolicyUpdate, batches: DatasetIterator) -> Trained | None:
+    """Where the newest checkpoint stands, to which the data is moved; None without one."""
+    step = checkpoints.latest_step
+    if not step:
+        return None
+    state, data_state = checkpoints.restore(step, update.abstract_state, update.shardings)
+    batches.set_state(data_state)
+    return Trained(step, state, data_state)
+
+
+def _experience(
+    config: Config, rollouts: Rollouts, task: Task, judge: Judge, batches: DatasetIterator, timeline: Timeline
+) -> Experience:
+    def sampling(step: int) -> Sampling:
+        """Another seed for every step, the same for every repetition of it."""
+        return _sampling(config, int(np.random.SeedSequence([config.seed, step]).generate_state(1)[0]))
+
+    return Experience(
+        rollouts,
+        task,
+        judge,
+        batches,
+        config.train.num_generations,
+        sampling,
+        last_step=config.train.num_steps,
+        staleness=config.train.staleness,
+        max_failed_share=config.judge.max_failed_share,
+        timeline=timeline,
+    )
+
+
+def _sampling(config: Config, seed: int) -> Sampling:
+    return Sampling(**config.sampling, seed=seed)
+
+
+def _packer(config: Config, mesh: Mesh) -> MinibatchPacker:
+    return MinibatchPacker(
+        config.train.prompts_per_minibatch,
+        config.train.row_tokens,
+        microbatch_rows(config, mesh.shape),
+        config.algo.length_normalization,
+        config.sampling.max_tokens,
+    )
+
+
+def _schedule(config: Config) -> Schedule:
+    return Schedule(config.train.num_steps, config.eval.every, config.checkpoint.every, config.log.generations_every)
 
 
 def _tracker(config: Config, resume_step: int) -> contextlib.AbstractContextManager[Tracker | NoTracker]:

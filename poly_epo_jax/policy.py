@@ -19,7 +19,7 @@ from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
 from poly_epo_jax.model.sharding import param_shardings
-from poly_epo_jax.run_folder import CHECKPOINTS, POLICY
+from poly_epo_jax.run_folder import CHECKPOINTS, POLICY, read_config
 from poly_epo_jax.types import Params
 
 
@@ -95,7 +95,8 @@ def open_trained_policy(
         raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {checkpoints.steps}.")
     policy = open_policy(run / POLICY, section)
     abstract = nnx.to_pure_dict(nnx.split(policy.model)[1])
-    return policy, checkpoints.restore_params(step, abstract, param_shardings(policy.model, mesh)), step
+    trainable = read_config(run)["train"]["trainable"]
+    return policy, checkpoints.restore_params(step, abstract, param_shardings(policy.model, mesh), trainable), step
 
 
 def _stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase, more: Sequence[str]) -> tuple[int, ...]:

@@ -15,6 +15,11 @@ from poly_epo_jax.run_folder import generation_rows
 from poly_epo_jax.types import Clustering, GradedGroup, Metrics
 
 
+def step_metrics(groups: Sequence[GradedGroup], judged: Sequence[GradedGroup], step: int, set_size: int) -> Metrics:
+    """What a step's generations were like; `judged` are the groups that have a clustering."""
+    return rollout_metrics(groups, step) | cluster_metrics(judged, set_size)
+
+
 def rollout_metrics(groups: Sequence[GradedGroup], step: int) -> Metrics:
     """Means over the generations of a step, and how many prompts the judge failed on."""
     generations = [generation for graded in groups for generation in graded.group.generations]

@@ -1,228 +1,195 @@
-"""The training loop (paper, Algorithm 1): generate, grade, judge, marginalise over sets, update, hand weights back."""
+"""The training loop (paper, Algorithm 1): generate, grade, cluster, marginalise over sets, update, push the weights."""
 
 import asyncio
 import dataclasses
 import signal
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import jax
 import numpy as np
-from grain import DatasetIterator
 
-from poly_epo_jax import set_rl
-from poly_epo_jax.algorithm import make_advantages
-from poly_epo_jax.batching import PackedBatch, TrainingSequence, pack
+from poly_epo_jax.algorithm import Features
 from poly_epo_jax.checkpoint import Checkpoints
-from poly_epo_jax.config import Config, microbatch_rows
-from poly_epo_jax.evaluation.held_out import evaluate_held_out
 from poly_epo_jax.experience import Batch, Experience
-from poly_epo_jax.grading import check_judge, cluster_ids, judged
+from poly_epo_jax.features import batch_features
+from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.model.sharding import params_on_host
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.step_metrics import cluster_metrics, logged_generations, rollout_metrics
-from poly_epo_jax.timeline import StageClock, Timeline, Window
+from poly_epo_jax.step_metrics import logged_generations, step_metrics
+from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.tracking import NoTracker, Tracker
-from poly_epo_jax.types import (
-    Counting,
-    GradedGroup,
-    Judge,
-    Metrics,
-    Params,
-    Problem,
-    Sampling,
-    Served,
-    Task,
-)
+from poly_epo_jax.types import Metrics, Params
 from poly_epo_jax.update import PolicyUpdate, TrainState
 
 
-@dataclasses.dataclass
-class Parts:
-    """What a run is made of; main.py builds it from a configuration, on every host."""
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a run can go on from: the number of steps done, the state after them, and where the data stands."""
 
-    task: Task
-    held_out: Sequence[Problem]
-    judge: Judge
-    rollouts: Rollouts
-    batches: DatasetIterator
-    update: PolicyUpdate
+    step: int
     state: TrainState
-    reference: Params | None  # the initial policy, where algo.kl_coef asks for it
-    checkpoints: Checkpoints
-    tracker: Tracker | NoTracker
-    step: int  # already trained
+    data_state: dict[str, Any]
 
 
-async def train(config: Config, parts: Parts) -> None:
-    """Runs from `parts.step` to `config.train.num_steps`. Whatever ends it, the steps that are trained are saved.
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """A step's batch, what its generations were worth [P, N] over the prompts with a clustering, and metrics."""
+
+    batch: Batch
+    advantages: np.ndarray
+    metrics: Metrics
+
+
+@dataclasses.dataclass
+class Trainer:
+    """A policy in training, on every host. `step` is Algorithm 1 of the paper.
+
+    Args:
+      advantages: (step, features of a batch) -> advantages, see algorithm.py.
+      packer: from generations and advantages to minibatches.
+      trained: where training stands; None while an update has consumed the state and not returned another.
+      reference: the initial policy, where the update has a KL term.
+      set_size: n, for the metrics of clusters.
+    """
+
+    experience: Experience
+    advantages: Callable[[int, Features], np.ndarray]
+    packer: MinibatchPacker
+    update: PolicyUpdate
+    timeline: Timeline
+    trained: Trained | None
+    reference: Params | None
+    set_size: int
+    result: StepResult | None = None
+
+    async def step(self, step: int) -> None:
+        """Trains on one batch and gives the sampler the new weights; `result` says what it did, also if that fails."""
+        clock = self.timeline.clock(step)
+        batch = await self.experience.batch(step)
+        with clock.stage("advantages"):
+            features = batch_features(batch.judged, self.experience.num_generations)
+            advantages = self.advantages(step, features) if batch.judged else features["rewards"]
+        with clock.stage("logprobs"):
+            minibatches = await self._compute(self.packer, batch.judged, advantages)
+            minibatches = await self._compute(self.update.with_old_logprobs, self.state, minibatches, self.reference)
+        with clock.stage("update"):
+            state, self.trained = self.state, None
+            state, metrics = await self._compute(self.update, state, minibatches)
+            self.trained = Trained(step, state, batch.data_state)
+        metrics |= await self.experience.counts()
+        metrics = step_metrics(batch.graded, batch.judged, step, self.set_size) | metrics
+        self.result = StepResult(batch, advantages, metrics)
+        with clock.stage("sync"):
+            await self.push_weights(step)
+
+    async def push_weights(self, version: int) -> None:
+        """Gives every host's sampler the present weights."""
+        weights = self.state.trainable, self.state.frozen
+        trainable, frozen = await self._compute(params_on_host, weights, self.update.mesh)
+        await hosts.barrier(self.experience.rollouts.push_weights(trainable, frozen, version))
+
+    @property
+    def state(self) -> TrainState:
+        """The present one."""
+        assert self.trained is not None, "an update has failed, and with it went the state"
+        return self.trained.state
+
+    async def _compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls it on all hosts, in a thread: the next batch is received, graded and clustered meanwhile."""
+        return await hosts.collective(asyncio.to_thread(function, *arguments))
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How many steps a run has, and after how many it does what is not done after each; the last step does all."""
+
+    num_steps: int
+    evaluate: int  # 0: never
+    checkpoint: int
+    log_generations: int
+
+    def is_due(self, every: int, step: int) -> bool:
+        return bool(every) and (step % every == 0 or step == self.num_steps)
+
+
+async def train(
+    trainer: Trainer,
+    evaluate: Callable[[], Awaitable[Metrics]],
+    checkpoints: Checkpoints,
+    tracker: Tracker | NoTracker,
+    plan: Schedule,
+) -> None:
+    """Runs the steps that are left. Whatever ends it, the steps that are trained are saved.
+
+    Args:
+      evaluate: what the policy does on held-out problems.
 
     Raises:
       SystemExit: on SIGTERM, on whichever host, after the present step.
       JudgeError: the judge fails more often than `judge.max_failed_share`.
       HostError: another host failed.
     """
-    advantages_of = make_advantages(config.algo)
-    num_rows = microbatch_rows(config, parts.update.mesh.shape)
-    preempted = _catch_sigterm()
-    timeline = Timeline()
-    experience = _experience(config, parts, timeline)
-    state, saved = parts.state, parts.step
-    newest = parts.step, state, parts.batches.get_state()
+    assert trainer.trained is not None
+    preempted, saved = _catch_sigterm(), trainer.trained.step
+    first = saved + 1
     try:
-        if isinstance(parts.judge, Served):
-            await hosts.barrier(parts.judge.wait_until_ready())
-        await _hand_over(parts, state.params, parts.step)
-        if parts.step == 0 and config.eval.every:
-            metrics = await _evaluate(config, parts)
-            await hosts.barrier(asyncio.to_thread(parts.tracker.log, 0, metrics, {}))
-
-        timeline.cut(parts.step)  # so that all this is in no step's time
-        for step in range(parts.step + 1, config.train.num_steps + 1):
-            clock = timeline.clock(step)
-            is_last = step == config.train.num_steps
-
-            batch = await experience.batch(step)  # which tells the timeline what it does when
-            check_judge(batch.graded, config.judge.max_failed_share)
-
-            with clock.stage("advantages"):
-                kept = judged(batch.graded)
-                rewards, clusters = _stack(kept, config.train.num_generations)
-                key = jax.random.fold_in(jax.random.key(config.seed), step)
-                advantages = np.asarray(advantages_of(key, rewards, clusters)) if kept else rewards
-
-            # In threads, so that the next batch's generations can be received, graded and judged meanwhile.
-            with clock.stage("logprobs"):
-                minibatches = await asyncio.to_thread(_pack_minibatches, config, kept, advantages, num_rows)
-                minibatches = await hosts.collective(
-                    asyncio.to_thread(parts.update.with_old_logprobs, state.params, minibatches, parts.reference)
-                )
-
-            with clock.stage("update"):
-                newest = None  # for the update consumes the state
-                state, update_metrics = await hosts.collective(asyncio.to_thread(parts.update, state, minibatches))
-                newest = step, state, batch.data_state
-
-            metrics = rollout_metrics(batch.graded, step) | cluster_metrics(kept, config.algo.set_size)
-            metrics |= update_metrics | hosts.total(await hosts.gather(_counts(parts)))
+        await trainer.experience.wait_until_ready()
+        await trainer.push_weights(saved)
+        if not saved and plan.evaluate:
+            await hosts.barrier(asyncio.to_thread(tracker.log, 0, await evaluate(), {}))
+        trainer.timeline.cut(saved)  # so that all this is in no step's time
+        for step in range(first, plan.num_steps + 1):
+            held_out: Metrics = {}
             try:
-                with clock.stage("sync"):
-                    await _hand_over(parts, state.params, step)
-                if config.eval.every and (step % config.eval.every == 0 or is_last):
-                    with clock.stage("evaluate"):
-                        metrics |= await _evaluate(config, parts)
+                await trainer.step(step)
+                if plan.is_due(plan.evaluate, step):
+                    with trainer.timeline.clock(step).stage("evaluate"):
+                        held_out = await evaluate()
             finally:
                 # A step's rows are on disk before a checkpoint counts it as done: a crash can repeat but not lose them.
-                logged = step % config.log.generations_every == 0 or is_last
-                rows = logged_generations(batch.graded, advantages) if logged else []
-                window = timeline.cut(step)
-                log = partial(_log, parts.tracker, step, metrics, _timing(clock, window, batch), window, rows)
-                await hosts.barrier(asyncio.to_thread(log))
-
-            if step % config.checkpoint.every == 0:
-                with clock.stage("checkpoint"):
-                    parts.checkpoints.save(*newest)
-                saved = step
-            if any(await hosts.gather(preempted())) and not is_last:
+                if trainer.trained is not None and trainer.trained.step == step:
+                    await _record(trainer, tracker, held_out, plan.is_due(plan.log_generations, step))
+            if step % plan.checkpoint == 0:
+                with trainer.timeline.clock(step).stage("checkpoint"):
+                    saved = _save(checkpoints, trainer.trained)
+            if any(await hosts.gather(preempted())) and step < plan.num_steps:
                 if hosts.is_first():
                     print(f"SIGTERM: saving after step {step}; the same command resumes there.", file=sys.stderr)
                 sys.exit(128 + signal.SIGTERM)
     finally:
-        await experience.close()
-        if newest is not None and newest[0] > saved:
-            parts.checkpoints.save(*newest)
-        parts.checkpoints.close()
+        await trainer.experience.close()
+        if trainer.trained is not None and trainer.trained.step > saved:
+            _save(checkpoints, trainer.trained)
+        checkpoints.close()
 
 
-def _experience(config: Config, parts: Parts, timeline: Timeline) -> Experience:
-    return Experience(
-        parts.rollouts,
-        parts.task,
-        parts.judge,
-        parts.batches,
-        config.train.num_generations,
-        partial(_sampling, config),
-        last_step=config.train.num_steps,
-        staleness=config.train.staleness,
-        timeline=timeline,
-    )
+async def _record(trainer: Trainer, tracker: Tracker | NoTracker, held_out: Metrics, with_generations: bool) -> None:
+    """Logs the step that has just been trained; one host writes."""
+    trained, result = trainer.trained, trainer.result
+    assert trained is not None and result is not None
+    step, graded = trained.step, result.batch.graded
+    clock, window = trainer.timeline.clock(step), trainer.timeline.cut(step)
+    num_tokens = sum(len(y.token_ids) for group in graded for y in group.group.generations)
+    timing = clock.seconds() | result.batch.timing | {"seconds/step": window.seconds} | window.critical_seconds()
+    timing["sync/share"] = timing.get("seconds/sync", 0.0) / window.seconds
+    timing["tokens_per_second"] = num_tokens / window.seconds
+    rows = logged_generations(graded, result.advantages) if with_generations else []
+
+    def write() -> None:
+        tracker.log(step, result.metrics | held_out, timing)
+        tracker.log_timeline(step, window.row())
+        tracker.log_generations(step, rows)
+
+    await hosts.barrier(asyncio.to_thread(write))
 
 
-def _sampling(config: Config, step: int) -> Sampling:
-    """The step's sampling: another seed for every step, the same for every repetition of it."""
-    seed = int(np.random.SeedSequence([config.seed, step]).generate_state(1)[0])
-    return Sampling(**config.sampling, seed=seed)
+def _save(checkpoints: Checkpoints, trained: Trained) -> int:
+    checkpoints.save(trained.step, trained.state, trained.data_state)
+    return trained.step
 
 
-async def _evaluate(config: Config, parts: Parts) -> Metrics:
-    problems = parts.held_out[: config.eval.num_problems]
-    sampling = Sampling(**config.sampling, seed=config.seed)
-    return await evaluate_held_out(
-        parts.rollouts, parts.task, parts.judge, problems, config.eval.num_generations, sampling
-    )
-
-
-def _stack(kept: Sequence[GradedGroup], num_generations: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards and clusters [P, N] of the prompts that take part in the update."""
-    shape = len(kept), num_generations
-    rewards = np.array([one.rewards for one in kept], np.float32)
-    return rewards.reshape(shape), cluster_ids(kept).reshape(shape)
-
-
-def _pack_minibatches(
-    config: Config, kept: Sequence[GradedGroup], advantages: np.ndarray, num_rows: int
-) -> list[list[PackedBatch]]:
-    """The batch as minibatches of packed microbatches of `num_rows`; each minibatch is a mean over its own prompts."""
-    minibatches = []
-    for start in range(0, len(kept), config.train.prompts_per_minibatch):
-        prompts = slice(start, start + config.train.prompts_per_minibatch)
-        groups = [one.group for one in kept[prompts]]
-        lengths = np.array([[len(y.token_ids) for y in group.generations] for group in groups])
-        weights = set_rl.token_weights(lengths, config.algo.length_normalization, config.sampling.max_tokens)
-        sequences = [
-            TrainingSequence(group.prompt_ids, y.token_ids, y.logprobs, float(advantage), float(weight))
-            for group, *rows in zip(groups, advantages[prompts], np.asarray(weights), strict=True)
-            for y, advantage, weight in zip(group.generations, *rows, strict=True)
-        ]
-        minibatches.append(pack(sequences, config.train.row_tokens, num_rows))
-    return minibatches
-
-
-async def _hand_over(parts: Parts, params: Params, version: int) -> None:
-    """Gives every host's sampler the weights."""
-    here = await hosts.collective(asyncio.to_thread(params_on_host, params, parts.update.mesh))
-    await hosts.barrier(parts.rollouts.push_weights(here, {}, version))
-
-
-def _log(
-    tracker: Tracker | NoTracker, step: int, metrics: Metrics, timing: Metrics, window: Window, rows: Sequence[Any]
-) -> None:
-    tracker.log(step, metrics, timing)
-    tracker.log_timeline(step, window.row())
-    tracker.log_generations(step, rows)
-
-
-def _timing(clock: StageClock, window: Window, batch: Batch) -> Metrics:
-    """Seconds of the step's own stages, and what its window holds, which may be work for another step's batch."""
-    num_tokens = sum(len(y.token_ids) for one in batch.graded for y in one.group.generations)
-    timing = clock.seconds() | batch.timing | {"seconds/step": window.seconds}
-    shares = {"sync/share": timing["seconds/sync"] / window.seconds, "tokens_per_second": num_tokens / window.seconds}
-    return timing | window.critical_seconds() | shares
-
-
-async def _counts(parts: Parts) -> Metrics:
-    """What the step's parts counted on this host."""
-    counts: Metrics = {}
-    for part in (parts.task, parts.judge, parts.rollouts):
-        if isinstance(part, Counting):
-            counts |= part.metrics()
-    return counts
-
-
-def _catch_sigterm():
+def _catch_sigterm() -> Callable[[], Awaitable[bool]]:
     """From now on SIGTERM only sets a flag; the function returned tells whether it came."""
     received = []
     signal.signal(signal.SIGTERM, lambda *_: received.append(True))

@@ -15,6 +15,7 @@ from poly_epo_jax.config import OptimizerSection
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
+from poly_epo_jax.objective import Objective
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.set_rl import policy_gradient_loss
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
@@ -30,7 +31,7 @@ from poly_epo_jax.types import (
     Sampling,
     Task,
 )
-from poly_epo_jax.update import PolicyUpdate
+from poly_epo_jax.update import PolicyUpdate, TrainState
 
 TINY = ModelConfig(
     vocab_size=32,
@@ -65,6 +66,11 @@ def tiny_params(seed: int = 0) -> Params:
 
 def on_mesh(params: Params, mesh: Mesh) -> Params:
     return jax.device_put(params, param_shardings(TINY_MODEL, mesh))
+
+
+def state_at(params: Params) -> TrainState:
+    """A state with these weights, for what reads nothing else of it."""
+    return TrainState(params, {}, None, None)
 
 
 def tiny_problems(count: int, max_length: int, seed: int = 0) -> list[Problem]:
@@ -103,6 +109,7 @@ def random_sequences(
                 prompt_ids=rng.integers(0, vocab, prompt, np.int32),
                 response_ids=rng.integers(0, vocab, response, np.int32),
                 sampler_logprobs=-rng.exponential(size=response).astype(np.float32),
+                loss_mask=np.ones(response, bool),
                 advantage=float(rng.normal()),
                 weight=1 / (count * int(response)),
             )
@@ -121,10 +128,12 @@ def trainer_logprobs(seed: int, groups: Sequence[Group], temperature: float) -> 
     mesh = make_mesh(1, 1, 1)
     update = _update(temperature)
     pairs = [(group.prompt_ids, y) for group in groups for y in group.generations]
-    sequences = [TrainingSequence(prompt_ids, y.token_ids, y.logprobs, 1.0, 1.0) for prompt_ids, y in pairs]
+    sequences = [
+        TrainingSequence(prompt_ids, y.token_ids, y.logprobs, y.loss_mask, 1.0, 1.0) for prompt_ids, y in pairs
+    ]
     row_tokens = max(50, *(len(s.prompt_ids) + len(s.response_ids) for s in sequences))
     packed = pack(sequences, row_tokens, rows_per_microbatch=24)
-    _, batches = update.with_old_logprobs(on_mesh(tiny_params(seed), mesh), [[], packed])
+    _, batches = update.with_old_logprobs(state_at(on_mesh(tiny_params(seed), mesh)), [[], packed])
     masks = [np.asarray(batch.weights) > 0 for batch in batches]
     assert sum(mask.sum() for mask in masks) == sum(len(y.token_ids) for _, y in pairs)
     trainer = [np.asarray(batch.old_logprobs)[mask] for batch, mask in zip(batches, masks, strict=True)]
@@ -134,7 +143,8 @@ def trainer_logprobs(seed: int, groups: Sequence[Group], temperature: float) -> 
 
 @functools.cache
 def _update(temperature: float) -> PolicyUpdate:
-    return PolicyUpdate(TINY_MODEL, make_mesh(1, 1, 1), policy_gradient_loss, optimizer_config(), 1, temperature)
+    objective = Objective(policy_gradient_loss, temperature)
+    return PolicyUpdate(TINY_MODEL, make_mesh(1, 1, 1), objective, optimizer_config(), 1)
 
 
 def group(problem: Problem, texts: Sequence[str]) -> Group:

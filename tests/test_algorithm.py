@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.algorithm import make_advantages, make_loss
+from poly_epo_jax.algorithm import ADVANTAGES, Estimator, make_advantages, make_estimator, make_loss
 from poly_epo_jax.config import AlgoSection
 
 P, N, SET_SIZE, NUM_SETS = 5, 7, 3, 20
-KEY = jax.random.key(3)
+SEED, STEP = 5, 3
+KEY = jax.random.fold_in(jax.random.key(SEED), STEP)
 
 
 def algo(**changes: Any) -> AlgoSection:
@@ -26,6 +27,11 @@ def graded() -> tuple[np.ndarray, np.ndarray]:
     clusters = rng.integers(0, 4, (P, N), np.int32)
     clusters[rng.random((P, N)) < 0.15] = set_rl.DEGENERATE_CLUSTER
     return rng.random((P, N)).astype(np.float32), clusters
+
+
+def advantages_of(section: AlgoSection, rewards: np.ndarray, clusters: np.ndarray, step: int = STEP) -> np.ndarray:
+    features = {"rewards": rewards, "clusters": clusters, "lengths": np.ones((P, N), np.int32)}
+    return make_advantages(section, SEED)(step, features)
 
 
 def sampled(rewards: np.ndarray, clusters: np.ndarray) -> jax.Array:
@@ -51,37 +57,39 @@ def over_all_sets(objective: Any, rewards: np.ndarray, clusters: np.ndarray) -> 
     ids=lambda changes: "-".join(map(str, changes.values())) or "polychromic" if isinstance(changes, dict) else "",
 )
 def test_advantages_are_those_of_set_rl(changes, direct, graded):
-    advantages = make_advantages(algo(**changes))(KEY, *graded)
+    advantages = advantages_of(algo(**changes), *graded)
     np.testing.assert_allclose(advantages, direct(*graded), rtol=1e-5, atol=1e-6)
     assert np.abs(advantages).max() > 0.01
 
 
 def test_sampled_sets_follow_the_key(graded):
-    advantages = make_advantages(algo(num_sets=NUM_SETS))
-    np.testing.assert_array_equal(advantages(KEY, *graded), advantages(KEY, *graded))
-    assert np.abs(advantages(KEY, *graded) - advantages(jax.random.key(4), *graded)).max() > 0.001
+    section = algo(num_sets=NUM_SETS)
+    advantages = advantages_of(section, *graded)
+    np.testing.assert_array_equal(advantages, advantages_of(section, *graded))
+    assert np.abs(advantages - advantages_of(section, *graded, step=STEP + 1)).max() > 0.001
 
 
 def test_every_prompt_draws_its_own_sets(graded):
     rewards, clusters = (np.broadcast_to(values[:1], (P, N)) for values in graded)
-    advantages = np.asarray(make_advantages(algo(num_sets=NUM_SETS))(KEY, rewards, clusters))
+    advantages = advantages_of(algo(num_sets=NUM_SETS), rewards, clusters)
     assert len(np.unique(advantages, axis=0)) == P
 
 
 def test_sampling_all_sets_is_the_closed_form(graded):
-    all_of_them = make_advantages(algo(num_sets=35))(KEY, *graded)
-    np.testing.assert_allclose(all_of_them, make_advantages(algo())(KEY, *graded), rtol=1e-5, atol=1e-6)
+    all_of_them = advantages_of(algo(num_sets=35), *graded)
+    np.testing.assert_allclose(all_of_them, advantages_of(algo(), *graded), rtol=1e-5, atol=1e-6)
 
 
 def test_an_objective_of_ones_own(graded, monkeypatch):
     """The range of a set's rewards, registered by name and nothing else."""
 
-    def spread(rewards, **unused):
+    def spread(rewards):
         return rewards.max(axis=-1) - rewards.min(axis=-1)
 
-    monkeypatch.setitem(set_rl.OBJECTIVES, "spread", spread)
+    monkeypatch.setitem(set_rl.OBJECTIVES, "spread", set_rl.Objective(spread, "Spread"))
     rewards, clusters = graded
-    advantages = make_advantages(algo(objective="spread"))(KEY, rewards, clusters)
+    advantages = advantages_of(algo(objective="spread"), rewards, clusters)
+    assert make_estimator(algo(objective="spread"))[1:] == (("rewards",), "Spread")
 
     sets = set_rl.enumerate_sets(N, SET_SIZE)
     scores = np.ptp(rewards.astype(np.float64)[:, sets], axis=-1)
@@ -94,10 +102,41 @@ def test_an_objective_of_ones_own(graded, monkeypatch):
 def test_the_loss_gets_its_clip_range(name: str):
     """Two ratios far outside of the range, one with each sign of the advantage."""
     logprobs, old_logprobs = jnp.log(jnp.array([[0.9, 0.1]])), jnp.log(jnp.array([[0.3, 0.3]]))
-    arrays = logprobs, old_logprobs, jnp.array([[1.0, -1.0]]), jnp.array([[0.5, 0.5]])
+    arrays = logprobs, old_logprobs, jnp.array([[1.0, -1.0]]), jnp.array([[0.5, 0.5]]), jnp.array([[1, 1]])
+    tokens = set_rl.Tokens(*arrays)
     bounds = {} if name == "policy_gradient" else {"clip_low": 0.1, "clip_high": 0.4}
-    loss, _ = make_loss(algo(loss=name, clip_low=0.1, clip_high=0.4))(*arrays)
-    np.testing.assert_allclose(loss, set_rl.LOSSES[name](*arrays, **bounds)[0], rtol=1e-6)
+    loss, _ = make_loss(algo(loss=name, clip_low=0.1, clip_high=0.4))(tokens)
+    np.testing.assert_allclose(loss, set_rl.LOSSES[name](tokens, **bounds)[0], rtol=1e-6)
     if bounds:
-        other, _ = make_loss(algo(loss=name, clip_low=0.2, clip_high=0.2))(*arrays)
+        other, _ = make_loss(algo(loss=name, clip_low=0.2, clip_high=0.2))(tokens)
         assert not np.isclose(loss, other)
+
+
+def test_an_estimator_of_ones_own_reads_any_feature(graded, monkeypatch):
+    def shortest_first(section):
+        return Estimator(lambda key, features: -1.0 * features["lengths"], ("lengths",), "Shortest first")
+
+    monkeypatch.setitem(ADVANTAGES, "shortest_first", shortest_first)
+    np.testing.assert_array_equal(advantages_of(algo(advantages="shortest_first"), *graded), -np.ones((P, N)))
+
+
+def test_a_feature_that_is_not_there_is_named(graded, monkeypatch):
+    def novelty(rewards, embeddings):
+        return rewards.mean(axis=-1)
+
+    monkeypatch.setitem(set_rl.OBJECTIVES, "novelty", set_rl.Objective(novelty, "Novelty"))
+    with pytest.raises(ValueError, match="Novelty reads 'embeddings', but a batch has clusters, lengths, rewards"):
+        advantages_of(algo(objective="novelty"), *graded)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reads", "title"),
+    [
+        ({}, ("rewards", "clusters"), "Poly-EPO"),
+        ({"objective": "pass_at_n"}, ("rewards",), "set RL, pass@n"),
+        ({"advantages": "grpo"}, ("rewards",), "GRPO"),
+        ({"advantages": "grpo_div"}, ("rewards", "clusters"), "GRPO+DIV"),
+    ],
+)
+def test_every_method_says_its_name_and_what_it_reads(changes, reads, title):
+    assert make_estimator(algo(**changes))[1:] == (reads, title)

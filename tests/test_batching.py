@@ -18,7 +18,9 @@ def of_lengths(*lengths):
     for length in lengths:
         tokens = np.array([next(ids) for _ in range(length)], np.int32)
         prompt, response = tokens[: length // 2], tokens[length // 2 :]
-        sequences.append(TrainingSequence(prompt, response, np.full(len(response), -0.5, np.float32), 2.0, 0.25))
+        sequences.append(
+            TrainingSequence(prompt, response, np.full(len(response), -0.5, np.float32), response >= 0, 2.0, 0.25)
+        )
     return sequences
 
 
@@ -66,8 +68,10 @@ def test_every_token_lies_once_and_at_its_place(seed):
 
 
 def test_hand_computed():
-    a = TrainingSequence(np.array([5, 6]), np.array([7, 8, 9]), np.array([-0.1, -0.2, -0.3], np.float32), 2.0, 0.25)
-    b = TrainingSequence(np.array([3]), np.array([4]), np.array([-0.4], np.float32), -1.0, 0.5)
+    a = TrainingSequence(
+        np.array([5, 6]), np.array([7, 8, 9]), np.array([-0.1, -0.2, -0.3], np.float32), np.ones(3, bool), 2.0, 0.25
+    )
+    b = TrainingSequence(np.array([3]), np.array([4]), np.array([-0.4], np.float32), np.ones(1, bool), -1.0, 0.5)
     (batch,) = pack([b, a], row_tokens=8, rows_per_microbatch=2)
     np.testing.assert_array_equal(batch.tokens, [[5, 6, 7, 8, 9, 3, 4, 0], [0] * 8])
     np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 3, 4, 0, 1, 0], [0] * 8])
@@ -105,3 +109,12 @@ def test_a_sequence_may_fill_its_row_but_not_more():
 
 def test_nothing_packs_into_nothing():
     assert pack([], row_tokens=12, rows_per_microbatch=4) == []
+
+
+def test_tokens_that_the_policy_did_not_write_weigh_nothing():
+    """A reply of two tokens between the policy's own is read, and not trained."""
+    mask = np.array([True, False, False, True])
+    sequence = TrainingSequence(np.array([5]), np.array([1, 2, 3, 4]), np.full(4, -0.5, np.float32), mask, 2.0, 0.25)
+    (batch,) = pack([sequence], row_tokens=6, rows_per_microbatch=1)
+    np.testing.assert_array_equal(batch.tokens, [[5, 1, 2, 3, 4, 0]])
+    np.testing.assert_array_equal(batch.weights, [[0.25, 0, 0, 0.25, 0, 0]])

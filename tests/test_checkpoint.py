@@ -9,7 +9,9 @@ from fakes import TINY_MODEL, optimizer_config, tiny_params, tiny_problems
 
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.data import problem_batches
+from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.objective import Objective
 from poly_epo_jax.set_rl import policy_gradient_loss
 from poly_epo_jax.update import PolicyUpdate
 
@@ -17,9 +19,10 @@ needs_eight_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs e
 ON_ONE_DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
-def make_update(*axes):
+def make_update(*axes, trainable=""):
     config = optimizer_config(schedule="linear", warmup_updates=2)
-    return PolicyUpdate(TINY_MODEL, make_mesh(*axes), policy_gradient_loss, config, total_updates=9)
+    objective = Objective(policy_gradient_loss)
+    return PolicyUpdate(TINY_MODEL, make_mesh(*axes), objective, config, total_updates=9, trainable=trainable)
 
 
 def random_state(update, seed=0):
@@ -76,6 +79,17 @@ def test_what_is_donated_after_save_returns_is_saved_nevertheless(tmp_path, axes
     for step, expected in saved.items():
         assert_trees_equal(checkpoints.restore(step, update.abstract_state, update.shardings)[0], expected)
     checkpoints.close()
+
+
+@pytest.mark.parametrize("pattern", ["", r"layers\..*"], ids=["all", "part"])
+def test_weights_alone_come_back_whole(tmp_path, pattern):
+    update = make_update(1, 1, 1, trainable=pattern)
+    state, checkpoints = random_state(update), Checkpoints(tmp_path)
+    checkpoints.save(3, state, {})
+    checkpoints.close()
+    shardings = merge_params(update.shardings.trainable, update.shardings.frozen)
+    restored = Checkpoints(tmp_path).restore_params(3, update.abstract_state.params, shardings, pattern)
+    assert_trees_equal(restored, state.params)
 
 
 def test_data_goes_on_with_the_very_same_problems(tmp_path):

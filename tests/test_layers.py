@@ -18,8 +18,8 @@ NAME = PACKAGE.name
 FLOORS = (
     {"types", "section", "registry", "http_client", "json_files"},
     {"config", "options"},
-    {"parallel", "timeline", "set_rl", "metrics", "data", "batching", "run_folder"},
-    {"model", "progress", "default_config"},
+    {"parallel", "timeline", "set_rl", "metrics", "data", "batching", "run_folder", "optimizer", "features"},
+    {"model", "progress", "default_config", "objective", "minibatches"},
     {"rollouts", "judges", "tasks", "checkpoint", "update", "grading", "algorithm"},
     {"base_policy", "experience", "tracking", "step_metrics", "evaluation", "policy", "choices", "memory_plan"},
     {"train", "command_line", "report"},

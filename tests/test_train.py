@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,23 @@ import pytest
 from fakes import LETTERS, PROBLEMS, TINY_MODEL, ByLetter, LetterJudge, RandomLetters, optimizer_config, tiny_params
 
 from poly_epo_jax import default_config, set_rl
-from poly_epo_jax.algorithm import make_loss
+from poly_epo_jax.algorithm import make_advantages, make_loss
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.config import Config
 from poly_epo_jax.data import problem_batches
+from poly_epo_jax.evaluation.held_out import evaluate_held_out
 from poly_epo_jax.experience import Experience
 from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.http_client import ServerError
+from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
+from poly_epo_jax.objective import Objective
 from poly_epo_jax.run_folder import read_rows
 from poly_epo_jax.section import read_section
 from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.tracking import Tracker
-from poly_epo_jax.train import Parts, train
-from poly_epo_jax.types import Completion, Params, Request, Sampling
+from poly_epo_jax.train import Schedule, Trained, Trainer, train
+from poly_epo_jax.types import Completion, Metrics, Params, Request, Sampling
 from poly_epo_jax.update import PolicyUpdate
 
 
@@ -36,15 +39,8 @@ def tiny_config(**changes: Any) -> Config:
         {
             "train.num_steps": 2,
             "judge.max_failed_share": 1.0,
-            "train.prompts_per_batch": 3,
-            "train.prompts_per_minibatch": 2,
-            "train.num_generations": 8,
-            "train.row_tokens": 8,
-            "train.rows_per_device": 4,
             "checkpoint.every": 1,
             "eval.every": 2,
-            "eval.num_generations": 2,
-            "log.generations_every": 1,
         }
         | changes
     )
@@ -67,23 +63,33 @@ def train_tiny(
 ) -> tuple[Params, Params]:
     """Trains for two steps into a run folder; returns the weights before and after, the latter from the checkpoint."""
     config, mesh = tiny_config(**changes), make_mesh(1, 1, 1)
-    update = PolicyUpdate(TINY_MODEL, mesh, make_loss(config.algo), optimizer_config(), total_updates=4)
-    checkpoints = Checkpoints(run_dir / "checkpoints")
+    update = PolicyUpdate(TINY_MODEL, mesh, Objective(make_loss(config.algo)), optimizer_config(), total_updates=4)
+    task, judge, batches = ByLetter(), LetterJudge(failing), problem_batches(PROBLEMS, 3, seed=0)
+    rollouts, timeline, num_generations = (sampler or RandomLetters()).rollouts(task), Timeline(), 8
+    trainer = Trainer(
+        experience=Experience(
+            *(rollouts, task, judge, batches, num_generations),
+            lambda step: Sampling(2, seed=step),
+            last_step=config.train.num_steps,
+            staleness=config.train.staleness,
+            max_failed_share=config.judge.max_failed_share,
+            timeline=timeline,
+        ),
+        advantages=make_advantages(config.algo, seed=0),
+        packer=MinibatchPacker(2, row_tokens=8, num_rows=4, length_normalization="max", max_tokens=2),
+        update=update,
+        timeline=timeline,
+        trained=Trained(0, update.init(tiny_params()), batches.get_state()),
+        reference=None,
+        set_size=config.algo.set_size,
+    )
+    schedule = Schedule(config.train.num_steps, config.eval.every, config.checkpoint.every, log_generations=1)
+
+    def evaluate() -> Awaitable[Metrics]:
+        return evaluate_held_out(rollouts, task, judge, task.held_out_problems, 2, Sampling(2))
+
     with Tracker(run_dir, "{}", config.train.num_steps, -1) as tracker:
-        parts = Parts(
-            task=ByLetter(),
-            held_out=ByLetter.held_out_problems,
-            judge=LetterJudge(failing),
-            rollouts=(sampler or RandomLetters()).rollouts(ByLetter()),
-            batches=problem_batches(PROBLEMS, 3, seed=0),
-            update=update,
-            state=update.init(tiny_params()),
-            reference=None,
-            checkpoints=checkpoints,
-            tracker=tracker,
-            step=0,
-        )
-        asyncio.run(train(config, parts))
+        asyncio.run(train(trainer, evaluate, Checkpoints(run_dir / "checkpoints"), tracker, schedule))
     return tiny_params(), saved(run_dir, 2)
 
 
@@ -247,6 +253,7 @@ def test_batches_are_begun_when_they_should_be(staleness: int):
             ),
             last_step=3,
             staleness=staleness,
+            max_failed_share=0.0,
             timeline=Timeline(),
         )
         for step in (1, 2, 3):

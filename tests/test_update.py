@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import TINY_MODEL, on_mesh, optimizer_config, random_sequences, tiny_params
+from fakes import TINY_MODEL, on_mesh, optimizer_config, random_sequences, state_at, tiny_params
 from flax import nnx
 
 from poly_epo_jax.batching import pack
 from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.objective import Objective
+from poly_epo_jax.optimizer import SCHEDULES, make_schedule
 from poly_epo_jax.set_rl import cispo_loss, ppo_clip_loss
-from poly_epo_jax.update import SCHEDULES, PolicyUpdate, make_schedule
+from poly_epo_jax.update import PolicyUpdate
 
 LONGEST = 18
 SEQUENCES = random_sequences(np.random.default_rng(0), 24)
@@ -35,11 +37,11 @@ REFERENCE = on_mesh(near(tiny_params(), 0.02, seed=2), MESH)
 
 
 @functools.cache
-def make_update(kl_coef=0.0, entropy_coef=0.0, temperature=1.0, loss=ppo_clip_loss, importance_cap=None):
+def make_update(loss=ppo_clip_loss, trainable="", **objective):
     return PolicyUpdate(
         TINY_MODEL,
         MESH,
-        functools.partial(loss, clip_low=0.2, clip_high=0.28),
+        Objective(functools.partial(loss, clip_low=0.2, clip_high=0.28), **objective),
         # Clips some gradients and not others; with eps near their size Adam does not hide by how much.
         optimizer_config(
             learning_rate=0.02,
@@ -52,10 +54,7 @@ def make_update(kl_coef=0.0, entropy_coef=0.0, temperature=1.0, loss=ppo_clip_lo
             max_grad_norm=0.5,
         ),
         total_updates=5,
-        temperature=temperature,
-        kl_coef=kl_coef,
-        entropy_coef=entropy_coef,
-        importance_cap=importance_cap,
+        trainable=trainable,
     )
 
 
@@ -66,7 +65,7 @@ def start(update):
 
 def off_policy(update, microbatches):
     """The microbatches as those of a step's second minibatch, where BEFORE made the step's generations."""
-    return update.with_old_logprobs(BEFORE, [[], microbatches], REFERENCE)[1]
+    return update.with_old_logprobs(state_at(BEFORE), [[], microbatches], REFERENCE)[1]
 
 
 class Alone(NamedTuple):
@@ -137,7 +136,7 @@ def test_the_gradient_is_that_of_sequences_alone(options):
     update, rows = make_update(**options), alone(SEQUENCES)
     minibatch = off_policy(update, pack(SEQUENCES, 40, rows_per_microbatch=2))
     assert len(minibatch) > 2
-    found, sums = update.gradient(NOW, minibatch)
+    found, sums = update.gradient(state_at(NOW), minibatch)
 
     def loss(params):
         # Old log-probabilities are data: they come from BEFORE, through which no gradient flows.
@@ -156,9 +155,9 @@ def test_the_gradient_is_that_of_sequences_alone(options):
 def test_the_first_minibatchs_gradient_is_the_policy_gradient():
     """At ratio one: that of weight * advantage * log-probability, without a pass for old log-probabilities."""
     update, rows = make_update(), alone(SEQUENCES)
-    (minibatch,) = update.with_old_logprobs(NOW, [pack(SEQUENCES, 40, rows_per_microbatch=2)])
+    (minibatch,) = update.with_old_logprobs(state_at(NOW), [pack(SEQUENCES, 40, rows_per_microbatch=2)])
     assert not any(np.any(batch.old_logprobs) for batch in minibatch)
-    found, _ = update.gradient(NOW, minibatch)
+    found, _ = update.gradient(state_at(NOW), minibatch)
 
     def loss(params):
         return -jnp.sum(rows.weights * rows.advantages * naive_logprobs(params, rows.tokens)[0])
@@ -168,7 +167,7 @@ def test_the_first_minibatchs_gradient_is_the_policy_gradient():
 
 def test_the_first_minibatchs_ratio_is_exactly_one():
     update = make_update()
-    minibatches = update.with_old_logprobs(NOW, [pack(SEQUENCES, 40, rows_per_microbatch=2)])
+    minibatches = update.with_old_logprobs(state_at(NOW), [pack(SEQUENCES, 40, rows_per_microbatch=2)])
     _, metrics = update(start(update), minibatches)
     assert (metrics["policy/ratio"], metrics["policy/clip_fraction"], metrics["policy/kl"]) == (1.0, 0.0, 0.0)
 
@@ -178,7 +177,7 @@ def test_nothing_depends_on_how_sequences_are_packed():
     gradients, metrics = [], []
     for row_tokens, rows_per_microbatch in ((LONGEST, 24), (LONGEST, 5), (40, 2)):
         minibatch = off_policy(update, pack(SEQUENCES, row_tokens, rows_per_microbatch))
-        gradients.append(update.gradient(NOW, minibatch)[0])
+        gradients.append(update.gradient(state_at(NOW), minibatch)[0])
         metrics.append((len(minibatch), update(start(update), [minibatch])[1]))
     assert metrics[0][0] == 1 and metrics[1][0] > 2 and metrics[2][0] > 2
     tokens = sum(len(s.prompt_ids) + len(s.response_ids) for s in SEQUENCES)
@@ -196,7 +195,7 @@ def test_metrics_are_means_over_response_tokens():
     """Of a step with two minibatches; the second is compared with the policy before the first's update."""
     update = make_update(**REGULARISED)
     packed = [pack(sequences, 40, rows_per_microbatch=2) for sequences in (SEQUENCES, LATER_SEQUENCES)]
-    minibatches = update.with_old_logprobs(NOW, packed, REFERENCE)
+    minibatches = update.with_old_logprobs(state_at(NOW), packed, REFERENCE)
     middle, _ = update(start(update), minibatches[:1])
     _, metrics = update(start(update), minibatches)
 
@@ -223,9 +222,9 @@ def test_ratios_to_the_sampler_are_truncated():
         for s, row, mask in zip(SEQUENCES, logprobs, rows.is_response, strict=True)
     ]
     rows = alone(near_sampler)
-    first, second = update.with_old_logprobs(NOW, [pack(near_sampler, 40, rows_per_microbatch=2)] * 2)
+    first, second = update.with_old_logprobs(state_at(NOW), [pack(near_sampler, 40, rows_per_microbatch=2)] * 2)
     assert not any(np.any(batch.old_logprobs) for batch in [*first, *second])
-    found, sums = update.gradient(NOW, second)
+    found, sums = update.gradient(state_at(NOW), second)
 
     def loss(params):
         logprobs = naive_logprobs(params, rows.tokens)[0]
@@ -240,7 +239,9 @@ def test_ratios_to_the_sampler_are_truncated():
     assert sum(int(metrics["truncated"]) for metrics in sums) == int(truncated.sum())
     # The later minibatch is trained with other weights than sampled it, so it says nothing of the sampler.
     assert sum(int(metrics["mismatch_tokens"]) for metrics in sums) == 0
-    assert sum(int(metrics["mismatch_tokens"]) for metrics in update.gradient(NOW, first)[1]) == len(truncated)
+    assert sum(int(metrics["mismatch_tokens"]) for metrics in update.gradient(state_at(NOW), first)[1]) == len(
+        truncated
+    )
 
 
 def test_updates_are_clipped_adamw():
@@ -249,7 +250,7 @@ def test_updates_are_clipped_adamw():
     config = {"learning_rate": [0.01, 0.02, 0.015], "b1": 0.8, "b2": 0.9, "eps": 0.03, "decay": 0.1, "max_norm": 0.5}
     mild = [dataclasses.replace(s, weight=s.weight / 20) for s in SEQUENCES]
     packed = [pack(sequences, 40, rows_per_microbatch=2) for sequences in (SEQUENCES, LATER_SEQUENCES, mild)]
-    minibatches = update.with_old_logprobs(NOW, packed)
+    minibatches = update.with_old_logprobs(state_at(NOW), packed)
 
     structure = jax.tree.structure(NOW)
     params = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(NOW)]
@@ -257,7 +258,7 @@ def test_updates_are_clipped_adamw():
     gradient_norms, update_norms = [], []
     for t, (minibatch, rate) in enumerate(zip(minibatches, config["learning_rate"], strict=True), start=1):
         at = on_mesh(jax.tree.unflatten(structure, [leaf.astype(np.float32) for leaf in params]), MESH)
-        g = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(update.gradient(at, minibatch)[0])]
+        g = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(update.gradient(state_at(at), minibatch)[0])]
         gradient_norms.append(global_norm(g))
         g = [leaf * min(1, config["max_norm"] / gradient_norms[-1]) for leaf in g]
         m = [config["b1"] * m + (1 - config["b1"]) * g for m, g in zip(m, g, strict=True)]
@@ -307,7 +308,7 @@ def test_every_schedule_starts_at_the_peak(schedule):
 def test_without_minibatches_nothing_changes():
     update = make_update()
     state = start(update)
-    after, metrics = update(state, update.with_old_logprobs(state.params, []))
+    after, metrics = update(state, update.with_old_logprobs(state, []))
     assert metrics == {}
     assert int(after.updates) == 0
     jax.tree.map(np.testing.assert_array_equal, after.params, NOW)
@@ -320,7 +321,7 @@ def test_a_run_compiles_each_program_once():
     for seed, count in ((0, 24), (1, 9), (2, 40)):
         sequences = random_sequences(np.random.default_rng(seed), count)
         packed = [pack(sequences[::2], 40, rows_per_microbatch=2), pack(sequences[1::2], 40, rows_per_microbatch=2)]
-        state, _ = update(state, update.with_old_logprobs(state.params, packed))
+        state, _ = update(state, update.with_old_logprobs(state, packed))
     programs: Any = update._accumulate, update._logprobs, update._apply, update._zeros
     assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
 
@@ -328,8 +329,8 @@ def test_a_run_compiles_each_program_once():
 def test_moments_are_float32_but_the_first_where_asked():
     def dtypes(**changes):
         config = optimizer_config(**changes)
-        update = PolicyUpdate(TINY_MODEL, MESH, functools.partial(ppo_clip_loss), config, total_updates=5)
-        minibatches = update.with_old_logprobs(NOW, [pack(SEQUENCES, 40, rows_per_microbatch=2)])
+        update = PolicyUpdate(TINY_MODEL, MESH, Objective(ppo_clip_loss), config, total_updates=5)
+        minibatches = update.with_old_logprobs(state_at(NOW), [pack(SEQUENCES, 40, rows_per_microbatch=2)])
         state, _ = update(update.init(tiny_params()), minibatches)
         moments = next(part for part in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(part))
         return [{leaf.dtype.name for leaf in jax.tree.leaves(tree)} for tree in (moments.mu, moments.nu, state.params)]
@@ -340,3 +341,28 @@ def test_moments_are_float32_but_the_first_where_asked():
 
 def is_adam(part):
     return hasattr(part, "mu")
+
+
+def test_only_what_is_trainable_changes():
+    """Attention's weights, with moments of their own; the gradient is the whole one's part, the rest is untouched."""
+    pattern = r"layers\.(q|k|v|o)"
+    part, whole = make_update(trainable=pattern), make_update()
+    minibatch = off_policy(whole, pack(SEQUENCES, 40, rows_per_microbatch=2))
+    start_of_part = part.init(tiny_params())
+    assert sorted(start_of_part.trainable["layers"]) == ["k", "o", "q", "v"]
+    assert jax.tree.structure(start_of_part.params) == jax.tree.structure(NOW)
+    gradient, _ = part.gradient(start_of_part, minibatch)
+    expected = whole.gradient(state_at(NOW), minibatch)[0]["layers"]
+    assert_trees_close(gradient["layers"], {name: expected[name] for name in gradient["layers"]}, atol=1e-6)
+
+    after, _ = part(start_of_part, [minibatch])
+    moments = next(leaf for leaf in jax.tree.leaves(after.opt_state, is_leaf=is_adam) if is_adam(leaf))
+    assert jax.tree.structure(moments.mu) == jax.tree.structure(after.trainable)
+    for name, leaf in after.params["layers"].items():
+        assert (name in gradient["layers"]) == (not np.array_equal(leaf, NOW["layers"][name])), name
+    np.testing.assert_array_equal(after.params["embed"], NOW["embed"])
+
+
+def test_a_pattern_without_a_weight_is_refused():
+    with pytest.raises(ValueError, match=r"train\.trainable='lora.*' matches no weight; choose among embed, layers\."):
+        make_update(trainable="lora.*")

@@ -15,6 +15,7 @@ from poly_epo_jax.model.flops import total_weights
 from poly_epo_jax.model.presets import preset_config
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.objective import Objective
 from poly_epo_jax.set_rl import ppo_clip_loss
 from poly_epo_jax.update import PolicyUpdate
 
@@ -30,7 +31,9 @@ pytestmark = [
 @functools.cache
 def compiled():
     model = nnx.eval_shape(lambda: Qwen3(CONFIG, nnx.Rngs(0)))
-    update = PolicyUpdate(model, make_mesh(1, DEVICES, 1), ppo_clip_loss, optimizer_config(), total_updates=1)
+    update = PolicyUpdate(
+        model, make_mesh(1, DEVICES, 1), Objective(ppo_clip_loss), optimizer_config(), total_updates=1
+    )
     return update.lower(DEVICES, ROW_TOKENS)["gradient"].compile()
 
 

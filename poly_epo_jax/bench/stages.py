@@ -24,6 +24,7 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
 from poly_epo_jax.model.sharding import param_shardings
+from poly_epo_jax.objective import Objective
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.embedded.slots import Job, Slots, capacity
 from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync
@@ -122,18 +123,16 @@ class _Update:
         update = PolicyUpdate(
             model,
             mesh,
-            make_loss(config.algo),
+            Objective(make_loss(config.algo), config.sampling.temperature, entropy_coef=config.algo.entropy_coef),
             config.optimizer,
             total_updates=config.train.num_steps,
-            temperature=config.sampling.temperature,
-            entropy_coef=config.algo.entropy_coef,
         )
         self._programs: dict[str, tuple[Any, float]] = {}
         for name, lowered in update.lower(len(self._minibatches[0][0].tokens), config.train.row_tokens).items():
             start = time.perf_counter()
             self._programs[name] = lowered.compile(), time.perf_counter() - start
         self._state = update.init(params)
-        self._gradients = update.zero_gradients(self._state.params)
+        self._gradients = update.zero_gradients(self._state)
         self._batch = update.place(self._minibatches[0][0])
         self._weight_bytes, self._moment_bytes = _bytes(self._state.params), _bytes(self._state.opt_state)
         self._tokens = int((workload.prompt_lengths + workload.response_lengths).sum())
@@ -154,7 +153,8 @@ class _Update:
         times = sum(map(len, self._minibatches))
 
         def run() -> Any:
-            self._gradients, metrics = self._programs["gradient"][0](self._state.params, self._gradients, self._batch)
+            weights = self._state.trainable, self._state.frozen
+            self._gradients, metrics = self._programs["gradient"][0](*weights, self._gradients, self._batch)
             return metrics
 
         return self._stage("gradient", run, times, self._tokens, 3 * self._forward, times * 4 * self._weight_bytes)

@@ -1,7 +1,9 @@
 """From rewards and clusters [P, N] to one advantage per generation [P, N] (paper §3, §4; baselines of §6)."""
 
 import functools
+import inspect
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,9 +13,16 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Float, Int, Shaped
 
-from poly_epo_jax.set_rl.objectives import SetObjective
 from poly_epo_jax.set_rl.sets import check_set_size
 from poly_epo_jax.types import DEGENERATE_CLUSTER
+
+SetObjective = Callable[..., Float[Array, "*prompts K"]]
+ClosedForm = Callable[..., Float[Array, "P N"]]
+
+
+def features_read(function: Callable[..., Array]) -> tuple[str, ...]:
+    """The features that an objective reads: its parameters, by name."""
+    return tuple(inspect.signature(function).parameters)
 
 
 def marginal_set_advantages(
@@ -27,19 +36,26 @@ def marginal_set_advantages(
     where none does.
 
     Args:
-      objective: f, maps gathered features [K, n, ...] of one prompt to scores [K]; see `objectives`.
+      objective: f, maps gathered features [K, n, ...] of one prompt to scores [K]; see `objectives`. It gets those
+        features that its parameters name.
       sets: generation indices, shared by all prompts or one [K, n] table per prompt.
-      **features: what `objective` reads of each of the N generations of P prompts: rewards, clusters, or your own.
+      **features: of each of the N generations of P prompts: rewards, clusters, or your own.
 
     Raises:
-      ValueError: features that hold NaN (seen outside jit only) or disagree on [P, N], sets of another shape or as
-        large as N, an objective that does not return one score per set.
+      ValueError: features that hold NaN (seen outside jit only) or disagree on [P, N], a feature that the objective
+        names and that is not there, sets of another shape or as large as N, an objective that does not return one score
+        per set.
     """
     num_prompts, num_generations = _check_features(**features)
     if sets.ndim not in (2, 3) or (sets.ndim == 3 and len(sets) != num_prompts):
         raise ValueError(f"sets have shape {sets.shape}, but must be [K, n] or [{num_prompts}, K, n], one per prompt.")
     num_sets, set_size = sets.shape[-2:]
     check_set_size(num_generations, set_size)
+    reads = features_read(objective)
+    missing = [name for name in reads if name not in features]
+    if missing:
+        raise ValueError(f"The objective reads {missing[0]}, but the features are {', '.join(features)}.")
+    features = {name: features[name] for name in reads}
 
     def one_prompt(sets: Array, features: dict[str, Array]) -> Array:
         scores = objective(**{name: feature[sets] for name, feature in features.items()})

@@ -1,63 +1,67 @@
 """The update rules that accept any advantage: per-token terms in, a scalar loss and metrics out (paper appendix).
 
-All token arrays of a call have one shape, whichever. `weights` is each token's share of the objective J, from
-`token_weights` on response tokens and 0 on prompt and padding tokens, so that loss = -sum(weights * term) and the
-losses of microbatches add up to the loss of the batch. Metrics are sums over response tokens, to be added up and
-divided by the token count. What masked tokens hold never matters.
+A loss reads `Tokens` and returns -sum(weights * term), so that the losses of microbatches add up to the loss of the
+batch; its metrics are sums over response tokens, to be added up and divided by the token count. What masked tokens
+hold never matters. A keyword that a loss names, such as clip_low, is a key of the configuration's `algo` section.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
-Tokens = Float[Array, "*tokens"]
+
+class Tokens(NamedTuple):
+    """What a loss reads of each token, all of one shape, rows of T tokens.
+
+    `old_logprobs` are those of the policy that generated the token. `weights` is the token's share of the objective J,
+    from `token_weights` on response tokens and 0 on prompt and padding tokens. `sequence_ids` tells a row's sequences
+    apart: counted from 1, with 0 for padding.
+    """
+
+    logprobs: Float[Array, "*rows T"]
+    old_logprobs: Float[Array, "*rows T"]
+    advantages: Float[Array, "*rows T"]
+    weights: Float[Array, "*rows T"]
+    sequence_ids: Int[Array, "*rows T"]
+
+    @property
+    def is_response(self) -> Bool[Array, "*rows T"]:
+        """Whether the token is trained."""
+        return self.weights > 0
+
+    @property
+    def log_ratio(self) -> Float[Array, "*rows T"]:
+        """log w, where w is a token's probability ratio to the policy that generated it; 0 on masked tokens."""
+        return jnp.where(self.is_response, self.logprobs - self.old_logprobs, 0)
+
+
 LossAndMetrics = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]
 Loss = Callable[..., LossAndMetrics]
-"""(logprobs, old_logprobs, advantages, weights) -> (loss, sums of metrics over tokens)."""
 
 
-def ppo_clip_loss(
-    logprobs: Tokens,
-    old_logprobs: Tokens,
-    advantages: Tokens,
-    weights: Tokens,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-) -> LossAndMetrics:
+def ppo_clip_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossAndMetrics:
     """PPO's clipped surrogate: term = min(w A, clip(w, 1 - clip_low, 1 + clip_high) A) (paper appendix, J).
-
-    w = exp(logprobs - old_logprobs) is a token's probability ratio to the policy that generated it.
 
     Returns:
       The loss, and the sums `clip_fraction` (tokens that the clip holds back), `ratio` (w) and `kl` (estimates of
-      KL(old || new), each w - 1 - log w >= 0, in nats).
+      KL(old || new), in nats).
 
     Raises:
       ValueError: on mismatched shapes.
     """
-    _check_shapes(logprobs, old_logprobs, advantages, weights)
-    is_response = weights > 0
-    log_ratio = jnp.where(is_response, logprobs - old_logprobs, 0)
-    ratio = jnp.exp(log_ratio)
+    _check_shapes(tokens)
+    ratio, advantages = jnp.exp(tokens.log_ratio), tokens.advantages
     term = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages)
     held_back = ((ratio > 1 + clip_high) & (advantages > 0)) | ((ratio < 1 - clip_low) & (advantages < 0))
-    return _loss(term, weights), _ratio_metrics(held_back, log_ratio, ratio, is_response)
+    return _loss(term, tokens), _ratio_metrics(held_back, tokens, ratio)
 
 
-def cispo_loss(
-    logprobs: Tokens,
-    old_logprobs: Tokens,
-    advantages: Tokens,
-    weights: Tokens,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-) -> LossAndMetrics:
+def cispo_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossAndMetrics:
     """CISPO: term = stop_gradient(clip(w, 1 - clip_low, 1 + clip_high)) A log-prob. Every token keeps a gradient.
 
     Returns:
@@ -66,16 +70,14 @@ def cispo_loss(
     Raises:
       ValueError: on mismatched shapes.
     """
-    _check_shapes(logprobs, old_logprobs, advantages, weights)
-    is_response = weights > 0
-    log_ratio = jax.lax.stop_gradient(jnp.where(is_response, logprobs - old_logprobs, 0))
-    ratio = jnp.exp(log_ratio)
+    _check_shapes(tokens)
+    ratio = jax.lax.stop_gradient(jnp.exp(tokens.log_ratio))
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    term = clipped * advantages * jnp.where(is_response, logprobs, 0)
-    return _loss(term, weights), _ratio_metrics(clipped != ratio, log_ratio, ratio, is_response)
+    term = clipped * tokens.advantages * jnp.where(tokens.is_response, tokens.logprobs, 0)
+    return _loss(term, tokens), _ratio_metrics(clipped != ratio, tokens, ratio)
 
 
-def policy_gradient_loss(logprobs: Tokens, old_logprobs: Tokens, advantages: Tokens, weights: Tokens) -> LossAndMetrics:
+def policy_gradient_loss(tokens: Tokens) -> LossAndMetrics:
     """REINFORCE: term = A log-prob. With advantage 1 it is maximum likelihood, to fit demonstrations.
 
     Returns:
@@ -84,8 +86,8 @@ def policy_gradient_loss(logprobs: Tokens, old_logprobs: Tokens, advantages: Tok
     Raises:
       ValueError: on mismatched shapes.
     """
-    _check_shapes(logprobs, old_logprobs, advantages, weights)
-    return _loss(advantages * jnp.where(weights > 0, logprobs, 0), weights), {}
+    _check_shapes(tokens)
+    return _loss(tokens.advantages * jnp.where(tokens.is_response, tokens.logprobs, 0), tokens), {}
 
 
 LOSSES: dict[str, Loss] = {
@@ -120,21 +122,40 @@ def token_weights(
     return 1 / (lengths.size * divisors)
 
 
-def _loss(term: Array, weights: Tokens) -> Array:
-    return -jnp.sum(weights * term)
+def sequence_means(values: Shaped[Array, "*rows T"], tokens: Tokens) -> Float[Array, "*rows T"]:
+    """The mean of `values` over the response tokens of a token's sequence, at each of them; 0 on masked tokens."""
+    length = values.shape[-1]
+
+    def of_row(values: Array, ids: Array, is_response: Array) -> Array:
+        def total(of_token: Array) -> Array:
+            return jax.ops.segment_sum(jnp.where(is_response, of_token, 0.0), ids, length + 1)[ids]
+
+        return jnp.where(is_response, total(values) / jnp.maximum(total(jnp.ones_like(values)), 1), 0)
+
+    rows = (values, tokens.sequence_ids, tokens.is_response)
+    flat = (array.reshape(-1, length) for array in rows)
+    return jax.vmap(of_row)(*flat).reshape(values.shape)
 
 
-def _ratio_metrics(
-    clipped: Bool[Array, "*tokens"], log_ratio: Array, ratio: Array, is_response: Bool[Array, "*tokens"]
-) -> dict[str, Array]:
-    sums = {"clip_fraction": clipped, "ratio": ratio, "kl": ratio - 1 - log_ratio}
-    return {name: jnp.sum(jnp.where(is_response, value, 0.0)) for name, value in sums.items()}
+def kl_estimate(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
+    """The k3 estimate of KL(p || q) from log_ratio = log q - log p of a token drawn from p, in nats.
+
+    q / p - 1 - log(q / p): unbiased, and never negative (Schulman, "Approximating KL divergence").
+    """
+    return jnp.expm1(log_ratio) - log_ratio
 
 
-def _check_shapes(logprobs: Array, old_logprobs: Array, advantages: Array, weights: Array) -> None:
-    shapes = [array.shape for array in (logprobs, old_logprobs, advantages, weights)]
-    if len(set(shapes)) != 1:
-        raise ValueError(
-            "logprobs, old_logprobs, advantages and weights must share one shape, but have "
-            f"{', '.join(map(str, shapes))}."
-        )
+def _loss(term: Array, tokens: Tokens) -> Array:
+    return -jnp.sum(tokens.weights * term)
+
+
+def _ratio_metrics(clipped: Bool[Array, "*rows T"], tokens: Tokens, ratio: Array) -> dict[str, Array]:
+    sums = {"clip_fraction": clipped, "ratio": ratio, "kl": kl_estimate(tokens.log_ratio)}
+    return {name: jnp.sum(jnp.where(tokens.is_response, value, 0.0)) for name, value in sums.items()}
+
+
+def _check_shapes(tokens: Tokens) -> None:
+    shapes = {name: array.shape for name, array in tokens._asdict().items()}
+    if len(set(shapes.values())) != 1:
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"The arrays of Tokens must share one shape, but have {listed}.")

@@ -11,6 +11,7 @@ from poly_epo_jax.config import OptimizerSection
 from poly_epo_jax.model.hf import load_params, read_config
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.objective import Objective
 from poly_epo_jax.set_rl import ppo_clip_loss
 from poly_epo_jax.update import PolicyUpdate
 
@@ -35,16 +36,19 @@ def main() -> None:
     update = PolicyUpdate(
         nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0))),
         make_mesh(1, 1, 1),
-        functools.partial(ppo_clip_loss, clip_low=update_case.CLIP_LOW, clip_high=update_case.CLIP_HIGH),
+        Objective(
+            functools.partial(ppo_clip_loss, clip_low=update_case.CLIP_LOW, clip_high=update_case.CLIP_HIGH),
+            entropy_coef=update_case.ENTROPY_COEF,
+        ),
         optimizer,
         total_updates=1,
-        entropy_coef=update_case.ENTROPY_COEF,
     )
     state = update.init(load_params(folder, config))
 
     batch = update_case.random_batch(case)
     rows, row_tokens = MICROBATCH[case]
-    columns = zip(batch.prompts, batch.responses, batch.old_logprobs, batch.advantages.tolist(), strict=True)
+    masks = [np.ones(len(response), bool) for response in batch.responses]
+    columns = zip(batch.prompts, batch.responses, batch.old_logprobs, masks, batch.advantages.tolist(), strict=True)
     sequences = [TrainingSequence(*row, weight=1 / batch.response_tokens) for row in columns]
     # The given old log-probabilities are packed as the sampler's; here they are those of the policy before the step.
     minibatch = [

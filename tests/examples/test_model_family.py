@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
+from extending import FILES
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -19,24 +20,6 @@ from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.hf import load_params, read_config, save_pretrained
 from poly_epo_jax.model.qwen3 import abstract_model
 
-MY_CONFIG = """
-import dataclasses
-
-from poly_epo_jax import default_config
-from poly_epo_jax.model.architectures import ARCHITECTURES, LLAMA
-
-ARCHITECTURES["mistral"] = dataclasses.replace(
-    LLAMA,
-    class_name="MistralForCausalLM",
-    refuses=LLAMA.refuses | {"sliding_window": bool},  # Mistral 7B v0.1 has one; v0.2 and later have none
-)
-
-
-def get_config(words="poly_epo"):
-    config = default_config.get_config(words)
-    config.model.path = "models/mistral"
-    return config
-"""
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
     "hidden_size": 16,
@@ -51,10 +34,10 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def my_config(tmp_path: Path) -> Iterator[None]:
-    """Runs the user's file, as --config=my_config.py does; what it registered is forgotten after the test."""
+    """Runs the user's file, as --config=my_family.py does; what it registered is forgotten after the test."""
     known = dict(ARCHITECTURES)
-    (tmp_path / "my_config.py").write_text(MY_CONFIG)
-    runpy.run_path(str(tmp_path / "my_config.py"))
+    (tmp_path / "my_family.py").write_text(FILES["my_family.py"])
+    runpy.run_path(str(tmp_path / "my_family.py"))
     yield
     ARCHITECTURES.clear()
     ARCHITECTURES.update(known)

@@ -23,6 +23,7 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.presets import PRESETS, preset_config
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.objective import Objective
 from poly_epo_jax.parallel.devices import DEVICES, device_name
 from poly_epo_jax.parallel.mesh import AXES, RULES, check_mesh, fill_mesh, nearest_mesh
 from poly_epo_jax.parallel.presets import MESHES
@@ -76,7 +77,7 @@ def test_the_plan_is_what_compiled_programs_hold(case: Case):
     setting = Setting("cpu", dict(zip(AXES, case.mesh, strict=True)))
     plan = make_plan(config, shape, setting, None)
     model = nnx.eval_shape(lambda: Qwen3(shape, nnx.Rngs(0)))
-    update = PolicyUpdate(model, make_mesh(*case.mesh), ppo_clip_loss, optimizer_config(), total_updates=1)
+    update = PolicyUpdate(model, make_mesh(*case.mesh), Objective(ppo_clip_loss), optimizer_config(), total_updates=1)
     lowered = update.lower(microbatch_rows(config, setting.mesh), config.train.row_tokens)
     memory: dict[str, Any] = {name: lowered[name].compile().memory_analysis() for name in plan.stages}
 

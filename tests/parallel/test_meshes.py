@@ -17,6 +17,7 @@ from fakes import (
     on_mesh,
     optimizer_config,
     random_sequences,
+    state_at,
     tiny_params,
     tiny_problems,
 )
@@ -26,6 +27,7 @@ from programs import COLLECTIVES, loop_bodies
 from poly_epo_jax.batching import pack
 from poly_epo_jax.model.logprobs import token_logprobs
 from poly_epo_jax.model.sharding import ROWS, make_mesh
+from poly_epo_jax.objective import Objective
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.set_rl import ppo_clip_loss
@@ -59,14 +61,16 @@ def train_step(*axes):
     mesh = make_mesh(*axes)
     # With eps near the gradient's size the update is no coarser than the gradient.
     config = optimizer_config(eps=1e-3, weight_decay=0.1)
-    update = PolicyUpdate(TINY_MODEL, mesh, ppo_clip_loss, config, total_updates=2, kl_coef=0.1, entropy_coef=0.01)
+    update = PolicyUpdate(
+        TINY_MODEL, mesh, Objective(ppo_clip_loss, kl_coef=0.1, entropy_coef=0.01), config, total_updates=2
+    )
     params, reference = on_mesh(tiny_params(), mesh), on_mesh(tiny_params(1), mesh)
     minibatches = [
         pack(random_sequences(np.random.default_rng(seed), 30), 20, rows_per_microbatch=8) for seed in (0, 1)
     ]
     assert all(len(minibatch) > 1 for minibatch in minibatches)
-    minibatches = update.with_old_logprobs(params, minibatches, reference)
-    gradient, sums = update.gradient(params, minibatches[0])
+    minibatches = update.with_old_logprobs(state_at(params), minibatches, reference)
+    gradient, sums = update.gradient(state_at(params), minibatches[0])
     return gradient, sums, *update(update.init(params), minibatches)
 
 
@@ -163,7 +167,7 @@ def test_collectives_inside_of_loops_are_found():
 
 def test_weights_are_gathered_and_not_the_activations_of_all_rows():
     """Four rows of 52 tokens, one on each fsdp part: no product is of all 208 tokens."""
-    update = PolicyUpdate(TINY_MODEL, make_mesh(1, 4, 2), ppo_clip_loss, optimizer_config(), total_updates=1)
+    update = PolicyUpdate(TINY_MODEL, make_mesh(1, 4, 2), Objective(ppo_clip_loss), optimizer_config(), total_updates=1)
     text = update.lower(4, 52)["gradient"].compile().as_text() or ""
     shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", text)}
     assert any(52 in shape for shape in shapes)

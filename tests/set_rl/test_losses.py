@@ -6,7 +6,16 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from poly_epo_jax.set_rl import LOSSES, cispo_loss, policy_gradient_loss, ppo_clip_loss, token_weights
+from poly_epo_jax.set_rl import (
+    LOSSES,
+    Tokens,
+    cispo_loss,
+    kl_estimate,
+    policy_gradient_loss,
+    ppo_clip_loss,
+    sequence_means,
+    token_weights,
+)
 
 EAGER_AND_JIT = pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 ALL_LOSSES = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -19,22 +28,28 @@ WEIGHT = 0.1
 
 
 def tokens(pad_logprob=0.0, pad_old_logprob=0.0, pad_advantage=0.0):
-    """(logprobs, old_logprobs, advantages, weights), each [7]."""
-    return (
+    """Two sequences of three tokens, then padding."""
+    return Tokens(
         jnp.asarray(np.append(LOGPROB, pad_logprob), jnp.float32),
         jnp.asarray(np.append(LOGPROB - np.log(RATIO), pad_old_logprob), jnp.float32),
         jnp.asarray(np.append(ADVANTAGE, pad_advantage), jnp.float32),
         jnp.asarray(np.append(np.full(6, WEIGHT), 0.0), jnp.float32),
+        jnp.array([1, 1, 1, 2, 2, 2, 0]),
     )
 
 
 def gradient(loss, arguments, transform=lambda f: f):
-    return np.asarray(transform(jax.grad(lambda *args: loss(*args)[0]))(*arguments))
+    """With respect to the log-probabilities."""
+
+    def value(logprobs):
+        return loss(arguments._replace(logprobs=logprobs))[0]
+
+    return np.asarray(transform(jax.grad(value))(arguments.logprobs))
 
 
 @EAGER_AND_JIT
 def test_ppo_clip_by_hand(transform):
-    loss, metrics = transform(ppo_clip_loss)(*tokens())
+    loss, metrics = transform(ppo_clip_loss)(tokens())
     terms = [1.0 * 2, 1.28, 0.5, -1.5, -0.8, 1.1 * -3]
     np.testing.assert_allclose(loss, -WEIGHT * sum(terms), rtol=1e-6)
     assert metrics["clip_fraction"] == 2
@@ -48,7 +63,7 @@ def test_ppo_clip_by_hand(transform):
 
 @EAGER_AND_JIT
 def test_cispo_by_hand(transform):
-    loss, metrics = transform(cispo_loss)(*tokens())
+    loss, metrics = transform(cispo_loss)(tokens())
     clipped = np.array([1.0, 1.28, 0.8, 1.28, 0.8, 1.1])
     np.testing.assert_allclose(loss, -WEIGHT * (clipped * ADVANTAGE * LOGPROB).sum(), rtol=1e-6)
     assert metrics["clip_fraction"] == 4
@@ -63,7 +78,7 @@ def test_cispo_by_hand(transform):
 
 @EAGER_AND_JIT
 def test_policy_gradient_by_hand(transform):
-    loss, metrics = transform(policy_gradient_loss)(*tokens())
+    loss, metrics = transform(policy_gradient_loss)(tokens())
     np.testing.assert_allclose(loss, -WEIGHT * (ADVANTAGE * LOGPROB).sum(), rtol=1e-6)
     assert metrics == {}
     expected = np.append(-WEIGHT * ADVANTAGE, 0)
@@ -71,24 +86,24 @@ def test_policy_gradient_by_hand(transform):
 
 
 def test_clip_interval_is_the_callers():
-    _, metrics = ppo_clip_loss(*tokens(), clip_low=0.6, clip_high=0.05)
+    _, metrics = ppo_clip_loss(tokens(), clip_low=0.6, clip_high=0.05)
     assert metrics["clip_fraction"] == 1  # 1.5 with A > 0 is out, 0.5 with A < 0 is in
-    _, metrics = cispo_loss(*tokens(), clip_low=0.6, clip_high=0.05)
+    _, metrics = cispo_loss(tokens(), clip_low=0.6, clip_high=0.05)
     assert metrics["clip_fraction"] == 3  # 1.5 twice and 1.1
 
 
 @ALL_LOSSES
 def test_on_policy_every_loss_has_the_policy_gradient(loss):
-    logprobs, _, advantages, weights = tokens()
-    actual = gradient(loss, (logprobs, logprobs, advantages, weights))
-    np.testing.assert_allclose(actual, -np.asarray(weights * advantages), atol=1e-7)
+    on_policy = tokens()._replace(old_logprobs=tokens().logprobs)
+    expected = -np.asarray(on_policy.weights * on_policy.advantages)
+    np.testing.assert_allclose(gradient(loss, on_policy), expected, atol=1e-7)
 
 
 @ALL_LOSSES
 @pytest.mark.parametrize("pad", [(-1e9, 0.0, 3.0), (0.0, -1e9, -3.0), (-np.inf, -np.inf, 1e30)])
 def test_masked_tokens_never_matter(loss, pad):
-    value, metrics = loss(*tokens(*pad))
-    clean_value, clean_metrics = loss(*(array[:6] for array in tokens()))
+    value, metrics = loss(tokens(*pad))
+    clean_value, clean_metrics = loss(Tokens(*(array[:6] for array in tokens())))
     np.testing.assert_allclose(value, clean_value, rtol=1e-6)
     for name, clean in clean_metrics.items():
         np.testing.assert_allclose(metrics[name], clean, rtol=1e-6)
@@ -102,9 +117,11 @@ def test_microbatches_add_up(loss):
     rng = np.random.default_rng(0)
     logprobs = -rng.random((4, 6))
     batch = (logprobs, logprobs + rng.normal(0, 0.3, (4, 6)), rng.normal(size=(4, 6)), rng.random((4, 6)) > 0.3)
-    batch = tuple(jnp.asarray(array, jnp.float32) for array in batch)
-    whole = loss(*batch)
-    parts = [loss(*(array[rows] for array in batch)) for rows in (slice(0, 1), slice(1, 4))]
+    batch = Tokens(
+        *(jnp.asarray(array, jnp.float32) for array in batch), jnp.tile(jnp.array([1, 1, 2, 2, 2, 0]), (4, 1))
+    )
+    whole = loss(batch)
+    parts = [loss(Tokens(*(array[rows] for array in batch))) for rows in (slice(0, 1), slice(1, 4))]
     assert jax.tree.structure(whole) == jax.tree.structure(parts[0])
     summed = jax.tree.map(lambda first, second: first + second, *parts)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), whole, summed)
@@ -126,10 +143,13 @@ def test_weights_make_the_papers_objective(length_normalization, T):
             J += total / T[prompt][i] / 2 / 2
     is_response = np.arange(4) < lengths[..., None]
     loss, _ = policy_gradient_loss(
-        jnp.asarray(logprobs, jnp.float32),
-        jnp.zeros((2, 2, 4)),
-        jnp.asarray(np.broadcast_to(advantages[..., None], (2, 2, 4)), jnp.float32),
-        jnp.where(is_response, weights[..., None], 0),
+        Tokens(
+            jnp.asarray(logprobs, jnp.float32),
+            jnp.zeros((2, 2, 4)),
+            jnp.asarray(np.broadcast_to(advantages[..., None], (2, 2, 4)), jnp.float32),
+            jnp.where(is_response, weights[..., None], 0),
+            jnp.ones((2, 2, 4), int),
+        )
     )
     np.testing.assert_allclose(loss, -J, rtol=1e-5)
 
@@ -144,6 +164,24 @@ def test_refuses_mismatched_shapes(monkeypatch, loss):
     monkeypatch.setattr(
         jaxtyping.config, "jaxtyping_disable", True
     )  # as outside the tests, where nothing checks shapes
-    logprobs, old_logprobs, _, weights = tokens()
-    with pytest.raises(ValueError, match=r"must share one shape, but have \(7,\), \(7,\), \(1,\), \(7,\)\."):
-        loss(logprobs, old_logprobs, jnp.ones(1), weights)
+    with pytest.raises(ValueError, match=r"must share one shape, but have logprobs \(7,\), .*, advantages \(1,\), "):
+        loss(tokens()._replace(advantages=jnp.ones(1)))
+
+
+def test_means_are_over_a_sequences_trained_tokens():
+    """Row by row: ids start anew in each, and a token that is not trained neither counts nor gets a mean."""
+    values = jnp.array([[1.0, 2.0, 6.0, 10.0, 9.0], [4.0, 8.0, 1.0, 1.0, 5.0]])
+    ids = jnp.array([[1, 1, 1, 2, 0], [1, 2, 2, 2, 2]])
+    weights = jnp.array([[0.0, 0.5, 0.5, 0.5, 0.0], [0.5, 0.5, 0.0, 0.5, 0.5]])
+    zeros = jnp.zeros((2, 5))
+    means = sequence_means(values, Tokens(zeros, zeros, zeros, weights, ids))
+    third = 14 / 3
+    np.testing.assert_allclose(means, [[0, 4, 4, 10, 0], [4, third, 0, third, third]], rtol=1e-6)
+
+
+def test_the_kl_estimate_is_unbiased_and_never_negative():
+    """Its mean over p is KL(p || q), here of two distributions over five tokens."""
+    p, q = np.array([0.1, 0.3, 0.2, 0.15, 0.25]), np.array([0.2, 0.1, 0.3, 0.35, 0.05])
+    estimates = np.asarray(kl_estimate(jnp.log(q / p)))
+    assert (estimates >= 0).all() and (estimates > 0).any()
+    np.testing.assert_allclose((p * estimates).sum(), (p * np.log(p / q)).sum(), rtol=1e-5)

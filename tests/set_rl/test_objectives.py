@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from poly_epo_jax.set_rl import DEGENERATE_CLUSTER, OBJECTIVES, mean_reward, pass_at_n, polychromic
+from poly_epo_jax.set_rl import DEGENERATE_CLUSTER, OBJECTIVES, features_read, mean_reward, pass_at_n, polychromic
 
 RNG = np.random.default_rng(0)
 REWARDS = np.array([[1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0], [0.5, 0.25, 0.25, 0.0]], np.float32)
@@ -21,8 +21,8 @@ CLUSTERS = np.array([[1, 2, 1, 7], [1, 2, 3, 4], [5, 100, 100, 5]], np.int32)
     ],
 )
 def test_hand_computed(transform, objective, scores):
-    embeddings = np.zeros((3, 4, 2), np.float32)
-    result = transform(objective)(rewards=REWARDS, clusters=CLUSTERS, embeddings=embeddings)
+    features = {"rewards": REWARDS, "clusters": CLUSTERS}
+    result = transform(objective)(**{name: features[name] for name in features_read(objective)})
     np.testing.assert_allclose(result, scores, atol=1e-7)
 
 
@@ -44,12 +44,12 @@ def test_order_within_a_set_is_irrelevant(name):
     rewards = RNG.random((8, 5)).astype(np.float32)
     clusters = RNG.choice([0, 1, 2, DEGENERATE_CLUSTER], (8, 5))
     order = RNG.permutation(5)
-    np.testing.assert_allclose(
-        OBJECTIVES[name](rewards=rewards[:, order], clusters=clusters[:, order]),
-        OBJECTIVES[name](rewards=rewards, clusters=clusters),
-        atol=1e-6,
-    )
+    score = OBJECTIVES[name].score
+    features = {"rewards": rewards, "clusters": clusters}
+    read = {name: features[name] for name in features_read(score)}
+    shuffled = {name: feature[:, order] for name, feature in read.items()}
+    np.testing.assert_allclose(score(**shuffled), score(**read), atol=1e-6)
 
 
 def test_every_objective_has_its_own_name():
-    assert all(OBJECTIVES[objective.__name__] is objective for objective in (polychromic, pass_at_n, mean_reward))
+    assert all(OBJECTIVES[objective.__name__].score is objective for objective in (polychromic, pass_at_n, mean_reward))

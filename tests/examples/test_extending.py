@@ -1,0 +1,116 @@
+"""Every file of docs/extending.md trains, as it stands there, and does what the page says of it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from extending import FILES, ROOT
+
+from poly_epo_jax.run_folder import GENERATIONS, METRICS, read_method, read_rows
+
+pytestmark = pytest.mark.slow
+
+SHORT = {
+    "base.clean_steps": 60,
+    "base.noisy_steps": 4,
+    "train.num_steps": 2,
+    "train.prompts_per_batch": 16,
+    "train.prompts_per_minibatch": 8,
+    "eval.num_problems": 4,
+    "eval.num_generations": 8,
+    "log.generations_every": 1,
+}
+Train = Callable[..., list[dict]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mine")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def train(folder: Path) -> Train:
+    """Trains with one of the files, from its folder, and returns the rows of metrics.jsonl."""
+
+    def run(name: str, run_dir: str, **settings: object) -> list[dict]:
+        flags = [f"--config.{key}={value}" for key, value in settings.items()]
+        command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={name}", *flags]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return read_rows(folder / "runs" / run_dir / METRICS)
+
+    return run
+
+
+def advantages(folder: Path) -> list[float]:
+    return [row["advantage"] for row in read_rows(folder / GENERATIONS)]
+
+
+def test_every_file_is_tried():
+    tried = set(re.findall(r'train\("(\w+\.py)"', Path(__file__).read_text()))
+    assert FILES.keys() == tried | {"my_family.py"}  # which test_model_family.py tries
+
+
+def test_a_set_objective(train: Train, folder: Path):
+    rows = train("my_objective.py", "my-objective", **SHORT)
+    assert read_method(folder / "runs/my-objective") == "All correct"
+    assert len(rows) == 3 and any(advantages(folder / "runs/my-objective"))
+
+
+def test_an_estimator_that_reads_the_mean_log_probability(train: Train, folder: Path):
+    train("my_estimator.py", "my-estimator", **SHORT)
+    rows = read_rows(folder / "runs/my-estimator" / GENERATIONS)
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault((row["step"], row["problem"], row["reward"]), []).append(row)
+    # Of equal rewards only the log-probability makes different advantages.
+    varied = [group for group in groups.values() if len({row["response"] for row in group}) > 1]
+    assert varied and all(np.ptp([row["advantage"] for row in group]) > 0 for group in varied)
+
+
+def test_a_loss_over_whole_sequences(train: Train, folder: Path):
+    rows = train("my_loss.py", "my-loss", **SHORT)
+    # The first minibatch is on policy, and nothing is clipped; the second one's range is narrow.
+    assert all(0 < row["policy/clip_fraction"] < 1 for row in rows[1:])
+
+
+def test_a_task_of_two_turns_is_learnt(train: Train, folder: Path):
+    rows = train("my_task.py", "my-task")
+    rewards = [row["reward"] for row in rows if "reward" in row]
+    assert 0.1 < rewards[0] < 0.45
+    assert np.mean(rewards[-5:]) > 2 * rewards[0]
+
+
+def test_a_judge_by_embeddings(train: Train, folder: Path):
+    train("my_judge.py", "my-judge", **SHORT)
+    assert read_method(folder / "runs/my-judge") == "Spread"
+    assert len({row["cluster"] for row in read_rows(folder / "runs/my-judge" / GENERATIONS)}) > 1
+
+
+def test_a_sampler(train: Train, folder: Path):
+    train("my_sampler.py", "my-sampler", **SHORT)
+    recorded = [json.loads(line) for line in (folder / "runs/completions.jsonl").read_text().splitlines()]
+    assert len(recorded) == 2 * 16 * 8 + 2 * 4 * 8  # two steps, and the evaluations before and after them
+
+
+def test_part_of_the_weights(train: Train, folder: Path):
+    import orbax.checkpoint as ocp
+
+    train("my_part.py", "my-part", **SHORT, **{"checkpoint.every": 1})
+    steps = [
+        ocp.PyTreeCheckpointer().restore(folder / "runs/my-part/checkpoints" / str(step) / "state") for step in (1, 2)
+    ]
+    trained, frozen = ([step[part] for step in steps] for part in ("trainable", "frozen"))
+    assert set(trained[0]["layers"]) == {"q", "k", "v", "o"} and "embed" in frozen[0]
+    assert not np.array_equal(trained[0]["layers"]["q"], trained[1]["layers"]["q"])
+    np.testing.assert_array_equal(frozen[0]["embed"], frozen[1]["embed"])
