@@ -84,9 +84,10 @@ RULES = (
     Rule("python -m poly_epo_jax.main --config=configs/polaris.py:h200x4", error="mesh.device=h200, but the devices"),
     Rule("python -m poly_epo_jax.main --config=configs/polynomial.py", SMALL, says="Done: runs/polynomial-poly_epo"),
     Rule(
-        "python -m poly_epo_jax.main --config=my_config.py",
-        elsewhere="tests/launch/test_wheel.py, as README says",
+        "python -m poly_epo_jax.main --config=my_objective.py",
+        elsewhere="tests/examples/test_extending.py and tests/launch/test_wheel.py",
     ),
+    Rule("python -m poly_epo_jax.main --help", says="train.num_steps"),
     Rule("python -m poly_epo_jax.report", says="/report/report.html"),
     Rule("python -m sglang_router", elsewhere="tests/rollouts/test_sglang.py starts SGLang's router"),
     Rule("python tests/bench/advantages.py", says="closed form"),

@@ -1,7 +1,6 @@
-"""The package from a wheel, in a folder that knows no repository: the README's own configuration goes all the way."""
+"""The package from a wheel, in a folder that knows no repository: a configuration of the documents goes all the way."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from extending import FILES
 from training_runs import SETTINGS
 
 from poly_epo_jax.run_folder import read_rows
@@ -17,7 +17,7 @@ from poly_epo_jax.run_folder import read_rows
 ROOT = Path(__file__).parents[2]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 TASK = f"--config.task.options={SETTINGS['task.options']}"
-# The README's objective rewards sets that are right throughout: small ones, of a policy that is often right.
+# This objective rewards sets that are right throughout: small ones, of a policy that is often right.
 SMALL = SETTINGS | {"algo.set_size": 2, "base.clean_steps": 300, "train.num_steps": 3, "eval.every": 3}
 FLAGS = [f"--config.{key}={value}" for key, value in SMALL.items()]
 Python = Callable[..., str]
@@ -60,11 +60,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing in it but the configuration that README.md writes out."""
-    folder, readme = tmp_path_factory.mktemp("home"), (ROOT / "README.md").read_text()
-    (block,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "def get_config" in block]
-    assert "`python -m poly_epo_jax.main --config=my_config.py`" in readme
-    (folder / "my_config.py").write_text(block)
+    """A folder with nothing in it but a configuration that docs/extending.md writes out."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "my_objective.py").write_text(FILES["my_objective.py"])
     return folder
 
 
@@ -82,7 +80,7 @@ def python(installed: Path, home: Path) -> Python:
 @pytest.fixture(scope="module")
 def trained(python: Python, home: Path) -> Path:
     """The run folder of three steps."""
-    python("-m", "poly_epo_jax.main", "--config=my_config.py", *FLAGS)
+    python("-m", "poly_epo_jax.main", "--config=my_objective.py", *FLAGS)
     return home / "runs" / "my-objective"
 
 
@@ -96,7 +94,7 @@ def test_the_package_is_the_wheels_and_the_repository_is_out_of_sight(python: Py
     assert python("-c", code).split() == [str(installed / "poly_epo_jax" / "__init__.py"), "None"]
 
 
-def test_the_readmes_objective_trains(trained: Path):
+def test_the_objective_of_the_documents_trains(trained: Path):
     rows = read_rows(trained / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all(row["policy/update_norm"] > 0 for row in rows[1:])
@@ -105,7 +103,7 @@ def test_the_readmes_objective_trains(trained: Path):
 
 def test_what_was_trained_is_evaluated_reported_and_exported(trained: Path, python: Python, home: Path):
     models = ["--models=mine=runs/my-objective", "--benchmarks=polynomial", "--num_generations=8"]
-    python("-m", "poly_epo_jax.evaluate", "--config=my_config.py", TASK, *models)
+    python("-m", "poly_epo_jax.evaluate", "--config=my_objective.py", TASK, *models)
     python("-m", "poly_epo_jax.report", "runs/my-objective", "runs/evaluation")
     assert (home / "runs" / "report" / "report.html").stat().st_size > 50_000  # with its style, scripts and data
     python("-m", "poly_epo_jax.export", "runs/my-objective", "policy")
@@ -113,4 +111,4 @@ def test_what_was_trained_is_evaluated_reported_and_exported(trained: Path, pyth
 
 
 def test_its_memory_is_planned(python: Python):
-    assert "Plan: 1 x cpu" in python("-m", "poly_epo_jax.bench", "--config=my_config.py:laptop", "--plan")
+    assert "Plan: 1 x cpu" in python("-m", "poly_epo_jax.bench", "--config=my_objective.py:laptop", "--plan")
