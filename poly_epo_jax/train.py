@@ -71,7 +71,7 @@ class Trainer:
             features = batch_features(batch.judged, self.experience.num_generations)
             advantages = self.advantages(step, features) if batch.judged else features["rewards"]
         with clock.stage("logprobs"):
-            minibatches = await self._compute(self.packer, batch.judged, advantages)
+            minibatches = await asyncio.to_thread(self.packer, batch.judged, advantages)
             minibatches = await self._compute(self.update.with_old_logprobs, self.state, minibatches, self.reference)
         with clock.stage("update"):
             state, self.trained = self.state, None
