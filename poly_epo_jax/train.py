@@ -85,9 +85,9 @@ class Trainer:
 
     async def push_weights(self, version: int) -> None:
         """Gives every host's sampler the present weights."""
-        weights = self.state.trainable, self.state.frozen
-        trainable, frozen = await self._compute(params_on_host, weights, self.update.mesh)
-        await hosts.barrier(self.experience.rollouts.push_weights(trainable, frozen, version))
+        weights = {"trainable": self.state.trainable, "frozen": self.state.frozen}
+        here = await self._compute(params_on_host, weights, self.update.mesh)
+        await hosts.barrier(self.experience.rollouts.push_weights(here["trainable"], here["frozen"], version))
 
     @property
     def state(self) -> TrainState:
