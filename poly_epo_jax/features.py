@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Shaped
 
 from poly_epo_jax.types import Clustering, Generation, GradedGroup
 
@@ -40,5 +40,5 @@ def batch_features(groups: Sequence[GradedGroup], num_generations: int) -> dict[
     return features
 
 
-def _mean_logprob(generation: Generation) -> Float[np.ndarray, ""]:
-    return generation.logprobs[generation.loss_mask].mean()
+def _mean_logprob(generation: Generation) -> float:
+    return float(generation.logprobs[generation.loss_mask].mean())
