@@ -10,6 +10,7 @@ import numpy as np
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.config import AlgoSection
+from poly_epo_jax.registry import Registry
 
 Features = Mapping[str, jax.Array | np.ndarray]
 """Of P prompts with N generations each, [P, N, ...] by name: see features.py."""
@@ -62,10 +63,7 @@ def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], n
 def make_loss(algo: AlgoSection) -> set_rl.Loss:
     """The loss that `algo.loss` names; its keywords are bound to the keys of `algo` that have their names."""
     loss = set_rl.LOSSES[algo.loss]
-    keywords = [
-        name for name, one in inspect.signature(loss).parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY
-    ]
-    return partial(loss, **{name: getattr(algo, name) for name in keywords})
+    return partial(loss, **{name: algo[name] for name in inspect.signature(loss).parameters if name in algo})
 
 
 def _marginal_set(algo: AlgoSection) -> Estimator:
@@ -102,8 +100,5 @@ def _grpo_div(algo: AlgoSection) -> Estimator:
     )
 
 
-ADVANTAGES: dict[str, Callable[..., Estimator]] = {
-    "marginal_set": _marginal_set,
-    "grpo": _grpo,
-    "grpo_div": _grpo_div,
-}
+ADVANTAGES: Registry[Callable[..., Estimator]] = Registry(marginal_set=_marginal_set, grpo=_grpo, grpo_div=_grpo_div)
+"""By name, what makes an estimator of the `algo` section. Further arguments are `algo.options`."""

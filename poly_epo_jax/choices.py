@@ -5,7 +5,7 @@ with what the named part takes, and combinations of sections are checked.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -55,8 +55,8 @@ def read_config(config: ConfigDict, training: bool = True) -> Config:
     for key, _, value in sections.flat():
         if key in CHOICES:
             require(value, key, one_of(*CHOICES[key]))
-    for section, (name, options, make, num_given) in _parts(sections).items():
-        check_options(section, name, options, make, num_given)
+    for section, (name, make, num_given) in parts(sections).items():
+        check_options(f"{section}.options", name, sections[section].options, make, num_given)
     _check_judge(sections)
     if training:
         _check_training(sections)
@@ -82,13 +82,13 @@ def make_judge(section: JudgeSection, task: Task) -> Judge:
     return entry.open(task, section, **section.options)
 
 
-def _parts(config: Config) -> dict[str, tuple[str, Mapping[str, Any], Callable[..., Any], int]]:
-    """By section: the part it names, its options, what makes it, and how many arguments of that are not options."""
+def parts(config: Config) -> dict[str, tuple[str, Callable[..., Any], int]]:
+    """By section with options: the part it names, what makes it, and how many arguments of that are not options."""
     return {
-        "task": (config.task.name, config.task.options, TASKS[config.task.name], 0),
-        "judge": (config.judge.name, config.judge.options, JUDGES[config.judge.name].open, 2),
-        "rollouts": (config.rollouts.name, config.rollouts.options, SAMPLERS[config.rollouts.name].open, 4),
-        "algo": (config.algo.advantages, config.algo.options, ADVANTAGES[config.algo.advantages], 1),
+        "task": (config.task.name, TASKS[config.task.name], 0),
+        "judge": (config.judge.name, JUDGES[config.judge.name].open, 2),
+        "rollouts": (config.rollouts.name, SAMPLERS[config.rollouts.name].open, 4),
+        "algo": (config.algo.advantages, ADVANTAGES[config.algo.advantages], 1),
     }
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from poly_epo_jax.choices import CHOICES, read_config
+from poly_epo_jax.choices import CHOICES, parts, read_config
 from poly_epo_jax.config import Config, ConfigError
-from poly_epo_jax.section import one_of, read_section
+from poly_epo_jax.options import options_of
+from poly_epo_jax.section import one_of
 
 CONFIG = config_flags.DEFINE_config_file(
     "config",
@@ -140,10 +141,10 @@ def _help(config: ConfigDict | None) -> str:
         flags.FLAGS["print_config"],
     ):
         lines.append(f"  --{flag.name:<20} {flag.help} Default: {flag.default_as_str}.")
-    values = Config() if config is None else read_section(Config, config.to_dict())
+    values = Config() if config is None else read_config(config, training=False)
     origin = "default" if config is None else "value in that file"
     lines += ["", f"Keys of the configuration with their type and {origin}, each set by --config.KEY=VALUE:"]
-    section = None
+    section, taken = "", parts(values)
     for key, field, value in values.flat():
         if "." in key and key.split(".")[0] != section:
             section = key.split(".")[0]
@@ -151,6 +152,12 @@ def _help(config: ConfigDict | None) -> str:
         names, check = CHOICES.get(key), field.metadata["check"]
         check = one_of(*names) if names else check
         limits = f"; {check.rule}" if check else ""
+        if key.endswith(".options"):
+            name, make, num_given = taken[section]
+            shown = [
+                str(parameter.replace(annotation=parameter.empty)) for parameter in options_of(make, num_given).values()
+            ]
+            limits = f"; {name} takes {', '.join(shown) or 'none'}"
         meaning = f"{getattr(field.type, '__name__', 'dict')}: {field.metadata['meaning']}{limits}"
         lines += textwrap.wrap(f"  {f'{key} = {value!r}':<43} {meaning}", 120, subsequent_indent=" " * 50)
     return "\n".join(lines)

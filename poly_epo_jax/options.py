@@ -12,13 +12,11 @@ def options_of(make: Callable[..., Any], num_given: int) -> dict[str, inspect.Pa
     return dict(list(inspect.signature(make).parameters.items())[num_given:])
 
 
-def check_options(
-    section: str, name: str, options: Mapping[str, Any], make: Callable[..., Any], num_given: int
-) -> None:
+def check_options(key: str, name: str, options: Mapping[str, Any], make: Callable[..., Any], num_given: int) -> None:
     """Refuses options that the part does not take, or lacks.
 
     Args:
-      section: where they stand, such as `judge`.
+      key: where they stand, such as `judge.options`.
       name: of the part.
       make: its constructor or function.
       num_given: how many of its first parameters are not options.
@@ -26,14 +24,14 @@ def check_options(
     Raises:
       ConfigError: naming the option, and those that there are.
     """
-    parameters = options_of(make, num_given)
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    named = {key: parameter for key, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
-    for key, value in options.items():
-        if key not in named and not takes_any:
-            raise ConfigError(f"{section}.options has {key!r}, which {name} does not take{nearest(key, named)}")
-        if key in named and named[key].annotation in TYPES:
-            require(value, f"{section}.options.{key}", TYPES[named[key].annotation])
-    for key, parameter in named.items():
-        if parameter.default is parameter.empty and key not in options:
-            raise ConfigError(f"{section}.options lacks {key!r}, which {name} needs.")
+    known = options_of(make, num_given)
+    named = {option: parameter for option, parameter in known.items() if parameter.kind is not parameter.VAR_KEYWORD}
+    takes_any = len(named) < len(known)
+    for option, value in options.items():
+        if option not in named and not takes_any:
+            raise ConfigError(f"{key} has {option!r}, which {name} does not take{nearest(option, named)}")
+        if option in named and named[option].annotation in TYPES:
+            require(value, f"{key}.{option}", TYPES[named[option].annotation])
+    for option, parameter in named.items():
+        if parameter.default is parameter.empty and option not in options:
+            raise ConfigError(f"{key} lacks {option!r}, which {name} needs.")

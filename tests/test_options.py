@@ -35,7 +35,7 @@ def nothing(task: Any, section: Any):
     ],
 )
 def test_options_that_fit(make: Any, num_given: int, options: dict[str, Any]):
-    check_options("judge", "mine", options, make, num_given)
+    check_options("judge.options", "mine", options, make, num_given)
     make(*[None] * num_given, **options)
 
 
@@ -61,5 +61,5 @@ def test_options_that_fit(make: Any, num_given: int, options: dict[str, Any]):
 )
 def test_options_that_do_not_fit(make: Any, num_given: int, options: dict[str, Any], sentence: str):
     with pytest.raises(ConfigError) as error:
-        check_options("judge", "mine", options, make, num_given)
+        check_options("judge.options", "mine", options, make, num_given)
     assert str(error.value).startswith(sentence)

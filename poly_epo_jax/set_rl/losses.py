@@ -14,6 +14,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
+from poly_epo_jax.registry import Registry
+
 
 class Tokens(NamedTuple):
     """What a loss reads of each token, all of one shape, rows of T tokens.
@@ -90,11 +92,7 @@ def policy_gradient_loss(tokens: Tokens) -> LossAndMetrics:
     return _loss(tokens.advantages * jnp.where(tokens.is_response, tokens.logprobs, 0), tokens), {}
 
 
-LOSSES: dict[str, Loss] = {
-    "ppo_clip": ppo_clip_loss,
-    "cispo": cispo_loss,
-    "policy_gradient": policy_gradient_loss,
-}
+LOSSES: Registry[Loss] = Registry(ppo_clip=ppo_clip_loss, cispo=cispo_loss, policy_gradient=policy_gradient_loss)
 
 
 def token_weights(

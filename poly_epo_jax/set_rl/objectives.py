@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
+from poly_epo_jax.registry import Registry
 from poly_epo_jax.set_rl.advantages import ClosedForm, SetObjective, polychromic_advantages
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
@@ -55,8 +56,8 @@ class Objective(NamedTuple):
     closed_form: ClosedForm | None = None
 
 
-OBJECTIVES: dict[str, Objective] = {
-    "polychromic": Objective(polychromic, "Poly-EPO", polychromic_advantages),
-    "pass_at_n": Objective(pass_at_n, "set RL, pass@n"),
-    "mean_reward": Objective(mean_reward, "set RL, mean reward"),
-}
+OBJECTIVES: Registry[Objective] = Registry(
+    polychromic=Objective(polychromic, "Poly-EPO", polychromic_advantages),
+    pass_at_n=Objective(pass_at_n, "set RL, pass@n"),
+    mean_reward=Objective(mean_reward, "set RL, mean reward"),
+)
