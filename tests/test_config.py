@@ -107,6 +107,11 @@ def test_shipped_configs_state_only_what_differs(name: str, method: str):
         ({"eval.every": -1}, ["eval.every=-1", "not be negative"]),
         ({"rollouts.name": "sglang"}, ["rollouts.urls=''", "name a server of the policy"]),
         ({"judge.name": "llm"}, ["judge.url=''", "name the judge's server"]),
+        ({"judge.name": "none"}, ["judge.name='none' makes no clusters", "Poly-EPO reads them", ":grpo"]),
+        ({"judge.name": "none", "algo.advantages": "grpo_div"}, ["judge.name='none'", "GRPO+DIV reads them"]),
+        ({"judge.options": {"attempts": 2}}, ["judge.options has 'attempts'", "exact does not take; it takes none."]),
+        ({"algo.options": {"bonus": 1}}, ["algo.options has 'bonus'", "marginal_set does not take"]),
+        ({"rollouts.options": {"path": "x"}}, ["rollouts.options has 'path'", "embedded does not take"]),
         ({"judge.max_failed_share": 1.5}, ["judge.max_failed_share=1.5", "between 0 and 1"]),
         ({"rollouts.weight_sync": "nccl"}, ["rollouts.weight_sync='nccl'", "disk, tensor"]),
         ({"algo.old_logprobs": "both"}, ["algo.old_logprobs='both'", "sampler, trainer"]),
@@ -141,6 +146,10 @@ def test_wrong_values_are_refused(changes: dict[str, Any], words: list[str]):
         {"algo.objective": "pass_at_n"},
         {"train.num_generations": 32, "algo.set_size": 16},  # polychromic over all sets forms none of them
         {"eval.every": 0, "base.noisy_steps": 0},
+        {"judge.name": "none", "algo.advantages": "grpo"},
+        {"judge.name": "none", "algo.objective": "pass_at_n"},
+        {"judge.name": "answer"},
+        {"judge.name": "llm", "judge.url": "http://127.0.0.1:1", "judge.options": {"attempts": 2}},
     ],
 )
 def test_values_on_the_edge_are_fine(changes: dict[str, Any]):
@@ -150,6 +159,21 @@ def test_values_on_the_edge_are_fine(changes: dict[str, Any]):
 def check(user_config: ConfigDict, mesh: dict[str, int], model_sizes: dict[str, int] = MODEL_SIZES) -> None:
     config = read_config(user_config)
     check_mesh(config.mesh, mesh, model_sizes, config.train.row_tokens)
+
+
+def test_an_evaluation_needs_less_than_training():
+    greedy = changed(**{"sampling.temperature": 0.0, "train.row_tokens": 1})
+    assert read_config(greedy, training=False).sampling.temperature == 0
+    with pytest.raises(ConfigError, match=r"sampling\.temperature=0\.0 must be positive"):
+        read_config(greedy)
+
+
+def test_a_key_that_a_file_adds_is_refused():
+    config = polynomial.get_config()
+    with config.unlocked():
+        config.train.num_stepz = 3
+    with pytest.raises(ConfigError, match=r"no key train\.num_stepz; did you mean num_steps\?"):
+        read_config(config)
 
 
 @pytest.mark.parametrize(
