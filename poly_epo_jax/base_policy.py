@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.batching import TrainingSequence, pack
-from poly_epo_jax.config import Config, OptimizerSection, microbatch_rows
+from poly_epo_jax.config import BaseSection, Config, OptimizerSection, TaskSection, microbatch_rows
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
@@ -65,30 +65,28 @@ def base_policy(config: Config, task: Task, mesh: Mesh) -> Path:
       ValueError: the task has no demonstrations.
     """
     if not isinstance(task, DemonstratedTask):
-        raise ValueError(f"Task {config.task.name} has no demonstrations to fit a base policy to; set model.path.")
-    folder = base_policy_folder(config)
+        raise ValueError(f"{type(task).__name__} has no demonstrations to fit a base policy to; set model.path.")
+    folder = base_policy_folder(config.base, config.task)
     if not folder.exists():
         _make(config, task, mesh, folder)
     return folder
 
 
-def base_policy_folder(config: Config) -> Path:
-    """Where the policy that `config.base` describes is kept, whether or not it has been made."""
-    base = {key: value for key, value in config.base.items() if key != "cache_dir"}
-    recipe = {"base": base, "task": dict(config.task)}
+def base_policy_folder(base: BaseSection, task: TaskSection) -> Path:
+    """Where the policy that `base` describes is kept, whether or not it has been made."""
+    recipe = {"base": {key: value for key, value in base.items() if key != "cache_dir"}, "task": dict(task)}
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
-    return Path(config.base.cache_dir) / f"{config.task.name}-{digest}"
+    return Path(base.cache_dir) / f"{task.name}-{digest}"
 
 
-def base_shape(config: Config, task: Task) -> ModelConfig:
-    """The shape that `config.base` describes, with a token for each character of the task.
+def base_shape(base: BaseSection, task: Task) -> ModelConfig:
+    """The shape that `base` describes, with a token for each character of the task.
 
     Raises:
       ValueError: the task has no demonstrations.
     """
     if not isinstance(task, DemonstratedTask):
-        raise ValueError(f"Task {config.task.name} has no demonstrations to fit a base policy to; set model.path.")
-    base = config.base
+        raise ValueError(f"{type(task).__name__} has no demonstrations to fit a base policy to; set model.path.")
     return ModelConfig(
         vocab_size=len(build_character_tokenizer(task.alphabet)),
         hidden_size=base.hidden_size,
@@ -109,7 +107,7 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
     tokenizer = build_character_tokenizer(task.alphabet)
     eos = tokenizer.convert_tokens_to_ids("<eos>")
     assert isinstance(eos, int)
-    shape = base_shape(config, task)
+    shape = base_shape(base, task)
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), config.train.row_tokens)
     model = abstract_model(shape)
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(base.seed)))[1]))()
@@ -130,7 +128,7 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
         state = update.init(params)
         with counted(f"base policy, {name}", steps) as show:
             for step in range(1, steps + 1):
-                batch = pack(demonstrations(style), config.train.row_tokens, microbatch_rows(config, mesh.shape))
+                batch = pack(demonstrations(style), config.train.row_tokens, microbatch_rows(config.train, mesh.shape))
                 state, _ = update(state, [batch])
                 show(step)
         params = state.params

@@ -230,9 +230,9 @@ class Config(Section):
     log: LogSection = LogSection()
 
 
-def microbatch_rows(config: Config, mesh_shape: Mapping[str, int]) -> int:
+def microbatch_rows(train: TrainSection, mesh_shape: Mapping[str, int]) -> int:
     """Rows whose gradient is taken at once on all devices of a mesh: its data and fsdp axes split them."""
-    return config.train.rows_per_device * mesh_shape["data"] * mesh_shape["fsdp"]
+    return train.rows_per_device * mesh_shape["data"] * mesh_shape["fsdp"]
 
 
 __all__ = ["Config", "ConfigError", "changed_keys", "microbatch_rows"]

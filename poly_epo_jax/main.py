@@ -179,7 +179,7 @@ def _packer(config: Config, mesh: Mesh) -> MinibatchPacker:
     return MinibatchPacker(
         config.train.prompts_per_minibatch,
         config.train.row_tokens,
-        microbatch_rows(config, mesh.shape),
+        microbatch_rows(config.train, mesh.shape),
         config.algo.length_normalization,
         config.sampling.max_tokens,
     )

@@ -58,7 +58,7 @@ def run(config: Config, output: Path) -> None:
     console.width = max(console.width, 100)  # of the table, also where the output is a file
     with console.status("measuring the peak rates of the device"):
         roofline = measure_roofline(config.model.dtype)
-    workload = make_workload(config, shape.vocab_size, microbatch_rows(config, mesh.shape))
+    workload = make_workload(config, shape.vocab_size, microbatch_rows(config.train, mesh.shape))
     stages = []
     with console.status("") as status:
         status.update("generate, or compiling the update")
@@ -72,7 +72,7 @@ def run(config: Config, output: Path) -> None:
         "dtype": config.model.dtype,
         "sequences": len(workload.prompt_lengths),
         "tokens": int((workload.prompt_lengths + workload.response_lengths).sum()),
-        "microbatch_tokens": microbatch_rows(config, mesh.shape) * config.train.row_tokens,
+        "microbatch_tokens": microbatch_rows(config.train, mesh.shape) * config.train.row_tokens,
         "pad_share": workload.pad_share,
         "device_tflops": roofline.flops_per_second / 1e12,
         "device_gb_per_second": roofline.bytes_per_second / 1e9,
@@ -100,7 +100,7 @@ def _shape(config: Config) -> ModelConfig:
     """The model's shape: from its folder, from its preset where it is not here, or from `config.base`."""
     compute = {name: value for name, value in config.model.items() if name not in ("path", "stop_tokens")}
     if not config.model.path:
-        return dataclasses.replace(base_shape(config, make_task(config.task)), **compute)
+        return dataclasses.replace(base_shape(config.base, make_task(config.task)), **compute)
     if not Path(config.model.path).is_dir() and has_preset(config.model.path):
         return preset_config(config.model.path, **compute)
     return hf.read_config(find_model(config.model.path), **compute)

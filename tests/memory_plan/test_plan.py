@@ -78,7 +78,7 @@ def test_the_plan_is_what_compiled_programs_hold(case: Case):
     plan = make_plan(config, shape, setting, None)
     model = nnx.eval_shape(lambda: Qwen3(shape, nnx.Rngs(0)))
     update = PolicyUpdate(model, make_mesh(*case.mesh), Objective(ppo_clip_loss), optimizer_config(), total_updates=1)
-    lowered = update.lower(microbatch_rows(config, setting.mesh), config.train.row_tokens)
+    lowered = update.lower(microbatch_rows(config.train, setting.mesh), config.train.row_tokens)
     memory: dict[str, Any] = {name: lowered[name].compile().memory_analysis() for name in plan.stages}
 
     # The optimizer takes weights, both moments and gradients, all of one size; while gradients are made, moments stay.

@@ -11,9 +11,8 @@ import httpx
 import pytest
 from sglang_servers import ROOT, SGLangServer, free_port, require_sglang, running
 
-from configs import polynomial
 from poly_epo_jax.base_policy import base_policy_folder
-from poly_epo_jax.choices import read_config
+from poly_epo_jax.config import BaseSection, TaskSection
 from poly_epo_jax.evaluation.folder import read_generations
 from poly_epo_jax.run_folder import read_rows
 
@@ -77,9 +76,8 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def servers(embedded, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SGLangServer]]:
     """Two servers of the laptop run's base policy, which the embedded run has left in the cache."""
-    config = polynomial.get_config()
-    config.base.cache_dir = str(LAPTOP["base.cache_dir"])
-    model, folder = base_policy_folder(read_config(config)), tmp_path_factory.mktemp("servers")
+    base = BaseSection(cache_dir=str(LAPTOP["base.cache_dir"]))
+    model, folder = base_policy_folder(base, TaskSection()), tmp_path_factory.mktemp("servers")
     flags = ("--max-total-tokens", "32768", "--max-running-requests", "128", "--context-length", "64")
     started = [SGLangServer(model, folder / f"server-{i}.log", *flags) for i in range(2)]
     with running(started):
@@ -144,9 +142,8 @@ def test_two_hosts_share_servers(servers, tmp_path):
 
 def test_a_server_and_a_folder_are_evaluated_alike(servers, tmp_path):
     """Greedily, so that both write the same: the server's weights are left as they are."""
-    config = polynomial.get_config()
-    config.base.cache_dir = str(LAPTOP["base.cache_dir"])
-    folder, url = base_policy_folder(read_config(config)), servers[0].url
+    base = BaseSection(cache_dir=str(LAPTOP["base.cache_dir"]))
+    folder, url = base_policy_folder(base, TaskSection()), servers[0].url
     weights = {"model_path": str(folder), "weight_version": "of the folder"}  # other tests have changed them
     assert httpx.post(f"{url}/update_weights_from_disk", json=weights).json()["success"]
     command = [sys.executable, "-m", "poly_epo_jax.evaluate", "--config=configs/polynomial.py"]
