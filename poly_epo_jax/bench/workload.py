@@ -41,6 +41,7 @@ def make_workload(config: Config, vocab_size: int, num_rows: int) -> Workload:
             rng.integers(0, vocab_size, prompt).astype(np.int32),
             rng.integers(0, vocab_size, response).astype(np.int32),
             np.zeros(response, np.float32),
+            np.ones(response, bool),
             float(rng.standard_normal()),
             1 / (count * config.sampling.max_tokens),
         )
