@@ -13,10 +13,10 @@ from jaxtyping import Bool, Float, Int
 class TrainingSequence:
     """A prompt of L tokens with one response of T: each token that is trained carries the same advantage and weight."""
 
-    prompt_ids: Int[np.ndarray, "L"]
-    response_ids: Int[np.ndarray, "T"]
-    sampler_logprobs: Float[np.ndarray, "T"]
-    loss_mask: Bool[np.ndarray, "T"]  # which tokens are trained
+    prompt_ids: Int[np.ndarray, " L"]
+    response_ids: Int[np.ndarray, " T"]
+    sampler_logprobs: Float[np.ndarray, " T"]
+    loss_mask: Bool[np.ndarray, " T"]  # which tokens are trained
     advantage: float
     weight: float  # of each of these in J, see set_rl.token_weights
 

@@ -159,7 +159,7 @@ def _squeeze(text: str) -> str:
     return "".join(text.split())
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[Int[np.ndarray, "L"]]:
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[Int[np.ndarray, " L"]]:
     """The tokens of each prompt. Nothing is added to its text, but the tokenizer's chat template where it is a chat.
 
     Raises:

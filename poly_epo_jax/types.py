@@ -45,9 +45,9 @@ class Generation:
     training steps that the sampling weights had seen.
     """
 
-    token_ids: Int[np.ndarray, "T"]
-    logprobs: Float[np.ndarray, "T"]
-    loss_mask: Bool[np.ndarray, "T"]
+    token_ids: Int[np.ndarray, " T"]
+    logprobs: Float[np.ndarray, " T"]
+    loss_mask: Bool[np.ndarray, " T"]
     turns: tuple[str, ...]
     finish_reason: FinishReason
     weight_version: int
@@ -63,7 +63,7 @@ class Group:
     """A prompt x and its N generations."""
 
     problem: Problem
-    prompt_ids: Int[np.ndarray, "L"]
+    prompt_ids: Int[np.ndarray, " L"]
     generations: tuple[Generation, ...]
 
 
@@ -74,7 +74,7 @@ class Clustering:
     `features` are arrays [N, ...] by name, such as embeddings, that the judge adds for advantage estimators.
     """
 
-    ids: Int[np.ndarray, "N"]
+    ids: Int[np.ndarray, " N"]
     rationales: tuple[str, ...] | None = None
     features: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
@@ -95,8 +95,8 @@ class GradedGroup:
     """A group with its rewards [N], which of them count as correct [N], and its clustering or why it has none."""
 
     group: Group
-    rewards: Float[np.ndarray, "N"]
-    correct: Bool[np.ndarray, "N"]
+    rewards: Float[np.ndarray, " N"]
+    correct: Bool[np.ndarray, " N"]
     clustering: Clustering | JudgeFailure
 
 
@@ -122,8 +122,8 @@ class Request:
     """
 
     problem_id: str
-    prompt_ids: Int[np.ndarray, "L"]
-    seeds: UInt32[np.ndarray, "N"]
+    prompt_ids: Int[np.ndarray, " L"]
+    seeds: UInt32[np.ndarray, " N"]
     max_tokens: int
 
 
@@ -133,8 +133,8 @@ class Completion:
 
     request: int
     index: int
-    token_ids: Int[np.ndarray, "T"]
-    logprobs: Float[np.ndarray, "T"]
+    token_ids: Int[np.ndarray, " T"]
+    logprobs: Float[np.ndarray, " T"]
     finish_reason: FinishReason
     weight_version: int
 

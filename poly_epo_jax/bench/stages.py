@@ -102,7 +102,7 @@ def _generate(config: Config, shape: ModelConfig, mesh: Mesh, params: Params, wo
 
 
 def _decoding_cost(
-    shape: ModelConfig, prompt_length: int, lengths: Int[np.ndarray, "S"], num_prompts: int, num_slots: int
+    shape: ModelConfig, prompt_length: int, lengths: Int[np.ndarray, " S"], num_prompts: int, num_slots: int
 ) -> tuple[float, float]:
     """(FLOPs, bytes) of generating responses of these lengths token by token, each prompt being read once."""
     prompts, none = np.full(len(lengths), prompt_length), np.zeros_like(lengths)

@@ -15,8 +15,8 @@ MEAN_LENGTH, SIGMA = 0.4, 0.6  # of a response: a share of sampling.max_tokens, 
 class Workload:
     """The S = P N sequences of one step, their lengths in tokens, and the minibatches that train on them."""
 
-    prompt_lengths: Int[np.ndarray, "S"]
-    response_lengths: Int[np.ndarray, "S"]
+    prompt_lengths: Int[np.ndarray, " S"]
+    response_lengths: Int[np.ndarray, " S"]
     minibatches: list[list[PackedBatch]]
 
     @property

@@ -4,7 +4,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 
-def answer_entropy(answers: Int[np.ndarray, "problems generations"]) -> Float[np.ndarray, "problems"]:
+def answer_entropy(answers: Int[np.ndarray, "problems generations"]) -> Float[np.ndarray, " problems"]:
     """Entropy in nats of a problem's distinct answers: sum_a p_a ln(1 / p_a), p_a the share of its generations.
 
     From 0, when all generations agree, to ln(generations), when no two do. Those without an answer (id -1) count as one
@@ -15,6 +15,6 @@ def answer_entropy(answers: Int[np.ndarray, "problems generations"]) -> Float[np
     return np.array([_entropy(ids) for ids in answers], dtype=np.float64)
 
 
-def _entropy(ids: Int[np.ndarray, "generations"]) -> float:
+def _entropy(ids: Int[np.ndarray, " generations"]) -> float:
     _, counts = np.unique(ids, return_counts=True)
     return float(np.sum(counts / len(ids) * np.log(len(ids) / counts)))

@@ -11,7 +11,7 @@ _COUNTS_AT_ONCE = 2**22
 
 
 def bootstrap_interval(
-    values: Float[np.ndarray, "problems *metrics"], level: float = 0.95, num_resamples: int = 2000, seed: int = 0
+    values: Float[np.ndarray, " problems *metrics"], level: float = 0.95, num_resamples: int = 2000, seed: int = 0
 ) -> tuple[Float[np.ndarray, "*metrics"], Float[np.ndarray, "*metrics"]]:
     """Confidence interval (low, high), in the values' unit, of each metric's mean over problems.
 

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 
 
 def active_branches(
-    token_ids: Sequence[Int[np.ndarray, "_"]], max_position: int | None = None
-) -> Int[np.ndarray, "positions"]:
+    token_ids: Sequence[Int[np.ndarray, " _"]], max_position: int | None = None
+) -> Int[np.ndarray, " positions"]:
     """Branches at each position h: distinct prefixes of length h among the generations of at least h tokens.
 
     Entry h - 1 is position h. A generation that has ended is on no branch, so the count may fall.
@@ -45,8 +45,8 @@ def active_branches(
 
 
 def mean_active_branches(
-    problems: Sequence[Sequence[Int[np.ndarray, "_"]]], max_position: int | None = None
-) -> Float[np.ndarray, "positions"]:
+    problems: Sequence[Sequence[Int[np.ndarray, " _"]]], max_position: int | None = None
+) -> Float[np.ndarray, " positions"]:
     """Mean over problems of `active_branches`, at each position up to the longest generation of any problem.
 
     A problem whose generations have all ended counts as 0 branches there, so the curve falls where generations end.
@@ -64,7 +64,7 @@ def mean_active_branches(
     return total / len(problems)
 
 
-def first_branching_position(token_ids: Sequence[Int[np.ndarray, "_"]]) -> int | None:
+def first_branching_position(token_ids: Sequence[Int[np.ndarray, " _"]]) -> int | None:
     """The least h at which two generations branch; None if none do, so that a mean over problems can say how many."""
     branched = np.flatnonzero(active_branches(token_ids) > 1)
     return int(branched[0]) + 1 if len(branched) else None
@@ -84,7 +84,7 @@ class Segment:
     generations: tuple[int, ...]
 
 
-def prefix_tree(token_ids: Sequence[Int[np.ndarray, "_"]]) -> list[Segment]:
+def prefix_tree(token_ids: Sequence[Int[np.ndarray, " _"]]) -> list[Segment]:
     """The rollout tree of one prompt for a figure (paper §6.1), parents before their children.
 
     A segment ends where its generations branch or one of them ends, so the tree has as many segments over position h
@@ -106,7 +106,7 @@ def prefix_tree(token_ids: Sequence[Int[np.ndarray, "_"]]) -> list[Segment]:
     return segments
 
 
-def _shared_prefix(a: Int[np.ndarray, "_"], b: Int[np.ndarray, "_"]) -> int:
+def _shared_prefix(a: Int[np.ndarray, " _"], b: Int[np.ndarray, " _"]) -> int:
     """How many first tokens are equal."""
     length = min(len(a), len(b))
     differ = np.flatnonzero(a[:length] != b[:length])

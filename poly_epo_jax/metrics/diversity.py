@@ -12,7 +12,7 @@ from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 def cluster_estimates(
     clusters: Int[np.ndarray, "P m"], correct: Bool[np.ndarray, "P m"], ks: Iterable[int]
-) -> dict[str, Float[np.ndarray, "P"]]:
+) -> dict[str, Float[np.ndarray, " P"]]:
     """correct_clusters@k and incorrect_clusters@k of P prompts: distinct clusters among k generations, in expectation.
 
     `DEGENERATE_CLUSTER` is never counted among them.
@@ -36,7 +36,7 @@ def degenerate_share(clusters: Int[np.ndarray, "P m"]) -> float:
 
 def distinct_clusters(
     clusters: Int[np.ndarray, "P m"], selected: Bool[np.ndarray, "P m"], k: int
-) -> Float[np.ndarray, "P"]:
+) -> Float[np.ndarray, " P"]:
     """Expected number of clusters among the selected ones of k generations, drawn uniformly from a prompt's m.
 
     sum_c 1 - C(m - s_c, k) / C(m, k), with s_c the selected members of cluster c: each cluster is its own pass@k. With

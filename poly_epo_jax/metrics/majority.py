@@ -16,7 +16,7 @@ def majority_at_k(
     k: int,
     num_subsets: int = 1000,
     seed: int = 0,
-) -> tuple[Float[np.ndarray, "problems"], Float[np.ndarray, "problems"]]:
+) -> tuple[Float[np.ndarray, " problems"], Float[np.ndarray, " problems"]]:
     """Accuracy of the winning answer and its share of the votes, each a number in [0, 1] for each problem.
 
     Self-consistency (Wang et al. 2023, arXiv:2203.11171; paper §6.1, majority voting), as the mean over k-subsets of a
@@ -74,8 +74,10 @@ def _random_subsets(
 
 
 def _correct_answers(
-    answer_of: Int[np.ndarray, "generations"], correct: Bool[np.ndarray, "generations"], ids: Int[np.ndarray, "answers"]
-) -> Float[np.ndarray, "answers"]:
+    answer_of: Int[np.ndarray, " generations"],
+    correct: Bool[np.ndarray, " generations"],
+    ids: Int[np.ndarray, " answers"],
+) -> Float[np.ndarray, " answers"]:
     """1 for each answer that is correct, 0 for the others."""
     share = np.bincount(answer_of, weights=correct) / np.bincount(answer_of)
     mixed = (share > 0) & (share < 1) & (ids != NO_ANSWER)

@@ -4,7 +4,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 
-def pass_at_k(num_generations: int, num_correct: Int[np.ndarray, "P"], k: int) -> Float[np.ndarray, "P"]:
+def pass_at_k(num_generations: int, num_correct: Int[np.ndarray, " P"], k: int) -> Float[np.ndarray, " P"]:
     """Unbiased estimate of pass@k from m generations of which c are correct: 1 - C(m - c, k) / C(m, k).
 
     Args:

@@ -42,7 +42,7 @@ class KVCache(NamedTuple):
 
         return KVCache(tuple(along(3, x) for x in self.k), tuple(along(2, x) for x in self.v))
 
-    def with_rows(self, rows: Int[Array, "R"], other: "KVCache", other_rows: Int[Array, "R"]) -> "KVCache":
+    def with_rows(self, rows: Int[Array, " R"], other: "KVCache", other_rows: Int[Array, " R"]) -> "KVCache":
         """With `rows` replaced by rows of another cache, up to the shorter length; a row out of bounds is skipped."""
         length = min(self.length, other.length)
         other = other.resized(length)
@@ -95,7 +95,7 @@ def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], val
 
 
 def decode(
-    config: ModelConfig, weights: Params, tokens: Int[Array, "B"], positions: Int[Array, "B"], cache: KVCache
+    config: ModelConfig, weights: Params, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: KVCache
 ) -> tuple[Float[Array, "V B"], KVCache]:
     """Appends one token per row to the cache; returns the logits of the next token, and the cache."""
     rows = jnp.arange(len(tokens))
@@ -115,8 +115,8 @@ def decode(
 def _run(
     config: ModelConfig,
     weights: Params,
-    tokens: Int[Array, "M"],
-    positions: Int[Array, "M"],
+    tokens: Int[Array, " M"],
+    positions: Int[Array, " M"],
     attend: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array],
 ) -> Float[Array, "D M"]:
     """Final hidden states; `attend(q, k, v, layer)` takes [M, heads, head_dim] and returns such."""

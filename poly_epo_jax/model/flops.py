@@ -26,7 +26,7 @@ def matrix_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def forward_flops(
-    config: ModelConfig, prompt_lengths: Int[np.ndarray, "S"], response_lengths: Int[np.ndarray, "S"]
+    config: ModelConfig, prompt_lengths: Int[np.ndarray, " S"], response_lengths: Int[np.ndarray, " S"]
 ) -> float:
     """Of one forward pass over S sequences, with the head on response tokens only; a backward pass costs twice that.
 

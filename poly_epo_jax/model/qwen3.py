@@ -150,7 +150,7 @@ def _project(x: jax.Array, weight: jax.Array, contract: int = 1) -> jax.Array:
     return matmul(x.reshape(-1, matrix.shape[0]), matrix).reshape(*x.shape[: x.ndim - contract], *shape_out)
 
 
-def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
     """x / rms(x) * weight; the mean square is taken in float32."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)

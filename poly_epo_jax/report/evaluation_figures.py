@@ -184,7 +184,7 @@ def rollout_trees(title: str, trees: Mapping[str, Tree], looks: Looks) -> Figure
     return figure
 
 
-def lay_out_tree(token_ids: Sequence[Int[np.ndarray, "_"]], correct: Sequence[bool]) -> Tree:
+def lay_out_tree(token_ids: Sequence[Int[np.ndarray, " _"]], correct: Sequence[bool]) -> Tree:
     """One row per generation, neighbours by their shared prefixes; an edge lies in the middle of its generations."""
     order = sorted(range(len(token_ids)), key=lambda generation: token_ids[generation].tolist())
     rows = {generation: row for row, generation in enumerate(order)}

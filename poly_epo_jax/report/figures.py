@@ -102,7 +102,7 @@ def pass_at_k(runs: Runs) -> Figure | None:
     return figure
 
 
-def series(rows: Rows, metric: str) -> tuple[Int[np.ndarray, "T"], Float[np.ndarray, "T"]]:
+def series(rows: Rows, metric: str) -> tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]:
     """The steps [T] at which a metric was logged, and its values [T]."""
     points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
     return np.array([step for step, _ in points], int), np.array([value for _, value in points], float)
@@ -123,7 +123,7 @@ def _pass_at(name: str) -> int | None:
     return k if stem == names.held_out(names.PASS) else None
 
 
-def smooth(values: Float[np.ndarray, "T"]) -> Float[np.ndarray, "T"]:
+def smooth(values: Float[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
     """Gaussian-weighted mean around each of T values; its standard deviation is T / 40 values, so it never lags.
 
     At the ends the weights that fall outside are left out, and the others scaled up.

@@ -34,8 +34,8 @@ class _Draft:
     """A group under way: its complete generations, each by the index of its seed."""
 
     problem: Problem
-    prompt_ids: Int[np.ndarray, "L"]
-    seeds: UInt32[np.ndarray, "N"]
+    prompt_ids: Int[np.ndarray, " L"]
+    seeds: UInt32[np.ndarray, " N"]
     complete: dict[int, Generation] = dataclasses.field(default_factory=dict)
 
 
@@ -134,7 +134,7 @@ class Rollouts:
             self._conversations.remove(ended)
             ended.set_result(None)
 
-    def _encode(self, problems: Sequence[Problem]) -> list[Int[np.ndarray, "L"]]:
+    def _encode(self, problems: Sequence[Problem]) -> list[Int[np.ndarray, " L"]]:
         prompts = encode_prompts(self._tokenizer, problems)
         for problem, ids in zip(problems, prompts, strict=True):
             if not len(ids):
@@ -181,7 +181,7 @@ class Rollouts:
         return _concatenated(generation, Generation(ids, logprobs, mask, (text,), "stop", generation.weight_version))
 
 
-def generation_seeds(seed: int, problem_id: str, num_generations: int) -> UInt32[np.ndarray, "N"]:
+def generation_seeds(seed: int, problem_id: str, num_generations: int) -> UInt32[np.ndarray, " N"]:
     """Each generation's own seed, the same whatever other problems are generated for beside this one."""
     words = np.frombuffer(hashlib.sha256(problem_id.encode()).digest(), np.uint32)
     return np.random.SeedSequence([seed, *words.tolist()]).generate_state(num_generations)

@@ -175,7 +175,7 @@ def _means_given_generation(
 
 
 @functools.cache
-def _miss_probabilities(num_generations: int, set_size: int, num_fixed: int) -> Float[np.ndarray, "sizes"]:
+def _miss_probabilities(num_generations: int, set_size: int, num_fixed: int) -> Float[np.ndarray, " sizes"]:
     """Chance that a set's free members miss a cluster of s = 0..N generations: C(pool - s, free) / C(pool, free).
 
     Exact integers until the last division: for large N the binomials overflow any float.

@@ -74,12 +74,12 @@ prefill = jax.jit(decoding.prefill, static_argnums=0)
 def insert(
     state: SlotState,
     prefilled: KVCache,
-    rows: Int[Array, "R"],
-    prompts: Int[Array, "R"],
-    seeds: UInt32[Array, "R"],
-    tokens: Int[Array, "R"],
-    positions: Int[Array, "R"],
-    limits: Int[Array, "R"],
+    rows: Int[Array, " R"],
+    prompts: Int[Array, " R"],
+    seeds: UInt32[Array, " R"],
+    tokens: Int[Array, " R"],
+    positions: Int[Array, " R"],
+    limits: Int[Array, " R"],
 ) -> SlotState:
     """Lays prompts into slots, up to their last token, which is the first that decoding reads; a row B is none."""
 
@@ -103,7 +103,7 @@ def next_token(
     config: ModelConfig,
     weights: Params,
     state: SlotState,
-    stop_ids: Int[Array, "S"],
+    stop_ids: Int[Array, " S"],
     *,
     temperature: float,
     top_p: float,
@@ -136,7 +136,7 @@ def decode(
     config: ModelConfig,
     weights: Params,
     state: SlotState,
-    stop_ids: Int[Array, "S"],
+    stop_ids: Int[Array, " S"],
     *,
     turnover: int,
     temperature: float,
@@ -166,5 +166,5 @@ def decode(
 
 
 @jax.jit
-def read(state: SlotState, rows: Int[Array, "R"]) -> tuple[Int[Array, "R T"], Float[Array, "R T"]]:
+def read(state: SlotState, rows: Int[Array, " R"]) -> tuple[Int[Array, "R T"], Float[Array, "R T"]]:
     return state.tokens[rows], state.logprobs[rows]

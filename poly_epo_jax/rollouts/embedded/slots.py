@@ -36,8 +36,8 @@ class Finished(NamedTuple):
     """What came of a job, by its place among the jobs."""
 
     job: int
-    token_ids: Int[np.ndarray, "T"]
-    logprobs: Float[np.ndarray, "T"]
+    token_ids: Int[np.ndarray, " T"]
+    logprobs: Float[np.ndarray, " T"]
 
 
 class Slots:
@@ -56,8 +56,8 @@ class Slots:
         config: ModelConfig,
         weights: Params,
         mesh: Mesh,
-        stop_ids: Int[np.ndarray, "S"],
-        prompts: Sequence[Int[np.ndarray, "L"]],
+        stop_ids: Int[np.ndarray, " S"],
+        prompts: Sequence[Int[np.ndarray, " L"]],
         jobs: Sequence[Job],
         sampling: Sampling,
         num_slots: int,

@@ -19,13 +19,13 @@ BLOCK = 128  # tokens of the vocabulary
 @partial(jax.jit, static_argnames=("temperature", "top_p", "top_k"))
 def sample_tokens(
     logits: Float[Array, "V B"],
-    seeds: UInt32[Array, "B"],
-    indices: Int[Array, "B"],
+    seeds: UInt32[Array, " B"],
+    indices: Int[Array, " B"],
     *,
     temperature: float,
     top_p: float,
     top_k: int,
-) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """One token per row, and its log-softmax(logits / temperature), which is not renormalised for the filters.
 
     The randomness is of the generation's seed and the token's index in the response alone. Kept are the tokens among
@@ -82,7 +82,7 @@ def _draw(
     return block, place
 
 
-def mass_above(p: Float[Array, "C K B"], floor: Float[Array, "B"]) -> Float[Array, "C B"]:
+def mass_above(p: Float[Array, "C K B"], floor: Float[Array, " B"]) -> Float[Array, "C B"]:
     """By blocks, the sums of what is greater than a row's floor."""
     return jnp.where(p > floor[None, None], p, 0.0).sum(axis=1)
 
@@ -94,7 +94,7 @@ def two_uniforms(seeds: jax.Array, indices: jax.Array, attempt: jax.Array | int)
     return [(word >> 8).astype(jnp.float32) * 2.0**-24 for word in words]
 
 
-def invert(weights: Float[Array, "K B"], u: Float[Array, "B"]) -> Int[Array, "B"]:
+def invert(weights: Float[Array, "K B"], u: Float[Array, " B"]) -> Int[Array, " B"]:
     """Per row the index that the inverse of the cumulative weights has for u in [0, 1); never one of no weight."""
     cumulative = jnp.where(weights > 0, jnp.cumsum(weights, axis=0), 0.0)
     # Rounding may disorder cumulative sums by a little; below their maximum one is always found.
@@ -126,9 +126,9 @@ def keep_top_k(p: Float[Array, "C K B"], k: int) -> Float[Array, "C K B"]:
     return jnp.where(bits >= low[None, None], p, 0.0)
 
 
-def _block(x: Float[Array, "C K B"], block: Int[Array, "B"]) -> Float[Array, "K B"]:
+def _block(x: Float[Array, "C K B"], block: Int[Array, " B"]) -> Float[Array, "K B"]:
     return jnp.take_along_axis(x, block[None, None], axis=0)[0]
 
 
-def _pick(x: Float[Array, "K B"], place: Int[Array, "B"]) -> Float[Array, "B"]:
+def _pick(x: Float[Array, "K B"], place: Int[Array, " B"]) -> Float[Array, " B"]:
     return jnp.take_along_axis(x, place[None], axis=0)[0]

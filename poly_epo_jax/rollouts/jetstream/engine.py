@@ -130,7 +130,7 @@ class Qwen3Engine(jetstream.engine_api.Engine):
                 return Prefix(request, None)
             return Prefix(request, programs.prefill(self._config, self._policy.weights, tokens, valid))
 
-    def _request(self, token_ids: Int[np.ndarray, "L"]) -> Request:
+    def _request(self, token_ids: Int[np.ndarray, " L"]) -> Request:
         token_ids = token_ids[int(token_ids[0] == BEGINNING) :]
         if token_ids[0] <= FIRST_TICKET:
             return self._requests.pop(int(token_ids[0]))
@@ -231,7 +231,7 @@ class _TokenIds(jetstream.tokenizer_api.Tokenizer):
         raise NotImplementedError("Responses are token ids.")
 
 
-def unpack(columns: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "T"], Float[np.ndarray, "T"], set[int]]:
+def unpack(columns: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"], set[int]]:
     """Token ids, log-probabilities and weight versions of a generation's tokens, each COLUMNS numbers."""
     numbers = np.asarray(columns, np.int32).reshape(-1, COLUMNS)
     token_ids, bits, versions = numbers.T
@@ -243,7 +243,7 @@ def _step(
     config: ModelConfig,
     weights: Params,
     state: SlotState,
-    stop_ids: Int[Array, "S"],
+    stop_ids: Int[Array, " S"],
     version: int | Int[Array, ""],
     **sampling: Any,
 ) -> tuple[SlotState, Int[Array, "B 7"]]:

@@ -52,7 +52,7 @@ def is_whole(answer: dict[str, Any]) -> bool:
     return info["finish_reason"]["type"] in ("stop", "length") and info["completion_tokens"] > 0
 
 
-def tokens_and_logprobs(answer: dict[str, Any]) -> tuple[Int[np.ndarray, "T"], Float[np.ndarray, "T"]]:
+def tokens_and_logprobs(answer: dict[str, Any]) -> tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]:
     """The generation's tokens, the one that it stopped at included, and their log-probabilities."""
     info = answer["meta_info"]
     # sglang-jax repeats entries before those of the generation, and leaves special tokens out of output_ids.
