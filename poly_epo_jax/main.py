@@ -80,11 +80,7 @@ def run(config: Config) -> None:
     if config.eval.every and not task.held_out_problems:
         raise ConfigError(f"eval.every={config.eval.every}, but the task holds out no problems; set eval.every=0.")
     judge = make_judge(config.judge, task)
-    if config.model.path:
-        path = find_model(config.model.path)
-    else:
-        path = hosts.on_first(lambda: base_policy(config, task, here))
-    policy = open_policy(path, config.model)
+    policy = _initial_policy(config, task, here)
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(policy.config), config.train.row_tokens)
     if hosts.is_first():
         print_plan(config, policy.config, Console(), brief=True)
@@ -125,6 +121,13 @@ def run(config: Config) -> None:
             sampler.close()
     if hosts.is_first():
         print(f"Done: {workdir}. See it with: python -m poly_epo_jax.report {workdir}")
+
+
+def _initial_policy(config: Config, task: Task, mesh: Mesh) -> Policy:
+    """That of model.path or, where that is empty, the base policy, which one host makes."""
+    if config.model.path:
+        return open_policy(find_model(config.model.path), config.model)
+    return open_policy(hosts.on_first(lambda: base_policy(config, task, mesh)), config.model)
 
 
 def _policy_update(config: Config, policy: Policy, mesh: Mesh) -> PolicyUpdate:
