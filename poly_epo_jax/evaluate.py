@@ -32,6 +32,7 @@ from poly_epo_jax.evaluation.results import compute_results
 from poly_epo_jax.http_client import ServerError, describe
 from poly_epo_jax.json_files import write_json
 from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.judges.none import NoJudge
 from poly_epo_jax.metrics import names
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy, open_trained_policy
@@ -40,7 +41,7 @@ from poly_epo_jax.rollouts import open_server, open_weights
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.sglang.endpoints import served_model
 from poly_epo_jax.run_folder import CHECKPOINTS
-from poly_epo_jax.types import Group, Judge, JudgeFailure, Params, Sampling, Served
+from poly_epo_jax.types import Judge, Params, Sampling, Served
 
 MODELS = flags.DEFINE_list("models", [], "Run folders, Hugging Face folders or names, server URLs; label= names one.")
 BENCHMARKS = flags.DEFINE_list("benchmarks", [], "Names, synthetic tasks or files; label= names one.")
@@ -58,13 +59,6 @@ class Model:
     weights: str
     url: str = ""
     params: Params | None = None
-
-
-class Unjudged:
-    """The judge of an evaluation without clusters."""
-
-    async def cluster(self, group: Group) -> JudgeFailure:
-        return JudgeFailure("unjudged", "The evaluation was made without a judge.")
 
 
 def run(config: Config) -> None:
@@ -91,7 +85,7 @@ def run(config: Config) -> None:
     for name in BENCHMARKS.value:
         benchmark = open_benchmark(name, config.task)
         benchmark.problems = benchmark.problems[: MAX_PROBLEMS.value or None]
-        judge = make_judge(config.judge, benchmark.task) if judged else Unjudged()
+        judge = make_judge(config.judge, benchmark.task) if judged else NoJudge()
         for label, model in models.items():
             folder = Path(OUTPUT.value) / benchmark.label / label
             about = {"benchmark": name, "model": model.weights, "num_generations": num_generations}

@@ -27,7 +27,7 @@ class Batch:
 
     @property
     def judged(self) -> list[GradedGroup]:
-        """The groups that have a clustering; the others take no part in the update."""
+        """The groups that take part in the update: those that the judge did not fail on."""
         return judged(self.graded)
 
 

@@ -9,27 +9,28 @@ from poly_epo_jax.types import Clustering, Generation, GradedGroup
 
 
 def batch_features(groups: Sequence[GradedGroup], num_generations: int) -> dict[str, Shaped[np.ndarray, "P N ..."]]:
-    """The features of P groups that have a clustering, each of N generations.
+    """The features of P groups that the judge did not fail on, each of N generations.
 
     rewards       what the task gave, in [0, 1]
-    clusters      cluster ids
     lengths       how many tokens the policy wrote
     mean_logprob  of these tokens, under the sampler's policy, in nats
+    clusters      cluster ids, unless there is no judge
     and whatever the judge added, under the judge's own names.
 
     Raises:
       ValueError: the judge added a feature to some groups only, or one with a name that is taken.
     """
-    clusterings = [group.clustering for group in groups if isinstance(group.clustering, Clustering)]
-    assert len(clusterings) == len(groups)
     shape = len(groups), num_generations
     generations = [group.group.generations for group in groups]
     features = {
         "rewards": np.array([group.rewards for group in groups], np.float32).reshape(shape),
-        "clusters": np.array([clustering.ids for clustering in clusterings], np.int32).reshape(shape),
         "lengths": np.array([[y.loss_mask.sum() for y in row] for row in generations], np.int32).reshape(shape),
         "mean_logprob": np.array([[_mean_logprob(y) for y in row] for row in generations], np.float32).reshape(shape),
     }
+    clusterings = [group.clustering for group in groups if isinstance(group.clustering, Clustering)]
+    if not clusterings:
+        return features
+    features["clusters"] = np.array([clustering.ids for clustering in clusterings], np.int32)
     for name in sorted({name for clustering in clusterings for name in clustering.features}):
         if name in features or not all(name in clustering.features for clustering in clusterings):
             raise ValueError(

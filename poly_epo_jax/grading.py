@@ -84,13 +84,18 @@ async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then
 
 
 def judged(graded: Sequence[GradedGroup]) -> list[GradedGroup]:
-    """The groups that have a clustering; the others take no part in the update."""
-    return [one for one in graded if not isinstance(one.clustering, JudgeFailure)]
+    """The groups that take part in the update: those that the judge did not fail on."""
+    return [group for group in graded if not isinstance(group.clustering, JudgeFailure)]
+
+
+def clustered(graded: Sequence[GradedGroup]) -> list[GradedGroup]:
+    """The groups that have a clustering."""
+    return [group for group in graded if isinstance(group.clustering, Clustering)]
 
 
 def cluster_ids(graded: Sequence[GradedGroup]) -> Int[np.ndarray, "P N"]:
-    """The clusters of groups that have been judged."""
-    ids = [one.clustering.ids for one in graded if isinstance(one.clustering, Clustering)]
+    """The clusters of the groups that have a clustering."""
+    ids = [group.clustering.ids for group in graded if isinstance(group.clustering, Clustering)]
     return np.array(ids, np.int32).reshape(len(ids), -1 if ids else 0)
 
 

@@ -7,17 +7,17 @@ import numpy as np
 from jaxtyping import Float
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.grading import cluster_ids, judge_failures
+from poly_epo_jax.grading import cluster_ids, clustered, judge_failures
 from poly_epo_jax.json_files import Row
 from poly_epo_jax.metrics import names
 from poly_epo_jax.metrics.diversity import cluster_estimates, degenerate_share
 from poly_epo_jax.run_folder import generation_rows
-from poly_epo_jax.types import Clustering, GradedGroup, Metrics
+from poly_epo_jax.types import GradedGroup, JudgeFailure, Metrics
 
 
-def step_metrics(groups: Sequence[GradedGroup], judged: Sequence[GradedGroup], step: int, set_size: int) -> Metrics:
-    """What a step's generations were like; `judged` are the groups that have a clustering."""
-    return rollout_metrics(groups, step) | cluster_metrics(judged, set_size)
+def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Metrics:
+    """What a step's generations were like."""
+    return rollout_metrics(groups, step) | cluster_metrics(clustered(groups), set_size)
 
 
 def rollout_metrics(groups: Sequence[GradedGroup], step: int) -> Metrics:
@@ -35,12 +35,12 @@ def rollout_metrics(groups: Sequence[GradedGroup], step: int) -> Metrics:
     } | {f"judge/failed/{kind}": float(count) for kind, count in failures.items()}
 
 
-def cluster_metrics(judged: Sequence[GradedGroup], set_size: int) -> Metrics:
-    """Means over the prompts that have a clustering; `synergy` is the mean size of the covariance term."""
-    if not judged:
+def cluster_metrics(groups: Sequence[GradedGroup], set_size: int) -> Metrics:
+    """Means over prompts, each of which has a clustering; `synergy` is the mean size of the covariance term."""
+    if not groups:
         return {}
-    rewards, correct = np.stack([graded.rewards for graded in judged]), np.stack([graded.correct for graded in judged])
-    clusters, num_generations = cluster_ids(judged), rewards.shape[1]
+    rewards, correct = np.stack([graded.rewards for graded in groups]), np.stack([graded.correct for graded in groups])
+    clusters, num_generations = cluster_ids(groups), rewards.shape[1]
     estimates = cluster_estimates(clusters, correct, [num_generations])
     terms = set_rl.exploration_exploitation_synergy(rewards, clusters, set_size)
     return {
@@ -55,13 +55,13 @@ def logged_generations(groups: Sequence[GradedGroup], advantages: Float[np.ndarr
     """A row of generations.jsonl for each generation, less the step.
 
     Args:
-      advantages: of the groups that have a clustering, in their order.
+      advantages: of the groups that take part in the update, in their order.
     """
     advantages_of_judged = iter(advantages.tolist())
     rows = []
     for graded in groups:
-        judged = isinstance(graded.clustering, Clustering)
-        own_advantages = next(advantages_of_judged) if judged else [None] * len(graded.rewards)
+        failed = isinstance(graded.clustering, JudgeFailure)
+        own_advantages = [None] * len(graded.rewards) if failed else next(advantages_of_judged)
         shared = generation_rows(graded)
         rows += [row | {"advantage": advantage} for row, advantage in zip(shared, own_advantages, strict=True)]
     return rows

@@ -78,7 +78,7 @@ class Trainer:
             state, metrics = await self._compute(self.update, state, minibatches)
             self.trained = Trained(step, state, batch.data_state)
         metrics |= await self.experience.counts()
-        metrics = step_metrics(batch.graded, batch.judged, step, self.set_size) | metrics
+        metrics = step_metrics(batch.graded, step, self.set_size) | metrics
         self.result = StepResult(batch, advantages, metrics)
         with clock.stage("sync"):
             await self.push_weights(step)

@@ -92,12 +92,15 @@ class JudgeFailure:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GradedGroup:
-    """A group with its rewards [N], which of them count as correct [N], and its clustering or why it has none."""
+    """A group with its rewards [N], which of them count as correct [N], and its clustering or why it has none.
+
+    `clustering` is None where no judge is asked for one.
+    """
 
     group: Group
     rewards: Float[np.ndarray, " N"]
     correct: Bool[np.ndarray, " N"]
-    clustering: Clustering | JudgeFailure
+    clustering: Clustering | JudgeFailure | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +166,8 @@ class Sampler(Protocol):
 class Judge(Protocol):
     """Clusters the generations of one prompt by reasoning strategy (paper §4)."""
 
-    async def cluster(self, group: Group) -> Clustering | JudgeFailure:
-        """Which generations share a strategy, or why that could not be told."""
+    async def cluster(self, group: Group) -> Clustering | JudgeFailure | None:
+        """Which generations share a strategy, or why that could not be told; None from no judge."""
         ...
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from poly_epo_jax.grading import cluster_ids, grade_groups, judged
+from poly_epo_jax.grading import cluster_ids, clustered, grade_groups, judge_failures
 from poly_epo_jax.metrics import names
 from poly_epo_jax.metrics.diversity import cluster_estimates, degenerate_share
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
@@ -29,11 +29,10 @@ async def evaluate_held_out(
     for k in sizes:
         metrics[names.at(names.PASS, k)] = float(pass_at_k(num_generations, correct.sum(axis=1), k).mean())
 
-    clustered = judged(graded)
-    metrics["judge_failed_problems"] = float(len(graded) - len(clustered))
-    if clustered:
-        clusters = cluster_ids(clustered)
-        estimates = cluster_estimates(clusters, np.stack([group.correct for group in clustered]), sizes)
+    metrics["judge_failed_problems"] = float(len(judge_failures(graded)))
+    if with_clusters := clustered(graded):
+        clusters = cluster_ids(with_clusters)
+        estimates = cluster_estimates(clusters, np.stack([group.correct for group in with_clusters]), sizes)
         metrics |= {name: float(values.mean()) for name, values in estimates.items()}
         metrics["degenerate"] = degenerate_share(clusters)
     return {names.held_out(name): value for name, value in metrics.items()}

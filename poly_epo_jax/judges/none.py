@@ -1,13 +1,10 @@
 """No judge, for advantages that do not read clusters."""
 
-import numpy as np
-
-from poly_epo_jax.types import Clustering, Group
+from poly_epo_jax.types import Group
 
 
 class NoJudge:
-    """Does not cluster: all generations are in one."""
+    """Does not cluster."""
 
-    async def cluster(self, group: Group) -> Clustering:
-        """Zeros [N]."""
-        return Clustering(np.zeros(len(group.generations), np.int32))
+    async def cluster(self, group: Group) -> None:
+        return None

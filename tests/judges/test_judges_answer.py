@@ -85,6 +85,7 @@ def test_the_points_of_polynomials_are_answers():
     assert cluster("answer", task, texts).tolist() == [0, 1, DEGENERATE_CLUSTER, 0]
 
 
-def test_without_a_judge_all_are_in_one_cluster_that_means_nothing():
-    assert cluster("none", Numbers(), ["=1", "?", "=2"]).tolist() == [0, 0, 0]
+def test_no_judge_gives_no_clustering():
+    judge = make_judge(JudgeSection(name="none"), Numbers())
+    assert asyncio.run(judge.cluster(Group(PROBLEM, np.zeros(1, np.int32), (response("=1"), response("=2"))))) is None
     assert [name for name, judge in JUDGES.items() if not judge.clusters] == ["none"]

@@ -1,0 +1,73 @@
+"""What estimators read of a batch, and minibatches made of it: only the policy's own tokens count."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from fakes import PROBLEMS, group
+
+from poly_epo_jax.features import batch_features
+from poly_epo_jax.minibatches import MinibatchPacker
+from poly_epo_jax.types import Clustering, GradedGroup
+
+
+def graded(clusters: list[int] | None = None, reply: bool = False, **features: np.ndarray) -> GradedGroup:
+    """Two generations of two tokens; with a reply, the first token of each is not the policy's own."""
+    made = group(PROBLEMS[0], ["a", "b"])
+    if reply:
+        mask = np.array([False, True])
+        logprobs = [np.array([0.0, -2.0], np.float32), np.array([0.0, -4.0], np.float32)]
+        generations = [
+            dataclasses.replace(y, loss_mask=mask, logprobs=values)
+            for y, values in zip(made.generations, logprobs, strict=True)
+        ]
+        made = dataclasses.replace(made, generations=tuple(generations))
+    clustering = None if clusters is None else Clustering(np.array(clusters, np.int32), features=features)
+    rewards = np.array([1.0, 0.5], np.float32)
+    return GradedGroup(made, rewards, rewards == 1, clustering)
+
+
+def test_features_are_of_the_policys_own_tokens():
+    features = batch_features([graded([0, 1], reply=True), graded([2, 2])], 2)
+    assert {name: values.tolist() for name, values in features.items()} == {
+        "rewards": [[1.0, 0.5], [1.0, 0.5]],
+        "clusters": [[0, 1], [2, 2]],
+        "lengths": [[1, 1], [2, 2]],
+        "mean_logprob": [[-2.0, -4.0], [-1.0, -1.0]],
+    }
+
+
+def test_what_the_judge_adds_is_a_feature():
+    embeddings = np.arange(6.0).reshape(2, 3)
+    features = batch_features([graded([0, 1], embeddings=embeddings)] * 2, 2)
+    np.testing.assert_array_equal(features["embeddings"], np.stack([embeddings] * 2))
+
+
+@pytest.mark.parametrize("name", ["embeddings", "rewards"])
+def test_a_feature_of_some_groups_or_with_a_taken_name_is_refused(name: str):
+    added = {name: np.zeros(2)}
+    groups = [graded([0, 1], **added), graded([0, 1], **(added if name == "rewards" else {}))]
+    with pytest.raises(
+        ValueError, match=f"The judge adds the feature '{name}' to some groups only, or under a name that"
+    ):
+        batch_features(groups, 2)
+
+
+def test_without_a_judge_there_are_no_clusters():
+    features = batch_features([graded(), graded()], 2)
+    assert sorted(features) == ["lengths", "mean_logprob", "rewards"]
+
+
+def test_without_groups_features_are_empty():
+    assert batch_features([], 2)["rewards"].shape == (0, 2)
+
+
+@pytest.mark.parametrize(("normalization", "weight"), [("own", 1 / (2 * 1)), ("max", 1 / (2 * 8))])
+def test_a_reply_is_read_and_not_trained(normalization: str, weight: float):
+    packer = MinibatchPacker(1, row_tokens=8, num_rows=1, length_normalization=normalization, max_tokens=8)
+    first, second = packer([graded([0, 1], reply=True), graded([0, 1])], np.array([[3.0, -3.0], [1.0, -1.0]]))
+    (batch,) = first
+    # The prompt's two tokens, the reply's and the policy's; position t is about token t + 1.
+    np.testing.assert_allclose(batch.weights[0, :4], [0, 0, weight, 0])
+    assert batch.advantages[0, 2] == 3.0
+    assert (second[0].weights > 0).sum() == 4
