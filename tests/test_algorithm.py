@@ -17,7 +17,8 @@ KEY = jax.random.fold_in(jax.random.key(SEED), STEP)
 
 
 def algo(**changes: Any) -> AlgoSection:
-    return AlgoSection(**{"set_size": SET_SIZE} | changes)
+    settings: dict[str, Any] = {"set_size": SET_SIZE} | changes
+    return AlgoSection(**settings)
 
 
 @pytest.fixture
@@ -112,9 +113,18 @@ def test_the_loss_gets_its_clip_range(name: str):
         assert not np.isclose(loss, other)
 
 
+def test_a_loss_of_ones_own_keeps_keywords_that_are_no_keys(monkeypatch):
+    def loss(tokens, *, clip_low, scale=3.0):
+        return jnp.asarray(clip_low * scale), {}
+
+    monkeypatch.setitem(set_rl.LOSSES, "mine", loss)
+    ones = jnp.ones((1, 2))
+    assert make_loss(algo(loss="mine", clip_low=0.5))(set_rl.Tokens(ones, ones, ones, ones, ones))[0] == 1.5
+
+
 def test_an_estimator_of_ones_own_reads_any_feature(graded, monkeypatch):
     def shortest_first(section):
-        return Estimator(lambda key, features: -1.0 * features["lengths"], ("lengths",), "Shortest first")
+        return Estimator(lambda key, features: -jnp.float32(features["lengths"]), ("lengths",), "Shortest first")
 
     monkeypatch.setitem(ADVANTAGES, "shortest_first", shortest_first)
     np.testing.assert_array_equal(advantages_of(algo(advantages="shortest_first"), *graded), -np.ones((P, N)))
