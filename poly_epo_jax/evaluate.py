@@ -37,9 +37,8 @@ from poly_epo_jax.metrics import names
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy, open_trained_policy
 from poly_epo_jax.progress import counted
-from poly_epo_jax.rollouts import open_server, open_weights
+from poly_epo_jax.rollouts import open_server, open_weights, served_model
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.rollouts.sglang.endpoints import served_model
 from poly_epo_jax.run_folder import CHECKPOINTS
 from poly_epo_jax.types import Judge, Params, Sampling, Served
 
@@ -141,13 +140,13 @@ def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
     if source.startswith(("http://", "https://")):
         url = source.rstrip("/")
         try:
-            info = asyncio.run(served_model(url))
+            served = asyncio.run(served_model(url))
         except httpx.HTTPError as error:
             raise ServerError(
                 f"{url} does not say what it serves ({describe(error)}); start an SGLang or sglang-jax server."
             ) from error
-        policy = open_policy(find_model(info["tokenizer_path"]), config.model)
-        return label, Model(policy, f"{info['model_path']} {info.get('weight_version', '')}".strip(), url=url)
+        policy = open_policy(find_model(served.tokenizer_path), config.model)
+        return label, Model(policy, f"{served.path} {served.weight_version}".strip(), url=url)
     if not (Path(source) / CHECKPOINTS).is_dir():
         policy = open_policy(find_model(source), config.model)
         return label, Model(policy, source, params=policy.load_params(mesh))

@@ -12,7 +12,7 @@ from fakes import PATIENCE, TINY, TINY_ALPHABET, ByLetter
 from poly_epo_jax import http_client as servers
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.sglang import client as sglang
-from poly_epo_jax.rollouts.sglang import endpoints, router, served_weights
+from poly_epo_jax.rollouts.sglang import requests, router, served_weights
 from poly_epo_jax.rollouts.sglang.client import SGLangSampler
 from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
@@ -28,7 +28,7 @@ def open_rollouts(
     def open_client(_: float) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.MockTransport(handle))
 
-    for module in (servers, endpoints, router, served_weights, sglang):
+    for module in (servers, requests, router, served_weights, sglang):
         monkeypatch.setattr(module, "open_client", open_client)
     for module in (served_weights, sglang):
         monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)

@@ -13,6 +13,8 @@ from poly_epo_jax.parallel import hosts
 from poly_epo_jax.registry import Registry
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.sglang.client import SGLangSampler
+from poly_epo_jax.rollouts.sglang.dialect import ServedModel
+from poly_epo_jax.rollouts.sglang.requests import SGLANG
 from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
 from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync, TensorSync
 from poly_epo_jax.types import Sampler
@@ -57,6 +59,15 @@ def _limits(config: Config) -> dict[str, Any]:
 def open_weights(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, max_prompt_tokens: int) -> Sampler:
     """A sampler of weights that are here, for evaluation; it takes prompts of any length up to the one given."""
     return EmbeddedSampler(model, mesh, stop_ids, max_prompt_tokens, config.rollouts.max_concurrent)
+
+
+async def served_model(url: str) -> ServedModel:
+    """What a server says of its model.
+
+    Raises:
+      httpx.HTTPError: it does not say.
+    """
+    return await SGLANG.served_model(url)
 
 
 def open_server(url: str, stop_ids: Sequence[int], config: Config) -> Sampler:

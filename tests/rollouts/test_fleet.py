@@ -50,7 +50,7 @@ def test_no_server_is_given_more_than_it_takes_but_for_one_group():
     asyncio.run(main())
 
 
-def test_a_lost_server_is_asked_again_once_it_is_back():
+def test_a_server_that_failed_is_asked_again_once_it_is_back():
     async def main() -> None:
         back = asyncio.Event()
 
@@ -60,8 +60,8 @@ def test_a_lost_server_is_asked_again_once_it_is_back():
 
         fleet = Fleet(URLS, 100, revive)
         async with fleet.lease(4, 1) as dead:
-            fleet.lost(dead, "it died")
-            fleet.lost(dead, "it is still dead")
+            fleet.fail(dead, "it died")
+            fleet.fail(dead, "it is still dead")
         async with fleet.lease(4, 1) as other, fleet.lease(4, 1) as again:
             assert other.url == again.url == "http://b"
             back.set()
@@ -80,7 +80,7 @@ def test_when_every_server_is_given_up_the_reason_is_told():
 
         fleet = Fleet(URLS[:1], 100, give_up)
         async with fleet.lease(4, 1) as server:
-            fleet.lost(server, "it died")
+            fleet.fail(server, "it died")
         async with fleet.lease(4, 1):
             pass
 
@@ -95,7 +95,7 @@ def test_a_revival_that_breaks_is_told_and_not_waited_for():
 
         fleet = Fleet(URLS[:1], 100, breaks)
         async with fleet.lease(4, 1) as server:
-            fleet.lost(server, "it died")
+            fleet.fail(server, "it died")
         async with asyncio.timeout(PATIENCE), fleet.lease(4, 1):
             pass
 
@@ -129,8 +129,8 @@ def test_requests_say_all_that_sampling_does(monkeypatch):
     assert sorted(again) == sorted(seeds)
 
 
-def test_only_what_is_missing_of_a_group_is_drawn_again(monkeypatch):
-    """With the seeds that it was first drawn with: each generation is kept apart, though asked for in one list."""
+def test_only_what_is_missing_of_a_group_is_resampled(monkeypatch):
+    """With the seeds that it was first asked for with: each generation is kept apart, though asked for in one list."""
     asked = []
 
     def answer(request: httpx.Request) -> httpx.Response:

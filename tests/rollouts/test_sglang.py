@@ -219,7 +219,7 @@ def test_a_server_that_dies_in_a_batch_is_current_before_it_serves_again(servers
     assert_generated_by(1, groups, version=1)
     assert rollouts.metrics() == {"rollouts/server_failures": 1.0, "rollouts/resampled": 0.0}
     said = capsys.readouterr().err
-    assert f"Lost the server {servers[1].url}" in said and f"The server {servers[1].url} is back" in said
+    assert f"The server {servers[1].url} failed" in said and f"The server {servers[1].url} is back" in said
 
 
 def test_a_worker_that_dies_behind_a_router_is_current_before_it_serves_again(servers, tmp_path, capsys):

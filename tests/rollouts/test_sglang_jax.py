@@ -11,7 +11,7 @@ from fake_servers import open_rollouts
 from fakes import collect, tiny_params, tiny_problems
 
 from poly_epo_jax.http_client import ServerError
-from poly_epo_jax.rollouts.sglang.endpoints import served_model
+from poly_epo_jax.rollouts import served_model
 from poly_epo_jax.types import Sampling
 
 URL = "http://jax"
@@ -41,7 +41,7 @@ def test_its_generations_are_read_whole(monkeypatch):
         np.testing.assert_array_equal(y.token_ids, IDS)
         np.testing.assert_array_equal(y.logprobs, [-token for token in IDS])
         assert y.finish_reason == "stop"
-    assert asyncio.run(served_model(URL)) == INFO
+    assert asyncio.run(served_model(URL)) == ("m", "t", "")
 
 
 def test_training_over_it_is_refused_before_any_weights_are_written(tmp_path: Path, monkeypatch):

@@ -3,22 +3,21 @@
 import asyncio
 import functools
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
 
 import httpx
 
 from poly_epo_jax.http_client import ServerError, backoff_seconds, describe, open_client
 from poly_epo_jax.model.partition import merge_params
-from poly_epo_jax.rollouts.sglang.endpoints import Endpoint, probe, served_model, wait_for
+from poly_epo_jax.rollouts.sglang.dialect import Answer, Dialect, Endpoint
 from poly_epo_jax.rollouts.sglang.fleet import Fleet, Server
-from poly_epo_jax.rollouts.sglang.requests import ask, is_whole, request_body, tokens_and_logprobs
+from poly_epo_jax.rollouts.sglang.requests import SGLANG
 from poly_epo_jax.rollouts.sglang.router import Router, Watch
 from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
 from poly_epo_jax.timeline import waiting
 from poly_epo_jax.types import Completion, Metrics, Params, Request, Sampling
 
 MAX_ATTEMPTS = 8
-"""At one request; before each but the first, lost servers are waited for."""
+"""At one request; before each but the first, failed servers are waited for."""
 
 
 class SGLangSampler:
@@ -34,6 +33,7 @@ class SGLangSampler:
       max_concurrent: generations that one URL is given at once.
       timeout_seconds: for the generations of one prompt, and for one weight update.
       wait_seconds: how long to wait for a server that does not answer, at the start or later.
+      dialect: of the servers.
     """
 
     def __init__(
@@ -45,13 +45,14 @@ class SGLangSampler:
         max_concurrent: int,
         timeout_seconds: float,
         wait_seconds: float,
+        dialect: Dialect = SGLANG,
     ):
         self.urls = [url.rstrip("/") for url in urls]
-        self.stop_ids = list(stop_ids)
+        self.stop_ids = tuple(stop_ids)
         self.max_concurrent = max_concurrent
         self.timeout_seconds = timeout_seconds
         self.wait_seconds = wait_seconds
-        self._weights = weights
+        self._weights, self._dialect = weights, dialect
         self._adopted = ""
         self._endpoints: dict[str, Endpoint] = {}
         self._routers: dict[str, Router] = {}
@@ -104,13 +105,13 @@ class SGLangSampler:
                 await asyncio.wait(self._running)
         await asyncio.to_thread(self._weights.switch, version)
         weight_servers = await self._weight_servers()
-        await self._weights.send(weight_servers)
+        await self._weights.push(weight_servers)
         for router in self._routers.values():
             for url in weight_servers:
                 await router.put_back(url)
 
     def metrics(self) -> Metrics:
-        """What went wrong and was mended since the last call."""
+        """Server failures and resampled generations since the last call."""
         counts = {"rollouts/server_failures": self._server_failures, "rollouts/resampled": self._resampled}
         self._server_failures = self._resampled = 0
         return {name: float(count) for name, count in counts.items()}
@@ -124,7 +125,8 @@ class SGLangSampler:
     async def _probe(self, urls: Sequence[str]) -> None:
         """Asks at each URL, once, what stands there."""
         new = [url for url in urls if url not in self._endpoints]
-        for endpoint in await asyncio.gather(*(probe(url, self.wait_seconds) for url in new)):
+        await asyncio.gather(*(self._dialect.wait_for(url, self.wait_seconds) for url in new))
+        for endpoint in await asyncio.gather(*map(self._dialect.probe, new)):
             self._endpoints[endpoint.url] = endpoint
             if endpoint.is_router:
                 self._routers[endpoint.url] = Router(endpoint.url, self.wait_seconds)
@@ -146,8 +148,8 @@ class SGLangSampler:
 
     async def _adopt_weights(self) -> None:
         """Takes the weights that the servers have for those to generate from."""
-        infos = await asyncio.gather(*(served_model(url) for url in self.urls))
-        found = {url: info.get("weight_version", "") for url, info in zip(self.urls, infos, strict=True)}
+        models = await asyncio.gather(*(self._dialect.served_model(url) for url in self.urls))
+        found = {url: model.weight_version for url, model in zip(self.urls, models, strict=True)}
         if len(set(found.values())) > 1:
             raise ServerError(f"The servers serve different weights, {found}; evaluate one at a time.")
         self._adopted = found[self.urls[0]]
@@ -155,7 +157,7 @@ class SGLangSampler:
     async def _watch_routers(self) -> dict[str, Watch]:
         """Takes out workers that are not current before they are asked, and goes on looking. One host does."""
         watches = {}
-        if self._weights is not None and self._weights.is_sender:
+        if self._weights is not None and self._weights.is_pushing:
             for url, router in self._routers.items():
                 watches[url] = Watch(router, self._weights.is_current, self._mend)
                 await watches[url].start()
@@ -164,7 +166,7 @@ class SGLangSampler:
     async def _mend(self, url: str) -> None:
         assert self._weights is not None
         self._server_failures += 1
-        await self._weights.bring(url)
+        await self._weights.ensure_current(url)
 
     async def _revive(self, watches: Mapping[str, Watch], url: str) -> None:
         """Returns when the server, or a worker behind the router, can be asked again and has the present weights."""
@@ -173,9 +175,9 @@ class SGLangSampler:
         if url in self._routers:
             await self._routers[url].wait_for_worker()
         elif self._weights is not None:
-            await self._weights.bring(url)
+            await self._weights.ensure_current(url)
         else:
-            await wait_for(url, self.wait_seconds)
+            await self._dialect.wait_for(url, self.wait_seconds)
 
     async def _complete(self, fleet: Fleet, place: int, request: Request, sampling: Sampling) -> list[Completion]:
         """All completions of the request at `place`."""
@@ -189,12 +191,12 @@ class SGLangSampler:
             async with fleet.lease(len(missing), tokens) as server, open_client(self.timeout_seconds) as client:
                 # A list costs the server less than a call for each seed, but routers take none.
                 calls = [[index] for index in missing] if server.url in self._routers else [missing]
-                bodies = [request_body(request, indices, sampling, self.stop_ids) for indices in calls]
-                answers = await asyncio.gather(
-                    *(ask(client, server.url, request.problem_id, body) for body in bodies), return_exceptions=True
+                generate = functools.partial(self._dialect.generate, client, server.url, request)
+                answered = await asyncio.gather(
+                    *(generate(indices, sampling, self.stop_ids) for indices in calls), return_exceptions=True
                 )
-                for indices, answer in zip(calls, answers, strict=True):
-                    self._keep(fleet, server, place, done, indices, answer)
+                for indices, answers in zip(calls, answered, strict=True):
+                    self._keep(fleet, server, place, done, indices, answers)
             if len(done) == len(request.seeds):
                 return [done[index] for index in range(len(request.seeds))]
         raise ServerError(
@@ -209,31 +211,29 @@ class SGLangSampler:
         place: int,
         done: dict[int, Completion],
         indices: Sequence[int],
-        answers: list[dict[str, Any]] | BaseException,
+        answers: list[Answer] | BaseException,
     ) -> None:
         """Adds whole completions from the present weights to `done`; the others will be resampled."""
         if isinstance(answers, httpx.HTTPError):
-            self._lose(fleet, server, describe(answers))
+            self._fail(fleet, server, describe(answers))
             return
         if isinstance(answers, BaseException):
             raise answers
         name = self._adopted if self._weights is None else self._weights.name
         for index, answer in zip(indices, answers, strict=True):
-            version = answer["meta_info"].get("weight_version", "")
-            if version == name and is_whole(answer):
-                reason = answer["meta_info"]["finish_reason"]["type"]
+            if answer.weight_version == name and answer.finish_reason is not None:
                 number = 0 if self._weights is None else self._weights.version
-                done[index] = Completion(place, index, *tokens_and_logprobs(answer), reason, number)
+                done[index] = Completion(place, index, answer.token_ids, answer.logprobs, answer.finish_reason, number)
                 continue
             self._resampled += 1
-            if version != name:
+            if answer.weight_version != name:
                 if self._weights is None:
                     raise ServerError(f"{server.url} changed weights while they were generated from; begin anew.")
-                self._lose(fleet, server, f"it generates from weights {version} instead of {name}")
+                self._fail(fleet, server, f"it generates from weights {answer.weight_version} instead of {name}")
 
-    def _lose(self, fleet: Fleet, server: Server, why: str) -> None:
+    def _fail(self, fleet: Fleet, server: Server, why: str) -> None:
         self._server_failures += server.is_up
-        fleet.lost(server, why)
+        fleet.fail(server, why)
 
 
 async def _end(tasks: Sequence[asyncio.Task[list[Completion]]], fleet: Fleet, watches: Mapping[str, Watch]) -> None:

@@ -1,4 +1,4 @@
-"""Several servers that share one batch: the least busy one is next, a lost one is waited for, nothing is given up."""
+"""Several servers that share one batch: the least busy one is next, one that fails is waited for."""
 
 import asyncio
 import dataclasses
@@ -14,7 +14,7 @@ class Server:
     """A server and what it has been asked for and not answered yet."""
 
     url: str
-    rows: int = 0  # generations
+    num_generations: int = 0
     tokens: int = 0  # prompts and the longest that their generations may become
     is_up: bool = True
     failure: Exception | None = None  # why it was given up
@@ -25,60 +25,62 @@ class Fleet:
 
     Args:
       max_concurrent: generations that one server is given at once; the rest waits here, for whichever is free first.
-      revive: waits until a lost server can be asked again; raises to give it up.
+      revive: waits until a server that failed can be asked again; raises to give it up.
     """
 
     def __init__(self, urls: Sequence[str], max_concurrent: int, revive: Callable[[str], Awaitable[None]]):
         self._servers = [Server(url) for url in urls]
-        self._max_rows = max_concurrent
+        self._max_concurrent = max_concurrent
         self._revive = revive
         self._changed = asyncio.Condition()
         self._revivals: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
-    async def lease(self, rows: int, tokens: int) -> AsyncIterator[Server]:
+    async def lease(self, num_generations: int, tokens: int) -> AsyncIterator[Server]:
         """The server with the fewest outstanding tokens, as soon as one has room.
 
         Raises:
           ServerError: every server has been given up.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._next(rows) or not self._hope())
-            server = self._next(rows)
+            await self._changed.wait_for(lambda: self._next(num_generations) or not self._hope())
+            server = self._next(num_generations)
             if server is None:
-                failures = [one.failure for one in self._servers if one.failure is not None]
+                failures = [server.failure for server in self._servers if server.failure is not None]
                 raise ServerError(f"No server is left to generate. {failures[-1]}") from failures[-1]
-            server.rows += rows
+            server.num_generations += num_generations
             server.tokens += tokens
         try:
             yield server
         finally:
-            server.rows -= rows
+            server.num_generations -= num_generations
             server.tokens -= tokens
             async with self._changed:
                 self._changed.notify_all()
 
-    def lost(self, server: Server, why: str) -> None:
+    def fail(self, server: Server, why: str) -> None:
         """Gives the server nothing more until it is revived."""
         if server.is_up:
             server.is_up = False
-            print(f"Lost the server {server.url}: {why}. Its prompts wait or go to others.", file=sys.stderr)
+            print(f"The server {server.url} failed: {why}. Its prompts wait or go to others.", file=sys.stderr)
             task = asyncio.create_task(self._bring_back(server))
             self._revivals.add(task)
             task.add_done_callback(self._revivals.discard)
 
     async def close(self) -> None:
-        """Ends all waiting for lost servers."""
+        """Ends all waiting for servers that failed."""
         for task in self._revivals:
             task.cancel()
         await asyncio.gather(*self._revivals, return_exceptions=True)
 
-    def _next(self, rows: int) -> Server | None:
-        free = [one for one in self._servers if one.is_up and (not one.rows or one.rows + rows <= self._max_rows)]
-        return min(free, key=lambda one: one.tokens, default=None)
+    def _next(self, num_generations: int) -> Server | None:
+        """An idle server takes any number."""
+        up = [server for server in self._servers if server.is_up]
+        free = [s for s in up if not s.num_generations or s.num_generations + num_generations <= self._max_concurrent]
+        return min(free, key=lambda server: server.tokens, default=None)
 
     def _hope(self) -> bool:
-        return any(one.failure is None for one in self._servers)
+        return any(server.failure is None for server in self._servers)
 
     async def _bring_back(self, server: Server) -> None:
         try:

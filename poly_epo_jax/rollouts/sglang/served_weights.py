@@ -1,4 +1,4 @@
-"""The weights that servers generate from: which they are, and how every server gets the present ones."""
+"""The weights that servers generate from: which they are, and how every server comes to have the present ones."""
 
 import asyncio
 import secrets
@@ -10,34 +10,44 @@ import httpx
 
 from poly_epo_jax.http_client import ServerError, backoff_seconds, describe, open_client
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.rollouts.sglang.endpoints import served_model, wait_for
-from poly_epo_jax.rollouts.sglang.weight_sync import WeightSync, post
+from poly_epo_jax.rollouts.sglang.dialect import Dialect
+from poly_epo_jax.rollouts.sglang.requests import SGLANG
+from poly_epo_jax.rollouts.sglang.weight_sync import WeightSync
 from poly_epo_jax.types import Params
 
 MAX_ATTEMPTS = 8
 """At one weight update; each failed one waits for the server to answer again."""
 PROBE_TOKENS = 128
 """Length of the prompt with which a server is checked, where prompts may be so long."""
-LOOK_SECONDS = 0.5  # between two looks whether another host's weights have arrived
+LOOK_SECONDS = 0.5  # between two looks whether another host has pushed its weights
 
 
 class ServedWeights:
-    """One version of the policy, by a name that no other run gives, and servers brought to it.
+    """One version of the policy, by a name that no other run gives, and the servers that are to have it.
 
     Args:
-      sync: how weights are sent; None: another host sends them to the same servers, and this one waits until they have
-        them. All hosts must then be done with their generations before any calls `send`.
+      sync: how weights are loaded; None: another host pushes them to the same servers, and this one waits until they
+        have them. All hosts must then be done with their generations before any calls `push`.
       max_prompt_tokens: the longest prompt that the servers are ever given.
       timeout_seconds: for one weight update.
       wait_seconds: how long to wait for a server that does not answer.
+      dialect: of the servers.
     """
 
-    def __init__(self, sync: WeightSync | None, max_prompt_tokens: int, timeout_seconds: float, wait_seconds: float):
+    def __init__(
+        self,
+        sync: WeightSync | None,
+        max_prompt_tokens: int,
+        timeout_seconds: float,
+        wait_seconds: float,
+        dialect: Dialect = SGLANG,
+    ):
         self.version = 0
         self._sync = sync
         self._probe_tokens = min(PROBE_TOKENS, max_prompt_tokens)
         self._timeout_seconds = timeout_seconds
         self._wait_seconds = wait_seconds
+        self._dialect = dialect
         # Two runs that update the same server by mistake notice each other by this word; all hosts say the same.
         self._run = hosts.on_first(lambda: secrets.token_hex(4))
 
@@ -47,7 +57,7 @@ class ServedWeights:
         return f"{self._run}-{self.version}"
 
     def prepare(self, params: Params, version: int) -> None:
-        """Readies weights; until `switch`, servers are brought to the present ones."""
+        """Readies weights; until `switch`, servers still load the present ones."""
         if self._sync is not None:
             self._sync.prepare(params, f"{self._run}-{version}")
 
@@ -63,70 +73,69 @@ class ServedWeights:
             self._sync.close()
 
     @property
-    def is_sender(self) -> bool:
-        """Whether it is this process that gives them to the servers."""
+    def is_pushing(self) -> bool:
+        """Whether it is this process that pushes them."""
         return self._sync is not None
 
     async def is_current(self, url: str) -> bool:
         """Whether the server answers, and has the present weights."""
         try:
-            return (await served_model(url))["weight_version"] == self.name
+            return (await self._dialect.served_model(url)).weight_version == self.name
         except httpx.HTTPError:
             return False
 
-    async def bring(self, url: str) -> None:
+    async def ensure_current(self, url: str) -> None:
         """Returns once the server has the present weights, whatever it was started with.
 
         Raises:
           ServerError: it does not answer, or does not take them.
         """
-        await wait_for(url, self._wait_seconds)
+        await self._dialect.wait_for(url, self._wait_seconds)
         if not await self.is_current(url):
-            await self.send([url])
+            await self.push([url])
 
-    async def send(self, urls: Sequence[str]) -> None:
+    async def push(self, urls: Sequence[str]) -> None:
         """Pauses the servers, loads the present weights into them, lets them go on, and checks that they use them.
 
         Raises:
-          ServerError: one does not take them, or goes on with others; or is not given them by the other host.
+          ServerError: one does not take them, or goes on with others; or the other host does not push them.
         """
         if self._sync is None:
-            await asyncio.gather(*(self._arrive(url) for url in urls))
+            await asyncio.gather(*(self._wait_for_version(url) for url in urls))
             return
         for attempt in range(1, MAX_ATTEMPTS + 1):
-            await asyncio.gather(*(wait_for(url, self._wait_seconds) for url in urls))
+            await asyncio.gather(*(self._dialect.wait_for(url, self._wait_seconds) for url in urls))
             try:
                 async with open_client(self._timeout_seconds) as client:
-                    await asyncio.gather(*(post(client, url, "pause_generation", {"mode": "abort"}) for url in urls))
-                    await self._sync.send(client, urls)
-                    await asyncio.gather(*(post(client, url, "continue_generation", {}) for url in urls))
+                    await asyncio.gather(*(self._dialect.pause(client, url) for url in urls))
+                    await self._sync.push(client, urls)
+                    await asyncio.gather(*(self._dialect.resume(client, url) for url in urls))
                     await asyncio.gather(*(self._check(client, url) for url in urls))
                 return
             except httpx.HTTPError as error:
                 print(f"The weight update of {', '.join(urls)} broke off: {describe(error)}.", file=sys.stderr)
                 await asyncio.sleep(backoff_seconds(attempt))
-        raise ServerError(f"The weights could not be sent to {', '.join(urls)}, {MAX_ATTEMPTS} times in a row.")
+        raise ServerError(f"The weights could not be pushed to {', '.join(urls)}, {MAX_ATTEMPTS} times in a row.")
 
-    async def _arrive(self, url: str) -> None:
+    async def _wait_for_version(self, url: str) -> None:
         deadline = time.monotonic() + self._timeout_seconds
         while not await self.is_current(url):
             if time.monotonic() > deadline:
                 raise ServerError(
                     f"{url} was not given the weights {self.name} in {self._timeout_seconds:g} s by the first host, "
-                    "which sends them; see its log, or raise rollouts.timeout_seconds."
+                    "which pushes them; see its log, or raise rollouts.timeout_seconds."
                 )
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _check(self, client: httpx.AsyncClient, url: str) -> None:
         """Asks for one token after a prompt that every earlier check has left in the cache."""
-        body = {"input_ids": [0] * self._probe_tokens, "sampling_params": {"max_new_tokens": 1}}
-        info = (await post(client, url, "generate", body))["meta_info"]
-        if info["weight_version"] != self.name:
+        version, cached_tokens = await self._dialect.probe_weights(client, url, self._probe_tokens)
+        if version != self.name:
             raise ServerError(
-                f"{url} generates from weights {info['weight_version']} after an update to {self.name}; see whether "
-                "another run updates it."
+                f"{url} generates from weights {version} after an update to {self.name}; see whether another run "
+                "updates it."
             )
-        if info["cached_tokens"]:
+        if cached_tokens:
             raise ServerError(
                 f"{url} kept the cache of its old weights through an update to {self.name}; start it again."
             )

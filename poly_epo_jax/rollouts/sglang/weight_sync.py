@@ -1,4 +1,4 @@
-"""Two ways to hand a policy's weights to SGLang servers: as a folder on disk, or as tensors."""
+"""Two ways to load a policy's weights into SGLang servers: from a folder on disk, or as tensors."""
 
 import asyncio
 import base64
@@ -17,9 +17,9 @@ from typing import Any, Protocol, runtime_checkable
 import httpx
 from safetensors import SafetensorError
 
-from poly_epo_jax.http_client import ServerError
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.rollouts.sglang.requests import post
 from poly_epo_jax.types import Params
 
 BUCKET_BYTES = 10**9
@@ -28,17 +28,17 @@ METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
 
 @runtime_checkable
 class WeightSync(Protocol):
-    """Holds the present weights in the form that servers take, so that one which comes back can be given them again."""
+    """Holds the present weights in the form that servers load, so that one which comes back can load them again."""
 
     def prepare(self, params: Params, version: str) -> None:
         """Readies weights to be called `version`; servers may still generate from the present ones, and come back."""
         ...
 
     def switch(self) -> None:
-        """From here on `send` sends the prepared weights."""
+        """From here on `push` loads the prepared weights."""
         ...
 
-    async def send(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
+    async def push(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
         """Loads the present weights into the paused servers, whose caches are flushed.
 
         Raises:
@@ -86,7 +86,7 @@ class DiskSync:
         self._outdated += [self._version] if self._version else []
         self._version = self._prepared
 
-    async def send(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
+    async def push(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
         body = {"model_path": str(self._folder / self._version), "weight_version": self._version, "flush_cache": True}
         await asyncio.gather(*(post(client, url, "update_weights_from_disk", body) for url in urls))
         while self._outdated:  # only now, for a server that had just come back may have been reading it
@@ -129,7 +129,7 @@ class TensorSync:
         (params, self._version), self._prepared = self._prepared, ({}, "")
         self._buckets = list(self._make_buckets(params))
 
-    async def send(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
+    async def push(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
         # A trainer that died may have left its update open; where none did, the server just says so.
         await asyncio.gather(*(client.post(f"{url}/end_weight_update", json={}) for url in urls))
         await asyncio.gather(*(post(client, url, "begin_weight_update", {"selector": "all"}) for url in urls))
@@ -201,16 +201,3 @@ def _metadata_class() -> type:
         sys.modules.setdefault(name, types.ModuleType(name))
     sys.modules[METADATA_MODULE].FlattenedTensorMetadata = FlattenedTensorMetadata  # pyright: ignore
     return FlattenedTensorMetadata
-
-
-async def post(client: httpx.AsyncClient, url: str, endpoint: str, body: dict[str, Any]) -> Any:
-    """The JSON answer to a control request.
-
-    Raises:
-      ServerError: the server refused; the message carries what it said.
-      httpx.HTTPError: the connection failed.
-    """
-    response = await client.post(f"{url}/{endpoint}", json=body)
-    if response.status_code != 200 or response.json().get("success") is False:
-        raise ServerError(f"{url}/{endpoint} failed ({response.status_code}): {response.text.strip()[:500]}")
-    return response.json()
