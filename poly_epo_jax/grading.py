@@ -52,8 +52,8 @@ async def grade_groups(
         hidden = clock.busy("judge").seconds()
         graded = await asyncio.gather(*running)
     finally:
-        for one in running:
-            one.cancel()
+        for grading in running:
+            grading.cancel()
     places: dict[str, list[int]] = {}
     for place in reversed(range(len(problems))):  # where an epoch ends, a batch may have a problem twice
         places.setdefault(problems[place].id, []).append(place)
@@ -101,7 +101,7 @@ def cluster_ids(graded: Sequence[GradedGroup]) -> Int[np.ndarray, "P N"]:
 
 def judge_failures(graded: Sequence[GradedGroup]) -> list[JudgeFailure]:
     """Why the other groups have none."""
-    return [one.clustering for one in graded if isinstance(one.clustering, JudgeFailure)]
+    return [group.clustering for group in graded if isinstance(group.clustering, JudgeFailure)]
 
 
 def check_judge(graded: Sequence[GradedGroup], max_failed_share: float) -> None:

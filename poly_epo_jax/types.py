@@ -149,7 +149,7 @@ class Sampler(Protocol):
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
         """Yields every completion of every request, in any order. All of one call are from weights of one version.
 
-        `sampling` says how tokens are drawn; how many, and from which seeds, the requests say.
+        `sampling` says how tokens are sampled; the requests say how many, and with which seeds.
         """
         ...
 
@@ -232,7 +232,7 @@ class Served(Protocol):
 
 @runtime_checkable
 class Counting(Protocol):
-    """A task, judge or sampler that counts what it had to mend or give up; the counts go to the step's metrics."""
+    """A task, judge or sampler that counts what it retried or gave up; the counts go to the step's metrics."""
 
     def metrics(self) -> dict[str, float]:
         """The counts since the last call."""

@@ -124,7 +124,7 @@ def optimizer_config(**changes: Any) -> OptimizerSection:
 
 
 def trainer_logprobs(seed: int, groups: Sequence[Group], temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """(the trainer's with `tiny_params(seed)`, the sampler's) log-probabilities of all response tokens."""
+    """(the trainer's with `tiny_params(seed)`, the sampler's) log-probabilities of all tokens that the policy wrote."""
     mesh = make_mesh(1, 1, 1)
     update = _update(temperature)
     pairs = [(group.prompt_ids, y) for group in groups for y in group.generations]
@@ -135,7 +135,7 @@ def trainer_logprobs(seed: int, groups: Sequence[Group], temperature: float) -> 
     packed = pack(sequences, row_tokens, rows_per_microbatch=24)
     _, batches = update.with_old_logprobs(state_at(on_mesh(tiny_params(seed), mesh)), [[], packed])
     masks = [np.asarray(batch.weights) > 0 for batch in batches]
-    assert sum(mask.sum() for mask in masks) == sum(len(y.token_ids) for _, y in pairs)
+    assert sum(mask.sum() for mask in masks) == sum(y.loss_mask.sum() for _, y in pairs)
     trainer = [np.asarray(batch.old_logprobs)[mask] for batch, mask in zip(batches, masks, strict=True)]
     sampler = [np.asarray(batch.sampler_logprobs)[mask] for batch, mask in zip(batches, masks, strict=True)]
     return np.concatenate(trainer), np.concatenate(sampler)

@@ -1,4 +1,4 @@
-"""Who clusters the generations of a prompt: what each judge needs, and how it is opened."""
+"""Judges, which cluster the generations of a prompt: what each needs, and how it is opened."""
 
 import dataclasses
 from collections.abc import Callable

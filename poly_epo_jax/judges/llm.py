@@ -27,7 +27,7 @@ class LLMJudge:
     Every reply is checked, and whatever goes wrong becomes a JudgeFailure, never a clustering. Its kinds are
 
       unreachable  the server accepted no connections for `wait_seconds`
-      refused      it answered with an error that asking again does not mend
+      refused      it answered with an error that it would repeat
       unavailable  it answered 429 or 5xx or not in time, or the connection broke; asked again after a while
       truncated    the reply did not run to its end; asked again with another seed
       malformed    the reply is not what was asked for; asked again with another seed

@@ -63,7 +63,7 @@ def build_messages(
 def delimiter_code(problem: str, responses: Sequence[str]) -> str:
     """16 hexadecimal digits that no response can contain but by chance: they are a hash of all of them.
 
-    It is the same for every order of the responses, so that their order changes nothing but the order.
+    It is the same for every order of the responses: reordering them changes nothing else.
     """
     return hashlib.sha256(json.dumps([problem, sorted(responses)]).encode()).hexdigest()[:16]
 

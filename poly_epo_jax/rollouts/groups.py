@@ -67,7 +67,7 @@ class Rollouts:
     async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
         """Gives the sampler new weights. Generations of several turns are completed first, with those they began with.
 
-        So whoever reads the groups of a conversational task reads all of them before awaiting this.
+        So a reader of a conversational task's groups must read all of them before it awaits this.
         """
         with waiting():
             while self._conversations:

@@ -1,4 +1,4 @@
-"""What slots do on the device: start, take prompts in, decode until some are finished, be read."""
+"""What slots do on the device: start, take in prompts, decode until some have finished, be read."""
 
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from poly_epo_jax.model.sharding import ROWS
 from poly_epo_jax.rollouts.embedded.token_sampling import sample_tokens
 from poly_epo_jax.types import Params
 
-MAX_STEPS = 256  # of one call of `decode`: who waits for its end, to stop, does not wait long
+MAX_STEPS = 256  # of one call of `decode`, which cannot be interrupted: cancellation waits for it
 
 
 class SlotState(NamedTuple):
@@ -81,7 +81,7 @@ def insert(
     positions: Int[Array, " R"],
     limits: Int[Array, " R"],
 ) -> SlotState:
-    """Lays prompts into slots, up to their last token, which is the first that decoding reads; a row B is none."""
+    """Copies prompts into slots up to their last token, which decoding reads first. A row number of B is left out."""
 
     def put(x: jax.Array, values: jax.Array | int | bool) -> jax.Array:
         return x.at[rows].set(values, mode="drop")
@@ -143,7 +143,7 @@ def decode(
     top_p: float,
     top_k: int,
 ) -> tuple[SlotState, Int[Array, "3 B"]]:
-    """Decodes until `turnover` more slots are finished, all are, or one has come to the cache's end.
+    """Decodes until `turnover` more slots have finished, all have, or one has reached the end of the cache.
 
     Returns:
       The state, and of each slot whether it is active, its length and its position.

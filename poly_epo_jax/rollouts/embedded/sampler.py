@@ -25,7 +25,7 @@ class EmbeddedSampler:
       model: the policy, possibly abstract: only its configuration is used.
       stop_ids: a generation ends with any of these tokens.
       max_prompt_tokens: of a first turn. Later turns begin with those before them, but the whole gets no longer.
-      max_concurrent: generations decoded at once; the rest waits for whichever is finished first.
+      max_concurrent: generations decoded at once; the others wait until one of them has finished.
     """
 
     def __init__(self, model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], max_prompt_tokens: int, max_concurrent: int):

@@ -1,4 +1,4 @@
-"""Continuous batching: a fixed number of slots decode side by side, and whoever is finished makes room for the next.
+"""Continuous batching: a fixed number of slots decode side by side, and each that finishes makes room for the next.
 
 The host only refills: it lays waiting generations into free slots, starts a loop on the device that ends once some
 slots are finished, and reads these. The cache is as long as the longest sequence under way needs, in a few sizes.
@@ -20,7 +20,7 @@ from poly_epo_jax.types import Params, Sampling
 
 CACHE_SIZES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of the longest sequence allowed; the decoding loop is compiled for each
 SHORT_CACHE = 64  # not worth several sizes
-TURNOVER = 8  # the decoding loop ends once one in so many slots is finished
+TURNOVER = 8  # the decoding loop ends once one slot in this many has finished
 SHORTEST_PROMPT = 16  # prompts are padded to the next power of two, from here on
 
 

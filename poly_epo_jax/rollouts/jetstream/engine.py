@@ -55,7 +55,7 @@ class Prefix(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What tokens are drawn from: `decoding.decoding_weights`, their version, and how."""
+    """What tokens are sampled from: `decoding.decoding_weights`, their version, and how."""
 
     weights: Params
     version: int
@@ -185,10 +185,10 @@ class Qwen3Engine(jetstream.engine_api.Engine):
             return programs.start(self._config, self._rows, self.size.max_tokens, length)
 
     def load_params(self, *args: Any, **kwargs: Any) -> None:
-        """None: the driver would keep what it is given for ever."""
+        """None: the driver would hold on to the weights for ever."""
 
     def get_prefix_destination_sharding(self) -> None:
-        """None: whoever reads a prompt also decodes it."""
+        """None: this engine decodes the prompts that it reads."""
 
     def get_tokenizer(self) -> None:
         """None: see `build_tokenizer`."""
@@ -219,7 +219,7 @@ class Qwen3Engine(jetstream.engine_api.Engine):
 
 
 class _TokenIds(jetstream.tokenizer_api.Tokenizer):
-    """Of text it knows nothing."""
+    """A tokenizer that knows no text."""
 
     bos_id, eos_id, pad_id = BEGINNING, BEGINNING, 0
     stop_tokens = frozenset()

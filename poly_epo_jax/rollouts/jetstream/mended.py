@@ -1,6 +1,6 @@
 """google-jetstream 0.2.2, with everything mended that keeps it from running beside a trainer on today's JAX.
 
-JetStream is archived: this is its last release, so the mends are made from outside, once, when this module is imported.
+JetStream is archived: this is its last release. It is patched from outside, once, when this module is imported.
 Nothing else may import jetstream before. What each is for:
 
 - seqio would bring TensorFlow, for the vocabulary of requests made of text. Such requests are refused; two empty
@@ -8,10 +8,10 @@ Nothing else may import jetstream before. What each is for:
 - orchestrator.delete_pytree calls jax.tree_map, which JAX no longer has: the first request would end in an error.
 - The orchestrator sets the root logger to DEBUG, adds a handler to it, and logs several lines per token through it.
 - JetThread answers any error by killing the process. Here an error ends the driver, and is raised to all who wait.
-- Its threads are partly no daemons: a program that ends by an error would wait for them for ever.
-- The generating thread asserts that a slot is taken, and is wrong where another thread frees the last one meanwhile.
-- Stopping a driver spins, and takes the words to stop out of the queues again before the threads have read them.
-- A request of text would end the driver, and one that is too long is cut without a word. Engines refuse what they
+- Some of its threads are no daemons: a program that ends with an error would wait for them for ever.
+- The generating thread asserts that a slot is taken, which is wrong where another thread has just freed the last one.
+- Stopping a driver spins, and takes the stop messages out of the queues before the threads have read them.
+- A request of text would end the driver, and one that is too long is cut silently. Engines refuse what they
   cannot serve: `check(token_ids)` raises a ValueError.
 - The server listens on all interfaces; it has no authentication.
 """
@@ -101,7 +101,7 @@ class _DaemonThread(threading.Thread):
 
 
 class Driver(orchestrator.Driver):
-    """JetStream's, but for its errors: the first ends it, and is raised to all who wait for tokens or ask for more."""
+    """JetStream's driver, but its first error ends it, and is raised to all that wait for tokens or ask for more."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._failing = threading.Lock()
@@ -126,7 +126,7 @@ class Driver(orchestrator.Driver):
         super().place_request_on_prefill_queue(request)
 
     def stop(self) -> None:
-        """Ends the threads. What is still waited for never comes."""
+        """Ends the threads. Requests still under way are never answered."""
         self.live = False
         backlogs = [self._prefill_backlog, *self._transfer_backlogs]
         backlogs += [*self._generate_backlogs.values(), *self._detokenize_backlogs]
@@ -153,7 +153,7 @@ class Driver(orchestrator.Driver):
         self._watch(self._generate_again, idx)
 
     def _generate_again(self, idx: int) -> None:
-        """Starts over where the thread found its slots all free: no request is in any, so none is lost."""
+        """Starts over where the thread found all slots free: none holds a request, so nothing is lost."""
         while True:
             with contextlib.suppress(_NoSlotTaken):
                 return self._generate_once(idx)

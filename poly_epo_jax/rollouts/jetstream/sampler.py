@@ -1,6 +1,6 @@
 """A sampler inside the trainer, driven by JetStream: its queues, its slots, its continuous batching; our programs.
 
-JetStream's threads, and an event loop of their own for those who read from them, live beside the trainer. A prompt is
+JetStream's threads, and an event loop that reads from them, run beside the trainer. A prompt is
 read once for all generations of its slot.
 """
 
@@ -51,7 +51,7 @@ class JetStreamSampler:
         self._orchestrator = jetstream.orchestrator.LLMOrchestrator(driver=self._driver)
         # JetStream passes tokens to an event loop, and breaks when that has ended; the trainer's may end at any time.
         self._loop = asyncio.new_event_loop()
-        self._turn = asyncio.Lock()  # on that loop: who holds it has all slots
+        self._turn = asyncio.Lock()  # on that loop; its holder has all slots
         self._thread = threading.Thread(target=self._loop.run_forever, name="jetstream-rollouts", daemon=True)
         self._thread.start()
 
@@ -121,7 +121,7 @@ class JetStreamSampler:
             try:
                 await asyncio.wait(slots)
             finally:
-                # Whoever was still under way ends with the next step, and nothing touches the weights any more.
+                # Generations still under way end with the next step; nothing reads the weights after that.
                 self._engine.policy = None
                 await asyncio.wait(slots)
 

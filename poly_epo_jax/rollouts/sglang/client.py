@@ -98,7 +98,7 @@ class SGLangSampler:
         """
         if self._weights is None:
             raise ValueError("This sampler was opened to leave the servers' weights as they are; give it weights.")
-        await self._weight_servers()  # who takes no weights is told before any are written
+        await self._weight_servers()  # one that takes no weights is refused before any are written
         await asyncio.to_thread(self._weights.prepare, merge_params(trainable, frozen), version)
         with waiting():
             while self._running:
@@ -123,7 +123,7 @@ class SGLangSampler:
             self._weights.close()
 
     async def _probe(self, urls: Sequence[str]) -> None:
-        """Asks at each URL, once, what stands there."""
+        """Probes each URL once."""
         new = [url for url in urls if url not in self._endpoints]
         await asyncio.gather(*(self._dialect.wait_for(url, self.wait_seconds) for url in new))
         for endpoint in await asyncio.gather(*map(self._dialect.probe, new)):
@@ -147,7 +147,7 @@ class SGLangSampler:
         return urls
 
     async def _adopt_weights(self) -> None:
-        """Takes the weights that the servers have for those to generate from."""
+        """Generates from the weights that the servers have."""
         models = await asyncio.gather(*(self._dialect.served_model(url) for url in self.urls))
         found = {url: model.weight_version for url, model in zip(self.urls, models, strict=True)}
         if len(set(found.values())) > 1:
@@ -155,15 +155,15 @@ class SGLangSampler:
         self._adopted = found[self.urls[0]]
 
     async def _watch_routers(self) -> dict[str, Watch]:
-        """Takes out workers that are not current before they are asked, and goes on looking. One host does."""
+        """Takes workers that are not current out of their routers, now and during the batch. One host does."""
         watches = {}
         if self._weights is not None and self._weights.is_pushing:
             for url, router in self._routers.items():
-                watches[url] = Watch(router, self._weights.is_current, self._mend)
+                watches[url] = Watch(router, self._weights.is_current, self._restore_worker)
                 await watches[url].start()
         return watches
 
-    async def _mend(self, url: str) -> None:
+    async def _restore_worker(self, url: str) -> None:
         assert self._weights is not None
         self._server_failures += 1
         await self._weights.ensure_current(url)

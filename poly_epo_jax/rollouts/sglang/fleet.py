@@ -11,7 +11,7 @@ from poly_epo_jax.http_client import ServerError
 
 @dataclasses.dataclass(eq=False)
 class Server:
-    """A server and what it has been asked for and not answered yet."""
+    """A server, and the requests that it has not answered yet."""
 
     url: str
     num_generations: int = 0
@@ -21,7 +21,7 @@ class Server:
 
 
 class Fleet:
-    """Who is asked next. Lives for one batch, in one event loop.
+    """Chooses the server of each request. Lives for one batch, in one event loop.
 
     Args:
       max_concurrent: generations that one server is given at once; the rest waits here, for whichever is free first.
@@ -43,7 +43,7 @@ class Fleet:
           ServerError: every server has been given up.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._next(num_generations) or not self._hope())
+            await self._changed.wait_for(lambda: self._next(num_generations) or not self._any_left())
             server = self._next(num_generations)
             if server is None:
                 failures = [server.failure for server in self._servers if server.failure is not None]
@@ -63,7 +63,7 @@ class Fleet:
         if server.is_up:
             server.is_up = False
             print(f"The server {server.url} failed: {why}. Its prompts wait or go to others.", file=sys.stderr)
-            task = asyncio.create_task(self._bring_back(server))
+            task = asyncio.create_task(self._revive_server(server))
             self._revivals.add(task)
             task.add_done_callback(self._revivals.discard)
 
@@ -79,15 +79,15 @@ class Fleet:
         free = [s for s in up if not s.num_generations or s.num_generations + num_generations <= self._max_concurrent]
         return min(free, key=lambda server: server.tokens, default=None)
 
-    def _hope(self) -> bool:
+    def _any_left(self) -> bool:
         return any(server.failure is None for server in self._servers)
 
-    async def _bring_back(self, server: Server) -> None:
+    async def _revive_server(self, server: Server) -> None:
         try:
             await self._revive(server.url)
             server.is_up = True
             print(f"The server {server.url} is back.", file=sys.stderr)
-        except Exception as failure:  # whatever it is, who waits for this server has to hear of it
+        except Exception as failure:  # of any kind: it is raised to the requests that wait for this server
             server.failure = failure
         async with self._changed:
             self._changed.notify_all()

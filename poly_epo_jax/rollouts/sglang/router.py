@@ -1,4 +1,4 @@
-"""SGLang's router: who is behind it, and a worker that is dead or has other weights taken out until it is mended.
+"""SGLang's router and its workers: one that is dead, or has other weights, is taken out until it is current again.
 
 The router by itself hides a death, as it asks another worker, and gives the dead one prompts again as soon as it is
 back, with whatever weights it was started with.
@@ -54,7 +54,7 @@ class Router:
         """
         worker = (await self._listed()).get(url)
         if worker is not None:
-            self._out[url] = worker["model_id"]  # first, that it is put back whatever happens
+            self._out[url] = worker["model_id"]  # first, so that it is put back whatever happens
             await self._request("DELETE", f"/workers/{worker['id']}")
             await self._until(url, is_in=False)
 
@@ -105,14 +105,17 @@ class Watch:
 
     Args:
       is_current: whether a worker answers and has the present weights.
-      mend: returns once it does; raises to give it up for this batch.
+      ensure_current: returns once it does; raises to give it up for this batch.
     """
 
     def __init__(
-        self, router: Router, is_current: Callable[[str], Awaitable[bool]], mend: Callable[[str], Awaitable[None]]
+        self,
+        router: Router,
+        is_current: Callable[[str], Awaitable[bool]],
+        ensure_current: Callable[[str], Awaitable[None]],
     ):
-        self._router, self._is_current, self._mend = router, is_current, mend
-        self._mending: dict[str, asyncio.Task[None]] = {}
+        self._router, self._is_current, self._ensure_current = router, is_current, ensure_current
+        self._restoring: dict[str, asyncio.Task[None]] = {}
         self._looking = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
@@ -132,18 +135,18 @@ class Watch:
           ServerError: the router is in trouble.
         """
         async with self._looking:
-            urls = [url for url in await self._router.workers() if url not in self._mending]
+            urls = [url for url in await self._router.workers() if url not in self._restoring]
             current = await asyncio.gather(*(self._is_current(url) for url in urls))
             for url, good in zip(urls, current, strict=True):
                 if not good:
                     await self._router.take_out(url)
                 if self._router.is_out(url):
                     print(f"The worker {url} is out of the router until it has the present weights.", file=sys.stderr)
-                    self._mending[url] = asyncio.create_task(self._bring_back(url))
+                    self._restoring[url] = asyncio.create_task(self._restore(url))
 
     async def close(self) -> None:
-        """Ends all looking and mending; workers that are out by then stay out."""
-        tasks = [*self._mending.values(), *([self._task] if self._task else [])]
+        """Ends all looking and restoring; workers that are out by then stay out."""
+        tasks = [*self._restoring.values(), *([self._task] if self._task else [])]
         for task in tasks:
             task.cancel()
         for ended in await asyncio.gather(*tasks, return_exceptions=True):
@@ -153,15 +156,15 @@ class Watch:
     async def _look_for_ever(self) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            with contextlib.suppress(ServerError):  # those who send the router prompts find out as well
+            with contextlib.suppress(ServerError):  # requests to the router fail too, and report it
                 await self.look()
 
-    async def _bring_back(self, url: str) -> None:
+    async def _restore(self, url: str) -> None:
         try:
-            await self._mend(url)
+            await self._ensure_current(url)
             await self._router.put_back(url)
-        except Exception as failure:  # whatever it is, it ends nothing but the mending
+        except Exception as failure:  # of any kind: only this worker is given up
             print(f"The worker {url} stays out of the router: {failure}", file=sys.stderr)
         else:
             print(f"The worker {url} is back behind the router.", file=sys.stderr)
-            del self._mending[url]
+            del self._restoring[url]
