@@ -204,6 +204,21 @@ def test_the_command_does_what_the_document_says(command: str, user: Callable[[s
         assert code == 0 and rule.says in output, output[-3000:]
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_it_links_to_is_there(document: Path):
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_every_file_that_the_architecture_names_is_there():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`([\w/.]+\.(?:py|md))`", text))
+    assert len(named) > 25
+    assert [name for name in named if not ((ROOT / name).exists() or (ROOT / "poly_epo_jax" / name).exists())] == []
+    top = {path.name for path in (ROOT / "poly_epo_jax").glob("*.py")} - {"__init__.py"}
+    assert top == top & set(re.findall(r"\w+\.py", text)), "a file at the top of the package has no line there"
+
+
 def test_the_functions_work_alone_as_the_readme_writes():
     (block,) = re.findall(r"```python\n(sets = .*?)```", DOCUMENTS[0].read_text(), re.DOTALL)
     made, advantages, closed = block.splitlines()
