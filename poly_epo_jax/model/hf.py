@@ -44,7 +44,7 @@ def read_config(path: str | Path, **overrides: Any) -> ModelConfig:
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no config.json; give a Hugging Face model folder.")
     written = {key: value for key, value in json.loads(file.read_text()).items() if value is not None}
-    family = written.get("model_type")
+    family = str(written.get("model_type"))
     if family not in ARCHITECTURES:
         choices = " or ".join(ARCHITECTURES)
         raise ValueError(f"{file}: model_type {family!r} is not supported; choose a {choices} model.")

@@ -10,7 +10,7 @@ import numpy as np
 from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.hf import load_params, read_config
 from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.rollouts.embedded.slots import Request, Slots
+from poly_epo_jax.rollouts.embedded.slots import Job, Slots
 from poly_epo_jax.types import Sampling
 
 
@@ -20,7 +20,7 @@ def main() -> None:
 
     def decode(case: str) -> None:
         prompts, lengths = decode_case.requests(case)
-        requests = [Request(i // decode_case.GENERATIONS, i, length) for i, length in enumerate(lengths.tolist())]
+        requests = [Job(i // decode_case.GENERATIONS, i, length) for i, length in enumerate(lengths.tolist())]
         slots = Slots(
             config,
             weights,
