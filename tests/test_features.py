@@ -1,6 +1,7 @@
 """What estimators read of a batch, and minibatches made of it: only the policy's own tokens count."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.types import Clustering, GradedGroup
 
 
-def graded(clusters: list[int] | None = None, reply: bool = False, **features: np.ndarray) -> GradedGroup:
+def graded(
+    clusters: list[int] | None = None, reply: bool = False, features: Mapping[str, np.ndarray] | None = None
+) -> GradedGroup:
     """Two generations of two tokens; with a reply, the first token of each is not the policy's own."""
     made = group(PROBLEMS[0], ["a", "b"])
     if reply:
@@ -22,7 +25,7 @@ def graded(clusters: list[int] | None = None, reply: bool = False, **features: n
             for y, values in zip(made.generations, logprobs, strict=True)
         ]
         made = dataclasses.replace(made, generations=tuple(generations))
-    clustering = None if clusters is None else Clustering(np.array(clusters, np.int32), features=features)
+    clustering = None if clusters is None else Clustering(np.array(clusters, np.int32), features=features or {})
     rewards = np.array([1.0, 0.5], np.float32)
     return GradedGroup(made, rewards, rewards == 1, clustering)
 
@@ -39,14 +42,14 @@ def test_features_are_of_the_policys_own_tokens():
 
 def test_what_the_judge_adds_is_a_feature():
     embeddings = np.arange(6.0).reshape(2, 3)
-    features = batch_features([graded([0, 1], embeddings=embeddings)] * 2, 2)
+    features = batch_features([graded([0, 1], features={"embeddings": embeddings})] * 2, 2)
     np.testing.assert_array_equal(features["embeddings"], np.stack([embeddings] * 2))
 
 
 @pytest.mark.parametrize("name", ["embeddings", "rewards"])
 def test_a_feature_of_some_groups_or_with_a_taken_name_is_refused(name: str):
     added = {name: np.zeros(2)}
-    groups = [graded([0, 1], **added), graded([0, 1], **(added if name == "rewards" else {}))]
+    groups = [graded([0, 1], features=added), graded([0, 1], features=added if name == "rewards" else None)]
     with pytest.raises(
         ValueError, match=f"The judge adds the feature '{name}' to some groups only, or under a name that"
     ):

@@ -116,10 +116,9 @@ def test_masked_tokens_never_matter(loss, pad):
 def test_microbatches_add_up(loss):
     rng = np.random.default_rng(0)
     logprobs = -rng.random((4, 6))
-    batch = (logprobs, logprobs + rng.normal(0, 0.3, (4, 6)), rng.normal(size=(4, 6)), rng.random((4, 6)) > 0.3)
-    batch = Tokens(
-        *(jnp.asarray(array, jnp.float32) for array in batch), jnp.tile(jnp.array([1, 1, 2, 2, 2, 0]), (4, 1))
-    )
+    arrays = (logprobs, logprobs + rng.normal(0, 0.3, (4, 6)), rng.normal(size=(4, 6)), rng.random((4, 6)) > 0.3)
+    ids = jnp.tile(jnp.array([1, 1, 2, 2, 2, 0]), (4, 1))
+    batch = Tokens(*[*(jnp.asarray(array, jnp.float32) for array in arrays), ids])
     whole = loss(batch)
     parts = [loss(Tokens(*(array[rows] for array in batch))) for rows in (slice(0, 1), slice(1, 4))]
     assert jax.tree.structure(whole) == jax.tree.structure(parts[0])
