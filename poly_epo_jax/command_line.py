@@ -5,7 +5,7 @@ import difflib
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from absl import flags, logging
@@ -14,7 +14,6 @@ from ml_collections import ConfigDict, config_flags
 from poly_epo_jax.choices import CHOICES, parts, read_config
 from poly_epo_jax.config import Config, ConfigError
 from poly_epo_jax.options import options_of
-from poly_epo_jax.section import one_of
 
 CONFIG = config_flags.DEFINE_config_file(
     "config",
@@ -132,6 +131,12 @@ def _hint(name: str, value: str) -> str:
     return f"write {' or '.join(f'--{flag}' for flag in near)}" if near else "--help lists the flags and keys"
 
 
+def _named(name: str, registry: Collection[str]) -> str:
+    """A part's name, and its title where its registry entry has one."""
+    title = getattr(registry[name], "title", "") if isinstance(registry, Mapping) else ""
+    return f"{name} ({title})" if title else name
+
+
 def _help(config: ConfigDict | None) -> str:
     """What the command does, its flags, and every key with its type, its value in `config`, and its meaning."""
     lines = [(sys.modules["__main__"].__doc__ or "").strip(), "", "Flags:"]
@@ -150,8 +155,9 @@ def _help(config: ConfigDict | None) -> str:
             section = key.split(".")[0]
             lines += ["", f"{section}: {values[section].__doc__}"]
         names, check = CHOICES.get(key), field.metadata["check"]
-        check = one_of(*names) if names else check
         limits = f"; {check.rule}" if check else ""
+        if names:
+            limits = f"; one of {', '.join(_named(name, names) for name in sorted(filter(None, names)))}"
         if key.endswith(".options"):
             name, make, num_given = taken[section]
             shown = [

@@ -27,7 +27,7 @@ def rollout_metrics(groups: Sequence[GradedGroup], step: int) -> Metrics:
     return {
         "reward": float(np.stack([graded.rewards for graded in groups]).mean()),
         "solved": float(np.mean([graded.correct.any() for graded in groups])),
-        "response/length": float(np.mean([len(generation.token_ids) for generation in generations])),
+        "response/length": float(np.mean([generation.loss_mask.sum() for generation in generations])),
         "response/truncated": float(np.mean([generation.finish_reason == "length" for generation in generations])),
         # Steps that the sampling weights were behind the policy which is trained now.
         "response/staleness": float(np.mean([step - 1 - generation.weight_version for generation in generations])),

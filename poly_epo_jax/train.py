@@ -170,7 +170,7 @@ async def _record(trainer: Trainer, tracker: Tracker | NoTracker, held_out: Metr
     assert trained is not None and result is not None
     step, graded = trained.step, result.batch.graded
     clock, window = trainer.timeline.clock(step), trainer.timeline.cut(step)
-    num_tokens = sum(len(y.token_ids) for group in graded for y in group.group.generations)
+    num_tokens = sum(int(y.loss_mask.sum()) for group in graded for y in group.group.generations)
     timing = clock.seconds() | result.batch.timing | {"seconds/step": window.seconds} | window.critical_seconds()
     timing["sync/share"] = timing.get("seconds/sync", 0.0) / window.seconds
     timing["tokens_per_second"] = num_tokens / window.seconds
