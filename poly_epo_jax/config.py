@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from poly_epo_jax.section import FRACTION, NOT_NEGATIVE, POSITIVE, Check, Section, changed_keys, key, one_of
+from poly_epo_jax.section import FRACTION, NOT_NEGATIVE, PATTERN, POSITIVE, Check, Section, changed_keys, key, one_of
 from poly_epo_jax.section import ConfigError as ConfigError
 
 FLOATS = one_of("float32", "bfloat16")
@@ -134,7 +134,7 @@ class TrainSection(Section, name="train"):
     prompts_per_minibatch: int = key(32, "one optimizer update each", POSITIVE)
     num_generations: int = key(8, "N, per prompt", POSITIVE)
     max_prompt_tokens: int = key(10, "longest prompt; problems with a longer one are left out", POSITIVE)
-    trainable: str = key("", "regular expression of dotted paths of weights that are trained; empty: all")
+    trainable: str = key("", "regular expression of dotted paths of weights that are trained; empty: all", PATTERN)
     staleness: int = key(
         0, "1: the next batch is generated while this one is trained, one step off-policy", one_of(0, 1)
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -22,6 +23,17 @@ class Check(NamedTuple):
 POSITIVE = Check(lambda value: value > 0, "must be positive")
 NOT_NEGATIVE = Check(lambda value: value >= 0, "must not be negative")
 FRACTION = Check(lambda value: 0 <= value <= 1, "must lie between 0 and 1")
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+PATTERN = Check(_is_pattern, "must be a regular expression")
 
 
 def one_of(*allowed: Any) -> Check:

@@ -100,6 +100,7 @@ def test_shipped_configs_state_only_what_differs(name: str, method: str):
         ({"algo.num_sets": 71}, ["algo.num_sets=71", "at most C(N, n) = 70"]),
         ({"algo.num_sets": -1}, ["algo.num_sets=-1", "not be negative"]),
         ({"sampling.temperature": 0.0}, ["sampling.temperature=0.0", "positive"]),
+        ({"train.trainable": "layers.(q"}, ["train.trainable='layers.(q'", "must be a regular expression"]),
         ({"sampling.temperature": float("nan")}, ["sampling.temperature=nan", "must not be negative"]),
         ({"sampling.top_p": 0.0}, ["sampling.top_p=0.0", "above 0"]),
         ({"sampling.top_p": 1.5}, ["sampling.top_p=1.5", "between 0 and 1"]),
