@@ -310,7 +310,7 @@ def test_a_short_run_leaves_its_folder_and_goes_on_when_asked(tmp_path: Path):
     assert export.main([str(run), str(exported), "--dtype", "float32"]) == 0
     with ocp.CheckpointManager(run / "checkpoints") as manager, warnings.catch_warnings(action="ignore"):
         args = ocp.args.Composite(state=ocp.args.StandardRestore())  # as saved, which Orbax warns of
-        trained = manager.restore(3, args=args).state["params"]
+        trained = manager.restore(3, args=args).state["trainable"]
     theirs = load_file(exported / "model.safetensors")
     np.testing.assert_array_equal(theirs["model.embed_tokens.weight"], trained["embed"])
     q = trained["layers"]["q"][0]
