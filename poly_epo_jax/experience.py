@@ -84,13 +84,12 @@ class Experience:
 
     async def counts(self) -> Metrics:
         """What task, judge and sampler counted since the last call, on all hosts."""
-        parts = self.task, self.judge, self.rollouts.sampler
-        counts: Metrics = {}
-        for part in parts:
-            if isinstance(part, Counting):
-                counts |= part.metrics()
 
         async def own() -> Metrics:
+            counts: Metrics = {}
+            for part in (self.task, self.judge, self.rollouts.sampler):
+                if isinstance(part, Counting):
+                    counts |= part.metrics()
             return counts
 
         return hosts.total(await hosts.gather(own()))

@@ -43,12 +43,12 @@ GENERATION: Columns = {
     "response": str,
     "reward": int | float,
     "correct": bool,
-    "cluster": int | None,  # null where the prompt has no clustering
+    "cluster": int | None,  # null where the judge failed, or there is none
     "rationale": str | None,  # the judge's reason, if it gave one
 }
 """The columns of a generation, in run folders and in evaluations."""
 LOGGED_GENERATION: Columns = {**GENERATION, "step": int, "advantage": int | float | None}
-"""Those of a run's generations.jsonl; `advantage` is null where the prompt had no clustering."""
+"""Those of a run's generations.jsonl; `advantage` is null where the judge failed."""
 
 _OLD_GENERATIONS = "samples.jsonl"
 

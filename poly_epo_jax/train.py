@@ -65,8 +65,9 @@ class Trainer:
 
     async def step(self, step: int) -> None:
         """Trains on one batch and gives the sampler the new weights; `result` says what it did, also if that fails."""
-        clock = self.timeline.clock(step)
+        clock, self.result = self.timeline.clock(step), None
         batch = await self.experience.batch(step)
+        counts = await self.experience.counts()
         with clock.stage("advantages"):
             features = batch_features(batch.judged, self.experience.num_generations)
             advantages = self.advantages(step, features) if batch.judged else features["rewards"]
@@ -77,8 +78,7 @@ class Trainer:
             state, self.trained = self.state, None
             state, metrics = await self._compute(self.update, state, minibatches)
             self.trained = Trained(step, state, batch.data_state)
-        metrics |= await self.experience.counts()
-        metrics = step_metrics(batch.graded, step, self.set_size) | metrics
+        metrics = step_metrics(batch.graded, step, self.set_size) | metrics | counts
         self.result = StepResult(batch, advantages, metrics)
         with clock.stage("sync"):
             await self.push_weights(step)
@@ -148,7 +148,7 @@ async def train(
                         held_out = await evaluate()
             finally:
                 # A step's rows are on disk before a checkpoint counts it as done: a crash can repeat but not lose them.
-                if trainer.trained is not None and trainer.trained.step == step:
+                if trainer.result is not None:
                     await _record(trainer, tracker, held_out, plan.is_due(plan.log_generations, step))
             if step % plan.checkpoint == 0:
                 with trainer.timeline.clock(step).stage("checkpoint"):

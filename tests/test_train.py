@@ -221,6 +221,29 @@ def test_what_is_trained_is_kept_when_a_server_fails(tmp_path: Path, sampler: Fa
         assert all(changed(tiny_params(), saved(tmp_path, trained)))
 
 
+class Uncountable(RandomLetters):
+    """Cannot say at the second step what it counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def metrics(self) -> dict[str, float]:
+        self.calls += 1
+        if self.calls == 2:
+            raise ServerError("The counts are lost.")
+        return {"rollouts/counted": 1.0}
+
+
+@pytest.mark.usefixtures("restored_sigterm")
+def test_every_saved_step_has_its_own_row(tmp_path: Path):
+    with pytest.raises(ServerError, match="The counts are lost"):
+        train_tiny(tmp_path, (), Uncountable(), **{"train.num_steps": 3, "checkpoint.every": 50, "eval.every": 0})
+    (row,) = read_rows(tmp_path / "metrics.jsonl")
+    assert (row["step"], row["rollouts/counted"]) == (1, 1.0)
+    assert Checkpoints(tmp_path / "checkpoints").steps == [1]
+
+
 @pytest.mark.usefixtures("restored_sigterm")
 def test_a_judge_that_fails_too_often_ends_the_run(tmp_path: Path):
     with pytest.raises(JudgeError, match="failed on 2 of 3 prompts"):
