@@ -1,0 +1,67 @@
+"""Attacks the package until the time is up, and says what held: the figures of docs/reliability.md.
+
+    python tests/attack settings --minutes 5 [--seed 1] [--output settings.json]
+
+An attack is a module of this folder with `attack(random, folder)`, which yields an Outcome for each attempt, for as
+long as it is asked. The command exits 1 if anything failed, and prints each failure in full.
+"""
+
+import argparse
+import importlib
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+HERE = Path(__file__).parent
+NAMES = sorted({path.stem for path in HERE.glob("*.py")} - {"__main__", "outcome", "test_attack"})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python tests/attack", description="Attacks the package; see docs/reliability.md."
+    )
+    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("--minutes", type=float, default=1.0, help="no new attempt starts after them")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="the summary as JSON")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(HERE.parent))  # what tests share
+    attack = importlib.import_module(arguments.name).attack
+
+    tried, held, failures = Counter[str](), Counter[str](), []
+    console = Console(stderr=True)
+    bar = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console)
+    with tempfile.TemporaryDirectory() as folder, bar:
+        progress = bar.add_task(arguments.name)
+        ends = time.monotonic() + 60 * arguments.minutes
+        for outcome in attack(random.Random(arguments.seed), Path(folder)):
+            tried[outcome.kind] += 1
+            held[outcome.kind] += outcome.held
+            if not outcome.held:
+                failures.append(outcome)
+                console.print(f"FAILED {outcome.kind}: {outcome.what}", markup=False, highlight=False)
+            bar.update(progress, description=f"{arguments.name}: {tried.total()} tried, {len(failures)} failed")
+            if time.monotonic() > ends:
+                break
+
+    table = Table("attack", "tried", "held", "failed")
+    for kind in sorted(tried):
+        table.add_row(kind, str(tried[kind]), str(held[kind]), str(tried[kind] - held[kind]))
+    table.add_row("all", str(tried.total()), str(held.total()), str(len(failures)))
+    Console().print(table)
+    if arguments.output:
+        summary = {"tried": dict(tried), "held": dict(held), "failures": [vars(failure) for failure in failures]}
+        arguments.output.write_text(json.dumps(summary, indent=1) + "\n")
+    return 1 if failures or not tried else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
