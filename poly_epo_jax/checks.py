@@ -45,6 +45,7 @@ def _number(value: int | float) -> str:
 
 
 FRACTION = Range(0, 1)
+SEED = Range(0, 2**32 - 1)
 NOT_EMPTY = Check(lambda text: bool(text.strip()), "must not be empty")
 
 

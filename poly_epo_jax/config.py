@@ -11,12 +11,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from poly_epo_jax.checks import COORDINATOR, FRACTION, NOT_EMPTY, PATTERN, URL, URLS, Range, one_of
+from poly_epo_jax.checks import COORDINATOR, FRACTION, NOT_EMPTY, PATTERN, SEED, URL, URLS, Range, one_of
 from poly_epo_jax.checks import ConfigError as ConfigError
 from poly_epo_jax.section import Section, changed_keys, key
 
 FLOATS = one_of("float32", "bfloat16")
-SEED = Range(0, 2**32 - 1)
 STEPS = Range(1, 10**9)
 SECONDS = Range(0.1, 10**6)
 TOKENS = Range(1, 2**24)

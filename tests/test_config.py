@@ -114,7 +114,10 @@ def test_shipped_configs_state_only_what_differs(name: str, method: str):
         ({"hosts.coordinator": "here"}, ["hosts.coordinator='here' is not HOST:PORT"]),
         ({"hosts.coordinator": "here:0"}, ["hosts.coordinator='here:0' is not HOST:PORT"]),
         ({"train.num_steps": 10**9, "train.prompts_per_minibatch": 1}, ["train.num_steps=1000000000", "64 updates"]),
-        ({"judge.name": "llm", "judge.url": "http://a:1", "train.num_generations": 100}, ["train.num_generations=100", "at most 99"]),
+        (
+            {"judge.name": "llm", "judge.url": "http://a:1", "train.num_generations": 100},
+            ["train.num_generations=100", "at most 99"],
+        ),
         ({"rollouts.name": "sglang"}, ["rollouts.urls=''", "name a server of the policy"]),
         ({"judge.name": "llm"}, ["judge.url=''", "name the judge's server"]),
         ({"judge.name": "none"}, ["judge.name='none' makes no clusters", "Poly-EPO reads them", ":grpo"]),

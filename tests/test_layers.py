@@ -22,7 +22,7 @@ FLOORS = (
     {"model", "progress", "default_config", "objective", "minibatches"},
     {"rollouts", "judges", "tasks", "checkpoint", "update", "grading", "algorithm"},
     {"base_policy", "experience", "tracking", "step_metrics", "evaluation", "policy", "choices", "memory_plan"},
-    {"train", "command_line", "report"},
+    {"train", "command_line", "report", "prepare"},
     {"main", "export", "evaluate", "bench"},
 )
 SIDEWAYS = {("section", "checks")}
