@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Annotated
 
-from poly_epo_jax.checks import Range
+from poly_epo_jax.checks import NOT_EMPTY, Range
 from poly_epo_jax.data import Dropped, clean_problems, load_problems
 from poly_epo_jax.tasks.answers import last_boxed, mend
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
@@ -29,7 +29,7 @@ class MathTask:
       ValueError, OSError: a source cannot be read, an id names two problems, or a setting is out of range.
     """
 
-    train: str
+    train: Annotated[str, NOT_EMPTY]
     held_out: str | Sequence[str] = ""
     problem_column: str = "problem"
     answer_column: str = "answer"
