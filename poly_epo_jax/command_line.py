@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import inspect
 import re
 import sys
 import textwrap
@@ -11,9 +12,10 @@ from pathlib import Path
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from poly_epo_jax.checks import Range
 from poly_epo_jax.choices import CHOICES, parts, read_config
 from poly_epo_jax.config import Config, ConfigError
-from poly_epo_jax.options import options_of
+from poly_epo_jax.options import checks_of, options_of
 
 CONFIG = config_flags.DEFINE_config_file(
     "config",
@@ -137,6 +139,12 @@ def _named(name: str, registry: Collection[str]) -> str:
     return f"{name} ({title})" if title else name
 
 
+def _option(parameter: inspect.Parameter) -> str:
+    """An option's name, its default, and its range where it has one."""
+    rules = [f" ({check.rule})" for check in checks_of(parameter) if isinstance(check, Range)]
+    return "".join([str(parameter.replace(annotation=parameter.empty)), *rules])
+
+
 def _help(config: ConfigDict | None) -> str:
     """What the command does, its flags, and every key with its type, its value in `config`, and its meaning."""
     lines = [(sys.modules["__main__"].__doc__ or "").strip(), "", "Flags:"]
@@ -160,9 +168,7 @@ def _help(config: ConfigDict | None) -> str:
             limits = f"; one of {', '.join(_named(name, names) for name in sorted(filter(None, names)))}"
         if key.endswith(".options"):
             name, make, num_given = taken[section]
-            shown = [
-                str(parameter.replace(annotation=parameter.empty)) for parameter in options_of(make, num_given).values()
-            ]
+            shown = map(_option, options_of(make, num_given).values())
             limits = f"; {name} takes {', '.join(shown) or 'none'}"
         meaning = f"{getattr(field.type, '__name__', 'dict')}: {field.metadata['meaning']}{limits}"
         lines += textwrap.wrap(f"  {f'{key} = {value!r}':<43} {meaning}", 120, subsequent_indent=" " * 50)

@@ -19,7 +19,6 @@ from poly_epo_jax import run_folder
 from poly_epo_jax.algorithm import make_advantages, make_loss, method_title
 from poly_epo_jax.base_policy import base_policy
 from poly_epo_jax.checkpoint import Checkpoints
-from poly_epo_jax.choices import make_judge, make_task
 from poly_epo_jax.command_line import parse_flags, run_command
 from poly_epo_jax.config import Config, ConfigError, changed_keys, microbatch_rows
 from poly_epo_jax.data import Cleaned, drop_long_prompts, problem_batches
@@ -29,11 +28,11 @@ from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.json_files import write_json
 from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.minibatches import MinibatchPacker
-from poly_epo_jax.model.sharding import host_mesh, make_mesh
+from poly_epo_jax.model.sharding import host_mesh
 from poly_epo_jax.objective import Objective
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy
+from poly_epo_jax.prepare import prepare
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.timeline import Timeline
@@ -74,20 +73,20 @@ def run(config: Config) -> None:
     jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
     workdir = Path(config.workdir)
     _check_same_run(workdir, config)
-    mesh = make_mesh(**config.mesh)
+    mesh, task, judge = prepare(config)
     here = host_mesh(mesh)
-    task = make_task(config.task)
-    if config.eval.every and not task.held_out_problems:
-        raise ConfigError(f"eval.every={config.eval.every}, but the task holds out no problems; set eval.every=0.")
-    judge = make_judge(config.judge, task)
     policy = _initial_policy(config, task, here)
-    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(policy.config), config.train.row_tokens)
     if hosts.is_first():
         print_plan(config, policy.config, Console(), brief=True)
         policy.save_description(workdir / run_folder.POLICY)
         write_json(workdir / run_folder.ABOUT, {"method": method_title(config.algo)})
 
     train_problems, held_out_problems = _problems_that_fit(task, policy, config, workdir)
+    if config.eval.every and not held_out_problems:
+        raise ConfigError(
+            f"train.max_prompt_tokens={config.train.max_prompt_tokens} leaves out every held-out problem; raise it, or "
+            "set eval.every=0."
+        )
     batches = problem_batches(train_problems, config.train.prompts_per_batch, config.seed)
     update = _policy_update(config, policy, mesh)
     checkpoints = Checkpoints(workdir / run_folder.CHECKPOINTS, config.checkpoint.keep)

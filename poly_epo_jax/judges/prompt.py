@@ -33,7 +33,10 @@ def load_rubric(prompt_file: str) -> str:
         return resources.files("poly_epo_jax.judges").joinpath("rubric.md").read_text(encoding="utf-8")
     if not Path(prompt_file).is_file():
         raise ValueError(f"The judge's prompt_file {prompt_file} is not a file; correct its path, or leave it empty.")
-    return Path(prompt_file).read_text(encoding="utf-8")
+    try:
+        return Path(prompt_file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The judge's prompt_file {prompt_file} is not text in UTF-8 ({error.reason}).") from error
 
 
 def build_messages(
