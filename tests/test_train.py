@@ -27,10 +27,11 @@ from poly_epo_jax.objective import Objective
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.run_folder import read_rows
 from poly_epo_jax.section import read_section
+from poly_epo_jax.step_metrics import logged_generations
 from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.tracking import Tracker
 from poly_epo_jax.train import Schedule, Trained, Trainer, train
-from poly_epo_jax.types import Completion, Metrics, Params, Problem, Request, Sampling
+from poly_epo_jax.types import Completion, GradedGroup, Metrics, Params, Problem, Request, Sampling
 from poly_epo_jax.update import PolicyUpdate
 
 
@@ -60,13 +61,12 @@ def train_tiny(
     run_dir: Path,
     failing: Sequence[str] = (),
     sampler: RandomLetters | None = None,
-    problems: Sequence[Problem] = PROBLEMS,
     **changes: Any,
 ) -> tuple[Params, Params]:
     """Trains for two steps into a run folder; returns the weights before and after, the latter from the checkpoint."""
     config, mesh = tiny_config(**changes), make_mesh(1, 1, 1)
     update = PolicyUpdate(TINY_MODEL, mesh, Objective(make_loss(config.algo)), optimizer_config(), total_updates=4)
-    task, judge, batches = ByLetter(), LetterJudge(failing), problem_batches(problems, 3, seed=0)
+    task, judge, batches = ByLetter(), LetterJudge(failing), problem_batches(PROBLEMS, 3, seed=0)
     rollouts, timeline, num_generations = (sampler or RandomLetters()).rollouts(task), Timeline(), 8
     trainer = Trainer(
         experience=Experience(
@@ -151,7 +151,7 @@ def test_one_failed_judgement_leaves_out_one_prompt(tmp_path: Path):
 
 @pytest.mark.usefixtures("restored_sigterm")
 def test_a_method_that_reads_no_clusters_does_not_depend_on_the_judge(tmp_path: Path):
-    settings = {"algo.advantages": "grpo", "judge.max_failed_share": 0.0}
+    settings: dict[str, Any] = {"algo.advantages": "grpo", "judge.max_failed_share": 0.0}
     before, after = train_tiny(tmp_path / "judged", **settings)
     _, without = train_tiny(tmp_path / "failing", failing=["p", "q"], **settings)
     assert all(changed(before, after)) and not any(changed(after, without))
@@ -166,38 +166,39 @@ def test_a_method_that_reads_no_clusters_does_not_depend_on_the_judge(tmp_path: 
     assert [row["judge/failed_prompts"] for row in read_rows(tmp_path / "failing" / "metrics.jsonl")[1:]] == [2, 2]
 
 
-FOUR_PROBLEMS = [*PROBLEMS, Problem("1", "1:", "a")]
+def made(steps: int) -> list[GradedGroup]:
+    """The groups of so many steps, three of each, of four problems: often one is there twice."""
+    experience = Experience(
+        *(RandomLetters().rollouts(ByLetter()), ByLetter(), LetterJudge()),
+        problem_batches([*PROBLEMS, Problem("1", "1:", "a")], 3, seed=0),
+        num_generations=8,
+        sampling=lambda step: Sampling(2, seed=step),
+        last_step=steps,
+        staleness=0,
+        reads_judge=True,
+        max_failed_share=0.0,
+        timeline=Timeline(),
+    )
+    batches = [asyncio.run(experience.batch(step)) for step in range(1, steps + 1)]
+    return [group for batch in batches for group in batch.graded]
 
 
-@pytest.mark.usefixtures("restored_sigterm")
-def test_a_problem_that_is_twice_in_a_batch_has_other_generations(tmp_path: Path):
-    train_tiny(tmp_path, problems=FOUR_PROBLEMS, **{"train.num_steps": 6})
-    groups: dict[tuple[int, str, int], dict[int, str]] = {}
-    for row in read_rows(tmp_path / "generations.jsonl"):
-        group = groups.setdefault((row["step"], row["problem"], row["occurrence"]), {})
-        assert row["generation"] not in group
-        group[row["generation"]] = row["response"]
-    assert len(groups) == 6 * 3 and all(sorted(group) == list(range(8)) for group in groups.values())
-    twice = [(step, problem) for step, problem, occurrence in groups if occurrence]
-    assert twice and all(groups[(*one, 0)] != groups[(*one, 1)] for one in twice)
+def test_a_problem_that_is_twice_in_a_batch_has_other_generations():
+    groups = made(steps=6)
+    rows = logged_generations(groups, groups, np.zeros((len(groups), 8)))
+    texts = {}
+    for place, row in enumerate(rows):
+        step = place // (3 * 8)
+        texts.setdefault((step, row["problem"], row["occurrence"]), {})[row["generation"]] = row["response"]
+    assert sum(map(len, texts.values())) == len(rows) == 6 * 3 * 8  # so the four together name one row
+    twice = [(step, problem) for step, problem, occurrence in texts if occurrence]
+    assert twice and all(texts[(*one, 0)] != texts[(*one, 1)] for one in twice)
 
 
 def test_a_host_s_share_of_a_batch_has_the_generations_of_the_whole(monkeypatch: pytest.MonkeyPatch):
     def texts(part: slice) -> list[list[str]]:
         monkeypatch.setattr(hosts, "share", lambda items: items[part])
-        experience = Experience(
-            *(RandomLetters().rollouts(ByLetter()), ByLetter(), LetterJudge()),
-            problem_batches(FOUR_PROBLEMS, 3, seed=0),
-            num_generations=8,
-            sampling=lambda step: Sampling(2, seed=step),
-            last_step=6,
-            staleness=0,
-            reads_judge=True,
-            max_failed_share=0.0,
-            timeline=Timeline(),
-        )
-        batches = [asyncio.run(experience.batch(step)) for step in range(1, 7)]
-        return [[y.text for y in one.group.generations] for batch in batches for one in batch.graded]
+        return [[y.text for y in one.group.generations] for one in made(steps=6)]
 
     whole, first, rest = texts(slice(None)), texts(slice(1)), texts(slice(1, None))
     assert whole[::3] == first and [group for place, group in enumerate(whole) if place % 3] == rest
