@@ -15,6 +15,9 @@ from poly_epo_jax.registry import Registry
 Features = Mapping[str, jax.Array | np.ndarray]
 """Of P prompts with N generations each, [P, N, ...] by name: see features.py."""
 
+OWN_FEATURES = ("rewards", "lengths", "mean_logprob")
+"""Those that every generation has; all others are the judge's."""
+
 
 class Estimator(NamedTuple):
     """An advantage estimator, as the configuration has set it up.
@@ -26,6 +29,11 @@ class Estimator(NamedTuple):
     advantages: Callable[[jax.Array, Features], jax.Array]
     reads: tuple[str, ...]
     title: str
+
+    @property
+    def reads_judge(self) -> bool:
+        """Whether a prompt that the judge failed on has no advantages; else the judge is for logging only."""
+        return not set(self.reads) <= set(OWN_FEATURES)
 
 
 def make_estimator(algo: AlgoSection) -> Estimator:

@@ -69,7 +69,9 @@ class JudgeSection(Section, name="judge"):
 
     name: str = key("exact", "the judge; none: no clusters, for methods that read none")
     options: Mapping[str, Any] = key({}, "keyword arguments of that judge, such as --config.judge.options.attempts=2")
-    max_failed_share: float = key(0.25, "of a batch's prompts; the run stops where the judge fails on more", FRACTION)
+    max_failed_share: float = key(
+        0.25, "of a batch's prompts; where it fails on more, a run that reads it stops", FRACTION
+    )
     url: str = key("", "of an OpenAI-compatible server, such as http://127.0.0.1:30001", URL)
     model: str = key("", "by the name it has there; empty: the first that the server lists")
     api_key_env: str = key("", "the environment variable that holds the key of a hosted model")
@@ -245,4 +247,9 @@ def microbatch_rows(train: TrainSection, mesh_shape: Mapping[str, int]) -> int:
     return train.rows_per_device * mesh_shape["data"] * mesh_shape["fsdp"]
 
 
-__all__ = ["Config", "ConfigError", "changed_keys", "microbatch_rows"]
+def updates_per_step(train: TrainSection) -> int:
+    """How many optimizer updates a step makes."""
+    return train.prompts_per_batch // train.prompts_per_minibatch
+
+
+__all__ = ["Config", "ConfigError", "changed_keys", "microbatch_rows", "updates_per_step"]

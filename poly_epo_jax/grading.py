@@ -54,10 +54,8 @@ async def grade_groups(
     finally:
         for grading in running:
             grading.cancel()
-    places: dict[str, list[int]] = {}
-    for place in reversed(range(len(problems))):  # where an epoch ends, a batch may have a problem twice
-        places.setdefault(problems[place].id, []).append(place)
-    graded = sorted(graded, key=lambda one: places[one.group.problem.id].pop())
+    places = {(problem.id, problem.occurrence): place for place, problem in enumerate(problems)}
+    graded.sort(key=lambda one: places[one.group.problem.id, one.group.problem.occurrence])
     return graded, clock.seconds() | {"judge/hidden": hidden / max(clock.busy("judge").seconds(), 1e-9)}
 
 
@@ -84,7 +82,7 @@ async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then
 
 
 def judged(graded: Sequence[GradedGroup]) -> list[GradedGroup]:
-    """The groups that take part in the update: those that the judge did not fail on."""
+    """The groups that the judge did not fail on."""
     return [group for group in graded if not isinstance(group.clustering, JudgeFailure)]
 
 

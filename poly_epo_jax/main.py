@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from poly_epo_jax import run_folder
-from poly_epo_jax.algorithm import make_advantages, make_loss, method_title
+from poly_epo_jax.algorithm import make_advantages, make_estimator, make_loss, method_title
 from poly_epo_jax.base_policy import base_policy
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.command_line import parse_flags, run_command
-from poly_epo_jax.config import Config, ConfigError, changed_keys, microbatch_rows
+from poly_epo_jax.config import Config, ConfigError, changed_keys, microbatch_rows, updates_per_step
 from poly_epo_jax.data import Cleaned, drop_long_prompts, problem_batches
 from poly_epo_jax.evaluation.held_out import evaluate_held_out
 from poly_epo_jax.experience import Experience
@@ -30,6 +30,7 @@ from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.model.sharding import host_mesh
 from poly_epo_jax.objective import Objective
+from poly_epo_jax.optimizer import decays
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.policy import Policy, find_model, open_policy
 from poly_epo_jax.prepare import prepare
@@ -41,7 +42,7 @@ from poly_epo_jax.train import Schedule, Trained, Trainer, train
 from poly_epo_jax.types import Judge, Metrics, Problem, Sampling, Task
 from poly_epo_jax.update import PolicyUpdate
 
-RESUME_MAY_CHANGE = (
+RESUME_MAY_CHANGE = (  # but for what `_bound` says
     "workdir",
     "compilation_cache",
     "train.num_steps",
@@ -138,7 +139,7 @@ def _policy_update(config: Config, policy: Policy, mesh: Mesh) -> PolicyUpdate:
         entropy_coef=algo.entropy_coef,
         importance_cap=algo.importance_cap if algo.old_logprobs == "sampler" else None,
     )
-    total_updates = train.num_steps * (train.prompts_per_batch // train.prompts_per_minibatch)
+    total_updates = train.num_steps * updates_per_step(train)
     return PolicyUpdate(policy.model, mesh, objective, config.optimizer, total_updates, train.trainable)
 
 
@@ -168,6 +169,7 @@ def _experience(
         sampling,
         last_step=config.train.num_steps,
         staleness=config.train.staleness,
+        reads_judge=make_estimator(config.algo).reads_judge,
         max_failed_share=config.judge.max_failed_share,
         timeline=timeline,
     )
@@ -179,7 +181,7 @@ def _sampling(config: Config, seed: int) -> Sampling:
 
 def _packer(config: Config, mesh: Mesh) -> MinibatchPacker:
     return MinibatchPacker(
-        config.train.prompts_per_minibatch,
+        updates_per_step(config.train),
         config.train.row_tokens,
         microbatch_rows(config.train, mesh.shape),
         config.algo.length_normalization,
@@ -230,12 +232,24 @@ def _check_same_run(workdir: Path, config: Config) -> None:
             f"{workdir} holds a run of another version of poly_epo_jax, whose keys differ in {', '.join(unknown)}; "
             "resume it with that version, or set --config.workdir to a new folder."
         )
-    changed = [key for key in changed_keys(saved, new) if not key.startswith(RESUME_MAY_CHANGE)]
+    bound = _bound(config)
+    changed = [key for key in changed_keys(saved, new) if key in bound or not key.startswith(RESUME_MAY_CHANGE)]
     if changed:
+        reasons = [f"{key} ({bound[key]})" if key in bound else key for key in changed]
         raise ConfigError(
-            f"{workdir} holds a run with another {', '.join(changed)}; set --config.workdir to a new folder, or delete "
-            "that one."
+            f"{workdir} holds a run with another {', '.join(reasons)}; set that back, set --config.workdir to a new "
+            "folder, or delete that one."
         )
+
+
+def _bound(config: Config) -> dict[str, str]:
+    """Keys of RESUME_MAY_CHANGE that this run may not change, and why."""
+    bound = {}
+    if decays(config.optimizer):
+        bound["train.num_steps"] = f"over which optimizer.schedule={config.optimizer.schedule} lowers the learning rate"
+    if config.algo.kl_coef:
+        bound["model.path"] = f"from whose policy algo.kl_coef={config.algo.kl_coef:g} measures the distance"
+    return bound
 
 
 def _names(config: Mapping[str, Any]) -> dict[str, Any]:

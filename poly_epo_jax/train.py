@@ -34,7 +34,7 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """A step's batch, what its generations were worth [P, N] over the prompts with a clustering, and metrics."""
+    """A step's batch, what its generations were worth [P, N] over the prompts that are trained on, and metrics."""
 
     batch: Batch
     advantages: np.ndarray
@@ -69,16 +69,17 @@ class Trainer:
         batch = await self.experience.batch(step)
         counts = await self.experience.counts()
         with clock.stage("advantages"):
-            features = batch_features(batch.judged, self.experience.num_generations)
-            advantages = self.advantages(step, features) if batch.judged else features["rewards"]
+            features = batch_features(batch.usable, self.experience.num_generations)
+            advantages = self.advantages(step, features) if batch.usable else features["rewards"]
         with clock.stage("logprobs"):
-            minibatches = await asyncio.to_thread(self.packer, batch.judged, advantages)
+            minibatches = await asyncio.to_thread(self.packer, batch.usable, advantages)
             minibatches = await self._compute(self.update.with_old_logprobs, self.state, minibatches, self.reference)
         with clock.stage("update"):
             state, self.trained = self.state, None
             state, metrics = await self._compute(self.update, state, minibatches)
             self.trained = Trained(step, state, batch.data_state)
-        metrics = step_metrics(batch.graded, step, self.set_size) | metrics | counts
+        skipped = {"judge/skipped_updates": float(sum(not minibatch for minibatch in minibatches))}
+        metrics = step_metrics(batch.graded, step, self.set_size) | metrics | counts | skipped
         self.result = StepResult(batch, advantages, metrics)
         with clock.stage("sync"):
             await self.push_weights(step)
@@ -174,7 +175,7 @@ async def _record(trainer: Trainer, tracker: Tracker | NoTracker, held_out: Metr
     timing = clock.seconds() | result.batch.timing | {"seconds/step": window.seconds} | window.critical_seconds()
     timing["sync/share"] = timing.get("seconds/sync", 0.0) / window.seconds
     timing["tokens_per_second"] = num_tokens / window.seconds
-    rows = logged_generations(graded, result.advantages) if with_generations else []
+    rows = logged_generations(graded, result.batch.usable, result.advantages) if with_generations else []
 
     def write() -> None:
         tracker.log(step, result.metrics | held_out, timing)

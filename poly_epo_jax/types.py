@@ -26,12 +26,15 @@ class Problem:
     """One task instance: `prompt` is the text the policy reads, `answer` whatever the task checks against.
 
     Where `chat` holds, `prompt` is a user's message, which the tokenizer's own chat template turns into that text.
+    `occurrence` counts from 0 how often the problem stands in a batch before: where an epoch ends, it may be there
+    twice. It is the same problem, but has other generations.
     """
 
     id: str
     prompt: str
     answer: str
     chat: bool = False
+    occurrence: int = dataclasses.field(default=0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

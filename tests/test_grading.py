@@ -1,6 +1,8 @@
 """Groups are graded and judged while others are still generated."""
 
 import asyncio
+import dataclasses
+import itertools
 import math
 from collections.abc import AsyncIterator, Sequence
 
@@ -27,10 +29,11 @@ def test_results_follow_the_order_of_the_problems():
 
 
 def test_a_problem_that_is_there_twice_has_two_places():
-    problems = [PROBLEMS[i] for i in (1, 0, 1)]
-    groups = [group(PROBLEMS[i], texts) for i, texts in ((0, "ab"), (1, "ca"), (1, "dd"))]
-    graded, _ = asyncio.run(grade_groups(stream(groups), problems, ByLetter(), LetterJudge()))
-    assert [one.group for one in graded] == [groups[1], groups[0], groups[2]]
+    problems = [PROBLEMS[1], PROBLEMS[0], dataclasses.replace(PROBLEMS[1], occurrence=1)]
+    groups = [group(problem, texts) for problem, texts in zip(problems, ("ab", "ca", "dd"), strict=True)]
+    for arrived in itertools.permutations(groups):
+        graded, _ = asyncio.run(grade_groups(stream(arrived), problems, ByLetter(), LetterJudge()))
+        assert [one.group for one in graded] == groups
 
 
 def test_grading_overlaps_generation():

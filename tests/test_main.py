@@ -170,15 +170,42 @@ def test_what_shows_once_the_policy_is_open(overrides, words, sentence, policy_f
     assert all(word in text for word in words), text
 
 
-def test_a_run_folder_is_not_resumed_under_other_settings(tmp_path: Path, sentence):
+def saved_run(folder: Path, **changes: Any) -> None:
+    """A run folder to resume from, with a configuration that differs from the file's."""
     config = polynomial.get_config()
-    config.train.num_steps, config.seed = 7, 3  # the first may change
-    config.train.rows_per_device = config.mesh.data = 2  # and so may these
-    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
-    (tmp_path / "run" / "config.json").write_text(config.to_json())
-    text = sentence(FILE, "--config.optimizer.learning_rate=1e-3", "--config.log.generations_every=3")
-    assert "holds a run with another optimizer.learning_rate, seed;" in text
+    config.update_from_flattened_dict(changes)
+    (folder / "checkpoints" / "5").mkdir(parents=True)
+    (folder / "config.json").write_text(config.to_json())
+
+
+def test_a_run_folder_is_not_resumed_under_other_settings(tmp_path: Path, sentence):
+    may_change = {"train.num_steps": 7, "train.rows_per_device": 2, "mesh.data": 2, "model.path": "/moved"}
+    saved_run(tmp_path / "run", seed=3, **{"optimizer.schedule": "constant"}, **may_change)
+    changed = "--config.optimizer.learning_rate=1e-3", "--config.log.generations_every=3"
+    text = sentence(FILE, "--config.optimizer.schedule=constant", *changed)
+    assert "holds a run with another optimizer.learning_rate, seed; set that back, " in text
     assert str(tmp_path / "run") in text
+
+
+@pytest.mark.parametrize(
+    ("saved", "flags", "words"),
+    [
+        (
+            {"train.num_steps": 7},
+            ["--config.train.num_steps=14"],
+            "another train.num_steps (over which optimizer.schedule=linear lowers the learning rate); set that back,",
+        ),
+        (
+            {"algo.kl_coef": 0.01, "model.path": "/first"},
+            ["--config.algo.kl_coef=0.01", "--config.model.path=/second"],
+            "another model.path (from whose policy algo.kl_coef=0.01 measures the distance); set that back,",
+        ),
+    ],
+    ids=["steps", "reference"],
+)
+def test_what_the_schedule_or_the_kl_term_reads_is_not_changed(tmp_path: Path, sentence, saved, flags, words):
+    saved_run(tmp_path / "run", **saved)
+    assert words in sentence(FILE, *flags)
 
 
 def test_a_run_folder_of_an_earlier_version_is_not_resumed(tmp_path: Path, sentence):
@@ -244,6 +271,7 @@ def small_config(folder: Path, **changes: Any) -> ConfigDict:
             "base.num_layers": 1,
             "base.head_dim": 8,
             "train.num_steps": 3,
+            "optimizer.schedule": "constant",  # so that there may be more steps
             "train.prompts_per_batch": 4,
             "train.prompts_per_minibatch": 2,
             "train.num_generations": 4,

@@ -13,7 +13,7 @@ import pytest
 from fakes import LETTERS, PROBLEMS, TINY_MODEL, ByLetter, LetterJudge, RandomLetters, optimizer_config, tiny_params
 
 from poly_epo_jax import default_config, set_rl
-from poly_epo_jax.algorithm import make_advantages, make_loss
+from poly_epo_jax.algorithm import make_advantages, make_estimator, make_loss
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.config import Config
 from poly_epo_jax.data import problem_batches
@@ -24,12 +24,14 @@ from poly_epo_jax.http_client import ServerError
 from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
 from poly_epo_jax.objective import Objective
+from poly_epo_jax.parallel import hosts
 from poly_epo_jax.run_folder import read_rows
 from poly_epo_jax.section import read_section
+from poly_epo_jax.step_metrics import logged_generations
 from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.tracking import Tracker
 from poly_epo_jax.train import Schedule, Trained, Trainer, train
-from poly_epo_jax.types import Completion, Metrics, Params, Request, Sampling
+from poly_epo_jax.types import Completion, GradedGroup, Metrics, Params, Problem, Request, Sampling
 from poly_epo_jax.update import PolicyUpdate
 
 
@@ -72,6 +74,7 @@ def train_tiny(
             lambda step: Sampling(2, seed=step),
             last_step=config.train.num_steps,
             staleness=config.train.staleness,
+            reads_judge=make_estimator(config.algo).reads_judge,
             max_failed_share=config.judge.max_failed_share,
             timeline=timeline,
         ),
@@ -112,6 +115,7 @@ def test_a_step_whose_judgements_all_failed_changes_nothing(tmp_path: Path):
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert [row["judge/failed_prompts"] for row in rows[1:]] == [3, 3]
+    assert [row["judge/skipped_updates"] for row in rows[1:]] == [2, 2]
     assert all(0 < row["reward"] < 1 for row in rows[1:])
     assert [row["eval/judge_failed_problems"] for row in (rows[0], rows[2])] == [2, 2]
     assert not [key for row in rows for key in row if key.startswith(("clusters/", "policy/"))]
@@ -126,7 +130,8 @@ def test_a_step_whose_judgements_all_failed_changes_nothing(tmp_path: Path):
 def test_one_failed_judgement_leaves_out_one_prompt(tmp_path: Path):
     before, after = train_tiny(tmp_path, failing=["q"])
     assert all(changed(before, after))
-    assert [row["judge/failed_prompts"] for row in read_rows(tmp_path / "metrics.jsonl")[1:]] == [1, 1]
+    rows = read_rows(tmp_path / "metrics.jsonl")[1:]
+    assert [(row["judge/failed_prompts"], row["judge/skipped_updates"]) for row in rows] == [(1, 0), (1, 0)]
 
     generations = read_rows(tmp_path / "generations.jsonl")
     for step in (1, 2):
@@ -142,6 +147,61 @@ def test_one_failed_judgement_leaves_out_one_prompt(tmp_path: Path):
             np.testing.assert_array_equal(clusters, [[LETTERS.index(row["response"]) for row in rows]])
             expected = set_rl.polychromic_advantages(rewards, clusters, tiny_config().algo.set_size)
             np.testing.assert_allclose([[row["advantage"] for row in rows]], expected, atol=1e-6)
+
+
+@pytest.mark.usefixtures("restored_sigterm")
+def test_a_method_that_reads_no_clusters_does_not_depend_on_the_judge(tmp_path: Path):
+    settings: dict[str, Any] = {"algo.advantages": "grpo", "judge.max_failed_share": 0.0}
+    before, after = train_tiny(tmp_path / "judged", **settings)
+    _, without = train_tiny(tmp_path / "failing", failing=["p", "q"], **settings)
+    assert all(changed(before, after)) and not any(changed(after, without))
+
+    def rows(run: str, name: str, of_judge: tuple[str, ...]) -> list[dict[str, Any]]:
+        found = read_rows(tmp_path / run / name)
+        return [{key: row[key] for key in row if not key.startswith(of_judge)} for row in found]
+
+    of_judge = "judge/", "eval/", "clusters/", "degenerate", "synergy"
+    assert rows("failing", "metrics.jsonl", of_judge) == rows("judged", "metrics.jsonl", of_judge)
+    assert rows("failing", "generations.jsonl", ("cluster",)) == rows("judged", "generations.jsonl", ("cluster",))
+    assert [row["judge/failed_prompts"] for row in read_rows(tmp_path / "failing" / "metrics.jsonl")[1:]] == [2, 2]
+
+
+def made(steps: int) -> list[GradedGroup]:
+    """The groups of so many steps, three of each, of four problems: often one is there twice."""
+    experience = Experience(
+        *(RandomLetters().rollouts(ByLetter()), ByLetter(), LetterJudge()),
+        problem_batches([*PROBLEMS, Problem("1", "1:", "a")], 3, seed=0),
+        num_generations=8,
+        sampling=lambda step: Sampling(2, seed=step),
+        last_step=steps,
+        staleness=0,
+        reads_judge=True,
+        max_failed_share=0.0,
+        timeline=Timeline(),
+    )
+    batches = [asyncio.run(experience.batch(step)) for step in range(1, steps + 1)]
+    return [group for batch in batches for group in batch.graded]
+
+
+def test_a_problem_that_is_twice_in_a_batch_has_other_generations():
+    groups = made(steps=6)
+    rows = logged_generations(groups, groups, np.zeros((len(groups), 8)))
+    texts = {}
+    for place, row in enumerate(rows):
+        step = place // (3 * 8)
+        texts.setdefault((step, row["problem"], row["occurrence"]), {})[row["generation"]] = row["response"]
+    assert sum(map(len, texts.values())) == len(rows) == 6 * 3 * 8  # so the four together name one row
+    twice = [(step, problem) for step, problem, occurrence in texts if occurrence]
+    assert twice and all(texts[(*one, 0)] != texts[(*one, 1)] for one in twice)
+
+
+def test_a_host_s_share_of_a_batch_has_the_generations_of_the_whole(monkeypatch: pytest.MonkeyPatch):
+    def texts(part: slice) -> list[list[str]]:
+        monkeypatch.setattr(hosts, "share", lambda items: items[part])
+        return [[y.text for y in one.group.generations] for one in made(steps=6)]
+
+    whole, first, rest = texts(slice(None)), texts(slice(1)), texts(slice(1, None))
+    assert whole[::3] == first and [group for place, group in enumerate(whole) if place % 3] == rest
 
 
 class SlowLetters(RandomLetters):
@@ -276,6 +336,7 @@ def test_batches_are_begun_when_they_should_be(staleness: int):
             ),
             last_step=3,
             staleness=staleness,
+            reads_judge=True,
             max_failed_share=0.0,
             timeline=Timeline(),
         )

@@ -326,21 +326,42 @@ def test_a_run_compiles_each_program_once():
     assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
 
 
+def test_an_update_without_prompts_changes_nothing_but_the_learning_rate():
+    """The rate is nothing after the second update, be there something to train on or not."""
+    config = optimizer_config(learning_rate=0.02, schedule="linear", final_fraction=0.0)
+    update = PolicyUpdate(TINY_MODEL, MESH, Objective(ppo_clip_loss), config, total_updates=2)
+    minibatch = off_policy(update, pack(SEQUENCES, 40, rows_per_microbatch=2))
+    first, _ = update(start(update), [minibatch])
+    before = jax.device_get(first)
+    skipped, metrics = update(first, [[]])
+    assert metrics == {} and int(skipped.updates) == 2
+    assert_trees_close(skipped.params, before.params, atol=0)
+    assert_trees_close(moments_of(skipped), moments_of(before), atol=0)
+    after, metrics = update(skipped, [minibatch])
+    assert metrics["policy/learning_rate"] == 0 and metrics["policy/gradient_norm"] > 0
+    assert_trees_close(after.params, before.params, atol=0)
+
+
 def test_moments_are_float32_but_the_first_where_asked():
     def dtypes(**changes):
         config = optimizer_config(**changes)
         update = PolicyUpdate(TINY_MODEL, MESH, Objective(ppo_clip_loss), config, total_updates=5)
         minibatches = update.with_old_logprobs(state_at(NOW), [pack(SEQUENCES, 40, rows_per_microbatch=2)])
         state, _ = update(update.init(tiny_params()), minibatches)
-        moments = next(part for part in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(part))
+        moments = moments_of(state)
         return [{leaf.dtype.name for leaf in jax.tree.leaves(tree)} for tree in (moments.mu, moments.nu, state.params)]
 
     assert dtypes() == [{"float32"}] * 3
     assert dtypes(first_moment_dtype="bfloat16") == [{"bfloat16"}, {"float32"}, {"float32"}]
 
 
-def is_adam(part):
-    return hasattr(part, "mu")
+def moments_of(state):
+    """Adam's own part of the optimizer's state."""
+
+    def is_adam(part):
+        return hasattr(part, "mu")
+
+    return next(part for part in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(part))
 
 
 def test_only_what_is_trainable_changes():
@@ -356,7 +377,7 @@ def test_only_what_is_trainable_changes():
     assert_trees_close(gradient["layers"], {name: expected[name] for name in gradient["layers"]}, atol=1e-6)
 
     after, _ = part(start_of_part, [minibatch])
-    moments = next(leaf for leaf in jax.tree.leaves(after.opt_state, is_leaf=is_adam) if is_adam(leaf))
+    moments = moments_of(after)
     assert jax.tree.structure(moments.mu) == jax.tree.structure(after.trainable)
     for name, leaf in after.params["layers"].items():
         assert (name in gradient["layers"]) == (not np.array_equal(leaf, NOW["layers"][name])), name

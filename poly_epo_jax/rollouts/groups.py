@@ -90,7 +90,7 @@ class Rollouts:
           RuntimeError: the sampler left a completion out, or changed its weights between two turns.
         """
         drafts = [
-            _Draft(problem, ids, generation_seeds(sampling.seed, problem.id, num_generations))
+            _Draft(problem, ids, generation_seeds(sampling.seed, problem, num_generations))
             for problem, ids in zip(problems, self._encode(problems), strict=True)
         ]
         turns = [
@@ -181,10 +181,11 @@ class Rollouts:
         return _concatenated(generation, Generation(ids, logprobs, mask, (text,), "stop", generation.weight_version))
 
 
-def generation_seeds(seed: int, problem_id: str, num_generations: int) -> UInt32[np.ndarray, " N"]:
+def generation_seeds(seed: int, problem: Problem, num_generations: int) -> UInt32[np.ndarray, " N"]:
     """Each generation's own seed, the same whatever other problems are generated for beside this one."""
-    words = np.frombuffer(hashlib.sha256(problem_id.encode()).digest(), np.uint32)
-    return np.random.SeedSequence([seed, *words.tolist()]).generate_state(num_generations)
+    words = np.frombuffer(hashlib.sha256(problem.id.encode()).digest(), np.uint32).tolist()
+    again = [problem.occurrence] if problem.occurrence else []
+    return np.random.SeedSequence([seed, *words, *again]).generate_state(num_generations)
 
 
 def _ends_with_reply(generation: Generation) -> bool:

@@ -25,7 +25,7 @@ CHANGES = {
     "train.prompts_per_batch": 6,  # which four processes cannot share evenly
     "train.prompts_per_minibatch": 3,
 }
-SAMPLED = ("step", "problem", "prompt", "generation", "response", "reward", "cluster")
+SAMPLED = ("step", "problem", "occurrence", "prompt", "generation", "response", "reward", "cluster")
 
 
 @pytest.fixture(scope="module")
