@@ -119,8 +119,18 @@ class AlgoSection(Section, name="algo"):
     clip_low: float = key(0.20, "probability ratios are clipped below 1 - clip_low", NOT_NEGATIVE)
     clip_high: float = key(0.28, "and above 1 + clip_high", NOT_NEGATIVE)
     length_normalization: str = key("max", "T_i: a response's own length, or max: T_max", one_of("own", "max"))
-    old_logprobs: str = key("trainer", "whose log-probabilities ratios are to", one_of("trainer", "sampler"))
-    importance_cap: float = key(2.0, "largest ratio to the sampler's (truncated importance sampling)", POSITIVE)
+    importance_cap: float = key(
+        0.0,
+        "weigh tokens by p(trainer) / p(sampler), at most this, as for a sampler of other arithmetic or older weights; "
+        "0: off, as in the paper, for a sampler that computes what the trainer does",
+        NOT_NEGATIVE,
+    )
+    max_mismatch: float = key(
+        0.0,
+        "a response is masked where the geometric mean of that ratio is above this or below 1 / this; 0: off, as what "
+        "it masks depends on the responses' lengths and the sampler",
+        Check(lambda ratio: ratio == 0 or ratio > 1, "must be above 1, or 0 to switch it off"),
+    )
     kl_coef: float = key(0.0, "weight of KL(policy || initial policy)", NOT_NEGATIVE)
     entropy_coef: float = key(0.0, "weight of the entropy bonus", NOT_NEGATIVE)
 

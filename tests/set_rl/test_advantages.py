@@ -227,7 +227,7 @@ def test_closed_form_is_exact_for_every_shape_of_sets(num_generations):
         rewards, clusters = map(np.stack, zip(*adversarial_groups(rng, N), strict=True))
         found = np.asarray(polychromic_advantages(rewards, clusters, set_size), np.float64)
         for *group, advantages in zip(rewards, clusters, found, strict=True):
-            expected = np.array(exact_advantages(*group, set_size), np.float64)
+            expected = np.array(exact_advantages(group[0], group[1], set_size), np.float64)
             largest = np.abs(expected).max()
             assert np.abs(advantages - expected).max() <= (1e-4 * largest or 1e-7), (set_size, *group)
 
