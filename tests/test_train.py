@@ -93,7 +93,7 @@ class SlowLetters(RandomLetters):
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_each_step_leaves_what_was_under_way_in_it(tmp_path: Path, staleness: int):
     settings = {"train.num_steps": 4, "train.staleness": staleness, "checkpoint.every": 2, "eval.every": 3}
-    train_tiny(tmp_path, (), SlowLetters(), **settings)
+    train_tiny(tmp_path, (), SlowLetters(), changes=settings)
     rows, timing = read_rows(tmp_path / "timeline.jsonl"), read_rows(tmp_path / "timing.jsonl")[1:]
     assert [row["step"] for row in rows] == [row["step"] for row in timing] == [1, 2, 3, 4]
     for before, row in pairwise(rows):  # without a gap
@@ -147,7 +147,7 @@ class Failing(RandomLetters):
 )
 def test_what_is_trained_is_kept_when_a_server_fails(tmp_path: Path, sampler: Failing, trained: int):
     with pytest.raises(ServerError, match="The server died"):
-        train_tiny(tmp_path, (), sampler, **{"train.num_steps": 5, "checkpoint.every": 50, "eval.every": 0})
+        train_tiny(tmp_path, (), sampler, changes={"train.num_steps": 5, "checkpoint.every": 50, "eval.every": 0})
     assert Checkpoints(tmp_path / "checkpoints").steps == ([trained] if trained else [])
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, trained + 1))
     if trained:
@@ -171,7 +171,7 @@ class Uncountable(RandomLetters):
 @pytest.mark.usefixtures("restored_sigterm")
 def test_every_saved_step_has_its_own_row(tmp_path: Path):
     with pytest.raises(ServerError, match="The counts are lost"):
-        train_tiny(tmp_path, (), Uncountable(), **{"train.num_steps": 3, "checkpoint.every": 50, "eval.every": 0})
+        train_tiny(tmp_path, (), Uncountable(), changes={"train.num_steps": 3, "checkpoint.every": 50, "eval.every": 0})
     (row,) = read_rows(tmp_path / "metrics.jsonl")
     assert (row["step"], row["rollouts/counted"]) == (1, 1.0)
     assert Checkpoints(tmp_path / "checkpoints").steps == [1]
@@ -180,7 +180,7 @@ def test_every_saved_step_has_its_own_row(tmp_path: Path):
 @pytest.mark.usefixtures("restored_sigterm")
 def test_a_judge_that_fails_too_often_ends_the_run(tmp_path: Path):
     with pytest.raises(JudgeError, match="failed on 2 of 3 prompts"):
-        train_tiny(tmp_path, ["p", "q"], None, **{"judge.max_failed_share": 0.5, "eval.every": 0})
+        train_tiny(tmp_path, ["p", "q"], None, changes={"judge.max_failed_share": 0.5, "eval.every": 0})
     assert read_rows(tmp_path / "metrics.jsonl") == []
 
 
@@ -196,7 +196,7 @@ def test_nothing_is_saved_of_a_step_that_is_not_finite(tmp_path: Path, every: in
 
     settings = {"train.num_steps": 5, "checkpoint.every": every, "eval.every": 0}
     with pytest.raises(DivergenceError, match=f"^Step 4 gave .*policy/gradient_norm=inf.* is not saved; {good}"):
-        train_tiny(tmp_path, advantages=advantages, **settings)
+        train_tiny(tmp_path, advantages=advantages, changes=settings)
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert Checkpoints(tmp_path / "checkpoints").steps == ([2] if every == 2 else [])
 
@@ -214,7 +214,7 @@ class NoLogprobs(RandomLetters):
 @pytest.mark.usefixtures("restored_sigterm")
 def test_what_comes_from_outside_must_be_finite(tmp_path: Path):
     with pytest.raises(ValueError, match=r"sampler's log-probabilities for problem . are not finite"):
-        train_tiny(tmp_path / "sampler", (), NoLogprobs(), **{"eval.every": 0})
+        train_tiny(tmp_path / "sampler", (), NoLogprobs(), changes={"eval.every": 0})
     assert Checkpoints(tmp_path / "sampler" / "checkpoints").steps == [1]
 
 

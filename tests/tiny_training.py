@@ -1,7 +1,7 @@
 """Training of the tiny policy, in this process: the loop of `train`, with parts that a test puts in."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +56,18 @@ def train_tiny(
     params: Params | None = None,
     loss: Loss | None = None,
     advantages: Callable[[int, Features], np.ndarray] | None = None,
-    **changes: Any,
+    changes: Mapping[str, Any] | None = None,
 ) -> tuple[Params, Params]:
-    """Trains into a run folder, for two steps unless `changes` of the configuration say otherwise.
+    """Trains into a run folder, for two steps unless `changes` say otherwise.
 
     Args:
       failing: the problems that the judge fails on.
+      changes: of the configuration.
 
     Returns:
       The weights before and after, the latter from the last step's checkpoint.
     """
-    config, mesh = tiny_config(**changes), make_mesh(1, 1, 1)
+    config, mesh = tiny_config(**(changes or {})), make_mesh(1, 1, 1)
     algo, num_steps, first = config.algo, config.train.num_steps, params or tiny_params()
     objective = Objective(loss or make_loss(algo), config.sampling.temperature, algo.kl_coef, algo.entropy_coef)
     update = PolicyUpdate(TINY_MODEL, mesh, objective, config.optimizer, total_updates=2 * num_steps)
