@@ -50,7 +50,7 @@ def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], n
     """(step, features) -> advantages [P, N] by the estimator that `algo.advantages` names, compiled.
 
     Raises, when called:
-      ValueError: the estimator reads a feature that is not there.
+      ValueError: the estimator reads a feature that is not there, or gives an advantage that is not finite.
     """
     estimator = make_estimator(algo)
     compiled = jax.jit(estimator.advantages)
@@ -63,7 +63,14 @@ def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], n
                 "that adds it, or another algo.advantages or algo.objective."
             )
         key = jax.random.fold_in(jax.random.key(seed), step)
-        return np.asarray(compiled(key, {name: features[name] for name in estimator.reads}))
+        values = np.asarray(compiled(key, {name: features[name] for name in estimator.reads}))
+        if not np.isfinite(values).all():
+            (row, *_), *_ = np.argwhere(~np.isfinite(values))
+            raise ValueError(
+                f"{estimator.title} gives an advantage that is not finite, to prompt {row} of step {step}; correct "
+                "algo.advantages or algo.objective, or the keys that it reads."
+            )
+        return values
 
     return advantages
 

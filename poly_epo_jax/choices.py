@@ -120,6 +120,12 @@ def _check_training(config: Config) -> None:
     train, algo = config.train, config.algo
     if config.sampling.temperature == 0:
         raise ConfigError("sampling.temperature=0.0 must be positive, for training needs samples.")
+    top_p, top_k = config.sampling.top_p, config.sampling.top_k
+    if top_p < 1 or top_k:
+        raise ConfigError(
+            f"sampling.top_p={top_p} and sampling.top_k={top_k} would bias the gradient, for the log-probabilities "
+            "that are trained are of all tokens, not of those that are sampled from; train with 1 and 0."
+        )
     if algo.set_size >= train.num_generations:
         raise ConfigError(
             f"algo.set_size={algo.set_size} must be smaller than train.num_generations={train.num_generations}."
@@ -175,8 +181,8 @@ def _check_rollouts(config: Config) -> None:
             f"rollouts.name={rollouts.name!r} shares the trainer's weights and devices and cannot generate while they "
             f"train; set train.staleness=0, or rollouts.name={others}."
         )
-    if config.algo.old_logprobs != "sampler":
+    if not config.algo.importance_cap:
         raise ConfigError(
-            f"algo.old_logprobs={config.algo.old_logprobs!r} would ignore that train.staleness=1 trains on the "
-            "generations of an older policy; set it to 'sampler'."
+            "algo.importance_cap=0.0 would ignore that train.staleness=1 trains on the generations of an older policy; "
+            "set it, for example to 2."
         )

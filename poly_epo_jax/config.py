@@ -127,9 +127,17 @@ class AlgoSection(Section, name="algo"):
     clip_low: float = key(0.20, "probability ratios are clipped below 1 - clip_low", FRACTION)
     clip_high: float = key(0.28, "and above 1 + clip_high", Range(0, 1000))
     length_normalization: str = key("max", "T_i: a response's own length, or max: T_max", one_of("own", "max"))
-    old_logprobs: str = key("trainer", "whose log-probabilities ratios are to", one_of("trainer", "sampler"))
     importance_cap: float = key(
-        2.0, "largest ratio to the sampler's (truncated importance sampling)", Range(0.001, 10**6)
+        0.0,
+        "weigh tokens by p(trainer) / p(sampler), at most this, as for a sampler of other arithmetic or older weights; "
+        "0: off, as in the paper, for a sampler that computes what the trainer does",
+        Range(0.001, 10**6, other=0),
+    )
+    max_mismatch: float = key(
+        0.0,
+        "a response is masked where the geometric mean of that ratio is above this or below 1 / this; 0: off, as what "
+        "it masks depends on the responses' lengths and the sampler",
+        Range(1.001, 10**6, other=0),
     )
     kl_coef: float = key(0.0, "weight of KL(policy || initial policy)", Range(0, 1000))
     entropy_coef: float = key(0.0, "weight of the entropy bonus", Range(0, 1000))

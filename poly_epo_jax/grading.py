@@ -63,22 +63,35 @@ async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then
     async def score() -> np.ndarray:
         with clock.stage("grade"):
             rewards = await asyncio.to_thread(lambda: [task.reward(group.problem, y) for y in group.generations])
-        return np.array(rewards, np.float32)
+        return np.array(rewards, float)
 
     async def cluster():
         with clock.stage("judge"):
             return await judge.cluster(group)
 
     rewards, clustering = await asyncio.gather(score(), cluster())
-    if np.isnan(rewards).any():
-        raise ValueError(
-            f"The task's reward for problem {group.problem.id} is NaN; it must be a number for every response."
-        )
+    _check_numbers(group.problem, rewards, clustering)
+    rewards = rewards.astype(np.float32)
     correct = rewards >= (task.correct_from if isinstance(task, PartialCredit) else 1.0)
     graded = GradedGroup(group, rewards, correct, clustering)
     if then is not None:
         await then(graded)
     return graded
+
+
+def _check_numbers(problem: Problem, rewards: np.ndarray, clustering: Any) -> None:
+    wrong = rewards[~((rewards >= 0) & (rewards <= 1))]
+    if wrong.size:
+        raise ValueError(
+            f"The task's reward for problem {problem.id} is {wrong[0]}; it must be a number from 0 to 1 for every "
+            "response."
+        )
+    for name, feature in clustering.features.items() if isinstance(clustering, Clustering) else ():
+        if not np.isfinite(feature).all():
+            raise ValueError(
+                f"The judge's feature {name!r} for problem {problem.id} is not finite; it must hold numbers for every "
+                "response."
+            )
 
 
 def judged(graded: Sequence[GradedGroup]) -> list[GradedGroup]:

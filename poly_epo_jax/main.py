@@ -29,7 +29,7 @@ from poly_epo_jax.json_files import write_json
 from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.model.sharding import host_mesh
-from poly_epo_jax.objective import Objective
+from poly_epo_jax.objective import DivergenceError, Objective
 from poly_epo_jax.optimizer import decays
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.policy import Policy, find_model, open_policy
@@ -137,7 +137,8 @@ def _policy_update(config: Config, policy: Policy, mesh: Mesh) -> PolicyUpdate:
         temperature=config.sampling.temperature,
         kl_coef=algo.kl_coef,
         entropy_coef=algo.entropy_coef,
-        importance_cap=algo.importance_cap if algo.old_logprobs == "sampler" else None,
+        importance_cap=algo.importance_cap,
+        max_mismatch=algo.max_mismatch,
     )
     total_updates = train.num_steps * updates_per_step(train)
     return PolicyUpdate(policy.model, mesh, objective, config.optimizer, total_updates, train.trainable)
@@ -259,7 +260,7 @@ def _names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    run_command(run, argv, JudgeError, hosts.HostError)
+    run_command(run, argv, JudgeError, DivergenceError, hosts.HostError)
 
 
 if __name__ == "__main__":

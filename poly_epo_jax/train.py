@@ -15,6 +15,7 @@ from poly_epo_jax.experience import Batch, Experience
 from poly_epo_jax.features import batch_features
 from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.model.sharding import params_on_host
+from poly_epo_jax.objective import DivergenceError, check_finite
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.step_metrics import logged_generations, step_metrics
 from poly_epo_jax.timeline import Timeline
@@ -77,6 +78,7 @@ class Trainer:
         with clock.stage("update"):
             state, self.trained = self.state, None
             state, metrics = await self._compute(self.update, state, minibatches)
+            check_finite(metrics, f"Step {step}")  # on all hosts alike, as all have the same numbers
             self.trained = Trained(step, state, batch.data_state)
         skipped = {"judge/skipped_updates": float(sum(not minibatch for minibatch in minibatches))}
         metrics = step_metrics(batch.graded, step, self.set_size) | metrics | counts | skipped
@@ -129,6 +131,7 @@ async def train(
     Raises:
       SystemExit: on SIGTERM, on whichever host, after the present step.
       JudgeError: the judge fails more often than `judge.max_failed_share`.
+      DivergenceError: an update is not finite; nothing of its step is saved.
       HostError: another host failed.
     """
     assert trainer.trained is not None
@@ -147,6 +150,13 @@ async def train(
                 if plan.is_due(plan.evaluate, step):
                     with trainer.timeline.clock(step).stage("evaluate"):
                         held_out = await evaluate()
+            except DivergenceError as error:
+                good = f"the checkpoint of step {saved} is good" if saved else "there is no checkpoint yet"
+                raise DivergenceError(
+                    f"{error}, so it is not saved; {good}. The same command would end here again: set --config.workdir "
+                    "to a new folder, and for example a lower optimizer.learning_rate; model.path may be an export of "
+                    "a good checkpoint."
+                ) from error
             finally:
                 # A step's rows are on disk before a checkpoint counts it as done: a crash can repeat but not lose them.
                 if trainer.result is not None:

@@ -43,7 +43,8 @@ class Generation:
 
     `loss_mask` [T] marks what the policy wrote and may be trained on; the rest are the task's replies, whose logprobs
     are 0. `token_ids` and `logprobs` [T] include the stop token of each of the policy's turns, `text` does not.
-    `logprobs` are log-softmax(logits / temperature) of the chosen tokens, not renormalised for top-p or top-k.
+    `logprobs` are log-softmax(logits / temperature) of the chosen tokens, not renormalised for top-p or top-k: with
+    these a generation is for evaluation only.
     `turns` are the policy's text, the task's reply, the policy's next text and so on. `weight_version` is the number of
     training steps that the sampling weights had seen.
     """

@@ -126,6 +126,7 @@ class PolicyUpdate:
             "learning_rate": jnp.asarray(self.schedule(state.updates)),
         }
         trainable = optax.apply_updates(state.trainable, updates)
+        metrics["weight_norm"] = optax.global_norm(jax.tree.map(lambda weight: weight.astype(jnp.float32), trainable))
         return TrainState(trainable, state.frozen, opt_state, state.updates + 1), metrics
 
     def lower(self, num_rows: int, row_tokens: int) -> dict[str, jax.stages.Lowered]:
@@ -162,15 +163,14 @@ class PolicyUpdate:
     ) -> list[list[PackedBatch]]:
         """The minibatches with the log-probabilities that later updates compare with, made before the first of them.
 
-        The first minibatch needs none: weights do not change before it, so its ratios are exactly one. Nor do the
-        others where ratios are to the sampler's.
+        The first minibatch needs none: weights do not change before it, so its ratios are exactly one.
         """
         params, objective = state.params, self.objective
         with jax.set_mesh(self.mesh):
             filled = []
             for index, minibatch in enumerate(minibatches):
                 batches = [self.place(batch._replace(on_policy=np.array(not index))) for batch in minibatch]
-                if index and objective.importance_cap is None:
+                if index:
                     batches = [batch._replace(old_logprobs=self._logprobs(params, batch)) for batch in batches]
                 if objective.kl_coef:
                     batches = [batch._replace(reference_logprobs=self._logprobs(reference, batch)) for batch in batches]

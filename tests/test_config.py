@@ -127,13 +127,15 @@ def test_shipped_configs_state_only_what_differs(name: str, method: str):
         ({"rollouts.options": {"path": "x"}}, ["rollouts.options has 'path'", "embedded does not take"]),
         ({"judge.max_failed_share": 1.5}, ["judge.max_failed_share=1.5", "between 0 and 1"]),
         ({"rollouts.weight_sync": "nccl"}, ["rollouts.weight_sync='nccl'", "disk, tensor"]),
-        ({"algo.old_logprobs": "both"}, ["algo.old_logprobs='both'", "sampler, trainer"]),
-        ({"algo.importance_cap": 0.0}, ["algo.importance_cap=0.0", "between 0.001 and"]),
+        ({"sampling.top_p": 0.9}, ["sampling.top_p=0.9 and sampling.top_k=0 would bias the gradient", "train with 1"]),
+        ({"sampling.top_k": 20}, ["sampling.top_p=1.0 and sampling.top_k=20 would bias the gradient"]),
+        ({"algo.importance_cap": -1.0}, ["algo.importance_cap=-1.0", "be 0, or lie between 0.001"]),
+        ({"algo.max_mismatch": 0.9}, ["algo.max_mismatch=0.9", "be 0, or lie between 1.001"]),
         ({"train.staleness": 2}, ["train.staleness=2", "between 0 and 1"]),
         ({"train.staleness": 1}, ["rollouts.name='embedded'", "set train.staleness=0, or rollouts.name=sglang"]),
         (
             {"train.staleness": 1, "rollouts.name": "sglang", "rollouts.urls": "http://localhost:1"},
-            ["algo.old_logprobs='trainer'", "set it to 'sampler'"],
+            ["algo.importance_cap=0.0 would ignore", "set it, for example to 2"],
         ),
         (
             {"algo.objective": "pass_at_n", "train.num_generations": 32, "algo.set_size": 16},

@@ -149,6 +149,11 @@ class Rollouts:
     def _joined(self, turn: _Turn, completion: Completion) -> Generation:
         """What came before, and the completion; where that stopped, its last token is the stop token and no text."""
         ids, before = completion.token_ids, turn.before
+        if not np.isfinite(completion.logprobs).all():
+            raise ValueError(
+                f"The sampler's log-probabilities for problem {turn.request.problem_id} are not finite; its weights or "
+                "sampling.temperature are out of all bounds."
+            )
         text_ids: Any = ids[:-1] if completion.finish_reason == "stop" else ids
         written = Generation(
             ids,

@@ -111,7 +111,7 @@ def test_one_step_off_policy(servers, tmp_path):
         "train.num_steps": 5,
         "optimizer.schedule": "constant",  # so that there may be more steps
         "train.staleness": 1,
-        "algo.old_logprobs": "sampler",
+        "algo.importance_cap": 2.0,
         "eval.every": 0,
         "rollouts.weight_sync": "tensor",
         "base.cache_dir": LAPTOP["base.cache_dir"],
