@@ -12,6 +12,7 @@ Sampling, judge and the synthetic task are those of the configuration. Run again
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from poly_epo_jax.evaluation.benchmarks import Benchmark, open_benchmark
 from poly_epo_jax.evaluation.draw import draw_generations
 from poly_epo_jax.evaluation.folder import RESULTS, open_folder
 from poly_epo_jax.evaluation.results import compute_results
-from poly_epo_jax.http_client import ServerError, describe
+from poly_epo_jax.http_client import ServerError, describe, is_server_url
 from poly_epo_jax.json_files import write_json
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.judges.none import NoJudge
@@ -135,6 +136,9 @@ def _cell(metric: dict[str, float | None] | None) -> str:
 
 
 def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
+    address = re.search(r"\w+://.*", name)
+    if address and not is_server_url(address[0]):
+        raise ConfigError("--models names a server, but not as http://HOST:PORT; write it so, without a password.")
     label, _, source = name.rpartition("=") if "=" in name else ("", "", name)
     label = label or source.rstrip("/").split("/")[-1]
     if source.startswith(("http://", "https://")):
@@ -159,7 +163,7 @@ def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mes
     policy = model.policy
     longest = max(map(len, encode_prompts(policy.tokenizer, benchmark.problems)))
     if model.url:
-        sampler = open_server(model.url, policy.stop_ids, config)
+        sampler = open_server(model.url, policy.model, policy.stop_ids, config)
     else:
         sampler = open_weights(policy.model, mesh, policy.stop_ids, config, longest)
     return Rollouts(sampler, policy.tokenizer, benchmark.task, longest)
