@@ -5,7 +5,8 @@ with what the named part takes, and combinations of sections are checked.
 """
 
 import math
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -53,7 +54,9 @@ def read_config(config: ConfigDict, training: bool = True) -> Config:
     Raises:
       ConfigError: at the first key that is wrong; the message names it, its value and what it may be.
     """
-    sections = read_section(Config, config.to_dict())
+    values = config.to_dict()
+    refuse_passwords(values)  # before a check shows them
+    sections = read_section(Config, values)
     for key, _, value in sections.flat():
         if key in CHOICES:
             require(value, key, one_of(*CHOICES[key]))
@@ -94,6 +97,22 @@ def parts(config: Config) -> dict[str, tuple[str, Callable[..., Any], int]]:
         "rollouts": (config.rollouts.name, SAMPLERS[config.rollouts.name].open, 4),
         "algo": (config.algo.advantages, ADVANTAGES[config.algo.advantages], 1),
     }
+
+
+def refuse_passwords(values: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuses addresses with a password in them, without showing it; what is accepted is printed and stored.
+
+    Raises:
+      ConfigError: naming the key.
+    """
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            refuse_passwords(value, f"{prefix}{name}.")
+        elif re.search("@" if name in ("url", "urls") else r"://\S*@", str(value)):
+            raise ConfigError(
+                f"{prefix}{name} holds a user or password before an @, which would be printed and stored; write the "
+                "address without it. The key of a judge is named by judge.api_key_env."
+            )
 
 
 def check_judge(judge: JudgeSection, key: str, num_generations: int) -> None:

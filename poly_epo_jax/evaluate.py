@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from poly_epo_jax.checks import URL, require
-from poly_epo_jax.choices import check_judge, make_judge
+from poly_epo_jax.choices import check_judge, make_judge, refuse_passwords
 from poly_epo_jax.command_line import parse_flags, run_command
 from poly_epo_jax.config import Config, ConfigError
 from poly_epo_jax.data import encode_prompts
@@ -150,6 +150,7 @@ def _check_flags(config: Config) -> None:
                     f"--{flag.name}={','.join(names)} gives one of them the label {label!r}; write label=name, where "
                     "each label is another and can name a folder."
                 )
+    refuse_passwords({f"--{MODELS.name}": MODELS.value})
     for name in MODELS.value:
         source = name.rpartition("=")[2]
         if source.startswith(("http://", "https://")):
@@ -183,7 +184,7 @@ def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mes
     policy = model.policy
     longest = max(map(len, encode_prompts(policy.tokenizer, benchmark.problems)))
     if model.url:
-        sampler = open_server(model.url, policy.stop_ids, config)
+        sampler = open_server(model.url, policy.model, policy.stop_ids, config)
     else:
         sampler = open_weights(policy.model, mesh, policy.stop_ids, config, longest)
     return Rollouts(sampler, policy.tokenizer, benchmark.task, longest)

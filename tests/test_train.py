@@ -5,6 +5,7 @@ import signal
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
