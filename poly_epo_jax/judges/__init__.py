@@ -21,6 +21,7 @@ def _llm(
     attempts: int = 3,
     prompt_file: str = "",
     max_response_chars: int = 20_000,
+    context_tokens: int = 0,
 ) -> LLMJudge:
     return LLMJudge(
         url=section.url,
@@ -34,6 +35,7 @@ def _llm(
         attempts=attempts,
         prompt_file=prompt_file,
         max_response_chars=max_response_chars,
+        context_tokens=context_tokens,
     )
 
 
