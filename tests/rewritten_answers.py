@@ -3,6 +3,7 @@
 Each rewriting takes a gold and returns the rewritten answer, or None where it does not apply.
 """
 
+import math
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -116,18 +117,12 @@ def shuffled(template: str) -> Rewriting:
     return write
 
 
-def percent_as_decimal(match: re.Match[str]) -> str:
-    return f"{int(match[1]) / 100:.4f}"
-
-
 SAME: dict[str, Rewriting] = {
     "dollars": wrapped("$", "$", no_words),
     "parentheses of LaTeX": wrapped(r"\(", r"\)"),
-    "brackets of LaTeX": wrapped(r"\[ ", r" \]"),
     "display style": wrapped(r"\displaystyle ", ""),
     "boldsymbol": wrapped(r"\boldsymbol{", "}", one_value),
     "bm": wrapped(r"\bm{", "}", one_value),
-    "pmb": wrapped(r"\pmb{", "}", one_value),
     "mathbf": wrapped(r"\mathbf{", "}", one_value),
     "bf": wrapped(r"{\bf ", "}", one_value),
     "text": wrapped(r"\text{", "}", lambda gold: bool(INTEGER.fullmatch(gold))),
@@ -142,24 +137,25 @@ SAME: dict[str, Rewriting] = {
     "product with one": wrapped(r"1 \cdot (", ")", one_value),
     "sum with nothing": wrapped("0 + ", "", lambda gold: is_number(gold) and not gold.startswith("-")),
     "tfrac": lambda gold, _: re.sub(r"\\d?frac", r"\\tfrac", gold) if "frac" in gold else None,
-    "unicode": lambda gold, _: gold.replace("-", "−").replace(r"\pi", "π") if re.search(r"-|\\pi", gold) else None,
-    "left and right": lambda gold, _: gold.replace("(", r"\left(").replace(")", r"\right)")
-    if one_value(gold) and "(" in gold and "left" not in gold
-    else None,
+    "unicode": lambda gold, _: (
+        gold.replace("-", "\N{MINUS SIGN}").replace(r"\pi", "π") if re.search(r"-|\\pi", gold) else None
+    ),
+    "left and right": lambda gold, _: (
+        gold.replace("(", r"\left(").replace(")", r"\right)")
+        if one_value(gold) and "(" in gold and "left" not in gold
+        else None
+    ),
     "thousands with a comma": thousands(","),
     "thousands with a comma in braces": thousands("{,}"),
     "thousands with a thin space": thousands(r"\,"),
     "thousands with a space": thousands(" "),
     "thousands with an escaped space": thousands(r"\ "),
-    "thousands with a tilde": thousands("~"),
     "leading zero": matched(INTEGER, lambda match: None if "-" in match[0] else f"0{match[0]}"),
-    "decimal of an integer": matched(INTEGER, lambda match: f"{match[0]}.0"),
     "fraction of an integer": matched(INTEGER, lambda match: rf"\frac{{{2 * int(match[0])}}}{{2}}"),
     "sum of an integer": matched(INTEGER, lambda match: f"{int(match[0]) - 7} + 7"),
     "chain of an integer": matched(INTEGER, lambda match: f"x = {int(match[0]) - 7} + 7 = {match[0]}"),
     "base ten": matched(INTEGER, lambda match: rf"{match[0]}_{{10}}"),
     "unit": matched(INTEGER, lambda match: rf"{match[0]} \text{{ cm}}"),
-    "square unit": matched(INTEGER, lambda match: rf"{match[0]}\ \mathrm{{m}}^2"),
     "angle": matched(INTEGER, lambda match: f"{match[0]}°"),
     "slash": of_fraction(lambda value: f"{value.numerator}/{value.denominator}"),
     "expanded": of_fraction(lambda value: rf"\frac{{{6 * value.numerator}}}{{{6 * value.denominator}}}"),
@@ -183,7 +179,7 @@ SAME: dict[str, Rewriting] = {
     "degrees left out": matched(DEGREES, lambda match: match[1]),
     "percent in words": matched(PERCENT, lambda match: rf"{match[1]} \text{{ percent}}"),
     "percent left out": matched(PERCENT, lambda match: match[1]),
-    "percentage as a decimal": matched(PERCENT, percent_as_decimal),
+    "percentage as a decimal": matched(PERCENT, lambda match: f"{int(match[1]) / 100:.4f}"),
     "base in parentheses": matched(IN_BASE, lambda match: rf"{match[1]}_{{({match[2]})}}"),
     "base left out": matched(IN_BASE, lambda match: match[1]),
     "pair in braces": matched(PAIR, lambda match: f"{{{match[0]}}}"),
@@ -221,7 +217,8 @@ def another_digit(gold: str, rng: random.Random) -> str | None:
 def if_positive(template: str, least: int = 3) -> Rewriting:
     """For integers that are no fixed point of what the template does."""
     return matched(
-        INTEGER, lambda match: template.replace("#", match[0]) if int(match[0]) >= least and match[0][0] != "0" else None
+        INTEGER,
+        lambda match: template.replace("#", match[0]) if int(match[0]) >= least and match[0][0] != "0" else None,
     )
 
 
@@ -234,11 +231,9 @@ OTHER: dict[str, Rewriting] = {
     "false equation": beside("{wrong} = {right}"),
     "false equation, right first": beside("{right} = {wrong}"),
     "false chain": beside("x = {wrong} = {right}"),
-    "longer false chain": beside("x = {right} = {wrong} = {right}"),
     "false sum": beside("{wrong} + 0 = {right}"),
     "congruence": beside(r"{wrong} \equiv {right}"),
     "or": beside(r"{wrong} \text{{ or }} {right}"),
-    "plain or": beside("{right} or {wrong}"),
     "or in the text": beside(r"{right} \text{{ or maybe {wrong}}}"),
     "comma": beside("{wrong}, {right}"),
     "semicolon": beside("{right}; {wrong}"),
@@ -250,7 +245,6 @@ OTHER: dict[str, Rewriting] = {
     "implication": beside(r"{wrong} \Rightarrow {right}"),
     "crossed out": beside(r"\cancel{{{wrong}}} {right}"),
     "quad": beside(r"{right} \quad {wrong}"),
-    "line break": beside(r"{wrong} \\ {right}"),
     "plus or minus": matched(INTEGER, lambda match: rf"\pm {match[0]}" if int(match[0]) else None),
     "percentage": if_positive(r"#\%", 1),
     "percentage in words": if_positive(r"# \text{ percent}", 1),
@@ -280,24 +274,24 @@ OTHER: dict[str, Rewriting] = {
     "mixed number of a product": of_fraction(
         lambda value: rf"{value.numerator} \cdot \frac{{1}}{{{value.denominator + 1}}}" if value else None
     ),
-    "decimal of a root": matched(ROOT, lambda match: None if int(match[2]) in SQUARES else root_decimal(match)),
+    "decimal of a root": matched(
+        ROOT,
+        lambda match: (
+            f"{int(match[1]) * math.sqrt(int(match[2])):.8f}"
+            if math.isqrt(int(match[2])) ** 2 != int(match[2])
+            else None
+        ),
+    ),
     "another base": matched(IN_BASE, lambda match: f"{match[1]}_{{{int(match[2]) + 1}}}" if match[2] != "9" else None),
     "hundredfold percentage": matched(PERCENT, lambda match: rf"{match[1]}00\%" if int(match[1]) else None),
     "hundredth of a percentage": matched(PERCENT, lambda match: f"0.00{match[1]}" if int(match[1]) else None),
     "radians": matched(DEGREES, lambda match: rf"{match[1]}\pi" if int(match[1]) else None),
     "pair exchanged": matched(PAIR, lambda match: f"({match[2]}, {match[1]})" if match[1] != match[2] else None),
-    "half a pair": matched(PAIR, lambda match: match[1]),
     "longer pair": matched(PAIR, lambda match: f"({match[1]}, {match[2]}, {match[2]})"),
     "closed pair": matched(PAIR, lambda match: f"[{match[1]}, {match[2]}]" if int(match[1]) < int(match[2]) else None),
     "two pairs": matched(PAIR, lambda match: f"{match[0]}, ({match[2]}, {int(match[1]) + 1})"),
     "fewer numbers": matched(NUMBERS, lambda match: match[0].rpartition(",")[0] if "," in match[0][5:] else None),
 }
-
-SQUARES = {number**2 for number in range(1001)}
-
-
-def root_decimal(match: re.Match[str]) -> str:
-    return f"{int(match[1]) * int(match[2]) ** 0.5:.8f}"
 
 
 def pairs(golds: Sequence[str], rewritings: dict[str, Rewriting], rng: random.Random) -> list[tuple[str, str, str]]:

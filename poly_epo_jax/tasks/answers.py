@@ -9,11 +9,11 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 CHARACTERS = str.maketrans(
     {
         "~": " ",
-        "−": "-",
-        "–": "-",
-        "×": r"\times ",
-        "·": r"\cdot ",
-        "⋅": r"\cdot ",
+        "\N{MINUS SIGN}": "-",
+        "\N{EN DASH}": "-",
+        "\N{MULTIPLICATION SIGN}": r"\times ",
+        "\N{MIDDLE DOT}": r"\cdot ",
+        "\N{DOT OPERATOR}": r"\cdot ",
         "÷": r"\div ",
         "π": r"\pi ",
         "∞": r"\infty ",
@@ -22,7 +22,7 @@ CHARACTERS = str.maketrans(
         "≈": r"\approx ",
         "≤": r"\leq ",
         "≥": r"\geq ",
-        "∪": r"\cup ",
+        "\N{UNION}": r"\cup ",
         "°": r"^\circ ",
     }
 )
@@ -40,6 +40,7 @@ FONT_OF_FORMULA = re.compile(
     re.ASCII,
 )
 DEGREES = re.compile(r"\\degree(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}")
+ARGUMENT = re.compile(r"(\\(?:[dtc]?frac|sqrt|binom))\s+(?=\d)", re.ASCII)
 THOUSANDS = re.compile(rf"(?<![\w.,^\\])[1-9]\d{{0,2}}(?:(?:{SPACE}{{1,9}}|\{{,\}})\d{{3}})+(?!\d)", re.ASCII)
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d+)(?!\w)", re.ASCII)
 REPEATING = re.compile(r"(?<![\w.])(\d{1,99})\.(\d{0,99})\\overline\{(\d{1,99})\}", re.ASCII)
@@ -75,6 +76,7 @@ def mend(answer: str) -> str:
     answer = MATH_MODE.sub(" ", answer.translate(CHARACTERS)).strip()
     answer = FONT_OF_FORMULA.sub("", FONT_OF_WORD.sub(r"\\text", answer)).strip()
     answer = DEGREES.sub(r"^\\circ ", answer)
+    answer = ARGUMENT.sub(r"\1", answer)
     answer = THOUSANDS.sub(lambda match: re.sub(rf"{SPACE}|[{{,}}]", "", match[0]), answer)
     answer = MIXED.sub(_mixed_number, answer)
     answer = SCIENTIFIC.sub(lambda match: rf"{match[1]} \times 10^{{{match[2].lstrip('+')}}}", answer)

@@ -29,7 +29,7 @@ FACTORS = re.compile(r"((?<![\w^_.\\}])\d+|\))\s*(?=\(|\\left\s*\()|\)\s*(?=\d)"
 NUMBER_AS_TEXT = re.compile(r"\\(?:text|mbox)\s*\{\s*(-?\d[\d.,]*)\s*\}", re.ASCII)
 UNCLEAR = re.compile(
     rf"(?<![\w\\^_.}}])\d+(?:\.\d+)?{SPACE}+[\d.]"  # two numbers
-    r"|(?<![\w^_}])\d+\s*\{|(?:^|[^}\]\w\s])\s*\{\d+\}\s*[\d{]|\\phantom"  # likewise, in braces or beside what is unseen
+    r"|(?<![\w^_}])\d+\s*\{|(?:^|[^}\]\w\s^_])\s*\{\d+\}\s*[\d{]|\\phantom"  # in braces, or beside what is unseen
     r"|\\(?:text|mbox)\s*\{(?:[^{}]*[^{}\w^/])?\d",  # a text with a number, which is no unit
     re.ASCII,
 )
@@ -72,7 +72,9 @@ def parsed(text: str) -> list[Any]:
 def agree_exactly(gold: Any, answer: Any) -> bool:
     """False for numbers that differ: math-verify compares to an absolute 1e-15, by which 1e-19 would equal 1e-30."""
     gold, answer = (side.rhs if isinstance(side, Eq) else side for side in (gold, answer))
-    if isinstance(gold, Tuple | FiniteSet | Interval | MatrixBase) and type(gold) is type(answer):
+    if isinstance(gold, MatrixBase) and isinstance(answer, MatrixBase):
+        return all(map(agree_exactly, gold.flat(), answer.flat()))
+    if isinstance(gold, Tuple | FiniteSet | Interval) and type(gold) is type(answer):
         return all(map(agree_exactly, gold.args, answer.args))
     if not all(isinstance(side, Expr) and side.is_number for side in (gold, answer)):
         return True

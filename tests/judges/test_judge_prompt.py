@@ -108,7 +108,17 @@ def test_control_tokens_of_any_template_are_broken_up(token):
 
 
 @pytest.mark.parametrize(
-    "text", ["3 < 5 <= 7", "[ |x| ]", "x \uff1c 3 \uff1c\uff1d 7", "a ~ b", "x[0] + [1, 2]", r"\[ \frac{1}{2} \]", "a\tb\r\nc", "\u00e9\u4e2d\U0001f600"]
+    "text",
+    [
+        "3 < 5 <= 7",
+        "[ |x| ]",
+        "x \uff1c 3 \uff1c\uff1d 7",
+        "a ~ b",
+        "x[0] + [1, 2]",
+        r"\[ \frac{1}{2} \]",
+        "a\tb\r\nc",
+        "\u00e9\u4e2d\U0001f600",
+    ],
 )
 def test_plain_text_stays_as_it_is(text):
     assert neutralize(text) == text
