@@ -33,6 +33,7 @@ from poly_epo_jax.evaluation.results import compute_results
 from poly_epo_jax.http_client import ServerError, describe
 from poly_epo_jax.json_files import write_json
 from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.judges.capacity import say_shortfalls
 from poly_epo_jax.judges.none import NoJudge
 from poly_epo_jax.metrics import names
 from poly_epo_jax.model.sharding import make_mesh
@@ -42,7 +43,7 @@ from poly_epo_jax.progress import counted
 from poly_epo_jax.rollouts import open_server, open_weights, served_model
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.run_folder import CHECKPOINTS
-from poly_epo_jax.types import Judge, Params, Sampling, Served
+from poly_epo_jax.types import Judge, JudgeLoad, Params, Sampling, Served
 
 MODELS = flags.DEFINE_list("models", [], "Run folders, Hugging Face folders or names, server URLs; label= names one.")
 BENCHMARKS = flags.DEFINE_list("benchmarks", [], "Names, synthetic tasks or files; label= names one.")
@@ -112,6 +113,8 @@ async def _draw(
 ) -> None:
     if isinstance(judge, Served):
         await judge.wait_until_ready()
+    load = JudgeLoad(NUM_GENERATIONS.value, rollouts.max_prompt_tokens, sampling.max_tokens)
+    await say_shortfalls(judge, load)
     if model.params is not None:
         await rollouts.push_weights(model.params, {}, 0)
     with counted(f"{folder.name} on {benchmark.label}: problems", len(benchmark.problems)) as show:

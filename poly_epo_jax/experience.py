@@ -11,10 +11,11 @@ from typing import Any
 from grain import DatasetIterator
 
 from poly_epo_jax.grading import check_judge, grade_groups, judged
+from poly_epo_jax.judges.capacity import say_shortfalls
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.timeline import Timeline
-from poly_epo_jax.types import Counting, GradedGroup, Judge, Metrics, Problem, Sampling, Served, Task
+from poly_epo_jax.types import Counting, GradedGroup, Judge, JudgeLoad, Metrics, Problem, Sampling, Served, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Experience:
         one is handed out, on the weights of then, which training will have left by one step when it uses it.
       reads_judge: whether the update reads what the judge says. If not, no failure of the judge changes it.
       max_failed_share: of a batch's prompts; a judge that is read may fail on so many.
+      judge_load: the most that the judge is shown at once; None: nobody looks whether it fits.
       timeline: told when each batch is generated, graded and judged.
     """
 
@@ -59,12 +61,15 @@ class Experience:
     reads_judge: bool
     max_failed_share: float
     timeline: Timeline
+    judge_load: JudgeLoad | None = None
     _ahead: asyncio.Task[Batch] | None = None
 
     async def wait_until_ready(self) -> None:
-        """Returns once the judge's server, if it has one, answers."""
+        """Returns once the judge's server, if it has one, answers; says what is too much for that judge."""
         if isinstance(self.judge, Served):
             await hosts.barrier(self.judge.wait_until_ready())
+        if self.judge_load and hosts.is_first():
+            await say_shortfalls(self.judge, self.judge_load)
 
     async def batch(self, step: int) -> Batch:
         """The batch of `step`, waited for.

@@ -39,7 +39,7 @@ from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.tracking import NoTracker, Tracker
 from poly_epo_jax.train import Schedule, Trained, Trainer, train
-from poly_epo_jax.types import Judge, Metrics, Problem, Sampling, Task
+from poly_epo_jax.types import Judge, JudgeLoad, Metrics, Problem, Sampling, Task
 from poly_epo_jax.update import PolicyUpdate
 
 RESUME_MAY_CHANGE = (  # but for what `_bound` says
@@ -173,6 +173,11 @@ def _experience(
         reads_judge=make_estimator(config.algo).reads_judge,
         max_failed_share=config.judge.max_failed_share,
         timeline=timeline,
+        judge_load=JudgeLoad(
+            max(config.train.num_generations, config.eval.num_generations if config.eval.every else 0),
+            config.train.max_prompt_tokens,
+            config.sampling.max_tokens,
+        ),
     )
 
 

@@ -234,6 +234,24 @@ class Served(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class JudgeLoad:
+    """The most that a judge is shown at once: so many responses, of so many tokens, to a prompt of so many."""
+
+    num_responses: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+@runtime_checkable
+class Limited(Protocol):
+    """A judge that cannot read or write any amount."""
+
+    async def shortfalls(self, load: JudgeLoad) -> list[str]:
+        """What would not fit, a sentence each; called before the first step."""
+        ...
+
+
 @runtime_checkable
 class Counting(Protocol):
     """A task, judge or sampler that counts what it retried or gave up; the counts go to the step's metrics."""

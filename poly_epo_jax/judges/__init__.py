@@ -23,6 +23,7 @@ def _llm(
     attempts: Annotated[int, Range(1, 100)] = 3,
     prompt_file: str = "",
     max_response_chars: Annotated[int, Range(2, 10**7)] = 20_000,
+    context_tokens: Annotated[int, Range(0, 2**30)] = 0,
 ) -> LLMJudge:
     return LLMJudge(
         url=section.url,
@@ -36,6 +37,7 @@ def _llm(
         attempts=attempts,
         prompt_file=prompt_file,
         max_response_chars=max_response_chars,
+        context_tokens=context_tokens,
     )
 
 

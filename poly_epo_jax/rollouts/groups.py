@@ -61,7 +61,7 @@ class Rollouts:
 
     def __init__(self, sampler: Sampler, tokenizer: PreTrainedTokenizerBase, task: Task, max_prompt_tokens: int):
         self.sampler = sampler
-        self._tokenizer, self._task, self._max_prompt_tokens = tokenizer, task, max_prompt_tokens
+        self._tokenizer, self._task, self.max_prompt_tokens = tokenizer, task, max_prompt_tokens
         self._conversations: set[asyncio.Future[None]] = set()
 
     async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
@@ -139,10 +139,10 @@ class Rollouts:
         for problem, ids in zip(problems, prompts, strict=True):
             if not len(ids):
                 raise ValueError(f"The prompt of problem {problem.id} is empty; leave the problem out.")
-            if len(ids) > self._max_prompt_tokens:
+            if len(ids) > self.max_prompt_tokens:
                 raise ValueError(
                     f"The prompt of problem {problem.id} has {len(ids)} tokens, more than "
-                    f"train.max_prompt_tokens={self._max_prompt_tokens}; raise that, or leave the problem out."
+                    f"train.max_prompt_tokens={self.max_prompt_tokens}; raise that, or leave the problem out."
                 )
         return prompts
 
