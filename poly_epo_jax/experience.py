@@ -12,6 +12,7 @@ from grain import DatasetIterator
 
 from poly_epo_jax.grading import check_judge, grade_groups, judged
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.parallel.stop import Stop
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.types import Counting, GradedGroup, Judge, Metrics, Problem, Sampling, Served, Task
@@ -44,6 +45,7 @@ class Experience:
         one is handed out, on the weights of then, which training will have left by one step when it uses it.
       max_failed_share: of a batch's prompts; the judge may fail on so many.
       timeline: told when each batch is generated, graded and judged.
+      stop: ends the waiting for judge and batches.
     """
 
     rollouts: Rollouts
@@ -56,20 +58,22 @@ class Experience:
     staleness: int
     max_failed_share: float
     timeline: Timeline
+    stop: Stop = dataclasses.field(default_factory=Stop)
     _ahead: asyncio.Task[Batch] | None = None
 
     async def wait_until_ready(self) -> None:
         """Returns once the judge's server, if it has one, answers."""
         if isinstance(self.judge, Served):
-            await hosts.barrier(self.judge.wait_until_ready())
+            await hosts.barrier(self.stop.interrupts(self.judge.wait_until_ready()))
 
     async def batch(self, step: int) -> Batch:
         """The batch of `step`, waited for.
 
         Raises:
           JudgeError: the judge has failed on too many prompts.
+          Stopped: the run is to end.
         """
-        own = self._ahead or self._begin(step)
+        own = asyncio.ensure_future(self.stop.interrupts(self._ahead or self._begin(step)))
         if hosts.count() > 1:
             await asyncio.wait([own])
             with self.timeline.clock(step).stage("exchange"):

@@ -86,17 +86,24 @@ def open_trained_policy(
 
     Raises:
       FileNotFoundError: the run has no such checkpoint.
+      CheckpointError: it is damaged; or, where it is the newest, all are.
     """
     if not (run / CHECKPOINTS).is_dir():
         raise FileNotFoundError(f"{run} has no checkpoints; give the run folder of a training run.")
-    checkpoints = Checkpoints(run / CHECKPOINTS)
-    step = checkpoints.latest_step if step is None else step
-    if step is None or step not in checkpoints.steps:
-        raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {checkpoints.steps}.")
+    checkpoints = Checkpoints(run / CHECKPOINTS, read_only=True)
     policy = open_policy(run / POLICY, section)
-    abstract = nnx.to_pure_dict(nnx.split(policy.model)[1])
+    abstract, shardings = nnx.to_pure_dict(nnx.split(policy.model)[1]), param_shardings(policy.model, mesh)
     trainable = read_config(run)["train"]["trainable"]
-    return policy, checkpoints.restore_params(step, abstract, param_shardings(policy.model, mesh), trainable), step
+
+    def restore(step: int) -> Params:
+        return checkpoints.restore_params(step, abstract, shardings, trainable)
+
+    if step in checkpoints.steps:
+        return policy, restore(step), step
+    newest = checkpoints.newest(restore) if step is None else None
+    if newest is None:
+        raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {checkpoints.steps}.")
+    return policy, newest[1], newest[0]
 
 
 def _stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase, more: Sequence[str]) -> tuple[int, ...]:
