@@ -166,10 +166,8 @@ async def train(
             checkpoints.close()
         if stopped is not None:
             if hosts.is_first():
-                where = (
-                    f"saved after step {saved}; the same command goes on there" if saved else "no step is trained yet"
-                )
-                print(f"{stopped}: {where}.", file=sys.stderr)
+                kept = f"saved after step {saved}" if saved else "no step is trained yet"
+                print(f"{stopped}: {kept}; the same command goes on from there.", file=sys.stderr)
             sys.exit(128 + stopped.number)  # as a shell gives it to what a signal ended
 
 

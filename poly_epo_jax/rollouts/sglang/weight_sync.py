@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -17,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import httpx
 from safetensors import SafetensorError
 
+from poly_epo_jax.file_lock import exclusive
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.rollouts.sglang.requests import post
@@ -58,6 +60,9 @@ class DiskSync:
     Args:
       folder: versions are written below it, in a folder of this run's own, which is emptied now.
       run: what tells this run's folder from other runs'.
+
+    Raises:
+      InUseError: another process has that folder.
     """
 
     def __init__(self, folder: Path, run: str, config: ModelConfig, dtype: str):
@@ -65,7 +70,9 @@ class DiskSync:
         self._config, self._dtype = config, dtype
         self._version = self._prepared = ""
         self._outdated: list[str] = []
-        self.close()
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(exclusive(self._folder.with_suffix(".lock"), f"the weights folder {self._folder}"))
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def prepare(self, params: Params, version: str) -> None:
         """Writes `version` whole, beside the present one.
@@ -94,6 +101,7 @@ class DiskSync:
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._held.close()
 
 
 class TensorSync:
