@@ -4,9 +4,12 @@ Each says what it should hold (fingerprint.py), so that a damaged one is never t
 """
 
 import contextlib
+import gc
 import hashlib
 import json
 import logging
+import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -47,6 +50,7 @@ class Checkpoints:
             cleanup_tmp_directories=not read_only,  # of saves that a crash cut short
             enable_async_checkpointing=True,
         )
+        _drop_late_callbacks()
         self._directory, self._read_only = directory.absolute(), read_only
         self._damaged = self._directory.with_name(f"{directory.name}.damaged")
         with self._saving():
@@ -142,18 +146,18 @@ class Checkpoints:
 
     def _checked(self, step: int, args: Any) -> tuple[Any, dict[str, Any]]:
         """The state and the data position, if they are what was saved."""
-        folder = self._directory / str(step)
-        try:
-            found = self._manager.restore(step, args=ocp.args.Composite(state=args, data=ocp.args.JsonRestore()))
-            content = dict(found.data)
-            whole = content.pop("digest") == _digest(content)
-            whole = whole and fingerprints(found.state).items() <= content["fingerprints"].items()
-        except Exception as error:  # of whatever kind: Orbax and TensorStore have many
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise CheckpointError(f"The checkpoint {folder} is damaged ({reason}).") from error
+        reason, content, state = "it holds other numbers than were saved", {}, None
+        with _quiet():
+            try:
+                found = self._manager.restore(step, args=ocp.args.Composite(state=args, data=ocp.args.JsonRestore()))
+                content, state = dict(found.data), found.state
+                whole = content.pop("digest") == _digest(content)
+                whole = whole and fingerprints(state).items() <= content["fingerprints"].items()
+            except Exception as error:  # of whatever kind: Orbax and TensorStore have many
+                whole, reason = False, _reason(error)
         if not whole:
-            raise CheckpointError(f"The checkpoint {folder} is damaged (it holds other numbers than were saved).")
-        return found.state, content["data"]
+            raise CheckpointError(f"The checkpoint {self._directory / str(step)} is damaged ({reason}).")
+        return state, content["data"]
 
     def _set_aside(self, damaged: dict[int, CheckpointError], step: int) -> None:
         """Makes room for the checkpoints that will be saved at these steps again."""
@@ -169,15 +173,44 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # a full disk is an error of TensorStore's, the thread's or the file's
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise OSError(
-                f"The checkpoint cannot be written to {self._directory} ({reason}); make room or choose a writable "
-                "folder. What was saved before is whole, and the same command goes on from there."
+                f"The checkpoint cannot be written to {self._directory} ({_reason(error)}); make room or choose a "
+                "writable folder. What was saved before is whole, and the same command goes on from there."
             ) from error
 
 
 def _abstract(like: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, shardings)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Where reading fails, Orbax leaves coroutines behind, each of which would tell of it once it is collected."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        yield
+    finally:
+        gc.collect()
+        sys.unraisablehook = hook
+
+
+def _drop_late_callbacks() -> None:
+    """Where writing fails, Orbax closes its loop, and each thread of TensorStore's prints that it cannot reach it."""
+    before = sys.unraisablehook
+
+    def hook(raised: Any) -> None:
+        if str(raised.exc_value) != "Event loop is closed":
+            before(raised)
+
+    sys.unraisablehook = hook
+
+
+def _reason(error: Exception) -> str:
+    """What the operating system says, or else the first line: TensorStore goes on with all that it knows."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    if code:
+        return os.strerror(int(code[1]))
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _digest(content: dict[str, Any]) -> str:

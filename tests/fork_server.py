@@ -3,6 +3,7 @@
 No fork finds a JAX backend: each makes its own. `ForkServer` is the client; this file, as a program, is the server.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -14,6 +15,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+IMPORTED = [
+    "poly_epo_jax.main",
+    *(f"poly_epo_jax.evaluation.{name}" for name in ("benchmarks", "draw", "results")),
+    "poly_epo_jax.report.build",
+]
+"""All but poly_epo_jax.evaluate, whose flags must be declared once."""
 
 
 class ForkServer:
@@ -66,6 +74,8 @@ def _child(module: str, arguments: list[str], log: str) -> None:
 
 
 def serve() -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
     from jax._src import xla_bridge
 
     assert not xla_bridge._backends, "a fork could not use a backend that was made before"

@@ -1,6 +1,8 @@
 """The loop: what takes part in an update, what is left behind when something fails, one batch ahead."""
 
 import asyncio
+import json
+import os
 import signal
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from itertools import pairwise
@@ -24,6 +26,7 @@ from poly_epo_jax.http_client import ServerError
 from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
 from poly_epo_jax.objective import Objective
+from poly_epo_jax.parallel.stop import Stop
 from poly_epo_jax.run_folder import read_rows
 from poly_epo_jax.section import read_section
 from poly_epo_jax.timeline import Timeline
@@ -66,6 +69,7 @@ def train_tiny(
     update = PolicyUpdate(TINY_MODEL, mesh, Objective(make_loss(config.algo)), optimizer_config(), total_updates=4)
     task, judge, batches = ByLetter(), LetterJudge(failing), problem_batches(PROBLEMS, 3, seed=0)
     rollouts, timeline, num_generations = (sampler or RandomLetters()).rollouts(task), Timeline(), 8
+    stop = Stop()
     trainer = Trainer(
         experience=Experience(
             *(rollouts, task, judge, batches, num_generations),
@@ -74,6 +78,7 @@ def train_tiny(
             staleness=config.train.staleness,
             max_failed_share=config.judge.max_failed_share,
             timeline=timeline,
+            stop=stop,
         ),
         advantages=make_advantages(config.algo, seed=0),
         packer=MinibatchPacker(2, row_tokens=8, num_rows=4, length_normalization="max", max_tokens=2),
@@ -86,7 +91,7 @@ def train_tiny(
     schedule = Schedule(config.train.num_steps, config.eval.every, config.checkpoint.every, log_generations=1)
 
     def evaluate() -> Awaitable[Metrics]:
-        return evaluate_held_out(rollouts, task, judge, task.held_out_problems, 2, Sampling(2))
+        return evaluate_held_out(rollouts, task, judge, task.held_out_problems, 2, Sampling(2), stop)
 
     with Tracker(run_dir, "{}", config.train.num_steps, -1) as tracker:
         asyncio.run(train(trainer, evaluate, Checkpoints(run_dir / "checkpoints"), tracker, schedule))
@@ -290,3 +295,46 @@ def test_batches_are_begun_when_they_should_be(staleness: int):
         await experience.close()
 
     asyncio.run(main())
+
+
+class Waiting(RandomLetters):
+    """At its n-th generation it waits for a server that never answers, once it was told to end."""
+
+    def __init__(self, generation: int, number: signal.Signals):
+        super().__init__()
+        self.left, self.number = generation, number
+
+    async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), self.number)
+            await asyncio.Event().wait()
+        async for completion in super().sample(requests, sampling):
+            yield completion
+
+
+# Generations 1 and 4 are those of the evaluations, before the first step and after the second.
+@pytest.mark.parametrize(
+    ("generation", "number", "said"),
+    [
+        (1, signal.SIGTERM, "SIGTERM: no step is trained yet; the same command goes on from there.\n"),
+        (2, signal.SIGINT, "Ctrl-C: no step is trained yet; the same command goes on from there.\n"),
+        (3, signal.SIGHUP, "SIGHUP: saved after step 1; the same command goes on from there.\n"),
+        (4, signal.SIGINT, "Ctrl-C: saved after step 2; the same command goes on from there.\n"),
+        (5, signal.SIGTERM, "SIGTERM: saved after step 2; the same command goes on from there.\n"),
+    ],
+)
+def test_a_signal_is_honoured_while_a_server_is_awaited(
+    tmp_path: Path, generation: int, number: signal.Signals, said: str, capsys: pytest.CaptureFixture[str]
+):
+    settings = {"train.num_steps": 3, "eval.every": 2, "checkpoint.every": 50}
+    with pytest.raises(SystemExit) as ended:
+        train_tiny(tmp_path, (), Waiting(generation, number), **settings)
+    assert ended.value.code == 128 + number and capsys.readouterr().err == said
+    saved_steps = Checkpoints(tmp_path / "checkpoints").steps
+    assert saved_steps == ([int(said.split("step ")[1][0])] if "saved" in said else [])
+    logged = [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")]
+    assert logged == {1: [], 2: [0], 3: [0, 1], 4: [0, 1], 5: [0, 1, 2]}[generation]
+    if saved_steps:
+        content = json.loads((tmp_path / "checkpoints" / str(saved_steps[0]) / "data" / "metadata").read_text())
+        assert (content["data"]["unlogged"] is not None) == (generation == 4)

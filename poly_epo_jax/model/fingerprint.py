@@ -1,8 +1,8 @@
 """A number for each array of a tree that tells whether it holds the very bits of another, on whatever mesh it lies.
 
-It is a sum, modulo 2^32, of the array's words, each times an odd number of its place. So one changed word always
-changes it, and other changes escape it once in four billion times. Whole numbers add up to the same in any order, so
-that no device sends more than its own sum, and the cost is that of reading the array once.
+It is the sum, modulo 2^32, of a hash of each word and its place. The hash never takes two words for one, so that one
+changed word always changes the sum, and other changes escape it once in four billion times. Whole numbers add up to the
+same in any order, no device sends more than its own sum, and the cost is that of reading the array once.
 """
 
 import math
@@ -33,6 +33,7 @@ def _fingerprint(array: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     for axis in range(array.ndim):
         stride = math.prod(array.shape[axis + 1 :]) % 2**32
         places += jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis) * jnp.uint32(stride)
-    mixed = places * jnp.uint32(0x9E3779B1)
-    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
-    return jnp.sum(words * (mixed | 1), dtype=jnp.uint32)
+    mixed = words ^ (places * jnp.uint32(0x9E3779B1))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # MurmurHash3's finalizer, by Austin Appleby
+        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
