@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -21,6 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from poly_epo_jax import set_rl
 from poly_epo_jax.batching import TrainingSequence, pack
 from poly_epo_jax.config import BaseSection, Config, OptimizerSection, TaskSection, microbatch_rows
+from poly_epo_jax.digests import check_digests
+from poly_epo_jax.file_lock import exclusive
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
@@ -67,9 +70,22 @@ def base_policy(config: Config, task: Task, mesh: Mesh) -> Path:
     if not isinstance(task, DemonstratedTask):
         raise ValueError(f"{type(task).__name__} has no demonstrations to fit a base policy to; set model.path.")
     folder = base_policy_folder(config.base, config.task)
-    if not folder.exists():
-        _make(config, task, mesh, folder)
+    # A second run that needs the same one waits for the first to make it.
+    with exclusive(folder.with_name(f"{folder.name}.lock"), f"the base policy {folder}", wait=True):
+        if folder.exists() and _is_damaged(folder):
+            shutil.rmtree(folder)
+        if not folder.exists():
+            _make(config, task, mesh, folder)
     return folder
+
+
+def _is_damaged(folder: Path) -> bool:
+    try:
+        check_digests(folder)
+    except ValueError as error:
+        print(f"Warning: {error} It is fitted anew.", file=sys.stderr)
+        return True
+    return False
 
 
 def base_policy_folder(base: BaseSection, task: TaskSection) -> Path:
@@ -134,12 +150,7 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
                 check_finite(metrics, f"{too_high}: step {step} on {name}")
                 show(step)
         params = state.params
-    # Renamed last: a run that dies before leaves no half policy for the next one to take.
-    unfinished = folder.with_name(f"{folder.name}.tokenizer-missing")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    hf.save_pretrained(unfinished, params, shape, dtype="float32", eos_token_id=eos)
-    tokenizer.save_pretrained(unfinished)
-    unfinished.rename(folder)
+    hf.save_pretrained(folder, params, shape, dtype="float32", eos_token_id=eos, tokenizer=tokenizer)
 
 
 def _sequences(

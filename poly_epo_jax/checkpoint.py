@@ -1,14 +1,35 @@
-"""Checkpoints of everything a run needs to go on bit for bit: policy, optimizer, step and data position (Orbax)."""
+"""Checkpoints of everything a run needs to go on bit for bit: policy, optimizer, step and data position (Orbax).
 
+Each says what it should hold (fingerprint.py), so that a damaged one is never taken for whole.
+"""
+
+import contextlib
+import gc
+import hashlib
+import json
 import logging
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
 
+from poly_epo_jax.model.fingerprint import fingerprints
 from poly_epo_jax.model.partition import merge_params, split_params
+from poly_epo_jax.parallel import hosts
 from poly_epo_jax.types import Params
+
+T = TypeVar("T")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged; the message says which, and what to do."""
 
 
 class Checkpoints:
@@ -17,12 +38,23 @@ class Checkpoints:
     Args:
       directory: made if it does not exist.
       keep: how many checkpoints stay; None: all.
+      read_only: whether they are another process's, which may be saving and deleting at this moment.
     """
 
-    def __init__(self, directory: Path, keep: int | None = None):
-        logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file at INFO
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+    def __init__(self, directory: Path, keep: int | None = None, read_only: bool = False):
+        # Orbax tells of every file at INFO, and of every error that it also raises.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            read_only=read_only,
+            cleanup_tmp_directories=not read_only,  # of saves that a crash cut short
+            enable_async_checkpointing=True,
+        )
+        _drop_late_callbacks()
+        self._directory, self._read_only = directory.absolute(), read_only
+        self._damaged = self._directory.with_name(f"{directory.name}.damaged")
+        with self._saving():
+            self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     @property
     def latest_step(self) -> int | None:
@@ -34,36 +66,152 @@ class Checkpoints:
         """The steps of all complete checkpoints, in order."""
         return sorted(self._manager.all_steps())
 
+    @property
+    def num_damaged(self) -> int:
+        """How many checkpoints of this run were found damaged and set aside so far."""
+        return sum(1 for _ in self._damaged.glob("[0-9]*"))
+
     def save(self, step: int, state: Any, data_state: dict[str, Any]) -> None:
-        """Starts saving; `state` may be donated as soon as this returns."""
-        self._manager.save(
-            step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_state))
-        )
+        """Starts saving; `state` may be donated as soon as this returns.
+
+        Raises:
+          OSError: it cannot be written, or the one before could not.
+        """
+        content = {"data": data_state, "fingerprints": fingerprints(state)}
+        data = ocp.args.JsonSave(content | {"digest": _digest(content)})
+        with self._saving():
+            self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=data))
 
     def restore(self, step: int, like: Any, shardings: Any) -> tuple[Any, dict[str, Any]]:
-        """The state and data position at `step`, laid out by `shardings`, whatever mesh they were saved from."""
-        args = ocp.args.StandardRestore(_abstract(like, shardings))
-        restored = self._manager.restore(step, args=ocp.args.Composite(state=args, data=ocp.args.JsonRestore()))
-        return restored.state, restored.data
+        """The state and data position at `step`, laid out by `shardings`, whatever mesh they were saved from.
+
+        Raises:
+          CheckpointError: it is damaged.
+        """
+        return self._checked(step, ocp.args.StandardRestore(_abstract(like, shardings)))
 
     def restore_params(self, step: int, like: Params, shardings: Params, trainable: str = "") -> Params:
         """The policy's weights alone; optimizer and data position stay on disk.
 
         Args:
           trainable: the pattern of the weights that were trained, see `split_params`.
+
+        Raises:
+          CheckpointError: they are damaged.
         """
         parts = split_params(_abstract(like, shardings), trainable)
         weights = {name: part for name, part in zip(("trainable", "frozen"), parts, strict=True) if part}
         restore_args = ocp.checkpoint_utils.construct_restore_args(weights)
         args = ocp.args.PyTreeRestore(item=weights, restore_args=restore_args, partial_restore=True)
-        restored = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
+        restored, _ = self._checked(step, args)
         return merge_params(restored["trainable"], restored.get("frozen", {}))
 
+    def newest(self, restore: Callable[[int], T]) -> tuple[int, T] | None:
+        """The newest checkpoint that is whole: its step and what `restore` makes of it; None if there is none at all.
+
+        Newer ones, which are damaged, are named on stderr, and set aside where this process is the one that saves.
+
+        Raises:
+          CheckpointError: all are damaged; they are left where they are.
+        """
+        damaged: dict[int, CheckpointError] = {}
+        while left := [step for step in self.steps if step not in damaged]:
+            step = left[-1]
+            try:
+                restored = hosts.on_all(partial(restore, step))
+            except (CheckpointError, hosts.HostError) as error:
+                damaged[step] = CheckpointError(error)
+                self._manager.reload()  # the process that saves may have deleted it meanwhile, and saved another
+                continue
+            hosts.on_first(partial(self._set_aside, damaged, step))
+            self._manager.reload()
+            return step, restored
+        if damaged:
+            reasons = " ".join(map(str, damaged.values()))
+            raise CheckpointError(
+                f"No checkpoint in {self._directory} is whole: bring one back from a copy, or delete the run folder to "
+                f"begin anew. {reasons}"
+            )
+        return None
+
     def close(self) -> None:
-        """Waits until what was begun is on disk."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Waits until what was begun is on disk.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        with self._saving():
+            self._manager.wait_until_finished()
+            self._manager.close()
+
+    def _checked(self, step: int, args: Any) -> tuple[Any, dict[str, Any]]:
+        """The state and the data position, if they are what was saved."""
+        reason, content, state = "it holds other numbers than were saved", {}, None
+        with _quiet():
+            try:
+                found = self._manager.restore(step, args=ocp.args.Composite(state=args, data=ocp.args.JsonRestore()))
+                content, state = dict(found.data), found.state
+                whole = content.pop("digest") == _digest(content)
+                whole = whole and fingerprints(state).items() <= content["fingerprints"].items()
+            except Exception as error:  # of whatever kind: Orbax and TensorStore have many
+                whole, reason = False, _reason(error)
+        if not whole:
+            raise CheckpointError(f"The checkpoint {self._directory / str(step)} is damaged ({reason}).")
+        return state, content["data"]
+
+    def _set_aside(self, damaged: dict[int, CheckpointError], step: int) -> None:
+        """Makes room for the checkpoints that will be saved at these steps again."""
+        for number, error in damaged.items():
+            print(f"Warning: {error} Going on from that of step {step}.", file=sys.stderr)
+            if (self._directory / str(number)).exists() and not self._read_only:
+                self._damaged.mkdir(exist_ok=True)
+                shutil.rmtree(self._damaged / str(number), ignore_errors=True)
+                (self._directory / str(number)).rename(self._damaged / str(number))
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a full disk is an error of TensorStore's, the thread's or the file's
+            raise OSError(
+                f"The checkpoint cannot be written to {self._directory} ({_reason(error)}); make room or choose a "
+                "writable folder. What was saved before is whole, and the same command goes on from there."
+            ) from error
 
 
 def _abstract(like: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, shardings)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Where reading fails, Orbax leaves coroutines behind, each of which would tell of it once it is collected."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        yield
+    finally:
+        gc.collect()
+        sys.unraisablehook = hook
+
+
+def _drop_late_callbacks() -> None:
+    """Where writing fails, Orbax closes its loop, and each thread of TensorStore's prints that it cannot reach it."""
+    before = sys.unraisablehook
+
+    def hook(raised: Any) -> None:
+        if str(raised.exc_value) != "Event loop is closed":
+            before(raised)
+
+    sys.unraisablehook = hook
+
+
+def _reason(error: Exception) -> str:
+    """What the operating system says, or else the first line: TensorStore goes on with all that it knows."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    if code:
+        return os.strerror(int(code[1]))
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -45,6 +45,9 @@ def run_command(
     logging.set_verbosity(logging.WARNING)
     try:
         run(read_config(CONFIG.value, training))
+    except KeyboardInterrupt:
+        print("Ctrl-C: the same command goes on from what is saved.", file=sys.stderr)
+        sys.exit(130)
     except (ValueError, OSError, ImportError, *errors) as error:
         sys.exit(f"Error: {' '.join(str(error).split())}")
 

@@ -30,6 +30,7 @@ from poly_epo_jax.evaluation.benchmarks import Benchmark, label_of, open_benchma
 from poly_epo_jax.evaluation.draw import draw_generations
 from poly_epo_jax.evaluation.folder import RESULTS, open_folder
 from poly_epo_jax.evaluation.results import compute_results
+from poly_epo_jax.file_lock import exclusive
 from poly_epo_jax.http_client import ServerError, describe
 from poly_epo_jax.json_files import write_json
 from poly_epo_jax.judges import JUDGES
@@ -42,7 +43,7 @@ from poly_epo_jax.prepare import check_writable
 from poly_epo_jax.progress import counted
 from poly_epo_jax.rollouts import open_server, open_weights, served_model
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.run_folder import CHECKPOINTS
+from poly_epo_jax.run_folder import CHECKPOINTS, LOCK
 from poly_epo_jax.types import Judge, JudgeLoad, Params, Sampling, Served
 
 MODELS = flags.DEFINE_list("models", [], "Run folders, Hugging Face folders or names, server URLs; label= names one.")
@@ -94,15 +95,16 @@ def run(config: Config) -> None:
             folder = Path(OUTPUT.value) / benchmark.label / label
             about = {"benchmark": name, "model": model.weights, "num_generations": num_generations}
             about |= {"sampling": dataclasses.asdict(sampling), "judge": config.judge.name if judged else None}
-            open_folder(folder, about)
-            rollouts = _open_rollouts(model, benchmark, config, mesh)
-            try:
-                asyncio.run(_draw(folder, model, rollouts, benchmark, judge, sampling))
-            finally:
-                rollouts.sampler.close()
-            labels = {"benchmark": benchmark.label, "model": label, "sampling": about["sampling"]}
-            results = labels | compute_results(folder)
-            write_json(folder / RESULTS, results)
+            with exclusive(folder / LOCK, f"the evaluation {folder}"):
+                open_folder(folder, about)
+                rollouts = _open_rollouts(model, benchmark, config, mesh)
+                try:
+                    asyncio.run(_draw(folder, model, rollouts, benchmark, judge, sampling))
+                finally:
+                    rollouts.sampler.close()
+                labels = {"benchmark": benchmark.label, "model": label, "sampling": about["sampling"]}
+                results = labels | compute_results(folder)
+                write_json(folder / RESULTS, results)
             table.add_row(benchmark.label, label, *(_cell(results["metrics"].get(metric)) for metric in shown))
     Console().print(table)
     print(f"See it with: python -m poly_epo_jax.report {OUTPUT.value}")

@@ -13,6 +13,7 @@ from grain import DatasetIterator
 from poly_epo_jax.grading import check_judge, grade_groups, judged
 from poly_epo_jax.judges.capacity import say_shortfalls
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.parallel.stop import Stop
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.types import Counting, GradedGroup, Judge, JudgeLoad, Metrics, Problem, Sampling, Served, Task
@@ -48,6 +49,7 @@ class Experience:
       max_failed_share: of a batch's prompts; a judge that is read may fail on so many.
       judge_load: the most that the judge is shown at once; None: nobody looks whether it fits.
       timeline: told when each batch is generated, graded and judged.
+      stop: ends the waiting for judge and batches.
     """
 
     rollouts: Rollouts
@@ -62,12 +64,13 @@ class Experience:
     max_failed_share: float
     timeline: Timeline
     judge_load: JudgeLoad | None = None
+    stop: Stop = dataclasses.field(default_factory=Stop)
     _ahead: asyncio.Task[Batch] | None = None
 
     async def wait_until_ready(self) -> None:
         """Returns once the judge's server, if it has one, answers; says what is too much for that judge."""
         if isinstance(self.judge, Served):
-            await hosts.barrier(self.judge.wait_until_ready())
+            await hosts.barrier(self.stop.interrupts(self.judge.wait_until_ready()))
         if self.judge_load and hosts.is_first():
             await say_shortfalls(self.judge, self.judge_load)
 
@@ -76,8 +79,9 @@ class Experience:
 
         Raises:
           JudgeError: the judge has failed on too many prompts.
+          Stopped: the run is to end.
         """
-        own = self._ahead or self._begin(step)
+        own = asyncio.ensure_future(self.stop.interrupts(self._ahead or self._begin(step)))
         if hosts.count() > 1:
             await asyncio.wait([own])
             with self.timeline.clock(step).stage("exchange"):

@@ -34,10 +34,11 @@ def export(run: Path, folder: Path, step: int | None = None, dtype: str = "bfloa
     Raises:
       FileNotFoundError: the run has no such checkpoint.
       FileExistsError: `folder` is there already.
+      CheckpointError: the checkpoint is damaged.
     """
     policy, params, _ = open_trained_policy(run, ModelSection(), make_mesh(1, 1, 1), step)
-    hf.save_pretrained(folder, params, policy.config, dtype=dtype, eos_token_id=policy.stop_ids)
-    policy.tokenizer.save_pretrained(folder)
+    stop_ids, tokenizer = policy.stop_ids, policy.tokenizer
+    hf.save_pretrained(folder, params, policy.config, dtype=dtype, eos_token_id=stop_ids, tokenizer=tokenizer)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from poly_epo_jax.daemon_thread import in_daemon_thread
 from poly_epo_jax.timeline import StageClock
 from poly_epo_jax.types import (
     Clustering,
@@ -62,7 +63,7 @@ async def grade_groups(
 async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then: Any) -> GradedGroup:
     async def score() -> np.ndarray:
         with clock.stage("grade"):
-            rewards = await asyncio.to_thread(lambda: [task.reward(group.problem, y) for y in group.generations])
+            rewards = await in_daemon_thread(lambda: [task.reward(group.problem, y) for y in group.generations])
         return np.array(rewards, float)
 
     async def cluster():

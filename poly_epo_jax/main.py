@@ -32,13 +32,14 @@ from poly_epo_jax.model.sharding import host_mesh
 from poly_epo_jax.objective import DivergenceError, Objective
 from poly_epo_jax.optimizer import decays
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.parallel.stop import Stop
 from poly_epo_jax.policy import Policy, find_model, open_policy
 from poly_epo_jax.prepare import prepare
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.tracking import NoTracker, Tracker
-from poly_epo_jax.train import Schedule, Trained, Trainer, train
+from poly_epo_jax.train import Schedule, Trained, Trainer, Unlogged, train
 from poly_epo_jax.types import Judge, JudgeLoad, Metrics, Problem, Sampling, Task
 from poly_epo_jax.update import PolicyUpdate
 
@@ -72,6 +73,14 @@ def run(config: Config) -> None:
     """
     hosts.join(config.hosts)
     jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
+    with contextlib.ExitStack() as held:
+        # One of the hosts holds it for all of them.
+        hosts.on_first(lambda: held.enter_context(run_folder.in_use(Path(config.workdir))))
+        _run(config)
+
+
+def _run(config: Config) -> None:
+    """What `run` does in a run folder of its own."""
     workdir = Path(config.workdir)
     _check_same_run(workdir, config)
     mesh, task, judge = prepare(config)
@@ -97,9 +106,9 @@ def run(config: Config) -> None:
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, here, policy.stop_ids, config, **config.rollouts.options)
     rollouts = Rollouts(sampler, policy.tokenizer, task, config.train.max_prompt_tokens)
-    timeline = Timeline()
+    timeline, stop = Timeline(), Stop()
     trainer = Trainer(
-        experience=_experience(config, rollouts, task, judge, batches, timeline),
+        experience=_experience(config, rollouts, task, judge, batches, timeline, stop),
         advantages=make_advantages(config.algo, config.seed),
         packer=_packer(config, mesh),
         update=update,
@@ -111,10 +120,11 @@ def run(config: Config) -> None:
 
     def evaluate() -> Awaitable[Metrics]:
         problems, sampling = held_out_problems[: config.eval.num_problems], _sampling(config, config.seed)
-        return evaluate_held_out(rollouts, task, judge, problems, config.eval.num_generations, sampling)
+        return evaluate_held_out(rollouts, task, judge, problems, config.eval.num_generations, sampling, stop)
 
     # Without a checkpoint there is no step to resume from, not even the evaluation before the first.
-    with _tracker(config, trained.step or -1) as tracker:
+    logged = trained.step if trained.unlogged is None else trained.step - 1
+    with _tracker(config, logged if trained.step else -1) as tracker:
         try:
             asyncio.run(train(trainer, evaluate, checkpoints, tracker, _schedule(config)))
         finally:
@@ -145,17 +155,24 @@ def _policy_update(config: Config, policy: Policy, mesh: Mesh) -> PolicyUpdate:
 
 
 def _restored(checkpoints: Checkpoints, update: PolicyUpdate, batches: DatasetIterator) -> Trained | None:
-    """Where the newest checkpoint stands, to which the data is moved; None without one."""
-    step = checkpoints.latest_step
-    if not step:
+    """Where the newest whole checkpoint stands, to which the data is moved; None without one."""
+    newest = checkpoints.newest(lambda step: checkpoints.restore(step, update.abstract_state, update.shardings))
+    if newest is None:
         return None
-    state, data_state = checkpoints.restore(step, update.abstract_state, update.shardings)
-    batches.set_state(data_state)
-    return Trained(step, state, data_state)
+    step, (state, saved) = newest
+    batches.set_state(saved["batches"])
+    unlogged = None if saved["unlogged"] is None else Unlogged(**saved["unlogged"])
+    return Trained(step, state, saved["batches"], unlogged)
 
 
 def _experience(
-    config: Config, rollouts: Rollouts, task: Task, judge: Judge, batches: DatasetIterator, timeline: Timeline
+    config: Config,
+    rollouts: Rollouts,
+    task: Task,
+    judge: Judge,
+    batches: DatasetIterator,
+    timeline: Timeline,
+    stop: Stop,
 ) -> Experience:
     def sampling(step: int) -> Sampling:
         """Another seed for every step, the same for every repetition of it."""
@@ -178,6 +195,7 @@ def _experience(
             config.train.max_prompt_tokens,
             config.sampling.max_tokens,
         ),
+        stop=stop,
     )
 
 

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.config import ModelSection
+from poly_epo_jax.digests import DIGESTS, check_digests, write_digests
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
@@ -40,10 +41,12 @@ class Policy:
     def save_description(self, folder: Path) -> None:
         """Copies what the folder holds besides weights, so that a run can be exported wherever its base policy went."""
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / DIGESTS).unlink(missing_ok=True)
         for name in ("config.json", "generation_config.json"):
             if (self.path / name).exists():
                 shutil.copy(self.path / name, folder)
         self.tokenizer.save_pretrained(folder)
+        write_digests(folder)
 
 
 def find_model(path: str) -> Path:
@@ -57,10 +60,9 @@ def find_model(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
     except (OSError, ValueError, HfHubHTTPError) as error:
-        first_line = str(error).strip().splitlines()[0]
         raise OSError(
-            f"{path} is no folder, and cannot be downloaded ({first_line}); correct model.path, or download the model "
-            "elsewhere and give its folder."
+            f"{path} is no folder, and cannot be downloaded ({_first_line(error)}); correct model.path, or download "
+            "the model elsewhere and give its folder."
         ) from error
 
 
@@ -68,11 +70,17 @@ def open_policy(path: Path, section: ModelSection) -> Policy:
     """The policy in a Hugging Face folder, computed with as the `model` section of the configuration says.
 
     Raises:
-      ValueError, FileNotFoundError: the folder is missing or holds what this code cannot run.
+      ValueError, FileNotFoundError: the folder is missing, damaged, or holds what this code cannot run.
     """
+    check_digests(path)
     compute = {name: value for name, value in section.items() if name not in ("path", "stop_tokens")}
     config = hf.read_config(path, **compute)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # tokenizers and transformers have many kinds, and few that say which file it is
+        raise ValueError(
+            f"{path} has no tokenizer that can be read ({_first_line(error)}); make or download the folder again."
+        ) from error
     return Policy(path, config, abstract_model(config), tokenizer, _stop_ids(path, tokenizer, section.stop_tokens))
 
 
@@ -86,17 +94,28 @@ def open_trained_policy(
 
     Raises:
       FileNotFoundError: the run has no such checkpoint.
+      CheckpointError: it is damaged; or, where it is the newest, all are.
     """
     if not (run / CHECKPOINTS).is_dir():
         raise FileNotFoundError(f"{run} has no checkpoints; give the run folder of a training run.")
-    checkpoints = Checkpoints(run / CHECKPOINTS)
-    step = checkpoints.latest_step if step is None else step
-    if step is None or step not in checkpoints.steps:
-        raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {checkpoints.steps}.")
+    checkpoints = Checkpoints(run / CHECKPOINTS, read_only=True)
     policy = open_policy(run / POLICY, section)
-    abstract = nnx.to_pure_dict(nnx.split(policy.model)[1])
+    abstract, shardings = nnx.to_pure_dict(nnx.split(policy.model)[1]), param_shardings(policy.model, mesh)
     trainable = read_config(run)["train"]["trainable"]
-    return policy, checkpoints.restore_params(step, abstract, param_shardings(policy.model, mesh), trainable), step
+
+    def restore(step: int) -> Params:
+        return checkpoints.restore_params(step, abstract, shardings, trainable)
+
+    if step in checkpoints.steps:
+        return policy, restore(step), step
+    newest = checkpoints.newest(restore) if step is None else None
+    if newest is None:
+        raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {checkpoints.steps}.")
+    return policy, newest[1], newest[0]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase, more: Sequence[str]) -> tuple[int, ...]:

@@ -16,6 +16,8 @@
     generations.jsonl    one row per logged generation, with the columns of `LOGGED_GENERATION`
     tensorboard/         metrics and timing as TensorBoard events
     checkpoints/         see checkpoint.py
+    checkpoints.damaged/ those that were found damaged, and not gone on from
+    lock                 held by the process that trains; others may read meanwhile
     policy/              the base policy's Hugging Face folder, without weights
     report/              see report/
 
@@ -28,13 +30,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from poly_epo_jax.file_lock import InUseError, exclusive
 from poly_epo_jax.json_files import Columns, Row, keep_rows
 from poly_epo_jax.json_files import read_rows as read_json_rows
 from poly_epo_jax.types import Clustering, GradedGroup
 
 CONFIG, ABOUT, DATA = "config.json", "about.json", "data.json"
 METRICS, TIMING, TIMELINE, GENERATIONS = "metrics.jsonl", "timing.jsonl", "timeline.jsonl", "generations.jsonl"
-TENSORBOARD, CHECKPOINTS, POLICY, REPORT = "tensorboard", "checkpoints", "policy", "report"
+TENSORBOARD, CHECKPOINTS, POLICY, REPORT, LOCK = "tensorboard", "checkpoints", "policy", "report", "lock"
 
 GENERATION: Columns = {
     "problem": str,  # its id
@@ -144,6 +147,20 @@ def generation_rows(graded: GradedGroup) -> list[Row]:
 
 
 @contextlib.contextmanager
+def in_use(folder: Path) -> Iterator[None]:
+    """Holds the folder for this process alone; others may still read it.
+
+    Raises:
+      InUseError: another process holds it.
+      OSError: the folder cannot be written.
+    """
+    with contextlib.ExitStack() as held:
+        with writing(folder):
+            held.enter_context(exclusive(folder / LOCK, f"the run folder {folder}"))
+        yield
+
+
+@contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Around whatever writes to the folder: says in one sentence why it cannot.
 
@@ -152,6 +169,8 @@ def writing(folder: Path) -> Iterator[None]:
     """
     try:
         yield
+    except InUseError:
+        raise
     except OSError as error:
         reason = error.strerror or str(error)
         raise OSError(

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import signal
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,24 +12,38 @@ from poly_epo_jax.algorithm import Features
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.experience import Batch, Experience
 from poly_epo_jax.features import batch_features
+from poly_epo_jax.json_files import Row
 from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.model.sharding import params_on_host
 from poly_epo_jax.objective import DivergenceError, check_finite
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.parallel.stop import Stopped
 from poly_epo_jax.step_metrics import logged_generations, step_metrics
-from poly_epo_jax.timeline import Timeline
+from poly_epo_jax.timeline import Timeline, Window
 from poly_epo_jax.tracking import NoTracker, Tracker
 from poly_epo_jax.types import Metrics, Params
 from poly_epo_jax.update import PolicyUpdate, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
+class Unlogged:
+    """What is to be logged of a step, less its evaluation: its metrics, and rows of its generations."""
+
+    metrics: Metrics
+    generations: list[Row]
+
+
+@dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a run can go on from: the number of steps done, the state after them, and where the data stands."""
+    """What a run can go on from: the number of steps done, the state after them, and where the data stands.
+
+    `unlogged` is of the last of these steps, where its evaluation is still to be done.
+    """
 
     step: int
     state: TrainState
     data_state: dict[str, Any]
+    unlogged: Unlogged | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +103,8 @@ class Trainer:
         """Gives every host's sampler the present weights."""
         weights = {"trainable": self.state.trainable, "frozen": self.state.frozen}
         here = await self._compute(params_on_host, weights, self.update.mesh)
-        await hosts.barrier(self.experience.rollouts.push_weights(here["trainable"], here["frozen"], version))
+        push = self.experience.rollouts.push_weights(here["trainable"], here["frozen"], version)
+        await hosts.barrier(self.experience.stop.interrupts(push))
 
     @property
     def state(self) -> TrainState:
@@ -129,83 +143,129 @@ async def train(
       evaluate: what the policy does on held-out problems.
 
     Raises:
-      SystemExit: on SIGTERM, on whichever host, after the present step.
+      SystemExit: on SIGTERM, SIGHUP or Ctrl-C, on whichever host: once what waits is left, and what computes is done.
       JudgeError: the judge fails more often than `judge.max_failed_share`.
       DivergenceError: an update is not finite; nothing of its step is saved.
       HostError: another host failed.
+      OSError: a checkpoint or a row cannot be written.
     """
     assert trainer.trained is not None
-    preempted, saved = _catch_sigterm(), trainer.trained.step
-    first = saved + 1
+    saved, stopped = trainer.trained.step, None
+    with trainer.experience.stop.on_signals():
+        try:
+            await _begin(trainer, evaluate, tracker, plan)
+            for step in range(saved + 1, plan.num_steps + 1):
+                await _step(trainer, evaluate, checkpoints, tracker, plan, step)
+                if step % plan.checkpoint == 0:
+                    with trainer.timeline.clock(step).stage("checkpoint"):
+                        saved = _save(checkpoints, trainer.trained)
+                if step < plan.num_steps:
+                    await hosts.barrier(trainer.experience.stop.check())
+        except DivergenceError as error:
+            good = f"the checkpoint of step {saved} is good" if saved else "there is no checkpoint yet"
+            raise DivergenceError(
+                f"{error}, so it is not saved; {good}. The same command would end here again: set --config.workdir "
+                "to a new folder, and for example a lower optimizer.learning_rate; model.path may be an export of "
+                "a good checkpoint."
+            ) from error
+        except Stopped as caught:
+            stopped = caught
+        finally:
+            await trainer.experience.close()
+            if trainer.trained is not None and trainer.trained.step > saved:
+                saved = _save(checkpoints, trainer.trained)
+            checkpoints.close()
+        if stopped is not None:
+            if hosts.is_first():
+                kept = f"saved after step {saved}" if saved else "no step is trained yet"
+                print(f"{stopped}: {kept}; the same command goes on from there.", file=sys.stderr)
+            sys.exit(128 + stopped.number)  # as a shell gives it to what a signal ended
+
+
+async def _begin(
+    trainer: Trainer, evaluate: Callable[[], Awaitable[Metrics]], tracker: Tracker | NoTracker, plan: Schedule
+) -> None:
+    """Waits for servers, and evaluates: the policy before the first step, or that of a step which was left before."""
+    trained = trainer.trained
+    assert trained is not None
+    await trainer.experience.wait_until_ready()
+    await trainer.push_weights(trained.step)
+    if trained.unlogged is not None:
+        await _log(tracker, trained.step, trained.unlogged, await evaluate(), {})
+    elif not trained.step and plan.evaluate:
+        await _log(tracker, 0, Unlogged({}, []), await evaluate(), {})
+    trainer.timeline.cut(trained.step)  # so that all this is in no step's time
+
+
+async def _step(
+    trainer: Trainer,
+    evaluate: Callable[[], Awaitable[Metrics]],
+    checkpoints: Checkpoints,
+    tracker: Tracker | NoTracker,
+    plan: Schedule,
+    step: int,
+) -> None:
+    """Trains, evaluates if that is due, and logs the step, whatever ends it once it is trained.
+
+    Its rows are on disk before a checkpoint counts it as done: a crash can repeat but not lose them. Those of a step
+    whose evaluation is broken off go into the checkpoint: who resumes evaluates, and logs them.
+    """
+    held_out: Metrics | None = None if plan.is_due(plan.evaluate, step) else {}
     try:
-        await trainer.experience.wait_until_ready()
-        await trainer.push_weights(saved)
-        if not saved and plan.evaluate:
-            await hosts.barrier(asyncio.to_thread(tracker.log, 0, await evaluate(), {}))
-        trainer.timeline.cut(saved)  # so that all this is in no step's time
-        for step in range(first, plan.num_steps + 1):
-            held_out: Metrics = {}
-            try:
-                await trainer.step(step)
-                if plan.is_due(plan.evaluate, step):
-                    with trainer.timeline.clock(step).stage("evaluate"):
-                        held_out = await evaluate()
-            except DivergenceError as error:
-                good = f"the checkpoint of step {saved} is good" if saved else "there is no checkpoint yet"
-                raise DivergenceError(
-                    f"{error}, so it is not saved; {good}. The same command would end here again: set --config.workdir "
-                    "to a new folder, and for example a lower optimizer.learning_rate; model.path may be an export of "
-                    "a good checkpoint."
-                ) from error
-            finally:
-                # A step's rows are on disk before a checkpoint counts it as done: a crash can repeat but not lose them.
-                if trainer.result is not None:
-                    await _record(trainer, tracker, held_out, plan.is_due(plan.log_generations, step))
-            if step % plan.checkpoint == 0:
-                with trainer.timeline.clock(step).stage("checkpoint"):
-                    saved = _save(checkpoints, trainer.trained)
-            if any(await hosts.gather(preempted())) and step < plan.num_steps:
-                if hosts.is_first():
-                    print(f"SIGTERM: saving after step {step}; the same command resumes there.", file=sys.stderr)
-                sys.exit(128 + signal.SIGTERM)
+        await trainer.step(step)
+        if held_out is None:
+            with trainer.timeline.clock(step).stage("evaluate"):
+                held_out = await evaluate()
     finally:
-        await trainer.experience.close()
-        if trainer.trained is not None and trainer.trained.step > saved:
-            _save(checkpoints, trainer.trained)
-        checkpoints.close()
+        if trainer.result is not None:
+            result, trained = trainer.result, trainer.trained
+            assert trained is not None
+            due = plan.is_due(plan.log_generations, step)
+            rows = logged_generations(result.batch.graded, result.batch.usable, result.advantages) if due else []
+            unlogged = Unlogged({name: float(value) for name, value in result.metrics.items()}, rows)
+            if held_out is None:
+                trainer.trained = dataclasses.replace(trained, unlogged=unlogged)
+            else:
+                timing = {"checkpoints/damaged": float(checkpoints.num_damaged)}
+                await _record(trainer, tracker, unlogged, held_out, timing)
 
 
-async def _record(trainer: Trainer, tracker: Tracker | NoTracker, held_out: Metrics, with_generations: bool) -> None:
-    """Logs the step that has just been trained; one host writes."""
-    trained, result = trainer.trained, trainer.result
-    assert trained is not None and result is not None
-    step, graded = trained.step, result.batch.graded
+async def _record(
+    trainer: Trainer, tracker: Tracker | NoTracker, unlogged: Unlogged, held_out: Metrics, timing: Metrics
+) -> None:
+    """Logs the step that has just been trained, and how long it took."""
+    result = trainer.result
+    assert result is not None and trainer.trained is not None
+    step = trainer.trained.step
     clock, window = trainer.timeline.clock(step), trainer.timeline.cut(step)
-    num_tokens = sum(int(y.loss_mask.sum()) for group in graded for y in group.group.generations)
-    timing = clock.seconds() | result.batch.timing | {"seconds/step": window.seconds} | window.critical_seconds()
+    num_tokens = sum(int(y.loss_mask.sum()) for group in result.batch.graded for y in group.group.generations)
+    timing = timing | clock.seconds() | result.batch.timing | {"seconds/step": window.seconds}
+    timing |= window.critical_seconds()
     timing["sync/share"] = timing.get("seconds/sync", 0.0) / window.seconds
     timing["tokens_per_second"] = num_tokens / window.seconds
-    rows = logged_generations(graded, result.batch.usable, result.advantages) if with_generations else []
+    await _log(tracker, step, unlogged, held_out, timing, window)
+
+
+async def _log(
+    tracker: Tracker | NoTracker,
+    step: int,
+    unlogged: Unlogged,
+    held_out: Metrics,
+    timing: Metrics,
+    window: Window | None = None,
+) -> None:
+    """Writes a step's rows; one host does."""
 
     def write() -> None:
-        tracker.log(step, result.metrics | held_out, timing)
-        tracker.log_timeline(step, window.row())
-        tracker.log_generations(step, rows)
+        tracker.log(step, unlogged.metrics | held_out, timing)
+        if window is not None:
+            tracker.log_timeline(step, window.row())
+        tracker.log_generations(step, unlogged.generations)
 
     await hosts.barrier(asyncio.to_thread(write))
 
 
 def _save(checkpoints: Checkpoints, trained: Trained) -> int:
-    checkpoints.save(trained.step, trained.state, trained.data_state)
+    unlogged = None if trained.unlogged is None else dataclasses.asdict(trained.unlogged)
+    checkpoints.save(trained.step, trained.state, {"batches": trained.data_state, "unlogged": unlogged})
     return trained.step
-
-
-def _catch_sigterm() -> Callable[[], Awaitable[bool]]:
-    """From now on SIGTERM only sets a flag; the function returned tells whether it came."""
-    received = []
-    signal.signal(signal.SIGTERM, lambda *_: received.append(True))
-
-    async def came() -> bool:
-        return bool(received)
-
-    return came

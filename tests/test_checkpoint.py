@@ -1,5 +1,7 @@
 """What a checkpoint gives back is bit for bit what was saved, on whatever mesh."""
 
+import json
+import resource
 import shutil
 
 import jax
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 from fakes import TINY_MODEL, optimizer_config, tiny_params, tiny_problems
 
-from poly_epo_jax.checkpoint import Checkpoints
+from poly_epo_jax.checkpoint import CheckpointError, Checkpoints
 from poly_epo_jax.data import problem_batches
 from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.model.sharding import make_mesh
@@ -159,3 +161,72 @@ def test_a_checkpoint_that_a_crash_cut_short_does_not_count(tmp_path, suffix):
     assert checkpoints.latest_step == 2
     assert restore_small(checkpoints, 2) == ([2] * 4, {"step": 2})
     checkpoints.close()
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_and_saved_again(tmp_path, capsys):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
+    for step in (3, 6, 9):
+        save_small(checkpoints, step)
+    checkpoints.close()
+    (tmp_path / "checkpoints" / "6" / "data" / "metadata").write_text("")
+    for file in (tmp_path / "checkpoints" / "9" / "state").rglob("d/*"):
+        flip(file)
+
+    reader = Checkpoints(tmp_path / "checkpoints", read_only=True)
+    assert reader.newest(lambda step: restore_small(reader, step)) == (3, ([3] * 4, {"step": 3}))
+    assert steps_on_disk(tmp_path / "checkpoints") == [3, 6, 9] and reader.num_damaged == 0
+
+    capsys.readouterr()
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
+    assert checkpoints.newest(lambda step: restore_small(checkpoints, step)) == (3, ([3] * 4, {"step": 3}))
+    nine, six = capsys.readouterr().err.splitlines()
+    assert nine.startswith(f"Warning: The checkpoint {tmp_path}/checkpoints/9 is damaged (")
+    assert six.startswith(f"Warning: The checkpoint {tmp_path}/checkpoints/6 is damaged (")
+    assert six.endswith(" Going on from that of step 3.")
+    assert steps_on_disk(tmp_path / "checkpoints.damaged") == [6, 9] and checkpoints.num_damaged == 2
+    save_small(checkpoints, 6)
+    checkpoints.close()
+    assert Checkpoints(tmp_path / "checkpoints").newest(lambda step: step) == (6, 6)
+
+
+@pytest.mark.parametrize("key", ["data", "fingerprints", "digest"])
+def test_other_numbers_than_were_saved_are_refused(tmp_path, key):
+    checkpoints = Checkpoints(tmp_path)
+    save_small(checkpoints, 3)
+    checkpoints.close()
+    file = tmp_path / "3" / "data" / "metadata"
+    content = json.loads(file.read_text())
+    content[key] = {"data": {"step": 4}, "fingerprints": {"x": 1}, "digest": "0"}[key]
+    file.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"No checkpoint in \S+ is whole: bring one back from a copy, or delete"):
+        checkpoints.newest(lambda step: restore_small(checkpoints, step))
+    assert steps_on_disk(tmp_path) == [3]
+
+
+def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, capfd):
+    """In place of a full disk: no file may grow beyond some size."""
+    checkpoints = Checkpoints(tmp_path)
+    save_small(checkpoints, 1)
+    limits, large = resource.getrlimit(resource.RLIMIT_FSIZE), np.random.default_rng(0).standard_normal((300, 300))
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(
+            OSError, match=r"cannot be written to \S+ \(File too large\); make room or choose a"
+        ) as error:
+            checkpoints.save(2, {"x": large}, {})
+            checkpoints.close()
+        assert len(str(error.value).splitlines()) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capfd.readouterr().err == ""
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.newest(lambda step: restore_small(checkpoints, step)) == (1, ([1] * 4, {"step": 1}))
+    assert not list(tmp_path.glob("*tmp*"))  # what was cut short takes no room

@@ -16,8 +16,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "poly_epo_jax"
 NAME = PACKAGE.name
 FLOORS = (
-    {"types", "checks", "section", "registry", "http_client", "json_files"},
-    {"config", "options"},
+    {"types", "checks", "section", "registry", "http_client", "json_files", "file_lock", "daemon_thread"},
+    {"config", "options", "digests"},
     {"parallel", "timeline", "set_rl", "metrics", "data", "batching", "run_folder", "optimizer", "features"},
     {"model", "progress", "default_config", "objective", "minibatches"},
     {"rollouts", "judges", "tasks", "checkpoint", "update", "grading", "algorithm"},

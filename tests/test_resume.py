@@ -46,7 +46,7 @@ def broken(whole: Run) -> Run:
 
     assert run.stop(17, rng.uniform(0, 2 * one_step), signal.SIGTERM) == [128 + signal.SIGTERM]
     (message,) = [line for line in run.log().splitlines() if line.startswith("SIGTERM")]
-    assert message == f"SIGTERM: saving after step {run.checkpoints()[-1]}; the same command resumes there."
+    assert message == f"SIGTERM: saved after step {run.checkpoints()[-1]}; the same command goes on from there."
     assert run.rows_written() == run.checkpoints()[-1] + 1
     run.finish()
     return run

@@ -1,6 +1,8 @@
 """The loop: what takes part in an update, what is left behind when something fails, one batch ahead."""
 
 import asyncio
+import json
+import os
 import signal
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import pairwise
@@ -318,3 +320,46 @@ def test_batches_are_begun_when_they_should_be(staleness: int):
         await experience.close()
 
     asyncio.run(main())
+
+
+class Waiting(RandomLetters):
+    """At its n-th generation it waits for a server that never answers, once it was told to end."""
+
+    def __init__(self, generation: int, number: signal.Signals):
+        super().__init__()
+        self.left, self.number = generation, number
+
+    async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), self.number)
+            await asyncio.Event().wait()
+        async for completion in super().sample(requests, sampling):
+            yield completion
+
+
+# Generations 1 and 4 are those of the evaluations, before the first step and after the second.
+@pytest.mark.parametrize(
+    ("generation", "number", "said"),
+    [
+        (1, signal.SIGTERM, "SIGTERM: no step is trained yet; the same command goes on from there.\n"),
+        (2, signal.SIGINT, "Ctrl-C: no step is trained yet; the same command goes on from there.\n"),
+        (3, signal.SIGHUP, "SIGHUP: saved after step 1; the same command goes on from there.\n"),
+        (4, signal.SIGINT, "Ctrl-C: saved after step 2; the same command goes on from there.\n"),
+        (5, signal.SIGTERM, "SIGTERM: saved after step 2; the same command goes on from there.\n"),
+    ],
+)
+def test_a_signal_is_honoured_while_a_server_is_awaited(
+    tmp_path: Path, generation: int, number: signal.Signals, said: str, capsys: pytest.CaptureFixture[str]
+):
+    settings = {"train.num_steps": 3, "eval.every": 2, "checkpoint.every": 50}
+    with pytest.raises(SystemExit) as ended:
+        train_tiny(tmp_path, (), Waiting(generation, number), changes=settings)
+    assert ended.value.code == 128 + number and capsys.readouterr().err == said
+    saved_steps = Checkpoints(tmp_path / "checkpoints").steps
+    assert saved_steps == ([int(said.split("step ")[1][0])] if "saved" in said else [])
+    logged = [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")]
+    assert logged == {1: [], 2: [0], 3: [0, 1], 4: [0, 1], 5: [0, 1, 2]}[generation]
+    if saved_steps:
+        content = json.loads((tmp_path / "checkpoints" / str(saved_steps[0]) / "data" / "metadata").read_text())
+        assert (content["data"]["unlogged"] is not None) == (generation == 4)

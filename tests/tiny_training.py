@@ -19,6 +19,7 @@ from poly_epo_jax.experience import Experience
 from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
 from poly_epo_jax.objective import Objective
+from poly_epo_jax.parallel.stop import Stop
 from poly_epo_jax.section import read_section
 from poly_epo_jax.set_rl import Loss
 from poly_epo_jax.timeline import Timeline
@@ -73,6 +74,7 @@ def train_tiny(
     update = PolicyUpdate(TINY_MODEL, mesh, objective, config.optimizer, total_updates=2 * num_steps)
     task, judge, batches = task or ByLetter(), judge or LetterJudge(failing), problem_batches(PROBLEMS, 3, seed=0)
     rollouts, timeline, num_generations = (sampler or RandomLetters()).rollouts(task), Timeline(), 8
+    stop = Stop()
     trainer = Trainer(
         experience=Experience(
             *(rollouts, task, judge, batches, num_generations),
@@ -82,6 +84,7 @@ def train_tiny(
             reads_judge=make_estimator(algo).reads_judge,
             max_failed_share=config.judge.max_failed_share,
             timeline=timeline,
+            stop=stop,
         ),
         advantages=advantages or make_advantages(algo, seed=0),
         packer=MinibatchPacker(2, row_tokens=8, num_rows=4, length_normalization="max", max_tokens=2),
@@ -94,7 +97,7 @@ def train_tiny(
     schedule = Schedule(num_steps, config.eval.every, config.checkpoint.every, log_generations=1)
 
     def evaluate() -> Awaitable[Metrics]:
-        return evaluate_held_out(rollouts, task, judge, task.held_out_problems, 2, Sampling(2))
+        return evaluate_held_out(rollouts, task, judge, task.held_out_problems, 2, Sampling(2), stop)
 
     with Tracker(run_dir, "{}", num_steps, -1) as tracker:
         asyncio.run(train(trainer, evaluate, Checkpoints(run_dir / "checkpoints"), tracker, schedule))

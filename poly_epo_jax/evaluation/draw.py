@@ -1,12 +1,12 @@
 """One pass over a benchmark: a model's generations, graded, clustered, and on disk as they arrive."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from poly_epo_jax.daemon_thread import in_daemon_thread
 from poly_epo_jax.evaluation.benchmarks import Benchmark
 from poly_epo_jax.evaluation.folder import EVALUATED_GENERATION, GENERATIONS, read_generations
 from poly_epo_jax.grading import grade_groups
@@ -45,7 +45,7 @@ async def draw_generations(
     missing = [problem for problem in problems if problem.id not in complete]
 
     async def write(graded: GradedGroup) -> None:
-        append_rows(path, await asyncio.to_thread(_rows, graded, task))
+        append_rows(path, await in_daemon_thread(lambda: _rows(graded, task)))
         complete.add(graded.group.problem.id)
         show(len(complete))
 

@@ -9,17 +9,28 @@ from poly_epo_jax.metrics import names
 from poly_epo_jax.metrics.diversity import cluster_estimates, degenerate_share
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.parallel.stop import Stop
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.types import Judge, Metrics, Problem, Sampling, Task
 
 
 async def evaluate_held_out(
-    rollouts: Rollouts, task: Task, judge: Judge, problems: Sequence[Problem], num_generations: int, sampling: Sampling
+    rollouts: Rollouts,
+    task: Task,
+    judge: Judge,
+    problems: Sequence[Problem],
+    num_generations: int,
+    sampling: Sampling,
+    stop: Stop | None = None,
 ) -> Metrics:
-    """Means over problems. `@k` is the expectation over the k-subsets of a problem's generations, k = 1, 2, 4, ..."""
+    """Means over problems. `@k` is the expectation over the k-subsets of a problem's generations, k = 1, 2, 4, ...
+
+    Raises:
+      Stopped: `stop`, the run is to end.
+    """
     own = hosts.share(problems)
     groups = rollouts.generate(own, num_generations, sampling)
-    shares = await hosts.gather(grade_groups(groups, own, task, judge))
+    shares = await hosts.gather((stop or Stop()).interrupts(grade_groups(groups, own, task, judge)))
     graded = [group for share, _ in shares for group in share]
     correct, sizes = np.stack([group.correct for group in graded]), names.sizes(num_generations)
     metrics = {

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from transformers import PreTrainedTokenizerBase
 
+from poly_epo_jax.digests import write_digests
 from poly_epo_jax.json_files import write_json
 from poly_epo_jax.model.architectures import ARCHITECTURES, Weight
 from poly_epo_jax.model.config import ModelConfig
@@ -43,7 +45,7 @@ def read_config(path: str | Path, **overrides: Any) -> ModelConfig:
     file = _folder(path) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no config.json; give a Hugging Face model folder.")
-    written = {key: value for key, value in json.loads(file.read_text()).items() if value is not None}
+    written = {key: value for key, value in _read_object(file).items() if value is not None}
     family = str(written.get("model_type"))
     if family not in ARCHITECTURES:
         choices = " or ".join(ARCHITECTURES)
@@ -101,8 +103,12 @@ def save_pretrained(
     max_shard_bytes: int = 5 * 10**9,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Writes a model folder that transformers and the servers read. It appears whole or, after a crash, not at all.
+
+    Args:
+      tokenizer: written too; such a folder is there to stay, and gets digests of its files.
 
     Raises:
       OSError, SafetensorError: it cannot be written.
@@ -125,6 +131,9 @@ def save_pretrained(
         return jax.device_get({name: _export(weights, tensors[name], jnp.dtype(dtype)) for name in names})
 
     write_tensors(unfinished, sizes, fetch, max_shard_bytes)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(unfinished)
+        write_digests(unfinished)
     unfinished.rename(path)
 
 
@@ -144,6 +153,13 @@ def _folder(path: str | Path) -> Path:
     if not Path(path).is_dir():
         raise FileNotFoundError(f"{path} is not a folder; download the model first and give its local folder.")
     return Path(path)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} is damaged ({error}); make or download the model folder again.") from error
 
 
 def _shapes(file: Path, written: Mapping[str, Any], config_keys: Mapping[str, str]) -> dict[str, Any]:

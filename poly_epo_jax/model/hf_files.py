@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from poly_epo_jax.json_files import write_json
@@ -23,16 +23,31 @@ def open_tensors(folder: Path) -> dict[str, Any]:
     """Name -> the open file that holds it.
 
     Raises:
-      FileNotFoundError: the folder has no safetensors files.
+      FileNotFoundError: the folder has no safetensors files, or lacks one.
+      ValueError: one is cut short, or is none.
     """
     if (folder / _INDEX).is_file():
-        files = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
+        files = _files(folder / _INDEX)
     elif (folder / _SINGLE).is_file():
         files = [_SINGLE]
     else:
         raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}; convert the model to those.")
-    opened = [safe_open(folder / file, "numpy") for file in files]
+    opened = [_open(folder / file) for file in files]
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+
+
+def _files(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is damaged ({error}); make or download the model folder again.") from error
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, "numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged ({error}); make or download the model folder again.") from error
 
 
 def write_tensors(

@@ -24,6 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from poly_epo_jax.config import HostsSection
+from poly_epo_jax.parallel.stop import Stopped
 
 T = TypeVar("T")
 
@@ -45,6 +46,11 @@ def join(section: HostsSection) -> None:
     """
     coordinator = section.coordinator
     if not coordinator:
+        if section.count != 1 or section.index != 0:
+            raise ValueError(
+                f"hosts.count={section.count} and hosts.index={section.index} need hosts.coordinator, without which "
+                "this process would train alone; set it to HOST:PORT of the first, or leave all three out."
+            )
         return
     explicit: dict[str, Any] = {}
     if coordinator != "auto":
@@ -53,7 +59,7 @@ def join(section: HostsSection) -> None:
         explicit["coordinator_bind_address"] = _bind_address(coordinator)
     # On CPUs the collectives of programs that run at the same time would meet each other's.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    # One that stops at Ctrl-C by itself could not save without the others.
+    # Until training catches it, Ctrl-C has nothing to save, and waits in vain for those that compute together.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     all_is_well = _watchdog(section)
     try:
@@ -162,6 +168,21 @@ def on_first(function: Callable[[], T]) -> T:
     return asyncio.run(gather(call()))[0]
 
 
+def on_all(function: Callable[[], T]) -> T:
+    """What the call returns here, once it has returned on all processes.
+
+    Raises:
+      HostError: it raised on another process. Where it did on this one, its own error is raised.
+    """
+    if count() == 1:
+        return function()
+
+    async def call() -> T:
+        return function()
+
+    return asyncio.run(barrier(call()))
+
+
 def total(counts: Sequence[dict[str, float]]) -> dict[str, float]:
     """The sums of what every process counted."""
     return {name: sum(one[name] for one in counts) for name in counts[0]}
@@ -180,10 +201,13 @@ def _agree(result: Any, error: Exception | None) -> list[Any]:
         if error is not None:
             raise error
         return [result]
-    outcomes = [pickle.loads(one) for one in _exchange(pickle.dumps((result, None if error is None else str(error))))]
+    failure = error if error is None or isinstance(error, Stopped) else str(error)
+    outcomes = [pickle.loads(one) for one in _exchange(pickle.dumps((result, failure)))]
     if error is not None:
         raise error
     for process, (_, failure) in enumerate(outcomes):
+        if isinstance(failure, Stopped):
+            raise failure
         if failure is not None:
             raise HostError(f"Process {process} of {count()}: {failure}")
     return [result for result, _ in outcomes]

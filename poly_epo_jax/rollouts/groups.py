@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int, UInt32
 from transformers import PreTrainedTokenizerBase
 
+from poly_epo_jax.daemon_thread import in_daemon_thread
 from poly_epo_jax.data import encode_prompts
 from poly_epo_jax.timeline import waiting
 from poly_epo_jax.types import (
@@ -174,9 +175,10 @@ class Rollouts:
 
     async def _replied(self, problem: Problem, generation: Generation, max_tokens: int) -> Generation:
         """With the task's reply at its end, if it has one. A reply that leaves no room ends the response."""
-        if generation.finish_reason != "stop" or not isinstance(self._task, Conversational):
+        task = self._task
+        if generation.finish_reason != "stop" or not isinstance(task, Conversational):
             return generation
-        text = await asyncio.to_thread(self._task.reply, problem, generation)
+        text = await in_daemon_thread(lambda: task.reply(problem, generation))
         if text is None:
             return generation
         ids = np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)

@@ -76,7 +76,7 @@ def eventful(single: Run) -> tuple[Run, list[str]]:
 
     preempted = by(4)
     assert preempted.stop(1, 0.0, signal.SIGTERM, index=3) == [128 + signal.SIGTERM] * 4
-    found = re.search(r"SIGTERM: saving after step (\d+); the same command", preempted.log())
+    found = re.search(r"SIGTERM: saved after step (\d+); the same command", preempted.log())
     assert found and preempted.checkpoints()[-1] == int(found[1]) == preempted.rows_written() - 1
 
     others_died = []

@@ -66,7 +66,7 @@ class Servers:
 
 
 def on_disk(folder: Path) -> list[str]:
-    return sorted(one.name.split("-")[1] for below in folder.iterdir() for one in below.iterdir())
+    return sorted(one.name.split("-")[1] for one in folder.glob("*/*"))
 
 
 async def generate(rollouts: Rollouts) -> list[Group]:

@@ -1,0 +1,59 @@
+"""A folder for one process at a time: a lock on a file in it or beside it, which ends with its holder."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+class InUseError(OSError):
+    """Another process holds the lock; the message says which, and what to do."""
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, what: str, wait: bool = False) -> Iterator[None]:
+    """Holds the lock, on the file `path`, which is made if missing and stays.
+
+    It is the kernel's (flock): it ends with the process, also by kill -9. On NFS it holds between hosts. Where a disk
+    has no locks, this says so on stderr, and nothing keeps others out.
+
+    Args:
+      what: is locked, for messages: "the run folder runs/default".
+      wait: for the other process to end, instead of giving up.
+
+    Raises:
+      InUseError: another process holds it.
+      OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:  # not only to read: NFS wants it so
+        try:
+            _lock(file.fileno(), wait, f"{what} is in use by {_holder(path)}")
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            print(f"Warning: {path} is on a disk without locks; nothing keeps others out of {what}.", file=sys.stderr)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def _lock(descriptor: int, wait: bool, in_use: str) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not wait:
+            raise InUseError(f"{in_use}; wait for it to end, end it, or choose another folder.") from None
+        print(f"{in_use}; waiting for it to end.", file=sys.stderr)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _holder(path: Path) -> str:
+    return path.read_text(errors="replace").strip() or "another process"

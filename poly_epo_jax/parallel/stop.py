@@ -1,0 +1,80 @@
+"""The wish to end a run: SIGTERM, SIGHUP or Ctrl-C. What waits for something is left at once, what computes is not."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGINT: "Ctrl-C"}
+
+
+class Stopped(Exception):
+    """This process, or another of the run, was asked to end."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+    def __str__(self) -> str:
+        return NAMES.get(signal.Signals(self.number), str(self.number))
+
+
+class Stop:
+    """Remembers the first signal. Until `on_signals`, and after it, signals do what they do anyway."""
+
+    def __init__(self):
+        self._number: int | None = None
+        self._came = asyncio.Event()
+
+    @contextlib.contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Catches them meanwhile, in the main thread of a running loop. One that is ignored (nohup) remains so."""
+        loop = asyncio.get_running_loop()
+        terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+
+        def receive(number: int, _: object) -> None:
+            if self._number is None:
+                self._number = number
+            for descriptor in terminals:
+                if not os.isatty(descriptor):  # it hung up, and whatever is shown there would be an error
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+            loop.call_soon_threadsafe(self._came.set)
+
+        before = {number: signal.getsignal(number) for number in NAMES}
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, receive)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def check(self) -> None:
+        """Raises:
+        Stopped: a signal came.
+        """
+        if self._number is not None:
+            raise Stopped(self._number)
+
+    async def interrupts(self, work: Awaitable[T]) -> T:
+        """What the work returns. It must be safe to leave at any moment.
+
+        Raises:
+          Stopped: a signal came first; the work is cancelled.
+        """
+        task, came = asyncio.ensure_future(work), asyncio.create_task(self._came.wait())
+        try:
+            await asyncio.wait([task, came], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                await self.check()
+            return await task
+        finally:
+            task.cancel()
+            came.cancel()

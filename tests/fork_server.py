@@ -1,0 +1,93 @@
+"""Starts the package's commands in forks of one process that has already imported what takes them seconds to import.
+
+No fork finds a JAX backend: each makes its own. `ForkServer` is the client; this file, as a program, is the server.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+IMPORTED = [
+    "poly_epo_jax.main",
+    *(f"poly_epo_jax.evaluation.{name}" for name in ("benchmarks", "draw", "results")),
+    "poly_epo_jax.report.build",
+]
+"""All but poly_epo_jax.evaluate, whose flags must be declared once."""
+
+
+class ForkServer:
+    """One command at a time: `start` it, send it signals by its id, and `wait` for its end."""
+
+    def __init__(self):
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": FLAGS,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "PYTHONPATH": str(ROOT),
+        }
+        pipe = subprocess.PIPE
+        command = [sys.executable, __file__]
+        self._server = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
+        self._pid = 0
+
+    def start(self, module: str, arguments: Sequence[str], log: Path) -> int:
+        """Starts `python -m module arguments`, whose output is added to the log; returns its process id."""
+        assert self._server.stdin
+        self._server.stdin.write(json.dumps([module, list(arguments), str(log)]) + "\n")
+        self._server.stdin.flush()
+        self._pid = int(self._line())
+        return self._pid
+
+    def wait(self) -> int:
+        """Its exit code, negative where a signal ended it."""
+        return int(self._line())
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        assert self._server.stdin
+        self._server.stdin.close()
+        self._server.wait()
+
+    def _line(self) -> str:
+        assert self._server.stdout
+        return self._server.stdout.readline()
+
+
+def _child(module: str, arguments: list[str], log: str) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def serve() -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
+    from jax._src import xla_bridge
+
+    assert not xla_bridge._backends, "a fork could not use a backend that was made before"
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            _child(*json.loads(line))
+            sys.exit()
+        print(pid, flush=True)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
