@@ -73,17 +73,17 @@ def run(config: Config) -> None:
     """
     hosts.join(config.hosts)
     jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
+    mesh, task, judge = prepare(config)
     with contextlib.ExitStack() as held:
         # One of the hosts holds it for all of them.
         hosts.on_first(lambda: held.enter_context(run_folder.in_use(Path(config.workdir))))
-        _run(config)
+        _run(config, mesh, task, judge)
 
 
-def _run(config: Config) -> None:
+def _run(config: Config, mesh: Mesh, task: Task, judge: Judge) -> None:
     """What `run` does in a run folder of its own."""
     workdir = Path(config.workdir)
     _check_same_run(workdir, config)
-    mesh, task, judge = prepare(config)
     here = host_mesh(mesh)
     policy = _initial_policy(config, task, here)
     if hosts.is_first():
