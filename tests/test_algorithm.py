@@ -81,6 +81,18 @@ def test_sampling_all_sets_is_the_closed_form(graded):
     np.testing.assert_allclose(all_of_them, advantages_of(algo(), *graded), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_advantages_that_are_not_finite_are_refused(graded, monkeypatch, value):
+    def score(rewards):
+        return jnp.full(len(rewards), value)
+
+    monkeypatch.setitem(set_rl.OBJECTIVES, "endless", set_rl.Objective(score, "Endless"))
+    with pytest.raises(
+        ValueError, match=rf"^Endless gives an advantage that is not finite, to prompt \d+ of step {STEP}"
+    ):
+        advantages_of(algo(objective="endless"), *graded)
+
+
 def test_an_objective_of_ones_own(graded, monkeypatch):
     """The range of a set's rewards, registered by name and nothing else."""
 

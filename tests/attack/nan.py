@@ -5,8 +5,11 @@ holds if what is on disk is finite throughout and, where the source must not pas
 says what is wrong; where it names a good checkpoint, that is the newest one.
 """
 
+import contextlib
 import dataclasses
+import io
 import itertools
+import os
 import random as randomness
 import re
 import shutil
@@ -14,6 +17,9 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +135,7 @@ def sources(random: randomness.Random) -> list[tuple[str, bool, Callable[[], Set
         key("learning rate, infinite", True, optimizer__learning_rate=np.inf),
         key("learning rate, large", False, optimizer__learning_rate=10 ** random.uniform(0, 20)),
         key("weight decay", True, optimizer__weight_decay=huge * 100),
-        key("eps=0", True, optimizer__eps=0.0),
+        key("eps=0", False, optimizer__eps=0.0),
         key("eps=nan", True, optimizer__eps=np.nan),
         key("b1=1", True, optimizer__b1=1.0),
         key("b2=1", True, optimizer__b2=1.0),
@@ -148,7 +154,8 @@ def attempt(kind: str, ends: bool, settings: Settings, folder: Path) -> Outcome:
     shutil.rmtree(folder, ignore_errors=True)
     error = None
     try:
-        train_tiny(folder, **settings, changes={"train.num_steps": STEPS, "eval.every": 0} | changes)
+        with contextlib.redirect_stdout(io.StringIO()):
+            train_tiny(folder, **settings, changes={"train.num_steps": STEPS, "eval.every": 0} | changes)
     except (ValueError, DivergenceError) as caught:
         error = caught
     except Exception as caught:

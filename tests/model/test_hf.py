@@ -229,8 +229,12 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
             lambda tensors: tensors.update({K_PROJ: np.zeros((12, 16), np.int8)}),
             f"{K_PROJ} is I8; choose a model in BF16, F16 or F32",
         ),
+        (
+            lambda tensors: tensors.update({K_PROJ: np.where(np.eye(12, 16), np.nan, 0).astype(np.float32)}),
+            "layers.k holds NaN or infinity; get or save the model anew",
+        ),
     ],
-    ids=["missing", "unexpected", "shape", "type"],
+    ids=["missing", "unexpected", "shape", "type", "NaN"],
 )
 def test_tensors_that_do_not_fit_are_refused(edit, message, tmp_path):
     save_pretrained(tmp_path / "model", random_params(SMALL), SMALL)
