@@ -5,7 +5,8 @@ with what the named part takes, and combinations of sections are checked.
 """
 
 import math
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -53,7 +54,9 @@ def read_config(config: ConfigDict, training: bool = True) -> Config:
     Raises:
       ConfigError: at the first key that is wrong; the message names it, its value and what it may be.
     """
-    sections = read_section(Config, config.to_dict())
+    values = config.to_dict()
+    _refuse_passwords(values)
+    sections = read_section(Config, values)
     for key, _, value in sections.flat():
         if key in CHOICES:
             require(value, key, one_of(*CHOICES[key]))
@@ -114,6 +117,21 @@ def _check_base(base: BaseSection) -> None:
         raise ConfigError(f"base.num_kv_heads={base.num_kv_heads} must divide base.num_heads={base.num_heads}.")
     if base.head_dim % 2:
         raise ConfigError(f"base.head_dim={base.head_dim} must be even, for rotary positions turn pairs.")
+
+
+def _refuse_passwords(value: Any, key: str = "") -> None:
+    """Comes before any check that shows what it refuses; what is accepted is printed and stored."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _refuse_passwords(inner, f"{key}.{name}".removeprefix("."))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _refuse_passwords(inner, key)
+    elif isinstance(value, str) and re.search("@" if key in ("judge.url", "rollouts.urls") else r"://\S*@", value):
+        raise ConfigError(
+            f"{key} holds a user or password before an @, which would be printed and stored; write the address without "
+            "it. The key of a judge is named by judge.api_key_env."
+        )
 
 
 def _check_training(config: Config) -> None:

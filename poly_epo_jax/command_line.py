@@ -41,7 +41,7 @@ def run_command(
     """
     if len(argv) > 1:
         name, _, value = argv[1].partition("=")
-        sys.exit(f"Error: unknown argument {argv[1]}; {_hint(name, value)}.")
+        sys.exit(f"Error: unknown argument {_without_password(argv[1])}; {_hint(name, value)}.")
     logging.set_verbosity(logging.WARNING)
     try:
         run(read_config(CONFIG.value, training))
@@ -129,8 +129,14 @@ def _keys(config: ConfigDict, section: str = "config") -> Iterator[str]:
 def _hint(name: str, value: str) -> str:
     """How to write a flag that there is not: a key without --config and its section, or a mistyped flag."""
     keys = [key for key, _, _ in Config().flat() if f".{key}".endswith(f".{name}")]
-    near = [f"config.{key}={value or '...'}" for key in keys] or difflib.get_close_matches(name, list(flags.FLAGS), 1)
+    shown = _without_password(value) or "..."
+    near = [f"config.{key}={shown}" for key in keys] or difflib.get_close_matches(name, list(flags.FLAGS), 1)
     return f"write {' or '.join(f'--{flag}' for flag in near)}" if near else "--help lists the flags and keys"
+
+
+def _without_password(text: str) -> str:
+    """Of a server's address, what comes after the user and the password, if these are in it."""
+    return re.sub(r"\S*@", "...@", text)
 
 
 def _named(name: str, registry: Collection[str]) -> str:

@@ -12,6 +12,7 @@ Sampling, judge and the synthetic task are those of the configuration. Run again
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -139,6 +140,8 @@ def _cell(metric: dict[str, float | None] | None) -> str:
 
 
 def _check_flags(config: Config) -> None:
+    if re.search("://.*@", ",".join(MODELS.value)):  # before any of them is shown
+        raise ConfigError("--models holds a user or password before an @; write the server's address without it.")
     for flag in (MODELS, BENCHMARKS):
         names = [name.strip() for name in flag.value]
         if not any(names):
@@ -183,7 +186,7 @@ def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mes
     policy = model.policy
     longest = max(map(len, encode_prompts(policy.tokenizer, benchmark.problems)))
     if model.url:
-        sampler = open_server(model.url, policy.stop_ids, config)
+        sampler = open_server(model.url, policy.model, policy.stop_ids, config)
     else:
         sampler = open_weights(policy.model, mesh, policy.stop_ids, config, longest)
     return Rollouts(sampler, policy.tokenizer, benchmark.task, longest)

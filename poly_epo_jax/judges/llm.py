@@ -11,7 +11,16 @@ from typing import Any
 
 import httpx
 
-from poly_epo_jax.http_client import ServerError, backoff_seconds, describe, open_client, wait_until_healthy
+from poly_epo_jax.http_client import (
+    ServerError,
+    WrongAnswer,
+    backoff_seconds,
+    describe,
+    is_server_url,
+    open_client,
+    printable,
+    wait_until_healthy,
+)
 from poly_epo_jax.judges.prompt import build_messages, load_rubric, reply_schema
 from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_model_name
 from poly_epo_jax.types import Clustering, Group, JudgeFailure
@@ -129,6 +138,8 @@ class LLMJudge:
             kind, reason = "unreachable", f"{describe(error)}; start it, or correct judge.url"
         except httpx.HTTPStatusError as error:
             kind, reason = self._refusal(error.response)
+        except WrongAnswer as error:
+            kind, reason = "malformed", describe(error)
         except httpx.HTTPError as error:
             kind, reason = "unavailable", describe(error)
         return JudgeFailure(kind, self._without_key(f"The judge at {self.url}: {reason}."))
@@ -155,7 +166,7 @@ class LLMJudge:
     def _refusal(self, response: httpx.Response) -> tuple[str, str]:
         status = response.status_code
         # The key is taken out before the text is cut, so that no part of it stays.
-        reason = f"it answered {status}: {self._without_key(response.text).strip()[:500]}"
+        reason = f"it answered {status}: {printable(self._without_key(response.text))}"
         if status in (401, 403):
             variable = f"the environment variable {self.api_key_env}" if self._key else "judge.api_key_env"
             reason = f"it answered {status}; check {variable}"
@@ -176,13 +187,9 @@ class LLMJudge:
 
 
 def _check_url(url: str) -> None:
-    try:
-        parts = httpx.URL(url)
-    except httpx.InvalidURL:
-        parts = httpx.URL("")
-    if parts.userinfo:
+    if "@" in url:  # before any of it is shown
         raise ValueError("The judge's url holds a password, which would be logged; name it by api_key_env instead.")
-    if parts.scheme not in ("http", "https") or not parts.host or url.endswith("/v1"):
+    if not is_server_url(url) or url.endswith("/v1"):
         raise ValueError(f"The judge's url is {url!r}; write it as http://host:port, without /v1.")
 
 

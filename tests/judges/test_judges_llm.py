@@ -76,11 +76,7 @@ def serve(monkeypatch):
     def install(*answers) -> Server:
         server = Server(*answers)
 
-        def open_client(timeout_seconds):
-            return httpx.AsyncClient(transport=httpx.MockTransport(server), timeout=timeout_seconds)
-
-        monkeypatch.setattr(llm, "open_client", open_client)
-        monkeypatch.setattr(servers, "open_client", open_client)
+        monkeypatch.setattr(servers, "open_transport", lambda: httpx.MockTransport(server))
         monkeypatch.setattr(llm, "backoff_seconds", lambda failures: server.backoffs.append(failures) or 0.0)
         return server
 
