@@ -122,8 +122,8 @@ class TensorSync:
             import torch  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ImportError(
-                "rollouts.weight_sync=tensor needs torch, which no extra brings, as it pins CUDA's libraries to its own "
-                "versions; pip install torch, or choose disk."
+                "rollouts.weight_sync=tensor needs torch, which no extra brings, as its versions pin CUDA's "
+                "libraries; pip install torch, or choose disk."
             ) from None
         self._torch: Any = torch
         self._config, self._dtype, self._ranks = config, dtype, tensor_parallel
