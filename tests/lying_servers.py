@@ -109,10 +109,11 @@ class LyingServer:
     def _generate(self, body: Any) -> Any:
         parameters, prompts = body["sampling_params"], body["input_ids"]
         if not isinstance(parameters, list):
-            return self._answer(parameters["sampling_seed"], prompts)
-        return [self._answer(one["sampling_seed"], ids) for one, ids in zip(parameters, prompts, strict=True)]
+            return self.answer(parameters["sampling_seed"], prompts)
+        return [self.answer(one["sampling_seed"], ids) for one, ids in zip(parameters, prompts, strict=True)]
 
-    def _answer(self, seed: int, prompt_ids: list[int]) -> Any:
+    def answer(self, seed: int, prompt_ids: list[int]) -> Any:
+        """What SGLang says of one generation."""
         token_ids, logprobs = drawn(seed)
         stopped = token_ids[-1] in STOP_IDS
         reason = {"type": "stop", "matched": token_ids[-1]} if stopped else {"type": "length", "length": MAX_TOKENS}
