@@ -61,6 +61,7 @@ RULES = (
     Rule("pip install", says="Successfully installed poly_epo_jax"),
     Rule("pip install pre-commit", elsewhere="fetches another project; by hand"),
     Rule("pip install --pre", elsewhere="fetches another project; by hand, for tests/rollouts/test_sglang_jax.py"),
+    Rule("pip install torch", elsewhere="brings CUDA; by hand, for rollouts.weight_sync=tensor"),
     Rule("pre-commit install", elsewhere="tests/test_contributing.py runs what it would install"),
     Rule("pytest", elsewhere="it runs this test"),
     Rule("python -m poly_epo_jax.bench --config=configs/polaris.py --plans", says="v6e-64"),

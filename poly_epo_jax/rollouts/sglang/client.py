@@ -35,15 +35,15 @@ class _Draw:
     request: Request
     done: dict[int, Completion] = dataclasses.field(default_factory=dict)
     trouble: str = ""
-    server: Server | None = None  # where that was
+    doubted: Server | None = None  # who last answered it wrongly
 
 
 class SGLangSampler:
     """A client of one or several SGLang servers that serve the policy, or of routers in front of such.
 
     Generations are from weights of one version only: what a server wrote with others, did not finish or cannot have
-    drawn is resampled with the same seed, by another server if there is one. (SGLang heeds the seeds where it runs with
-    --enable-deterministic-inference.)
+    drawn is resampled with the same seed, the last by another server if there is one. (SGLang heeds the seeds where it
+    runs with --enable-deterministic-inference.)
 
     Args:
       urls: where prompts are sent: servers, or a router, whose workers are then given the weights.
@@ -215,7 +215,7 @@ class SGLangSampler:
             tokens = len(missing) * (len(request.prompt_ids) + request.max_tokens)
             # A client for each request: what httpx takes for a call grows with the calls of its client.
             client = open_client(self.timeout_seconds, MAX_BYTES + TOKEN_BYTES * tokens)
-            async with fleet.lease(len(missing), tokens, draw.server) as server, client:
+            async with fleet.lease(len(missing), tokens, draw.doubted) as server, client:
                 # A list costs the server less than a call for each seed, but routers take none.
                 calls = [[index] for index in missing] if server.url in self._routers else [missing]
                 generate = functools.partial(self._dialect.generate, client, server.url, request)
@@ -258,7 +258,7 @@ class SGLangSampler:
                 self._fail(fleet, server, draw, f"it generates from weights {answer.weight_version} instead of {name}")
             elif answer.finish_reason is None:
                 self._counts["resampled"] += 1
-                draw.server, draw.trouble = server, f"{server.url} broke a generation off"
+                draw.trouble = f"{server.url} broke a generation off"
             elif flaw := self._flaw(draw.request, answer, answer.finish_reason):
                 self._refuse(server, draw, flaw)
             else:
@@ -272,14 +272,14 @@ class SGLangSampler:
 
     def _refuse(self, server: Server, draw: _Draw, why: str) -> None:
         self._counts.update(resampled=1, wrong_answers=1)
-        draw.server, draw.trouble = server, f"{server.url} answered wrongly: {why}"
+        draw.doubted, draw.trouble = server, f"{server.url} answered wrongly: {why}"
         if not server.has_erred:
             server.has_erred = True
             print(f"{draw.trouble} (problem {draw.request.problem_id}). It is asked again.", file=sys.stderr)
 
     def _fail(self, fleet: Fleet, server: Server, draw: _Draw, why: str) -> None:
         self._counts["server_failures"] += server.is_up
-        draw.server, draw.trouble = server, f"{server.url} failed: {why}"
+        draw.trouble = f"{server.url} failed: {why}"
         fleet.fail(server, why)
 
 
