@@ -96,15 +96,6 @@ def open_client(timeout_seconds: float, max_bytes: int = MAX_BYTES) -> httpx.Asy
     )
 
 
-def is_server_url(url: str) -> bool:
-    """Whether paths can be added to it, as to http://HOST:PORT, and no password stands in it, which would be logged."""
-    try:
-        parts = httpx.URL(url)
-    except httpx.InvalidURL:
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.host) and not parts.userinfo and not set("?#") & set(url)
-
-
 def read_json(answer: httpx.Response) -> Any:
     """What a good answer holds.
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from poly_epo_jax import http_client
-from poly_epo_jax.http_client import WrongAnswer, describe, field, is_server_url, open_client, printable, read_json
+from poly_epo_jax.http_client import WrongAnswer, describe, field, open_client, printable, read_json
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -94,22 +94,3 @@ def test_a_field_of_another_kind_is_named(path: str, kind: type, complaint: str)
 def test_what_a_server_says_cannot_command_a_terminal():
     assert printable(" \x1b[31m red\r\n\u202eno\ud800\x00 ") == "\\x1b[31m red \\u202eno\\ud800\\x00"
     assert len(printable("a" * 10**4)) == len(printable("\0" * 10**4)) == http_client.MAX_QUOTED
-
-
-@pytest.mark.parametrize(
-    ("url", "is_one"),
-    [
-        ("http://127.0.0.1:30000", True),
-        ("https://[::1]:1/below", True),
-        ("http://me:secret@host:1", False),
-        ("http://me@host", False),
-        ("http://host/?key=secret", False),
-        ("http://host/#part", False),
-        ("http://", False),
-        ("http://host:port", False),
-        ("file:///etc/passwd", False),
-        ("host:1", False),
-    ],
-)
-def test_server_urls(url: str, is_one: bool):
-    assert is_server_url(url) == is_one

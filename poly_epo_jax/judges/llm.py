@@ -11,12 +11,12 @@ from typing import Any
 
 import httpx
 
+from poly_epo_jax.checks import is_url
 from poly_epo_jax.http_client import (
     ServerError,
     WrongAnswer,
     backoff_seconds,
     describe,
-    is_server_url,
     open_client,
     printable,
     wait_until_healthy,
@@ -189,7 +189,7 @@ class LLMJudge:
 def _check_url(url: str) -> None:
     if "@" in url:  # before any of it is shown
         raise ValueError("The judge's url holds a password, which would be logged; name it by api_key_env instead.")
-    if not is_server_url(url) or url.endswith("/v1"):
+    if not is_url(url):
         raise ValueError(f"The judge's url is {url!r}; write it as http://host:port, without /v1.")
 
 

@@ -14,12 +14,12 @@ from urllib.parse import quote
 
 import httpx
 
+from poly_epo_jax.checks import is_url
 from poly_epo_jax.http_client import (
     ServerError,
     WrongAnswer,
     describe,
     field,
-    is_server_url,
     open_client,
     read_json,
     wait_until_healthy,
@@ -126,7 +126,7 @@ def _read_workers(answer: Any) -> dict[str, dict[str, str]]:
     workers = {}
     for worker in field(answer, "workers", list):
         url = field(worker, "url", str)
-        if not is_server_url(url):
+        if not is_url(url):
             raise WrongAnswer("a worker's URL is not of the form http://HOST:PORT, without a password")
         workers[url] = {name: field(worker, name, str) for name in ("id", "model_id")}
     return workers
