@@ -74,8 +74,8 @@ def _is_address(text: str, needs_port: bool = False) -> bool:
 
 
 def is_url(text: str) -> bool:
-    """Whether a server can have this address, to which paths such as /v1/models are added; without a password."""
-    match = re.fullmatch(r"https?://([^\s/?#@]+)(?:/[^\s?#]*)?", text)
+    """Whether a server can have this address, to which paths such as /v1/models are added. It holds no password."""
+    match = re.fullmatch(r"https?://([^\s/?#@]+)(?:/[^\s?#@]*)?", text)
     return match is not None and _is_address(match[1]) and not text.rstrip("/").endswith("/v1")
 
 

@@ -135,6 +135,21 @@ def _check_base(base: BaseSection) -> None:
         raise ConfigError(f"base.head_dim={base.head_dim} must be even, for rotary positions turn pairs.")
 
 
+def _refuse_passwords(value: Any, key: str = "") -> None:
+    """Comes before any check that shows what it refuses; what is accepted is printed and stored."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _refuse_passwords(inner, f"{key}.{name}".removeprefix("."))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _refuse_passwords(inner, key)
+    elif isinstance(value, str) and re.search("@" if key in ("judge.url", "rollouts.urls") else r"://\S*@", value):
+        raise ConfigError(
+            f"{key} holds a user or password before an @, which would be printed and stored; write the address without "
+            "it. The key of a judge is named by judge.api_key_env."
+        )
+
+
 def _check_training(config: Config) -> None:
     train, algo = config.train, config.algo
     if config.sampling.temperature == 0:

@@ -12,6 +12,7 @@ Sampling, judge and the synthetic task are those of the configuration. Run again
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -144,6 +145,8 @@ def _cell(metric: dict[str, float | None] | None) -> str:
 
 
 def _check_flags(config: Config) -> None:
+    if re.search("://.*@", ",".join(MODELS.value)):  # before any of them is shown
+        raise ConfigError("--models holds a user or password before an @; write the server's address without it.")
     for flag in (MODELS, BENCHMARKS):
         names = [name.strip() for name in flag.value]
         if not any(names):

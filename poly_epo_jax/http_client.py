@@ -124,9 +124,10 @@ def field(answer: Any, path: str, kind: type[T]) -> T:
 
 
 def printable(text: str) -> str:
-    """A text of a server on one line, cut, and with escapes for all that a terminal might obey."""
-    cut = " ".join(text[: 2 * MAX_QUOTED].split())[:MAX_QUOTED]
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut)
+    """A text of a server on one line, with escapes for all that a terminal might obey, and cut."""
+    line = " ".join(text[: 2 * MAX_QUOTED].split())
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+    return shown[:MAX_QUOTED]
 
 
 def backoff_seconds(attempt: int) -> float:

@@ -93,4 +93,4 @@ def test_a_field_of_another_kind_is_named(path: str, kind: type, complaint: str)
 
 def test_what_a_server_says_cannot_command_a_terminal():
     assert printable(" \x1b[31m red\r\n\u202eno\ud800\x00 ") == "\\x1b[31m red \\u202eno\\ud800\\x00"
-    assert len(printable("a" * 10**4)) == http_client.MAX_QUOTED
+    assert len(printable("a" * 10**4)) == len(printable("\0" * 10**4)) == http_client.MAX_QUOTED

@@ -19,7 +19,7 @@ ADDRESS = f"http://me:{SECRET}@host:30000"
         ("main", [f"--config.model.path={ADDRESS}"], "model.path holds a user or password"),
         ("main", [f"--rollouts.urls={ADDRESS}"], "write --config.rollouts.urls=...@host:30000"),
         ("main", [f"rollouts.urls={ADDRESS}"], "unknown argument ...@host:30000"),
-        ("evaluate", [f"--models=x={ADDRESS}", "--benchmarks=polynomial"], "write it so, without a password"),
+        ("evaluate", [f"--models=x={ADDRESS}", "--benchmarks=polynomial"], "--models holds a user or password"),
     ],
 )
 def test_it_is_refused_without_a_word_of_it(module: str, arguments: list[str], complaint: str, tmp_path: Path):

@@ -204,7 +204,7 @@ class LLMJudge:
 def _check_url(url: str) -> None:
     if "@" in url:  # before any of it is shown
         raise ValueError("The judge's url holds a password, which would be logged; name it by api_key_env instead.")
-    if not is_url(url) or url.endswith("/v1"):
+    if not is_url(url):
         raise ValueError(f"The judge's url is {url!r}; write it as http://host:port, without /v1.")
 
 
