@@ -99,20 +99,23 @@ def parts(config: Config) -> dict[str, tuple[str, Callable[..., Any], int]]:
     }
 
 
-def refuse_passwords(values: Mapping[str, Any], prefix: str = "") -> None:
+def refuse_passwords(value: Any, key: str = "") -> None:
     """Refuses addresses with a password in them, without showing it; what is accepted is printed and stored.
 
     Raises:
       ConfigError: naming the key.
     """
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            refuse_passwords(value, f"{prefix}{name}.")
-        elif re.search("@" if name in ("url", "urls") else r"://\S*@", str(value)):
-            raise ConfigError(
-                f"{prefix}{name} holds a user or password before an @, which would be printed and stored; write the "
-                "address without it. The key of a judge is named by judge.api_key_env."
-            )
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            refuse_passwords(inner, f"{key}.{name}".removeprefix("."))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            refuse_passwords(inner, key)
+    elif isinstance(value, str) and re.search("@" if key in ("judge.url", "rollouts.urls") else r"://\S*@", value):
+        raise ConfigError(
+            f"{key} holds a user or password before an @, which would be printed and stored; write the address without "
+            "it. The key of a judge is named by judge.api_key_env."
+        )
 
 
 def check_judge(judge: JudgeSection, key: str, num_generations: int) -> None:
@@ -133,21 +136,6 @@ def _check_base(base: BaseSection) -> None:
         raise ConfigError(f"base.num_kv_heads={base.num_kv_heads} must divide base.num_heads={base.num_heads}.")
     if base.head_dim % 2:
         raise ConfigError(f"base.head_dim={base.head_dim} must be even, for rotary positions turn pairs.")
-
-
-def _refuse_passwords(value: Any, key: str = "") -> None:
-    """Comes before any check that shows what it refuses; what is accepted is printed and stored."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            _refuse_passwords(inner, f"{key}.{name}".removeprefix("."))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            _refuse_passwords(inner, key)
-    elif isinstance(value, str) and re.search("@" if key in ("judge.url", "rollouts.urls") else r"://\S*@", value):
-        raise ConfigError(
-            f"{key} holds a user or password before an @, which would be printed and stored; write the address without "
-            "it. The key of a judge is named by judge.api_key_env."
-        )
 
 
 def _check_training(config: Config) -> None:
