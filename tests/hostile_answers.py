@@ -110,7 +110,6 @@ HOSTILE = {
     "cases": r"\begin{cases} 5 & a \\ 6 & b \end{cases}",
     "array": r"\begin{array}{c} 4 \\ 5 \end{array}",
     "matrix": r"\begin{pmatrix} 5 & 6 \end{pmatrix}",
-    "two boxes": r"\boxed{4}\boxed{5}",
     "box in a box": r"\boxed{4} 5",
     "struck": r"\cancel{4} 5",
     "overset": r"\overset{4}{5}",

@@ -30,7 +30,7 @@ NUMBER_AS_TEXT = re.compile(r"\\(?:text|mbox)\s*\{\s*(-?\d[\d.,]*)\s*\}", re.ASC
 UNCLEAR = re.compile(
     rf"(?<![\w\\^_.}}])\d+(?:\.\d+)?{SPACE}+[\d.]"  # two numbers
     r"|(?<![\w^_}])\d+\s*\{|(?:^|[^}\]\w\s^_])\s*\{\d+\}\s*[\d{]|\\phantom"  # in braces, or beside what is unseen
-    r"|\\(?:text|mbox)\s*\{(?:[^{}]*[^{}\w^/])?\d",  # a text with a number, which is no unit
+    r"|\\(?:text|mbox)\s*\{(?:[^{}]*[^{}\w^/])?\d|\u2030",  # a text with a number, which is no unit; per mille
     re.ASCII,
 )
 

@@ -278,6 +278,7 @@ PAIRS = {
         ("27_8", "23"),
         ("27", r"27\%"),
         ("27", r"27 \text{ percent}"),
+        ("27", r"27\text{‰}"),
         ("(27, 3)", r"(27\%, 3)"),
         (r"50\%", r"5000\%"),
         # What SymPy reads as mixed numbers, which are sums:
