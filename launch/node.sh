@@ -32,7 +32,7 @@
 #   LOGS                 folder of the servers' logs; default runs/logs
 #   DEVICE=cpu           for a trial without GPUs, in float32
 #
-# Ctrl-C or SIGTERM stops everything. A trainer that is training first completes its step, saves, and exits with 143; a
+# Ctrl-C or SIGTERM stops everything. A trainer that is training first leaves its batch, saves, and exits with 143; a
 # second Ctrl-C gives that step up and saves those before it. So does a server that ends, and then the exit code is 1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -21,6 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         export(options.run, options.folder, options.step, options.dtype)
+    except KeyboardInterrupt:
+        print("Ctrl-C: nothing is written; the same command begins anew.", file=sys.stderr)
+        return 130
     except (OSError, ValueError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2

@@ -28,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     models = [name for name in options.models.split(",") if name]
     try:
         page = write_report(folders, options.output or default, models)
+    except KeyboardInterrupt:
+        print("Ctrl-C: the report is not whole; the same command writes it anew.", file=sys.stderr)
+        return 130
     except (OSError, ValueError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2

@@ -59,6 +59,8 @@ class Soak:
             held = code in codes and "Traceback" not in said and took < HONOURED_IN
             what = f"{name}, {number.name} after {delay:.2f} s: code {code} after {took:.1f} s\n{said}"
             yield Outcome(f"{number.name} to {name}", held, what)
+            if code == 0:
+                return
         before = len(log.read_text())
         self.server.start(module, arguments, log)
         code = self.server.wait()
