@@ -51,6 +51,8 @@ setup(
             "ruff>=0.14,<1",
             "setuptools>=77",
         ],
+        # Without torch, which only rollouts.weight_sync=tensor needs: its exact pins of CUDA's libraries would hold
+        # those of JAX back, and on Python 3.11 it brings a second CUDA.
         "gpu": ["jax[cuda13]", "tokamax>=0.0.12,<0.1"],
         "tpu": ["jax[tpu]"],
         # What google-jetstream imports; third_party/jetstream/setup.sh installs it beside, without its dependencies.

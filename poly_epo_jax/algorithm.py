@@ -15,6 +15,9 @@ from poly_epo_jax.registry import Registry
 Features = Mapping[str, jax.Array | np.ndarray]
 """Of P prompts with N generations each, [P, N, ...] by name: see features.py."""
 
+OWN_FEATURES = ("rewards", "lengths", "mean_logprob")
+"""Those that every generation has; all others are the judge's."""
+
 
 class Estimator(NamedTuple):
     """An advantage estimator, as the configuration has set it up.
@@ -26,6 +29,11 @@ class Estimator(NamedTuple):
     advantages: Callable[[jax.Array, Features], jax.Array]
     reads: tuple[str, ...]
     title: str
+
+    @property
+    def reads_judge(self) -> bool:
+        """Whether a prompt that the judge failed on has no advantages; else the judge is for logging only."""
+        return not set(self.reads) <= set(OWN_FEATURES)
 
 
 def make_estimator(algo: AlgoSection) -> Estimator:
@@ -42,7 +50,7 @@ def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], n
     """(step, features) -> advantages [P, N] by the estimator that `algo.advantages` names, compiled.
 
     Raises, when called:
-      ValueError: the estimator reads a feature that is not there.
+      ValueError: the estimator reads a feature that is not there, or gives an advantage that is not finite.
     """
     estimator = make_estimator(algo)
     compiled = jax.jit(estimator.advantages)
@@ -55,7 +63,14 @@ def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], n
                 "that adds it, or another algo.advantages or algo.objective."
             )
         key = jax.random.fold_in(jax.random.key(seed), step)
-        return np.asarray(compiled(key, {name: features[name] for name in estimator.reads}))
+        values = np.asarray(compiled(key, {name: features[name] for name in estimator.reads}))
+        if not np.isfinite(values).all():
+            (row, *_), *_ = np.argwhere(~np.isfinite(values))
+            raise ValueError(
+                f"{estimator.title} gives an advantage that is not finite, to prompt {row} of step {step}; correct "
+                "algo.advantages or algo.objective, or the keys that it reads."
+            )
+        return values
 
     return advantages
 

@@ -27,7 +27,7 @@ from poly_epo_jax.file_lock import exclusive
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
-from poly_epo_jax.objective import Objective
+from poly_epo_jax.objective import Objective, check_finite
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.progress import counted
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
@@ -145,7 +145,9 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
         with counted(f"base policy, {name}", steps) as show:
             for step in range(1, steps + 1):
                 batch = pack(demonstrations(style), config.train.row_tokens, microbatch_rows(config.train, mesh.shape))
-                state, _ = update(state, [batch])
+                state, metrics = update(state, [batch])
+                too_high = f"The base policy's learning rate of {learning_rate} is too high"
+                check_finite(metrics, f"{too_high}: step {step} on {name}")
                 show(step)
         params = state.params
     hf.save_pretrained(folder, params, shape, dtype="float32", eos_token_id=eos, tokenizer=tokenizer)

@@ -5,13 +5,15 @@ with what the named part takes, and combinations of sections are checked.
 """
 
 import math
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from poly_epo_jax.algorithm import ADVANTAGES, make_estimator
-from poly_epo_jax.config import Config, ConfigError, JudgeSection, TaskSection
+from poly_epo_jax.checks import one_of, require
+from poly_epo_jax.config import BaseSection, Config, ConfigError, JudgeSection, TaskSection
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.model.qwen3 import REMAT_POLICIES
@@ -19,7 +21,7 @@ from poly_epo_jax.optimizer import SCHEDULES
 from poly_epo_jax.options import check_options
 from poly_epo_jax.parallel.devices import DEVICES
 from poly_epo_jax.rollouts import SAMPLERS, WEIGHT_SYNCS
-from poly_epo_jax.section import one_of, read_section, require
+from poly_epo_jax.section import read_section
 from poly_epo_jax.set_rl import LOSSES, OBJECTIVES
 from poly_epo_jax.tasks import TASKS
 from poly_epo_jax.types import Judge, Task
@@ -40,6 +42,7 @@ CHOICES: dict[str, Collection[str]] = {
 """Names that a key may have, which a user's own file can add to: read when a configuration is."""
 
 MAX_SETS = 10**6  # per prompt
+MAX_UPDATES = 10**9  # they are counted in 32 bits
 
 
 def read_config(config: ConfigDict, training: bool = True) -> Config:
@@ -51,13 +54,17 @@ def read_config(config: ConfigDict, training: bool = True) -> Config:
     Raises:
       ConfigError: at the first key that is wrong; the message names it, its value and what it may be.
     """
-    sections = read_section(Config, config.to_dict())
+    values = config.to_dict()
+    refuse_passwords(values)  # before a check shows them
+    sections = read_section(Config, values)
     for key, _, value in sections.flat():
         if key in CHOICES:
             require(value, key, one_of(*CHOICES[key]))
     for section, (name, make, num_given) in parts(sections).items():
         check_options(f"{section}.options", name, sections[section].options, make, num_given)
-    _check_judge(sections)
+    _check_base(sections.base)
+    if JUDGES[sections.judge.name].needs_url and not sections.judge.url:
+        raise ConfigError("judge.url='' must name the judge's server.")
     if training:
         _check_training(sections)
     return sections
@@ -92,15 +99,52 @@ def parts(config: Config) -> dict[str, tuple[str, Callable[..., Any], int]]:
     }
 
 
-def _check_judge(config: Config) -> None:
-    if JUDGES[config.judge.name].needs_url and not config.judge.url:
-        raise ConfigError("judge.url='' must name the judge's server.")
+def refuse_passwords(values: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuses addresses with a password in them, without showing it; what is accepted is printed and stored.
+
+    Raises:
+      ConfigError: naming the key.
+    """
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            refuse_passwords(value, f"{prefix}{name}.")
+        elif re.search("@" if name in ("url", "urls") else r"://\S*@", str(value)):
+            raise ConfigError(
+                f"{prefix}{name} holds a user or password before an @, which would be printed and stored; write the "
+                "address without it. The key of a judge is named by judge.api_key_env."
+            )
+
+
+def check_judge(judge: JudgeSection, key: str, num_generations: int) -> None:
+    """Refuses more generations of a prompt, as `key` says, than the judge can cluster.
+
+    Raises:
+      ConfigError: naming the key, and how many there may be.
+    """
+    most = JUDGES[judge.name].most
+    if most is not None and num_generations > most:
+        raise ConfigError(
+            f"{key}={num_generations} must be at most {most}, which judge.name={judge.name!r} can cluster."
+        )
+
+
+def _check_base(base: BaseSection) -> None:
+    if base.num_heads % base.num_kv_heads:
+        raise ConfigError(f"base.num_kv_heads={base.num_kv_heads} must divide base.num_heads={base.num_heads}.")
+    if base.head_dim % 2:
+        raise ConfigError(f"base.head_dim={base.head_dim} must be even, for rotary positions turn pairs.")
 
 
 def _check_training(config: Config) -> None:
     train, algo = config.train, config.algo
     if config.sampling.temperature == 0:
         raise ConfigError("sampling.temperature=0.0 must be positive, for training needs samples.")
+    top_p, top_k = config.sampling.top_p, config.sampling.top_k
+    if top_p < 1 or top_k:
+        raise ConfigError(
+            f"sampling.top_p={top_p} and sampling.top_k={top_k} would bias the gradient, for the log-probabilities "
+            "that are trained are of all tokens, not of those that are sampled from; train with 1 and 0."
+        )
     if algo.set_size >= train.num_generations:
         raise ConfigError(
             f"algo.set_size={algo.set_size} must be smaller than train.num_generations={train.num_generations}."
@@ -115,6 +159,15 @@ def _check_training(config: Config) -> None:
             f"train.prompts_per_minibatch={train.prompts_per_minibatch} must divide "
             f"train.prompts_per_batch={train.prompts_per_batch}."
         )
+    updates = train.num_steps * (train.prompts_per_batch // train.prompts_per_minibatch)
+    if updates > MAX_UPDATES:
+        raise ConfigError(
+            f"train.num_steps={train.num_steps} with {updates // train.num_steps} updates each must make at most "
+            f"{MAX_UPDATES:,} updates."
+        )
+    check_judge(config.judge, "train.num_generations", train.num_generations)
+    if config.eval.every:
+        check_judge(config.judge, "eval.num_generations", config.eval.num_generations)
     longest = train.max_prompt_tokens + config.sampling.max_tokens
     if train.row_tokens < longest:
         raise ConfigError(
@@ -147,8 +200,8 @@ def _check_rollouts(config: Config) -> None:
             f"rollouts.name={rollouts.name!r} shares the trainer's weights and devices and cannot generate while they "
             f"train; set train.staleness=0, or rollouts.name={others}."
         )
-    if config.algo.old_logprobs != "sampler":
+    if not config.algo.importance_cap:
         raise ConfigError(
-            f"algo.old_logprobs={config.algo.old_logprobs!r} would ignore that train.staleness=1 trains on the "
-            "generations of an older policy; set it to 'sampler'."
+            "algo.importance_cap=0.0 would ignore that train.staleness=1 trains on the generations of an older policy; "
+            "set it, for example to 2."
         )

@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import inspect
 import re
 import sys
 import textwrap
@@ -11,9 +12,10 @@ from pathlib import Path
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from poly_epo_jax.checks import Range
 from poly_epo_jax.choices import CHOICES, parts, read_config
 from poly_epo_jax.config import Config, ConfigError
-from poly_epo_jax.options import options_of
+from poly_epo_jax.options import checks_of, options_of
 
 CONFIG = config_flags.DEFINE_config_file(
     "config",
@@ -39,7 +41,7 @@ def run_command(
     """
     if len(argv) > 1:
         name, _, value = argv[1].partition("=")
-        sys.exit(f"Error: unknown argument {argv[1]}; {_hint(name, value)}.")
+        sys.exit(f"Error: unknown argument {_without_password(argv[1])}; {_hint(name, value)}.")
     logging.set_verbosity(logging.WARNING)
     try:
         run(read_config(CONFIG.value, training))
@@ -130,14 +132,26 @@ def _keys(config: ConfigDict, section: str = "config") -> Iterator[str]:
 def _hint(name: str, value: str) -> str:
     """How to write a flag that there is not: a key without --config and its section, or a mistyped flag."""
     keys = [key for key, _, _ in Config().flat() if f".{key}".endswith(f".{name}")]
-    near = [f"config.{key}={value or '...'}" for key in keys] or difflib.get_close_matches(name, list(flags.FLAGS), 1)
+    shown = _without_password(value) or "..."
+    near = [f"config.{key}={shown}" for key in keys] or difflib.get_close_matches(name, list(flags.FLAGS), 1)
     return f"write {' or '.join(f'--{flag}' for flag in near)}" if near else "--help lists the flags and keys"
+
+
+def _without_password(text: str) -> str:
+    """Of a server's address, what comes after the user and the password, if these are in it."""
+    return re.sub(r"\S*@", "...@", text)
 
 
 def _named(name: str, registry: Collection[str]) -> str:
     """A part's name, and its title where its registry entry has one."""
     title = getattr(registry[name], "title", "") if isinstance(registry, Mapping) else ""
     return f"{name} ({title})" if title else name
+
+
+def _option(parameter: inspect.Parameter) -> str:
+    """An option's name, its default, and its range where it has one."""
+    rules = [f" ({check.rule})" for check in checks_of(parameter) if isinstance(check, Range)]
+    return "".join([str(parameter.replace(annotation=parameter.empty)), *rules])
 
 
 def _help(config: ConfigDict | None) -> str:
@@ -163,9 +177,7 @@ def _help(config: ConfigDict | None) -> str:
             limits = f"; one of {', '.join(_named(name, names) for name in sorted(filter(None, names)))}"
         if key.endswith(".options"):
             name, make, num_given = taken[section]
-            shown = [
-                str(parameter.replace(annotation=parameter.empty)) for parameter in options_of(make, num_given).values()
-            ]
+            shown = map(_option, options_of(make, num_given).values())
             limits = f"; {name} takes {', '.join(shown) or 'none'}"
         meaning = f"{getattr(field.type, '__name__', 'dict')}: {field.metadata['meaning']}{limits}"
         lines += textwrap.wrap(f"  {f'{key} = {value!r}':<43} {meaning}", 120, subsequent_indent=" " * 50)

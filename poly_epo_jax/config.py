@@ -11,10 +11,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from poly_epo_jax.section import FRACTION, NOT_NEGATIVE, PATTERN, POSITIVE, Check, Section, changed_keys, key, one_of
-from poly_epo_jax.section import ConfigError as ConfigError
+from poly_epo_jax.checks import COORDINATOR, FRACTION, NOT_EMPTY, PATTERN, SEED, URL, URLS, Range, one_of
+from poly_epo_jax.checks import ConfigError as ConfigError
+from poly_epo_jax.section import Section, changed_keys, key
 
 FLOATS = one_of("float32", "bfloat16")
+STEPS = Range(1, 10**9)
+SECONDS = Range(0.1, 10**6)
+TOKENS = Range(1, 2**24)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +30,7 @@ class ModelSection(Section, name="model"):
     dtype: str = key("float32", "of activations and matrix products", FLOATS)
     param_dtype: str = key("float32", "of weights", FLOATS)
     remat: str = key("none", "what the backward pass recomputes")
-    scan_unroll: int = key(2, "layers per step of the layer scan", POSITIVE)
+    scan_unroll: int = key(2, "layers per step of the layer scan", Range(1, 64))
     attention: str = key("auto", "blockwise (anywhere), tokamax (GPU), splash (TPU); auto picks the backend's own")
 
 
@@ -34,21 +38,21 @@ class ModelSection(Section, name="model"):
 class BaseSection(Section, name="base"):
     """A tiny policy fitted to the task's synthetic demonstrations, where model.path is empty."""
 
-    cache_dir: str = key("runs/base", "kept here, and reused by every run with the same task and recipe")
-    seed: int = key(0, "of its first weights and of the demonstrations")
-    hidden_size: int = key(64, "width of the residual stream", POSITIVE)
-    mlp_size: int = key(192, "inner width of the MLP", POSITIVE)
-    num_layers: int = key(2, "transformer layers", POSITIVE)
-    num_heads: int = key(4, "query heads", POSITIVE)
-    num_kv_heads: int = key(2, "key-value heads, each shared by several query heads", POSITIVE)
-    head_dim: int = key(16, "width of a head", POSITIVE)
-    batch_size: int = key(128, "demonstrations per step", POSITIVE)
-    clean_steps: int = key(1200, "first on right demonstrations", POSITIVE)
-    clean_learning_rate: float = key(3e-3, "peak, warmed up to and decayed from within those steps", POSITIVE)
-    noisy_steps: int = key(120, "then on demonstrations with deliberate mistakes, for RL to correct", NOT_NEGATIVE)
-    noisy_learning_rate: float = key(1e-3, "peak, likewise", POSITIVE)
-    error_rate: float = key(1.0, "scale of those mistakes; each task says what 1 means")
-    skew: float = key(0.0, "0: all strategies equally likely; larger: concentrated on a few")
+    cache_dir: str = key("runs/base", "kept here, and reused by every run with the same task and recipe", NOT_EMPTY)
+    seed: int = key(0, "of its first weights and of the demonstrations", SEED)
+    hidden_size: int = key(64, "width of the residual stream", Range(1, 65_536))
+    mlp_size: int = key(192, "inner width of the MLP", Range(1, 262_144))
+    num_layers: int = key(2, "transformer layers", Range(1, 64))
+    num_heads: int = key(4, "query heads", Range(1, 1024))
+    num_kv_heads: int = key(2, "key-value heads, each shared by several query heads", Range(1, 1024))
+    head_dim: int = key(16, "width of a head", Range(2, 1024))
+    batch_size: int = key(128, "demonstrations per step", Range(1, 65_536))
+    clean_steps: int = key(1200, "first on right demonstrations", Range(1, 10**6))
+    clean_learning_rate: float = key(3e-3, "peak, warmed up to and decayed from within those steps", Range(1e-12, 1))
+    noisy_steps: int = key(120, "then on demonstrations with deliberate mistakes, for RL to correct", Range(0, 10**6))
+    noisy_learning_rate: float = key(1e-3, "peak, likewise", Range(1e-12, 1))
+    error_rate: float = key(1.0, "scale of those mistakes; each task says what 1 means", Range(0, 100))
+    skew: float = key(0.0, "0: all strategies equally likely; larger: concentrated on a few", Range(0, 100))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +69,15 @@ class JudgeSection(Section, name="judge"):
 
     name: str = key("exact", "the judge; none: no clusters, for methods that read none")
     options: Mapping[str, Any] = key({}, "keyword arguments of that judge, such as --config.judge.options.attempts=2")
-    max_failed_share: float = key(0.25, "of a batch's prompts; the run stops where the judge fails on more", FRACTION)
-    url: str = key("", "of an OpenAI-compatible server, such as http://127.0.0.1:30001")
+    max_failed_share: float = key(
+        0.25, "of a batch's prompts; where it fails on more, a run that reads it stops", FRACTION
+    )
+    url: str = key("", "of an OpenAI-compatible server, such as http://127.0.0.1:30001", URL)
     model: str = key("", "by the name it has there; empty: the first that the server lists")
     api_key_env: str = key("", "the environment variable that holds the key of a hosted model")
-    max_concurrent: int = key(64, "requests at once", POSITIVE)
-    timeout_seconds: float = key(300.0, "per request", POSITIVE)
-    wait_seconds: float = key(600.0, "for a server that does not answer", NOT_NEGATIVE)
+    max_concurrent: int = key(64, "requests at once", Range(1, 65_536))
+    timeout_seconds: float = key(300.0, "per request", SECONDS)
+    wait_seconds: float = key(600.0, "for a server that does not answer", Range(0, 10**6))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,29 +86,31 @@ class RolloutsSection(Section, name="rollouts"):
 
     name: str = key("embedded", "the sampler")
     options: Mapping[str, Any] = key({}, "keyword arguments of that sampler")
-    max_concurrent: int = key(512, "generations at once; with servers, for each URL", POSITIVE)
-    urls: str = key("", "of servers or routers, such as http://127.0.0.1:30000; commas between several")
+    max_concurrent: int = key(512, "generations at once; with servers, for each URL", Range(1, 10**6))
+    urls: str = key("", "of servers or routers, such as http://127.0.0.1:30000; commas between several", URLS)
     shared: bool = key(False, "on several hosts: whether all use the same servers; else each has its own at urls")
     weight_sync: str = key("disk", "how: disk (a folder that the servers read) or tensor (CUDA IPC on one host)")
-    weights_dir: str = key("/dev/shm/poly_epo_jax", "that folder; one that all hosts of servers see")
+    weights_dir: str = key("/dev/shm", "the folder is made in this one, which all hosts of servers see", NOT_EMPTY)
     weights_dtype: str = key("bfloat16", "what the servers compute with", FLOATS)
-    tensor_parallel: int = key(1, "of each server, for tensor", POSITIVE)
-    timeout_seconds: float = key(1800.0, "for the generations of one prompt, and for a weight update", POSITIVE)
-    wait_seconds: float = key(900.0, "for a server that does not answer, at the start or later", NOT_NEGATIVE)
+    tensor_parallel: int = key(1, "of each server, for tensor", Range(1, 1024))
+    timeout_seconds: float = key(1800.0, "for the generations of one prompt, and for a weight update", SECONDS)
+    wait_seconds: float = key(900.0, "for a server that does not answer, at the start or later", Range(0, 10**6))
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSection(Section, name="sampling"):
     """How each token of a response is drawn."""
 
-    max_tokens: int = key(14, "longest response, the paper's T_max", POSITIVE)
-    temperature: float = key(1.0, "of sampling, and of the log-probabilities that are trained", NOT_NEGATIVE)
+    max_tokens: int = key(14, "longest response, the paper's T_max", TOKENS)
+    temperature: float = key(
+        1.0, "of sampling, and of the log-probabilities that are trained", Range(0.01, 100, other=0)
+    )
     top_p: float = key(
         1.0,
         "sample from the likeliest tokens that reach this probability; 1: off",
-        Check(lambda p: 0 < p <= 1, "must lie between 0 and 1, and above 0; 1 switches it off"),
+        Range(1e-6, 1),
     )
-    top_k: int = key(0, "sample from this many likeliest tokens; 0: off", NOT_NEGATIVE)
+    top_k: int = key(0, "sample from this many likeliest tokens; 0: off", Range(0, 10**6))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,35 +120,45 @@ class AlgoSection(Section, name="algo"):
     advantages: str = key("marginal_set", "the advantage estimator")
     options: Mapping[str, Any] = key({}, "keyword arguments of an advantage estimator of your own")
     objective: str = key("polychromic", "the set objective of marginal_set")
-    set_size: int = key(4, "n, generations per set", POSITIVE)
-    num_sets: int = key(0, "K sets drawn per prompt; 0: all C(N, n)", NOT_NEGATIVE)
-    div_coef: float = key(0.5, "lambda of grpo_div", NOT_NEGATIVE)
+    set_size: int = key(4, "n, generations per set", Range(1, 4095))
+    num_sets: int = key(0, "K sets drawn per prompt; 0: all C(N, n)", Range(0, 10**6))
+    div_coef: float = key(0.5, "lambda of grpo_div", Range(0, 1000))
     loss: str = key("ppo_clip", "the loss of a token")
-    clip_low: float = key(0.20, "probability ratios are clipped below 1 - clip_low", NOT_NEGATIVE)
-    clip_high: float = key(0.28, "and above 1 + clip_high", NOT_NEGATIVE)
+    clip_low: float = key(0.20, "probability ratios are clipped below 1 - clip_low", FRACTION)
+    clip_high: float = key(0.28, "and above 1 + clip_high", Range(0, 1000))
     length_normalization: str = key("max", "T_i: a response's own length, or max: T_max", one_of("own", "max"))
-    old_logprobs: str = key("trainer", "whose log-probabilities ratios are to", one_of("trainer", "sampler"))
-    importance_cap: float = key(2.0, "largest ratio to the sampler's (truncated importance sampling)", POSITIVE)
-    kl_coef: float = key(0.0, "weight of KL(policy || initial policy)", NOT_NEGATIVE)
-    entropy_coef: float = key(0.0, "weight of the entropy bonus", NOT_NEGATIVE)
+    importance_cap: float = key(
+        0.0,
+        "weigh tokens by p(trainer) / p(sampler), at most this, as for a sampler of other arithmetic or older weights; "
+        "0: off, as in the paper, for a sampler that computes what the trainer does",
+        Range(0.001, 10**6, other=0),
+    )
+    max_mismatch: float = key(
+        0.0,
+        "a response is masked where the geometric mean of that ratio is above this or below 1 / this; 0: off, as what "
+        "it masks depends on the responses' lengths and the sampler",
+        Range(1.001, 10**6, other=0),
+    )
+    kl_coef: float = key(0.0, "weight of KL(policy || initial policy)", Range(0, 1000))
+    entropy_coef: float = key(0.0, "weight of the entropy bonus", Range(0, 1000))
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainSection(Section, name="train"):
     """The batch of a step, and its rows."""
 
-    num_steps: int = key(150, "each generates one batch and trains on it", POSITIVE)
-    prompts_per_batch: int = key(64, "generated per step", POSITIVE)
-    prompts_per_minibatch: int = key(32, "one optimizer update each", POSITIVE)
-    num_generations: int = key(8, "N, per prompt", POSITIVE)
-    max_prompt_tokens: int = key(10, "longest prompt; problems with a longer one are left out", POSITIVE)
+    num_steps: int = key(150, "each generates one batch and trains on it", STEPS)
+    prompts_per_batch: int = key(64, "generated per step", Range(1, 10**6))
+    prompts_per_minibatch: int = key(32, "one optimizer update each", Range(1, 10**6))
+    num_generations: int = key(8, "N, per prompt", Range(1, 4096))
+    max_prompt_tokens: int = key(10, "longest prompt; problems with a longer one are left out", TOKENS)
     trainable: str = key("", "regular expression of dotted paths of weights that are trained; empty: all", PATTERN)
     staleness: int = key(
-        0, "1: the next batch is generated while this one is trained, one step off-policy", one_of(0, 1)
+        0, "1: the next batch is generated while this one is trained, one step off-policy", Range(0, 1)
     )
-    row_tokens: int = key(40, "sequences are packed into rows of this many tokens", POSITIVE)
+    row_tokens: int = key(40, "sequences are packed into rows of this many tokens", TOKENS)
     rows_per_device: int = key(
-        72, "rows whose gradient is taken at once, on each group of mesh.tensor devices", POSITIVE
+        72, "rows whose gradient is taken at once, on each group of mesh.tensor devices", Range(1, 65_536)
     )
 
 
@@ -148,61 +166,63 @@ class TrainSection(Section, name="train"):
 class OptimizerSection(Section, name="optimizer"):
     """AdamW."""
 
-    learning_rate: float = key(5e-4, "peak", POSITIVE)
-    warmup_updates: int = key(0, "updates of linear rise before it", NOT_NEGATIVE)
+    learning_rate: float = key(5e-4, "peak", Range(1e-12, 1))
+    warmup_updates: int = key(0, "updates of linear rise before it", Range(0, 10**9))
     schedule: str = key("linear", "after the warm-up")
     final_fraction: float = key(0.02, "of the learning rate, where linear and cosine end", FRACTION)
-    b1: float = key(0.9, "decay of the gradient's running mean", FRACTION)
-    b2: float = key(0.999, "decay of the squared gradient's", FRACTION)
+    b1: float = key(0.9, "decay of the gradient's running mean", Range(0, 0.9999))
+    b2: float = key(0.999, "decay of the squared gradient's", Range(0, 0.999999))
     first_moment_dtype: str = key("float32", "bfloat16 halves it; the second moment would stall in less", FLOATS)
-    eps: float = key(1e-8, "added to the square root of the latter", NOT_NEGATIVE)
-    weight_decay: float = key(0.0, "decoupled, times the learning rate", NOT_NEGATIVE)
-    max_grad_norm: float = key(0.3, "longer gradients are scaled down to this norm", POSITIVE)
+    eps: float = key(1e-8, "added to the square root of the latter", Range(1e-20, 1))
+    weight_decay: float = key(0.0, "decoupled, times the learning rate", Range(0, 10))
+    max_grad_norm: float = key(0.3, "longer gradients are scaled down to this norm", Range(1e-8, 1e8))
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshSection(Section, name="mesh"):
     """Devices along each axis; one of the axes may be -1, for all that are left."""
 
-    data: int = key(1, "replicas of the weights")
-    fsdp: int = key(-1, "shards of each weight along its embedding axis")
-    tensor: int = key(1, "shards of heads, MLP and vocabulary")
+    data: int = key(1, "replicas of the weights", Range(1, 10**5, other=-1))
+    fsdp: int = key(-1, "shards of each weight along its embedding axis", Range(1, 10**5, other=-1))
+    tensor: int = key(1, "shards of heads, MLP and vocabulary", Range(1, 10**5, other=-1))
     device: str = key("", "what the devices must be; empty: whatever is there")
-    devices: int = key(0, "how many there are; 0: not said", NOT_NEGATIVE)
+    devices: int = key(0, "how many there are; 0: not said", Range(0, 10**5))
 
 
 @dataclasses.dataclass(frozen=True)
 class HostsSection(Section, name="hosts"):
     """Several processes that train as one, with the same configuration but for the index."""
 
-    coordinator: str = key("", "HOST:PORT of the first; auto: SLURM or the TPU pod knows; empty: a single process")
-    count: int = key(1, "how many there are, where not auto")
-    index: int = key(0, "which of them this is, likewise")
-    wait_seconds: int = key(300, "for each other at the start", POSITIVE)
+    coordinator: str = key(
+        "", "HOST:PORT of the first; auto: SLURM or the TPU pod knows; empty: a single process", COORDINATOR
+    )
+    count: int = key(1, "how many there are, where not auto", Range(1, 10**5))
+    index: int = key(0, "which of them this is, likewise", Range(0, 10**5))
+    wait_seconds: int = key(300, "for each other at the start", Range(1, 10**6))
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSection(Section, name="checkpoint"):
     """When the run is saved."""
 
-    every: int = key(50, "steps", POSITIVE)
-    keep: int = key(2, "the newest ones", POSITIVE)
+    every: int = key(50, "steps", STEPS)
+    keep: int = key(2, "the newest ones", STEPS)
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalSection(Section, name="eval"):
     """Evaluation on held-out problems during training."""
 
-    every: int = key(20, "steps; 0: never", NOT_NEGATIVE)
-    num_problems: int = key(40, "the first ones", POSITIVE)
-    num_generations: int = key(64, "per problem", POSITIVE)
+    every: int = key(20, "steps; 0: never", Range(0, 10**9))
+    num_problems: int = key(40, "the first ones", Range(1, 10**6))
+    num_generations: int = key(64, "per problem", Range(1, 4096))
 
 
 @dataclasses.dataclass(frozen=True)
 class LogSection(Section, name="log"):
     """What is written besides metrics."""
 
-    generations_every: int = key(10, "steps between batches written to generations.jsonl", POSITIVE)
+    generations_every: int = key(10, "steps between batches written to generations.jsonl", STEPS)
     wandb_project: str = key("", "empty: no Weights & Biases")
 
 
@@ -210,9 +230,9 @@ class LogSection(Section, name="log"):
 class Config(Section):
     """The whole; a part gets its own section of it."""
 
-    workdir: str = key("runs/default", "the run folder; a checkpoint found in it is resumed")
-    compilation_cache: str = key("runs/compiled", "compiled programs are kept here and reused by later runs")
-    seed: int = key(0, "of the data order and of every sampled token")
+    workdir: str = key("runs/default", "the run folder; a checkpoint found in it is resumed", NOT_EMPTY)
+    compilation_cache: str = key("runs/compiled", "compiled programs are kept here and reused by later runs", NOT_EMPTY)
+    seed: int = key(0, "of the data order and of every sampled token", SEED)
 
     model: ModelSection = ModelSection()
     base: BaseSection = BaseSection()
@@ -235,4 +255,9 @@ def microbatch_rows(train: TrainSection, mesh_shape: Mapping[str, int]) -> int:
     return train.rows_per_device * mesh_shape["data"] * mesh_shape["fsdp"]
 
 
-__all__ = ["Config", "ConfigError", "changed_keys", "microbatch_rows"]
+def updates_per_step(train: TrainSection) -> int:
+    """How many optimizer updates a step makes."""
+    return train.prompts_per_batch // train.prompts_per_minibatch
+
+
+__all__ = ["Config", "ConfigError", "changed_keys", "microbatch_rows", "updates_per_step"]

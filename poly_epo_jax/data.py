@@ -196,6 +196,8 @@ def drop_long_prompts(
 def problem_batches(problems: Sequence[Problem], batch_size: int, seed: int) -> DatasetIterator[list[Problem]]:
     """Endless batches of problems; `get_state()` and `set_state()` move its exact position in and out.
 
+    A batch that goes on into the next epoch may hold a problem twice; its `occurrence` tells the two apart.
+
     Raises:
       ValueError: there are fewer problems than a batch takes.
     """
@@ -206,5 +208,16 @@ def problem_batches(problems: Sequence[Problem], batch_size: int, seed: int) -> 
         )
     # Grain's own "without end" is 2^63 - 1 problems, which overflows for batches of one.
     epochs = grain.MapDataset.source(problems).shuffle(seed=seed).repeat(10**9)
-    dataset = epochs.batch(batch_size, batch_fn=list)
+    dataset = epochs.batch(batch_size, batch_fn=_with_occurrences)
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+
+
+def _with_occurrences(batch: Sequence[Problem]) -> list[Problem]:
+    """The problems, each of which says how often it stands before."""
+    before = collections.Counter[str]()
+    counted = []
+    for problem in batch:
+        times = before[problem.id]
+        counted.append(dataclasses.replace(problem, occurrence=times) if times else problem)
+        before[problem.id] += 1
+    return counted

@@ -21,11 +21,12 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from poly_epo_jax.choices import make_judge
+from poly_epo_jax.checks import URL, require
+from poly_epo_jax.choices import check_judge, make_judge, refuse_passwords
 from poly_epo_jax.command_line import parse_flags, run_command
 from poly_epo_jax.config import Config, ConfigError
 from poly_epo_jax.data import encode_prompts
-from poly_epo_jax.evaluation.benchmarks import Benchmark, open_benchmark
+from poly_epo_jax.evaluation.benchmarks import Benchmark, label_of, open_benchmark
 from poly_epo_jax.evaluation.draw import draw_generations
 from poly_epo_jax.evaluation.folder import RESULTS, open_folder
 from poly_epo_jax.evaluation.results import compute_results
@@ -33,19 +34,21 @@ from poly_epo_jax.file_lock import exclusive
 from poly_epo_jax.http_client import ServerError, describe
 from poly_epo_jax.json_files import write_json
 from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.judges.capacity import say_shortfalls
 from poly_epo_jax.judges.none import NoJudge
 from poly_epo_jax.metrics import names
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy, open_trained_policy
+from poly_epo_jax.prepare import check_writable
 from poly_epo_jax.progress import counted
 from poly_epo_jax.rollouts import open_server, open_weights, served_model
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.run_folder import CHECKPOINTS, LOCK
-from poly_epo_jax.types import Judge, Params, Sampling, Served
+from poly_epo_jax.types import Judge, JudgeLoad, Params, Sampling, Served
 
 MODELS = flags.DEFINE_list("models", [], "Run folders, Hugging Face folders or names, server URLs; label= names one.")
 BENCHMARKS = flags.DEFINE_list("benchmarks", [], "Names, synthetic tasks or files; label= names one.")
-NUM_GENERATIONS = flags.DEFINE_integer("num_generations", 16, "Generations per problem.", lower_bound=1)
+NUM_GENERATIONS = flags.DEFINE_integer("num_generations", 16, "Generations per problem.", 1, 4096)
 MAX_PROBLEMS = flags.DEFINE_integer("max_problems", 0, "The first so many problems of each benchmark; 0: all.", 0)
 JUDGED = flags.DEFINE_bool("judge", True, "Whether to cluster the generations with the configuration's judge.")
 OUTPUT = flags.DEFINE_string("output", "runs/evaluation", "Where the evaluation is kept.")
@@ -67,9 +70,7 @@ def run(config: Config) -> None:
     Raises:
       ValueError, OSError: a model or benchmark cannot be had, or a server fails; what has been drawn is kept.
     """
-    for flag in (MODELS, BENCHMARKS):
-        if not flag.value:
-            raise ConfigError(f"--{flag.name} is missing; name at least one, commas between several.")
+    _check_flags(config)
     mesh = make_mesh(**config.mesh)
     models = {}
     for name in MODELS.value:
@@ -85,6 +86,10 @@ def run(config: Config) -> None:
     for name in BENCHMARKS.value:
         benchmark = open_benchmark(name, config.task)
         benchmark.problems = benchmark.problems[: MAX_PROBLEMS.value or None]
+        if not benchmark.problems:
+            raise ConfigError(
+                f"--benchmarks: {name} has no problems; choose another, or raise task.options.num_held_out."
+            )
         judge = make_judge(config.judge, benchmark.task) if judged else NoJudge()
         for label, model in models.items():
             folder = Path(OUTPUT.value) / benchmark.label / label
@@ -110,6 +115,8 @@ async def _draw(
 ) -> None:
     if isinstance(judge, Served):
         await judge.wait_until_ready()
+    load = JudgeLoad(NUM_GENERATIONS.value, rollouts.max_prompt_tokens, sampling.max_tokens)
+    await say_shortfalls(judge, load)
     if model.params is not None:
         await rollouts.push_weights(model.params, {}, 0)
     with counted(f"{folder.name} on {benchmark.label}: problems", len(benchmark.problems)) as show:
@@ -136,9 +143,30 @@ def _cell(metric: dict[str, float | None] | None) -> str:
     return f"{metric['mean']:.3f}{interval}"
 
 
+def _check_flags(config: Config) -> None:
+    for flag in (MODELS, BENCHMARKS):
+        names = [name.strip() for name in flag.value]
+        if not any(names):
+            raise ConfigError(f"--{flag.name} is missing; name at least one, commas between several.")
+        labels = [label_of(name) for name in names]
+        for label in labels:
+            if "/" in label or label in ("", ".", "..") or labels.count(label) > 1:
+                raise ConfigError(
+                    f"--{flag.name}={','.join(names)} gives one of them the label {label!r}; write label=name, where "
+                    "each label is another and can name a folder."
+                )
+    refuse_passwords({f"--{MODELS.name}": MODELS.value})
+    for name in MODELS.value:
+        source = name.rpartition("=")[2]
+        if source.startswith(("http://", "https://")):
+            require(source, "--models", URL)
+    check_writable("--output", Path(OUTPUT.value))
+    if JUDGED.value:
+        check_judge(config.judge, "--num_generations", NUM_GENERATIONS.value)
+
+
 def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
-    label, _, source = name.rpartition("=") if "=" in name else ("", "", name)
-    label = label or source.rstrip("/").split("/")[-1]
+    label, source = label_of(name), name.rpartition("=")[2]
     if source.startswith(("http://", "https://")):
         url = source.rstrip("/")
         try:
@@ -161,7 +189,7 @@ def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mes
     policy = model.policy
     longest = max(map(len, encode_prompts(policy.tokenizer, benchmark.problems)))
     if model.url:
-        sampler = open_server(model.url, policy.stop_ids, config)
+        sampler = open_server(model.url, policy.model, policy.stop_ids, config)
     else:
         sampler = open_weights(policy.model, mesh, policy.stop_ids, config, longest)
     return Rollouts(sampler, policy.tokenizer, benchmark.task, longest)

@@ -11,11 +11,12 @@ from typing import Any
 from grain import DatasetIterator
 
 from poly_epo_jax.grading import check_judge, grade_groups, judged
+from poly_epo_jax.judges.capacity import say_shortfalls
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.stop import Stop
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.timeline import Timeline
-from poly_epo_jax.types import Counting, GradedGroup, Judge, Metrics, Problem, Sampling, Served, Task
+from poly_epo_jax.types import Counting, GradedGroup, Judge, JudgeLoad, Metrics, Problem, Sampling, Served, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +26,12 @@ class Batch:
     graded: list[GradedGroup]
     timing: Metrics
     data_state: dict[str, Any]
+    reads_judge: bool
 
     @property
-    def judged(self) -> list[GradedGroup]:
-        """The groups that take part in the update: those that the judge did not fail on."""
-        return judged(self.graded)
+    def usable(self) -> list[GradedGroup]:
+        """The groups that take part in the update: those that the judge failed on do not, where it is read."""
+        return judged(self.graded) if self.reads_judge else self.graded
 
 
 @dataclasses.dataclass
@@ -43,7 +45,9 @@ class Experience:
       last_step: no batch is made for a later one.
       staleness: 0: a batch is begun when it is asked for, on the newest weights. 1: the next one is begun as soon as
         one is handed out, on the weights of then, which training will have left by one step when it uses it.
-      max_failed_share: of a batch's prompts; the judge may fail on so many.
+      reads_judge: whether the update reads what the judge says. If not, no failure of the judge changes it.
+      max_failed_share: of a batch's prompts; a judge that is read may fail on so many.
+      judge_load: the most that the judge is shown at once; None: nobody looks whether it fits.
       timeline: told when each batch is generated, graded and judged.
       stop: ends the waiting for judge and batches.
     """
@@ -56,15 +60,19 @@ class Experience:
     sampling: Callable[[int], Sampling]
     last_step: int
     staleness: int
+    reads_judge: bool
     max_failed_share: float
     timeline: Timeline
     stop: Stop = dataclasses.field(default_factory=Stop)
+    judge_load: JudgeLoad | None = None
     _ahead: asyncio.Task[Batch] | None = None
 
     async def wait_until_ready(self) -> None:
-        """Returns once the judge's server, if it has one, answers."""
+        """Returns once the judge's server, if it has one, answers; says what is too much for that judge."""
         if isinstance(self.judge, Served):
             await hosts.barrier(self.stop.interrupts(self.judge.wait_until_ready()))
+        if self.judge_load and hosts.is_first():
+            await say_shortfalls(self.judge, self.judge_load)
 
     async def batch(self, step: int) -> Batch:
         """The batch of `step`, waited for.
@@ -83,7 +91,8 @@ class Experience:
         graded = [group for share in shares for group in share.graded]
         batch = dataclasses.replace(shares[hosts.index()], graded=graded)
         self._ahead = self._begin(step + 1) if self.staleness and step < self.last_step else None
-        check_judge(batch.graded, self.max_failed_share)
+        if self.reads_judge:
+            check_judge(batch.graded, self.max_failed_share)
         return batch
 
     async def counts(self) -> Metrics:
@@ -112,6 +121,6 @@ class Experience:
             groups = self.rollouts.generate(problems, self.num_generations, self.sampling(step))
             clock = self.timeline.clock(step)
             graded, timing = await grade_groups(groups, problems, self.task, self.judge, clock=clock)
-            return Batch(graded, timing, data_state)
+            return Batch(graded, timing, data_state, self.reads_judge)
 
         return asyncio.create_task(make())

@@ -9,13 +9,13 @@ from poly_epo_jax.types import Clustering, Generation, GradedGroup
 
 
 def batch_features(groups: Sequence[GradedGroup], num_generations: int) -> dict[str, Shaped[np.ndarray, "P N ..."]]:
-    """The features of P groups that the judge did not fail on, each of N generations.
+    """The features of P groups, each of N generations.
 
     rewards       what the task gave, in [0, 1]
     lengths       how many tokens the policy wrote
     mean_logprob  of these tokens, under the sampler's policy, in nats
-    clusters      cluster ids, unless there is no judge
-    and whatever the judge added, under the judge's own names.
+    clusters      cluster ids, where every group has them
+    and then whatever the judge added, under the judge's own names.
 
     Raises:
       ValueError: the judge added a feature to some groups only, or one with a name that is taken.
@@ -28,7 +28,7 @@ def batch_features(groups: Sequence[GradedGroup], num_generations: int) -> dict[
         "mean_logprob": np.array([[_mean_logprob(y) for y in row] for row in generations], np.float32).reshape(shape),
     }
     clusterings = [group.clustering for group in groups if isinstance(group.clustering, Clustering)]
-    if not clusterings:
+    if not groups or len(clusterings) < len(groups):
         return features
     features["clusters"] = np.array([clustering.ids for clustering in clusterings], np.int32)
     for name in sorted({name for clustering in clusterings for name in clustering.features}):

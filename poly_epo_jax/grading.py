@@ -55,10 +55,8 @@ async def grade_groups(
     finally:
         for grading in running:
             grading.cancel()
-    places: dict[str, list[int]] = {}
-    for place in reversed(range(len(problems))):  # where an epoch ends, a batch may have a problem twice
-        places.setdefault(problems[place].id, []).append(place)
-    graded = sorted(graded, key=lambda one: places[one.group.problem.id].pop())
+    places = {(problem.id, problem.occurrence): place for place, problem in enumerate(problems)}
+    graded.sort(key=lambda one: places[one.group.problem.id, one.group.problem.occurrence])
     return graded, clock.seconds() | {"judge/hidden": hidden / max(clock.busy("judge").seconds(), 1e-9)}
 
 
@@ -66,17 +64,15 @@ async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then
     async def score() -> np.ndarray:
         with clock.stage("grade"):
             rewards = await in_daemon_thread(lambda: [task.reward(group.problem, y) for y in group.generations])
-        return np.array(rewards, np.float32)
+        return np.array(rewards, float)
 
     async def cluster():
         with clock.stage("judge"):
             return await judge.cluster(group)
 
     rewards, clustering = await asyncio.gather(score(), cluster())
-    if np.isnan(rewards).any():
-        raise ValueError(
-            f"The task's reward for problem {group.problem.id} is NaN; it must be a number for every response."
-        )
+    _check_numbers(group.problem, rewards, clustering)
+    rewards = rewards.astype(np.float32)
     correct = rewards >= (task.correct_from if isinstance(task, PartialCredit) else 1.0)
     graded = GradedGroup(group, rewards, correct, clustering)
     if then is not None:
@@ -84,8 +80,23 @@ async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then
     return graded
 
 
+def _check_numbers(problem: Problem, rewards: np.ndarray, clustering: Any) -> None:
+    wrong = rewards[~((rewards >= 0) & (rewards <= 1))]
+    if wrong.size:
+        raise ValueError(
+            f"The task's reward for problem {problem.id} is {wrong[0]}; it must be a number from 0 to 1 for every "
+            "response."
+        )
+    for name, feature in clustering.features.items() if isinstance(clustering, Clustering) else ():
+        if not np.isfinite(feature).all():
+            raise ValueError(
+                f"The judge's feature {name!r} for problem {problem.id} is not finite; it must hold numbers for every "
+                "response."
+            )
+
+
 def judged(graded: Sequence[GradedGroup]) -> list[GradedGroup]:
-    """The groups that take part in the update: those that the judge did not fail on."""
+    """The groups that the judge did not fail on."""
     return [group for group in graded if not isinstance(group.clustering, JudgeFailure)]
 
 

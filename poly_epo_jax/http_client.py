@@ -1,4 +1,8 @@
-"""What every client of a server needs: an error in one sentence, a back-off, and a wait that says what it waits for."""
+"""What every client of a server needs: answers that are whole, bounded and believed only field by field; a back-off.
+
+An answer that is not what was asked for is a WrongAnswer, which is one of httpx's errors: who waits for a server that
+does not answer also withstands one that answers nonsense. Errors are phrases that end a sentence about the server.
+"""
 
 import asyncio
 import functools
@@ -6,14 +10,69 @@ import ssl
 import sys
 import time
 from collections.abc import Mapping
+from reprlib import repr as _brief
+from typing import Any, TypeVar
 
 import httpx
 
+T = TypeVar("T")
+
 MAX_BACKOFF_SECONDS = 20.0
+MAX_BYTES = 10**7
+"""Of an answer, where nothing longer was asked for. Python's objects take up to thirty times as much."""
+MAX_QUOTED = 500  # characters of what a server says, in an error
+
+_KINDS: dict[type, str] = {
+    str: "printable text",
+    int: "whole number",
+    float: "number with a point",
+    list: "list",
+    dict: "object",
+}
 
 
 class ServerError(ConnectionError):
     """A server that cannot be worked with; the message names its address and what to do."""
+
+
+class WrongAnswer(httpx.HTTPError):
+    """An answer that is not what was asked for; the message says what about it, and names the field."""
+
+
+class _Bounded(httpx.AsyncBaseTransport):
+    """Passes answers on whole, without their headers: nothing is decompressed, decoded or followed as those would say.
+
+    httpx's own timeouts are for each piece of an answer; `seconds` is for all of it.
+    """
+
+    def __init__(self, transport: httpx.AsyncBaseTransport, seconds: float, max_bytes: int):
+        self._transport, self._seconds, self._max_bytes = transport, seconds, max_bytes
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        try:
+            async with asyncio.timeout(self._seconds):
+                answer = await self._transport.handle_async_request(request)
+                try:
+                    return httpx.Response(answer.status_code, content=await self._read(answer))
+                finally:
+                    await answer.aclose()
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no whole answer in {self._seconds:g} s") from None
+
+    async def _read(self, answer: httpx.Response) -> bytes:
+        if (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
+            raise WrongAnswer(f"it answered in the encoding {_brief(encoding)}, which was not asked for")
+        pieces, size = [], 0
+        assert isinstance(answer.stream, httpx.AsyncByteStream)
+        async for piece in answer.stream:
+            pieces.append(piece)
+            size += len(piece)
+            if size > self._max_bytes:
+                raise WrongAnswer(f"its answer is longer than {self._max_bytes} bytes")
+        return b"".join(pieces)
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
 
 
 @functools.cache
@@ -21,11 +80,53 @@ def _certificates() -> ssl.SSLContext:
     return httpx.create_ssl_context()  # reading them takes longer than a request
 
 
-def open_client(timeout_seconds: float) -> httpx.AsyncClient:
-    """A client for any number of concurrent requests, each of which may take `timeout_seconds` to be answered."""
+def open_transport() -> httpx.AsyncBaseTransport:
+    """What carries requests, any number at once."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    timeout = httpx.Timeout(timeout_seconds, connect=10.0)
-    return httpx.AsyncClient(timeout=timeout, limits=limits, verify=_certificates(), trust_env=False)
+    return httpx.AsyncHTTPTransport(verify=_certificates(), limits=limits, trust_env=False)
+
+
+def open_client(timeout_seconds: float, max_bytes: int = MAX_BYTES) -> httpx.AsyncClient:
+    """A client of any number of requests at once, each answered whole in time and by so many bytes at most."""
+    return httpx.AsyncClient(
+        transport=_Bounded(open_transport(), timeout_seconds, max_bytes),
+        timeout=httpx.Timeout(None, connect=10.0),
+        headers={"Accept-Encoding": "identity"},
+        trust_env=False,
+    )
+
+
+def read_json(answer: httpx.Response) -> Any:
+    """What a good answer holds.
+
+    Raises:
+      httpx.HTTPError: it is no good answer, or no JSON.
+    """
+    try:
+        return answer.raise_for_status().json()
+    except (ValueError, RecursionError):  # of whatever depth and with whatever bytes
+        raise WrongAnswer(f"its answer is not JSON but {_brief(answer.text)}") from None
+
+
+def field(answer: Any, path: str, kind: type[T]) -> T:
+    """The value at a dotted path of an answer; the whole of it at an empty one.
+
+    Raises:
+      WrongAnswer: it is missing or of another kind. `True` is no whole number, and text is printable.
+    """
+    value = answer
+    for name in filter(None, path.split(".")):
+        value = value.get(name) if isinstance(value, dict) else None
+    if type(value) is not kind or (isinstance(value, str) and not value.isprintable()):
+        what = f"its answer's {path}" if path else "its answer"
+        raise WrongAnswer(f"{what} is {_brief(value)}, no {_KINDS[kind]}")
+    return value
+
+
+def printable(text: str) -> str:
+    """A text of a server on one line, cut, and with escapes for all that a terminal might obey."""
+    cut = " ".join(text[: 2 * MAX_QUOTED].split())[:MAX_QUOTED]
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut)
 
 
 def backoff_seconds(attempt: int) -> float:
@@ -36,6 +137,8 @@ def backoff_seconds(attempt: int) -> float:
 def describe(error: Exception) -> str:
     """A phrase for what went wrong between us and a server; httpx leaves many of its errors without words."""
     match error:
+        case WrongAnswer():
+            return str(error)
         case httpx.ConnectError():
             return "it does not accept connections"
         case httpx.TimeoutException():
@@ -43,7 +146,7 @@ def describe(error: Exception) -> str:
         case httpx.HTTPStatusError():
             return f"it answered {error.response.status_code}"
         case _:
-            return f"the connection broke ({str(error) or type(error).__name__})"
+            return f"the connection broke ({printable(str(error)) or type(error).__name__})"
 
 
 async def wait_until_healthy(url: str, seconds: float, name: str, headers: Mapping[str, str] | None = None) -> None:

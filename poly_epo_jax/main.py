@@ -16,12 +16,11 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from poly_epo_jax import run_folder
-from poly_epo_jax.algorithm import make_advantages, make_loss, method_title
+from poly_epo_jax.algorithm import make_advantages, make_estimator, make_loss, method_title
 from poly_epo_jax.base_policy import base_policy
 from poly_epo_jax.checkpoint import Checkpoints
-from poly_epo_jax.choices import make_judge, make_task
 from poly_epo_jax.command_line import parse_flags, run_command
-from poly_epo_jax.config import Config, ConfigError, changed_keys, microbatch_rows
+from poly_epo_jax.config import Config, ConfigError, changed_keys, microbatch_rows, updates_per_step
 from poly_epo_jax.data import Cleaned, drop_long_prompts, problem_batches
 from poly_epo_jax.evaluation.held_out import evaluate_held_out
 from poly_epo_jax.experience import Experience
@@ -29,21 +28,22 @@ from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.json_files import write_json
 from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.minibatches import MinibatchPacker
-from poly_epo_jax.model.sharding import host_mesh, make_mesh
-from poly_epo_jax.objective import Objective
+from poly_epo_jax.model.sharding import host_mesh
+from poly_epo_jax.objective import DivergenceError, Objective
+from poly_epo_jax.optimizer import decays
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.stop import Stop
 from poly_epo_jax.policy import Policy, find_model, open_policy
+from poly_epo_jax.prepare import prepare
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.tracking import NoTracker, Tracker
 from poly_epo_jax.train import Schedule, Trained, Trainer, Unlogged, train
-from poly_epo_jax.types import Judge, Metrics, Problem, Sampling, Task
+from poly_epo_jax.types import Judge, JudgeLoad, Metrics, Problem, Sampling, Task
 from poly_epo_jax.update import PolicyUpdate
 
-RESUME_MAY_CHANGE = (
+RESUME_MAY_CHANGE = (  # but for what `_bound` says
     "workdir",
     "compilation_cache",
     "train.num_steps",
@@ -83,20 +83,20 @@ def _run(config: Config) -> None:
     """What `run` does in a run folder of its own."""
     workdir = Path(config.workdir)
     _check_same_run(workdir, config)
-    mesh = make_mesh(**config.mesh)
+    mesh, task, judge = prepare(config)
     here = host_mesh(mesh)
-    task = make_task(config.task)
-    if config.eval.every and not task.held_out_problems:
-        raise ConfigError(f"eval.every={config.eval.every}, but the task holds out no problems; set eval.every=0.")
-    judge = make_judge(config.judge, task)
     policy = _initial_policy(config, task, here)
-    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(policy.config), config.train.row_tokens)
     if hosts.is_first():
         print_plan(config, policy.config, Console(), brief=True)
         policy.save_description(workdir / run_folder.POLICY)
         write_json(workdir / run_folder.ABOUT, {"method": method_title(config.algo)})
 
     train_problems, held_out_problems = _problems_that_fit(task, policy, config, workdir)
+    if config.eval.every and not held_out_problems:
+        raise ConfigError(
+            f"train.max_prompt_tokens={config.train.max_prompt_tokens} leaves out every held-out problem; raise it, or "
+            "set eval.every=0."
+        )
     batches = problem_batches(train_problems, config.train.prompts_per_batch, config.seed)
     update = _policy_update(config, policy, mesh)
     checkpoints = Checkpoints(workdir / run_folder.CHECKPOINTS, config.checkpoint.keep)
@@ -147,9 +147,10 @@ def _policy_update(config: Config, policy: Policy, mesh: Mesh) -> PolicyUpdate:
         temperature=config.sampling.temperature,
         kl_coef=algo.kl_coef,
         entropy_coef=algo.entropy_coef,
-        importance_cap=algo.importance_cap if algo.old_logprobs == "sampler" else None,
+        importance_cap=algo.importance_cap,
+        max_mismatch=algo.max_mismatch,
     )
-    total_updates = train.num_steps * (train.prompts_per_batch // train.prompts_per_minibatch)
+    total_updates = train.num_steps * updates_per_step(train)
     return PolicyUpdate(policy.model, mesh, objective, config.optimizer, total_updates, train.trainable)
 
 
@@ -186,9 +187,15 @@ def _experience(
         sampling,
         last_step=config.train.num_steps,
         staleness=config.train.staleness,
+        reads_judge=make_estimator(config.algo).reads_judge,
         max_failed_share=config.judge.max_failed_share,
         timeline=timeline,
         stop=stop,
+        judge_load=JudgeLoad(
+            max(config.train.num_generations, config.eval.num_generations if config.eval.every else 0),
+            config.train.max_prompt_tokens,
+            config.sampling.max_tokens,
+        ),
     )
 
 
@@ -198,7 +205,7 @@ def _sampling(config: Config, seed: int) -> Sampling:
 
 def _packer(config: Config, mesh: Mesh) -> MinibatchPacker:
     return MinibatchPacker(
-        config.train.prompts_per_minibatch,
+        updates_per_step(config.train),
         config.train.row_tokens,
         microbatch_rows(config.train, mesh.shape),
         config.algo.length_normalization,
@@ -249,12 +256,24 @@ def _check_same_run(workdir: Path, config: Config) -> None:
             f"{workdir} holds a run of another version of poly_epo_jax, whose keys differ in {', '.join(unknown)}; "
             "resume it with that version, or set --config.workdir to a new folder."
         )
-    changed = [key for key in changed_keys(saved, new) if not key.startswith(RESUME_MAY_CHANGE)]
+    bound = _bound(config)
+    changed = [key for key in changed_keys(saved, new) if key in bound or not key.startswith(RESUME_MAY_CHANGE)]
     if changed:
+        reasons = [f"{key} ({bound[key]})" if key in bound else key for key in changed]
         raise ConfigError(
-            f"{workdir} holds a run with another {', '.join(changed)}; set --config.workdir to a new folder, or delete "
-            "that one."
+            f"{workdir} holds a run with another {', '.join(reasons)}; set that back, set --config.workdir to a new "
+            "folder, or delete that one."
         )
+
+
+def _bound(config: Config) -> dict[str, str]:
+    """Keys of RESUME_MAY_CHANGE that this run may not change, and why."""
+    bound = {}
+    if decays(config.optimizer):
+        bound["train.num_steps"] = f"over which optimizer.schedule={config.optimizer.schedule} lowers the learning rate"
+    if config.algo.kl_coef:
+        bound["model.path"] = f"from whose policy algo.kl_coef={config.algo.kl_coef:g} measures the distance"
+    return bound
 
 
 def _names(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,7 +283,7 @@ def _names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    run_command(run, argv, JudgeError, hosts.HostError)
+    run_command(run, argv, JudgeError, DivergenceError, hosts.HostError)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax
 import optax
 
 from poly_epo_jax.config import OptimizerSection
@@ -23,6 +24,11 @@ def make_schedule(config: OptimizerSection, total_updates: int) -> optax.Schedul
     return optax.join_schedules([lambda update: peak * (update + 1) / (warmup + 1), decay], [warmup])
 
 
+def decays(config: OptimizerSection) -> bool:
+    """Whether the learning rate depends on how many updates a run makes."""
+    return config.schedule != "constant"
+
+
 def make_optimizer(config: OptimizerSection, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Gradients longer than `max_grad_norm` are scaled down to it before Adam sees them; weight decay is decoupled."""
     return optax.chain(
@@ -35,4 +41,17 @@ def make_optimizer(config: OptimizerSection, schedule: optax.Schedule) -> optax.
             weight_decay=config.weight_decay,
             mu_dtype=config.first_moment_dtype,
         ),
+    )
+
+
+def skip_update(opt_state: optax.OptState) -> optax.OptState:
+    """The state after an update that has nothing to train on: its learning rate is spent, moments stay as they are."""
+
+    def is_schedule(state: optax.OptState) -> bool:
+        return isinstance(state, optax.ScaleByScheduleState)
+
+    return jax.tree.map(
+        lambda state: state._replace(count=state.count + 1) if is_schedule(state) else state,
+        opt_state,
+        is_leaf=is_schedule,
     )

@@ -2,14 +2,22 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
-from poly_epo_jax.section import TYPES, ConfigError, nearest, require
+from poly_epo_jax.checks import PLAIN, Check, ConfigError, Range, check_of_type, nearest, require
 
 
 def options_of(make: Callable[..., Any], num_given: int) -> dict[str, inspect.Parameter]:
     """What may be said in options: the parameters of `make` after the first `num_given`, which a run fills itself."""
     return dict(list(inspect.signature(make).parameters.items())[num_given:])
+
+
+def checks_of(parameter: inspect.Parameter) -> list[Check | Range]:
+    """What an option must meet: its type, and the checks that stand beside that in `Annotated[int, Range(1, 10)]`."""
+    declared, checks = parameter.annotation, ()
+    if get_origin(declared) is Annotated:
+        declared, *checks = get_args(declared)
+    return [check_of_type(declared), *checks]
 
 
 def check_options(key: str, name: str, options: Mapping[str, Any], make: Callable[..., Any], num_given: int) -> None:
@@ -30,8 +38,8 @@ def check_options(key: str, name: str, options: Mapping[str, Any], make: Callabl
     for option, value in options.items():
         if option not in named and not takes_any:
             raise ConfigError(f"{key} has {option!r}, which {name} does not take{nearest(option, named)}")
-        if option in named and named[option].annotation in TYPES:
-            require(value, f"{key}.{option}", TYPES[named[option].annotation])
+        for check in (*(checks_of(named[option]) if option in named else ()), PLAIN):
+            require(value, f"{key}.{option}", check)
     for option, parameter in named.items():
         if parameter.default is parameter.empty and option not in options:
             raise ConfigError(f"{key} lacks {option!r}, which {name} needs.")

@@ -50,8 +50,13 @@ GENERATION: Columns = {
     "rationale": str | None,  # the judge's reason, if it gave one
 }
 """The columns of a generation, in run folders and in evaluations."""
-LOGGED_GENERATION: Columns = {**GENERATION, "step": int, "advantage": int | float | None}
-"""Those of a run's generations.jsonl; `advantage` is null where the judge failed."""
+LOGGED_GENERATION: Columns = {
+    **GENERATION,
+    "step": int,
+    "occurrence": int,  # which of the step's prompts with this problem, from 0: an epoch's end may bring it twice
+    "advantage": int | float | None,  # null where the prompt took no part in the update
+}
+"""Those of a run's generations.jsonl. Step, problem, occurrence and generation together name one row."""
 
 _OLD_GENERATIONS = "samples.jsonl"
 

@@ -1,66 +1,15 @@
 """What a section of the configuration is: keys, each declared once, with a type, a default, a meaning and a check."""
 
 import dataclasses
-import difflib
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from poly_epo_jax.checks import Check, ConfigError, Range, check_of_type, nearest, require
 
 S = TypeVar("S", bound="Section")
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot run; the message names the key and what it may be."""
-
-
-class Check(NamedTuple):
-    """What a value must meet; `rule` completes the sentence `train.num_steps=0 ...`."""
-
-    holds: Callable[[Any], bool]
-    rule: str
-
-
-POSITIVE = Check(lambda value: value > 0, "must be positive")
-NOT_NEGATIVE = Check(lambda value: value >= 0, "must not be negative")
-FRACTION = Check(lambda value: 0 <= value <= 1, "must lie between 0 and 1")
-
-
-def _is_pattern(text: str) -> bool:
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
-
-
-PATTERN = Check(_is_pattern, "must be a regular expression")
-
-
-def one_of(*allowed: Any) -> Check:
-    names = ", ".join(filter(None, sorted(map(str, allowed))))
-    return Check(lambda value: value in allowed, f"must be one of {names}")
-
-
-TYPES = {
-    bool: Check(lambda value: isinstance(value, bool), "must be True or False"),
-    int: Check(lambda value: isinstance(value, int) and not isinstance(value, bool), "must be a whole number"),
-    float: Check(lambda value: isinstance(value, int | float) and not isinstance(value, bool), "must be a number"),
-    str: Check(lambda value: isinstance(value, str), "must be a text"),
-}
-"""By the type that a key is declared with; of other types, ml_collections checks what a user writes."""
-
-
-def require(value: Any, key: str, check: Check) -> None:
-    """Refuses a key's value that does not meet the check.
-
-    Raises:
-      ConfigError: naming the key, its value and what it may be.
-    """
-    if not check.holds(value):
-        raise ConfigError(f"{key}={value!r} {check.rule}.")
-
-
-def key(default: Any, meaning: str, check: Check | None = None) -> Any:
+def key(default: Any, meaning: str, check: Check | Range | None = None) -> Any:
     """A key of a section."""
     metadata = {"meaning": meaning, "check": check}
     if isinstance(default, Mapping):
@@ -83,7 +32,7 @@ class Section(Mapping[str, Any]):
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            for check in (TYPES.get(field.type), field.metadata.get("check")):
+            for check in (check_of_type(field.type), field.metadata.get("check")):
                 if check is not None:
                     require(self[field.name], self.dotted(field.name), check)
 
@@ -134,14 +83,6 @@ def read_section(kind: type[S], values: Mapping[str, Any]) -> S:
             value = read_section(inner, value)
         arguments[name] = value
     return kind(**arguments)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a name that is not known: the one that may be meant, and all there are."""
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, 1)
-    listed = ", ".join(names) or "none"
-    return f"; did you mean {near[0]}? It takes {listed}." if near else f"; it takes {listed}."
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -12,7 +12,7 @@ from poly_epo_jax.json_files import Row
 from poly_epo_jax.metrics import names
 from poly_epo_jax.metrics.diversity import cluster_estimates, degenerate_share
 from poly_epo_jax.run_folder import generation_rows
-from poly_epo_jax.types import GradedGroup, JudgeFailure, Metrics
+from poly_epo_jax.types import GradedGroup, Metrics
 
 
 def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Metrics:
@@ -51,17 +51,20 @@ def cluster_metrics(groups: Sequence[GradedGroup], set_size: int) -> Metrics:
     }
 
 
-def logged_generations(groups: Sequence[GradedGroup], advantages: Float[np.ndarray, "P N"]) -> list[Row]:
+def logged_generations(
+    groups: Sequence[GradedGroup], usable: Sequence[GradedGroup], advantages: Float[np.ndarray, "P N"]
+) -> list[Row]:
     """A row of generations.jsonl for each generation, less the step.
 
     Args:
-      advantages: of the groups that take part in the update, in their order.
+      usable: the groups that take part in the update.
+      advantages: theirs.
     """
-    advantages_of_judged = iter(advantages.tolist())
+    advantages_of = dict(zip(usable, advantages.tolist(), strict=True))
     rows = []
     for graded in groups:
-        failed = isinstance(graded.clustering, JudgeFailure)
-        own_advantages = [None] * len(graded.rewards) if failed else next(advantages_of_judged)
+        own = {"occurrence": graded.group.problem.occurrence}
+        of_group = advantages_of.get(graded, [None] * len(graded.rewards))
         shared = generation_rows(graded)
-        rows += [row | {"advantage": advantage} for row, advantage in zip(shared, own_advantages, strict=True)]
+        rows += [row | own | {"advantage": advantage} for row, advantage in zip(shared, of_group, strict=True)]
     return rows

@@ -15,6 +15,7 @@ from poly_epo_jax.features import batch_features
 from poly_epo_jax.json_files import Row
 from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.model.sharding import params_on_host
+from poly_epo_jax.objective import DivergenceError, check_finite
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.stop import Stopped
 from poly_epo_jax.step_metrics import logged_generations, step_metrics
@@ -47,7 +48,7 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """A step's batch, what its generations were worth [P, N] over the prompts with a clustering, and metrics."""
+    """A step's batch, what its generations were worth [P, N] over the prompts that are trained on, and metrics."""
 
     batch: Batch
     advantages: np.ndarray
@@ -82,16 +83,18 @@ class Trainer:
         batch = await self.experience.batch(step)
         counts = await self.experience.counts()
         with clock.stage("advantages"):
-            features = batch_features(batch.judged, self.experience.num_generations)
-            advantages = self.advantages(step, features) if batch.judged else features["rewards"]
+            features = batch_features(batch.usable, self.experience.num_generations)
+            advantages = self.advantages(step, features) if batch.usable else features["rewards"]
         with clock.stage("logprobs"):
-            minibatches = await asyncio.to_thread(self.packer, batch.judged, advantages)
+            minibatches = await asyncio.to_thread(self.packer, batch.usable, advantages)
             minibatches = await self._compute(self.update.with_old_logprobs, self.state, minibatches, self.reference)
         with clock.stage("update"):
             state, self.trained = self.state, None
             state, metrics = await self._compute(self.update, state, minibatches)
+            check_finite(metrics, f"Step {step}")  # on all hosts alike, as all have the same numbers
             self.trained = Trained(step, state, batch.data_state)
-        metrics = step_metrics(batch.graded, step, self.set_size) | metrics | counts
+        skipped = {"judge/skipped_updates": float(sum(not minibatch for minibatch in minibatches))}
+        metrics = step_metrics(batch.graded, step, self.set_size) | metrics | counts | skipped
         self.result = StepResult(batch, advantages, metrics)
         with clock.stage("sync"):
             await self.push_weights(step)
@@ -142,6 +145,7 @@ async def train(
     Raises:
       SystemExit: on SIGTERM, SIGHUP or Ctrl-C, on whichever host: once what waits is left, and what computes is done.
       JudgeError: the judge fails more often than `judge.max_failed_share`.
+      DivergenceError: an update is not finite; nothing of its step is saved.
       HostError: another host failed.
       OSError: a checkpoint or a row cannot be written.
     """
@@ -151,7 +155,7 @@ async def train(
         try:
             await _begin(trainer, evaluate, tracker, plan)
             for step in range(saved + 1, plan.num_steps + 1):
-                await _step(trainer, evaluate, checkpoints, tracker, plan, step)
+                await _step(trainer, evaluate, checkpoints, tracker, plan, step, saved)
                 if step % plan.checkpoint == 0:
                     with trainer.timeline.clock(step).stage("checkpoint"):
                         saved = _save(checkpoints, trainer.trained)
@@ -193,6 +197,7 @@ async def _step(
     tracker: Tracker | NoTracker,
     plan: Schedule,
     step: int,
+    saved: int,
 ) -> None:
     """Trains, evaluates if that is due, and logs the step, whatever ends it once it is trained.
 
@@ -205,12 +210,19 @@ async def _step(
         if held_out is None:
             with trainer.timeline.clock(step).stage("evaluate"):
                 held_out = await evaluate()
+    except DivergenceError as error:
+        good = f"the checkpoint of step {saved} is good" if saved else "there is no checkpoint yet"
+        raise DivergenceError(
+            f"{error}, so it is not saved; {good}. The same command would end here again: set --config.workdir "
+            "to a new folder, and for example a lower optimizer.learning_rate; model.path may be an export of "
+            "a good checkpoint."
+        ) from error
     finally:
         if trainer.result is not None:
             result, trained = trainer.result, trainer.trained
             assert trained is not None
             due = plan.is_due(plan.log_generations, step)
-            rows = logged_generations(result.batch.graded, result.advantages) if due else []
+            rows = logged_generations(result.batch.graded, result.batch.usable, result.advantages) if due else []
             unlogged = Unlogged({name: float(value) for name, value in result.metrics.items()}, rows)
             if held_out is None:
                 trainer.trained = dataclasses.replace(trained, unlogged=unlogged)

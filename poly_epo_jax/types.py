@@ -26,12 +26,15 @@ class Problem:
     """One task instance: `prompt` is the text the policy reads, `answer` whatever the task checks against.
 
     Where `chat` holds, `prompt` is a user's message, which the tokenizer's own chat template turns into that text.
+    `occurrence` counts from 0 how often the problem stands in a batch before: where an epoch ends, it may be there
+    twice. It is the same problem, but has other generations.
     """
 
     id: str
     prompt: str
     answer: str
     chat: bool = False
+    occurrence: int = dataclasses.field(default=0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,7 +43,8 @@ class Generation:
 
     `loss_mask` [T] marks what the policy wrote and may be trained on; the rest are the task's replies, whose logprobs
     are 0. `token_ids` and `logprobs` [T] include the stop token of each of the policy's turns, `text` does not.
-    `logprobs` are log-softmax(logits / temperature) of the chosen tokens, not renormalised for top-p or top-k.
+    `logprobs` are log-softmax(logits / temperature) of the chosen tokens, not renormalised for top-p or top-k: with
+    these a generation is for evaluation only.
     `turns` are the policy's text, the task's reply, the policy's next text and so on. `weight_version` is the number of
     training steps that the sampling weights had seen.
     """
@@ -227,6 +231,24 @@ class Served(Protocol):
 
     async def wait_until_ready(self) -> None:
         """Returns once the server answers; called before the first step."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeLoad:
+    """The most that a judge is shown at once: so many responses, of so many tokens, to a prompt of so many."""
+
+    num_responses: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+@runtime_checkable
+class Limited(Protocol):
+    """A judge that cannot read or write any amount."""
+
+    async def shortfalls(self, load: JudgeLoad) -> list[str]:
+        """What would not fit, a sentence each; called before the first step."""
         ...
 
 

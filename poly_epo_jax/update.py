@@ -22,7 +22,7 @@ from poly_epo_jax.model.partition import merge_params, split_params
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import param_shardings, replicated, row_sharding
 from poly_epo_jax.objective import DeviceMetrics, Objective, summarize
-from poly_epo_jax.optimizer import make_optimizer, make_schedule
+from poly_epo_jax.optimizer import make_optimizer, make_schedule, skip_update
 from poly_epo_jax.types import Metrics, Params
 
 
@@ -81,6 +81,7 @@ class PolicyUpdate:
         )
         self._accumulate = jax.jit(self._add_gradient, donate_argnums=2, out_shardings=(weights, scalar))
         self._apply = jax.jit(self._apply_gradient, donate_argnums=0, out_shardings=(self.shardings, scalar))
+        self._skip = jax.jit(_without_gradient, donate_argnums=0, out_shardings=self.shardings)
 
     def _state_shardings(self, weights: Params) -> TrainState:
         """Moments lie as their weights do, all else is replicated."""
@@ -125,6 +126,7 @@ class PolicyUpdate:
             "learning_rate": jnp.asarray(self.schedule(state.updates)),
         }
         trainable = optax.apply_updates(state.trainable, updates)
+        metrics["weight_norm"] = optax.global_norm(jax.tree.map(lambda weight: weight.astype(jnp.float32), trainable))
         return TrainState(trainable, state.frozen, opt_state, state.updates + 1), metrics
 
     def lower(self, num_rows: int, row_tokens: int) -> dict[str, jax.stages.Lowered]:
@@ -161,15 +163,14 @@ class PolicyUpdate:
     ) -> list[list[PackedBatch]]:
         """The minibatches with the log-probabilities that later updates compare with, made before the first of them.
 
-        The first minibatch needs none: weights do not change before it, so its ratios are exactly one. Nor do the
-        others where ratios are to the sampler's.
+        The first minibatch needs none: weights do not change before it, so its ratios are exactly one.
         """
         params, objective = state.params, self.objective
         with jax.set_mesh(self.mesh):
             filled = []
             for index, minibatch in enumerate(minibatches):
                 batches = [self.place(batch._replace(on_policy=np.array(not index))) for batch in minibatch]
-                if index and objective.importance_cap is None:
+                if index:
                     batches = [batch._replace(old_logprobs=self._logprobs(params, batch)) for batch in batches]
                 if objective.kl_coef:
                     batches = [batch._replace(reference_logprobs=self._logprobs(reference, batch)) for batch in batches]
@@ -191,10 +192,17 @@ class PolicyUpdate:
             return self._zeros(state.trainable)
 
     def __call__(self, state: TrainState, minibatches: Sequence[Sequence[PackedBatch]]) -> tuple[TrainState, Metrics]:
-        """One optimizer update per minibatch, in order. `state` is consumed."""
+        """One optimizer update per minibatch, in order. `state` is consumed.
+
+        An empty minibatch changes no weight; the learning rate's schedule goes on.
+        """
         sums: list[DeviceMetrics] = []
         applied: list[DeviceMetrics] = []
         for minibatch in minibatches:
+            if not minibatch:
+                with jax.set_mesh(self.mesh):
+                    state = self._skip(state)
+                continue
             gradients, metrics = self.gradient(state, minibatch)
             with jax.set_mesh(self.mesh):
                 state, norms = self._apply(state, gradients)
@@ -212,6 +220,10 @@ class PolicyUpdate:
             return x if isinstance(x, jax.Array) else jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
         return jax.tree.map(put, batch)
+
+
+def _without_gradient(state: TrainState) -> TrainState:
+    return dataclasses.replace(state, opt_state=skip_update(state.opt_state), updates=state.updates + 1)
 
 
 def _float32_zeros(x: Any) -> jax.Array:

@@ -24,6 +24,20 @@ install_import_hook("poly_epo_jax", "beartype.beartype")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: with several workers, none is left alone with one of them at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Settings under which all training runs of this session share base policies and compiled programs."""
+    mine = tmp_path_factory.getbasetemp()
+    session = mine.parent if os.environ.get("PYTEST_XDIST_WORKER") else mine
+    return {"base.cache_dir": session / "base", "compilation_cache": session / "compiled"}
+
+
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The one time that poly_epo_jax/timeline.py reads; it stands still until the test moves it."""

@@ -12,7 +12,7 @@ from fakes import PATIENCE, TINY, TINY_ALPHABET, ByLetter
 from poly_epo_jax import http_client as servers
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.sglang import client as sglang
-from poly_epo_jax.rollouts.sglang import requests, router, served_weights
+from poly_epo_jax.rollouts.sglang import served_weights
 from poly_epo_jax.rollouts.sglang.client import SGLangSampler
 from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
@@ -25,18 +25,14 @@ def open_rollouts(
 ) -> Rollouts:
     """Rollouts whose every request `handle` answers; weights go through `folder`, or are left as they are."""
 
-    def open_client(_: float) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=httpx.MockTransport(handle))
-
-    for module in (servers, requests, router, served_weights, sglang):
-        monkeypatch.setattr(module, "open_client", open_client)
+    monkeypatch.setattr(servers, "open_transport", lambda: httpx.MockTransport(handle))
     for module in (served_weights, sglang):
         monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
     limits = {"max_concurrent": 64, "timeout_seconds": PATIENCE, "wait_seconds": PATIENCE} | changes
     weights = None
     if folder is not None:
         weights = served_weights.ServedWeights(DiskSync(folder, "a run", TINY, "float32"), 8, PATIENCE, PATIENCE)
-    sampler = SGLangSampler(urls, weights, (1, 14), **limits)
+    sampler = SGLangSampler(urls, weights, (1, 14), vocab_size=TINY.vocab_size, **limits)
     return Rollouts(sampler, build_character_tokenizer(TINY_ALPHABET), ByLetter(), 8)
 
 
@@ -47,9 +43,12 @@ def answer_to_get(path: str, **info: Any) -> httpx.Response:
 
 
 def generated(request: httpx.Request, version: str, reason: str = "stop", tokens: int = 1) -> httpx.Response:
-    """`tokens` stop tokens for each prompt of a request."""
-    info = {"weight_version": version, "finish_reason": {"type": reason}, "completion_tokens": tokens}
-    info["output_token_logprobs"] = [[-1.0, 1, None]] * tokens
-    answer = {"output_ids": [1] * tokens, "meta_info": info}
-    parameters = json.loads(request.content)["sampling_params"]
-    return httpx.Response(200, json=[answer] * len(parameters) if isinstance(parameters, list) else answer)
+    """`tokens` tokens, the last of which is a stop token, for each prompt of a request."""
+    body = json.loads(request.content)
+    is_list = isinstance(body["sampling_params"], list)
+    prompt_ids = body["input_ids"][0] if is_list else body["input_ids"]
+    token_ids = [2] * (tokens - 1) + [1] * min(tokens, 1)
+    info = {"weight_version": version, "finish_reason": {"type": reason, "matched": 1}, "completion_tokens": tokens}
+    info |= {"prompt_tokens": len(prompt_ids), "output_token_logprobs": [[-1.0, one, None] for one in token_ids]}
+    answer = {"output_ids": token_ids, "meta_info": info}
+    return httpx.Response(200, json=[answer] * len(body["sampling_params"]) if is_list else answer)

@@ -39,6 +39,15 @@ def test_batches_hold_the_problems_themselves():
     assert all(problem is PROBLEMS[int(problem.id)] for problem in batch)
 
 
+def test_a_problem_that_is_twice_in_a_batch_says_which_time_it_is():
+    batches = list(itertools.islice(problem_batches(PROBLEMS, 7, seed=0), 40))
+    counted = [[(problem.id, problem.occurrence) for problem in batch] for batch in batches]
+    assert all(len(set(batch)) == 7 for batch in counted)
+    assert any((name, 1) in batch for batch in counted for name, _ in batch)
+    assert all(batch.index((name, 0)) < batch.index((name, 1)) for batch in counted for name, time in batch if time)
+    assert all(problem == PROBLEMS[int(problem.id)] for batch in batches for problem in batch)
+
+
 def test_the_order_follows_the_seed():
     first, again, other = (drawn(problem_batches(PROBLEMS, 5, seed), 4) for seed in (0, 0, 1))
     assert first == again != other

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from training_runs import SETTINGS, as_flags
 
 from poly_epo_jax import set_rl
 
@@ -27,9 +28,8 @@ CODE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 INLINE = re.compile(r"([A-Z]+=\S+ )*(python -m|python tests/|bash|sbatch|source|pip install) ?")
-SMALL = (
-    "--config.base.clean_steps=60 --config.base.num_layers=1 --config.train.num_steps=2 --config.eval.num_problems=4 "
-    "--config.eval.num_generations=8"
+SMALL = " ".join(
+    as_flags({key: value for key, value in SETTINGS.items() if key != "task.options"} | {"train.num_steps": 2})
 )
 FEW = "--num_generations=2 --max_problems=4"
 PEERS = "makes environments of several GB, with torch and Tunix: by hand"
@@ -61,6 +61,7 @@ RULES = (
     Rule("pip install", says="Successfully installed poly_epo_jax"),
     Rule("pip install pre-commit", elsewhere="fetches another project; by hand"),
     Rule("pip install --pre", elsewhere="fetches another project; by hand, for tests/rollouts/test_sglang_jax.py"),
+    Rule("pip install torch", elsewhere="brings CUDA; by hand, for rollouts.weight_sync=tensor"),
     Rule("pre-commit install", elsewhere="tests/test_contributing.py runs what it would install"),
     Rule("pytest", elsewhere="it runs this test"),
     Rule("python -m poly_epo_jax.bench --config=configs/polaris.py --plans", says="v6e-64"),
@@ -107,7 +108,7 @@ PROGRAMS = {
     # uv would not see the packages of the environment that runs this test.
     "uv": 'python=$4; shift 4; exec "$python" -m pip install "$@"',
 }
-SETTINGS = {
+VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "PIP_NO_BUILD_ISOLATION": "0",  # pip's way to say that there is none
@@ -170,7 +171,7 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[int,
     # Users have none of what conftest.py sets, but that accelerators are left alone.
     ours = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
-    environment |= SETTINGS | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    environment |= VARIABLES | {"PATH": f"{programs}:{os.environ['PATH']}"}
 
     def types(command: str) -> tuple[int, str]:
         # `timeout` also ends what the shell has started.

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from fakes import PROBLEMS, group
 
+from poly_epo_jax.algorithm import OWN_FEATURES
 from poly_epo_jax.features import batch_features
 from poly_epo_jax.minibatches import MinibatchPacker
-from poly_epo_jax.types import Clustering, GradedGroup
+from poly_epo_jax.types import Clustering, GradedGroup, JudgeFailure
 
 
 def graded(
@@ -58,7 +59,14 @@ def test_a_feature_of_some_groups_or_with_a_taken_name_is_refused(name: str):
 
 def test_without_a_judge_there_are_no_clusters():
     features = batch_features([graded(), graded()], 2)
-    assert sorted(features) == ["lengths", "mean_logprob", "rewards"]
+    assert sorted(features) == sorted(OWN_FEATURES) == ["lengths", "mean_logprob", "rewards"]
+
+
+def test_where_the_judge_failed_on_a_group_there_are_no_clusters():
+    failed = dataclasses.replace(graded(), clustering=JudgeFailure("broken", "out of order"))
+    features = batch_features([graded([0, 1], features={"embeddings": np.zeros((2, 3))}), failed], 2)
+    assert sorted(features) == sorted(OWN_FEATURES)
+    assert {len(values) for values in features.values()} == {2}
 
 
 def test_without_groups_features_are_empty():
@@ -67,10 +75,26 @@ def test_without_groups_features_are_empty():
 
 @pytest.mark.parametrize(("normalization", "weight"), [("own", 1 / (2 * 1)), ("max", 1 / (2 * 8))])
 def test_a_reply_is_read_and_not_trained(normalization: str, weight: float):
-    packer = MinibatchPacker(1, row_tokens=8, num_rows=1, length_normalization=normalization, max_tokens=8)
+    packer = MinibatchPacker(2, row_tokens=8, num_rows=1, length_normalization=normalization, max_tokens=8)
     first, second = packer([graded([0, 1], reply=True), graded([0, 1])], np.array([[3.0, -3.0], [1.0, -1.0]]))
     (batch,) = first
     # The prompt's two tokens, the reply's and the policy's; position t is about token t + 1.
     np.testing.assert_allclose(batch.weights[0, :4], [0, 0, weight, 0])
     assert batch.advantages[0, 2] == 3.0
     assert (second[0].weights > 0).sum() == 4
+
+
+@pytest.mark.parametrize(
+    ("left", "sizes"), [(8, [2, 2, 2, 2]), (7, [2, 2, 2, 1]), (5, [2, 1, 1, 1]), (3, [1, 1, 1, 0]), (0, [0, 0, 0, 0])]
+)
+def test_what_is_left_is_spread_over_all_minibatches(left: int, sizes: list[int]):
+    packer = MinibatchPacker(4, row_tokens=8, num_rows=1, length_normalization="own", max_tokens=8)
+    advantages = np.arange(1.0, 2 * left + 1).reshape(left, 2)
+    minibatches = packer([graded([0, 1])] * left, advantages)
+    trained = [[batch.advantages[batch.weights > 0] for batch in minibatch] for minibatch in minibatches]
+    assert [sum(map(len, one)) for one in trained] == [4 * size for size in sizes]  # two responses of two tokens
+    flat = [float(value) for one in trained for values in one for value in np.unique(values)]
+    assert flat == advantages.ravel().tolist()
+    # Each is a mean over its own prompts.
+    weights = [sum(float(batch.weights.sum()) for batch in minibatch) for minibatch in minibatches]
+    assert weights == pytest.approx([2 / 2 * (size > 0) for size in sizes])

@@ -1,15 +1,18 @@
 """Groups are graded and judged while others are still generated."""
 
 import asyncio
+import dataclasses
+import itertools
 import math
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from fakes import PATIENCE, PROBLEMS, ByLetter, LetterJudge, group
 
 from poly_epo_jax.grading import JudgeError, check_judge, cluster_ids, grade_groups, judged
-from poly_epo_jax.types import Generation, Group, JudgeFailure, Metrics, Problem
+from poly_epo_jax.types import Clustering, Generation, Group, JudgeFailure, Metrics, Problem
 
 
 async def stream(groups: Sequence[Group]) -> AsyncIterator[Group]:
@@ -27,10 +30,11 @@ def test_results_follow_the_order_of_the_problems():
 
 
 def test_a_problem_that_is_there_twice_has_two_places():
-    problems = [PROBLEMS[i] for i in (1, 0, 1)]
-    groups = [group(PROBLEMS[i], texts) for i, texts in ((0, "ab"), (1, "ca"), (1, "dd"))]
-    graded, _ = asyncio.run(grade_groups(stream(groups), problems, ByLetter(), LetterJudge()))
-    assert [one.group for one in graded] == [groups[1], groups[0], groups[2]]
+    problems = [PROBLEMS[1], PROBLEMS[0], dataclasses.replace(PROBLEMS[1], occurrence=1)]
+    groups = [group(problem, texts) for problem, texts in zip(problems, ("ab", "ca", "dd"), strict=True)]
+    for arrived in itertools.permutations(groups):
+        graded, _ = asyncio.run(grade_groups(stream(arrived), problems, ByLetter(), LetterJudge()))
+        assert [one.group for one in graded] == groups
 
 
 def test_grading_overlaps_generation():
@@ -86,13 +90,23 @@ def test_a_failed_judgement_keeps_its_reason_and_is_not_among_the_judged():
     assert judged(graded) == [graded[0], graded[2]]
 
 
-def test_a_reward_that_is_no_number_is_refused():
-    class Undecided(ByLetter):
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1.001, -1e-9, 1e300, None])
+def test_a_reward_outside_0_to_1_is_refused(reward: Any):
+    class Generous(ByLetter):
         def reward(self, problem: Problem, generation: Generation) -> float:
-            return math.nan
+            return reward if generation.text == "b" else 1.0
 
-    with pytest.raises(ValueError, match="reward for problem p is NaN; it must be a number"):
-        asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Undecided(), LetterJudge()))
+    with pytest.raises(ValueError, match=r"reward for problem p is .*; it must be a number from 0 to 1 for every"):
+        asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Generous(), LetterJudge()))
+
+
+def test_a_judges_feature_that_is_not_finite_is_refused():
+    class Embedding(LetterJudge):
+        async def cluster(self, group: Group) -> Clustering:
+            return Clustering(np.zeros(2, np.int32), features={"embedding": np.array([[0.0, 1.0], [0.0, np.inf]])})
+
+    with pytest.raises(ValueError, match="feature 'embedding' for problem p is not finite"):
+        asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, ByLetter(), Embedding()))
 
 
 def test_what_is_correct_is_the_task_s_to_say():

@@ -16,16 +16,16 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "poly_epo_jax"
 NAME = PACKAGE.name
 FLOORS = (
-    {"types", "section", "registry", "http_client", "json_files", "file_lock", "daemon_thread"},
+    {"types", "checks", "section", "registry", "http_client", "json_files", "file_lock", "daemon_thread"},
     {"config", "options", "digests"},
     {"parallel", "timeline", "set_rl", "metrics", "data", "batching", "run_folder", "optimizer", "features"},
     {"model", "progress", "default_config", "objective", "minibatches"},
     {"rollouts", "judges", "tasks", "checkpoint", "update", "grading", "algorithm"},
     {"base_policy", "experience", "tracking", "step_metrics", "evaluation", "policy", "choices", "memory_plan"},
-    {"train", "command_line", "report"},
+    {"train", "command_line", "report", "prepare"},
     {"main", "export", "evaluate", "bench"},
 )
-SIDEWAYS: set[tuple[str, str]] = set()
+SIDEWAYS = {("section", "checks")}
 """(who, whom) on one floor, beside the modules of one package."""
 
 LIBRARIES = {"set_rl": {"jax", "numpy", "jaxtyping"}, "metrics": {"numpy", "jaxtyping"}}

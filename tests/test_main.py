@@ -100,7 +100,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([FILE, "-config.wordkir", "runs/x"], ["no key config.wordkir", "config.workdir"]),
         ([FILE, "--config.task.optins.seed=3"], ["no key config.task.optins.seed", "config.task.options"]),
         ([FILE, "--config.log.options.seed=3"], ["no key config.log.options.seed"]),
-        ([FILE, "--config.task.options.degree=9"], ["degree is 9; choose 1, 2 or 3"]),
+        ([FILE, "--config.task.options.degree=9"], ["task.options.degree=9 must lie between 1 and 3."]),
         ([FILE, "--config.task.options.degree=two"], ["task.options.degree='two' must be a whole number."]),
         ([FILE, "--config.seed.x=3"], ["no key config.seed.x", "config.seed"]),
         ([FILE, "--config.xxxxxxxxxxxx=3"], ["no key config.xxxxxxxxxxxx", "--help lists the keys"]),
@@ -117,12 +117,21 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([FILE, "--config.algo.loss=dpo"], ["algo.loss='dpo'", "ppo_clip"]),
         ([FILE, "--config.algo.objective=mean"], ["algo.objective='mean'", "mean_reward, pass_at_n, polychromic"]),
         ([FILE, "--config.sampling.temperature=0"], ["sampling.temperature=0.0", "positive"]),
+        (
+            [FILE, "--config.train.row_tokens=1000000", "--config.train.rows_per_device=60000"],
+            ["train.rows_per_device=60000 of", "GB", "would"],
+        ),
+        ([FILE, "--config.train.prompts_per_batch=1024"], ["train.prompts_per_batch=1024", "110 training problems"]),
+        ([FILE, "--config.train.trainable=nothing"], ["train.trainable='nothing' matches no weight"]),
+        ([FILE, "--config.sampling.max_tokens=40000", "--config.train.row_tokens=50000"], ["has 32768 positions"]),
+        ([FILE, "--config.base.cache_dir=setup.py/base"], ["base.cache_dir=setup.py/base cannot be written to"]),
+        ([FILE, "--config.compilation_cache=/proc/compiled"], ["compilation_cache=/proc/compiled cannot be written"]),
         ([FILE, "--config.algo.set_size=8"], ["algo.set_size=8", "train.num_generations=8"]),
         (
             [FILE, "--config.task.options={'digits': 3}"],
             ["task.options has 'digits'", "it takes degree, "],
         ),
-        ([FILE, "--config.task.options={'degree': 9}"], ["degree is 9; choose 1, 2 or 3"]),
+        ([FILE, "--config.task.options={'degree': 9}"], ["task.options.degree=9 must lie between 1 and 3."]),
         ([FILE, "--config.task.options={'num_train': 999}"], ["num_train=999", "at most"]),
         ([FILE, "--config.task.options={'num_held_out': 0}"], ["eval.every=20", "set eval.every=0"]),
         ([FILE, "--config.model.path=/no/such/model"], ["/no/such/model is not a folder"]),
@@ -148,7 +157,8 @@ def test_mistakes_are_refused_with_one_sentence(arguments: list[str], words: lis
     ("overrides", "words"),
     [
         (["--config.mesh.tensor=4", "--config.mesh.fsdp=1"], ["mesh.tensor=4", "num_kv_heads=2"]),
-        (["--config.train.prompts_per_batch=128"], ["takes 128 prompts", "only 110 training problems"]),
+        (["--config.train.max_prompt_tokens=1"], ["leaves out every held-out problem"]),
+        (["--config.train.max_prompt_tokens=1", "--config.eval.every=0"], ["there are only 0 training problems"]),
         (["--config.workdir=setup.py/run"], ["Not a directory", "setup.py/run"]),
         (["--config.log.wandb_project=mine"], ["'mine'", "wandb is not installed"]),
     ],
@@ -160,15 +170,42 @@ def test_what_shows_once_the_policy_is_open(overrides, words, sentence, policy_f
     assert all(word in text for word in words), text
 
 
-def test_a_run_folder_is_not_resumed_under_other_settings(tmp_path: Path, sentence):
+def saved_run(folder: Path, **changes: Any) -> None:
+    """A run folder to resume from, with a configuration that differs from the file's."""
     config = polynomial.get_config()
-    config.train.num_steps, config.seed = 7, 3  # the first may change
-    config.train.rows_per_device = config.mesh.data = 2  # and so may these
-    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
-    (tmp_path / "run" / "config.json").write_text(config.to_json())
-    text = sentence(FILE, "--config.optimizer.learning_rate=1e-3", "--config.log.generations_every=3")
-    assert "holds a run with another optimizer.learning_rate, seed;" in text
+    config.update_from_flattened_dict(changes)
+    (folder / "checkpoints" / "5").mkdir(parents=True)
+    (folder / "config.json").write_text(config.to_json())
+
+
+def test_a_run_folder_is_not_resumed_under_other_settings(tmp_path: Path, sentence):
+    may_change = {"train.num_steps": 7, "train.rows_per_device": 2, "mesh.data": 2, "model.path": "/moved"}
+    saved_run(tmp_path / "run", seed=3, **{"optimizer.schedule": "constant"}, **may_change)
+    changed = "--config.optimizer.learning_rate=1e-3", "--config.log.generations_every=3"
+    text = sentence(FILE, "--config.optimizer.schedule=constant", *changed)
+    assert "holds a run with another optimizer.learning_rate, seed; set that back, " in text
     assert str(tmp_path / "run") in text
+
+
+@pytest.mark.parametrize(
+    ("saved", "flags", "words"),
+    [
+        (
+            {"train.num_steps": 7},
+            ["--config.train.num_steps=14"],
+            "another train.num_steps (over which optimizer.schedule=linear lowers the learning rate); set that back,",
+        ),
+        (
+            {"algo.kl_coef": 0.01, "model.path": "/first"},
+            ["--config.algo.kl_coef=0.01", "--config.model.path=/second"],
+            "another model.path (from whose policy algo.kl_coef=0.01 measures the distance); set that back,",
+        ),
+    ],
+    ids=["steps", "reference"],
+)
+def test_what_the_schedule_or_the_kl_term_reads_is_not_changed(tmp_path: Path, sentence, saved, flags, words):
+    saved_run(tmp_path / "run", **saved)
+    assert words in sentence(FILE, *flags)
 
 
 def test_a_run_folder_of_an_earlier_version_is_not_resumed(tmp_path: Path, sentence):
@@ -234,6 +271,7 @@ def small_config(folder: Path, **changes: Any) -> ConfigDict:
             "base.num_layers": 1,
             "base.head_dim": 8,
             "train.num_steps": 3,
+            "optimizer.schedule": "constant",  # so that there may be more steps
             "train.prompts_per_batch": 4,
             "train.prompts_per_minibatch": 2,
             "train.num_generations": 4,

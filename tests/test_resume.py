@@ -1,6 +1,7 @@
 """A real run that is killed and started again leaves the bytes, and the weights, of one that never was."""
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,8 +26,8 @@ REPRODUCED = ("metrics.jsonl", "generations.jsonl")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = Run(tmp_path_factory.mktemp("resume"), "whole", CHANGES)
+def whole(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> Run:
+    run = Run(tmp_path_factory.mktemp("resume"), "whole", CHANGES | caches)
     run.finish()
     return run
 
@@ -34,7 +35,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def broken(whole: Run) -> Run:
     """Killed three times, once while a checkpoint is being written, then told to end, then left alone."""
-    run = Run(whole.folder.parent, "broken", CHANGES)
+    run = Run(whole.folder.parent, "broken", whole.changes)
     rng = np.random.default_rng(0)
     one_step = float(np.median([row["seconds/step"] for row in read_rows(whole.folder / "timing.jsonl")[2:]]))
 

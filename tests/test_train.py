@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,42 +12,22 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from fakes import LETTERS, PROBLEMS, TINY_MODEL, ByLetter, LetterJudge, RandomLetters, optimizer_config, tiny_params
+from fakes import LETTERS, PROBLEMS, ByLetter, LetterJudge, RandomLetters, tiny_params
+from tiny_training import saved, tiny_config, train_tiny
 
-from poly_epo_jax import default_config, set_rl
-from poly_epo_jax.algorithm import make_advantages, make_loss
+from poly_epo_jax import set_rl
+from poly_epo_jax.algorithm import Features, make_advantages
 from poly_epo_jax.checkpoint import Checkpoints
-from poly_epo_jax.config import Config
 from poly_epo_jax.data import problem_batches
-from poly_epo_jax.evaluation.held_out import evaluate_held_out
 from poly_epo_jax.experience import Experience
 from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.http_client import ServerError
-from poly_epo_jax.minibatches import MinibatchPacker
-from poly_epo_jax.model.sharding import make_mesh, param_shardings
-from poly_epo_jax.objective import Objective
-from poly_epo_jax.parallel.stop import Stop
+from poly_epo_jax.objective import DivergenceError
+from poly_epo_jax.parallel import hosts
 from poly_epo_jax.run_folder import read_rows
-from poly_epo_jax.section import read_section
+from poly_epo_jax.step_metrics import logged_generations
 from poly_epo_jax.timeline import Timeline
-from poly_epo_jax.tracking import Tracker
-from poly_epo_jax.train import Schedule, Trained, Trainer, train
-from poly_epo_jax.types import Completion, Metrics, Params, Request, Sampling
-from poly_epo_jax.update import PolicyUpdate
-
-
-def tiny_config(**changes: Any) -> Config:
-    config = default_config.get_config()
-    config.update_from_flattened_dict(
-        {
-            "train.num_steps": 2,
-            "judge.max_failed_share": 1.0,
-            "checkpoint.every": 1,
-            "eval.every": 2,
-        }
-        | changes
-    )
-    return read_section(Config, config.to_dict())
+from poly_epo_jax.types import Completion, GradedGroup, Params, Problem, Request, Sampling
 
 
 @pytest.fixture
@@ -56,53 +36,6 @@ def restored_sigterm() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
-
-
-def train_tiny(
-    run_dir: Path,
-    failing: Sequence[str] = (),
-    sampler: RandomLetters | None = None,
-    **changes: Any,
-) -> tuple[Params, Params]:
-    """Trains for two steps into a run folder; returns the weights before and after, the latter from the checkpoint."""
-    config, mesh = tiny_config(**changes), make_mesh(1, 1, 1)
-    update = PolicyUpdate(TINY_MODEL, mesh, Objective(make_loss(config.algo)), optimizer_config(), total_updates=4)
-    task, judge, batches = ByLetter(), LetterJudge(failing), problem_batches(PROBLEMS, 3, seed=0)
-    rollouts, timeline, num_generations = (sampler or RandomLetters()).rollouts(task), Timeline(), 8
-    stop = Stop()
-    trainer = Trainer(
-        experience=Experience(
-            *(rollouts, task, judge, batches, num_generations),
-            lambda step: Sampling(2, seed=step),
-            last_step=config.train.num_steps,
-            staleness=config.train.staleness,
-            max_failed_share=config.judge.max_failed_share,
-            timeline=timeline,
-            stop=stop,
-        ),
-        advantages=make_advantages(config.algo, seed=0),
-        packer=MinibatchPacker(2, row_tokens=8, num_rows=4, length_normalization="max", max_tokens=2),
-        update=update,
-        timeline=timeline,
-        trained=Trained(0, update.init(tiny_params()), batches.get_state()),
-        reference=None,
-        set_size=config.algo.set_size,
-    )
-    schedule = Schedule(config.train.num_steps, config.eval.every, config.checkpoint.every, log_generations=1)
-
-    def evaluate() -> Awaitable[Metrics]:
-        return evaluate_held_out(rollouts, task, judge, task.held_out_problems, 2, Sampling(2), stop)
-
-    with Tracker(run_dir, "{}", config.train.num_steps, -1) as tracker:
-        asyncio.run(train(trainer, evaluate, Checkpoints(run_dir / "checkpoints"), tracker, schedule))
-    return tiny_params(), saved(run_dir, 2)
-
-
-def saved(run_dir: Path, step: int) -> Params:
-    """The weights of a checkpoint."""
-    mesh = make_mesh(1, 1, 1)
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny_params())
-    return Checkpoints(run_dir / "checkpoints").restore_params(step, abstract, param_shardings(TINY_MODEL, mesh))
 
 
 def changed(before: Params, after: Params) -> list[bool]:
@@ -117,6 +50,7 @@ def test_a_step_whose_judgements_all_failed_changes_nothing(tmp_path: Path):
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert [row["judge/failed_prompts"] for row in rows[1:]] == [3, 3]
+    assert [row["judge/skipped_updates"] for row in rows[1:]] == [2, 2]
     assert all(0 < row["reward"] < 1 for row in rows[1:])
     assert [row["eval/judge_failed_problems"] for row in (rows[0], rows[2])] == [2, 2]
     assert not [key for row in rows for key in row if key.startswith(("clusters/", "policy/"))]
@@ -131,7 +65,8 @@ def test_a_step_whose_judgements_all_failed_changes_nothing(tmp_path: Path):
 def test_one_failed_judgement_leaves_out_one_prompt(tmp_path: Path):
     before, after = train_tiny(tmp_path, failing=["q"])
     assert all(changed(before, after))
-    assert [row["judge/failed_prompts"] for row in read_rows(tmp_path / "metrics.jsonl")[1:]] == [1, 1]
+    rows = read_rows(tmp_path / "metrics.jsonl")[1:]
+    assert [(row["judge/failed_prompts"], row["judge/skipped_updates"]) for row in rows] == [(1, 0), (1, 0)]
 
     generations = read_rows(tmp_path / "generations.jsonl")
     for step in (1, 2):
@@ -147,6 +82,61 @@ def test_one_failed_judgement_leaves_out_one_prompt(tmp_path: Path):
             np.testing.assert_array_equal(clusters, [[LETTERS.index(row["response"]) for row in rows]])
             expected = set_rl.polychromic_advantages(rewards, clusters, tiny_config().algo.set_size)
             np.testing.assert_allclose([[row["advantage"] for row in rows]], expected, atol=1e-6)
+
+
+@pytest.mark.usefixtures("restored_sigterm")
+def test_a_method_that_reads_no_clusters_does_not_depend_on_the_judge(tmp_path: Path):
+    settings: dict[str, Any] = {"algo.advantages": "grpo", "judge.max_failed_share": 0.0}
+    before, after = train_tiny(tmp_path / "judged", changes=settings)
+    _, without = train_tiny(tmp_path / "failing", failing=["p", "q"], changes=settings)
+    assert all(changed(before, after)) and not any(changed(after, without))
+
+    def rows(run: str, name: str, of_judge: tuple[str, ...]) -> list[dict[str, Any]]:
+        found = read_rows(tmp_path / run / name)
+        return [{key: row[key] for key in row if not key.startswith(of_judge)} for row in found]
+
+    of_judge = "judge/", "eval/", "clusters/", "degenerate", "synergy"
+    assert rows("failing", "metrics.jsonl", of_judge) == rows("judged", "metrics.jsonl", of_judge)
+    assert rows("failing", "generations.jsonl", ("cluster",)) == rows("judged", "generations.jsonl", ("cluster",))
+    assert [row["judge/failed_prompts"] for row in read_rows(tmp_path / "failing" / "metrics.jsonl")[1:]] == [2, 2]
+
+
+def made(steps: int) -> list[GradedGroup]:
+    """The groups of so many steps, three of each, of four problems: often one is there twice."""
+    experience = Experience(
+        *(RandomLetters().rollouts(ByLetter()), ByLetter(), LetterJudge()),
+        problem_batches([*PROBLEMS, Problem("1", "1:", "a")], 3, seed=0),
+        num_generations=8,
+        sampling=lambda step: Sampling(2, seed=step),
+        last_step=steps,
+        staleness=0,
+        reads_judge=True,
+        max_failed_share=0.0,
+        timeline=Timeline(),
+    )
+    batches = [asyncio.run(experience.batch(step)) for step in range(1, steps + 1)]
+    return [group for batch in batches for group in batch.graded]
+
+
+def test_a_problem_that_is_twice_in_a_batch_has_other_generations():
+    groups = made(steps=6)
+    rows = logged_generations(groups, groups, np.zeros((len(groups), 8)))
+    texts = {}
+    for place, row in enumerate(rows):
+        step = place // (3 * 8)
+        texts.setdefault((step, row["problem"], row["occurrence"]), {})[row["generation"]] = row["response"]
+    assert sum(map(len, texts.values())) == len(rows) == 6 * 3 * 8  # so the four together name one row
+    twice = [(step, problem) for step, problem, occurrence in texts if occurrence]
+    assert twice and all(texts[(*one, 0)] != texts[(*one, 1)] for one in twice)
+
+
+def test_a_host_s_share_of_a_batch_has_the_generations_of_the_whole(monkeypatch: pytest.MonkeyPatch):
+    def texts(part: slice) -> list[list[str]]:
+        monkeypatch.setattr(hosts, "share", lambda items: items[part])
+        return [[y.text for y in one.group.generations] for one in made(steps=6)]
+
+    whole, first, rest = texts(slice(None)), texts(slice(1)), texts(slice(1, None))
+    assert whole[::3] == first and [group for place, group in enumerate(whole) if place % 3] == rest
 
 
 class SlowLetters(RandomLetters):
@@ -165,7 +155,7 @@ class SlowLetters(RandomLetters):
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_each_step_leaves_what_was_under_way_in_it(tmp_path: Path, staleness: int):
     settings = {"train.num_steps": 4, "train.staleness": staleness, "checkpoint.every": 2, "eval.every": 3}
-    train_tiny(tmp_path, (), SlowLetters(), **settings)
+    train_tiny(tmp_path, (), SlowLetters(), changes=settings)
     rows, timing = read_rows(tmp_path / "timeline.jsonl"), read_rows(tmp_path / "timing.jsonl")[1:]
     assert [row["step"] for row in rows] == [row["step"] for row in timing] == [1, 2, 3, 4]
     for before, row in pairwise(rows):  # without a gap
@@ -219,7 +209,7 @@ class Failing(RandomLetters):
 )
 def test_what_is_trained_is_kept_when_a_server_fails(tmp_path: Path, sampler: Failing, trained: int):
     with pytest.raises(ServerError, match="The server died"):
-        train_tiny(tmp_path, (), sampler, **{"train.num_steps": 5, "checkpoint.every": 50, "eval.every": 0})
+        train_tiny(tmp_path, (), sampler, changes={"train.num_steps": 5, "checkpoint.every": 50, "eval.every": 0})
     assert Checkpoints(tmp_path / "checkpoints").steps == ([trained] if trained else [])
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, trained + 1))
     if trained:
@@ -243,7 +233,7 @@ class Uncountable(RandomLetters):
 @pytest.mark.usefixtures("restored_sigterm")
 def test_every_saved_step_has_its_own_row(tmp_path: Path):
     with pytest.raises(ServerError, match="The counts are lost"):
-        train_tiny(tmp_path, (), Uncountable(), **{"train.num_steps": 3, "checkpoint.every": 50, "eval.every": 0})
+        train_tiny(tmp_path, (), Uncountable(), changes={"train.num_steps": 3, "checkpoint.every": 50, "eval.every": 0})
     (row,) = read_rows(tmp_path / "metrics.jsonl")
     assert (row["step"], row["rollouts/counted"]) == (1, 1.0)
     assert Checkpoints(tmp_path / "checkpoints").steps == [1]
@@ -252,8 +242,42 @@ def test_every_saved_step_has_its_own_row(tmp_path: Path):
 @pytest.mark.usefixtures("restored_sigterm")
 def test_a_judge_that_fails_too_often_ends_the_run(tmp_path: Path):
     with pytest.raises(JudgeError, match="failed on 2 of 3 prompts"):
-        train_tiny(tmp_path, ["p", "q"], None, **{"judge.max_failed_share": 0.5, "eval.every": 0})
+        train_tiny(tmp_path, ["p", "q"], None, changes={"judge.max_failed_share": 0.5, "eval.every": 0})
     assert read_rows(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.usefixtures("restored_sigterm")
+@pytest.mark.parametrize(
+    ("every", "good"), [(2, "the checkpoint of step 2 is good"), (50, "there is no checkpoint yet")]
+)
+def test_nothing_is_saved_of_a_step_that_is_not_finite(tmp_path: Path, every: int, good: str):
+    estimate = make_advantages(tiny_config().algo, seed=0)
+
+    def advantages(step: int, features: Features) -> np.ndarray:
+        return estimate(step, features) * (1e30 if step == 4 else 1)  # whose gradient has no norm in float32
+
+    settings = {"train.num_steps": 5, "checkpoint.every": every, "eval.every": 0}
+    with pytest.raises(DivergenceError, match=f"^Step 4 gave .*policy/gradient_norm=inf.* is not saved; {good}"):
+        train_tiny(tmp_path, advantages=advantages, changes=settings)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert Checkpoints(tmp_path / "checkpoints").steps == ([2] if every == 2 else [])
+
+
+class NoLogprobs(RandomLetters):
+    """Its second batch has a log-probability that is not a number."""
+
+    def completion(self, place: int, index: int, text: str) -> Completion:
+        completion = super().completion(place, index, text)
+        if self.version and index == 1:
+            completion.logprobs[0] = np.nan
+        return completion
+
+
+@pytest.mark.usefixtures("restored_sigterm")
+def test_what_comes_from_outside_must_be_finite(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"sampler's log-probabilities for problem . are not finite"):
+        train_tiny(tmp_path / "sampler", (), NoLogprobs(), changes={"eval.every": 0})
+    assert Checkpoints(tmp_path / "sampler" / "checkpoints").steps == [1]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -281,6 +305,7 @@ def test_batches_are_begun_when_they_should_be(staleness: int):
             ),
             last_step=3,
             staleness=staleness,
+            reads_judge=True,
             max_failed_share=0.0,
             timeline=Timeline(),
         )
@@ -329,7 +354,7 @@ def test_a_signal_is_honoured_while_a_server_is_awaited(
 ):
     settings = {"train.num_steps": 3, "eval.every": 2, "checkpoint.every": 50}
     with pytest.raises(SystemExit) as ended:
-        train_tiny(tmp_path, (), Waiting(generation, number), **settings)
+        train_tiny(tmp_path, (), Waiting(generation, number), changes=settings)
     assert ended.value.code == 128 + number and capsys.readouterr().err == said
     saved_steps = Checkpoints(tmp_path / "checkpoints").steps
     assert saved_steps == ([int(said.split("step ")[1][0])] if "saved" in said else [])

@@ -14,7 +14,7 @@ from flax import nnx
 
 from poly_epo_jax.batching import pack
 from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.objective import Objective
+from poly_epo_jax.objective import Objective, check_finite
 from poly_epo_jax.optimizer import SCHEDULES, make_schedule
 from poly_epo_jax.set_rl import cispo_loss, ppo_clip_loss
 from poly_epo_jax.update import PolicyUpdate
@@ -211,37 +211,69 @@ def test_metrics_are_means_over_response_tokens():
     assert metrics["mismatch/max"] == pytest.approx(largest, rel=1e-5)
 
 
-def test_ratios_to_the_sampler_are_truncated():
-    """The gradient is that of min(w, cap) with w's own gradient kept: weight * min(w, cap) * advantage * log p."""
-    cap = 1.5
-    update, rng = make_update(loss=cispo_loss, importance_cap=cap), np.random.default_rng(5)
+@pytest.mark.parametrize("loss", [ppo_clip_loss, cispo_loss])
+@pytest.mark.parametrize("on_policy", [True, False], ids=["on policy", "later"])
+def test_mismatch_is_corrected_beside_the_clip(loss, on_policy):
+    """The plain formula, differentiated: min(pi_old / pi_sampler, cap) is data, and the clip is on pi / pi_old."""
+    cap, limit, rng = 1.5, 1.2, np.random.default_rng(5)
+    update = make_update(loss=loss, importance_cap=cap, max_mismatch=limit, kl_coef=0.3, entropy_coef=0.1)
     rows = alone(SEQUENCES)
-    logprobs = np.asarray(naive_logprobs(NOW, rows.tokens)[0])
-    near_sampler = [
-        dataclasses.replace(s, sampler_logprobs=row[mask] + rng.normal(0, 0.5, mask.sum()).astype(np.float32))
-        for s, row, mask in zip(SEQUENCES, logprobs, rows.is_response, strict=True)
+    old = np.asarray(naive_logprobs(NOW if on_policy else BEFORE, rows.tokens)[0])
+    apart = rng.normal(0, 0.25, (len(old), 1)) + rng.normal(0, 0.4, old.shape)
+    sampled = [
+        dataclasses.replace(s, sampler_logprobs=(row + noise)[mask].astype(np.float32))
+        for s, row, noise, mask in zip(SEQUENCES, old, apart, rows.is_response, strict=True)
     ]
-    rows = alone(near_sampler)
-    first, second = update.with_old_logprobs(state_at(NOW), [pack(near_sampler, 40, rows_per_microbatch=2)] * 2)
-    assert not any(np.any(batch.old_logprobs) for batch in [*first, *second])
-    found, sums = update.gradient(state_at(NOW), second)
+    packed = pack(sampled, 40, rows_per_microbatch=2)
+    if on_policy:
+        (minibatch,) = update.with_old_logprobs(state_at(NOW), [packed], REFERENCE)
+    else:
+        minibatch = off_policy(update, packed)
+    found, sums = update.gradient(state_at(NOW), minibatch)
 
-    def loss(params):
-        logprobs = naive_logprobs(params, rows.tokens)[0]
-        ratio = jnp.exp(jax.lax.stop_gradient(logprobs) - rows.sampled)
-        weight = jnp.clip(jnp.minimum(ratio, cap), 0.8, 1.28)
-        return -jnp.sum(rows.weights * weight * rows.advantages * logprobs), ratio
+    rows = alone(sampled)
+    to_sampler = np.exp(old - rows.sampled)
+    means = [np.exp(np.log(row[mask]).mean()) for row, mask in zip(to_sampler, rows.is_response, strict=True)]
+    kept = np.array([1 / limit <= mean <= limit for mean in means])
+    weights = rows.weights * np.minimum(to_sampler, cap) * kept[:, None]
+    reference = naive_logprobs(REFERENCE, rows.tokens)[0]
 
-    (_, ratio), expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(NOW)
+    def objective(params):
+        logprobs, entropy = naive_logprobs(params, rows.tokens)
+        ratio, ahead = jnp.exp(logprobs - old), reference - logprobs
+        clipped = jnp.clip(ratio, 0.8, 1.28)
+        if loss is ppo_clip_loss:
+            term = jnp.minimum(ratio * rows.advantages, clipped * rows.advantages)
+        else:
+            term = jax.lax.stop_gradient(clipped) * rows.advantages * logprobs
+        return -jnp.sum(weights * (term + 0.1 * entropy - 0.3 * (jnp.exp(ahead) - 1 - ahead)))
+
+    expected_loss, expected = jax.jit(jax.value_and_grad(objective))(NOW)
     assert_trees_close(found, expected, atol=1e-5)
-    truncated = (np.asarray(ratio) > cap)[rows.is_response]
-    assert 0.05 < truncated.mean() < 0.95
-    assert sum(int(metrics["truncated"]) for metrics in sums) == int(truncated.sum())
-    # The later minibatch is trained with other weights than sampled it, so it says nothing of the sampler.
-    assert sum(int(metrics["mismatch_tokens"]) for metrics in sums) == 0
-    assert sum(int(metrics["mismatch_tokens"]) for metrics in update.gradient(state_at(NOW), first)[1]) == len(
-        truncated
-    )
+    assert sum(float(metrics["loss"]) for metrics in sums) == pytest.approx(float(expected_loss), abs=1e-5)
+    counts = {name: sum(int(metrics[name]) for metrics in sums) for name in ("truncated", "masked", "tokens")}
+    truncated = (to_sampler > cap) & rows.is_response
+    assert counts == {
+        "truncated": truncated.sum(),
+        "masked": (~kept).sum(),
+        "tokens": rows.is_response[kept].sum(),
+    }
+    assert 0.05 < truncated.sum() / rows.is_response.sum() < 0.95 and 2 < kept.sum() < len(kept) - 2
+    _, metrics = update(start(update), [minibatch])
+    assert metrics["mismatch/truncated"] == pytest.approx(truncated.sum() / rows.is_response.sum())
+    assert metrics["mismatch/masked"] == (~kept).sum()
+    difference = np.abs(old - rows.sampled)[rows.is_response]
+    assert metrics["mismatch/mean"] == pytest.approx(difference.mean(), rel=1e-4)
+
+
+def test_a_minibatch_that_is_masked_whole_changes_nothing_and_is_finite():
+    update = make_update(max_mismatch=1.1)
+    hopeless = [dataclasses.replace(s, sampler_logprobs=s.sampler_logprobs - 20) for s in SEQUENCES]
+    minibatch = off_policy(update, pack(hopeless, 40, rows_per_microbatch=2))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(update.gradient(state_at(NOW), minibatch)[0]))
+    _, metrics = update(start(update), [minibatch])
+    assert metrics["mismatch/masked"] == len(SEQUENCES) and metrics["policy/loss"] == 0
+    check_finite(metrics, "It")
 
 
 def test_updates_are_clipped_adamw():
@@ -326,21 +358,42 @@ def test_a_run_compiles_each_program_once():
     assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
 
 
+def test_an_update_without_prompts_changes_nothing_but_the_learning_rate():
+    """The rate is nothing after the second update, be there something to train on or not."""
+    config = optimizer_config(learning_rate=0.02, schedule="linear", final_fraction=0.0)
+    update = PolicyUpdate(TINY_MODEL, MESH, Objective(ppo_clip_loss), config, total_updates=2)
+    minibatch = off_policy(update, pack(SEQUENCES, 40, rows_per_microbatch=2))
+    first, _ = update(start(update), [minibatch])
+    before = jax.device_get(first)
+    skipped, metrics = update(first, [[]])
+    assert metrics == {} and int(skipped.updates) == 2
+    assert_trees_close(skipped.params, before.params, atol=0)
+    assert_trees_close(moments_of(skipped), moments_of(before), atol=0)
+    after, metrics = update(skipped, [minibatch])
+    assert metrics["policy/learning_rate"] == 0 and metrics["policy/gradient_norm"] > 0
+    assert_trees_close(after.params, before.params, atol=0)
+
+
 def test_moments_are_float32_but_the_first_where_asked():
     def dtypes(**changes):
         config = optimizer_config(**changes)
         update = PolicyUpdate(TINY_MODEL, MESH, Objective(ppo_clip_loss), config, total_updates=5)
         minibatches = update.with_old_logprobs(state_at(NOW), [pack(SEQUENCES, 40, rows_per_microbatch=2)])
         state, _ = update(update.init(tiny_params()), minibatches)
-        moments = next(part for part in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(part))
+        moments = moments_of(state)
         return [{leaf.dtype.name for leaf in jax.tree.leaves(tree)} for tree in (moments.mu, moments.nu, state.params)]
 
     assert dtypes() == [{"float32"}] * 3
     assert dtypes(first_moment_dtype="bfloat16") == [{"bfloat16"}, {"float32"}, {"float32"}]
 
 
-def is_adam(part):
-    return hasattr(part, "mu")
+def moments_of(state):
+    """Adam's own part of the optimizer's state."""
+
+    def is_adam(part):
+        return hasattr(part, "mu")
+
+    return next(part for part in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(part))
 
 
 def test_only_what_is_trainable_changes():
@@ -356,7 +409,7 @@ def test_only_what_is_trainable_changes():
     assert_trees_close(gradient["layers"], {name: expected[name] for name in gradient["layers"]}, atol=1e-6)
 
     after, _ = part(start_of_part, [minibatch])
-    moments = next(leaf for leaf in jax.tree.leaves(after.opt_state, is_leaf=is_adam) if is_adam(leaf))
+    moments = moments_of(after)
     assert jax.tree.structure(moments.mu) == jax.tree.structure(after.trainable)
     for name, leaf in after.params["layers"].items():
         assert (name in gradient["layers"]) == (not np.array_equal(leaf, NOW["layers"][name])), name

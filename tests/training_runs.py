@@ -16,6 +16,7 @@ from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import open_trained_policy
 from poly_epo_jax.types import Params
 
+# The smallest policy, and little of everything.
 SETTINGS = {
     "task.options": "{'max_coefficient': 1, 'max_constant': 9, 'max_x': 1, 'num_train': 28, 'num_held_out': 8}",
     "base.clean_steps": 60,
@@ -34,17 +35,27 @@ SETTINGS = {
 }
 
 
+def as_flags(settings: Mapping[str, Any]) -> list[str]:
+    return [f"--config.{key}={value}" for key, value in settings.items()]
+
+
+def environment() -> dict[str, str]:
+    """Of a process with one device that compiles as the tests do."""
+    devices = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
+    # Every program goes to the cache, not only what takes long to compile: all processes but the first start fast.
+    return os.environ | {"XLA_FLAGS": devices, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+
 class Run:
     """A run folder below `root` and the processes that work on it: `count` at a time, one after the other."""
 
     def __init__(self, root: Path, name: str, changes: Mapping[str, Any], count: int = 1):
+        """`changes` hold the session's `caches`, so that what one run has made the others find."""
         self.folder, self.count, self._logs = root / name, count, [root / f"{name}-{i}.log" for i in range(count)]
-        caches = {"base.cache_dir": root / "base", "compilation_cache": root / "compiled", "workdir": self.folder}
-        flags = [f"--config.{key}={value}" for key, value in (SETTINGS | dict(changes) | caches).items()]
+        self.changes = dict(changes)
+        flags = as_flags(SETTINGS | self.changes | {"workdir": self.folder})
         self._command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/polynomial.py", *flags]
-        devices = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
-        # Every program goes to the cache, not only what takes long to compile: all processes but the first start fast.
-        self._environment = os.environ | {"XLA_FLAGS": devices, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        self._environment = environment()
 
     def start(self) -> list[subprocess.Popen[bytes]]:
         coordinator = f"127.0.0.1:{free_port()}"

@@ -19,21 +19,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from poly_epo_jax.base_policy import base_shape
 from poly_epo_jax.bench.roofline import Roofline, measure_roofline
 from poly_epo_jax.bench.stages import Stage, time_stages
 from poly_epo_jax.bench.workload import make_workload
-from poly_epo_jax.choices import make_task
 from poly_epo_jax.command_line import parse_flags, run_command
 from poly_epo_jax.config import Config, ConfigError, microbatch_rows
 from poly_epo_jax.memory_plan.tables import print_plan, print_plans
-from poly_epo_jax.model import hf
-from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.presets import has_preset, preset_config
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.presets import MESHES
-from poly_epo_jax.policy import find_model
+from poly_epo_jax.prepare import check_memory, check_writable, model_shape
 
 PLAN = flags.DEFINE_bool("plan", False, "Only plans the memory of each device; needs none of the devices.")
 PLANS = flags.DEFINE_bool("plans", False, "The same for every mesh of poly_epo_jax/parallel/presets.py.")
@@ -52,8 +47,9 @@ def run(config: Config, output: Path) -> None:
             "timing.jsonl for several."
         )
     mesh = make_mesh(**config.mesh)
-    shape = _shape(config)
+    shape = model_shape(config)
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), config.train.row_tokens)
+    check_memory(config, shape)
     console = Console()
     console.width = max(console.width, 100)  # of the table, also where the output is a file
     with console.status("measuring the peak rates of the device"):
@@ -88,22 +84,12 @@ def plan(config: Config, output: Path, every_mesh: bool) -> None:
     Raises:
       ValueError, OSError: the configuration cannot run; the message says why and what to do.
     """
-    shape, console = _shape(config), Console()
+    shape, console = model_shape(config), Console()
     console.width = max(console.width, 100)
     found = print_plans(config, shape, MESHES, console) if every_mesh else print_plan(config, shape, console)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(found, indent=2) + "\n")
     console.print(f"Written to {output}.")
-
-
-def _shape(config: Config) -> ModelConfig:
-    """The model's shape: from its folder, from its preset where it is not here, or from `config.base`."""
-    compute = {name: value for name, value in config.model.items() if name not in ("path", "stop_tokens")}
-    if not config.model.path:
-        return dataclasses.replace(base_shape(config.base, make_task(config.task)), **compute)
-    if not Path(config.model.path).is_dir() and has_preset(config.model.path):
-        return preset_config(config.model.path, **compute)
-    return hf.read_config(find_model(config.model.path), **compute)
 
 
 def _row(stage: Stage, roofline: Roofline, num_devices: int) -> dict[str, Any]:
@@ -156,10 +142,15 @@ def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, An
 
 
 def _run_or_plan(config: Config) -> None:
-    if PLAN.value or PLANS.value:
-        plan(config, Path(OUTPUT.value or "runs/plan.json"), PLANS.value)
+    plans = PLAN.value or PLANS.value
+    output = Path(OUTPUT.value or ("runs/plan.json" if plans else "runs/bench.json"))
+    check_writable("--output", output.parent)
+    if output.is_dir():
+        raise ConfigError(f"--output={output} is a folder; name a file.")
+    if plans:
+        plan(config, output, PLANS.value)
     else:
-        run(config, Path(OUTPUT.value or "runs/bench.json"))
+        run(config, output)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -41,11 +41,17 @@ def open_benchmark(name: str, section: TaskSection) -> Benchmark:
     Raises:
       ValueError, OSError: it cannot be read.
     """
-    label, _, source = name.rpartition("=") if "=" in name else ("", "", name)
-    options = section.options
+    source, options = name.rpartition("=")[2], section.options
     if source in TASKS and source != "math":
         task = TASKS[source](**(options if source == section.name else {}))
-        return Benchmark(label or source, task, task.held_out_problems)
+        return Benchmark(label_of(name), task, task.held_out_problems)
     shared = {key: value for key, value in options.items() if key in ("template", "num_workers")}
     task = MathTask(**(BENCHMARKS.get(source, {"train": source}) | shared))
-    return Benchmark(label or source.split("/")[-1].split(":")[0].split(".")[0], task, task.train_problems)
+    label = label_of(name) if "=" in name else label_of(name).split(":")[0].split(".")[0]
+    return Benchmark(label, task, task.train_problems)
+
+
+def label_of(name: str) -> str:
+    """What a model or a benchmark is called: `label=name` says it, else the last part of its path."""
+    label, _, source = name.rpartition("=")
+    return label or source.rstrip("/").split("/")[-1]

@@ -74,13 +74,17 @@ def _rows(graded: GradedGroup, task: Task) -> list[Row]:
 
 
 def _answer_ids(task: Task, problem: Problem, answers: Sequence[str | None], correct: np.ndarray) -> list[int]:
-    """A number for each answer, in order of first appearance; answers that the task holds equal share one."""
+    """A number for each answer, in order of first appearance; answers that the task holds equal share one.
+
+    A right and a wrong one never do, even of one spelling: a reward may be for how an answer was reached, equality by a
+    grader is not transitive, and a comparison that timed out once may succeed the next time.
+    """
 
     def same(i: int, j: int) -> bool:
         assert isinstance(task, Voting)  # where there are answers
-        # Equality by a grader is not transitive: a right and a wrong answer are never one vote.
         return bool(correct[i] == correct[j]) and task.same_answer(problem, answers[i] or "", answers[j] or "")
 
-    firsts = first_equals(answers, same)
+    votes = [None if answer is None else (answer, bool(correct[i])) for i, answer in enumerate(answers)]
+    firsts = first_equals(votes, same)
     numbers = {first: number for number, first in enumerate(sorted({first for first in firsts if first is not None}))}
     return [NO_ANSWER if first is None else numbers[first] for first in firsts]

@@ -2,25 +2,28 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Annotated
 
+from poly_epo_jax.checks import Range
 from poly_epo_jax.config import JudgeSection
 from poly_epo_jax.judges.answer import AnswerJudge
 from poly_epo_jax.judges.exact import ExactJudge
 from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.judges.none import NoJudge
 from poly_epo_jax.registry import Registry
-from poly_epo_jax.types import Judge, Strategic, Task, Voting
+from poly_epo_jax.types import DEGENERATE_CLUSTER, Judge, Strategic, Task, Voting
 
 
 def _llm(
     task: Task,
     section: JudgeSection,
     *,
-    temperature: float = 0.7,
-    max_tokens: int = 2048,
-    attempts: int = 3,
+    temperature: Annotated[float, Range(0, 2)] = 0.7,
+    max_tokens: Annotated[int, Range(1, 2**20)] = 2048,
+    attempts: Annotated[int, Range(1, 100)] = 3,
     prompt_file: str = "",
-    max_response_chars: int = 20_000,
+    max_response_chars: Annotated[int, Range(2, 10**7)] = 20_000,
+    context_tokens: Annotated[int, Range(0, 2**30)] = 0,
 ) -> LLMJudge:
     return LLMJudge(
         url=section.url,
@@ -34,6 +37,7 @@ def _llm(
         attempts=attempts,
         prompt_file=prompt_file,
         max_response_chars=max_response_chars,
+        context_tokens=context_tokens,
     )
 
 
@@ -47,6 +51,7 @@ class JudgeEntry:
       task: the protocol that the task must meet.
       needs_url: whether its server must be named in judge.url.
       clusters: whether its clusters mean anything. Where not, no advantage estimator may read them.
+      most: generations of a prompt that it can cluster; None: any number.
     """
 
     open: Callable[..., Judge]
@@ -54,11 +59,12 @@ class JudgeEntry:
     task: type = Task
     needs_url: bool = False
     clusters: bool = True
+    most: int | None = None
 
 
 JUDGES: Registry[JudgeEntry] = Registry(
     exact=JudgeEntry(lambda task, section: ExactJudge(task), "the task's own strategies", task=Strategic),
     answer=JudgeEntry(lambda task, section: AnswerJudge(task), "final answers", task=Voting),
-    llm=JudgeEntry(_llm, "a language model", needs_url=True),
+    llm=JudgeEntry(_llm, "a language model", needs_url=True, most=DEGENERATE_CLUSTER - 1),
     none=JudgeEntry(lambda task, section: NoJudge(), "no clusters", clusters=False),
 )

@@ -1,7 +1,7 @@
 """The judge for tasks whose responses give answers: one cluster for each answer."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.types import Clustering, Group, Voting
@@ -23,13 +23,14 @@ class AnswerJudge:
         return first_equals(answers, lambda i, j: self._task.same_answer(problem, answers[i] or "", answers[j] or ""))
 
 
-def first_equals(answers: Sequence[str | None], same: Callable[[int, int], bool]) -> list[int | None]:
+def first_equals(answers: Sequence[Hashable | None], same: Callable[[int, int], bool]) -> list[int | None]:
     """For each answer the place of the first that equals it; None where there is none.
 
     Args:
+      answers: their spellings, and whatever else tells two of them apart.
       same: whether the answers at two places are equal; answers of one spelling are, without being compared.
     """
-    spelled: dict[str, int] = {}  # each spelling, and the place of the first answer that equals it
+    spelled: dict[Hashable, int] = {}  # each spelling, and the place of the first answer that equals it
     for place, answer in enumerate(answers):
         if answer is not None and answer not in spelled:
             firsts = dict.fromkeys(spelled.values())

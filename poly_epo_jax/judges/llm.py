@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -11,10 +12,20 @@ from typing import Any
 
 import httpx
 
-from poly_epo_jax.http_client import ServerError, backoff_seconds, describe, open_client, wait_until_healthy
+from poly_epo_jax.checks import is_url
+from poly_epo_jax.http_client import (
+    ServerError,
+    WrongAnswer,
+    backoff_seconds,
+    describe,
+    open_client,
+    printable,
+    wait_until_healthy,
+)
+from poly_epo_jax.judges.capacity import shortfalls
 from poly_epo_jax.judges.prompt import build_messages, load_rubric, reply_schema
-from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_model_name
-from poly_epo_jax.types import Clustering, Group, JudgeFailure
+from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context, read_model_name
+from poly_epo_jax.types import Clustering, Group, JudgeFailure, JudgeLoad
 
 RETRIED = ("unavailable", "truncated", "malformed")
 """Kinds of failure after which the judge is asked again."""
@@ -44,6 +55,7 @@ class LLMJudge:
       max_concurrent: prompts that are judged at once.
       prompt_file: a text to replace the rubric, in which `{num_responses}` stands for N; "": the one shipped here.
       max_response_chars: of a longer response the judge reads only so many, from its beginning and its end.
+      context_tokens: that the prompt and the reply may take together; 0: what the server lists, if it does.
 
     Raises:
       ValueError: a setting is impossible, or the key's environment variable is not set.
@@ -60,6 +72,7 @@ class LLMJudge:
     max_concurrent: int
     prompt_file: str
     max_response_chars: int
+    context_tokens: int = 0
 
     def __post_init__(self):
         self.url = self.url.rstrip("/")
@@ -69,6 +82,8 @@ class LLMJudge:
                 raise ValueError(f"The judge's {name} is {getattr(self, name)}; it must be positive.")
         if self.max_response_chars < 2:
             raise ValueError(f"The judge's max_response_chars is {self.max_response_chars}; it must be at least 2.")
+        if self.context_tokens < 0:
+            raise ValueError(f"The judge's context_tokens is {self.context_tokens}; it must be 0 or more.")
         self._rubric = load_rubric(self.prompt_file)
         self._key = _read_key(self.api_key_env)
         self._listed_model = ""
@@ -110,6 +125,15 @@ class LLMJudge:
         except ServerError as error:
             raise ServerError(self._without_key(str(error))) from None
 
+    async def shortfalls(self, load: JudgeLoad) -> list[str]:
+        """What of such a load would not fit into the judge's context, or its verdicts into a reply."""
+        context = self.context_tokens
+        if not context:
+            with contextlib.suppress(httpx.HTTPError, ReplyError):  # the first prompt will tell what is wrong
+                async with open_client(self.timeout_seconds) as client:
+                    context = read_context(await self._send(client, "GET", "/v1/models"), self.model)
+        return shortfalls(load, self._rubric, self.max_response_chars, self.max_tokens, context)
+
     def metrics(self) -> dict[str, float]:
         """How many requests were repeated and how many responses shortened since the last call."""
         counts, self._counts = self._counts, collections.Counter[str]()
@@ -129,6 +153,8 @@ class LLMJudge:
             kind, reason = "unreachable", f"{describe(error)}; start it, or correct judge.url"
         except httpx.HTTPStatusError as error:
             kind, reason = self._refusal(error.response)
+        except WrongAnswer as error:
+            kind, reason = "malformed", describe(error)
         except httpx.HTTPError as error:
             kind, reason = "unavailable", describe(error)
         return JudgeFailure(kind, self._without_key(f"The judge at {self.url}: {reason}."))
@@ -155,7 +181,7 @@ class LLMJudge:
     def _refusal(self, response: httpx.Response) -> tuple[str, str]:
         status = response.status_code
         # The key is taken out before the text is cut, so that no part of it stays.
-        reason = f"it answered {status}: {self._without_key(response.text).strip()[:500]}"
+        reason = f"it answered {status}: {printable(self._without_key(response.text))}"
         if status in (401, 403):
             variable = f"the environment variable {self.api_key_env}" if self._key else "judge.api_key_env"
             reason = f"it answered {status}; check {variable}"
@@ -176,13 +202,9 @@ class LLMJudge:
 
 
 def _check_url(url: str) -> None:
-    try:
-        parts = httpx.URL(url)
-    except httpx.InvalidURL:
-        parts = httpx.URL("")
-    if parts.userinfo:
+    if "@" in url:  # before any of it is shown
         raise ValueError("The judge's url holds a password, which would be logged; name it by api_key_env instead.")
-    if parts.scheme not in ("http", "https") or not parts.host or url.endswith("/v1"):
+    if not is_url(url) or url.endswith("/v1"):
         raise ValueError(f"The judge's url is {url!r}; write it as http://host:port, without /v1.")
 
 

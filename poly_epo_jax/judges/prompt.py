@@ -17,9 +17,11 @@ from poly_epo_jax.types import DEGENERATE_CLUSTER
 # Printable ASCII without `"` and `\`. Beyond 128 repetitions xgrammar takes another path, which fails in its 0.2.7.
 RATIONALE_PATTERN = r"^[!#-\[\]-~][ !#-\[\]-~]{0,119}$"
 
+# <|im_end|>, </think>, <s>; [INST], [/INST], [|assistant|]; ]~b], [e~[; and all of them in full width, as tokenizers
+# that normalise text read it: U+FF1C for <, U+FF3B and U+3010 for [, U+FF5C for |, U+FF0F for /.
 CONTROL_TOKEN_START = re.compile(
-    r"<(?=[^\s=])|\[(?=/?[A-Za-z_]{3})"
-)  # <|im_end|>, </think>, <s> ...; [INST], [/INST] ...
+    r"[<\uff1c\ufe64](?=[^\s=\uff1d])|[\[\uff3b\u3010](?=[|\uff5c]|[/\uff0f]?[^\W\d]{3})|\](?=~)|~(?=\[)"
+)
 UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -33,7 +35,10 @@ def load_rubric(prompt_file: str) -> str:
         return resources.files("poly_epo_jax.judges").joinpath("rubric.md").read_text(encoding="utf-8")
     if not Path(prompt_file).is_file():
         raise ValueError(f"The judge's prompt_file {prompt_file} is not a file; correct its path, or leave it empty.")
-    return Path(prompt_file).read_text(encoding="utf-8")
+    try:
+        return Path(prompt_file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The judge's prompt_file {prompt_file} is not text in UTF-8 ({error.reason}).") from error
 
 
 def build_messages(
@@ -72,7 +77,7 @@ def neutralize(text: str) -> str:
     """`text` with a space in every control token of a chat template, and without what is no character.
 
     Tokenizers read `<|im_end|>` as one token wherever it stands; `< |im_end|>` is ordinary text. As templates differ,
-    every `<` is followed by a space here (but for `<=`), and so is `[` before a word such as INST.
+    every `<` is followed by a space here (but for `<=`), and so is `[` before a word such as INST or before `|`.
     """
     return CONTROL_TOKEN_START.sub(r"\g<0> ", printable(text))
 

@@ -49,6 +49,24 @@ def read_model_name(body: bytes) -> str:
     raise ReplyError("malformed", "its /v1/models lists no model; name one in judge.model")
 
 
+def read_context(body: bytes, model: str) -> int:
+    """The tokens that a model's prompt and reply may take together, as its server lists it; 0 if it does not.
+
+    Args:
+      model: the name there; "": the first one.
+
+    Raises:
+      ReplyError: this is no list of models.
+    """
+    listed = _parse(body.decode(errors="replace"), "the list of models")
+    models = listed.get("data") if isinstance(listed, dict) else None
+    for entry in models if isinstance(models, list) else []:
+        match entry:
+            case {"id": str(name), "max_model_len": int(context)} if name == model or not model:
+                return max(context, 0)
+    return 0
+
+
 def _content(completion: Any) -> str:
     match completion:
         case {"choices": [{"finish_reason": str(finish_reason), "message": {**message}}, *_]}:

@@ -105,6 +105,14 @@ def largest_rows(config: Config, shape: ModelConfig, setting: Setting, memory_by
     )
 
 
+def batch_bytes(config: Config) -> int:
+    """What a step's batch takes on a host that has all of it: 40 bytes for a token, and its sets or pairs."""
+    train, algo = config.train, config.algo
+    longest = train.max_prompt_tokens + config.sampling.max_tokens
+    cells = max(algo.num_sets, train.num_generations) * train.num_generations
+    return train.prompts_per_batch * (40 * train.num_generations * longest + FLOAT32 * cells)
+
+
 def _resident(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, int]:
     """Norms and biases are left out: they take less than a thousandth."""
     weights = flops.total_weights(shape) // setting.weight_shards

@@ -29,32 +29,32 @@ def print_plan(config: Config, shape: ModelConfig, console: Console, brief: bool
     Raises:
       ConfigError: the mesh does not fit the devices or the model.
     """
-    plan, rows_that_fit = _checked_plan(config, shape)
+    plan, rows_that_fit = plan_of(config, shape)
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("while", "held", "of which, on each device"):
         table.add_column(column, justify="right" if column == "held" else "left", no_wrap=column == "held")
     for stage, own in plan.stages.items():
         total = plan.stage_bytes(stage)
         terms = sorted([*plan.resident.items(), *own.items()], key=lambda term: -term[1])
-        shown = [f"{name} {_amount(size)}" for name, size in terms if size >= SMALL_SHARE * total]
-        table.add_row(stage, _amount(total), ", ".join(shown))
+        shown = [f"{name} {amount(size)}" for name, size in terms if size >= SMALL_SHARE * total]
+        table.add_row(stage, amount(total), ", ".join(shown))
     if not (brief and plan.memory_bytes and plan.peak_bytes < BRIEF_SHARE * plan.memory_bytes):
         console.print(table)
     axes = ", ".join(f"{axis} {size}" for axis, size in plan.setting.mesh.items())
-    limit = f" of {_amount(plan.memory_bytes)}" if plan.memory_bytes else ""
+    limit = f" of {amount(plan.memory_bytes)}" if plan.memory_bytes else ""
     hint = f"; train.rows_per_device={rows_that_fit} would fit" if rows_that_fit else ""
     console.print(
         f"Plan: {plan.setting.num_devices} x {plan.setting.device or 'unknown'}, mesh {axes}, "
         f"train.rows_per_device={plan.rows_per_device} of {plan.row_tokens:,} tokens: "
-        f"{_amount(plan.peak_bytes)}{limit} on each device{hint}.",
+        f"{amount(plan.peak_bytes)}{limit} on each device{hint}.",
         soft_wrap=True,
     )
     if not plan.fits:
         lower = "train.rows_per_device" if rows_that_fit else "train.row_tokens"
         advice = f"take more devices, or lower {lower}" if plan.peak_stage == "gradient" else "take more devices"
         console.print(
-            f"Warning: by this plan a device needs {_amount(plan.peak_bytes)} and JAX may take "
-            f"{_amount(plan.memory_bytes or 0)}; {advice}.",
+            f"Warning: by this plan a device needs {amount(plan.peak_bytes)} and JAX may take "
+            f"{amount(plan.memory_bytes or 0)}; {advice}.",
             soft_wrap=True,
             style="bold yellow",
         )
@@ -74,7 +74,7 @@ def print_plans(
         axes = {key: value for key, value in mesh.items() if key in config.mesh}
         try:
             there = dataclasses.replace(config, mesh=MeshSection(**axes))
-            plan, rows_that_fit = _checked_plan(there, shape)
+            plan, rows_that_fit = plan_of(there, shape)
         except ConfigError as error:
             console.print(f"{name}: {error}", soft_wrap=True)
             continue
@@ -84,9 +84,9 @@ def print_plans(
             str(mesh["processes"]),
             f"{mesh['devices']} x {mesh['device']}",
             " x ".join(map(str, plan.setting.mesh.values())),
-            _amount(sum(plan.resident.values())),
-            _amount(plan.peak_bytes),
-            _amount(plan.memory_bytes or 0),
+            amount(sum(plan.resident.values())),
+            amount(plan.peak_bytes),
+            amount(plan.memory_bytes or 0),
             plan.peak_stage,
             str(rows_that_fit),
         )
@@ -115,7 +115,12 @@ def as_row(plan: Plan, rows_that_fit: int) -> dict[str, Any]:
     }
 
 
-def _checked_plan(config: Config, shape: ModelConfig) -> tuple[Plan, int]:
+def plan_of(config: Config, shape: ModelConfig) -> tuple[Plan, int]:
+    """The plan of the configuration's machine, or of this one, and the most rows per device that fit.
+
+    Raises:
+      ConfigError: the mesh does not fit the devices or the model.
+    """
     setting, memory_bytes = setting_of(config)
     check_mesh(config.mesh, setting.mesh, dataclasses.asdict(shape), config.train.row_tokens)
     plan = make_plan(config, shape, setting, memory_bytes)
@@ -146,6 +151,6 @@ def setting_of(config: Config) -> tuple[Setting, int | None]:
     return setting, int(share * (DEVICES[device].memory_bytes or 0))
 
 
-def _amount(size: int) -> str:
+def amount(size: int) -> str:
     """In GB, or in MB for tiny policies."""
     return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

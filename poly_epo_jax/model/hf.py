@@ -71,7 +71,8 @@ def load_params(path: str | Path, config: ModelConfig, shardings: Params | None 
 
     Raises:
       FileNotFoundError: `path` is not a folder with safetensors files.
-      ValueError: a tensor is missing, unexpected, of another shape than `config` says, or not of 16 or 32 bit floats.
+      ValueError: a tensor is missing, unexpected, of another shape than `config` says, not of 16 or 32 bit floats, or
+        not finite.
     """
     tensors, source = _tensors(config), open_tensors(_folder(path))
     _check_tensors(path, config, tensors, source)
@@ -82,8 +83,12 @@ def load_params(path: str | Path, config: ModelConfig, shardings: Params | None 
             if tensor.path == _dotted(key_path):
                 host[tensor.index] = tensor.weight.restore(source[name].get_tensor(name), tensor.ours)
         if sharding is None:
-            return jnp.asarray(host)
-        return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+            weight = jnp.asarray(host)
+        else:
+            weight = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+        if not _is_finite(weight):
+            raise ValueError(f"{path}: {_dotted(key_path)} holds NaN or infinity; get or save the model anew.")
+        return weight
 
     shapes = nnx.to_pure_dict(nnx.split(abstract_model(config))[1])
     return jax.tree.map_with_path(load, shapes, *([] if shardings is None else [shardings]))
@@ -137,6 +142,11 @@ def exported_tensors(params: Params, config: ModelConfig, dtype: str) -> Iterato
     weights, device = _by_path(params), jax.local_devices()[0]
     for name, tensor in _tensors(config).items():
         yield name, jax.device_put(_export(weights, tensor, jnp.dtype(dtype)), device)
+
+
+@jax.jit
+def _is_finite(weight: jax.Array) -> jax.Array:
+    return jnp.isfinite(weight).all()
 
 
 def _folder(path: str | Path) -> Path:

@@ -8,9 +8,11 @@ collectives itself goes through `collective`, for the others could be waiting in
 
 import asyncio
 import atexit
+import ipaddress
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -54,6 +56,7 @@ def join(section: HostsSection) -> None:
     if coordinator != "auto":
         _check(section)
         explicit = {"coordinator_address": coordinator, "num_processes": section.count, "process_id": section.index}
+        explicit["coordinator_bind_address"] = _bind_address(coordinator)
     # On CPUs the collectives of programs that run at the same time would meet each other's.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     # Until training catches it, Ctrl-C has nothing to save, and waits in vain for those that compute together.
@@ -86,6 +89,22 @@ def _check(section: HostsSection) -> None:
             f"from 0 to one less, but they are {section.count} and {section.index}; set them, or "
             "hosts.coordinator=auto under SLURM and on TPU pods."
         )
+
+
+def _bind_address(coordinator: str) -> str | None:
+    """Where the first process listens for the others, who need no password: at the address they are told.
+
+    None, which is at every address it has, where they are told a name, which may mean another address elsewhere, or an
+    address that is not its own but leads to it.
+    """
+    host = coordinator.rpartition(":")[0].strip("[]")
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+        with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe:
+            probe.bind((str(address), 0))
+    except (ValueError, OSError):
+        return None
+    return coordinator
 
 
 def count() -> int:

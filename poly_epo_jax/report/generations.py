@@ -137,15 +137,16 @@ class _Shown:
     def add(self, row: Row) -> None:
         self.step = row.get("step")
         self._num_generations += 1
-        self._seen.add(row["problem"])
+        name = _name(row)
+        self._seen.add(name)
         if self._open and len(self._problems) < WIDEST.problems:
-            self._problems.setdefault(row["problem"], {})
-        problem = self._problems.get(row["problem"])
+            self._problems.setdefault(name, {})
+        problem = self._problems.get(name)
         if problem is None:
             return
         if not problem:
             gold = row.get("gold")
-            texts = {"id": row["problem"], "prompt": row["prompt"], "gold": None if gold is None else str(gold)}
+            texts = {"id": name, "prompt": row["prompt"], "gold": None if gold is None else str(gold)}
             problem |= {**_excerpts(texts), "size": 0, "correct": 0, "clusters": {}, "generations": []}
         problem["size"] += 1
         problem["correct"] += row["correct"]
@@ -168,6 +169,12 @@ class _Shown:
             "all_generations": self._num_generations,
             "problems": problems,
         }
+
+
+def _name(row: Row) -> str:
+    """The problem's id, and which time it is where a step has the problem twice: their clusters are not the same."""
+    occurrence = row.get("occurrence", 0)
+    return f"{row['problem']} ({occurrence + 1})" if occurrence else row["problem"]
 
 
 def _generation(row: Row) -> Row:

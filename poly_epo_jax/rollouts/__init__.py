@@ -48,7 +48,7 @@ def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -
         sync = TensorSync(model.config, section.weights_dtype, section.tensor_parallel)
     weights = ServedWeights(sync, longest, section.timeout_seconds, section.wait_seconds)
     urls = [url.strip() for url in section.urls.split(",") if url.strip()]
-    return SGLangSampler(urls, weights, stop_ids, **limits)
+    return SGLangSampler(urls, weights, stop_ids, vocab_size=model.config.vocab_size, **limits)
 
 
 def _limits(config: Config) -> dict[str, Any]:
@@ -70,9 +70,9 @@ async def served_model(url: str) -> ServedModel:
     return await SGLANG.served_model(url)
 
 
-def open_server(url: str, stop_ids: Sequence[int], config: Config) -> Sampler:
-    """A sampler of whatever weights a server has, for evaluation."""
-    return SGLangSampler([url], None, stop_ids, **_limits(config))
+def open_server(url: str, model: Qwen3, stop_ids: Sequence[int], config: Config) -> Sampler:
+    """A sampler of whatever weights a server of this model has, for evaluation."""
+    return SGLangSampler([url], None, stop_ids, vocab_size=model.config.vocab_size, **_limits(config))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Rollouts:
 
     def __init__(self, sampler: Sampler, tokenizer: PreTrainedTokenizerBase, task: Task, max_prompt_tokens: int):
         self.sampler = sampler
-        self._tokenizer, self._task, self._max_prompt_tokens = tokenizer, task, max_prompt_tokens
+        self._tokenizer, self._task, self.max_prompt_tokens = tokenizer, task, max_prompt_tokens
         self._conversations: set[asyncio.Future[None]] = set()
 
     async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
@@ -91,7 +91,7 @@ class Rollouts:
           RuntimeError: the sampler left a completion out, or changed its weights between two turns.
         """
         drafts = [
-            _Draft(problem, ids, generation_seeds(sampling.seed, problem.id, num_generations))
+            _Draft(problem, ids, generation_seeds(sampling.seed, problem, num_generations))
             for problem, ids in zip(problems, self._encode(problems), strict=True)
         ]
         turns = [
@@ -140,16 +140,21 @@ class Rollouts:
         for problem, ids in zip(problems, prompts, strict=True):
             if not len(ids):
                 raise ValueError(f"The prompt of problem {problem.id} is empty; leave the problem out.")
-            if len(ids) > self._max_prompt_tokens:
+            if len(ids) > self.max_prompt_tokens:
                 raise ValueError(
                     f"The prompt of problem {problem.id} has {len(ids)} tokens, more than "
-                    f"train.max_prompt_tokens={self._max_prompt_tokens}; raise that, or leave the problem out."
+                    f"train.max_prompt_tokens={self.max_prompt_tokens}; raise that, or leave the problem out."
                 )
         return prompts
 
     def _joined(self, turn: _Turn, completion: Completion) -> Generation:
         """What came before, and the completion; where that stopped, its last token is the stop token and no text."""
         ids, before = completion.token_ids, turn.before
+        if not np.isfinite(completion.logprobs).all():
+            raise ValueError(
+                f"The sampler's log-probabilities for problem {turn.request.problem_id} are not finite; its weights or "
+                "sampling.temperature are out of all bounds."
+            )
         text_ids: Any = ids[:-1] if completion.finish_reason == "stop" else ids
         written = Generation(
             ids,
@@ -183,10 +188,11 @@ class Rollouts:
         return _concatenated(generation, Generation(ids, logprobs, mask, (text,), "stop", generation.weight_version))
 
 
-def generation_seeds(seed: int, problem_id: str, num_generations: int) -> UInt32[np.ndarray, " N"]:
+def generation_seeds(seed: int, problem: Problem, num_generations: int) -> UInt32[np.ndarray, " N"]:
     """Each generation's own seed, the same whatever other problems are generated for beside this one."""
-    words = np.frombuffer(hashlib.sha256(problem_id.encode()).digest(), np.uint32)
-    return np.random.SeedSequence([seed, *words.tolist()]).generate_state(num_generations)
+    words = np.frombuffer(hashlib.sha256(problem.id.encode()).digest(), np.uint32).tolist()
+    again = [problem.occurrence] if problem.occurrence else []
+    return np.random.SeedSequence([seed, *words, *again]).generate_state(num_generations)
 
 
 def _ends_with_reply(generation: Generation) -> bool:

@@ -74,13 +74,13 @@ def polychromic_advantages(
 ) -> Float[Array, "P N"]:
     """Marginal set advantages of the polychromic objective over all C(N, n) sets, without forming a set (paper §4).
 
-    Equal to `marginal_set_advantages(polychromic, enumerate_sets(N, n), ...)` in O(P N^2), whatever C(N, n) is.
+    Equal to `marginal_set_advantages(polychromic, enumerate_sets(N, n), ...)` in O(P N^2), whatever C(N, n) is, and
+    more exact: also where n is close to N, and advantages are small, no large terms cancel.
 
     Raises:
       ValueError: unless 1 <= set_size < N; on NaN rewards (seen outside jit only); on mismatched shapes.
     """
-    score, _, _ = _means_given_generation(rewards, clusters, set_size)
-    return _centred(score)
+    return _effects(rewards, clusters, set_size).score
 
 
 class Synergy(NamedTuple):
@@ -102,9 +102,9 @@ def exploration_exploitation_synergy(
     Raises:
       ValueError: as `polychromic_advantages`.
     """
-    score, reward, diversity = _means_given_generation(rewards, clusters, set_size)
-    product = reward * diversity - reward.mean(axis=-1, keepdims=True) * diversity.mean(axis=-1, keepdims=True)
-    return Synergy(product, _centred(score) - product)
+    on = _effects(rewards, clusters, set_size)
+    product = on.mean_reward * on.diversity + on.mean_diversity * on.reward + on.reward * on.diversity
+    return Synergy(product, on.score - product)
 
 
 def grpo_advantages(rewards: Float[Array | np.ndarray, "P N"]) -> Float[Array, "P N"]:
@@ -135,54 +135,71 @@ def grpo_div_advantages(
     return _centred(jnp.asarray(rewards) + div_coef * bonus)
 
 
-def _means_given_generation(
-    rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], set_size: int
-) -> tuple[Float[Array, "P N"], Float[Array, "P N"], Float[Array, "P N"]]:
-    """E[f | y in G], E[mean reward | y in G] and E[diversity | y in G] over all sets G of n that hold y.
+class _Effects(NamedTuple):
+    """What a generation y does to the sets G of n that hold it: E[. | y in G] - E[.] of a set's score f, mean reward R
+    and diversity d, each [P, N]; and E[R] and E[d] themselves, each [P, 1]."""
 
-    A set's other members are a uniform draw from the other generations, so the chance that it misses a cluster is
-    hypergeometric. By linearity over clusters c and members i,
-      E[#clusters | y] = sum_c 1 - P(c missed | y)
-      E[sum_i r_i * #clusters | y] = r_y E[#clusters | y] + (n-1)/(N-1) sum_{i != y} r_i E[#clusters | y, i]
-    where P(c missed) = 0 for the clusters of y and i. The code lets all clusters be missed by the free members, then
-    adds back the chance for the clusters that y and i make certain.
+    score: Array
+    reward: Array
+    diversity: Array
+    mean_reward: Array
+    mean_diversity: Array
+
+
+def _effects(
+    rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], set_size: int
+) -> _Effects:
+    """Over all sets of n, from the chances that a set that holds y misses a cluster of s other generations.
+
+    Let missed(s) be that chance, beside(s) that such a set misses the cluster and holds one given other generation, and
+    apart(s) that it misses both. Let r' be the rewards above their mean r. By linearity over clusters c and members i,
+    and up to what all y share, with s the size of y's own cluster,
+      n d = missed(s)
+      n^2 f = n r missed(s) + r'_y (sum_c [apart(0) - apart(|c|)] + apart(s)) - beside(s) sum_{i in y's cluster} r'_i
+    where degenerate clusters contribute nothing. None of the terms is a small difference of large ones.
     """
     _, num_generations = _check_features(rewards=rewards, clusters=clusters)
     check_set_size(num_generations, set_size)
     rewards, clusters = jnp.asarray(rewards, float), jnp.asarray(clusters)
-
     same = _same_cluster(clusters)
     sizes = same.sum(axis=-1)
-    is_attempt = clusters != DEGENERATE_CLUSTER
-    share = is_attempt / sizes  # adds up to 1 over each cluster, so a sum over generations is a sum over clusters
+    table = _chances(num_generations, set_size)
+    chances = jnp.where(clusters == DEGENERATE_CLUSTER, 0, jnp.asarray(table, rewards.dtype)[:, sizes])
+    missed, apart, beside, found, not_apart = chances
 
-    def missed_and_found(num_fixed: int) -> tuple[Array, Array]:
-        """P(missed) of each generation's cluster and the expected number found, by all but the fixed members."""
-        table = _miss_probabilities(num_generations, set_size, num_fixed)
-        missed = jnp.where(is_attempt, jnp.asarray(table, rewards.dtype)[sizes], 0)
-        return missed, (share * (1 - missed)).sum(axis=-1, keepdims=True)
-
-    missed, found = missed_and_found(num_fixed=1)
-    num_clusters = found + missed
-
-    missed, found = missed_and_found(num_fixed=2)
-    other_rewards = rewards.sum(axis=-1, keepdims=True) - rewards
-    # A second member's cluster counts as certain only where it is not already the first one's.
-    from_second = jnp.where(same, 0, (rewards * missed)[:, None, :]).sum(axis=-1)
-    pair_chance = (set_size - 1) / (num_generations - 1)
-    score = rewards * num_clusters + pair_chance * (other_rewards * (found + missed) + from_second)
-    return score / set_size**2, (rewards + pair_chance * other_rewards) / set_size, num_clusters / set_size
+    above = _centred(rewards)
+    mean_reward = (rewards - above).mean(axis=-1, keepdims=True)
+    above_in_cluster = jnp.where(same, above[:, None, :], 0).sum(axis=-1)
+    over_clusters = (not_apart / sizes).sum(axis=-1, keepdims=True)  # each cluster's generations share its term
+    from_rewards = above * (over_clusters + apart) - beside * above_in_cluster
+    from_diversity = _centred(missed)
+    return _Effects(
+        score=(set_size * mean_reward * from_diversity + _centred(from_rewards)) / set_size**2,
+        reward=above * (table[1, 0] / set_size),
+        diversity=from_diversity / set_size,
+        mean_reward=mean_reward,
+        mean_diversity=((found / sizes).sum(axis=-1, keepdims=True) + missed.mean(axis=-1, keepdims=True)) / set_size,
+    )
 
 
 @functools.cache
-def _miss_probabilities(num_generations: int, set_size: int, num_fixed: int) -> Float[np.ndarray, " sizes"]:
-    """Chance that a set's free members miss a cluster of s = 0..N generations: C(pool - s, free) / C(pool, free).
+def _chances(num_generations: int, set_size: int) -> Float[np.ndarray, "5 sizes"]:
+    """By a cluster's size s = 0..N: missed, apart, beside (see `_effects`), 1 - missed and apart(0) - apart.
 
     Exact integers until the last division: for large N the binomials overflow any float.
     """
-    pool, free = num_generations - num_fixed, max(set_size - num_fixed, 0)
-    total = math.comb(pool, free)
-    return np.array([math.comb(max(pool - s, 0), free) / total for s in range(num_generations + 1)])
+    N, n = num_generations, set_size
+
+    def choose(pool: int, drawn: int) -> int:
+        return math.comb(pool, drawn) if pool >= 0 and drawn >= 0 else 0
+
+    sets, without_one = choose(N - 1, n - 1), choose(N - 2, n - 1)
+    rows = []
+    for s in range(N + 1):
+        missed, beside = choose(N - 1 - s, n - 1), choose(N - 2 - s, n - 2)
+        apart = missed - beside
+        rows.append([count / sets for count in (missed, apart, beside, sets - missed, without_one - apart)])
+    return np.array(rows).T
 
 
 def _same_cluster(clusters: Array) -> Array:
@@ -190,7 +207,9 @@ def _same_cluster(clusters: Array) -> Array:
 
 
 def _centred(values: Array) -> Array:
-    return values - values.mean(axis=-1, keepdims=True)
+    """Less their mean: exactly 0 where all are equal, as differences to one of them are exact."""
+    differences = values - values[..., :1]
+    return differences - differences.mean(axis=-1, keepdims=True)
 
 
 def _check_features(**features: Array | np.ndarray) -> tuple[int, int]:

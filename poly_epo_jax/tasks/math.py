@@ -2,7 +2,9 @@ r"""Mathematics with checkable answers, from any data set of problems: the answe
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Annotated
 
+from poly_epo_jax.checks import NOT_EMPTY, Range
 from poly_epo_jax.data import Dropped, clean_problems, load_problems
 from poly_epo_jax.tasks.answers import last_boxed, mend
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
@@ -27,16 +29,16 @@ class MathTask:
       ValueError, OSError: a source cannot be read, an id names two problems, or a setting is out of range.
     """
 
-    train: str
+    train: Annotated[str, NOT_EMPTY]
     held_out: str | Sequence[str] = ""
     problem_column: str = "problem"
     answer_column: str = "answer"
     id_column: str = "id"
     answer_marker: str = ""
     template: str = ""
-    num_workers: int = 0
-    cpu_seconds: float = 2.0
-    memory_gb: float = 4.0
+    num_workers: Annotated[int, Range(0, 1024)] = 0
+    cpu_seconds: Annotated[float, Range(0.1, 3600)] = 2.0
+    memory_gb: Annotated[float, Range(0.1, 1024)] = 4.0
     train_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
     held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
     dropped: dict[str, Dropped] = dataclasses.field(init=False, repr=False)

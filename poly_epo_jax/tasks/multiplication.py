@@ -7,10 +7,11 @@ import math
 import operator
 import re
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 
+from poly_epo_jax.checks import SEED, Range
 from poly_epo_jax.tasks.demonstrations import Demonstrations
 from poly_epo_jax.tasks.splits import split
 from poly_epo_jax.types import Generation, Problem
@@ -44,10 +45,10 @@ class MultiplicationTask:
       ValueError: `digits` is out of range, or more problems are asked for than there are.
     """
 
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     digits: tuple[int, int] = (1, 2)
-    num_train: int = 600
-    num_held_out: int = 120
+    num_train: Annotated[int, Range(0, 10**6)] = 600
+    num_held_out: Annotated[int, Range(0, 10**6)] = 120
     train_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
     held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
 

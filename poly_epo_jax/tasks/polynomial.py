@@ -4,10 +4,11 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
+from poly_epo_jax.checks import SEED, Range
 from poly_epo_jax.tasks.demonstrations import Demonstrations
 from poly_epo_jax.tasks.splits import split
 from poly_epo_jax.types import Generation, Problem
@@ -15,6 +16,7 @@ from poly_epo_jax.types import Generation, Problem
 # Canonical integers only: were `y=011` read as 11, one answer could pass for many.
 POINT = re.compile(r"\(x=(0|-?[1-9][0-9]?),y=(0|-?[1-9][0-9]{0,3})\)")
 MAX_Y = 9999
+MAX_PROBLEMS = 10**6
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -29,13 +31,13 @@ class PolynomialTask:
       ValueError: a difficulty setting is out of range, or more problems are asked for than there are.
     """
 
-    seed: int = 0
-    degree: int = 1
-    max_coefficient: int = 3
-    max_constant: int = 12
-    max_x: int = 9
-    num_train: int = 110
-    num_held_out: int = 40
+    seed: Annotated[int, SEED] = 0
+    degree: Annotated[int, Range(1, 3)] = 1
+    max_coefficient: Annotated[int, Range(1, MAX_Y)] = 3
+    max_constant: Annotated[int, Range(0, MAX_Y)] = 12
+    max_x: Annotated[int, Range(0, 99)] = 9
+    num_train: Annotated[int, Range(0, MAX_PROBLEMS)] = 110
+    num_held_out: Annotated[int, Range(0, MAX_PROBLEMS)] = 40
     train_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
     held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
 
@@ -56,6 +58,12 @@ class PolynomialTask:
             raise ValueError(
                 f"demonstrations would reach y={largest_y}, but responses name y with up to 4 digits; "
                 "lower max_x, max_coefficient or max_constant."
+            )
+        num_polynomials = 2 * self.max_coefficient * (2 * self.max_coefficient + 1) ** (self.degree - 1)
+        if num_polynomials * (2 * self.max_constant + 1) > MAX_PROBLEMS:
+            raise ValueError(
+                f"max_coefficient={self.max_coefficient} and max_constant={self.max_constant} make more than "
+                f"{MAX_PROBLEMS:,} problems; lower them."
             )
         slopes = range(-self.max_coefficient, self.max_coefficient + 1)
         constants = range(-self.max_constant, self.max_constant + 1)

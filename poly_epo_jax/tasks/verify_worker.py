@@ -9,16 +9,51 @@ import itertools
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.errors import TimeoutException
-from sympy import Eq, Expr
+from sympy import And, Eq, Expr, FiniteSet, Interval, MatrixBase, Rational, Tuple
 
-TINY = 1e-3
+PERCENT = re.compile(r"\\text\s*\{\s*(?:percent|pct)\s*\}|(?<![a-zA-Z])(?:percent|pct)(?![a-zA-Z])|\\?%")
+DECIMAL = re.compile(r"(?<![\d.])(\d{1,3}(?:,\d{3})+|\d*)\.(\d+)(?!\d|\.\.|\\l?dots)", re.ASCII)
+BASE = re.compile(r"(?<=\d)\s*_\s*(\w|\{[^{}]*(?:\{[^{}]*\}[^{}]*)?\})", re.ASCII)
+SPACE = r"(?:\s|\\[ ,;:!>]|\\q?quad)"
+# Where two numbers stand side by side, SymPy reads a mixed number, 2(3) as 5.
+FACTORS = re.compile(r"((?<![\w^_.\\}])\d+|\))\s*(?=\(|\\left\s*\()|\)\s*(?=\d)", re.ASCII)
+NUMBER_AS_TEXT = re.compile(r"\\(?:text|mbox)\s*\{\s*(-?\d[\d.,]*)\s*\}", re.ASCII)
+UNCLEAR = re.compile(
+    rf"(?<![\w\\^_.}}])\d+(?:\.\d+)?{SPACE}+[\d.]"  # two numbers
+    r"|(?<![\w^_}])\d+\s*\{|(?:^|[^}\]\w\s^_])\s*\{\d+\}\s*[\d{]|\\phantom"  # in braces, or beside what is unseen
+    r"|\\(?:text|mbox)\s*\{(?:[^{}]*[^{}\w^/])?\d",  # a text with a number, which is no unit
+    re.ASCII,
+)
+
+
+def readings(text: str) -> list[Any]:
+    """What an answer may mean. A decimal is the fraction that it spells, and a percentage its hundredth."""
+    text = NUMBER_AS_TEXT.sub(r"\1", text)
+    if UNCLEAR.search(text):
+        return [text]
+    text = PERCENT.sub(r" \\cdot \\frac{1}{100}", BASE.sub("", text))
+    return parsed(FACTORS.sub(r"\g<0> \\cdot ", DECIMAL.sub(_fraction, text)))
+
+
+def _fraction(match: re.Match[str]) -> str:
+    whole, digits = match.groups()
+    fraction = rf"\frac{{{whole.replace(',', '')}{digits}}}{{1{'0' * len(digits)}}}"
+    return f"{{{fraction}}}" if match.string[: match.start()].endswith(("^", "_")) else fraction
+
+
+def bases(text: str) -> list[str]:
+    """The number bases that an answer names; ten goes without saying."""
+    named = (re.sub(r"[^\w]", "", match[1].replace(r"\text", "")) for match in BASE.finditer(text))
+    return [base for base in named if base != "10"]
 
 
 @functools.lru_cache(maxsize=64)
@@ -34,34 +69,72 @@ def parsed(text: str) -> list[Any]:
     )
 
 
-def agree_in_scale(gold: Any, answer: Any) -> bool:
-    """False for tiny numbers that differ: math-verify compares to an absolute 1e-6, by which 1e-9 would equal 1e-30."""
-    sides = [side.rhs if isinstance(side, Eq) else side for side in (gold, answer)]
-    if not all(isinstance(side, Expr) and side.is_number for side in sides):
+def agree_exactly(gold: Any, answer: Any) -> bool:
+    """False for numbers that differ: math-verify compares to an absolute 1e-15, by which 1e-19 would equal 1e-30."""
+    gold, answer = (side.rhs if isinstance(side, Eq) else side for side in (gold, answer))
+    if isinstance(gold, MatrixBase) and isinstance(answer, MatrixBase):
+        return all(map(agree_exactly, gold.flat(), answer.flat()))
+    if isinstance(gold, Tuple | FiniteSet | Interval) and type(gold) is type(answer):
+        return all(map(agree_exactly, gold.args, answer.args))
+    if not all(isinstance(side, Expr) and side.is_number for side in (gold, answer)):
         return True
-    gold, answer = (side.doit() for side in sides)
-    size = abs(gold.evalf())
-    return bool(size == 0 or size > TINY or abs((gold - answer).evalf()) <= 1e-3 * size)
+    gold, answer = gold.doit(), answer.doit()
+    if isinstance(gold, Rational) and isinstance(answer, Rational):
+        return gold == answer
+    return bool(abs((gold - answer).evalf()) <= 1e-10 * abs(gold.evalf()))
+
+
+def sides(reading: Any) -> Iterator[Any]:
+    """What a chain of equations holds equal."""
+    if isinstance(reading, And):
+        for link in reading.args:
+            yield from sides(link)
+    elif isinstance(reading, Eq):
+        yield from reading.args
+
+
+def is_contradiction(reading: Any) -> bool:
+    """Whether it holds different numbers equal, as 26 = 27 does: an answer that names both is neither."""
+    numbers = [side for side in sides(reading) if isinstance(side, Expr) and not side.free_symbols]
+    return any(not equal(numbers[0], other) for other in numbers[1:])
+
+
+def unwrapped(reading: Any) -> Any:
+    """What a set of one holds."""
+    return reading.args[0] if isinstance(reading, FiniteSet) and len(reading.args) == 1 else reading
 
 
 def equal(gold: Any, answer: Any) -> bool:
     """Whether two readings agree; False where they cannot be compared, for which SymPy raises all sorts."""
+    gold, answer = unwrapped(gold), unwrapped(answer)
     try:
         same = verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
-        return same and agree_in_scale(gold, answer)
+        return same and agree_exactly(gold, answer) and not is_contradiction(answer)
     except MemoryError:
         raise
     except Exception:
         return False
 
 
+def same(gold: str, answer: str) -> bool:
+    """Whether any reading of the answer agrees with any of the gold.
+
+    An answer may leave out the base and the percent sign that the gold has, but not bring its own.
+    """
+    if bases(answer) not in ([], bases(gold)):
+        return False
+    meant = readings(gold)
+    if PERCENT.search(gold) and not PERCENT.search(answer):
+        meant = meant + readings(PERCENT.sub("", gold))
+    return any(equal(*pair) for pair in itertools.product(meant, readings(answer)))
+
+
 def grade(gold: str, answer: str, cpu_seconds: float) -> str:
-    """Right if any reading of the answer agrees with any of the gold."""
+    """ "right", "wrong" or "timed out"."""
     # CPU time, which other processes cannot use up. Again and again, as SymPy catches all exceptions at places.
     signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds, 0.5)
     try:
-        pairs = itertools.product(parsed(gold), parsed(answer))
-        return "right" if any(equal(*pair) for pair in pairs) else "wrong"
+        return "right" if same(gold, answer) else "wrong"
     except TimeoutException:
         return "timed out"
     except MemoryError:

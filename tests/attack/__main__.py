@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="the summary as JSON")
     arguments = parser.parse_args()
-    sys.path.insert(0, str(HERE.parent))  # what tests share
+    sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]  # this tree's package, and what its tests share
     attack = importlib.import_module(arguments.name).attack
 
     tried, held, failures = Counter[str](), Counter[str](), []

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import LETTERS, TINY, ByLetter, LetterJudge, RandomLetters, tiny_params, until
+from fakes import LETTERS, TINY, ByLetter, LetterJudge, RandomLetters, Scripted, tiny_params, until
 
 from configs import polaris
 from poly_epo_jax.choices import read_config
@@ -22,8 +22,10 @@ from poly_epo_jax.evaluation.benchmarks import BENCHMARKS, Benchmark, open_bench
 from poly_epo_jax.evaluation.draw import draw_generations
 from poly_epo_jax.evaluation.folder import EVALUATED_GENERATION, GENERATIONS, open_folder, read_generations
 from poly_epo_jax.evaluation.results import compute_results
+from poly_epo_jax.judges.none import NoJudge
 from poly_epo_jax.model import hf
-from poly_epo_jax.tasks import PolynomialTask
+from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.tasks import MultiplicationTask, PolynomialTask
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.types import Completion, Generation, Params, Problem, Request, Sampling, Voting
 
@@ -119,6 +121,21 @@ def test_rows_have_every_column(tmp_path: Path):
         of_problem = [row for row in rows if row["problem"] == problem.id]
         votes = {row["answer_text"]: row["answer"] for row in of_problem if row["answer_text"]}
         assert len(set(votes.values())) == len({text.replace("c", "b") for text in votes})
+
+
+def test_equal_answers_that_earned_different_rewards_are_different_votes(tmp_path: Path):
+    """Both ways end in 140, but the first does not make 28."""
+    ways = "5*(20+9)=100+40=140", "5*(20+8)=100+40=140"
+    task = MultiplicationTask()
+    sampler = Scripted(lambda request, index: ways[index // 2], task.alphabet)
+    rollouts = Rollouts(sampler, sampler.tokenizer, task, max_prompt_tokens=8)
+    benchmark = Benchmark("multiplication", task, [Problem("5*28", "5*28:", "5,28")])
+    open_folder(tmp_path, {})
+    asyncio.run(draw_generations(tmp_path, rollouts, benchmark, NoJudge(), 4, Sampling(20), lambda count: None))
+    rows = [(row["correct"], row["answer"], row["answer_text"]) for row in read_generations(tmp_path)]
+    assert rows == [(False, 0, "140")] * 2 + [(True, 1, "140")] * 2
+    metrics = compute_results(tmp_path)["metrics"]
+    assert (metrics["majority_accuracy@4"]["mean"], metrics["majority_share@4"]["mean"]) == (0.5, 0.5)
 
 
 def write(folder: Path, rows: Sequence[tuple[str, str, int | None]]) -> Path:

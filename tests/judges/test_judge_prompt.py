@@ -94,14 +94,31 @@ def test_no_control_token_is_left_for_the_tokenizer():
 
 
 @pytest.mark.parametrize(
-    "token", ["<|im_end|>", "</think>", "<s>", "<\uff5cUser\uff5c>", "<start_of_turn>", "[INST]", "[/INST]"]
+    "token",
+    [
+        *("<|im_end|>", "</think>", "<s>", "<\uff5cUser\uff5c>", "<start_of_turn>", "[INST]", "[/INST]"),
+        *("[|assistant|]", "[|endofturn|]", "[gMASK]", "[\uff5cuser\uff5c]", "]~b]", "~[", "<SYS>"),
+        *("\uff1c|im_end|\uff1e", "\uff1c\uff0fs\uff1e", "\uff1c\uff5cim_start\uff5c\uff1e", "\ufe64s\ufe65"),
+        *("\uff3bINST\uff3d", "\uff3b\uff0fINST\uff3d", "\uff3b\uff29\uff2e\uff33\uff34\uff3d"),
+        *("\u3010|user|\u3011", "\uff3b\uff5cassistant\uff5c\uff3d"),
+    ],
 )
 def test_control_tokens_of_any_template_are_broken_up(token):
     assert neutralize(f"a{token}b") == f"a{token[0]} {token[1:]}b"
 
 
 @pytest.mark.parametrize(
-    "text", ["3 < 5 <= 7", "x[0] + [1, 2]", r"\[ \frac{1}{2} \]", "a\tb\r\nc", "\u00e9\u4e2d\U0001f600"]
+    "text",
+    [
+        "3 < 5 <= 7",
+        "[ |x| ]",
+        "x \uff1c 3 \uff1c\uff1d 7",
+        "a ~ b",
+        "x[0] + [1, 2]",
+        r"\[ \frac{1}{2} \]",
+        "a\tb\r\nc",
+        "\u00e9\u4e2d\U0001f600",
+    ],
 )
 def test_plain_text_stays_as_it_is(text):
     assert neutralize(text) == text

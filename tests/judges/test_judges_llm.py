@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import re
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +16,14 @@ from fakes import PATIENCE, until
 from responses import response
 from test_judge_prompt import FAKE, MANIPULATIONS
 from test_judge_reply import MALFORMED, completion
+from transformers import AutoTokenizer
 
 from poly_epo_jax import http_client as servers
 from poly_epo_jax.judges import llm
+from poly_epo_jax.judges.capacity import say_shortfalls, shortfalls
 from poly_epo_jax.judges.llm import LLMJudge
-from poly_epo_jax.types import Clustering, Group, Judge, JudgeFailure, Problem
+from poly_epo_jax.judges.prompt import build_messages, load_rubric
+from poly_epo_jax.types import Clustering, Group, Judge, JudgeFailure, JudgeLoad, Problem
 
 URL = "http://judge:8000"
 KEY = "sk-very-secret"
@@ -76,11 +81,7 @@ def serve(monkeypatch):
     def install(*answers) -> Server:
         server = Server(*answers)
 
-        def open_client(timeout_seconds):
-            return httpx.AsyncClient(transport=httpx.MockTransport(server), timeout=timeout_seconds)
-
-        monkeypatch.setattr(llm, "open_client", open_client)
-        monkeypatch.setattr(servers, "open_client", open_client)
+        monkeypatch.setattr(servers, "open_transport", lambda: httpx.MockTransport(server))
         monkeypatch.setattr(llm, "backoff_seconds", lambda failures: server.backoffs.append(failures) or 0.0)
         return server
 
@@ -342,6 +343,7 @@ def test_a_judge_that_obeys_its_responses_clusters_nothing(serve):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
+        ({"context_tokens": -1}, "context_tokens is -1"),
         ({"url": "judge:8000"}, "write it as http://host:port"),
         ({"url": f"{URL}/v1/"}, "without /v1"),
         ({"url": "http://judge:port"}, "write it as http://host:port"),
@@ -367,3 +369,53 @@ def test_a_key_that_cannot_be_sent_is_refused_without_telling_it(monkeypatch, ke
     with pytest.raises(ValueError, match="JUDGE_KEY") as caught:
         make_judge(api_key_env="JUDGE_KEY")
     assert "cret" not in str(caught.value)
+
+
+SHORT = {"max_response_chars": 3000, "max_tokens": 1024, "model": ""}
+
+
+@pytest.mark.parametrize(
+    ("load", "listed", "changes", "complaints"),
+    [
+        (JudgeLoad(8, 100, 1000), 16_384, {}, []),
+        (JudgeLoad(8, 100, 1000), 8_192, {}, ["8 responses of 1000 tokens"]),
+        (JudgeLoad(8, 100, 200), 8_192, {}, []),
+        (JudgeLoad(8, 100, 9000), 16_384, {"max_response_chars": 60_000}, ["8 responses of 9000 tokens"]),
+        (JudgeLoad(32, 100, 100), 65_536, {}, [r"reply about 32 responses .* 1600 .* judge.options.max_tokens=1024"]),
+        (JudgeLoad(32, 100, 1000), 8_192, {}, ["max_tokens=1024", "context of 8192"]),
+        (JudgeLoad(8, 100, 1000), None, {}, []),
+        (JudgeLoad(8, 100, 1000), None, {"context_tokens": 8_192}, ["context of 8192"]),
+        (JudgeLoad(8, 100, 1000), 8_192, {"context_tokens": 16_384}, []),
+        (JudgeLoad(8, 100, 1000), 8_192, {"model": "listed"}, ["context of 8192"]),
+        (JudgeLoad(8, 100, 1000), 8_192, {"model": "another"}, []),
+    ],
+)
+def test_what_does_not_fit_is_said(serve, capsys, load, listed, changes, complaints):
+    model = {"id": "listed"} if listed is None else {"id": "listed", "max_model_len": listed}
+    serve(json.dumps({"data": [model]}).encode())
+    asyncio.run(say_shortfalls(make_judge(**SHORT | changes), load))
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == len(complaints)
+    for warning, complaint in zip(warnings, complaints, strict=True):
+        assert re.search(f"^Warning: .*{complaint}", warning)
+        assert "  " not in warning and re.search("raise|lower", warning)
+
+
+@pytest.mark.parametrize("answer", [b"no", b"[]", b'{"data": 1}', b'{"data": [1]}', httpx.Response(500)])
+def test_a_server_that_does_not_tell_its_context_is_taken_as_it_is(serve, capsys, answer):
+    serve(answer)
+    asyncio.run(say_shortfalls(make_judge(**SHORT), JudgeLoad(8, 100, 10**9)))
+    assert capsys.readouterr().err == ""
+
+
+def test_the_estimate_is_near_what_the_tokenizer_counts():
+    if "POLY_EPO_SHARED" not in os.environ:
+        pytest.skip("needs the Qwen3 tokenizer in $POLY_EPO_SHARED/tokenizers/qwen3")
+    tokenizer = AutoTokenizer.from_pretrained(Path(os.environ["POLY_EPO_SHARED"]) / "tokenizers" / "qwen3")
+    steps = "Let n = 37, so that 3(12 - n) + 7n = 56; this gives 36 + 4n = 56. " * 30
+    messages, _ = build_messages(load_rubric(""), steps[:200], [steps] * 8, 10**6)
+    tokens = [len(tokenizer.encode(text)) for text in (*(m["content"] for m in messages), steps, steps[:200])]
+    load = JudgeLoad(8, tokens[3], tokens[2])
+    (complaint,) = shortfalls(load, load_rubric(""), 10**6, 1024, context=1)
+    needed = int(re.findall(r"about (\d+) tokens", complaint)[0])
+    assert abs(needed - (tokens[0] + tokens[1] + 1024)) < 0.05 * needed

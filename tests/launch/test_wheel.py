@@ -1,6 +1,5 @@
 """The package from a wheel, in a folder that knows no repository: a configuration of the documents goes all the way."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from extending import FILES
-from training_runs import SETTINGS
+from training_runs import SETTINGS, as_flags, environment
 
 from poly_epo_jax.run_folder import read_rows
 
@@ -19,16 +18,15 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 TASK = f"--config.task.options={SETTINGS['task.options']}"
 # This objective rewards sets that are right throughout: small ones, of a policy that is often right.
 SMALL = SETTINGS | {"algo.set_size": 2, "base.clean_steps": 300, "train.num_steps": 3, "eval.every": 3}
-FLAGS = [f"--config.{key}={value}" for key, value in SMALL.items()]
 Python = Callable[..., str]
 
 pytestmark = pytest.mark.slow
 
 
-def run(command: list[str], folder: Path, **environment: str) -> str:
+def run(command: list[str], folder: Path, **variables: str) -> str:
     """What the command prints."""
     ended = subprocess.run(
-        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=300
+        command, cwd=folder, env=environment() | variables, capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     return ended.stdout
@@ -69,18 +67,17 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def python(installed: Path, home: Path) -> Python:
     """Runs Python in that folder, where the package is the wheel's."""
-    devices = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
 
     def run_python(*arguments: str) -> str:
-        return run([sys.executable, *arguments], home, PYTHONPATH=str(installed), XLA_FLAGS=devices)
+        return run([sys.executable, *arguments], home, PYTHONPATH=str(installed))
 
     return run_python
 
 
 @pytest.fixture(scope="module")
-def trained(python: Python, home: Path) -> Path:
+def trained(python: Python, home: Path, caches: dict[str, Path]) -> Path:
     """The run folder of three steps."""
-    python("-m", "poly_epo_jax.main", "--config=my_objective.py", *FLAGS)
+    python("-m", "poly_epo_jax.main", "--config=my_objective.py", *as_flags(SMALL | caches))
     return home / "runs" / "my-objective"
 
 

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -24,18 +25,18 @@ CHANGES = {
     "train.prompts_per_batch": 6,  # which four processes cannot share evenly
     "train.prompts_per_minibatch": 3,
 }
-SAMPLED = ("step", "problem", "prompt", "generation", "response", "reward", "cluster")
+SAMPLED = ("step", "problem", "occurrence", "prompt", "generation", "response", "reward", "cluster")
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = Run(tmp_path_factory.mktemp("hosts"), "single", CHANGES)
+def single(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> Run:
+    run = Run(tmp_path_factory.mktemp("hosts"), "single", CHANGES | caches)
     run.finish()
     return run
 
 
 def run_of(single: Run, name: str, count: int, **changes: object) -> Run:
-    return Run(single.folder.parent, name, CHANGES | changes, count)
+    return Run(single.folder.parent, name, single.changes | changes, count)
 
 
 def assert_same(run: Run, single: Run) -> None:

@@ -56,6 +56,7 @@ def write_fake_run(run_dir: Path, seed: int, num_steps: int = 200, gain: float =
             "step": step,
             "problem": f"problem-{problem}",
             "prompt": f"Find (x, y) with y = x^2 + {problem} & x < 9.",
+            "occurrence": 0,
             "generation": generation,
             "response": HOSTILE if generation == 0 else f"I try x = {cluster}, so y = {cluster**2 + problem}.",
             "reward": float(cluster % 2),
@@ -258,6 +259,21 @@ def test_generations_are_those_of_the_first_and_last_step(page: str):
     assert first["generations"][1]["advantage"] == pytest.approx(0.5 / 7)
     assert second["clusters"] == [{"id": None, "size": 8, "correct": 5}]
     assert "rationale" not in second["generations"][0]
+
+
+def test_a_problem_that_a_step_has_twice_is_shown_twice(tmp_path: Path):
+    """A cluster's number has a meaning among the responses that were judged together only."""
+    run = write_fake_run(tmp_path / "run", seed=0, num_steps=2, evaluate_every=0)
+    rows = [json.loads(line) for line in (run / "generations.jsonl").read_text().splitlines()[:8]]
+    rows += [row | {"occurrence": 1, "cluster": 3} for row in rows]
+    (run / "generations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (collection,) = report_generations.run_collections("run", run)
+    first, again = collection["problems"]
+    assert (collection["all_problems"], collection["all_generations"]) == (2, 16)
+    assert [(one["id"].head, one["size"], len(one["clusters"])) for one in (first, again)] == [
+        ("problem-0", 8, 5),
+        ("problem-0 (2)", 8, 1),
+    ]
 
 
 def test_steps_without_end_leave_the_first_and_the_last(tmp_path: Path):

@@ -7,6 +7,7 @@ import httpx
 import numpy as np
 from fakes import ByLetter, collect
 
+from poly_epo_jax.http_client import WrongAnswer
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.sglang.client import SGLangSampler
 from poly_epo_jax.rollouts.sglang.dialect import Answer, Dialect, Endpoint, ServedModel
@@ -42,7 +43,7 @@ class Other:
         indices: Sequence[int],
         sampling: Sampling,
         stop_ids: Sequence[int],
-    ) -> list[Answer]:
+    ) -> list[Answer | WrongAnswer]:
         assert not self.is_paused
         return [self.answer(request, index) for index in indices]
 
@@ -88,7 +89,7 @@ def test_generations_and_weights_go_through_the_dialect():
     assert isinstance(server, Dialect) and isinstance(sync, WeightSync)
     weights = ServedWeights(sync, 8, 10.0, 10.0, server)
     sampler = SGLangSampler(
-        [URL], weights, (1,), max_concurrent=4, timeout_seconds=10.0, wait_seconds=10.0, dialect=server
+        [URL], weights, (1,), vocab_size=32, max_concurrent=4, timeout_seconds=10.0, wait_seconds=10.0, dialect=server
     )
     rollouts = Rollouts(sampler, build_character_tokenizer("abc"), ByLetter(), max_prompt_tokens=8)
     for version in (1, 2):
@@ -98,5 +99,9 @@ def test_generations_and_weights_go_through_the_dialect():
         assert [len(group.generations) for group in groups] == [2, 2, 2]
         assert {y.weight_version for group in groups for y in group.generations} == {version}
         assert {y.text for group in groups for y in group.generations} <= set("abc")
-    assert rollouts.metrics() == {"rollouts/server_failures": 0.0, "rollouts/resampled": 1.0}
+    assert rollouts.metrics() == {
+        "rollouts/server_failures": 0.0,
+        "rollouts/resampled": 1.0,
+        "rollouts/wrong_answers": 0.0,
+    }
     assert server.num_answers == 13

@@ -125,6 +125,7 @@ def assert_drawn_from(tokens, probabilities):
     assert often.sum() > 2 and np.abs(z).max() < 4.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 6)], ids=["all", "filtered"])
 def test_tokens_are_drawn_from_the_softmax(top_p, top_k):
     """The first token, and the second after the commonest first, of 4096 generations of one prompt."""
@@ -168,6 +169,7 @@ def test_an_empty_prompt_is_refused(rollouts):
         generate(rollouts, [Problem("blank", "", "")], 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_refilled_slots_equal_single_requests(temperature):
     """Responses of very different lengths, many more than slots, in caches of every size: each as if it were alone."""

@@ -63,16 +63,17 @@ def test_every_problem_has_a_group_of_its_completions_in_the_order_of_their_seed
     (requests,) = sampler.calls
     for problem, request in zip(PROBLEMS, requests, strict=True):
         assert (request.problem_id, request.max_tokens) == (problem.id, MAX_TOKENS)
-        assert request.seeds.tolist() == generation_seeds(0, problem.id, 4).tolist()
+        assert request.seeds.tolist() == generation_seeds(0, problem, 4).tolist()
 
 
 def test_seeds_depend_on_the_sampling_the_problem_and_the_place_alone():
     """A run that is resumed by another version has to draw the same tokens: the numbers may not change."""
-    seeds = generation_seeds(0, "p", 3)
+    p, q, again = Problem("p", "", ""), Problem("q", "", ""), Problem("p", "", "", occurrence=1)
+    seeds = generation_seeds(0, p, 3)
     assert seeds.tolist() == [3361635020, 2075578834, 2972712664] and seeds.dtype == np.uint32
-    assert generation_seeds(0, "p", 5)[:3].tolist() == seeds.tolist()
-    others = [generation_seeds(1, "p", 3), generation_seeds(0, "q", 3)]
-    assert not {*seeds.tolist()} & {seed for other in others for seed in other.tolist()}
+    assert generation_seeds(0, p, 5)[:3].tolist() == seeds.tolist()
+    others = [generation_seeds(1, p, 3), generation_seeds(0, q, 3), generation_seeds(0, again, 3)]
+    assert len({*seeds.tolist()} | {seed for other in others for seed in other.tolist()}) == 4 * 3
 
 
 def test_groups_come_as_they_complete():

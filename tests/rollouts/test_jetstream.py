@@ -25,6 +25,7 @@ from fakes import (
     until,
 )
 from sglang_servers import free_port
+from training_runs import SETTINGS, as_flags, environment
 
 from poly_epo_jax.config import ConfigError
 from poly_epo_jax.model.sharding import make_mesh
@@ -347,34 +348,23 @@ def test_its_own_server_answers_a_client(embedded):
 
 
 @pytest.mark.slow
-def test_training_raises_the_reward(tmp_path):
+def test_training_raises_the_reward(tmp_path, caches):
     settings = {
         "workdir": tmp_path / "run",
-        "base.cache_dir": tmp_path / "base",
-        "compilation_cache": tmp_path / "compiled",
         "rollouts.name": "jetstream",
         "rollouts.max_concurrent": 64,
-        "task.options": {"max_coefficient": 1, "max_constant": 9, "max_x": 1, "num_train": 28, "num_held_out": 8},
         "base.clean_steps": 300,
         "base.noisy_steps": 30,
-        "base.batch_size": 64,
-        "base.hidden_size": 32,
-        "base.mlp_size": 64,
-        "base.num_layers": 1,
-        "base.head_dim": 8,
         "optimizer.learning_rate": 1e-3,
         "train.num_steps": 20,
         "train.prompts_per_batch": 16,
         "train.prompts_per_minibatch": 8,
         "eval.every": 20,
-        "eval.num_problems": 8,
     }
-    flags = [f"--config.{key}={value}" for key, value in settings.items()]
+    flags = as_flags(SETTINGS | settings | caches)
     command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/polynomial.py:grpo", *flags]
-    flags_of_one_device = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
-    environment = os.environ | {"XLA_FLAGS": flags_of_one_device}
     root = Path(__file__).parents[2]
-    ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(command, cwd=root, env=environment(), capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-3000:]
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     rewards = [row["reward"] for row in rows[1:]]

@@ -169,14 +169,14 @@ def test_a_worker_that_is_still_dead_when_the_batch_ends_is_put_back_by_the_next
 
 
 def test_a_run_that_ends_leaves_the_router_with_its_workers(tmp_path: Path, monkeypatch):
-    fake, told = Routed(), []
+    fake = Routed()
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
     asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
     fake.dead.add(WORKERS[1])
     collect(rollouts, tiny_problems(2, 8), 2, Sampling(4))
-    monkeypatch.setattr(httpx, "post", lambda url, json, **_: told.append((url, json)))
+    assert fake.listed == [WORKERS[0]]
     rollouts.sampler.close()
-    assert told == [(f"{ROUTER}/workers", {"url": WORKERS[1], "model_id": "m"})]
+    assert fake.changes == [("out", WORKERS[1]), ("in", WORKERS[1])] and sorted(fake.listed) == list(WORKERS)
 
 
 def test_a_router_is_evaluated_as_it_is(monkeypatch):

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
 TOKENIZER = build_character_tokenizer(TINY_ALPHABET)
 STOP_IDS = (1, 14)
 MAX_PROMPT = 8
+COUNTS = {"rollouts/server_failures": 0.0, "rollouts/resampled": 0.0, "rollouts/wrong_answers": 0.0}
 FLAGS = ("--max-total-tokens", "16384", "--max-running-requests", "32", "--context-length", "512")
 
 
@@ -62,7 +63,7 @@ def rollouts_of(
     limits = dict.fromkeys(("timeout_seconds", "wait_seconds"), STARTED_WITHIN)
     settings: dict[str, Any] = {"max_concurrent": 64} | limits | changes
     weights = ServedWeights(sync, MAX_PROMPT, settings["timeout_seconds"], settings["wait_seconds"])
-    sampler = SGLangSampler([one.url for one in servers], weights, stop_ids, **settings)
+    sampler = SGLangSampler([one.url for one in servers], weights, stop_ids, vocab_size=TINY.vocab_size, **settings)
     return Rollouts(sampler, TOKENIZER, ByLetter(), MAX_PROMPT)
 
 
@@ -100,7 +101,7 @@ def test_generations_are_the_trainers(servers, sync, temperature):
         assert stopped == (y.token_ids[-1] in STOP_IDS) and not np.isin(y.token_ids[:-1], STOP_IDS).any()
         assert y.text == TOKENIZER.decode(y.token_ids[:-1] if stopped else y.token_ids)
         assert stopped or len(y.token_ids) == 24
-    assert rollouts.metrics() == {"rollouts/server_failures": 0.0, "rollouts/resampled": 0.0}
+    assert rollouts.metrics() == COUNTS
 
 
 def test_every_update_reaches_every_server(servers, sync):
@@ -156,7 +157,7 @@ def test_weights_of_another_run_are_not_trained_on(servers, tmp_path):
 
 
 def test_partial_generations_are_resampled(servers, tmp_path):
-    rollouts = rollouts_of(servers[:1], DiskSync(tmp_path, "a run", TINY, "float32"), stop_ids=())
+    rollouts = rollouts_of(servers[:1], DiskSync(tmp_path, "a run", TINY, "float32"), stop_ids=(1,))
     asyncio.run(rollouts.push_weights(weights(1), {}, 1))
     problems, url = tiny_problems(8, MAX_PROMPT), servers[0].url
 
@@ -217,7 +218,7 @@ def test_a_server_that_dies_in_a_batch_is_current_before_it_serves_again(servers
     groups = collect_over_a_restart(rollouts, problems, servers, lambda: True)
     assert_complete(groups, problems, 4)
     assert_generated_by(1, groups, version=1)
-    assert rollouts.metrics() == {"rollouts/server_failures": 1.0, "rollouts/resampled": 0.0}
+    assert rollouts.metrics() == COUNTS | {"rollouts/server_failures": 1.0}
     said = capsys.readouterr().err
     assert f"The server {servers[1].url} failed" in said and f"The server {servers[1].url} is back" in said
 
@@ -235,7 +236,7 @@ def test_a_worker_that_dies_behind_a_router_is_current_before_it_serves_again(se
             assert_generated_by(version, groups, version)
             shares = [len(server.requests()) - count for server, count in zip(servers, asked, strict=True)]
             assert sum(shares) == 96 and min(shares) >= 24
-        assert rollouts.metrics() == {"rollouts/server_failures": 0.0, "rollouts/resampled": 0.0}
+        assert rollouts.metrics() == COUNTS
 
         dying = servers[1].url
         groups = collect_over_a_restart(rollouts, problems, servers, lambda: dying in router.workers())

@@ -15,8 +15,8 @@ from poly_epo_jax.rollouts import served_model
 from poly_epo_jax.types import Sampling
 
 URL = "http://jax"
-IDS = [5, 1, 0, 7, 14]  # a pad token, an end-of-sequence token that does not end it, and the stop token
-EARLIER = [5, 1]
+IDS = [5, 0, 0, 7, 14]  # pad tokens, and the stop token
+EARLIER = [5, 0]
 INFO = {"model_path": "m", "tokenizer_path": "t", "is_generation": True, "preferred_sampling_params": None}
 
 
@@ -29,6 +29,7 @@ def answer(request: httpx.Request) -> httpx.Response:
     assert request.url.path == "/generate"
     logprobs = [[-float(token), token, "x"] for token in EARLIER + IDS]
     info = {"finish_reason": {"type": "stop", "matched": 14}, "completion_tokens": len(IDS), "cached_tokens": 0}
+    info["prompt_tokens"] = 1
     one = {"text": "", "output_ids": [5, 7], "meta_info": info | {"output_token_logprobs": logprobs}}
     return httpx.Response(200, json=[one] * len(json.loads(request.content)["sampling_params"]))
 

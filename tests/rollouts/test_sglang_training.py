@@ -109,8 +109,9 @@ def test_the_laptop_run_learns_over_servers_as_it_does_without(embedded, servers
 def test_one_step_off_policy(servers, tmp_path):
     settings = served(servers) | {
         "train.num_steps": 5,
+        "optimizer.schedule": "constant",  # so that there may be more steps
         "train.staleness": 1,
-        "algo.old_logprobs": "sampler",
+        "algo.importance_cap": 2.0,
         "eval.every": 0,
         "rollouts.weight_sync": "tensor",
         "base.cache_dir": LAPTOP["base.cache_dir"],

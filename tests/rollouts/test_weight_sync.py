@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from fake_servers import answer_to_get, generated, open_rollouts
-from fakes import PATIENCE, TINY_ALPHABET, ByLetter, tiny_params, tiny_problems, until
+from fakes import PATIENCE, TINY, TINY_ALPHABET, ByLetter, tiny_params, tiny_problems, until
 
 from poly_epo_jax.http_client import ServerError
 from poly_epo_jax.rollouts.groups import Rollouts
@@ -169,7 +169,7 @@ def test_of_two_hosts_that_share_servers_one_sends_and_the_other_waits(tmp_path:
         fake = Servers()
         fake.may_end.set()
         first = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path)
-        limits = {"max_concurrent": 64, "timeout_seconds": 30.0, "wait_seconds": 30.0}
+        limits = {"vocab_size": TINY.vocab_size, "max_concurrent": 64, "timeout_seconds": 30.0, "wait_seconds": 30.0}
         sampler = SGLangSampler(URLS, ServedWeights(None, 8, 30.0, 30.0), (1, 14), **limits)
         second = Rollouts(sampler, build_character_tokenizer(TINY_ALPHABET), ByLetter(), 8)
 

@@ -19,7 +19,7 @@ from poly_epo_jax.tasks import TASKS, MathTask
 from poly_epo_jax.tasks.answers import last_boxed, mend
 from poly_epo_jax.tasks.math import MAX_ANSWER_LENGTH
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
-from poly_epo_jax.tasks.verify_worker import parsed
+from poly_epo_jax.tasks.verify_worker import readings
 from poly_epo_jax.types import Problem, Task
 
 ROWS = [{"problem": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(4)]
@@ -219,13 +219,37 @@ PAIRS = {
         (r"4.5 \times 10^{33}", "4.5e+33"),
         ("6.7e-27", r"x = 6.70 \cdot 10^{-27}"),
         ("10^{-9}", r"\frac{1}{10^9}"),
-        (r"\frac{1}{3000}", "0.000333"),
         (r"8.\overline{3}", r"\frac{25}{3}"),
         ("-1./3", r"-\frac{1}{3}"),
         (r"\frac{-4 \pm \sqrt{31}}{15}", r"\frac{-4 - \sqrt{31}}{15}, \frac{-4 + \sqrt{31}}{15}"),
         ("-2, 3", r"x = \frac{1 \pm 5}{2}"),
         (r"\{1 \pm \sqrt{5}, -2\}", r"1+\sqrt5, 1-\sqrt5, -2"),
         (r"\pm 1, \pm 2", "-2, -1, 1, 2"),
+        ("27", r"\boldsymbol{27}"),
+        ("27", r"\bm{27}"),
+        (r"\frac{1}{2}", r"\textcolor{red}{\mathbf{\frac12}}"),
+        ("1296", r"1\,296"),
+        ("1296", "1 296"),
+        ("1,296.5", r"1\ 296.5"),
+        ("45", "45°"),
+        ("45", r"45\degree"),
+        (r"45^{\circ}", "45°"),
+        (r"\frac{1}{3}", r"33\frac13\%"),
+        (r"\frac{1}{3}", r"33 1/3 \%"),
+        (r"\frac{1}{3}", r"\frac{1}{3} \approx 0.333"),
+        ("(1,2)", "{(1,2)}"),
+        ("(1,2)", r"\{(1,2)\}"),
+        ("27", "20 + 7 = 27"),
+        ("27", "x = 20 + 7 = 27"),
+        ("27", "27_{10}"),
+        ("27_8", "27"),
+        ("27_8", r"27_{(8)}"),
+        (r"43.86\%", "43.86"),
+        (r"43.86\%", "0.4386"),
+        (r"40\%", r"40 \text{ percent}"),
+        ("52", "(26)(2)"),
+        (r"4 \frac{1}{3}", r"\frac{13}{3}"),
+        ("(0.2, 0.1)", "0.2, 0.1"),
     ],
     False: [
         ("5", "6"),
@@ -241,6 +265,31 @@ PAIRS = {
         ("(3,4]", "[3,4)"),
         ("(3,4]", "(3,4)"),
         (r"\frac{1}{3}", "0.333"),
+        (r"\frac{1}{3}", "0.333333"),
+        (r"\frac{1}{3000}", "0.000333"),
+        (r"\sqrt{2}", "1.414213562"),
+        ("27", "26 = 27"),
+        ("27", "27 = 26"),
+        ("27", "x = 26 = 27"),
+        ("27", r"26 \equiv 27"),
+        ("27", "20 + 8 = 27"),
+        ("27", "27_{8}"),
+        ("27_8", "27_9"),
+        ("27_8", "23"),
+        ("27", r"27\%"),
+        ("27", r"27 \text{ percent}"),
+        ("(27, 3)", r"(27\%, 3)"),
+        (r"50\%", r"5000\%"),
+        # What SymPy reads as mixed numbers, which are sums:
+        ("27", "26(1)"),
+        ("27", "(26)(1)"),
+        ("27", "{26}{1}"),
+        ("27", "26 1"),
+        ("27", r"26 \quad 1"),
+        ("27", r"\phantom{1}26"),
+        ("1297", r"1\,296"),
+        ("27", r"27 \text{ or maybe 26}"),
+        ("(10^{-19}, 1)", r"(10^{-30}, 1)"),
         ("4.5e33", "4.6e33"),
         ("4.5e33", "4.5e32"),
         ("4.5e33", "4.5"),
@@ -338,7 +387,7 @@ def test_golds_equal_themselves(shared: Path, make: Callable[..., MathTask], nam
         boxed = [(problem, response(rf"Hence \boxed{{{problem.answer}}}.")) for problem in problems]
         rewards = list(executor.map(lambda pair: task.reward(*pair), boxed))
     assert [problem.id for problem, reward in zip(problems, rewards, strict=True) if reward != 1.0] == []
-    unread = [p.id for p in problems if all(isinstance(reading, str) for reading in parsed(mend(p.answer)))]
+    unread = [p.id for p in problems if all(isinstance(reading, str) for reading in readings(mend(p.answer)))]
     assert [identifier for identifier in unread if identifier not in STRINGS] == []
 
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hostile_answers import HOSTILE
 
 from poly_epo_jax.tasks import verifier as module
 from poly_epo_jax.tasks.verifier import START_SECONDS, WORKER, Outcome, Verifier
@@ -20,55 +21,6 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory limits 
 
 HONEST = [(rf"\frac{{{i}}}{{{i + 1}}}", rf"\frac{{{2 * i + (i % 2)}}}{{{2 * i + 2}}}") for i in range(1, 201)]
 """Right where i is even."""
-
-SQUARE = r" \\ ".join(" & ".join(f"x_{{{i}{j}}}" for j in range(10)) for i in range(10))
-HOSTILE = {
-    # Of the facts that led to worker processes:
-    "power tower": r"10^{10^{10}}",
-    "factorial": r"(10^9)!",
-    "long sum": r"\sum_{k=1}^{10^9}\frac1k",
-    "parentheses": "(" * 999 + "1" + ")" * 999,
-    "fraction of powers": r"\frac{10^{10^9}}{10^{10^9}-1}",
-    "difference of powers": r"2^{2^{40}}-2^{2^{40}}+6",
-    # And more:
-    "higher tower": r"9^{9^{9^{9^9}}}",
-    "tower without braces": "9^9^9^9",
-    "factorial of factorials": "((((5!)!)!)!)!",
-    "binomial": r"\binom{10^9}{5 \cdot 10^8}",
-    "long product": r"\prod_{k=1}^{10^8}(1+\frac{1}{k})",
-    "integrals": r"\int_0^1 \int_0^1 \int_0^1 e^{x^{y^{z}}} \sin(x^y) dx dy dz",
-    "limit": r"\lim_{x\to 0}\frac{\sin(x^{x^{x^x}})}{x^{x^x}}",
-    "cosine": r"\cos(10^{10^{7}})",
-    "divisor": r"\gcd(10^{10^8},5)",
-    "nested fractions": r"\frac{1}{" * 150 + "1" + "}" * 150,
-    "nested roots": r"\sqrt{" * 250 + "5" + "}" * 250,
-    "determinant": rf"\det\begin{{pmatrix}}{SQUARE}\end{{pmatrix}}",
-    "matrix power": rf"\begin{{pmatrix}}{SQUARE}\end{{pmatrix}}^{{50}}",
-    "long list": "1," * 999 + "1",
-    "long set": r"\{" + ",".join(map(str, range(400))) + r"\}",
-    "chain of equations": "x=" * 999 + "6",
-    "huge exponent": r"1 \times 10^{" + "9" * 1_500 + "}",
-    "digits": "9" * 2_000,
-    "dollars": "$" * 2_000,
-    "backslashes": "\\" * 2_000,
-    "spaces": " " * 1_999 + "6",
-    "letters": "a" * 2_000,
-    "openings": r"\left(" * 300 + "5",
-    "unclosed": "{" * 1_000,
-    "dangling": r"\frac" * 300,
-    "control characters": "".join(map(chr, range(32))) + "\x7f",
-    "NUL": "\x005\x00",
-    "surrogate": "\ud800",
-    "lines": '6"]\n["5", "5"]\n["5", "5',
-    "JSON": '"}],["5","5"]',
-    "part of a box": "6 [5] [5",
-    "dollars in a box": r"\foo $5$ \foo",
-    "quotation marks": '\\"' * 500,
-    "emoji": "🧮" * 500,
-    "right to left": "\u202e5",
-    "mathematical digit": "\N{MATHEMATICAL DOUBLE-STRUCK DIGIT FIVE}",
-}
-
 
 OBEDIENT = """
 import os, sys

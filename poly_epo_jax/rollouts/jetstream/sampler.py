@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.rollouts.completion_check import completion_flaw
 from poly_epo_jax.rollouts.jetstream import mended as jetstream
 from poly_epo_jax.rollouts.jetstream.engine import EngineSize, Policy, Qwen3Engine, unpack
 from poly_epo_jax.types import Completion, Params, Request, Sampling
@@ -36,6 +37,7 @@ class JetStreamSampler:
 
     def __init__(self, model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], size: EngineSize):
         self._mesh, self._stop_ids, self._size = mesh, tuple(stop_ids), size
+        self._vocab_size = model.config.vocab_size
         self._decoding_weights = jax.jit(partial(decoding_weights, model.config))
         self._weights: Params | None = None
         self._engine = Qwen3Engine(model.config, mesh, stop_ids, size)
@@ -130,7 +132,7 @@ class JetStreamSampler:
         seeds = request.seeds[start : start + self._size.samples_per_slot]
         try:
             samples = await self._columns(dataclasses.replace(request, seeds=seeds))
-            completions = [self._completion(place, start + i, columns) for i, columns in enumerate(samples)]
+            completions = [self._completion(request, place, start + i, columns) for i, columns in enumerate(samples)]
         except Exception as error:
             completions = [error]
         for completion in completions:
@@ -147,11 +149,14 @@ class JetStreamSampler:
                     rows.append(list(sample.token_ids))
         return columns
 
-    def _completion(self, place: int, index: int, columns: Columns) -> Completion:
+    def _completion(self, request: Request, place: int, index: int, columns: Columns) -> Completion:
         token_ids, logprobs, versions = unpack(columns)
         if len(versions) != 1:
             raise RuntimeError(f"JetStream sampled a generation with the weight versions {sorted(versions)}, not one.")
         reason = "stop" if int(token_ids[-1]) in self._stop_ids else "length"
+        limits = {"max_tokens": request.max_tokens, "stop_ids": self._stop_ids, "vocab_size": self._vocab_size}
+        if flaw := completion_flaw(token_ids, logprobs, reason, **limits):
+            raise RuntimeError(f"JetStream failed at problem {request.problem_id}: {flaw}.")
         return Completion(place, index, token_ids, logprobs, reason, versions.pop())
 
 

@@ -1,35 +1,55 @@
 """Completions from SGLang servers, from weights that are known to be the newest."""
 
 import asyncio
+import dataclasses
 import functools
+import sys
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import httpx
+import numpy as np
 
-from poly_epo_jax.http_client import ServerError, backoff_seconds, describe, open_client
+from poly_epo_jax.http_client import MAX_BYTES, ServerError, WrongAnswer, backoff_seconds, describe, open_client
 from poly_epo_jax.model.partition import merge_params
+from poly_epo_jax.rollouts.completion_check import completion_flaw
 from poly_epo_jax.rollouts.sglang.dialect import Answer, Dialect, Endpoint
 from poly_epo_jax.rollouts.sglang.fleet import Fleet, Server
 from poly_epo_jax.rollouts.sglang.requests import SGLANG
 from poly_epo_jax.rollouts.sglang.router import Router, Watch
 from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
 from poly_epo_jax.timeline import waiting
-from poly_epo_jax.types import Completion, Metrics, Params, Request, Sampling
+from poly_epo_jax.types import Completion, FinishReason, Metrics, Params, Request, Sampling
 
 MAX_ATTEMPTS = 8
 """At one request; before each but the first, failed servers are waited for."""
+TOKEN_BYTES = 256
+"""That a server may spend on a token, on average: its id twice, its log-probability, its text."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Draw:
+    """The completions of a request, by index: those that are there, and what was last wrong with another."""
+
+    place: int
+    request: Request
+    done: dict[int, Completion] = dataclasses.field(default_factory=dict)
+    trouble: str = ""
+    doubted: Server | None = None  # who last answered it wrongly
 
 
 class SGLangSampler:
     """A client of one or several SGLang servers that serve the policy, or of routers in front of such.
 
-    Generations are from weights of one version only: what a server wrote with others, or did not finish, is resampled
-    with the same seed. (SGLang heeds the seeds where it runs with --enable-deterministic-inference.)
+    Generations are from weights of one version only: what a server wrote with others, did not finish or cannot have
+    drawn is resampled with the same seed, the last by another server if there is one. (SGLang heeds the seeds where it
+    runs with --enable-deterministic-inference.)
 
     Args:
       urls: where prompts are sent: servers, or a router, whose workers are then given the weights.
       weights: which they are given; None: none, and generations are from those that the servers have.
       stop_ids: a generation ends with any of these tokens.
+      vocab_size: all tokens are below it.
       max_concurrent: generations that one URL is given at once.
       timeout_seconds: for the generations of one prompt, and for one weight update.
       wait_seconds: how long to wait for a server that does not answer, at the start or later.
@@ -42,6 +62,7 @@ class SGLangSampler:
         weights: ServedWeights | None,
         stop_ids: Sequence[int],
         *,
+        vocab_size: int,
         max_concurrent: int,
         timeout_seconds: float,
         wait_seconds: float,
@@ -49,6 +70,7 @@ class SGLangSampler:
     ):
         self.urls = [url.rstrip("/") for url in urls]
         self.stop_ids = tuple(stop_ids)
+        self.vocab_size = vocab_size
         self.max_concurrent = max_concurrent
         self.timeout_seconds = timeout_seconds
         self.wait_seconds = wait_seconds
@@ -57,13 +79,13 @@ class SGLangSampler:
         self._endpoints: dict[str, Endpoint] = {}
         self._routers: dict[str, Router] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._server_failures = self._resampled = 0
+        self._counts = Counter[str]()
 
     async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
         """Yields the completions of each request as soon as it has all of them.
 
         Raises:
-          ServerError: no server is left, or one refuses a request.
+          ServerError: no server is left, one refuses a request, or none answers it rightly.
         """
         await self._probe(self.urls)
         if self._weights is None:
@@ -71,7 +93,7 @@ class SGLangSampler:
         watches = await self._watch_routers()
         fleet = Fleet(self.urls, self.max_concurrent, functools.partial(self._revive, watches))
         tasks = [
-            asyncio.create_task(self._complete(fleet, place, request, sampling))
+            asyncio.create_task(self._complete(fleet, _Draw(place, request), sampling))
             for place, request in enumerate(requests)
         ]
         batch = asyncio.create_task(_end(tasks, fleet, watches))
@@ -111,10 +133,9 @@ class SGLangSampler:
                 await router.put_back(url)
 
     def metrics(self) -> Metrics:
-        """Server failures and resampled generations since the last call."""
-        counts = {"rollouts/server_failures": self._server_failures, "rollouts/resampled": self._resampled}
-        self._server_failures = self._resampled = 0
-        return {name: float(count) for name, count in counts.items()}
+        """Server failures, resampled generations, and how many of these were wrong, since the last call."""
+        counts, self._counts = self._counts, Counter[str]()
+        return {f"rollouts/{name}": float(counts[name]) for name in ("server_failures", "resampled", "wrong_answers")}
 
     def close(self) -> None:
         for router in self._routers.values():
@@ -148,7 +169,12 @@ class SGLangSampler:
 
     async def _adopt_weights(self) -> None:
         """Generates from the weights that the servers have."""
-        models = await asyncio.gather(*(self._dialect.served_model(url) for url in self.urls))
+        try:
+            models = await asyncio.gather(*(self._dialect.served_model(url) for url in self.urls))
+        except httpx.HTTPError as error:
+            raise ServerError(
+                f"One of {', '.join(self.urls)} does not say what it serves: {describe(error)}; see its log."
+            ) from error
         found = {url: model.weight_version for url, model in zip(self.urls, models, strict=True)}
         if len(set(found.values())) > 1:
             raise ServerError(f"The servers serve different weights, {found}; evaluate one at a time.")
@@ -165,7 +191,7 @@ class SGLangSampler:
 
     async def _restore_worker(self, url: str) -> None:
         assert self._weights is not None
-        self._server_failures += 1
+        self._counts["server_failures"] += 1
         await self._weights.ensure_current(url)
 
     async def _revive(self, watches: Mapping[str, Watch], url: str) -> None:
@@ -179,16 +205,17 @@ class SGLangSampler:
         else:
             await self._dialect.wait_for(url, self.wait_seconds)
 
-    async def _complete(self, fleet: Fleet, place: int, request: Request, sampling: Sampling) -> list[Completion]:
-        """All completions of the request at `place`."""
-        done: dict[int, Completion] = {}
+    async def _complete(self, fleet: Fleet, draw: _Draw, sampling: Sampling) -> list[Completion]:
+        """All completions of a request."""
+        request = draw.request
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(backoff_seconds(attempt))
-            missing = [index for index in range(len(request.seeds)) if index not in done]
+            missing = [index for index in range(len(request.seeds)) if index not in draw.done]
             tokens = len(missing) * (len(request.prompt_ids) + request.max_tokens)
             # A client for each request: what httpx takes for a call grows with the calls of its client.
-            async with fleet.lease(len(missing), tokens) as server, open_client(self.timeout_seconds) as client:
+            client = open_client(self.timeout_seconds, MAX_BYTES + TOKEN_BYTES * tokens)
+            async with fleet.lease(len(missing), tokens, draw.doubted) as server, client:
                 # A list costs the server less than a call for each seed, but routers take none.
                 calls = [[index] for index in missing] if server.url in self._routers else [missing]
                 generate = functools.partial(self._dialect.generate, client, server.url, request)
@@ -196,43 +223,63 @@ class SGLangSampler:
                     *(generate(indices, sampling, self.stop_ids) for indices in calls), return_exceptions=True
                 )
                 for indices, answers in zip(calls, answered, strict=True):
-                    self._keep(fleet, server, place, done, indices, answers)
-            if len(done) == len(request.seeds):
-                return [done[index] for index in range(len(request.seeds))]
+                    self._keep(fleet, server, draw, indices, answers)
+            if len(draw.done) == len(request.seeds):
+                return [draw.done[index] for index in range(len(request.seeds))]
         raise ServerError(
             f"The servers {', '.join(self.urls)} failed {MAX_ATTEMPTS} times to generate for problem "
-            f"{request.problem_id}; see their logs for why they die or abort."
+            f"{request.problem_id}; see their logs for why they die, abort or err. The last time, {draw.trouble}."
         )
 
     def _keep(
         self,
         fleet: Fleet,
         server: Server,
-        place: int,
-        done: dict[int, Completion],
+        draw: _Draw,
         indices: Sequence[int],
-        answers: list[Answer] | BaseException,
+        answers: Sequence[Answer | WrongAnswer] | BaseException,
     ) -> None:
-        """Adds whole completions from the present weights to `done`; the others will be resampled."""
+        """Keeps whole completions from the present weights; the others will be resampled."""
+        if isinstance(answers, WrongAnswer):
+            answers = [answers] * len(indices)
         if isinstance(answers, httpx.HTTPError):
-            self._fail(fleet, server, describe(answers))
+            self._fail(fleet, server, draw, describe(answers))
             return
         if isinstance(answers, BaseException):
             raise answers
         name = self._adopted if self._weights is None else self._weights.name
         for index, answer in zip(indices, answers, strict=True):
-            if answer.weight_version == name and answer.finish_reason is not None:
-                number = 0 if self._weights is None else self._weights.version
-                done[index] = Completion(place, index, answer.token_ids, answer.logprobs, answer.finish_reason, number)
-                continue
-            self._resampled += 1
-            if answer.weight_version != name:
+            if isinstance(answer, WrongAnswer):
+                self._refuse(server, draw, str(answer))
+            elif answer.weight_version != name:
+                self._counts["resampled"] += 1
                 if self._weights is None:
                     raise ServerError(f"{server.url} changed weights while they were generated from; begin anew.")
-                self._fail(fleet, server, f"it generates from weights {answer.weight_version} instead of {name}")
+                self._fail(fleet, server, draw, f"it generates from weights {answer.weight_version} instead of {name}")
+            elif answer.finish_reason is None:
+                self._counts["resampled"] += 1
+                draw.trouble = f"{server.url} broke a generation off"
+            elif flaw := self._flaw(draw.request, answer, answer.finish_reason):
+                self._refuse(server, draw, flaw)
+            else:
+                number = 0 if self._weights is None else self._weights.version
+                ids, logprobs = answer.token_ids.astype(np.int32), answer.logprobs.astype(np.float32)
+                draw.done[index] = Completion(draw.place, index, ids, logprobs, answer.finish_reason, number)
 
-    def _fail(self, fleet: Fleet, server: Server, why: str) -> None:
-        self._server_failures += server.is_up
+    def _flaw(self, request: Request, answer: Answer, finish_reason: FinishReason) -> str:
+        limits = {"max_tokens": request.max_tokens, "stop_ids": self.stop_ids, "vocab_size": self.vocab_size}
+        return completion_flaw(answer.token_ids, answer.logprobs, finish_reason, **limits)
+
+    def _refuse(self, server: Server, draw: _Draw, why: str) -> None:
+        self._counts.update(resampled=1, wrong_answers=1)
+        draw.doubted, draw.trouble = server, f"{server.url} answered wrongly: {why}"
+        if not server.has_erred:
+            server.has_erred = True
+            print(f"{draw.trouble} (problem {draw.request.problem_id}). It is asked again.", file=sys.stderr)
+
+    def _fail(self, fleet: Fleet, server: Server, draw: _Draw, why: str) -> None:
+        self._counts["server_failures"] += server.is_up
+        draw.trouble = f"{server.url} failed: {why}"
         fleet.fail(server, why)
 
 

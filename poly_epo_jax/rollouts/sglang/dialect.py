@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 from jaxtyping import Float, Int
 
+from poly_epo_jax.http_client import WrongAnswer
 from poly_epo_jax.types import FinishReason, Request, Sampling
 
 
@@ -44,7 +45,7 @@ class Answer(NamedTuple):
 
 @runtime_checkable
 class Dialect(Protocol):
-    """Requests that a server understands. Each raises httpx.HTTPError where the server does not answer."""
+    """Requests that a server understands. Each raises httpx.HTTPError where the server does not answer, or wrongly."""
 
     async def wait_for(self, url: str, seconds: float) -> None:
         """Returns once whatever is at `url` answers; a router answers once it has a worker.
@@ -74,8 +75,10 @@ class Dialect(Protocol):
         indices: Sequence[int],
         sampling: Sampling,
         stop_ids: Sequence[int],
-    ) -> list[Answer]:
+    ) -> Sequence[Answer | WrongAnswer]:
         """A generation for each of these seeds of the request, all from weights of one version. Routers get one seed.
+
+        In place of an answer that cannot be read is what is wrong with it.
 
         Raises:
           ServerError: the server refuses the request, as it would again.

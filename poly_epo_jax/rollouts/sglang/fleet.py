@@ -17,6 +17,7 @@ class Server:
     num_generations: int = 0
     tokens: int = 0  # prompts and the longest that their generations may become
     is_up: bool = True
+    has_erred: bool = False  # a wrong answer was told of
     failure: Exception | None = None  # why it was given up
 
 
@@ -36,15 +37,15 @@ class Fleet:
         self._revivals: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
-    async def lease(self, num_generations: int, tokens: int) -> AsyncIterator[Server]:
-        """The server with the fewest outstanding tokens, as soon as one has room.
+    async def lease(self, num_generations: int, tokens: int, other_than: Server | None = None) -> AsyncIterator[Server]:
+        """The server with the fewest outstanding tokens, as soon as one has room; where it is not alone, another one.
 
         Raises:
           ServerError: every server has been given up.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._next(num_generations) or not self._any_left())
-            server = self._next(num_generations)
+            await self._changed.wait_for(lambda: self._next(num_generations, other_than) or not self._any_left())
+            server = self._next(num_generations, other_than)
             if server is None:
                 failures = [server.failure for server in self._servers if server.failure is not None]
                 raise ServerError(f"No server is left to generate. {failures[-1]}") from failures[-1]
@@ -73,9 +74,10 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._revivals, return_exceptions=True)
 
-    def _next(self, num_generations: int) -> Server | None:
+    def _next(self, num_generations: int, other_than: Server | None) -> Server | None:
         """An idle server takes any number."""
         up = [server for server in self._servers if server.is_up]
+        up = [server for server in up if server is not other_than] or up
         free = [s for s in up if not s.num_generations or s.num_generations + num_generations <= self._max_concurrent]
         return min(free, key=lambda server: server.tokens, default=None)
 

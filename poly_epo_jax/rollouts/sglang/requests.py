@@ -4,10 +4,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-import numpy as np
-from jaxtyping import Float, Int
 
-from poly_epo_jax.http_client import ServerError, describe, open_client, wait_until_healthy
+from poly_epo_jax.http_client import (
+    ServerError,
+    WrongAnswer,
+    describe,
+    field,
+    open_client,
+    printable,
+    read_json,
+    wait_until_healthy,
+)
+from poly_epo_jax.rollouts.sglang.answers import read_answers
 from poly_epo_jax.rollouts.sglang.dialect import Answer, Endpoint, ServedModel
 from poly_epo_jax.types import Request, Sampling
 
@@ -37,8 +45,8 @@ class SGLang:
             answer = await client.get(f"{url}/model_info")
             if answer.status_code == 404:  # a router, or sglang-jax
                 answer = await client.get(f"{url}/get_model_info")
-        info = answer.raise_for_status().json()
-        return ServedModel(info.get("model_path", ""), info.get("tokenizer_path", ""), info.get("weight_version", ""))
+        info = {"model_path": "", "tokenizer_path": "", "weight_version": ""} | field(read_json(answer), "", dict)
+        return ServedModel(*(field(info, name, str) for name in ("model_path", "tokenizer_path", "weight_version")))
 
     async def generate(
         self,
@@ -48,13 +56,12 @@ class SGLang:
         indices: Sequence[int],
         sampling: Sampling,
         stop_ids: Sequence[int],
-    ) -> list[Answer]:
+    ) -> list[Answer | WrongAnswer]:
         response = await client.post(f"{url}/generate", json=_body(request, indices, sampling, stop_ids))
         if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
-            reason = response.text.strip()[:500]
-            raise ServerError(f"{url} refuses the prompt of problem {request.problem_id}: {reason}")
-        answers = response.raise_for_status().json()
-        return [_read(answer) for answer in (answers if isinstance(answers, list) else [answers])]
+            reason = f"{response.status_code}: {printable(response.text)}"
+            raise ServerError(f"{url} refuses the prompt of problem {request.problem_id} with {reason}")
+        return read_answers(read_json(response), request, len(indices), stop_ids)
 
     async def pause(self, client: httpx.AsyncClient, url: str) -> None:
         await post(client, url, "pause_generation", {"mode": "abort"})
@@ -64,24 +71,25 @@ class SGLang:
 
     async def probe_weights(self, client: httpx.AsyncClient, url: str, num_tokens: int) -> tuple[str, int]:
         body = {"input_ids": [0] * num_tokens, "sampling_params": {"max_new_tokens": 1}}
-        info = (await post(client, url, "generate", body))["meta_info"]
-        return info["weight_version"], info["cached_tokens"]
+        answer = await post(client, url, "generate", body)
+        return field(answer, "meta_info.weight_version", str), field(answer, "meta_info.cached_tokens", int)
 
 
 SGLANG = SGLang()
 
 
-async def post(client: httpx.AsyncClient, url: str, endpoint: str, body: dict[str, Any]) -> Any:
+async def post(client: httpx.AsyncClient, url: str, endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
     """The JSON answer to a control request.
 
     Raises:
       ServerError: the server refused; the message carries what it said.
-      httpx.HTTPError: the connection failed.
+      httpx.HTTPError: the connection failed, or the answer is no JSON object.
     """
     response = await client.post(f"{url}/{endpoint}", json=body)
-    if response.status_code != 200 or response.json().get("success") is False:
-        raise ServerError(f"{url}/{endpoint} failed ({response.status_code}): {response.text.strip()[:500]}")
-    return response.json()
+    answer = field(read_json(response), "", dict) if response.status_code == 200 else {"success": False}
+    if answer.get("success", True) is not True:
+        raise ServerError(f"{url}/{endpoint} failed ({response.status_code}): {printable(response.text)}")
+    return answer
 
 
 def _body(request: Request, indices: Sequence[int], sampling: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
@@ -101,18 +109,3 @@ def _body(request: Request, indices: Sequence[int], sampling: Sampling, stop_ids
         "sampling_params": each if is_list else each[0],
         "return_logprob": True,
     }
-
-
-def _read(answer: dict[str, Any]) -> Answer:
-    """An aborted generation holds the tokens it had by then."""
-    info = answer["meta_info"]
-    reason, count = info["finish_reason"]["type"], info["completion_tokens"]
-    is_whole = reason in ("stop", "length") and count > 0
-    token_ids, logprobs = _tokens(info, count) if is_whole else (np.zeros(0, np.int32), np.zeros(0, np.float32))
-    return Answer(token_ids, logprobs, reason if is_whole else None, info.get("weight_version", ""))
-
-
-def _tokens(info: dict[str, Any], count: int) -> tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]:
-    # sglang-jax repeats entries before those of the generation, and leaves special tokens out of output_ids.
-    logprobs, token_ids, _ = zip(*info["output_token_logprobs"][-count:], strict=True)
-    return np.array(token_ids, np.int32), np.array(logprobs, np.float32)

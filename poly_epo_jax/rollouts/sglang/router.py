@@ -9,10 +9,21 @@ import contextlib
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import quote
 
 import httpx
 
-from poly_epo_jax.http_client import ServerError, describe, open_client, wait_until_healthy
+from poly_epo_jax.checks import is_url
+from poly_epo_jax.http_client import (
+    ServerError,
+    WrongAnswer,
+    describe,
+    field,
+    open_client,
+    read_json,
+    wait_until_healthy,
+)
 
 WATCH_SECONDS = 1.0  # between two looks at the workers; no server starts in less
 CHANGE_SECONDS = 120.0  # for the router to do as it is told; it asks a new worker for a token first
@@ -55,7 +66,7 @@ class Router:
         worker = (await self._listed()).get(url)
         if worker is not None:
             self._out[url] = worker["model_id"]  # first, so that it is put back whatever happens
-            await self._request("DELETE", f"/workers/{worker['id']}")
+            await self._request("DELETE", f"/workers/{quote(worker['id'], safe='')}")
             await self._until(url, is_in=False)
 
     async def put_back(self, url: str) -> None:
@@ -71,18 +82,26 @@ class Router:
 
     def close(self) -> None:
         """Leaves the router with the workers that it had; those that are dead it takes in once they answer."""
+        asyncio.run(self._hand_back())
+
+    async def _hand_back(self) -> None:
         while self._out:
             url, model = self._out.popitem()
             try:
-                httpx.post(f"{self.url}/workers", json={"url": url, "model_id": model}, trust_env=False)
-            except httpx.HTTPError as error:
-                print(f"The worker {url} is still out of the router {self.url}: {describe(error)}.", file=sys.stderr)
+                await self._request("POST", "/workers", {"url": url, "model_id": model})
+            except ServerError as error:
+                print(f"The worker {url} is still out: {error}", file=sys.stderr)
 
     async def _wait(self, endpoint: str) -> None:
         await wait_until_healthy(f"{self.url}/{endpoint}", self._wait_seconds, f"SGLang router {self.url}")
 
     async def _listed(self) -> dict[str, dict[str, str]]:
-        return {worker["url"]: worker for worker in (await self._request("GET", "/workers"))["workers"]}
+        """By URL, the id and the model of each worker."""
+        answer = await self._request("GET", "/workers")
+        try:
+            return _read_workers(answer)
+        except WrongAnswer as error:
+            raise self._trouble("GET /workers", error) from error
 
     async def _until(self, url: str, is_in: bool) -> None:
         deadline = time.monotonic() + CHANGE_SECONDS
@@ -92,12 +111,25 @@ class Router:
                 raise ServerError(f"The router {self.url} did not {verb} {url} in {CHANGE_SECONDS:.0f} s; see its log.")
             await asyncio.sleep(0.1)
 
-    async def _request(self, method: str, path: str, body: dict[str, str] | None = None) -> dict[str, list]:
+    async def _request(self, method: str, path: str, body: dict[str, str] | None = None) -> Any:
         try:
             async with open_client(10.0) as client:
-                return (await client.request(method, f"{self.url}{path}", json=body)).raise_for_status().json()
+                return read_json(await client.request(method, f"{self.url}{path}", json=body))
         except httpx.HTTPError as error:
-            raise ServerError(f"The router {self.url} is in trouble: {method} {path}: {describe(error)}.") from error
+            raise self._trouble(f"{method} {path}", error) from error
+
+    def _trouble(self, request: str, error: Exception) -> ServerError:
+        return ServerError(f"The router {self.url} is in trouble: {request}: {describe(error)}.")
+
+
+def _read_workers(answer: Any) -> dict[str, dict[str, str]]:
+    workers = {}
+    for worker in field(answer, "workers", list):
+        url = field(worker, "url", str)
+        if not is_url(url):
+            raise WrongAnswer("a worker's URL is not of the form http://HOST:PORT, without a password")
+        workers[url] = {name: field(worker, name, str) for name in ("id", "model_id")}
+    return workers
 
 
 class Watch:

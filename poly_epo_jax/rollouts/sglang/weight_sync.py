@@ -2,9 +2,7 @@
 
 import asyncio
 import base64
-import contextlib
 import dataclasses
-import hashlib
 import io
 import pickle
 import shutil
@@ -18,9 +16,9 @@ from typing import Any, Protocol, runtime_checkable
 import httpx
 from safetensors import SafetensorError
 
-from poly_epo_jax.file_lock import exclusive
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.rollouts.sglang.private_folder import make_private, private_folder
 from poly_epo_jax.rollouts.sglang.requests import post
 from poly_epo_jax.types import Params
 
@@ -58,21 +56,19 @@ class DiskSync:
     """Writes a Hugging Face folder that every server reads: under /dev/shm on one host, on a shared disk for several.
 
     Args:
-      folder: versions are written below it, in a folder of this run's own, which is emptied now.
+      folder: versions are written below it, in a folder of this user's and run's own, which is emptied now. Servers of
+        other users, apart from root, cannot read it.
       run: what tells this run's folder from other runs'.
 
     Raises:
-      InUseError: another process has that folder.
+      OSError: someone else's folder or link is in its place.
     """
 
     def __init__(self, folder: Path, run: str, config: ModelConfig, dtype: str):
-        self._folder = folder.absolute() / hashlib.sha256(run.encode()).hexdigest()[:12]
+        self._folder, self._is_made = private_folder(folder, run), False
         self._config, self._dtype = config, dtype
         self._version = self._prepared = ""
         self._outdated: list[str] = []
-        self._held = contextlib.ExitStack()
-        self._held.enter_context(exclusive(self._folder.with_suffix(".lock"), f"the weights folder {self._folder}"))
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def prepare(self, params: Params, version: str) -> None:
         """Writes `version` whole, beside the present one.
@@ -80,6 +76,9 @@ class DiskSync:
         Raises:
           OSError: it cannot be written.
         """
+        if not self._is_made:
+            make_private(self._folder)
+            self._is_made = True
         try:
             hf.save_pretrained(self._folder / version, params, self._config, dtype=self._dtype)
         except (OSError, SafetensorError) as error:
@@ -100,8 +99,9 @@ class DiskSync:
             await asyncio.to_thread(shutil.rmtree, self._folder / self._outdated.pop())
 
     def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._held.close()
+        if self._is_made:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._is_made = False
 
 
 class TensorSync:
@@ -121,7 +121,10 @@ class TensorSync:
         try:
             import torch  # pyright: ignore[reportMissingImports]
         except ImportError:
-            raise ImportError("rollouts.weight_sync=tensor needs torch; install it, or choose disk.") from None
+            raise ImportError(
+                "rollouts.weight_sync=tensor needs torch, which no extra brings, as its versions pin CUDA's "
+                "libraries; pip install torch, or choose disk."
+            ) from None
         self._torch: Any = torch
         self._config, self._dtype, self._ranks = config, dtype, tensor_parallel
         self._metadata = _metadata_class()
@@ -177,7 +180,12 @@ class TensorSync:
             parts.append(flat)
             start = end
         # Concatenating also copies: a handle can be made of memory that torch owns, not of JAX's.
-        return {"flattened_tensor": self._torch.cat(parts), "metadata": metadata}
+        bucket = self._torch.cat(parts)
+        if bucket.is_cuda:
+            # The copy has only been queued. JAX, which knows nothing of torch's queue, takes its memory back as soon as
+            # the tensors that refer to it are gone.
+            self._torch.cuda.synchronize(bucket.device)
+        return {"flattened_tensor": bucket, "metadata": metadata}
 
     def _pickle(self, bucket: dict[str, Any]) -> bytes:
         if not bucket["flattened_tensor"].is_cuda:

@@ -1,0 +1,84 @@
+"""Answers to the grader: golds rewritten to mean the same or something else, and what would hang, crash or fool it."""
+
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hostile_answers import HOSTILE, soups
+from outcome import Outcome
+from rewritten_answers import GOLDS, OTHER, SAME, is_plain, pairs
+
+from poly_epo_jax.tasks.answers import last_boxed, mend
+from poly_epo_jax.tasks.verifier import Outcome as Graded
+from poly_epo_jax.tasks.verifier import Verifier
+
+CPU_SECONDS = 2.0
+DATA_SETS = ("math500", "deepscaler_40k", "hmmt_feb_2025")
+
+
+def attack(rng: random.Random, folder: Path) -> Iterator[Outcome]:
+    """Rewritten answers and hostile ones take turns."""
+    verifier = Verifier(2, CPU_SECONDS)
+    with ThreadPoolExecutor(2) as executor:
+        try:
+            rewritten, hostile = rewritten_answers(verifier, rng), hostile_answers(verifier, rng)
+            while True:
+                both = [executor.submit(lambda: [next(rewritten) for _ in range(20)]), executor.submit(next, hostile)]
+                yield from both[0].result()
+                yield both[1].result()
+        finally:
+            verifier.close()
+
+
+def rewritten_answers(verifier: Verifier, rng: random.Random) -> Iterator[Outcome]:
+    golds = corpus()
+    while True:
+        gold = rng.choice(golds)
+        tries = [(kind, True, *pair) for kind, *pair in pairs([gold], SAME, rng)]
+        tries += [(kind, False, *pair) for kind, *pair in pairs([gold], OTHER, rng)]
+        for kind, right, gold, answer in rng.sample(tries, min(5, len(tries))):
+            graded = grade(verifier, gold, rf"\boxed{{{answer}}}")
+            held = (graded is Graded.RIGHT) is right
+            group = "means the same" if right else "means something else"
+            yield Outcome(group, held, f"{kind}: gold {gold!r}, answer {answer!r}: {graded}")
+
+
+def hostile_answers(verifier: Verifier, rng: random.Random) -> Iterator[Outcome]:
+    """Each ends in time, is not right, and leaves a grader that still knows what 5 is."""
+    named = rng.sample(sorted(HOSTILE.items()), len(HOSTILE))
+    for name, answer in named:
+        yield hostile(verifier, "hostile", name, answer)
+    for soup in soups(rng):
+        yield hostile(verifier, "soup", repr(soup), soup)
+
+
+def hostile(verifier: Verifier, kind: str, name: str, answer: str) -> Outcome:
+    gold = "5" if kind == "hostile" else "12345678987"
+    start = time.monotonic()
+    try:
+        graded = grade(verifier, gold, rf"\boxed{{{answer}}}")
+        after = verifier.compare("5", r"\frac{10}{2}")
+    except Exception as error:
+        return Outcome(kind, False, f"{name}: {error!r}")
+    seconds = time.monotonic() - start
+    held = graded is not Graded.RIGHT and after is Graded.RIGHT and seconds < 40 * CPU_SECONDS
+    return Outcome(kind, held, f"{name}: {graded}, then {after}, after {seconds:.1f} s")
+
+
+def grade(verifier: Verifier, gold: str, response: str) -> Graded:
+    answer = last_boxed(response)
+    return Graded.WRONG if answer is None else verifier.compare(mend(gold), mend(answer))
+
+
+def corpus() -> list[str]:
+    """The plain golds of data sets, if POLY_EPO_SHARED names a folder of them."""
+    shared = os.environ.get("POLY_EPO_SHARED")
+    if not shared:
+        return list(GOLDS)
+    files = [Path(shared, "data", "math", f"{name}.jsonl") for name in DATA_SETS]
+    rows = [json.loads(line) for file in files if file.exists() for line in file.open()]
+    return [*GOLDS, *sorted({gold for gold in (str(row["answer"]) for row in rows) if is_plain(gold)})]

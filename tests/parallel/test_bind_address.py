@@ -1,0 +1,49 @@
+"""The first process listens where the others are told that it is, and nowhere else."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from poly_epo_jax.parallel.hosts import _bind_address
+
+LISTEN = """
+import sys
+from pathlib import Path
+from poly_epo_jax.config import HostsSection
+from poly_epo_jax.parallel import hosts
+
+hosts.join(HostsSection(coordinator=sys.argv[1], wait_seconds=60))
+port = f"{int(sys.argv[1].rpartition(':')[2]):04X}"
+rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+print(*(row[1].removesuffix(f":{port}") for row in rows if row[1].endswith(f":{port}") and row[3] == "0A"))
+"""
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # as the kernel writes it, for IPv4 and within IPv6
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_coordinator_on_this_host_is_reached_from_this_host_only(host: str):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", LISTEN, f"{host}:{port}"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment, cwd=Path(__file__).parents[2]
+    )
+    assert ended.returncode == 0, ended.stderr
+    listens = ended.stdout.split()
+    assert listens and set(listens) <= LOOPBACK
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "node-0", "node-0.cluster.internal"])
+def test_where_others_may_know_it_by_another_address_it_listens_at_all(host: str):
+    assert _bind_address(f"{host}:8476") is None
+
+
+def test_of_its_own_addresses_it_listens_at_the_one_they_are_told():
+    assert _bind_address("127.0.0.1:8476") == "127.0.0.1:8476"
+    assert _bind_address("[::1]:8476") in ("[::1]:8476", None)  # None on a host without IPv6

@@ -1,0 +1,105 @@
+"""What SGLang answers to /generate is read, or refused by a sentence; tests/attack/servers.py tries far more."""
+
+import asyncio
+import re
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from fake_servers import answer_to_get, generated, open_rollouts
+from fakes import collect, tiny_problems
+from lies import DRAWS, put
+from lying_servers import MAX_TOKENS, STOP_IDS, VOCABULARY, LyingServer
+
+from poly_epo_jax.http_client import ServerError, WrongAnswer
+from poly_epo_jax.rollouts.completion_check import completion_flaw
+from poly_epo_jax.rollouts.sglang.answers import read_answers
+from poly_epo_jax.types import Request, Sampling
+
+REQUEST = Request("p", np.array([3, 4, 5]), np.arange(2, dtype=np.uint32), MAX_TOKENS)
+URLS = ["http://a", "http://b"]
+HARMLESS = {"abort", "other weights"}  # are told apart from wrong answers
+
+
+def flaw(answer: Any) -> str:
+    (read,) = read_answers(answer, REQUEST, 1, STOP_IDS)
+    if isinstance(read, WrongAnswer):
+        return str(read)
+    assert read.finish_reason is not None
+    limits = {"max_tokens": MAX_TOKENS, "stop_ids": STOP_IDS, "vocab_size": VOCABULARY}
+    return completion_flaw(read.token_ids, read.logprobs, read.finish_reason, **limits)
+
+
+def honest(seed: int) -> Any:
+    return LyingServer().answer(seed, REQUEST.prompt_ids.tolist())
+
+
+def test_what_is_drawn_is_read():
+    reasons = set()
+    for seed in range(20):
+        (read,) = read_answers(honest(seed), REQUEST, 1, STOP_IDS)
+        assert not isinstance(read, WrongAnswer) and flaw(honest(seed)) == ""
+        reasons.add(read.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_a_stop_token_at_the_longest_length_ended_it():
+    """SGLang calls it length."""
+    answer = DRAWS["log-probability 5.0"](honest(0))  # for its form
+    entries = [[-1.0, token, None] for token in (3, 3, 3, 1)]
+    answer["output_ids"] = [3, 3, 3, 1]
+    answer["meta_info"] |= {"completion_tokens": 4, "output_token_logprobs": entries}
+    answer["meta_info"]["finish_reason"] = {"type": "length", "length": 4}
+    (read,) = read_answers(answer, REQUEST, 1, STOP_IDS)
+    assert not isinstance(read, WrongAnswer) and read.finish_reason == "stop" and flaw(answer) == ""
+
+
+@pytest.mark.parametrize("name", DRAWS.keys() - HARMLESS)
+def test_what_cannot_have_been_drawn_is_refused(name: str):
+    assert flaw(DRAWS[name](honest(0))).isprintable() and flaw(DRAWS[name](honest(0)))
+
+
+def test_answers_are_as_many_as_seeds():
+    with pytest.raises(WrongAnswer, match="it gave 1 answers to 2 seeds"):
+        read_answers([honest(0)], REQUEST, 2, STOP_IDS)
+
+
+def lying(request: httpx.Request) -> httpx.Response:
+    """A token that is not in the vocabulary, from the first of two servers."""
+    if request.method == "GET":
+        return answer_to_get(request.url.path, weight_version="w")
+    answers = generated(request, "w").json()
+    answers = answers if isinstance(answers, list) else [answers]
+    if request.url.host == "a":
+        answers[0] = put(("output_ids", 0), 32, put(("meta_info", "output_token_logprobs", 0, 1), 32, answers[0]))
+        answers[0]["meta_info"]["finish_reason"]["matched"] = 32
+    return httpx.Response(200, json=answers)
+
+
+def test_a_wrong_answer_is_redrawn_by_another_server(monkeypatch, capsys):
+    async def drawn_once(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            asked.append(request.url.host)
+        return lying(request)
+
+    asked: list[str] = []
+    rollouts = open_rollouts(drawn_once, monkeypatch, URLS, None)
+
+    async def main() -> list[Any]:
+        return [group async for group in rollouts.generate(tiny_problems(1, 8), 3, Sampling(4))]
+
+    (group,) = asyncio.run(main())
+    assert [y.token_ids.tolist() for y in group.generations] == [[1]] * 3
+    assert asked == ["a", "b"]
+    counts = {"rollouts/server_failures": 0.0, "rollouts/resampled": 1.0, "rollouts/wrong_answers": 1.0}
+    assert rollouts.metrics() == counts
+    said = "http://a answered wrongly: it wrote token 32, which is not in the vocabulary of 32 (problem 0)"
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_server_that_always_answers_wrongly_is_named(monkeypatch):
+    rollouts = open_rollouts(lying, monkeypatch, URLS[:1], None)
+    said = "The last time, http://a answered wrongly: it wrote token 32, which is not in the vocabulary of 32."
+    with pytest.raises(ServerError, match=re.escape(said)):
+        collect(rollouts, tiny_problems(1, 8), 2, Sampling(4))
