@@ -146,7 +146,7 @@ while is_running trainer; do
   sleep 0.5 || true
   if ((told == 0 && signals > 0)); then
     told=$signals
-    echo "The trainer completes its step and saves; a second Ctrl-C or SIGTERM gives that step up." >&2
+    echo "The trainer completes its update and saves; a second Ctrl-C or SIGTERM gives that up." >&2
     kill -TERM "${pid_of[trainer]}" || true
   elif ((told == 0)) && ! check_servers "while the trainer ran"; then
     failed=1 told=1

@@ -91,6 +91,7 @@ RULES = (
     Rule("python -m poly_epo_jax.main --help", says="train.num_steps"),
     Rule("python -m poly_epo_jax.report", says="/report/report.html"),
     Rule("python -m sglang_router", elsewhere="tests/rollouts/test_sglang.py starts SGLang's router"),
+    Rule("python tests/attack", elsewhere="tests/attack/test_attack.py, for some seconds each"),
     Rule("python tests/bench/advantages.py", says="closed form"),
     Rule("python tests/bench/decode_peers.py", elsewhere=PEERS),
     Rule("python tests/bench/update_peers.py", elsewhere=PEERS),

@@ -275,7 +275,7 @@ def test_a_stop_while_it_trains_lets_the_step_end(trial, ports, stop, code):
     process = trial.start(**CPU, **ports)
     trial.wait(process, (trial.folder / "arguments.json").exists, 30)
     stop(process)
-    trial.wait(process, lambda: "completes its step" in trial.said(), 10)
+    trial.wait(process, lambda: "completes its update" in trial.said(), 10)
     (trial.folder / "step").touch()
     assert trial.end(process, 30) == 143
     assert (trial.folder / "saved").read_text() == "told"
@@ -286,7 +286,7 @@ def test_a_second_stop_gives_the_step_up(trial, ports, stop, code):
     process = trial.start(**CPU, **ports)
     trial.wait(process, (trial.folder / "arguments.json").exists, 30)
     stop(process)
-    trial.wait(process, lambda: "completes its step" in trial.said(), 10)
+    trial.wait(process, lambda: "completes its update" in trial.said(), 10)
     stop(process)
     assert trial.end(process, 30) == code
     assert (trial.folder / "saved").read_text() == "told"
