@@ -73,6 +73,7 @@ def run(config: Config) -> None:
     """
     hosts.join(config.hosts)
     jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
+    _check_same_run(Path(config.workdir), config)
     mesh, task, judge = prepare(config)
     with contextlib.ExitStack() as held:
         # One of the hosts holds it for all of them.
@@ -83,7 +84,6 @@ def run(config: Config) -> None:
 def _run(config: Config, mesh: Mesh, task: Task, judge: Judge) -> None:
     """What `run` does in a run folder of its own."""
     workdir = Path(config.workdir)
-    _check_same_run(workdir, config)
     here = host_mesh(mesh)
     policy = _initial_policy(config, task, here)
     if hosts.is_first():

@@ -1,6 +1,8 @@
 """Strict tests: shapes and types are checked at run time, rank promotion and warnings are errors."""
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before jax is imported: eight CPU devices for the meshes, and quick compiles, which take most of the tests' time.
@@ -36,6 +38,14 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     mine = tmp_path_factory.getbasetemp()
     session = mine.parent if os.environ.get("PYTEST_XDIST_WORKER") else mine
     return {"base.cache_dir": session / "base", "compilation_cache": session / "compiled"}
+
+
+@pytest.fixture
+def hang_ups() -> Iterator[None]:
+    """SIGHUP is not ignored meanwhile, as it is where the tests are run by nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

@@ -69,6 +69,7 @@ def _child(module: str, arguments: list[str], log: str) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also under nohup
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,10 @@ from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.types import Completion, GradedGroup, Params, Problem, Request, Sampling
 
 
-@pytest.fixture
-def restored_sigterm() -> Iterator[None]:
-    """Training catches SIGTERM for the rest of the process."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
 def changed(before: Params, after: Params) -> list[bool]:
     return [not np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (before, after)), strict=True)]
 
 
-@pytest.mark.usefixtures("restored_sigterm")
 def test_a_step_whose_judgements_all_failed_changes_nothing(tmp_path: Path):
     before, after = train_tiny(tmp_path, failing=["p", "q", "r"])
     assert not any(changed(before, after))
@@ -61,7 +52,6 @@ def test_a_step_whose_judgements_all_failed_changes_nothing(tmp_path: Path):
     assert {row["reward"] for row in generations} == {0.0, 1.0}
 
 
-@pytest.mark.usefixtures("restored_sigterm")
 def test_one_failed_judgement_leaves_out_one_prompt(tmp_path: Path):
     before, after = train_tiny(tmp_path, failing=["q"])
     assert all(changed(before, after))
@@ -84,7 +74,6 @@ def test_one_failed_judgement_leaves_out_one_prompt(tmp_path: Path):
             np.testing.assert_allclose([[row["advantage"] for row in rows]], expected, atol=1e-6)
 
 
-@pytest.mark.usefixtures("restored_sigterm")
 def test_a_method_that_reads_no_clusters_does_not_depend_on_the_judge(tmp_path: Path):
     settings: dict[str, Any] = {"algo.advantages": "grpo", "judge.max_failed_share": 0.0}
     before, after = train_tiny(tmp_path / "judged", changes=settings)
@@ -114,8 +103,11 @@ def made(steps: int) -> list[GradedGroup]:
         max_failed_share=0.0,
         timeline=Timeline(),
     )
-    batches = [asyncio.run(experience.batch(step)) for step in range(1, steps + 1)]
-    return [group for batch in batches for group in batch.graded]
+
+    async def groups() -> list[GradedGroup]:
+        return [group for step in range(1, steps + 1) for group in (await experience.batch(step)).graded]
+
+    return asyncio.run(groups())
 
 
 def test_a_problem_that_is_twice_in_a_batch_has_other_generations():
@@ -151,7 +143,6 @@ class SlowLetters(RandomLetters):
         await asyncio.sleep(0.05)
 
 
-@pytest.mark.usefixtures("restored_sigterm")
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_each_step_leaves_what_was_under_way_in_it(tmp_path: Path, staleness: int):
     settings = {"train.num_steps": 4, "train.staleness": staleness, "checkpoint.every": 2, "eval.every": 3}
@@ -201,7 +192,6 @@ class Failing(RandomLetters):
         self.count("push")
 
 
-@pytest.mark.usefixtures("restored_sigterm")
 @pytest.mark.parametrize(
     ("sampler", "trained"),
     [(Failing(generation=1), 0), (Failing(generation=3), 2), (Failing(push=1), 0), (Failing(push=4), 3)],
@@ -230,7 +220,6 @@ class Uncountable(RandomLetters):
         return {"rollouts/counted": 1.0}
 
 
-@pytest.mark.usefixtures("restored_sigterm")
 def test_every_saved_step_has_its_own_row(tmp_path: Path):
     with pytest.raises(ServerError, match="The counts are lost"):
         train_tiny(tmp_path, (), Uncountable(), changes={"train.num_steps": 3, "checkpoint.every": 50, "eval.every": 0})
@@ -239,14 +228,12 @@ def test_every_saved_step_has_its_own_row(tmp_path: Path):
     assert Checkpoints(tmp_path / "checkpoints").steps == [1]
 
 
-@pytest.mark.usefixtures("restored_sigterm")
 def test_a_judge_that_fails_too_often_ends_the_run(tmp_path: Path):
     with pytest.raises(JudgeError, match="failed on 2 of 3 prompts"):
         train_tiny(tmp_path, ["p", "q"], None, changes={"judge.max_failed_share": 0.5, "eval.every": 0})
     assert read_rows(tmp_path / "metrics.jsonl") == []
 
 
-@pytest.mark.usefixtures("restored_sigterm")
 @pytest.mark.parametrize(
     ("every", "good"), [(2, "the checkpoint of step 2 is good"), (50, "there is no checkpoint yet")]
 )
@@ -273,7 +260,6 @@ class NoLogprobs(RandomLetters):
         return completion
 
 
-@pytest.mark.usefixtures("restored_sigterm")
 def test_what_comes_from_outside_must_be_finite(tmp_path: Path):
     with pytest.raises(ValueError, match=r"sampler's log-probabilities for problem . are not finite"):
         train_tiny(tmp_path / "sampler", (), NoLogprobs(), changes={"eval.every": 0})
@@ -349,6 +335,7 @@ class Waiting(RandomLetters):
         (5, signal.SIGTERM, "SIGTERM: saved after step 2; the same command goes on from there.\n"),
     ],
 )
+@pytest.mark.usefixtures("hang_ups")
 def test_a_signal_is_honoured_while_a_server_is_awaited(
     tmp_path: Path, generation: int, number: signal.Signals, said: str, capsys: pytest.CaptureFixture[str]
 ):
