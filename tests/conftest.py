@@ -41,11 +41,13 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def hang_ups() -> Iterator[None]:
-    """SIGHUP is not ignored meanwhile, as it is where the tests are run by nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def default_signals() -> Iterator[None]:
+    """What nohup and shells have background processes ignore is not ignored meanwhile."""
+    defaults = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

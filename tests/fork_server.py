@@ -69,7 +69,8 @@ def _child(module: str, arguments: list[str], log: str) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has it ignore, and shells in the background the next
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

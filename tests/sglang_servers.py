@@ -78,13 +78,17 @@ class SGLangServer:
 
     def kill(self) -> None:
         """Ends the server, its scheduler and its detokenizer at once; the port is free afterwards."""
-        if self._process is None:
-            return
+        if self._process is not None:
+            self.send(signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal, such as SIGSTOP, to the server and all that it has started."""
+        assert self._process is not None
         for pid in [self._process.pid, *descendants(self._process.pid)]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._process.wait()
-        self._process = None
+                os.kill(pid, number)
 
 
 AnyServer = TypeVar("AnyServer", bound=SGLangServer)

@@ -335,7 +335,7 @@ class Waiting(RandomLetters):
         (5, signal.SIGTERM, "SIGTERM: saved after step 2; the same command goes on from there.\n"),
     ],
 )
-@pytest.mark.usefixtures("hang_ups")
+@pytest.mark.usefixtures("default_signals")
 def test_a_signal_is_honoured_while_a_server_is_awaited(
     tmp_path: Path, generation: int, number: signal.Signals, said: str, capsys: pytest.CaptureFixture[str]
 ):

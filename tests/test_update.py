@@ -327,9 +327,9 @@ def global_norm(leaves):
     ],
 )
 def test_learning_rates_by_hand(schedule, warmup, expected):
-    config = optimizer_config(learning_rate=8.0, schedule=schedule, warmup_updates=warmup, final_fraction=0.5)
+    config = optimizer_config(learning_rate=0.8, schedule=schedule, warmup_updates=warmup, final_fraction=0.5)
     rates = make_schedule(config, total_updates=4)
-    np.testing.assert_allclose([float(rates(update)) for update in range(7)], expected, rtol=1e-6)
+    np.testing.assert_allclose([10 * float(rates(update)) for update in range(7)], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -18,7 +18,7 @@ from poly_epo_jax.parallel.stop import Stop, Stopped
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.usefixtures("hang_ups")
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_what_hangs(number: signal.Signals):
     before, never, cancelled = signal.getsignal(number), threading.Event(), []
