@@ -74,7 +74,7 @@ def run(config: Config) -> None:
     hosts.join(config.hosts)
     jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
     _check_same_run(Path(config.workdir), config)
-    mesh, task, judge = prepare(config)
+    mesh, task, judge = hosts.on_all(lambda: prepare(config))
     with contextlib.ExitStack() as held:
         # One of the hosts holds it for all of them.
         hosts.on_first(lambda: held.enter_context(run_folder.in_use(Path(config.workdir))))

@@ -139,7 +139,7 @@ def setting_of(config: Config) -> tuple[Setting, int | None]:
     here = [] if mesh.device and mesh.devices else jax.devices()
     device = mesh.device or device_name(here[0].device_kind)
     setting = Setting(device, fill_mesh(mesh, mesh.devices or len(here)))
-    if here and (limit := (here[0].memory_stats() or {}).get("bytes_limit")):
+    if here and (limit := (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")):
         return setting, limit
     if device == "cpu":  # whose devices share one memory
         return setting, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // setting.num_devices

@@ -441,7 +441,7 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
     node.wait(process, lambda: len(read_rows(tmp_path / "run" / "metrics.jsonl")) > 4, 600)
     interrupt(process)
     assert node.end(process, 120) == 143, node.said()
-    (step,) = re.findall(r"SIGTERM: saving after step (\d+)", node.said())
+    (step,) = re.findall(r"SIGTERM: saved after step (\d+)", node.said())
     assert (tmp_path / "run" / "checkpoints" / step).is_dir()
 
 
