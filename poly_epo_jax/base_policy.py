@@ -71,7 +71,7 @@ def base_policy(config: Config, task: Task, mesh: Mesh) -> Path:
         raise ValueError(f"{type(task).__name__} has no demonstrations to fit a base policy to; set model.path.")
     folder = base_policy_folder(config.base, config.task)
     # A second run that needs the same one waits for the first to make it.
-    with exclusive(folder.with_name(f"{folder.name}.lock"), f"the base policy {folder}", wait=True):
+    with exclusive(folder.with_name(f".{folder.name}.lock"), f"the base policy {folder}", wait=True):
         if folder.exists() and _is_damaged(folder):
             shutil.rmtree(folder)
         if not folder.exists():
