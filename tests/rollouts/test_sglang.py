@@ -251,7 +251,7 @@ def test_a_worker_that_dies_behind_a_router_is_current_before_it_serves_again(se
 def test_a_request_that_the_server_refuses_ends_the_run(servers, tmp_path):
     rollouts = rollouts_of(servers, DiskSync(tmp_path, "a run", TINY, "float32"))
     asyncio.run(rollouts.push_weights(weights(1), {}, 1))
-    with pytest.raises(ServerError, match=r"refuses the prompt of problem \d: .*context"):
+    with pytest.raises(ServerError, match=r"refuses the prompt of problem \d with 400: .*context"):
         collect(rollouts, tiny_problems(2, MAX_PROMPT), 2, Sampling(2000))
 
 
