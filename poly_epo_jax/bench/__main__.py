@@ -2,6 +2,7 @@
 
 python -m poly_epo_jax.bench --config=configs/polynomial.py --config.mesh.fsdp=1 --output=runs/bench.json
 python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan        only the memory it needs, on any machine
+python -m poly_epo_jax.bench --config=configs/polaris.py --compile-for=v5p-16    what programs for it hold and do
 
 Weights and tokens are random, so no model need be here: Qwen3 models are known by name (model/presets.py). Run it after
 a change of the mesh, the rows per device or model.remat, and compare.
@@ -19,20 +20,26 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from poly_epo_jax.bench.roofline import Roofline, measure_roofline
-from poly_epo_jax.bench.stages import Stage, time_stages
+from poly_epo_jax.bench.aot.command import compile_for
+from poly_epo_jax.bench.roofline import measure_roofline
+from poly_epo_jax.bench.stages import stage_row, time_stages
 from poly_epo_jax.bench.workload import make_workload
 from poly_epo_jax.command_line import parse_flags, run_command
-from poly_epo_jax.config import Config, ConfigError, microbatch_rows
+from poly_epo_jax.config import Config, ConfigError
 from poly_epo_jax.memory_plan.tables import print_plan, print_plans
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.presets import MESHES
 from poly_epo_jax.prepare import check_memory, check_writable, model_shape
+from poly_epo_jax.rows import row_tokens
 
 PLAN = flags.DEFINE_bool("plan", False, "Only plans the memory of each device; needs none of the devices.")
 PLANS = flags.DEFINE_bool("plans", False, "The same for every mesh of poly_epo_jax/parallel/presets.py.")
-OUTPUT = flags.DEFINE_string("output", "", "Where the figures are written; empty: runs/bench.json, or runs/plan.json.")
+COMPILE_FOR = flags.DEFINE_string(
+    "compile-for", "", "Only compiles, for a machine of poly_epo_jax/parallel/presets.py that need not be here."
+)
+LAYERS = flags.DEFINE_integer("layers", 0, "Of the model, with --compile-for; 0: all.", lower_bound=0)
+OUTPUT = flags.DEFINE_string("output", "", "Where the figures are written; empty: in runs, bench.json and the like.")
 
 
 def run(config: Config, output: Path) -> None:
@@ -48,27 +55,26 @@ def run(config: Config, output: Path) -> None:
         )
     mesh = make_mesh(**config.mesh)
     shape = model_shape(config)
-    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), config.train.row_tokens)
+    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), row_tokens(config))
     check_memory(config, shape)
-    console = Console()
-    console.width = max(console.width, 100)  # of the table, also where the output is a file
+    console = _console()
     with console.status("measuring the peak rates of the device"):
         roofline = measure_roofline(config.model.dtype)
-    workload = make_workload(config, shape.vocab_size, microbatch_rows(config.train, mesh.shape))
+    workload = make_workload(config, shape.vocab_size, mesh.shape)
     stages = []
     with console.status("") as status:
         status.update("generate, or compiling the update")
         for stage in time_stages(config, shape, mesh, workload):
             stages.append(stage)
             status.update(f"after {stage.name}")
-    rows = [_row(stage, roofline, mesh.size) for stage in stages]
+    rows = [stage_row(stage, roofline, mesh.size) for stage in stages]
     setting = {
         "device": jax.devices()[0].device_kind,
         "mesh": dict(mesh.shape),
         "dtype": config.model.dtype,
         "sequences": len(workload.prompt_lengths),
         "tokens": int((workload.prompt_lengths + workload.response_lengths).sum()),
-        "microbatch_tokens": microbatch_rows(config.train, mesh.shape) * config.train.row_tokens,
+        "microbatch_tokens": workload.minibatches[0][0].tokens.size,
         "pad_share": workload.pad_share,
         "device_tflops": roofline.flops_per_second / 1e12,
         "device_gb_per_second": roofline.bytes_per_second / 1e9,
@@ -84,26 +90,17 @@ def plan(config: Config, output: Path, every_mesh: bool) -> None:
     Raises:
       ValueError, OSError: the configuration cannot run; the message says why and what to do.
     """
-    shape, console = model_shape(config), Console()
-    console.width = max(console.width, 100)
+    shape, console = model_shape(config), _console()
     found = print_plans(config, shape, MESHES, console) if every_mesh else print_plan(config, shape, console)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(found, indent=2) + "\n")
     console.print(f"Written to {output}.")
 
 
-def _row(stage: Stage, roofline: Roofline, num_devices: int) -> dict[str, Any]:
-    """The stage's figures, and its roofline: seconds that its arithmetic or its memory traffic takes at peak rates."""
-    arithmetic = stage.flops / (roofline.flops_per_second * num_devices)
-    traffic = stage.moved_bytes / (roofline.bytes_per_second * num_devices)
-    bound = max(arithmetic, traffic)
-    return dataclasses.asdict(stage) | {
-        "tokens_per_second": stage.tokens / stage.seconds if stage.seconds else 0.0,
-        "share_of_matmul_peak": arithmetic / stage.seconds if stage.seconds else 0.0,
-        "roofline_seconds": bound,
-        "share_of_roofline": bound / stage.seconds if stage.seconds else 0.0,
-        "bound": "arithmetic" if arithmetic >= traffic else "memory",
-    }
+def _console() -> Console:
+    console = Console()
+    console.width = max(console.width, 100)  # of the tables, also where the output is a file
+    return console
 
 
 def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, Any]], output: Path) -> None:
@@ -143,12 +140,15 @@ def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, An
 
 def _run_or_plan(config: Config) -> None:
     plans = PLAN.value or PLANS.value
-    output = Path(OUTPUT.value or ("runs/plan.json" if plans else "runs/bench.json"))
+    name = "plan" if plans else f"compiled-{COMPILE_FOR.value}" if COMPILE_FOR.value else "bench"
+    output = Path(OUTPUT.value or f"runs/{name}.json")
     check_writable("--output", output.parent)
     if output.is_dir():
         raise ConfigError(f"--output={output} is a folder; name a file.")
     if plans:
         plan(config, output, PLANS.value)
+    elif COMPILE_FOR.value:
+        compile_for(config, COMPILE_FOR.value, LAYERS.value, output, _console())
     else:
         run(config, output)
 

@@ -24,12 +24,12 @@ class Roofline(NamedTuple):
 
 def measure_roofline(dtype: str) -> Roofline:
     """Multiplies random square matrices of this type, and scales an array in place; both on the first device."""
-    backend = jax.default_backend()
-    size = MATRIX_SIZES.get(backend, ACCELERATOR_MATRIX_SIZE)
+    platform = jax.devices()[0].platform
+    size = MATRIX_SIZES.get(platform, ACCELERATOR_MATRIX_SIZE)
     # Random, because zeros are multiplied faster.
     matrices = [jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in (0, 1)]
     multiply = jax.jit(jnp.matmul)
-    num_bytes = COPY_BYTES.get(backend, ACCELERATOR_COPY_BYTES)
+    num_bytes = COPY_BYTES.get(platform, ACCELERATOR_COPY_BYTES)
     values = jnp.ones(num_bytes // 4, jnp.float32)
     # In place: allocating fresh memory would be measured too.
     scale = jax.jit(lambda x: x * 1.0001, donate_argnums=0)

@@ -16,12 +16,14 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from poly_epo_jax.algorithm import make_loss
-from poly_epo_jax.bench.roofline import first_and_median_seconds
+from poly_epo_jax.bench.roofline import Roofline, first_and_median_seconds
 from poly_epo_jax.bench.workload import Workload
 from poly_epo_jax.config import Config
+from poly_epo_jax.memory_plan.trained import gradient_passes
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
+from poly_epo_jax.model.lora import trained_pattern
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
 from poly_epo_jax.model.sharding import param_shardings
 from poly_epo_jax.objective import Objective
@@ -47,6 +49,20 @@ class Stage:
     moved_bytes: float | int
     compile_seconds: float
     device_bytes: int  # the most that one device holds while it runs
+
+
+def stage_row(stage: Stage, roofline: Roofline, num_devices: int) -> dict[str, Any]:
+    """The stage's figures, and its roofline: seconds that its arithmetic or its memory traffic takes at peak rates."""
+    arithmetic = stage.flops / (roofline.flops_per_second * num_devices)
+    traffic = stage.moved_bytes / (roofline.bytes_per_second * num_devices)
+    bound = max(arithmetic, traffic)
+    return dataclasses.asdict(stage) | {
+        "tokens_per_second": stage.tokens / stage.seconds if stage.seconds else 0.0,
+        "share_of_matmul_peak": arithmetic / stage.seconds if stage.seconds else 0.0,
+        "roofline_seconds": bound,
+        "share_of_roofline": bound / stage.seconds if stage.seconds else 0.0,
+        "bound": "arithmetic" if arithmetic >= traffic else "memory",
+    }
 
 
 def time_stages(config: Config, shape: ModelConfig, mesh: Mesh, workload: Workload) -> Iterator[Stage]:
@@ -126,15 +142,18 @@ class _Update:
             Objective(make_loss(config.algo), config.sampling.temperature, entropy_coef=config.algo.entropy_coef),
             config.optimizer,
             total_updates=config.train.num_steps,
+            trainable=trained_pattern(config),
         )
         self._programs: dict[str, tuple[Any, float]] = {}
-        for name, lowered in update.lower(len(self._minibatches[0][0].tokens), config.train.row_tokens).items():
+        for name, lowered in update.lower(*self._minibatches[0][0].tokens.shape).items():
             start = time.perf_counter()
             self._programs[name] = lowered.compile(), time.perf_counter() - start
         self._state = update.init(params)
         self._gradients = update.zero_gradients(self._state)
         self._batch = update.place(self._minibatches[0][0])
         self._weight_bytes, self._moment_bytes = _bytes(self._state.params), _bytes(self._state.opt_state)
+        self._trained_bytes = _bytes(self._state.trainable)
+        self._passes = gradient_passes(config, model.config)
         self._tokens = int((workload.prompt_lengths + workload.response_lengths).sum())
         self._forward = flops.forward_flops(model.config, workload.prompt_lengths, workload.response_lengths)
 
@@ -157,17 +176,18 @@ class _Update:
             self._gradients, metrics = self._programs["gradient"][0](*weights, self._gradients, self._batch)
             return metrics
 
-        return self._stage("gradient", run, times, self._tokens, 3 * self._forward, times * 4 * self._weight_bytes)
+        moved = times * 2 * (self._weight_bytes + self._trained_bytes)
+        return self._stage("gradient", run, times, self._tokens, self._passes * self._forward, moved)
 
     def optimizer(self) -> Stage:
-        """Weights and both moments are read and written, gradients read."""
+        """Weights that are trained and both moments are read and written, gradients read."""
         times = len(self._minibatches)
 
         def run() -> Any:
             self._state, metrics = self._programs["optimizer"][0](self._state, self._gradients)
             return metrics
 
-        moved = times * (3 * self._weight_bytes + 2 * self._moment_bytes)
+        moved = times * (3 * self._trained_bytes + 2 * self._moment_bytes)
         return self._stage("optimizer", run, times, self._tokens, 0.0, moved)
 
     def _stage(self, name: str, run: Callable[[], Any], times: int, tokens: int, work: float, moved: int) -> Stage:

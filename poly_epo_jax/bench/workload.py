@@ -1,12 +1,14 @@
 """The sequences of a training step that the bench times: random tokens, of lengths like those of reasoning."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 from jaxtyping import Int
 
-from poly_epo_jax.batching import PackedBatch, TrainingSequence, pack
+from poly_epo_jax.batching import PackedBatch, TrainingSequence
 from poly_epo_jax.config import Config
+from poly_epo_jax.rows import make_pack
 
 MEAN_LENGTH, SIGMA = 0.4, 0.6  # of a response: a share of sampling.max_tokens, and the spread of its logarithm
 
@@ -26,10 +28,10 @@ class Workload:
         return float(np.mean([ids == 0 for ids in segment_ids]))
 
 
-def make_workload(config: Config, vocab_size: int, num_rows: int) -> Workload:
+def make_workload(config: Config, vocab_size: int, mesh_shape: Mapping[str, int]) -> Workload:
     """Full-length prompts, and responses whose lengths are log-normal, as reasoning's are; both of random tokens.
 
-    They are packed into microbatches of `num_rows` rows.
+    They are packed into the rows of the configuration on such a mesh.
     """
     train, rng = config.train, np.random.default_rng(0)
     count = train.prompts_per_batch * train.num_generations
@@ -48,5 +50,6 @@ def make_workload(config: Config, vocab_size: int, num_rows: int) -> Workload:
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     size = train.prompts_per_minibatch * train.num_generations
-    minibatches = [pack(sequences[start : start + size], train.row_tokens, num_rows) for start in range(0, count, size)]
+    pack = make_pack(config, mesh_shape)
+    minibatches = [pack(sequences[start : start + size]) for start in range(0, count, size)]
     return Workload(prompts, responses, minibatches)

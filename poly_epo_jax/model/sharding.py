@@ -5,6 +5,7 @@ vocabulary. Rows of a batch are split over `data` and `fsdp` together.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,14 @@ from poly_epo_jax.types import Params
 ROWS = ("data", "fsdp")
 
 
-def make_mesh(data: int, fsdp: int, tensor: int, device: str = "", devices: int = 0) -> Mesh:
+def make_mesh(
+    data: int,
+    fsdp: int,
+    tensor: int,
+    device: str = "",
+    devices: int = 0,
+    available: Sequence[Any] | None = None,
+) -> Mesh:
     """A mesh over the first data * fsdp * tensor devices; one of the three may be -1 and takes what is left.
 
     Neighbours along `tensor`, then along `fsdp`, are close to each other: on TPUs in the torus, on GPUs in a node.
@@ -29,11 +37,12 @@ def make_mesh(data: int, fsdp: int, tensor: int, device: str = "", devices: int 
     Args:
       device: the kind that the devices must be, a key of DEVICES; empty: any.
       devices: how many of them to use; 0: all.
+      available: the jax.Devices to choose from, which need not be here; None: those of this process.
 
     Raises:
       ConfigError: the devices cannot be arranged so.
     """
-    available = jax.devices()
+    available = jax.devices() if available is None else available
     kind = available[0].device_kind
     if device and device_name(kind) != device:
         raise ConfigError(f"mesh.device={device}, but the devices here are {kind}; choose another mesh.")
@@ -66,6 +75,15 @@ def param_shardings(model: nnx.Module, mesh: Mesh) -> dict[str, Any]:
     )
 
 
+def platform() -> str:
+    """`cpu`, `gpu` or `tpu`: where the program that is being traced will run.
+
+    The devices of the mesh that is set say so, as programs are also compiled for devices that are not here.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device else jax.default_backend()
+
+
 def row_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of batch arrays [rows, ...]."""
     return NamedSharding(mesh, PartitionSpec(ROWS))
@@ -85,21 +103,64 @@ def constrain_rows(x: jax.Array) -> jax.Array:
 def gather_weight(weight: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """A weight gathered from its fsdp shards, so that its matmuls are split over rows and tensor only.
 
-    Left to itself, the compiler gathers the activations of all rows instead where both axes are split.
+    Left to itself, the compiler gathers the activations of all rows instead where both axes are split, and gathers a
+    weight once for each use of it.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.shape["tensor"] == 1:
-        return weight
-    gathered = (None if RULES[axis] == "fsdp" else RULES[axis] for axis in axes)
-    return jax.lax.with_sharding_constraint(weight, PartitionSpec(*gathered))
+    return _constrain(weight, [None if RULES[axis] == "fsdp" else RULES[axis] for axis in axes])
+
+
+def split_outputs(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Outputs [rows, out], split over tensor where a weight's output axes are, as its gradient will read them.
+
+    Left to itself, the compiler may keep them for the backward pass split over rows, and exchange those of all layers.
+    """
+    if "tensor" not in [RULES[axis] for axis in axes] or jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS, "tensor"))
+
+
+def summed_over_rows(
+    product: Callable[[jax.Array, jax.Array], jax.Array], shape: Sequence[int], axes: tuple[str, ...], num_inputs: int
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A weight's gradient from all rows: each device takes the product of its own, then they are summed and split.
+
+    Only so is it certain that gradients are scattered, in the type of the product. Left to itself, the compiler may
+    gather the activations of all rows, or all heads of the gradient, or give every device the sum of all.
+
+    Args:
+      product: (inputs [rows, in], gradients of outputs [rows, out]) -> [in, out], where tensor splits in or out.
+      shape, axes: the weight's; its first `num_inputs` axes are those of the inputs.
+    """
+    mesh, split = jax.sharding.get_abstract_mesh(), [RULES[axis] for axis in axes]
+    if mesh.empty:
+        return lambda x, d_out: product(x, d_out).reshape(shape)
+    own = [size // mesh.shape["tensor"] if axis == "tensor" else size for size, axis in zip(shape, split, strict=True)]
+
+    def part(x: jax.Array, d_out: jax.Array) -> jax.Array:
+        gradient = product(x, d_out).reshape(own)
+        if mesh.shape["fsdp"] > 1 and "fsdp" in split:
+            gradient = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=split.index("fsdp"), tiled=True)
+        elif mesh.shape["fsdp"] > 1:  # a thin matrix that every part has whole
+            gradient = jax.lax.psum(gradient, "fsdp")
+        return jax.lax.psum(gradient, "data") if mesh.shape["data"] > 1 else gradient
+
+    sides = split[:num_inputs], split[num_inputs:]
+    rows = tuple(PartitionSpec(ROWS, "tensor" if "tensor" in side else None) for side in sides)
+    return jax.shard_map(part, in_specs=rows, out_specs=PartitionSpec(*split), check_vma=False)
+
+
+def _constrain(x: jax.Array, spec: Sequence[str | None]) -> jax.Array:
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
 def host_mesh(mesh: Mesh) -> Mesh:
-    """A mesh of this process's devices alone; with a single process, the same mesh.
+    """A mesh of this process's devices alone; where all are of one process, the same mesh.
 
     Its `tensor` axis, then its `fsdp` axis, is as large as the host allows; the rest is `data`.
     """
-    if jax.process_count() == 1:
+    if len({device.process_index for device in mesh.devices.flat}) == 1:
         return mesh
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     tensor = math.gcd(mesh.shape["tensor"], len(local))

@@ -17,6 +17,8 @@ class Device(NamedTuple):
 
 DEVICES = {
     "cpu": Device(("cpu",), None, None, None, None),
+    "rtx4090": Device(("NVIDIA GeForce RTX 4090",), 24 * 10**9, 165.2e12, 1.008e12, 64e9, jax_share=0.75),
+    "h100": Device(("NVIDIA H100 80GB",), 80 * 10**9, 989e12, 3.35e12, 900e9, jax_share=0.75),
     "h200": Device(("NVIDIA H200",), 141 * 10**9, 989e12, 4.8e12, 900e9, jax_share=0.75),
     "v5p": Device(("TPU v5p",), 95 * 10**9, 459e12, 2.765e12, 1200e9),
     "v6e": Device(("TPU v6",), 32 * 10**9, 918e12, 1.638e12, 800e9),

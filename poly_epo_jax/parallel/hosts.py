@@ -24,6 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from poly_epo_jax.config import HostsSection
+from poly_epo_jax.first_line import first_line
 from poly_epo_jax.parallel.stop import Stopped
 
 T = TypeVar("T")
@@ -72,7 +73,7 @@ def join(section: HostsSection) -> None:
     except (ValueError, RuntimeError) as error:
         all_is_well()
         raise ValueError(
-            f"hosts.coordinator={coordinator} does not lead to the other processes ({_first_line(error)}); under "
+            f"hosts.coordinator={coordinator} does not lead to the other processes ({first_line(error)}); under "
             "SLURM, start them with srun, elsewhere set it to HOST:PORT of the first, with hosts.count and hosts.index."
         ) from error
 
@@ -154,7 +155,7 @@ async def collective(work: Awaitable[T]) -> T:
         if count() == 1:
             raise
         traceback.print_exception(error)
-        _end(f"failed where all compute together: {_first_line(error)}")
+        _end(f"failed where all compute together: {first_line(error)}")
 
 
 def on_first(function: Callable[[], T]) -> T:
@@ -181,6 +182,19 @@ def on_all(function: Callable[[], T]) -> T:
         return function()
 
     return asyncio.run(barrier(call()))
+
+
+def on_each(function: Callable[[], T]) -> list[T]:
+    """What the call returns on every process, in their order.
+
+    Raises:
+      HostError: it raised on another process. Where it did on this one, its own error is raised.
+    """
+
+    async def call() -> T:
+        return function()
+
+    return asyncio.run(gather(call())) if count() > 1 else [function()]
 
 
 def total(counts: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -221,7 +235,7 @@ def _exchange(own: bytes) -> list[bytes]:
         padded[: len(own)] = np.frombuffer(own, np.uint8)
         rows = multihost_utils.process_allgather(padded)
     except (ValueError, RuntimeError) as error:  # which of them, and what it says, depends on the backend
-        _end(f"lost touch with the others: {_first_line(error)}")
+        _end(f"lost touch with the others: {first_line(error)}")
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
@@ -255,7 +269,3 @@ def _watchdog(section: HostsSection) -> Callable[[], None]:
     # Before JAX says goodbye to the others, which it does at exit as well.
     atexit.register(end)
     return end
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

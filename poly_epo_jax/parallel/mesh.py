@@ -16,6 +16,7 @@ RULES: dict[str, str | None] = {
     "head_dim": None,
     "num_layers": None,
     "norm": None,
+    "lora_rank": None,
 }
 """Which mesh axis splits each axis of a weight. The latter is named after the field of ModelConfig that is its size."""
 

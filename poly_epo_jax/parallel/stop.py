@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Awaitable, Iterator
 from typing import TypeVar
 
@@ -29,20 +30,37 @@ class Stop:
     def __init__(self):
         self._number: int | None = None
         self._came = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def ask(self, number: int) -> None:
+        """Does what a signal does; may be called from any thread."""
+        if self._number is None:
+            self._number = number
+        loop = self._loop
+        if loop is not None:
+            # The loop may have ended since.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._came.set)
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Catches them meanwhile, in the main thread of a running loop. One that is ignored (nohup) remains so."""
-        loop = asyncio.get_running_loop()
+        """Catches them meanwhile, in a running loop. One that is ignored (nohup) remains so.
+
+        Signals come to the main thread alone; a loop in another is asked by `ask`.
+        """
+        self._loop = asyncio.get_running_loop()
+        if self._number is not None:  # asked before there was a loop
+            self._came.set()
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
         def receive(number: int, _: object) -> None:
-            if self._number is None:
-                self._number = number
             for descriptor in terminals:
                 if not os.isatty(descriptor):  # it hung up, and whatever is shown there would be an error
                     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-            loop.call_soon_threadsafe(self._came.set)
+            self.ask(number)
 
         before = {number: signal.getsignal(number) for number in NAMES}
         for number, handler in before.items():

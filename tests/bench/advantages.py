@@ -40,7 +40,7 @@ def python_loop(rewards: np.ndarray, clusters: np.ndarray, set_size: int) -> lis
     return advantages
 
 
-def median_milliseconds(function: Callable, *arguments: np.ndarray, repeats: int) -> float:
+def median_milliseconds(function: Callable, *arguments: object, repeats: int) -> float:
     jax.block_until_ready(function(*arguments))  # compiles
     times = []
     for _ in range(repeats):

@@ -19,7 +19,7 @@ if [ -n "${SMALL:-}" ]; then
   row_tokens="64 128" kernels="blockwise" slots="16 32"
 else
   settings=(--config=configs/polaris.py --config.mesh.fsdp=1 --config.rollouts.name=embedded)
-  row_tokens="16384 32768" kernels="tokamax blockwise" slots="64 128 256 512"
+  row_tokens="16384 32768" kernels="triton blockwise" slots="64 128 256 512"
 fi
 for tokens in $row_tokens; do
   for kernel in $kernels; do

@@ -1,4 +1,4 @@
-"""What update_peers.py and decode_peers.py share: the peers' environments, children that measure, and their table.
+"""What the three *_peers.py share: the peers' environments, children that measure, and their table.
 
 A peer's packages are pinned in requirements-<peer>.txt and installed into env-<peer>, beside this file. Children run on
 the CPU, all in the same way: with this package's folder to import from, and as many threads as the process has cores.
@@ -46,7 +46,7 @@ class Side:
         child = subprocess.run(command, env=environment, capture_output=True, text=True)
         if child.returncode:
             raise SystemExit(f"{' '.join(map(str, command))} failed:\n{child.stderr}")
-        return [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
+        return [json.loads(line) for line in child.stdout.splitlines() if line.startswith('{"')]
 
 
 def sides(task: str) -> list[Side]:
@@ -54,7 +54,8 @@ def sides(task: str) -> list[Side]:
     ours = [Side("ours", Path(sys.executable))] if (HERE / f"{task}_ours.py").exists() else []
     if not ours:
         CONSOLE.print(f"[bold]There is no {task}_ours.py: only the peers are measured.")
-    return ours + [Side(name, _environment(name)) for name in ("transformers", "tunix")]
+    peers = [name for name in ("transformers", "tunix", "trl") if (HERE / f"{task}_{name}.py").exists()]
+    return ours + [Side(name, _environment(name)) for name in peers]
 
 
 def _environment(name: str) -> Path:
@@ -76,14 +77,19 @@ def _environment(name: str) -> Path:
     return python
 
 
-def measure(task: str, cases: Sequence[Sequence[str]]) -> Results:
-    """Runs every side's child with the model's folder and each of `cases`, in turn, ROUNDS times over."""
+def measure(task: str, cases: Sequence[Sequence[str]], folder: str = "") -> Results:
+    """Runs every side's child with a model's folder and each of `cases`, in turn, ROUNDS times over.
+
+    Args:
+      folder: the model's; empty: that of peers_model.py.
+    """
     compared = sides(task)
     lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        model = f"{scratch}/model"
-        writer = [sys.executable, HERE / "peers_model.py", model]
-        subprocess.run(writer, env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}, check=True)
+        model = folder or f"{scratch}/model"
+        if not folder:
+            writer = [sys.executable, HERE / "peers_model.py", model]
+            subprocess.run(writer, env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}, check=True)
         for number in range(1, ROUNDS + 1):
             for arguments in cases:
                 for side in compared:

@@ -6,21 +6,15 @@ import sys
 
 import numpy as np
 import pytest
+import tiny_bench
 
 from configs import polaris, polynomial
 from poly_epo_jax.bench import __main__ as bench
+from poly_epo_jax.bench.roofline import Roofline
 from poly_epo_jax.bench.workload import make_workload
 from poly_epo_jax.choices import read_config
 
-TINY = {
-    "train.prompts_per_batch": 4,
-    "train.prompts_per_minibatch": 2,
-    "train.num_generations": 4,
-    "algo.set_size": 2,
-    "train.rows_per_device": 2,
-    "rollouts.max_concurrent": 8,
-    "base.hidden_size": 16,
-    "base.mlp_size": 32,
+TINY = tiny_bench.TINY | {
     "mesh.fsdp": 1,
 }
 
@@ -34,7 +28,7 @@ def tiny_config(**changes):
 @pytest.fixture
 def small_roofline(monkeypatch):
     """The measured ones take seconds; here only arithmetic with them matters."""
-    monkeypatch.setattr(bench, "measure_roofline", lambda dtype: bench.Roofline(1e9, 1e9))
+    monkeypatch.setattr(bench, "measure_roofline", lambda dtype: Roofline(1e9, 1e9))
 
 
 def figures(config, tmp_path):
@@ -57,6 +51,7 @@ def test_every_stage_of_a_run_with_the_embedded_sampler(small_roofline, tmp_path
     assert "gradient" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_weights_for_servers_are_written_and_removed(small_roofline, tmp_path):
     changes = {"rollouts.name": "sglang", "rollouts.urls": "http://127.0.0.1:1", "judge.name": "exact"}
     found = figures(tiny_config(**changes, **{"rollouts.weights_dir": str(tmp_path / "weights")}), tmp_path)
@@ -67,7 +62,7 @@ def test_weights_for_servers_are_written_and_removed(small_roofline, tmp_path):
 
 def test_the_papers_batch_packs_with_less_than_five_percent_padding():
     """512 sequences a minibatch, their lengths log-normal, in rows of 16,384 tokens, four to a microbatch."""
-    workload = make_workload(read_config(polaris.get_config()), vocab_size=100, num_rows=4)
+    workload = make_workload(read_config(polaris.get_config()), 100, {"data": 1, "fsdp": 4})
     assert [len(workload.response_lengths), len(workload.minibatches)] == [1024, 2]
     assert 0.35 * 4096 < workload.response_lengths.mean() < 0.45 * 4096
     assert np.percentile(workload.response_lengths, 99) > 2 * workload.response_lengths.mean()

@@ -25,6 +25,7 @@ CHANGES = {
     "train.prompts_per_batch": 6,  # which four processes cannot share evenly
     "train.prompts_per_minibatch": 3,
 }
+XLA_WARNING = re.compile(r"W\d{4} \S+ +\d+ \w+\.cc:\d+\] ")
 SAMPLED = ("step", "problem", "occurrence", "prompt", "generation", "response", "reward", "cluster")
 
 
@@ -54,14 +55,13 @@ def assert_same(run: Run, single: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "mesh"), [(2, {"mesh.fsdp": 2}), (4, {"mesh.data": 2, "mesh.fsdp": 2})])
-def test_several_train_as_one(single: Run, count: int, mesh: dict[str, int]):
-    run = run_of(single, f"of-{count}", count, **mesh)
+def test_several_train_as_one(single: Run):
+    run = run_of(single, "of-4", 4, **{"mesh.data": 2, "mesh.fsdp": 2})
     run.finish()
     assert_same(run, single)
     # One process logs.
     assert f"Done: {run.folder}" in run.log(0)
-    assert all("step" not in run.log(index) for index in range(1, count))
+    assert all("step" not in run.log(index) for index in range(1, 4))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def eventful(single: Run) -> tuple[Run, list[str]]:
         pair = by(2)
         codes = pair.stop(step, 0.0, signal.SIGKILL, index=killed)
         assert codes[killed] == -signal.SIGKILL and codes[1 - killed] != 0
-        others_died.append(pair.log(1 - killed))
+        others_died.append(pair.log(1 - killed, until="from the last checkpoint."))
     alone = by(1)
     alone.finish()
     return alone, others_died
@@ -126,6 +126,7 @@ async def work(fails):
 
 gathered = asyncio.run(hosts.gather(work(False)))
 print([len(one) for one in gathered], len(asyncio.run(hosts.barrier(work(False)))), hosts.on_first(lambda: index))
+print(hosts.on_each(lambda: 10 * index))
 for fails in (index == 1, index == 0, True):
     for way in (hosts.gather, hosts.barrier):
         try:
@@ -163,7 +164,10 @@ for order in ([0, 1, 2, 3], [0, 2, 1, 3], [3, 1, 2, 0]):
 
 
 def said_by_two(script: str, devices: int = 1, code: int = 0) -> list[list[str]]:
-    """The lines that two processes with so many devices each print; the script has join() called for it."""
+    """The lines that two processes with so many devices each print, but XLA's warnings.
+
+    The script has join() called for it.
+    """
     coordinator = f"127.0.0.1:{free_port()}"
     flags = f"--xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"JAX_COORDINATOR_BIND_ADDRESS": coordinator, "XLA_FLAGS": flags}
@@ -179,7 +183,7 @@ def said_by_two(script: str, devices: int = 1, code: int = 0) -> list[list[str]]
     ]
     said = [one.communicate(timeout=120)[1].splitlines() for one in processes]
     assert [one.returncode for one in processes] == [code, code]
-    return said
+    return [[line for line in lines if not XLA_WARNING.match(line)] for lines in said]
 
 
 @pytest.mark.slow
@@ -187,8 +191,8 @@ def test_what_fails_on_one_is_raised_on_all():
     zero, one = ["ValueError no luck on 0"] * 2, ["ValueError no luck on 1"] * 2
     of_zero, of_one = (["HostError Process 0 of 2: no luck on 0"] * 2, ["HostError Process 1 of 2: no luck on 1"] * 2)
     first, second = said_by_two(FAILING)
-    assert first == ["[1, 10] 1 0", *of_one, *zero, *zero, "ZeroDivisionError division by zero"]
-    assert second == ["[1, 10] 10 0", *one, *of_zero, *one, "HostError Process 0 of 2: division by zero"]
+    assert first == ["[1, 10] 1 0", "[0, 10]", *of_one, *zero, *zero, "ZeroDivisionError division by zero"]
+    assert second == ["[1, 10] 10 0", "[0, 10]", *one, *of_zero, *one, "HostError Process 0 of 2: division by zero"]
 
 
 @pytest.mark.slow

@@ -92,6 +92,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_what_is_shown_on_a_lost_terminal_is_no_error(tmp_path: Path):
     ours, theirs = pty.openpty()
     command = ["setsid", "--ctty", "--wait", sys.executable, "-c", ON_A_TERMINAL, str(tmp_path / "said")]

@@ -1,7 +1,8 @@
 """Attention in plain JAX that never holds the [T, T] scores, but blocks of them (FlashAttention-2, Dao 2023).
 
-A block of queries visits only the blocks of keys from the start of its earliest segment to itself, so that time depends
-on the lengths of the packed sequences and not of the row. On a CPU it takes a third of the time of the whole matrix.
+A block of queries visits only the blocks of keys from the start of its earliest segment to itself, and before these
+those of the prompts that it shares, so that time depends on the lengths of the packed sequences and not of the row. On
+a CPU it takes a third of the time of the whole matrix.
 """
 
 import functools
@@ -10,31 +11,23 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
+
+from poly_epo_jax.model.attention.segments import Segments, whole_blocks
 
 BLOCK = 128  # tokens; scores of this many queries and keys fit a CPU core's cache
 NEVER = -1e30  # the score of an invisible key; finite, so that a block without visible keys gives no NaN
 
 
 def blockwise_attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B T K D"],
-    v: Float[Array, "B T K D"],
-    segment_ids: Int[Array, "B T"],
+    q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], segments: Segments
 ) -> Float[Array, "B T H D"]:
-    """As `attention.packed_attention`; the backward pass recomputes each block's scores."""
+    """As `packed_attention`; the backward pass recomputes each block's scores."""
     length, block = q.shape[1], min(BLOCK, q.shape[1])
-    padding = [(0, 0), (0, -length % block)]
-    starts = segment_starts(jnp.pad(segment_ids, padding))
-    q, k, v = (jnp.pad(x, [*padding, (0, 0), (0, 0)]) for x in (q * q.shape[-1] ** -0.5, k, v))
-    out = _attend(_query_blocks(q, k.shape[2], block), _blocks(k, block), _blocks(v, block), starts)
+    q, k, v = whole_blocks(block, q * q.shape[-1] ** -0.5, k, v)
+    seen = segments.lengthened(block)
+    out = _attend(_query_blocks(q, k.shape[2], block), _blocks(k, block), _blocks(v, block), seen)
     return _rows(out, q.shape[2])[:, :length]
-
-
-def segment_starts(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The index at which each token's segment begins."""
-    is_first = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], [(0, 0), (1, 0)], constant_values=True)
-    return jax.lax.cummax(jnp.where(is_first, jnp.arange(segment_ids.shape[1])[None], 0), axis=1)
 
 
 # In blocks, queries are [blocks, B, K, G * block, D], with the G query heads of a key head one after another; keys and
@@ -62,48 +55,58 @@ def _rows(x, heads):
 class _Step(NamedTuple):
     """Which keys a block of queries sees."""
 
-    starts: jax.Array  # [B, T] of each query's segment
+    seen: Segments  # of this block's queries, [B, block]
     query_block: jax.Array
     block: int
     groups: int
 
-    def first_key_block(self):
-        return jnp.min(self._starts()) // self.block
+    def key_blocks(self):
+        """How many blocks of keys it visits, and (i) -> the i-th: those of shared prompts, then its own segments'."""
+        seen, own = self.seen, jnp.min(self.seen.first) // self.block
+        prompt = jnp.min(seen.prompt) // self.block
+        prompt_end = -(-jnp.max(seen.prompt_end) // self.block)
+        shared = jnp.maximum(jnp.minimum(prompt_end, own) - prompt, 0)
+        return shared + self.query_block + 1 - own, lambda i: jnp.where(i < shared, prompt + i, own + i - shared)
 
     def visible(self, key_block):
         """[B, 1, G * block, block]."""
-        position = jnp.arange(self.block)
-        keys, queries = key_block * self.block + position, self.query_block * self.block + position
-        causal = keys[None] <= queries[:, None]
-        seen = (keys[None, None] >= self._starts()[:, :, None]) & causal[None]
+        index = jnp.arange(self.block)
+        keys, queries = (key_block * self.block + index)[None, None], self.query_block * self.block + index
+        first, prompt, prompt_end = (x[:, :, None] for x in (self.seen.first, self.seen.prompt, self.seen.prompt_end))
+        own = (keys >= first) & (keys <= queries[None, :, None])
+        seen = own | ((keys >= prompt) & (keys < prompt_end))
         return jnp.tile(seen, (1, self.groups, 1))[:, None]
 
-    def _starts(self):
-        return jax.lax.dynamic_slice_in_dim(self.starts, self.query_block * self.block, self.block, axis=1)
 
-
-def _steps(q, k, starts):
+def _steps(q, k, seen):
     """(query_block) -> _Step."""
-    return functools.partial(_Step, starts, block=k.shape[3], groups=q.shape[3] // k.shape[3])
+    block, groups = k.shape[3], q.shape[3] // k.shape[3]
+
+    def step(query_block):
+        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, query_block * block, block, axis=1), seen)
+        return _Step(own, query_block, block, groups)
+
+    return step
 
 
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
-def _attend(q, k, v, starts):
-    return _forward(q, k, v, starts)[0]
+def _attend(q, k, v, seen):
+    return _forward(q, k, v, seen)[0]
 
 
-def _forward(q, k, v, starts):
-    make_step = _steps(q, k, starts)
+def _forward(q, k, v, seen):
+    make_step = _steps(q, k, seen)
 
     def one_query_block(inputs):
         query_block, q = inputs
         step = make_step(query_block)
+        count, key_block = step.key_blocks()
 
-        def one_key_block(j, carry):
-            largest, total, out = carry
+        def one_key_block(i, carry):
+            j, (largest, total, out) = key_block(i), carry
             scores = jnp.where(step.visible(j), _einsum("bkqd,bksd->bkqs", q, k[j]), NEVER)
             new_largest = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
             p, shrink = jnp.exp(scores - new_largest), jnp.exp(largest - new_largest)
@@ -112,26 +115,27 @@ def _forward(q, k, v, starts):
 
         zero = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
         carry = jnp.full_like(zero, NEVER), zero, jnp.zeros(q.shape, jnp.float32)
-        largest, total, out = jax.lax.fori_loop(step.first_key_block(), query_block + 1, one_key_block, carry)
+        largest, total, out = jax.lax.fori_loop(0, count, one_key_block, carry)
         return (out / total).astype(q.dtype), largest + jnp.log(total)
 
     outputs = jax.lax.map(one_query_block, (jnp.arange(q.shape[0]), q))
     # The name lets remat keep these, which are all that the backward pass needs of this loop.
     out, log_normalizer = checkpoint_name(outputs, "attention")
-    return out, (q, k, v, starts, out, log_normalizer)
+    return out, (q, k, v, seen, out, log_normalizer)
 
 
 def _backward(residuals, d_out):
-    q, k, v, starts, out, log_normalizer = residuals
-    make_step = _steps(q, k, starts)
+    q, k, v, seen, out, log_normalizer = residuals
+    make_step = _steps(q, k, seen)
 
     def one_query_block(carry, inputs):
         query_block, q, out, log_normalizer, d_out = inputs
         step = make_step(query_block)
+        count, key_block = step.key_blocks()
         out_dot = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
 
-        def one_key_block(j, carry):
-            d_k, d_v, d_q = carry
+        def one_key_block(i, carry):
+            j, (d_k, d_v, d_q) = key_block(i), carry
             scores = _einsum("bkqd,bksd->bkqs", q, k[j])
             p = jnp.where(step.visible(j), jnp.exp(scores - log_normalizer), 0.0)
             d_scores = p * (_einsum("bkqd,bksd->bkqs", d_out, v[j]) - out_dot)
@@ -141,7 +145,7 @@ def _backward(residuals, d_out):
             return d_k, d_v, d_q + _einsum("bkqs,bksd->bkqd", d_scores, k[j])
 
         carry = (*carry, jnp.zeros(q.shape, jnp.float32))
-        d_k, d_v, d_q = jax.lax.fori_loop(step.first_key_block(), query_block + 1, one_key_block, carry)
+        d_k, d_v, d_q = jax.lax.fori_loop(0, count, one_key_block, carry)
         return (d_k, d_v), d_q.astype(q.dtype)
 
     zeros = jnp.zeros(k.shape, jnp.float32)

@@ -1,0 +1,98 @@
+"""The figures of compiled programs as tables."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+SMALL_BYTES = 10**7  # collectives that send less are not shown
+
+
+def show(found: Mapping[str, Any], console: Console) -> None:
+    """Prints what `command.compile_for` has found."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
+    console.print(
+        f"{found['machine']}, mesh {mesh}; {found['model']}, {found['num_layers']} layers, remat={found['remat']}, "
+        f"{found['rows_per_device']} rows of {found['row_tokens']:,} tokens on each device. Nothing was run.",
+        soft_wrap=True,
+    )
+    console.print(_programs(found["programs"]))
+    for sentence in _named(found["programs"]):
+        console.print(sentence, soft_wrap=True)
+    console.print(_collectives(found["programs"]))
+    console.print(_costs(found["programs"]["gradient"]))
+    step = found["step"]
+    ratio = step["attention_work_ratio"]
+    console.print(
+        f"A step's update: {step['update_seconds']:.1f} s at least, an MFU of {step['update_mfu']:.0%} (gradient: "
+        f"{step['gradient_mfu']:.0%}), for sequences of {step['tokens_per_sequence']:,.0f} tokens on average. What "
+        "fusions take on TPUs is XLA's own estimate. All else is arithmetic, with the rates that makers state: matrix "
+        "products, memory, kernels, and the links that are waited for."
+        + (f" Attention visits {ratio:.2f} times the pairs of tokens that the sequences have." if ratio else ""),
+        soft_wrap=True,
+    )
+    for advice in found["advice"]:
+        console.print(f"{advice['setting']} would save {advice['saved_seconds']:.2g} s: {advice['reason']}.")
+
+
+def _programs(programs: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("program", no_wrap=True)
+    for column in ("GB", "plan", "TFLOP", "useful", "s", "XLA", "arithmetic", "kernels", "links"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, program in programs.items():
+        memory, seconds = program["memory"], program["seconds"]
+        table.add_row(
+            name,
+            f"{memory['total'] / 1e9:.1f}",
+            f"{memory['planned'] / 1e9:.1f}" if memory["planned"] else "",
+            f"{program['product_tflop'] + program['kernel_tflop']:.4g}",
+            f"{program['useful_share']:.0%}" if program["useful_share"] else "",
+            f"{program['total_seconds']:.3g}",
+            *(f"{seconds[kind]:.3g}" for kind in ("xla", "arithmetic", "kernels", "links")),
+        )
+    return table
+
+
+def _named(programs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for name, program in programs.items():
+        kernels = ", ".join(f"{count} {kernel}" for kernel, count in program["kernels"].items())
+        logits = ", ".join(program["vocabulary_arrays"])
+        if kernels:
+            yield f"{name} runs the kernels {kernels}."
+        if logits:
+            yield f"{name} holds arrays of its tokens by the vocabulary: {logits}."
+
+
+def _costs(program: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("largest costs of the gradient, by where they come from")
+    table.add_column("s", justify="right")
+    table.add_column("share", justify="right")
+    for origin, seconds in program["largest_costs"].items():
+        table.add_row(origin, f"{seconds:.3f}", f"{seconds / program['total_seconds']:.0%}")
+    return table
+
+
+def _collectives(programs: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("program", "collective", "of", "where", "how"):
+        table.add_column(column, no_wrap=True)
+    for column in ("runs", "GB sent", "s waited for"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, program in programs.items():
+        for one in program["collectives"]:
+            if one["sent_bytes"] >= SMALL_BYTES:
+                table.add_row(
+                    name,
+                    one["kind"],
+                    one["type"],
+                    "in a loop" if one["in_loop"] else "once",
+                    "asynchronous" if one["asynchronous"] else "synchronous",
+                    f"{one['runs']:,}",
+                    f"{one['sent_bytes'] / 1e9:.2f}",
+                    f"{one['waited_seconds']:.3f}",
+                )
+    return table

@@ -1,0 +1,88 @@
+"""A run's programs compiled for TPUs, two layers deep but as wide as Qwen3-4B: what they hold, send and compute.
+
+Nothing is run. Needs the environment of launch/compiler_env.sh, which launch/test.sh makes.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from configs import polaris
+from poly_epo_jax.bench.aot.command import compile_for
+from poly_epo_jax.bench.aot.topology import HOST_SHAPES, TPU_SHAPES, preset_devices
+from poly_epo_jax.choices import read_config
+from poly_epo_jax.config import ConfigError
+from poly_epo_jax.parallel.presets import MESHES
+
+ROOT = Path(__file__).parents[3]
+PYTHON = ROOT / ".venv-tpu" / "bin" / "python"
+
+MACHINES = {"v5p-8": (), "v6e-8": (), "v5p-8 over tensor": ("--config.mesh.fsdp=2", "--config.mesh.tensor=2")}
+NEEDED = {"logprobs": 1, "gradient": 2, "optimizer": 0}
+
+
+def compiled(case: str, output: Path) -> dict:
+    name = case.split()[0]
+    command = [PYTHON, "-m", "poly_epo_jax.bench", f"--config=configs/polaris.py:{name}", f"--compile-for={name}"]
+    command += ["--layers=2", f"--output={output}", *MACHINES[case]]
+    without_ours = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_"))}
+    outcome = subprocess.run(command, cwd=ROOT, env=without_ours, capture_output=True, text=True, timeout=1200)
+    assert outcome.returncode == 0, outcome.stderr
+    return json.loads(output.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="needs the environment of: bash launch/compiler_env.sh tpu")
+@pytest.mark.parametrize("case", MACHINES)
+def test_programs_for_tpus(case: str, tmp_path: Path):
+    found = compiled(case, tmp_path / "compiled.json")
+    gradient = found["programs"]["gradient"]
+    for name, program in found["programs"].items():
+        assert program["vocabulary_arrays"] == [], name
+        gathers = [one for one in program["collectives"] if one["in_loop"] and one["kind"] == "all-gather"]
+        sent = sum(one["sent_bytes"] for one in gathers)
+        # Weights are gathered in the compute type, and no more often than they are needed: forwards, and once more
+        # where activations are recomputed. Where tensor splits a layer, activations are gathered as well.
+        assert sum(one["sent_bytes"] for one in gathers if one["type"] == "f32") <= 0.02 * sent, name
+        if found["mesh"]["tensor"] == 1:
+            weights = 2 * 101e6 * 2 * (1 - 1 / found["mesh"]["fsdp"])
+            assert sent <= 1.05 * NEEDED[name] * weights, name
+    scattered = {one["type"] for one in gradient["collectives"] if one["kind"] == "reduce-scatter"}
+    assert scattered == {"f32"}
+    assert any("splash" in kernel for kernel in gradient["kernels"])
+    # Two layers of 101 M weights: forwards, once more, and backwards at twice the work.
+    layers = 2 * 2 * 101e6 * found["row_tokens"] / 1e12 / found["mesh"]["tensor"]
+    assert gradient["product_tflop"] > 3.5 * layers
+    assert 0 < gradient["useful_share"] < 1 and 0 < found["step"]["gradient_mfu"] < 1
+    memory = gradient["memory"]
+    assert memory["total"] == sum(memory[key] for key in ("arguments", "results", "temporaries", "beside"))
+
+
+def test_every_tpu_of_the_presets_has_a_shape():
+    others = ("cpu", "rtx4090", "h100", "h200")
+    tpus = [preset for preset in MESHES.values() if preset["device"] not in others]
+    assert {(preset["device"], preset["devices"]) for preset in tpus} == set(TPU_SHAPES)
+    for preset in tpus:
+        sizes = [int(size) for size in TPU_SHAPES[preset["device"], preset["devices"]].split("x")]
+        along = zip(sizes, HOST_SHAPES[preset["devices"] // preset["processes"]], strict=False)
+        assert all(size % host == 0 for size, host in along)
+
+
+@pytest.mark.parametrize(
+    "name, says", [("v5p-8", "launch/compiler_env.sh tpu"), ("h200x4", "launch/compiler_env.sh gpu")]
+)
+def test_without_a_compiler_the_sentence_names_the_script(name: str, says: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    with pytest.raises(ConfigError, match=says):
+        preset_devices(MESHES[name])
+
+
+def test_unknown_machines_are_refused(tmp_path: Path):
+    config = read_config(polaris.get_config())
+    for name, says in (("v7x-8", "choose one of laptop"), ("laptop", "choose an H200's or a TPU's")):
+        with pytest.raises(ConfigError, match=says):
+            compile_for(config, name, 2, tmp_path / "out.json", Console())

@@ -1,0 +1,158 @@
+import contextlib
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from packings import (
+    devices_elsewhere,
+    output_and_gradients,
+    random_inputs,
+    random_packing,
+    shared_packing,
+    visible,
+    visible_where_shared,
+    whole_matrix,
+)
+
+from poly_epo_jax.model import attention
+from poly_epo_jax.model.attention import IMPLEMENTATIONS, blockwise, cached_attention, fastest, packed_attention
+from poly_epo_jax.model.sharding import make_mesh
+
+SHAPES = [(1, 1), (4, 1), (4, 2), (6, 6)]  # query heads, key heads
+
+
+def attention_reference(q, k, v, visible):
+    """softmax(q k' / sqrt(D)) v in float64, one query at a time; visible(b, t) lists the keys that it sees."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    out = np.zeros_like(q)
+    for b, t, h in np.ndindex(q.shape[:3]):
+        keys, kv_head = visible(b, t), h * k.shape[2] // q.shape[2]
+        scores = k[b, keys, kv_head] @ q[b, t, h] / np.sqrt(q.shape[-1])
+        weights = np.exp(scores - scores.max())
+        out[b, t, h] = weights @ v[b, keys, kv_head] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("block", [4, 17, 64])  # 17 tokens: with padding, exactly, and in one block
+@pytest.mark.parametrize(("heads", "kv_heads"), SHAPES)
+def test_blockwise_matches_a_float64_loop(heads, kv_heads, block, monkeypatch):
+    monkeypatch.setattr(blockwise, "BLOCK", block)
+    rng = np.random.default_rng(heads)
+    segment_ids = random_packing(rng, rows=3, length=17)
+    q, k, v = random_inputs(rng, 3, 17, heads, kv_heads, head_dim=6)
+    seen = visible(segment_ids)
+    expected = attention_reference(q, k, v, lambda b, t: np.flatnonzero(seen[b, t]))
+    out = packed_attention(*map(jnp.asarray, (q, k, v, segment_ids)), implementation="blockwise")
+    np.testing.assert_allclose(out, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), SHAPES)
+def test_cached_attention_sees_exactly_its_mask(heads, kv_heads):
+    rng = np.random.default_rng(heads)
+    q, k, v = random_inputs(rng, 3, 9, heads, kv_heads, head_dim=4)
+    q, visible = q[:, :1], rng.random((3, 9)) < 0.5
+    visible[:, 4] = True
+    expected = attention_reference(q, k, v, lambda b, t: np.flatnonzero(visible[b]))
+    out = cached_attention(*map(jnp.asarray, (q[:, 0], k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), visible)))
+    np.testing.assert_allclose(out, expected[:, 0], atol=1e-5, rtol=0)
+
+
+def test_auto_is_blockwise_on_the_cpu():
+    rng = np.random.default_rng(0)
+    q, k, v = map(jnp.asarray, random_inputs(rng, 1, 9, 2, 1, 4))
+    ids = jnp.asarray(random_packing(rng, 1, 9))
+    np.testing.assert_array_equal(packed_attention(q, k, v, ids), packed_attention(q, k, v, ids, "blockwise"))
+
+
+def assert_same_as_the_whole_matrix(implementation, inputs, segment_ids, mesh=None, atol=1e-4):
+    expected = output_and_gradients(whole_matrix, inputs, segment_ids)
+    attend = functools.partial(packed_attention, implementation=implementation)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        found = output_and_gradients(attend, inputs, segment_ids)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("block", [8, 32, 64])
+@pytest.mark.parametrize("seed", range(3))
+def test_blockwise_gradients_are_those_of_the_whole_matrix(block, seed, monkeypatch):
+    monkeypatch.setattr(blockwise, "BLOCK", block)
+    rng = np.random.default_rng(seed)
+    inputs, segment_ids = random_inputs(rng, 2, 61, 4, 2, head_dim=6), random_packing(rng, 2, 61)
+    assert_same_as_the_whole_matrix("blockwise", inputs, segment_ids, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [8, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_blockwise_shares_prompts_as_the_whole_matrix_does(block, seed, monkeypatch):
+    monkeypatch.setattr(blockwise, "BLOCK", block)
+    rng = np.random.default_rng(seed)
+    inputs, (segment_ids, positions) = random_inputs(rng, 2, 61, 4, 2, head_dim=6), shared_packing(rng, 2, 61)
+    seen = visible_where_shared(segment_ids, positions)
+    assert (seen.sum() > visible(segment_ids).sum()) and (positions.max() < 61)
+    expected = output_and_gradients(functools.partial(whole_matrix, seen=jnp.asarray(seen)), inputs, segment_ids)
+    attend = functools.partial(packed_attention, implementation="blockwise", positions=jnp.asarray(positions))
+    for x, y in zip(output_and_gradients(attend, inputs, segment_ids), expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5, rtol=0)
+
+
+def test_blockwise_visits_no_keys_between_a_prompt_and_the_segment_that_shares_it(monkeypatch):
+    """Keys that are not numbers would show in the output: their blocks are not even read."""
+    monkeypatch.setattr(blockwise, "BLOCK", 8)
+    q, k, v = random_inputs(np.random.default_rng(0), 1, 48, 2, 1, head_dim=4)
+    segment_ids, shared, own = np.repeat([[1, 2, 3]], 16, axis=1), np.arange(16), 16 + np.arange(16)
+    positions = np.concatenate([shared, own, own])[None]
+    k[:, 16:32] = np.nan
+    arrays = (jnp.asarray(x) for x in (q, k, v, segment_ids))
+    out = packed_attention(*arrays, implementation="blockwise", positions=jnp.asarray(positions))
+    assert np.isfinite(out[:, :16]).all() and np.isnan(out[:, 16:32]).all() and np.isfinite(out[:, 32:]).all()
+    k[:, :8] = np.nan
+    arrays = (jnp.asarray(x) for x in (q, k, v, segment_ids))
+    out = packed_attention(*arrays, implementation="blockwise", positions=jnp.asarray(positions))
+    assert np.isnan(out).all()
+
+
+def test_blockwise_visits_no_keys_before_the_earliest_segment(monkeypatch):
+    """Keys that are not numbers would show in the output: their blocks are not even read."""
+    monkeypatch.setattr(blockwise, "BLOCK", 8)
+    q, k, v = random_inputs(np.random.default_rng(0), 1, 32, 2, 1, head_dim=4)
+    segment_ids = np.repeat([[1, 2]], 16, axis=1)
+    k[:, :16] = np.nan
+    out = packed_attention(*map(jnp.asarray, (q, k, v, segment_ids)), implementation="blockwise")
+    assert np.isnan(out[:, :16]).all()
+    assert np.isfinite(out[:, 16:]).all()
+
+
+def test_blockwise_never_holds_the_whole_matrix():
+    def temporary_bytes(attend):
+        shapes = [(1, 2048, heads, 4) for heads in (4, 2, 2)]
+        inputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        gradient = jax.grad(lambda q, k, v: attend(q, k, v, jnp.ones((1, 2048), jnp.int32)).sum(), (0, 1, 2))
+        memory: Any = jax.jit(gradient).lower(*inputs).compile().memory_analysis()
+        return memory.temp_size_in_bytes
+
+    all_scores = 4 * 2048**2 * 4
+    assert temporary_bytes(whole_matrix) >= all_scores
+    assert temporary_bytes(functools.partial(packed_attention, implementation="blockwise")) < all_scores / 16
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_under_a_mesh_each_device_runs_the_kernel_on_its_rows_and_heads(implementation: str):
+    rng = np.random.default_rng(0)
+    inputs, segment_ids = random_inputs(rng, 2, 256, 4, 2, head_dim=64), random_packing(rng, 2, 256)
+    assert_same_as_the_whole_matrix(implementation, inputs, segment_ids, make_mesh(data=1, fsdp=2, tensor=2), atol=1e-4)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", "blockwise"), ("gpu", "triton"), ("tpu", "splash")])
+def test_auto_is_the_kernel_of_the_devices_that_are_traced_for(device: str, expected: str, monkeypatch):
+    with devices_elsewhere(device):
+        assert fastest("auto") == expected
+        assert fastest("splash") == "splash"
+        monkeypatch.setattr(attention, "distrusted", {"triton", "splash"})
+        assert fastest("auto") == "blockwise"
+        assert fastest("splash") == "splash"

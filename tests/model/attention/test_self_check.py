@@ -1,0 +1,146 @@
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from poly_epo_jax.config import ConfigError
+from poly_epo_jax.model import attention
+from poly_epo_jax.model.attention import self_check, triton
+from poly_epo_jax.model.attention.self_check import AttentionCheck, check_attention, trust_attention
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.sharding import make_mesh
+
+SHAPE = ModelConfig(32, 32, 32, 1, 4, 2, 16, dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def as_on_an_accelerator(monkeypatch):
+    """This machine's kernel is a copy of the plain form, and cases are small."""
+    monkeypatch.setattr(self_check, "SEGMENTS", ((1, 30, 70, 6, 60, 30), (200,)))
+    monkeypatch.setattr(attention, "IMPLEMENTATIONS", dict(attention.IMPLEMENTATIONS))
+    monkeypatch.setattr(attention, "distrusted", set())
+    break_kernel(monkeypatch, lambda attend: attend)
+
+
+def break_kernel(monkeypatch, change) -> None:
+    """What `auto` takes here is the plain form with a change."""
+    monkeypatch.setitem(attention.IMPLEMENTATIONS, "copy", change(attention.IMPLEMENTATIONS["blockwise"]))
+    monkeypatch.setattr(attention, "KERNELS", {"cpu": "copy"})
+
+
+def without_segments(attend):
+    def changed(q, k, v, segments):
+        return attend(q, k, v, dataclasses.replace(segments, first=0 * segments.first))
+
+    return changed
+
+
+def one_key_too_few(attend):
+    def changed(q, k, v, segments):
+        position = jnp.arange(segments.first.shape[1])[None]
+        return attend(q, k, v, dataclasses.replace(segments, first=jnp.minimum(segments.first + 1, position)))
+
+    return changed
+
+
+def wrong_gradient(attend):
+    @jax.custom_vjp
+    def changed(q, k, v, segments):
+        return attend(q, k, v, segments)
+
+    def backward(inputs, d_out):
+        d_q, d_k, d_v = jax.vjp(lambda *x: attend(*x, inputs[3]), *inputs[:3])[1](d_out)
+        return d_q, 0.9 * d_k, d_v, None
+
+    changed.defvjp(lambda *inputs: (attend(*inputs), inputs), backward)
+    return changed
+
+
+def raises(attend):
+    def changed(q, k, v, segments):
+        raise NotImplementedError("sm_52 has no such instruction\nand a long trace")
+
+    return changed
+
+
+def check() -> AttentionCheck:
+    return check_attention("copy", jax.devices()[0], SHAPE)
+
+
+def trust(tmp_path: Path, asked: str = "auto") -> None:
+    trust_attention(asked, SHAPE, make_mesh(1, 1, 1), tmp_path / "compiled" / "attention.json")
+
+
+def test_a_right_kernel_passes():
+    found = check()
+    assert found.passed and found.values < 1e-5 and found.gradients < 1e-5
+    assert str(found).startswith("the attention kernel copy is right on cpu: relative errors of values ")
+
+
+@pytest.mark.parametrize("broken", [without_segments, one_key_too_few, wrong_gradient])
+def test_a_wrong_kernel_is_found(broken, monkeypatch):
+    break_kernel(monkeypatch, broken)
+    found = check()
+    assert not found.passed and not found.error
+    assert (found.values < 1e-5) == (broken is wrong_gradient)
+
+
+def test_a_kernel_that_cannot_run_says_why(monkeypatch):
+    break_kernel(monkeypatch, raises)
+    assert str(check()) == "the attention kernel copy does not run on cpu (sm_52 has no such instruction)"
+
+
+def test_nan_is_wrong(monkeypatch):
+    break_kernel(monkeypatch, lambda attend: lambda *inputs: np.nan * attend(*inputs))
+    assert check().values == np.inf
+
+
+def test_auto_leaves_a_wrong_kernel_and_says_so(tmp_path, monkeypatch, capsys):
+    break_kernel(monkeypatch, without_segments)
+    trust(tmp_path)
+    assert attention.fastest("auto") == "blockwise" and attention.distrusted == {"copy"}
+    said = capsys.readouterr().err
+    assert said.startswith("Warning: the attention kernel copy is wrong on cpu: ") and said.count("\n") == 1
+    assert not (tmp_path / "compiled").exists()
+
+
+def test_a_wrong_kernel_that_is_named_is_refused(tmp_path, monkeypatch):
+    break_kernel(monkeypatch, without_segments)
+    with pytest.raises(
+        ConfigError, match=r"^model.attention=copy: the attention kernel copy is wrong on .*; set model.attention=auto"
+    ):
+        trust(tmp_path, "copy")
+
+
+def test_what_has_passed_is_remembered_until_something_changes(tmp_path, monkeypatch):
+    trust(tmp_path)
+    break_kernel(monkeypatch, raises)
+    trust(tmp_path)  # from the file
+    assert attention.fastest("auto") == "copy"
+    with monkeypatch.context() as newer:
+        newer.setattr(jax, "__version__", "99")
+        trust(tmp_path)
+    assert attention.fastest("auto") == "blockwise"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"copy": ', '{"copy 4:2x16 float32": 1}'])
+def test_a_damaged_memory_is_no_memory(tmp_path, content):
+    (tmp_path / "compiled").mkdir()
+    (tmp_path / "compiled" / "attention.json").write_text(content)
+    trust(tmp_path)
+    assert attention.fastest("auto") == "copy"
+
+
+def test_the_plain_form_needs_no_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(self_check, "check_attention", None)
+    trust(tmp_path, "blockwise")
+
+
+@pytest.mark.slow
+def test_the_triton_kernel_passes_interpreted(monkeypatch):
+    monkeypatch.setattr(triton, "FORWARD", {4: triton.Blocks(32, 16, 4)})
+    monkeypatch.setattr(triton, "BACKWARD", {4: triton.Blocks(32, 16, 4)})
+    assert check_attention("triton", jax.devices()[0], SHAPE).passed

@@ -1,0 +1,153 @@
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from packings import (
+    kernel_calls,
+    output_and_gradients,
+    random_inputs,
+    random_packing,
+    relative_errors,
+    visible,
+    whole_matrix,
+)
+
+from poly_epo_jax.model.attention import packed_attention, splash
+from poly_epo_jax.model.attention.segments import Segments, make_segments
+
+BLOCK = 8
+
+
+def mask_infos(segments: Segments, groups: int) -> Any:
+    return splash.mask_infos(segments, BLOCK, groups)
+
+
+def visited(segments: Segments, groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """How often the kernels of queries, and that of keys, work on each block [groups, blocks, blocks]."""
+    keys, queries = mask_infos(segments, groups)
+    blocks = np.asarray(keys.data_next).shape[2]
+    of_queries, of_keys = np.zeros((2, groups, blocks, blocks), int)
+    for g, _, i, step in zip(*np.nonzero(keys.block_mask), strict=True):
+        of_queries[g, i, keys.data_next[g, 0, i, step]] += 1
+    for g, _, step, j in zip(*np.nonzero(queries.block_mask), strict=True):
+        of_keys[g, queries.data_next[g, 0, step, j], j] += 1
+    return of_queries, of_keys
+
+
+def needed(segment_ids: np.ndarray, groups: int) -> np.ndarray:
+    """Which blocks [groups, blocks, blocks] hold a visible pair, the rows of a group laid end to end."""
+    rows, length = segment_ids.shape
+    blocks, per_group = length // BLOCK, rows // groups
+    own: Any = visible(segment_ids).reshape(rows, blocks, BLOCK, blocks, BLOCK).any((2, 4))
+    joined = np.zeros((groups, per_group * blocks, per_group * blocks), int)
+    for row in range(rows):
+        at = slice(row % per_group * blocks, (row % per_group + 1) * blocks)
+        joined[row // per_group, at, at] = own[row]
+    return joined
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("longest", [0, 20])
+@pytest.mark.parametrize("seed", range(10))
+def test_each_block_with_a_visible_pair_is_visited_once_and_no_other(seed: int, longest: int, groups: int):
+    ids = random_packing(np.random.default_rng(seed), 4, 64, longest=longest or None)
+    of_queries, of_keys = visited(make_segments(jnp.asarray(ids), longest), groups)
+    np.testing.assert_array_equal(of_queries, needed(ids, groups))
+    np.testing.assert_array_equal(of_keys, needed(ids, groups))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_block_is_fetched_that_is_not_visited(seed: int):
+    """The kernels fetch a block when it differs from that of the step before."""
+    ids = random_packing(np.random.default_rng(seed), 1, 64)
+    keys, queries = mask_infos(make_segments(jnp.asarray(ids)), 1)
+    for info, order in ((keys, np.asarray(keys.data_next)), (queries, np.asarray(queries.data_next).swapaxes(2, 3))):
+        fetches = 1 + np.count_nonzero(np.diff(order.reshape(-1)))
+        assert fetches <= np.sum(info.block_mask)
+
+
+def one_later(segments: Segments) -> Segments:
+    """Each segment begins a block later than it does."""
+    return dataclasses.replace(segments, first=jnp.minimum(segments.first + BLOCK, jnp.arange(64)[None]))
+
+
+def the_whole_row(segments: Segments) -> Segments:
+    return dataclasses.replace(segments, first=jnp.zeros_like(segments.first))
+
+
+def too_short(segments: Segments) -> Segments:
+    return dataclasses.replace(segments, longest=2 * BLOCK)
+
+
+@pytest.mark.parametrize("mutant", [one_later, the_whole_row, too_short])
+def test_wrong_bounds_would_be_found(mutant):
+    ids = np.repeat([[1, 2]], [30, 34], axis=1).astype(np.int32)
+    assert (visited(make_segments(jnp.asarray(ids)), 1)[0] == needed(ids, 1)).all()
+    of_queries, of_keys = visited(mutant(make_segments(jnp.asarray(ids))), 1)
+    assert (of_queries != needed(ids, 1)).any()
+    assert (of_keys != needed(ids, 1)).any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_steps", "blocks", "groups"),
+    [
+        (4, 11, 32, 1),
+        (31, 11, 32, 1),
+        (32, 11, 32, 2),
+        (2, 256, 256, 2),
+        (4, 256, 256, 4),
+        (64, 1, 1, 1),
+        (2048, 1, 1, 4),
+    ],
+)
+def test_rows_are_joined_as_far_as_the_scalar_memory_allows(rows: int, num_steps: int, blocks: int, groups: int):
+    assert splash._groups(rows, num_steps, blocks) == groups
+
+
+def test_an_interface_that_has_moved_is_refused_in_a_sentence():
+    with pytest.raises(ImportError, match="is not the one that poly_epo_jax knows how to bound"):
+        splash._known_options(block_sizes=None, mask_like_nothing_known=0)
+
+
+SPLASH = functools.partial(packed_attention, implementation="splash")
+BOUNDED = functools.partial(packed_attention, implementation="splash", longest=200)
+
+
+def compare(seed: int, heads: int, kv_heads: int, head_dim: int, dtype: str, limit: float) -> None:
+    """A row of three blocks, or two that end within one and whose segments are bounded."""
+    rng, is_odd = np.random.default_rng(seed), seed % 2
+    ids = random_packing(rng, 1 + is_odd, 384 - is_odd, longest=200 if is_odd else None)
+    inputs = [jnp.asarray(x, dtype) for x in random_inputs(rng, len(ids), ids.shape[1], heads, kv_heads, head_dim)]
+    expected = output_and_gradients(whole_matrix, [x.astype(jnp.float32) for x in inputs], ids)
+    found = output_and_gradients(BOUNDED if is_odd else SPLASH, inputs, ids)
+    assert max(relative_errors(found, expected)) < limit
+
+
+CASES = [
+    (4, 2, 64, "float32", 1e-5),
+    (2, 2, 128, "float32", 1e-5),
+    (4, 1, 128, "bfloat16", 2e-2),
+    (6, 2, 64, "bfloat16", 2e-2),
+]
+
+
+def test_splash_is_the_plain_form(monkeypatch):
+    monkeypatch.setattr(splash, "BLOCK", 128)  # three blocks: some are skipped, and segments cross the others
+    compare(1, *CASES[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("case", CASES)
+def test_splash_is_the_plain_form_over_random_packings(case, seed: int, monkeypatch):
+    monkeypatch.setattr(splash, "BLOCK", 128)
+    compare(seed, *case)
+
+
+@pytest.mark.parametrize(("remat", "kernels"), [("full", 4), ("attention", 3), ("dots", 3), ("none", 3)])
+def test_remat_runs_the_kernels_of_a_layer_no_more_than_it_must(remat: str, kernels: int):
+    """Forward, again unless its results are kept, and one for the gradients of queries and one for those of keys."""
+    assert kernel_calls(remat, "tpu") == kernels

@@ -1,0 +1,66 @@
+"""A layer's matmul on a mesh: values, gradients, and the type in which devices sum them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from poly_epo_jax.model.matmul import matmul
+from poly_epo_jax.model.sharding import make_mesh
+
+AXES = ("hidden_size", "num_heads", "head_dim")
+RNG = np.random.default_rng(0)
+X, D_OUT = (jnp.asarray(RNG.standard_normal(shape), jnp.bfloat16) for shape in ((256, 32), (256, 4, 8)))
+WEIGHT = jnp.asarray(RNG.standard_normal((32, 4, 8)), jnp.float32)
+
+
+def gradients(x, weight, d_out):
+    out, pullback = jax.vjp(lambda x, weight: matmul(x, weight, AXES), x, weight)
+    return out, *pullback(d_out)
+
+
+def exact(x, weight, d_out):
+    """In float64, of the bfloat16 numbers that are multiplied."""
+    x, w, d = (np.asarray(a.astype(jnp.bfloat16), np.float64) for a in (x, weight, d_out))
+    return np.tensordot(x, w, 1), np.tensordot(d, w, ((1, 2), (1, 2))), np.tensordot(x.T, d, 1)
+
+
+def error(found, expected):
+    return np.abs(np.asarray(found, np.float64) - expected).max() / np.abs(expected).max()
+
+
+def test_without_a_mesh():
+    out, d_x, d_weight = jax.jit(gradients)(X, WEIGHT, D_OUT)
+    assert (out.dtype, d_x.dtype, d_weight.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    for found, expected, tolerance in zip(
+        (out, d_x, d_weight), exact(X, WEIGHT, D_OUT), (4e-3, 4e-3, 1e-6), strict=True
+    ):
+        assert error(found, expected) < tolerance
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.parametrize("sizes", [(1, 4, 1), (2, 2, 2), (1, 2, 4)])
+def test_devices_sum_gradients_in_float32_and_keep_their_part(sizes):
+    mesh = make_mesh(*sizes)
+    rows, split = PartitionSpec(("data", "fsdp")), PartitionSpec("fsdp", "tensor")
+    arguments = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in ((X, rows), (WEIGHT, split), (D_OUT, PartitionSpec(("data", "fsdp"), "tensor")))
+    ]
+    with jax.set_mesh(mesh):
+        out, d_x, d_weight = jax.jit(gradients)(*arguments)
+    assert d_weight.sharding.is_equivalent_to(NamedSharding(mesh, split), 3)
+    expected = exact(X, WEIGHT, D_OUT)
+    assert error(d_weight, expected[2]) < 1e-6
+    assert error(out, expected[0]) < 4e-3 and error(d_x, expected[1]) < 4e-3
+
+
+def test_sums_in_bfloat16_would_be_seen():
+    """What the test above excludes: each device's part rounded before they are summed."""
+    parts = [
+        np.tensordot(np.asarray(x.T, np.float32), np.asarray(d, np.float32), 1)
+        for x, d in zip(np.split(X, 4), np.split(D_OUT, 4), strict=True)
+    ]
+    rounded = sum(jnp.asarray(part).astype(jnp.bfloat16) for part in parts)
+    assert error(rounded, exact(X, WEIGHT, D_OUT)[2]) > 1e-3
