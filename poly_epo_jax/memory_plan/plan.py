@@ -13,13 +13,18 @@ from collections.abc import Mapping
 import numpy as np
 
 from poly_epo_jax.config import Config
+from poly_epo_jax.memory_plan.trained import trained_elements, trained_sizes
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.logprobs import ACCELERATOR_CHUNK_TOKENS, CHUNK_TOKENS
-from poly_epo_jax.model.partition import is_trainable
+from poly_epo_jax.model.logprobs import chunk_size
+from poly_epo_jax.model.qwen3 import AUTO, REMAT_POLICIES
+from poly_epo_jax.parallel.devices import DEVICES
 from poly_epo_jax.rollouts import SAMPLERS
+from poly_epo_jax.rows import fillable_rows, row_tokens, rows_per_device
 
 FLOAT32 = 4
+SPARE = 0.1
+"""The share of the memory that a choice made by plan leaves free: plans are within 10% of compiled programs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +33,13 @@ class Setting:
 
     device: str
     mesh: Mapping[str, int]
+
+    @property
+    def platform(self) -> str:
+        """`cpu`, `gpu` or `tpu`; a device that is not known is taken for a GPU."""
+        if self.device == "cpu":
+            return "cpu"
+        return "tpu" if self.device and DEVICES[self.device].kinds[0].startswith("TPU") else "gpu"
 
     @property
     def num_devices(self) -> int:
@@ -49,6 +61,7 @@ class Plan:
     setting: Setting
     rows_per_device: int
     row_tokens: int
+    remat: str
     resident: Mapping[str, int]
     stages: Mapping[str, Mapping[str, int]]
     memory_bytes: int | None  # that JAX may use; None where it is not known
@@ -72,10 +85,21 @@ class Plan:
 
 
 def make_plan(
-    config: Config, shape: ModelConfig, setting: Setting, memory_bytes: int | None, rows_per_device: int = 0
+    config: Config, shape: ModelConfig, setting: Setting, memory_bytes: int | None, num_rows: int = 0
 ) -> Plan:
-    """The plan of a configuration, with its train.rows_per_device where none is given."""
-    rows = rows_per_device or config.train.rows_per_device
+    """The plan of a configuration, with its train.rows_per_device where none is given.
+
+    Where the shape's remat is AUTO, the plan is that of the word which recomputes least and leaves SPARE free, or of
+    the one which keeps least; its `remat` says which. Where the memory is not known, it is the latter.
+    """
+    if shape.remat == AUTO:
+        plans = [
+            make_plan(config, dataclasses.replace(shape, remat=word), setting, memory_bytes, num_rows)
+            for word in REMAT_POLICIES  # ordered by what they keep, the most first
+        ]
+        room = (memory_bytes or 0) * (1 - SPARE)
+        return next((plan for plan in plans if plan.peak_bytes <= room), plans[-1])
+    rows = num_rows or rows_per_device(config, setting.mesh)
     stages = {
         "gradient": _gradient(config, shape, setting, rows),
         "optimizer": _optimizer(config, shape, setting),
@@ -83,11 +107,11 @@ def make_plan(
     resident = _resident(config, shape, setting)
     cache_growth = SAMPLERS[config.rollouts.name].cache_growth
     if cache_growth is not None:
-        resident["weights laid out for decoding"] = (
-            flops.total_weights(shape) * _bytes_of(shape.dtype) // setting.weight_shards
-        )
+        laid_out = flops.total_weights(shape) * _bytes_of(shape.dtype) // setting.weight_shards
         stages["generate"] = _generate(config, shape, setting, cache_growth)
-    return Plan(setting, rows, config.train.row_tokens, resident, stages, memory_bytes)
+        held = stages["generate"] if SAMPLERS[config.rollouts.name].has_slots else resident
+        held["weights laid out for decoding"] = laid_out
+    return Plan(setting, rows, row_tokens(config), shape.remat, resident, stages, memory_bytes)
 
 
 def largest_rows(config: Config, shape: ModelConfig, setting: Setting, memory_bytes: int | None) -> int:
@@ -96,10 +120,8 @@ def largest_rows(config: Config, shape: ModelConfig, setting: Setting, memory_by
     Where the memory is not known, it is the configuration's own.
     """
     if memory_bytes is None:
-        return config.train.rows_per_device
-    longest = config.train.max_prompt_tokens + config.sampling.max_tokens
-    sequences = config.train.prompts_per_minibatch * config.train.num_generations
-    rows = sequences // max(1, config.train.row_tokens // longest) // setting.row_shards
+        return rows_per_device(config, setting.mesh)
+    rows = fillable_rows(config, setting.mesh)
     return bisect.bisect_left(
         range(1, max(1, rows) + 1), True, key=lambda n: not make_plan(config, shape, setting, memory_bytes, n).fits
     )
@@ -117,41 +139,58 @@ def _resident(config: Config, shape: ModelConfig, setting: Setting) -> dict[str,
     """Norms and biases are left out: they take less than a thousandth."""
     weights = flops.total_weights(shape) // setting.weight_shards
     parameters = weights * _bytes_of(shape.param_dtype)
-    trained = sum(_trained_sizes(config, shape)) // setting.weight_shards
+    trained = trained_elements(config, shape, setting.mesh)
     moments = trained * (_bytes_of(config.optimizer.first_moment_dtype) + FLOAT32)
-    reference = {"reference policy": parameters} if config.algo.kl_coef else {}
-    return {"parameters": parameters, "optimizer moments": moments} | reference
+    adapter = {"adapter": trained * FLOAT32} if shape.lora_targets else {}
+    reference = {"reference policy": adapter.get("adapter", parameters)} if config.algo.kl_coef else {}
+    return {"parameters": parameters} | adapter | {"optimizer moments": moments} | reference
 
 
 def _gradient(config: Config, shape: ModelConfig, setting: Setting, rows: int) -> dict[str, int]:
     """One microbatch's forward and backward pass: what is kept for the latter, and the larger of its two parts.
 
-    The backward pass goes through the head first, then through the layers.
+    The backward pass goes through the head first, then through the layers. TPU programs give both parts places of their
+    own, and convert all layers' weights to the compute type ahead of the loop over layers.
     """
-    tokens = rows * config.train.row_tokens
+    tokens = rows * row_tokens(config)
     kept = _kept_values(shape, setting) * tokens * _activation_bytes(shape, setting)
     if shape.remat == "none":  # then the attention's weights are kept in the compute type, too
         attention = shape.num_layers * shape.hidden_size * _head_widths(shape) * 2
         kept += attention // setting.mesh["tensor"] * _bytes_of(shape.dtype)
     head, layer = _head(shape, setting, tokens), _layer(shape, setting, tokens)
-    trained = sum(_trained_sizes(config, shape)) // setting.weight_shards
-    larger = head if sum(head.values()) > sum(layer.values()) else layer
-    return {"sum of gradients": trained * FLOAT32, "kept for the backward pass": int(kept)} | larger
+    trained = trained_elements(config, shape, setting.mesh)
+    always = {"sum of gradients": trained * FLOAT32, "kept for the backward pass": int(kept)}
+    if setting.platform == "tpu":
+        converted = flops.layer_weights(shape) // setting.weight_shards * _bytes_of(shape.dtype)
+        converted = 0 if shape.dtype == shape.param_dtype else converted
+        return always | {"layers' weights, converted": converted} | head | layer
+    return always | (head if sum(head.values()) > sum(layer.values()) else layer)
 
 
 def _head(shape: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
-    """The head's backward pass in chunks: every device holds the whole head, its gradient and a chunk's logits."""
+    """The head's backward pass in chunks: every device holds the whole head, its gradient and a chunk's logits.
+
+    The head's gradient is there twice: a chunk's share is made before it is added. Accelerators hold logits in float32
+    and their gradient in the compute type, TPUs the logits in that share's place; on a CPU both are float32, and one is
+    held twice. Where a TPU sums the head's gradient over more than four chips, it is there once more.
+    """
     elements = shape.vocab_size * shape.hidden_size
     value_bytes = _bytes_of(shape.dtype)
     gathered = elements * value_bytes
     if setting.weight_shards == 1 and shape.dtype == shape.param_dtype:
         gathered = 0  # the parameter itself
-    chunk = CHUNK_TOKENS["cpu"] if setting.device == "cpu" else ACCELERATOR_CHUNK_TOKENS
+    chunk = min(chunk_size(setting.device, shape.vocab_size), tokens)
+    is_tpu = setting.platform == "tpu"
+    sums = (3 if is_tpu and setting.mesh["fsdp"] > 4 else 2) * elements * FLOAT32
+    sums = 0 if shape.lora_targets else sums  # no one asks for the gradient of a frozen head
+    logits = chunk * shape.vocab_size * (3 * FLOAT32 if setting.platform == "cpu" else FLOAT32 + value_bytes)
+    if is_tpu:
+        logits -= min(chunk, shape.hidden_size) * shape.vocab_size * FLOAT32
     hidden = 3 * tokens // setting.mesh["tensor"] * shape.hidden_size * value_bytes
     return {
         "the whole head": gathered,
-        "sums of the head's gradient": 2 * elements * FLOAT32,
-        "logits of a chunk": 3 * min(chunk, tokens) * shape.vocab_size * FLOAT32,
+        "sums of the head's gradient": sums,
+        "logits of a chunk": logits,
         "hidden states": hidden,
     }
 
@@ -161,12 +200,14 @@ def _layer(shape: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
     value_bytes, tensor = _bytes_of(shape.dtype), setting.mesh["tensor"]
     weights = 0
     if setting.mesh["fsdp"] > 1 or shape.dtype != shape.param_dtype:
-        mlp = 3 * shape.hidden_size * shape.mlp_size
+        mlp = 0 if shape.lora_targets else 3 * shape.hidden_size * shape.mlp_size
         weights = (flops.layer_weights(shape) // shape.num_layers + mlp) // tensor * value_bytes
     return {
         "a layer's activations": _layer_values(shape, setting) * tokens * _activation_bytes(shape, setting),
         "a layer's weights and gradients": weights,
-        "the head's gradient": shape.vocab_size * shape.hidden_size // setting.weight_shards * value_bytes,
+        "the head's gradient": 0
+        if shape.lora_targets
+        else shape.vocab_size * shape.hidden_size // setting.weight_shards * value_bytes,
     }
 
 
@@ -188,40 +229,51 @@ def _layer_values(shape: ModelConfig, setting: Setting) -> int:
 def _kept_values(shape: ModelConfig, setting: Setting) -> int:
     """Values per token that all layers keep for the backward pass; `remat` decides.
 
-    Each layer's input is also split over tensor, by tokens. With remat=none all of `_layer_values` is kept.
+    Each layer's input is also split over tensor, by tokens. With remat=none all of `_layer_values` is kept, but for the
+    inputs of norms' weights where these are frozen. With remat=dots an adapter's product is kept beside its weight's.
     """
     tensor, width = setting.mesh["tensor"], shape.num_heads * shape.head_dim
+    kv_width = shape.num_kv_heads * shape.head_dim
+    if shape.remat == "none":
+        frozen = 2 * shape.hidden_size + (width + kv_width) // tensor * shape.qk_norm if shape.lora_targets else 0
+        return shape.num_layers * (_layer_values(shape, setting) - frozen)
     kept = shape.hidden_size
     if shape.remat in ("attention", "dots"):
-        # The blockwise form keeps its result in blocks as well as in rows.
-        kept += (2 if _is_blockwise(shape, setting) else 1) * width
+        kept += width
     if shape.remat == "dots":
-        kept += 2 * shape.mlp_size + width + 2 * shape.num_kv_heads * shape.head_dim + shape.hidden_size
-    per_layer = _layer_values(shape, setting) if shape.remat == "none" else kept // tensor
-    return shape.num_layers * per_layer
+        widths = {"gate": shape.mlp_size, "up": shape.mlp_size, "q": width, "k": kv_width, "v": kv_width}
+        widths["o"] = shape.hidden_size
+        kept += sum(size * (1 + (name in shape.lora_targets)) for name, size in widths.items())
+    return shape.num_layers * (kept // tensor)
 
 
 def _optimizer(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, int]:
-    """The gradients and the updates, which exist in full before they are added, because their norm is measured."""
-    sizes = _trained_sizes(config, shape)
-    trained, largest = sum(sizes) // setting.weight_shards, max(sizes, default=0) // setting.weight_shards
-    return {"sum of gradients": trained * FLOAT32, "updates": (trained + largest) * FLOAT32}
+    """The gradients. Weights and moments are changed in place, where an accelerator computes the updates' norm as well.
 
-
-def _trained_sizes(config: Config, shape: ModelConfig) -> list[int]:
-    """Elements of each matrix that train.trainable names. Activations are counted as if all were trained."""
-    return [size for path, size in flops.matrix_sizes(shape).items() if is_trainable(path, config.train.trainable)]
+    On a CPU the updates exist in full before they are added, because their norm is measured.
+    """
+    trained = trained_elements(config, shape, setting.mesh)
+    largest = max(trained_sizes(config, shape), default=0) // setting.weight_shards
+    updates = {"updates": (trained + largest) * FLOAT32} if setting.platform == "cpu" else {}
+    return {"sum of gradients": trained * FLOAT32} | updates
 
 
 def _generate(config: Config, shape: ModelConfig, setting: Setting, cache_growth: float) -> dict[str, int]:
-    """The slots' caches at full length, with what they take besides while they grow; the prompts' own; and logits."""
-    train, shards = config.train, setting.row_shards
+    """A whole copy of the weights, and the slots' caches at full length, with what they take besides while they grow;
+    the prompts' own; and logits.
+    """
+    train, shards, held_out = config.train, setting.row_shards, config.eval
     requests = train.prompts_per_batch * train.num_generations
+    if held_out.every:
+        requests = max(requests, held_out.num_problems * held_out.num_generations)
     slots = -(-min(config.rollouts.max_concurrent, requests) // shards)  # per device
     prompts = -(-max(1, slots * shards // train.num_generations) // shards)
-    per_token = flops.cache_bytes_per_token(shape, _bytes_of(shape.dtype)) // setting.mesh["tensor"]
+    value_bytes, tensor = _bytes_of(shape.dtype), setting.mesh["tensor"]
+    per_token = flops.cache_bytes_per_token(shape, value_bytes) // tensor
+    gathered = flops.total_weights(shape) // tensor * value_bytes if setting.mesh["fsdp"] > 1 else 0
     length = train.max_prompt_tokens + config.sampling.max_tokens
     return {
+        "the whole weights, gathered": gathered,
         "keys and values": int(cache_growth * slots * length * per_token),
         "prompts' keys and values": prompts * (1 << (train.max_prompt_tokens - 1).bit_length()) * per_token,
         "logits": 3 * slots * shape.vocab_size * FLOAT32,

@@ -15,6 +15,7 @@ from poly_epo_jax.memory_plan.plan import Plan, Setting, largest_rows, make_plan
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.parallel.devices import DEVICES, device_name
 from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh
+from poly_epo_jax.rows import row_tokens
 
 BRIEF_SHARE = 0.1  # of the memory; a plan below it needs no table
 SMALL_SHARE = 0.01  # of a stage's bytes; smaller terms are not shown
@@ -45,7 +46,7 @@ def print_plan(config: Config, shape: ModelConfig, console: Console, brief: bool
     hint = f"; train.rows_per_device={rows_that_fit} would fit" if rows_that_fit else ""
     console.print(
         f"Plan: {plan.setting.num_devices} x {plan.setting.device or 'unknown'}, mesh {axes}, "
-        f"train.rows_per_device={plan.rows_per_device} of {plan.row_tokens:,} tokens: "
+        f"model.remat={plan.remat}, train.rows_per_device={plan.rows_per_device} of {plan.row_tokens:,} tokens: "
         f"{amount(plan.peak_bytes)}{limit} on each device{hint}.",
         soft_wrap=True,
     )
@@ -66,7 +67,8 @@ def print_plans(
 ) -> dict[str, Any]:
     """Shows a table of the plans on these meshes, by name; a mesh that the model cannot be split over is left out."""
     table, found = Table(box=box.SIMPLE_HEAD), {}
-    for column in ("mesh", "hosts", "device", "axes", "held", "peak", "of", "while", "rows"):
+    shape = dataclasses.replace(shape, remat=config.model.remat)  # where it is auto, each mesh has its own
+    for column in ("mesh", "hosts", "device", "axes", "held", "peak", "of", "while", "remat", "rows"):
         table.add_column(
             column, justify="right" if column in ("hosts", "held", "peak", "of", "rows") else "left", no_wrap=True
         )
@@ -88,13 +90,14 @@ def print_plans(
             amount(plan.peak_bytes),
             amount(plan.memory_bytes or 0),
             plan.peak_stage,
+            plan.remat,
             str(rows_that_fit),
         )
     console.print(table)
     console.print(
         "axes: data x fsdp x tensor. held: parameters and moments, always on each device. peak: with "
         f"train.rows_per_device={config.train.rows_per_device}. rows: the largest train.rows_per_device that fits and "
-        f"that a minibatch can fill, of {config.train.row_tokens:,} tokens; 0: not even one row fits."
+        f"that a minibatch can fill, of {row_tokens(config):,} tokens; 0: not even one row fits."
     )
     return found
 
@@ -106,6 +109,7 @@ def as_row(plan: Plan, rows_that_fit: int) -> dict[str, Any]:
         "mesh": dict(plan.setting.mesh),
         "rows_per_device": plan.rows_per_device,
         "row_tokens": plan.row_tokens,
+        "remat": plan.remat,
         "resident": dict(plan.resident),
         "stages": {name: dict(terms) for name, terms in plan.stages.items()},
         "peak_stage": plan.peak_stage,
@@ -122,7 +126,7 @@ def plan_of(config: Config, shape: ModelConfig) -> tuple[Plan, int]:
       ConfigError: the mesh does not fit the devices or the model.
     """
     setting, memory_bytes = setting_of(config)
-    check_mesh(config.mesh, setting.mesh, dataclasses.asdict(shape), config.train.row_tokens)
+    check_mesh(config.mesh, setting.mesh, dataclasses.asdict(shape), row_tokens(config))
     plan = make_plan(config, shape, setting, memory_bytes)
     return plan, largest_rows(config, shape, setting, memory_bytes)
 

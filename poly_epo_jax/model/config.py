@@ -11,9 +11,11 @@ class ModelConfig:
       family: a key of architectures.ARCHITECTURES, which says how Hugging Face names the rest.
       qk_norm, attention_bias: the switches between the families' networks.
       dtype: of activations.
-      remat: what the backward pass recomputes, a key of qwen3.REMAT_POLICIES.
+      remat: what the backward pass recomputes, a key of qwen3.REMAT_POLICIES; or "auto", before one is chosen.
       scan_unroll: layers per step of the layer scan.
       attention: a key of attention.IMPLEMENTATIONS, or "auto".
+      longest_sequence: in a packed row; 0: as long as the row. Some kernels do not look farther.
+      lora_rank, lora_scale, lora_targets: of the adapter, see lora.py; no targets, such as "q": there is none.
     """
 
     vocab_size: int
@@ -35,3 +37,7 @@ class ModelConfig:
     remat: str = "full"
     scan_unroll: int = 1
     attention: str = "auto"
+    longest_sequence: int = 0
+    lora_rank: int = 0
+    lora_scale: float = 0.0
+    lora_targets: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from poly_epo_jax.model.attention import cached_attention, packed_attention
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.lora import is_adapter, merged
 from poly_epo_jax.model.qwen3 import rms_norm
 from poly_epo_jax.model.sharding import ROWS
 from poly_epo_jax.types import Params
@@ -60,21 +61,57 @@ def init_cache(config: ModelConfig, rows: int, length: int) -> KVCache:
 
 
 def decoding_weights(config: ModelConfig, params: Params) -> Params:
-    """The weights in the compute type, each layer's matrices as [out, in]."""
+    """The weights in the compute type, each layer's matrices as [out, in], split as the trainer's own.
+
+    An adapter is merged into them.
+    """
 
     def of_layer(name: str, weight: jax.Array) -> jax.Array:
         weight = weight.astype(config.dtype)
         if name in ("q", "k", "v"):
-            return weight.reshape(config.hidden_size, -1).T
-        return weight.reshape(-1, weight.shape[-1]).T if name in ("o", "gate", "up", "down") else weight
+            weight = weight.reshape(config.hidden_size, -1).T
+        elif name in ("o", "gate", "up", "down"):
+            weight = weight.reshape(-1, weight.shape[-1]).T
+        return _pinned(name, weight, "fsdp")
 
-    stacks = params["layers"]
+    stacks, embed = params["layers"], params["embed"].astype(config.dtype)
+    ends = {"head": embed} if config.tied_head else {"head": params["untied_head"].astype(config.dtype), "embed": embed}
     return {
-        "embed": params["embed"],
-        "head": params["embed" if config.tied_head else "untied_head"].astype(config.dtype),
+        **ends,
         "norm": params["norm"].astype(config.dtype),
-        "layers": [{name: of_layer(name, w[i]) for name, w in stacks.items()} for i in range(config.num_layers)],
+        "layers": [
+            {name: of_layer(name, merged(config, stacks, name, i)) for name in stacks if not is_adapter(name)}
+            for i in range(config.num_layers)
+        ],
     }
+
+
+def whole_weights(weights: Params) -> Params:
+    """`decoding_weights` gathered from their fsdp shards: a whole copy on every device, but for what tensor splits.
+
+    Decoding reads every weight once a token. Gathered for each token, they would pass the links between devices, which
+    are slower than memory by an order of magnitude; gathered by `decode`, once in at most MAX_STEPS tokens. Made once
+    for all generations of a call, the copy costs one gather, and its memory is free again while the policy is trained.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return weights if mesh.empty or mesh.shape["fsdp"] == 1 else _gather(weights)
+
+
+@jax.jit
+def _gather(weights: Params) -> Params:
+    return jax.tree.map_with_path(lambda path, x: _pinned(path[-1].key, x, None), weights)
+
+
+def _pinned(name: str, weight: jax.Array, fsdp: str | None) -> jax.Array:
+    """A weight's layout: heads, MLP and vocabulary are split over tensor, the side of the stream over `fsdp`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or weight.ndim == 1:
+        return weight
+    if name in ("o", "down"):
+        spec = PartitionSpec(fsdp, "tensor")
+    else:
+        spec = PartitionSpec("tensor") if name.endswith("_bias") else PartitionSpec("tensor", fsdp)
+    return jax.lax.with_sharding_constraint(weight, spec)
 
 
 def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], valid: Bool[Array, "Q L"]) -> KVCache:
@@ -140,7 +177,7 @@ def _run(
         y = y + w[f"{name}_bias"][None] if config.attention_bias else y
         return rms_norm(y, w[f"{name}_norm"], config.norm_eps) if config.qk_norm and name != "v" else y
 
-    x = _columns(weights["embed"][tokens].astype(config.dtype).T)
+    x = _columns(weights["head" if config.tied_head else "embed"][tokens].T)
     for layer, w in enumerate(weights["layers"]):
         h = norm(x, w["attention_norm"])
         attended = attend(rotate(heads(w, "q", h)), rotate(heads(w, "k", h)), heads(w, "v", h), layer)
@@ -152,6 +189,7 @@ def _run(
 
 def _columns(x: jax.Array) -> jax.Array:
     """Pins an activation [features, tokens] to the batch layout, as `constrain_rows` does for the training path."""
-    if jax.sharding.get_abstract_mesh().empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:  # there it is this device's own rows
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(None, ROWS))

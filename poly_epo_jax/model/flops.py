@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Int
 
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.lora import is_adapter, without_adapter
 from poly_epo_jax.model.qwen3 import declared_weights
 
 
@@ -20,9 +21,18 @@ def total_weights(config: ModelConfig) -> int:
 
 
 def matrix_sizes(config: ModelConfig) -> dict[str, int]:
-    """Elements of each matrix, or stack of one from every layer, by its path: of what reads or writes the stream."""
-    declared = declared_weights(config).items()
+    """Elements of each matrix, or stack of one from every layer, by its path: of what reads or writes the stream.
+
+    Adapters are left out.
+    """
+    declared = declared_weights(without_adapter(config)).items()
     return {path: math.prod(param.shape) for path, param in declared if "hidden_size" in param.axes}
+
+
+def adapter_sizes(config: ModelConfig) -> dict[str, int]:
+    """Elements of each part of the adapter, of all layers, by its path."""
+    declared = declared_weights(config).items()
+    return {path: math.prod(param.shape) for path, param in declared if is_adapter(path)}
 
 
 def forward_flops(
@@ -33,7 +43,7 @@ def forward_flops(
     Attention counts each query's earlier tokens of its own sequence: two matmuls over the head dimension.
     """
     lengths = (prompt_lengths + response_lengths).astype(float)
-    matrices = 2 * layer_weights(config) * lengths.sum()
+    matrices = 2 * (layer_weights(config) + sum(adapter_sizes(config).values())) * lengths.sum()
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * (lengths * (lengths + 1) / 2).sum()
     return float(matrices + attention + 2 * config.vocab_size * config.hidden_size * response_lengths.sum())
 

@@ -22,6 +22,7 @@ from poly_epo_jax.json_files import write_json
 from poly_epo_jax.model.architectures import ARCHITECTURES, Weight
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import open_tensors, write_tensors
+from poly_epo_jax.model.lora import merged, without_adapter
 from poly_epo_jax.model.qwen3 import abstract_model, declared_weights
 from poly_epo_jax.types import Params
 
@@ -69,11 +70,14 @@ def read_config(path: str | Path, **overrides: Any) -> ModelConfig:
 def load_params(path: str | Path, config: ModelConfig, shardings: Params | None = None) -> Params:
     """The weights in the folder `path`, as `config.param_dtype`, laid out by `shardings` (else on the default device).
 
+    There is no adapter among them, whatever `config` says.
+
     Raises:
       FileNotFoundError: `path` is not a folder with safetensors files.
       ValueError: a tensor is missing, unexpected, of another shape than `config` says, not of 16 or 32 bit floats, or
         not finite.
     """
+    config = without_adapter(config)
     tensors, source = _tensors(config), open_tensors(_folder(path))
     _check_tensors(path, config, tensors, source)
 
@@ -104,11 +108,15 @@ def save_pretrained(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    card: str = "",
 ) -> None:
     """Writes a model folder that transformers and the servers read. It appears whole or, after a crash, not at all.
 
+    An adapter is merged into the weights that it stands beside.
+
     Args:
       tokenizer: written too; such a folder is there to stay, and gets digests of its files.
+      card: the text of its README.md; empty: none.
 
     Raises:
       OSError, SafetensorError: it cannot be written.
@@ -124,13 +132,15 @@ def save_pretrained(
     unfinished.mkdir(parents=True)
     write_json(unfinished / "config.json", description)
     write_json(unfinished / "generation_config.json", token_ids)
-    tensors, weights = _tensors(config), _by_path(params)
+    tensors = _tensors(config)
     sizes = {name: math.prod(tensor.ours) * jnp.dtype(dtype).itemsize for name, tensor in tensors.items()}
 
     def fetch(names: Sequence[str]) -> dict[str, np.ndarray]:
-        return jax.device_get({name: _export(weights, tensors[name], jnp.dtype(dtype)) for name in names})
+        return jax.device_get({name: _export(config, params, tensors[name], dtype) for name in names})
 
     write_tensors(unfinished, sizes, fetch, max_shard_bytes)
+    if card:
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(unfinished)
         write_digests(unfinished)
@@ -138,10 +148,13 @@ def save_pretrained(
 
 
 def exported_tensors(params: Params, config: ModelConfig, dtype: str) -> Iterator[tuple[str, jax.Array]]:
-    """Every tensor by its Hugging Face name and in that layout, as `dtype`, whole on the first device."""
-    weights, device = _by_path(params), jax.local_devices()[0]
+    """Every tensor by its Hugging Face name and in that layout, as `dtype`, whole on the first device.
+
+    An adapter is merged into the weights that it stands beside.
+    """
+    device = jax.local_devices()[0]
     for name, tensor in _tensors(config).items():
-        yield name, jax.device_put(_export(weights, tensor, jnp.dtype(dtype)), device)
+        yield name, jax.device_put(_export(config, params, tensor, dtype), device)
 
 
 @jax.jit
@@ -184,9 +197,9 @@ def _dotted(key_path: Any) -> str:
 
 
 def _tensors(config: ModelConfig) -> dict[str, Tensor]:
-    """Every tensor of the model by its name in Hugging Face's."""
+    """Every tensor of the model by its name in Hugging Face's; an adapter has no place of its own there."""
     tensors, weights = {}, ARCHITECTURES[config.family].weights
-    for path, param in declared_weights(config).items():
+    for path, param in declared_weights(without_adapter(config)).items():
         weight = weights[path]
         if path.startswith("layers."):
             for layer in range(config.num_layers):
@@ -233,9 +246,7 @@ def _config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def _by_path(params: Params) -> dict[str, Any]:
-    return {_dotted(key_path): leaf for key_path, leaf in jax.tree.leaves_with_path(params)}
-
-
-def _export(weights: dict[str, Any], tensor: Tensor, dtype: np.dtype) -> jax.Array:
-    return tensor.weight.export(jnp.asarray(weights[tensor.path][tensor.index], dtype))
+def _export(config: ModelConfig, params: Params, tensor: Tensor, dtype: str) -> jax.Array:
+    room, _, name = tensor.path.rpartition(".")
+    weight = merged(config, params[room], name, tensor.index) if room else params[name]
+    return tensor.weight.export(jnp.asarray(weight, jnp.dtype(dtype)))

@@ -12,11 +12,34 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from poly_epo_jax.model.matmul import transposed
-from poly_epo_jax.model.sharding import ROWS
+from poly_epo_jax.model.sharding import ROWS, platform
+from poly_epo_jax.parallel.devices import DEVICES, device_name
 
-# Tokens per chunk: enough to fill an accelerator's matrix units; on a CPU, few enough for the logits to stay in cache.
-CHUNK_TOKENS = {"cpu": 128}
-ACCELERATOR_CHUNK_TOKENS = 1024
+LOGITS_SHARE = 0.02
+"""The most of an accelerator's memory that a chunk's float32 logits take, beside what is made of them."""
+
+
+def chunk_size(device: str, vocab_size: int) -> int:
+    """Tokens per chunk on a device: a key of DEVICES, or the name of another.
+
+    On a CPU so few that the logits stay in cache. For every chunk an accelerator reads the head, and reads and writes
+    the float32 sum of its gradient: by the makers' figures, at 1,024 tokens this takes as long as the chunk's matmuls
+    on a v6e and a third as long on a v5p, and half of that at twice as many. So chunks are the largest power of two
+    within LOGITS_SHARE of the memory that JAX may use; 1,024 tokens on a device that is not known.
+    """
+    if device == "cpu":
+        return 128
+    memory_bytes = DEVICES[device].memory_bytes if device in DEVICES else None
+    if not memory_bytes:
+        return 1024
+    tokens = LOGITS_SHARE * memory_bytes * DEVICES[device].jax_share / (vocab_size * 4)
+    return 1 << max(0, int(tokens).bit_length() - 1)
+
+
+def _default_chunk(vocab_size: int) -> int:
+    """For the devices of the mesh that is set."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return chunk_size(device_name(device.device_kind) if device else platform(), vocab_size)
 
 
 def token_logprobs(
@@ -33,7 +56,7 @@ def token_logprobs(
     and its own share of the T positions (T must divide by the tensor axis) with the whole head, gathered once, so that
     no collective runs inside the vocabulary loop.
     """
-    chunk = chunk_tokens or CHUNK_TOKENS.get(jax.default_backend(), ACCELERATOR_CHUNK_TOKENS)
+    chunk = chunk_tokens or _default_chunk(len(head))
     return _sharded_logprobs(hidden, head, targets, wanted, temperature, chunk)
 
 
@@ -41,7 +64,7 @@ TOKENS = PartitionSpec(ROWS, "tensor")
 HIDDEN = PartitionSpec(ROWS, "tensor", None)
 HEAD = PartitionSpec("tensor", "fsdp")
 GATHERED = {"fsdp": 1, "tensor": 0}
-"""The head's axis that each mesh axis splits."""
+"""The axis of the head [V, D] that each mesh axis splits."""
 
 
 def _on_each_device(function, in_specs, out_specs):
@@ -67,10 +90,10 @@ def _gather_head(head):
 
 
 def _scatter_head(gradient):
-    """Sums the whole head's gradient over all devices; each keeps its own part."""
+    """Sums the whole head's gradient [D, V] over all devices; each keeps its own part."""
     for name in _split_axes():
         if name in GATHERED:
-            gradient = jax.lax.psum_scatter(gradient, name, scatter_dimension=GATHERED[name], tiled=True)
+            gradient = jax.lax.psum_scatter(gradient, name, scatter_dimension=1 - GATHERED[name], tiled=True)
         else:
             gradient = jax.lax.psum(gradient, name)
     return gradient
@@ -133,24 +156,27 @@ def _forward(hidden, head, targets, wanted, temperature, chunk_tokens):
 def _backward(temperature, chunk_tokens, residuals, cotangents):
     def local(hidden, head, targets, wanted, *columns):
         whole, shape = _gather_head(head), hidden.shape
-        hidden, targets, indices, count, chunk_size = _flat(hidden, targets, wanted, chunk_tokens)
+        hidden, targets, indices, count, chunk = _flat(hidden, targets, wanted, chunk_tokens)
         columns = [x.reshape(-1) for x in columns]
 
         def one_chunk(at, gradients):
             d_hidden, d_head = gradients
-            chunk = _take(hidden, at)
+            x = _take(hidden, at)
             mean, normalizer, d_logprobs, d_entropy = (_take(x, at)[:, None] for x in columns)
-            log_p = _logits(chunk, whole, temperature) - normalizer
+            log_p = _logits(x, whole, temperature) - normalizer
             d_logits = -jnp.exp(log_p) * (d_logprobs + d_entropy * (log_p + mean))
-            d_logits = d_logits.at[jnp.arange(chunk_size), _take(targets, at)].add(d_logprobs[:, 0])
+            # A comparison is computed with the rest of the line above; a scatter would be a pass of its own.
+            is_target = jnp.arange(len(whole))[None] == _take(targets, at)[:, None]
+            d_logits = jnp.where(is_target, d_logits + d_logprobs, d_logits)
             d_logits = (d_logits / temperature).astype(hidden.dtype)
-            d_chunk = jnp.einsum("tv,vd->td", d_logits, whole, preferred_element_type=jnp.float32)
-            d_head += jnp.einsum("dt,tv->dv", transposed(chunk), d_logits, preferred_element_type=jnp.float32)
-            return d_hidden.at[at].set(d_chunk.astype(hidden.dtype), mode="drop"), d_head
+            d_x = jnp.einsum("tv,vd->td", d_logits, whole, preferred_element_type=jnp.float32)
+            d_head += jnp.einsum("dt,tv->dv", transposed(x), d_logits, preferred_element_type=jnp.float32)
+            return d_hidden.at[at].set(d_x.astype(hidden.dtype), mode="drop"), d_head
 
         gradients = jnp.zeros_like(hidden), jnp.zeros(whole.shape[::-1], jnp.float32)
-        d_hidden, d_head = _for_each_chunk(indices, count, chunk_size, one_chunk, gradients)
-        return d_hidden.reshape(shape), _scatter_head(d_head.T).astype(head.dtype)
+        d_hidden, d_head = _for_each_chunk(indices, count, chunk, one_chunk, gradients)
+        # Transposed once it is a part: of the whole, it would be a second copy.
+        return d_hidden.reshape(shape), _scatter_head(d_head).T.astype(head.dtype)
 
     in_specs = (HIDDEN, HEAD, TOKENS, TOKENS, TOKENS, TOKENS, TOKENS, TOKENS)
     d_hidden, d_head = _on_each_device(local, in_specs, (HIDDEN, HEAD))(*residuals, *cotangents)

@@ -7,17 +7,17 @@ say their size, so that they are its shape too; parallel.mesh.RULES maps them to
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from poly_epo_jax.model.attention import packed_attention
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.matmul import matmul
-from poly_epo_jax.model.sharding import constrain_rows, gather_weight
+from poly_epo_jax.model.sharding import constrain_rows
 
 REMAT_POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,
@@ -28,6 +28,10 @@ REMAT_POLICIES = {
     "attention": jax.checkpoint_policies.save_only_these_names("attention"),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
+"""What the backward pass finds kept, the most first; what it does not find it recomputes."""
+
+AUTO = "auto"
+"""Stands for one of them in a configuration, until a memory plan has chosen it (memory_plan.plan.make_plan)."""
 
 
 class Layer(nnx.Module):
@@ -60,26 +64,37 @@ class Layer(nnx.Module):
         self.gate = weight("hidden_size", "mlp_size", scale=d**-0.5)
         self.up = weight("hidden_size", "mlp_size", scale=d**-0.5)
         self.down = weight("mlp_size", "hidden_size", scale=config.mlp_size**-0.5 * residual)
+        for name in config.lora_targets:
+            for part, param in zip("ab", _adapter(config, rngs, getattr(self, name).axes), strict=True):
+                setattr(self, f"{name}_lora_{part}", param)
 
     def __call__(self, x: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
         """x [B, T, d] -> x."""
         config = self.config
 
         def w(param: nnx.Param) -> jax.Array:
-            return gather_weight(param[...].astype(config.dtype), param.axes[1:])
+            return param[...].astype(config.dtype)
 
         h = rms_norm(x, w(self.attention_norm), config.norm_eps)
-        q, k, v = (_project(h, w(param)) for param in (self.q, self.k, self.v))
+        q, k, v = (self._project(h, name) for name in ("q", "k", "v"))
         if config.attention_bias:
             q, k, v = q + w(self.q_bias)[None, None], k + w(self.k_bias)[None, None], v + w(self.v_bias)[None, None]
         if config.qk_norm:
             q = rms_norm(q, w(self.q_norm), config.norm_eps)
             k = rms_norm(k, w(self.k_norm), config.norm_eps)
         q, k = rope(q, positions, config.rope_theta), rope(k, positions, config.rope_theta)
-        attended = packed_attention(q, k, v, segment_ids, config.attention)
-        x = x + _project(checkpoint_name(attended, "attention"), w(self.o), contract=2)
+        attended = packed_attention(q, k, v, segment_ids, config.attention, config.longest_sequence, positions)
+        x = x + self._project(attended, "o")
         h = rms_norm(x, w(self.mlp_norm), config.norm_eps)
-        return x + _project(jax.nn.silu(_project(h, w(self.gate))) * _project(h, w(self.up)), w(self.down))
+        return x + self._project(jax.nn.silu(self._project(h, "gate")) * self._project(h, "up"), "down")
+
+    def _project(self, x: jax.Array, name: str) -> jax.Array:
+        """x W, or x W + (alpha / rank) (x A) B where the weight has an adapter (LoRA, eq. 3)."""
+        y, config = _project(x, getattr(self, name)), self.config
+        if name not in config.lora_targets:
+            return y
+        inner = config.lora_scale * _project(x, getattr(self, f"{name}_lora_a"))
+        return y + _project(inner, getattr(self, f"{name}_lora_b"))
 
 
 class Qwen3(nnx.Module):
@@ -102,7 +117,10 @@ class Qwen3(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """Final hidden states of packed rows: causal, and only within equal `segment_ids` (0 is padding)."""
+        """Final hidden states of packed rows: causal, and only within equal `segment_ids` (0 is padding).
+
+        Segments of one prompt may share it, where the attention does: see `packed_attention`.
+        """
         config = self.config
         layer_def, weights = nnx.split(self.layers)
 
@@ -129,10 +147,23 @@ def declared_weights(config: ModelConfig) -> dict[str, nnx.Param]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): param for path, param in leaves}
 
 
-def _weight(config: ModelConfig, rngs: nnx.Rngs, axes: tuple[str, ...], scale: float) -> nnx.Param:
-    """Normal with standard deviation `scale`."""
+def _weight(config: ModelConfig, rngs: nnx.Rngs, axes: tuple[str, ...], scale: float, dtype: str = "") -> nnx.Param:
+    """Normal with standard deviation `scale`, of param_dtype if no other type is given."""
     shape = tuple(getattr(config, axis) for axis in axes)
-    return nnx.Param(scale * jax.random.normal(rngs.params(), shape, config.param_dtype), axes=axes)
+    return nnx.Param(scale * jax.random.normal(rngs.params(), shape, dtype or config.param_dtype), axes=axes)
+
+
+def _adapter(config: ModelConfig, rngs: nnx.Rngs, axes: tuple[str, ...]) -> tuple[nnx.Param, nnx.Param]:
+    """A [*in, rank] and B [rank, *out] beside weights [*in, *out], both with the layers' axis first, in float32.
+
+    A is random and B zero, so that training begins with the base policy (LoRA, section 4.1).
+    """
+    layers, *rest = axes
+    num_inputs = 1 if rest[0] == "hidden_size" else len(rest) - 1  # one side of each weight is the stream
+    inputs, outputs = rest[:num_inputs], rest[num_inputs:]
+    scale = math.prod(getattr(config, axis) for axis in inputs) ** -0.5
+    a = _weight(config, rngs, (layers, *inputs, "lora_rank"), scale, "float32")
+    return a, _weight(config, rngs, (layers, "lora_rank", *outputs), 0.0, "float32")
 
 
 def _norm(config: ModelConfig, axes: tuple[str, ...], shape: tuple[int, ...]) -> nnx.Param:
@@ -140,14 +171,10 @@ def _norm(config: ModelConfig, axes: tuple[str, ...], shape: tuple[int, ...]) ->
     return nnx.Param(jnp.ones(shape, config.param_dtype), axes=axes)
 
 
-def _project(x: jax.Array, weight: jax.Array, contract: int = 1) -> jax.Array:
-    """x [..., in] times weight [in, out], where `in` is `contract` axes and `out` any number of them.
-
-    Done as one plain matmul: XLA's CPU backend takes twice the time for the gradient of the batched form.
-    """
-    shape_in, shape_out = weight.shape[:contract], weight.shape[contract:]
-    matrix = weight.reshape(math.prod(shape_in), math.prod(shape_out))
-    return matmul(x.reshape(-1, matrix.shape[0]), matrix).reshape(*x.shape[: x.ndim - contract], *shape_out)
+def _project(x: jax.Array, param: nnx.Param) -> jax.Array:
+    """x [B, T, *in] times a layer's weight [*in, *out]: [B, T, *out]."""
+    out: Any = matmul(x.reshape(-1, *x.shape[2:]), param[...], param.axes[1:])
+    return out.reshape(*x.shape[:2], *out.shape[1:])
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:

@@ -1,10 +1,14 @@
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from poly_epo_jax.model.logprobs import token_logprobs
+from poly_epo_jax.model.logprobs import LOGITS_SHARE, chunk_size, token_logprobs
 from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.parallel.devices import DEVICES
 
 
 def random_inputs(rows=2, length=24, width=16, vocab=50, seed=0):
@@ -141,3 +145,33 @@ def test_under_a_mesh_nothing_changes(axes):
         found = values_and_gradients(lambda *x: of_all(*x, chunk_tokens=5), *inputs)
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 49_152, 151_936])
+@pytest.mark.parametrize("device", ["h200", "v5p", "v6e"])
+def test_chunks_are_as_large_as_their_share_of_the_memory_allows(device, vocab_size):
+    tokens, memory = chunk_size(device, vocab_size), DEVICES[device].memory_bytes
+    assert memory is not None
+    allowed = LOGITS_SHARE * memory * DEVICES[device].jax_share
+    assert tokens.bit_count() == 1
+    assert 4 * tokens * vocab_size <= allowed < 4 * 2 * tokens * vocab_size
+
+
+def test_the_chunks_of_the_policy_of_the_paper():
+    assert [chunk_size(device, 151_936) for device in ("cpu", "h200", "v5p", "v6e", "gpu", "")] == [
+        128,
+        2048,
+        2048,
+        1024,
+        1024,
+        1024,
+    ]
+
+
+def test_the_backward_loop_scatters_no_logits():
+    """What is subtracted at the targets is compared with the vocabulary's indices, not scattered."""
+    inputs = random_inputs(width=16, vocab=64)
+    program = str(jax.make_jaxpr(functools.partial(values_and_gradients, of_all))(*inputs))
+    scattered = {shape.split(",")[-1] for shape in re.findall(r":\w+\[([\d,]+)\] = scatter", program)}
+    assert "16" in scattered  # the hidden states' gradient
+    assert "64" not in scattered

@@ -1,0 +1,89 @@
+"""Adapters as PEFT, Hugging Face's library for them, keeps them: adapter_config.json beside adapter_model.safetensors.
+
+Servers that take a base model and adapters (SGLang's --lora-paths, vLLM's --lora-modules) read the same folder.
+"""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from poly_epo_jax.digests import write_digests
+from poly_epo_jax.json_files import write_json
+from poly_epo_jax.model.architectures import ARCHITECTURES
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.types import Params
+
+PREFIX = "base_model.model."
+"""Of every name: PEFT's model holds the base model in two shells."""
+
+
+def save_adapter(
+    path: str | Path, params: Params, config: ModelConfig, base: str, dtype: str = "float32", card: str = ""
+) -> None:
+    """Writes a policy's adapter. The folder appears whole or, after a crash, not at all.
+
+    Args:
+      base: the base policy's folder or name on the hub, which the adapter's description gives.
+      card: the text of its README.md; empty: none.
+
+    Raises:
+      ValueError: the policy has no adapter.
+      FileExistsError: `path` is there already.
+      OSError, SafetensorError: it cannot be written.
+    """
+    path = Path(path)
+    if not config.lora_targets:
+        raise ValueError("The run trained the policy's own weights and has no adapter; export it without --adapter.")
+    if path.exists():
+        raise FileExistsError(f"{path} exists already; choose another folder, or remove it first.")
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    write_json(unfinished / "adapter_config.json", _adapter_config(config, base))
+    tensors = jax.device_get(peft_tensors(params, config, dtype))
+    contiguous = {name: np.ascontiguousarray(values) for name, values in tensors.items()}
+    save_file(contiguous, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
+    if card:
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
+    write_digests(unfinished)
+    unfinished.rename(path)
+
+
+def peft_tensors(params: Params, config: ModelConfig, dtype: str) -> dict[str, jax.Array]:
+    """The adapter by PEFT's names: of each projection lora_A [rank, in] and lora_B [out, rank]."""
+    weights, layers, tensors = ARCHITECTURES[config.family].weights, params["layers"], {}
+    for name in config.lora_targets:
+        for layer in range(config.num_layers):
+            module = PREFIX + _module(weights[f"layers.{name}"].name).format(layer)
+            a, b = (jnp.asarray(layers[f"{name}_lora_{part}"][layer], jnp.dtype(dtype)) for part in "ab")
+            tensors[f"{module}.lora_A.weight"] = a.reshape(math.prod(a.shape[:-1]), -1).T
+            tensors[f"{module}.lora_B.weight"] = b.reshape(len(b), -1).T
+    return tensors
+
+
+def _adapter_config(config: ModelConfig, base: str) -> dict[str, Any]:
+    weights = ARCHITECTURES[config.family].weights
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_scale * config.lora_rank,
+        "target_modules": [_module(weights[f"layers.{name}"].name).rpartition(".")[2] for name in config.lora_targets],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+
+
+def _module(name: str) -> str:
+    """The module that a weight of Hugging Face's belongs to."""
+    return name.removesuffix(".weight")

@@ -1,0 +1,241 @@
+"""Adapters against the same products written out: a layer with one is the layer of the merged weights."""
+
+import asyncio
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from adapted import ADAPTED, ADAPTED_MODEL, SCALE, SECTION, adapted_params, as_numpy, merged_by_hand
+from fakes import (
+    TINY,
+    TINY_ALPHABET,
+    TINY_MODEL,
+    ByLetter,
+    collect,
+    optimizer_config,
+    random_sequences,
+    state_at,
+    tiny_params,
+    tiny_problems,
+)
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from poly_epo_jax.batching import pack
+from poly_epo_jax.config import LoraSection
+from poly_epo_jax.model import flops
+from poly_epo_jax.model.hf import load_params, save_pretrained
+from poly_epo_jax.model.lora import (
+    ADAPTER,
+    first_adapter,
+    is_adapter,
+    lora_fields,
+    merged,
+    split_adapter,
+    without_adapter,
+)
+from poly_epo_jax.model.partition import merge_params
+from poly_epo_jax.model.sharding import make_mesh, param_shardings
+from poly_epo_jax.objective import Objective
+from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
+from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.set_rl import ppo_clip_loss
+from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
+from poly_epo_jax.types import Sampling
+from poly_epo_jax.update import PolicyUpdate
+
+NAMES = ("q", "k", "v", "o", "gate", "up", "down")
+needs_eight_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+
+
+def hidden_states(model, params):
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, TINY.vocab_size, (2, 12)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(12)[None], tokens.shape)
+    return nnx.merge(nnx.split(model)[0], jax.tree.map(jnp.asarray, params))(tokens, positions, jnp.ones_like(tokens))
+
+
+@functools.cache
+def make_update(axes=(1, 1, 1), *, adapted=True, kl_coef=0.0):
+    objective = Objective(ppo_clip_loss, entropy_coef=0.01, kl_coef=kl_coef)
+    model, pattern = (ADAPTED_MODEL, ADAPTER) if adapted else (TINY_MODEL, "")
+    return PolicyUpdate(model, make_mesh(*axes), objective, optimizer_config(eps=1e-3), 2, pattern)
+
+
+def minibatches():
+    return [pack(random_sequences(np.random.default_rng(seed), 30), 20, rows_per_microbatch=8) for seed in (0, 1)]
+
+
+def start(update, params=None):
+    shardings = param_shardings(ADAPTED_MODEL, update.mesh)
+    return update.init(jax.device_put(params or adapted_params(), shardings))
+
+
+# What it computes
+
+
+def test_an_adapted_layer_is_the_layer_of_the_merged_weights():
+    found, expected = hidden_states(ADAPTED_MODEL, adapted_params()), hidden_states(TINY_MODEL, tiny_params())
+    assert np.abs(found - expected).max() > 0.1
+    expected = hidden_states(TINY_MODEL, merged_by_hand(adapted_params()))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+
+
+def test_merged_adds_in_float32_whatever_the_weights_are():
+    params, expected = adapted_params(), merged_by_hand(adapted_params())
+    for name in NAMES:
+        found = merged(ADAPTED, params["layers"], name, 1)
+        np.testing.assert_allclose(found, expected["layers"][name][1], rtol=0, atol=1e-6)
+    half = {name: jnp.asarray(w, "float32" if is_adapter(name) else "bfloat16") for name, w in params["layers"].items()}
+    a, b = (np.asarray(half[f"down_lora_{part}"][0]) for part in "ab")
+    np.testing.assert_allclose(
+        merged(ADAPTED, half, "down", 0), np.asarray(half["down"][0], np.float32) + SCALE * a @ b, rtol=0, atol=1e-6
+    )
+    assert merged(ADAPTED, params["layers"], "q_norm", 0) is not None
+
+
+def test_a_new_adapter_changes_nothing_and_is_the_same_on_every_mesh():
+    shardings = [param_shardings(ADAPTED_MODEL, make_mesh(*axes)) for axes in ((1, 1, 1), (1, 2, 2))]
+    first, on_mesh = (as_numpy(first_adapter(ADAPTED, 5, laid_out)) for laid_out in shardings)
+    jax.tree.map(np.testing.assert_array_equal, first, on_mesh)
+    other = as_numpy(first_adapter(ADAPTED, 6, shardings[0]))
+    for name in NAMES:
+        a, b = (first["layers"][f"{name}_lora_{part}"] for part in "ab")
+        assert not b.any() and a.dtype == b.dtype == np.float32
+        assert np.abs(a - other["layers"][f"{name}_lora_a"]).max() > 0.1
+        width = a[0].size // 3
+        assert a.std() == pytest.approx(width**-0.5, rel=0.35)
+    params = merge_params(first, tiny_params())
+    np.testing.assert_array_equal(hidden_states(ADAPTED_MODEL, params), hidden_states(TINY_MODEL, tiny_params()))
+
+
+def test_without_a_rank_there_is_nothing_of_it():
+    assert lora_fields(LoraSection(alpha=3.0, targets=("q_proj",))) == {}
+    assert without_adapter(ADAPTED) == TINY
+    assert split_adapter(TINY, tiny_params())[0] == {} == first_adapter(TINY, 0, {})
+    assert flops.adapter_sizes(TINY) == {}
+
+
+def test_only_the_targets_have_one():
+    fields = lora_fields(dataclasses.replace(SECTION, targets=("o_proj", "up_proj")))
+    names = {path.split(".")[1] for path in flops.adapter_sizes(dataclasses.replace(TINY, **fields))}
+    assert names == {"o_lora_a", "o_lora_b", "up_lora_a", "up_lora_b"}
+
+
+def test_flops_and_sizes_count_it_apart():
+    adapter, base = split_adapter(ADAPTED, adapted_params())
+    assert sum(flops.adapter_sizes(ADAPTED).values()) == sum(leaf.size for leaf in jax.tree.leaves(adapter))
+    assert flops.total_weights(ADAPTED) == flops.total_weights(TINY)
+    lengths = np.array([3]), np.array([4])
+    more = flops.forward_flops(ADAPTED, *lengths) - flops.forward_flops(TINY, *lengths)
+    assert more == 2 * 7 * sum(flops.adapter_sizes(ADAPTED).values())
+    assert jax.tree.structure(base) == jax.tree.structure(tiny_params())
+
+
+# How it is trained
+
+
+def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule():
+    """d/dA = (alpha / rank) dW B' and d/dB = (alpha / rank) A' dW, with dW of the update that has no adapters."""
+    params, (microbatches, _) = adapted_params(), minibatches()
+    update, whole = make_update(), make_update(adapted=False)
+    (placed, *_) = update.with_old_logprobs(start(update), [microbatches])
+    found, sums = update.gradient(start(update), placed)
+    merged_params = jax.tree.map(jnp.asarray, merged_by_hand(params))
+    expected, expected_sums = whole.gradient(state_at(merged_params), placed)
+    assert float(sums[0]["loss"]) == pytest.approx(float(expected_sums[0]["loss"]), abs=1e-5)
+    assert {name for name in found["layers"]} == {f"{name}_lora_{part}" for name in NAMES for part in "ab"}
+    for name in NAMES:
+        d_weight = np.asarray(expected["layers"][name])
+        a, b = (params["layers"][f"{name}_lora_{part}"] for part in "ab")
+        layers, rank = len(a), a.shape[-1]
+        a, b = a.reshape(layers, -1, rank), b.reshape(layers, rank, -1)
+        d_weight = d_weight.reshape(layers, a.shape[1], b.shape[2])
+        d_a, d_b = (np.asarray(found["layers"][f"{name}_lora_{part}"]) for part in "ab")
+        assert np.abs(d_weight).max() > 0.01
+        np.testing.assert_allclose(d_a.reshape(a.shape), SCALE * d_weight @ b.swapaxes(1, 2), rtol=0, atol=2e-5)
+        np.testing.assert_allclose(d_b.reshape(b.shape), SCALE * a.swapaxes(1, 2) @ d_weight, rtol=0, atol=2e-5)
+
+
+def test_the_adapter_alone_changes_and_has_moments():
+    update = make_update()
+    state = start(update)
+    before = as_numpy(state.params)
+    after, metrics = update(state, update.with_old_logprobs(state, minibatches()))
+    jax.tree.map(np.testing.assert_array_equal, after.frozen, split_adapter(ADAPTED, before)[1])
+    moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), as_numpy(after.trainable), split_adapter(ADAPTED, before)[0])
+    assert min(jax.tree.leaves(moved)) > 1e-4 and metrics["policy/update_norm"] > 0
+    arrays = [leaf for leaf in jax.tree.leaves(after.opt_state) if leaf.ndim]
+    assert sum(leaf.size for leaf in arrays) == 2 * sum(flops.adapter_sizes(ADAPTED).values())
+
+
+def test_the_reference_policy_is_the_base_for_nothing():
+    """Given the new adapter alone, the update compares with the base policy, which the state has."""
+    update = make_update(kl_coef=0.1)
+    shardings = param_shardings(ADAPTED_MODEL, update.mesh)
+    reference = first_adapter(ADAPTED, 0, shardings)
+    (batch, *_), *_ = update.with_old_logprobs(start(update), minibatches(), reference)
+    whole = make_update(adapted=False, kl_coef=0.1)
+    base = jax.tree.map(jnp.asarray, tiny_params())
+    (expected, *_), *_ = whole.with_old_logprobs(state_at(base), minibatches(), base)
+    np.testing.assert_allclose(batch.reference_logprobs, expected.reference_logprobs, rtol=0, atol=1e-6)
+
+
+@functools.cache
+def train_step(*axes):
+    update = make_update(axes)
+    state = start(update)
+    batches = update.with_old_logprobs(state, minibatches())
+    gradient, _ = update.gradient(state, batches[0])
+    return gradient, *update(state, batches)
+
+
+@needs_eight_devices
+@pytest.mark.parametrize("axes", [(2, 2, 2), pytest.param((1, 8, 1), marks=pytest.mark.slow)], ids=str)
+def test_on_a_mesh_it_is_trained_as_on_one_device(axes):
+    found, expected = train_step(*axes), train_step(1, 1, 1)
+    for tree, alone in ((found[0], expected[0]), (found[1].params, expected[1].params)):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5), tree, alone)
+    assert found[2] == pytest.approx(expected[2], rel=1e-4, abs=1e-5)
+
+
+@needs_eight_devices
+def test_each_part_is_split_as_the_side_of_the_weight_that_it_has():
+    trainable = make_update((2, 2, 2)).shardings.trainable["layers"]
+    specs = {name: sharding.spec for name, sharding in trainable.items()}
+    assert specs["q_lora_a"] == PartitionSpec(None, "fsdp", None)
+    assert specs["q_lora_b"] == PartitionSpec(None, None, "tensor", None)
+    assert specs["o_lora_a"] == PartitionSpec(None, "tensor", None, None)
+    assert specs["down_lora_b"] == PartitionSpec(None, None, "fsdp")
+
+
+# Who reads it
+
+
+@pytest.mark.parametrize("axes", [(1, 1, 1), pytest.param((2, 2, 2), marks=needs_eight_devices)], ids=str)
+def test_the_sampler_generates_from_the_merged_weights(axes):
+    mesh = make_mesh(*axes)
+
+    def generate(model, trainable, frozen):
+        tokenizer = build_character_tokenizer(TINY_ALPHABET)
+        sampler = EmbeddedSampler(model, mesh, (1, 14), max_prompt_tokens=8, max_concurrent=8)
+        asyncio.run(sampler.push_weights(trainable, frozen, 0))
+        rollouts = Rollouts(sampler, tokenizer, ByLetter(), 8)
+        groups = collect(rollouts, tiny_problems(3, 8), 2, Sampling(max_tokens=8, temperature=0.0))
+        return [[y.token_ids.tolist() for y in group.generations] for group in groups]
+
+    params = jax.device_put(adapted_params(), param_shardings(ADAPTED_MODEL, mesh))
+    plain = jax.device_put(merged_by_hand(adapted_params()), param_shardings(TINY_MODEL, mesh))
+    assert generate(ADAPTED_MODEL, *split_adapter(ADAPTED, params)) == generate(TINY_MODEL, plain, {})
+
+
+def test_a_model_folder_holds_the_merged_weights(tmp_path):
+    save_pretrained(tmp_path / "model", adapted_params(), ADAPTED, dtype="float32")
+    loaded = load_params(tmp_path / "model", ADAPTED)
+    assert jax.tree.structure(loaded) == jax.tree.structure(tiny_params())
+    expected = merged_by_hand(adapted_params())
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6), loaded, expected)
+    found = hidden_states(TINY_MODEL, loaded)
+    np.testing.assert_allclose(found, hidden_states(ADAPTED_MODEL, adapted_params()), rtol=0, atol=2e-5)

@@ -1,0 +1,85 @@
+"""An adapter's folder, applied to transformers' model as PEFT does it: W + (lora_alpha / r) lora_B lora_A."""
+
+import dataclasses
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from adapted import ADAPTED, adapted_params
+from flax import nnx
+from safetensors.numpy import load_file
+
+from poly_epo_jax.model.architectures import ARCHITECTURES
+from poly_epo_jax.model.hf import save_pretrained
+from poly_epo_jax.model.lora import split_adapter, without_adapter
+from poly_epo_jax.model.peft import PREFIX, save_adapter
+from poly_epo_jax.model.qwen3 import abstract_model, declared_weights
+
+TOKENS = np.random.default_rng(0).integers(0, ADAPTED.vocab_size, (2, 9))
+
+
+def test_names_shapes_and_description(tmp_path):
+    save_adapter(tmp_path / "adapter", adapted_params(), ADAPTED, "Qwen/base")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    module = f"{PREFIX}model.layers.1.self_attn.q_proj"
+    assert tensors[f"{module}.lora_A.weight"].shape == (3, 16) and tensors[f"{module}.lora_B.weight"].shape == (32, 3)
+    assert len(tensors) == 2 * 7 * ADAPTED.num_layers
+    assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(np.float32)}
+    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"]) == (3, 6.0)
+    assert described["target_modules"] == [
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    ]
+    assert described["base_model_name_or_path"] == "Qwen/base" and described["peft_type"] == "LORA"
+    with pytest.raises(FileExistsError, match="choose another folder"):
+        save_adapter(tmp_path / "adapter", adapted_params(), ADAPTED, "Qwen/base")
+    with pytest.raises(ValueError, match="export it without --adapter"):
+        save_adapter(tmp_path / "other", adapted_params(), without_adapter(ADAPTED), "Qwen/base")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_transformers_with_the_adapter_has_our_logits(tmp_path, family):
+    torch = _torch()
+    config = dataclasses.replace(ADAPTED, family=family, **ARCHITECTURES[family].switches, head_dim=4)
+    params = _params(config)
+    save_pretrained(tmp_path / "base", split_adapter(config, params)[1], without_adapter(config), dtype="float32")
+    save_adapter(tmp_path / "adapter", params, config, str(tmp_path / "base"))
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    modules = {name.rsplit(".lora_")[0] for name in tensors}
+    with torch.no_grad():
+        before = model(torch.from_numpy(TOKENS)).logits.numpy()
+        for module in modules:
+            a, b = (torch.from_numpy(tensors[f"{module}.lora_{part}.weight"]) for part in "AB")
+            weight = model.get_submodule(module.removeprefix(PREFIX)).weight
+            weight += described["lora_alpha"] / described["r"] * b @ a
+        expected = model(torch.from_numpy(TOKENS)).logits.numpy()
+
+    policy = nnx.merge(nnx.split(abstract_model(config))[0], jax.tree.map(jnp.asarray, params))
+    tokens = jnp.asarray(TOKENS, jnp.int32)
+    hidden = policy(tokens, jnp.broadcast_to(jnp.arange(9)[None], tokens.shape), jnp.ones_like(tokens))
+    assert np.abs(before - expected).max() > 0.1
+    np.testing.assert_allclose(hidden @ policy.head.T, expected, rtol=0, atol=1e-4)
+
+
+def _params(config):
+    rng = np.random.default_rng(0)
+    flat = {path: rng.standard_normal(param.shape) for path, param in declared_weights(config).items()}
+    scaled = {path: (1.0 if "norm" in path else 0.0) + 0.3 * noise for path, noise in flat.items()}
+    layers = {path.split(".")[1]: x.astype(np.float32) for path, x in scaled.items() if path.startswith("layers.")}
+    return {path: x.astype(np.float32) for path, x in scaled.items() if "." not in path} | {"layers": layers}
+
+
+def _torch():
+    if not os.environ.get("POLY_EPO_REQUIRE_TORCH"):
+        pytest.importorskip("torch", reason="torch is not installed: bash launch/test.sh installs it for CPUs")
+    import torch  # pyright: ignore[reportMissingImports]
+
+    torch.set_num_threads(1)
+    return torch
