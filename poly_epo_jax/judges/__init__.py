@@ -9,6 +9,7 @@ from poly_epo_jax.config import JudgeSection
 from poly_epo_jax.judges.answer import AnswerJudge
 from poly_epo_jax.judges.exact import ExactJudge
 from poly_epo_jax.judges.llm import LLMJudge
+from poly_epo_jax.judges.ngrams import NgramsJudge
 from poly_epo_jax.judges.none import NoJudge
 from poly_epo_jax.registry import Registry
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Judge, Strategic, Task, Voting
@@ -41,6 +42,17 @@ def _llm(
     )
 
 
+def _ngrams(
+    task: Task,
+    section: JudgeSection,
+    *,
+    length: Annotated[int, Range(1, 16)] = 3,
+    dimensions: Annotated[int, Range(2, 65536)] = 256,
+    threshold: Annotated[float, Range(0, 1)] = 1.0,
+) -> NgramsJudge:
+    return NgramsJudge(length, dimensions, threshold)
+
+
 @dataclasses.dataclass(frozen=True)
 class JudgeEntry:
     """A judge that can be named in judge.name.
@@ -66,5 +78,6 @@ JUDGES: Registry[JudgeEntry] = Registry(
     exact=JudgeEntry(lambda task, section: ExactJudge(task), "the task's own strategies", task=Strategic),
     answer=JudgeEntry(lambda task, section: AnswerJudge(task), "final answers", task=Voting),
     llm=JudgeEntry(_llm, "a language model", needs_url=True, most=DEGENERATE_CLUSTER - 1),
+    ngrams=JudgeEntry(_ngrams, "pieces of text in common"),
     none=JudgeEntry(lambda task, section: NoJudge(), "no clusters", clusters=False),
 )

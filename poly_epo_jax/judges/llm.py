@@ -7,8 +7,10 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -27,6 +29,7 @@ from poly_epo_jax.judges.prompt import build_messages, load_rubric, reply_schema
 from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context, read_model_name
 from poly_epo_jax.types import Clustering, Group, JudgeFailure, JudgeLoad
 
+VERSION = re.compile(r"/v[0-9]\w*/")
 RETRIED = ("unavailable", "truncated", "malformed")
 """Kinds of failure after which the judge is asked again."""
 
@@ -44,7 +47,8 @@ class LLMJudge:
       malformed    the reply is not what was asked for; asked again with another seed
 
     Args:
-      url: of the server, without the /v1 that every path begins with.
+      url: of the server, without the /v1 that every path begins with; a path that names another version of the API,
+        such as Gemini's /v1beta/openai, stands in its place.
       model: the name by which the server knows the judge; "": the first one that it lists.
       api_key_env: the name of the environment variable that holds the server's key; "": it needs none.
       temperature: of the judge's sampling.
@@ -77,6 +81,7 @@ class LLMJudge:
     def __post_init__(self):
         self.url = self.url.rstrip("/")
         _check_url(self.url)
+        self._api = self.url if VERSION.search(urlsplit(self.url).path + "/") else f"{self.url}/v1"
         for name in ("max_tokens", "attempts", "timeout_seconds", "max_concurrent"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"The judge's {name} is {getattr(self, name)}; it must be positive.")
@@ -121,7 +126,7 @@ class LLMJudge:
           ServerError: it did not within `wait_seconds`.
         """
         try:
-            await wait_until_healthy(f"{self.url}/v1/models", self.wait_seconds, f"Judge {self.url}", self._headers())
+            await wait_until_healthy(f"{self._api}/models", self.wait_seconds, f"Judge {self.url}", self._headers())
         except ServerError as error:
             raise ServerError(self._without_key(str(error))) from None
 
@@ -131,7 +136,7 @@ class LLMJudge:
         if not context:
             with contextlib.suppress(httpx.HTTPError, ReplyError):  # the first prompt will tell what is wrong
                 async with open_client(self.timeout_seconds) as client:
-                    context = read_context(await self._send(client, "GET", "/v1/models"), self.model)
+                    context = read_context(await self._send(client, "GET", "/models"), self.model)
         return shortfalls(load, self._rubric, self.max_response_chars, self.max_tokens, context)
 
     def metrics(self) -> dict[str, float]:
@@ -144,9 +149,9 @@ class LLMJudge:
     ) -> Clustering | JudgeFailure:
         try:
             if not (self.model or self._listed_model):
-                self._listed_model = read_model_name(await self._send(client, "GET", "/v1/models"))
+                self._listed_model = read_model_name(await self._send(client, "GET", "/models"))
             request = {"model": self.model or self._listed_model, **request}
-            return read_clustering(await self._send(client, "POST", "/v1/chat/completions", request), num_responses)
+            return read_clustering(await self._send(client, "POST", "/chat/completions", request), num_responses)
         except ReplyError as error:
             kind, reason = error.kind, str(error)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -166,7 +171,7 @@ class LLMJudge:
         failures = 0
         while True:
             try:
-                response = await client.request(method, f"{self.url}{path}", json=payload, headers=self._headers())
+                response = await client.request(method, f"{self._api}{path}", json=payload, headers=self._headers())
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 now, failures = time.monotonic(), failures + 1
                 self._unreachable_since = self._unreachable_since or now

@@ -53,7 +53,7 @@ def bootstrap_interval(
     deviation = np.maximum(np.sqrt(np.mean(centred**2, axis=0)), np.finfo(np.float64).tiny)
     acceleration = np.mean((centred / deviation) ** 3, axis=0) / (6 * np.sqrt(num_problems))
 
-    widest = _student_quantile((1 + level) / 2, num_problems - 1) * np.sqrt(num_problems / (num_problems - 1))
+    widest = student_quantile((1 + level) / 2, num_problems - 1) * np.sqrt(num_problems / (num_problems - 1))
     ends = []
     for z in (-widest, widest):
         shifted = acceleration + z
@@ -80,7 +80,7 @@ def _resampled_means(
     return means
 
 
-def _student_quantile(probability: float, degrees: int) -> float:
+def student_quantile(probability: float, degrees: int) -> float:
     """Quantile of Student's t from the normal one (Cornish and Fisher 1938; Abramowitz and Stegun 26.7.5).
 
     Within 1% from 5 degrees of freedom on for levels up to 0.99; for fewer the interval spans nearly all resamples

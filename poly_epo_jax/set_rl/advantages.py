@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 from jaxtyping import Float, Int, Shaped
 
+from poly_epo_jax.set_rl.groups import centred, check_features, cluster_sizes, rarity, same_cluster
 from poly_epo_jax.set_rl.sets import check_set_size
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
@@ -46,7 +46,7 @@ def marginal_set_advantages(
         names and that is not there, sets of another shape or as large as N, an objective that does not return one score
         per set.
     """
-    num_prompts, num_generations = _check_features(**features)
+    num_prompts, num_generations = check_features(**features)
     if sets.ndim not in (2, 3) or (sets.ndim == 3 and len(sets) != num_prompts):
         raise ValueError(f"sets have shape {sets.shape}, but must be [K, n] or [{num_prompts}, K, n], one per prompt.")
     num_sets, set_size = sets.shape[-2:]
@@ -83,6 +83,18 @@ def polychromic_advantages(
     return _effects(rewards, clusters, set_size).score
 
 
+def reward_plus_diversity_advantages(
+    rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], set_size: int
+) -> Float[Array, "P N"]:
+    """Marginal set advantages of `reward_plus_diversity` over all C(N, n) sets, without forming a set.
+
+    Raises:
+      ValueError: as `polychromic_advantages`.
+    """
+    on = _effects(rewards, clusters, set_size)
+    return on.reward + on.diversity
+
+
 class Synergy(NamedTuple):
     """The two parts of the polychromic advantage, each [P, N]; they add up to it."""
 
@@ -113,8 +125,8 @@ def grpo_advantages(rewards: Float[Array | np.ndarray, "P N"]) -> Float[Array, "
     Raises:
       ValueError: on NaN rewards (seen outside jit only).
     """
-    _check_features(rewards=rewards)
-    return _centred(jnp.asarray(rewards))
+    check_features(rewards=rewards)
+    return centred(jnp.asarray(rewards))
 
 
 def grpo_div_advantages(
@@ -122,17 +134,14 @@ def grpo_div_advantages(
 ) -> Float[Array, "P N"]:
     """GRPO with a bonus for small clusters: centred r_i + lambda d_i (paper §6.1, GRPO+DIV).
 
-    d_i = (N / |cluster of i| - 1) / (N - 1), from 0 where all agree to 1 for a cluster of one. A generation in
-    `DEGENERATE_CLUSTER` gets d_i = 0, our choice: a rare kind of gibberish must not be paid for being rare.
+    d_i is `rarity`: from 0 where all agree to 1 for a cluster of one, and 0 for a generation in `DEGENERATE_CLUSTER`.
+    This is the reward shaping of §5, too, with which the paper compares the polychromic objective.
 
     Raises:
       ValueError: on NaN rewards (seen outside jit only); on mismatched shapes.
     """
-    _, num_generations = _check_features(rewards=rewards, clusters=clusters)
-    clusters = jnp.asarray(clusters)
-    rarity = (num_generations / _same_cluster(clusters).sum(axis=-1) - 1) / max(num_generations - 1, 1)
-    bonus = jnp.where(clusters == DEGENERATE_CLUSTER, 0.0, rarity)
-    return _centred(jnp.asarray(rewards) + div_coef * bonus)
+    check_features(rewards=rewards, clusters=clusters)
+    return centred(jnp.asarray(rewards) + div_coef * rarity(jnp.asarray(clusters)))
 
 
 class _Effects(NamedTuple):
@@ -158,23 +167,22 @@ def _effects(
       n^2 f = n r missed(s) + r'_y (sum_c [apart(0) - apart(|c|)] + apart(s)) - beside(s) sum_{i in y's cluster} r'_i
     where degenerate clusters contribute nothing. None of the terms is a small difference of large ones.
     """
-    _, num_generations = _check_features(rewards=rewards, clusters=clusters)
+    _, num_generations = check_features(rewards=rewards, clusters=clusters)
     check_set_size(num_generations, set_size)
     rewards, clusters = jnp.asarray(rewards, float), jnp.asarray(clusters)
-    same = _same_cluster(clusters)
-    sizes = same.sum(axis=-1)
+    same, sizes = same_cluster(clusters), cluster_sizes(clusters)
     table = _chances(num_generations, set_size)
     chances = jnp.where(clusters == DEGENERATE_CLUSTER, 0, jnp.asarray(table, rewards.dtype)[:, sizes])
     missed, apart, beside, found, not_apart = chances
 
-    above = _centred(rewards)
+    above = centred(rewards)
     mean_reward = (rewards - above).mean(axis=-1, keepdims=True)
     above_in_cluster = jnp.where(same, above[:, None, :], 0).sum(axis=-1)
     over_clusters = (not_apart / sizes).sum(axis=-1, keepdims=True)  # each cluster's generations share its term
     from_rewards = above * (over_clusters + apart) - beside * above_in_cluster
-    from_diversity = _centred(missed)
+    from_diversity = centred(missed)
     return _Effects(
-        score=(set_size * mean_reward * from_diversity + _centred(from_rewards)) / set_size**2,
+        score=(set_size * mean_reward * from_diversity + centred(from_rewards)) / set_size**2,
         reward=above * (table[1, 0] / set_size),
         diversity=from_diversity / set_size,
         mean_reward=mean_reward,
@@ -200,25 +208,3 @@ def _chances(num_generations: int, set_size: int) -> Float[np.ndarray, "5 sizes"
         apart = missed - beside
         rows.append([count / sets for count in (missed, apart, beside, sets - missed, without_one - apart)])
     return np.array(rows).T
-
-
-def _same_cluster(clusters: Array) -> Array:
-    return clusters[:, :, None] == clusters[:, None, :]
-
-
-def _centred(values: Array) -> Array:
-    """Less their mean: exactly 0 where all are equal, as differences to one of them are exact."""
-    differences = values - values[..., :1]
-    return differences - differences.mean(axis=-1, keepdims=True)
-
-
-def _check_features(**features: Array | np.ndarray) -> tuple[int, int]:
-    """Returns the (P, N) that all features share."""
-    shapes = {name: feature.shape[:2] for name, feature in features.items()}
-    if len(set(shapes.values())) != 1 or min(map(len, shapes.values())) < 2:
-        raise ValueError(f"Features must share their leading [P, N] shape, but have {shapes}.")
-    for name, feature in features.items():
-        if not isinstance(feature, Tracer) and np.isnan(feature).any():
-            raise ValueError(f"{name} hold NaN: give every generation a number, 0 for one that could not be scored.")
-    num_prompts, num_generations = set(shapes.values()).pop()
-    return num_prompts, num_generations

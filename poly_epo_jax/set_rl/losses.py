@@ -3,6 +3,7 @@
 A loss reads `Tokens` and returns -sum(weights * term), so that the losses of microbatches add up to the loss of the
 batch; its metrics are sums over response tokens, to be added up and divided by the token count. What masked tokens
 hold never matters. A keyword that a loss names, such as clip_low, is a key of the configuration's `algo` section.
+`clip_cov` and `kl_cov` compare a token with those of its microbatch, and so depend on how large that is.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Key, Shaped
 
 from poly_epo_jax.registry import Registry
 
@@ -57,9 +58,7 @@ def ppo_clip_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0
       ValueError: on mismatched shapes.
     """
     _check_shapes(tokens)
-    ratio, advantages = jnp.exp(tokens.log_ratio), tokens.advantages
-    term = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages)
-    held_back = ((ratio > 1 + clip_high) & (advantages > 0)) | ((ratio < 1 - clip_low) & (advantages < 0))
+    term, held_back, ratio = _clipped(tokens.log_ratio, tokens, clip_low, clip_high)
     return _loss(term, tokens), _ratio_metrics(held_back, tokens, ratio)
 
 
@@ -92,7 +91,97 @@ def policy_gradient_loss(tokens: Tokens) -> LossAndMetrics:
     return _loss(tokens.advantages * jnp.where(tokens.is_response, tokens.logprobs, 0), tokens), {}
 
 
-LOSSES: Registry[Loss] = Registry(ppo_clip=ppo_clip_loss, cispo=cispo_loss, policy_gradient=policy_gradient_loss)
+def gspo_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossAndMetrics:
+    """GSPO (Zheng et al., arXiv 2507.18071): PPO's clipped surrogate with one ratio for each sequence.
+
+    The ratio is s = exp(mean over the sequence's tokens of log w), the geometric mean of theirs. Each token's log-prob
+    gets its gradient by that token's own weight and advantage, as in the paper's GSPO-token and in verl, which is the
+    same where they are equal within a sequence. The paper clips to 1 - 3e-4 and 1 + 4e-4.
+
+    Returns:
+      As `ppo_clip_loss`; here `ratio` and `clip_fraction` are those of the token's sequence.
+
+    Raises:
+      ValueError: on mismatched shapes.
+    """
+    _check_shapes(tokens)
+    log_ratio, stopped = tokens.log_ratio, jax.lax.stop_gradient(tokens.log_ratio)
+    term, held_back, ratio = _clipped(
+        sequence_means(stopped, tokens) + log_ratio - stopped, tokens, clip_low, clip_high
+    )
+    return _loss(term, tokens), _ratio_metrics(held_back, tokens, ratio)
+
+
+def clip_cov_loss(
+    tokens: Tokens,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    cov_fraction: float = 2e-4,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+) -> LossAndMetrics:
+    """Clip-Cov (Cui et al., arXiv 2505.22617): `ppo_clip_loss` without the gradient of a few tokens that cost entropy.
+
+    cov_t = (A_t - mean A) (log p_t - mean log p) over the microbatch's response tokens. Of those with cov_t between
+    cov_low and cov_high that the clip lets through, a random `cov_fraction` of all tokens, at least one, is detached.
+
+    verl draws exactly that number; here each candidate is drawn by itself with the chance that makes it so many on
+    average, from bits of the log-probabilities: equal inputs give equal draws, as resuming needs. Detached tokens count
+    in the loss's value here, as in the paper, and not in verl; the gradient is the same.
+
+    Returns:
+      As `ppo_clip_loss`, and `covariance_fraction`, the tokens that were detached.
+
+    Raises:
+      ValueError: on mismatched shapes.
+    """
+    _check_shapes(tokens)
+    term, held_back, ratio = _clipped(tokens.log_ratio, tokens, clip_low, clip_high)
+    covariances = _covariances(tokens)
+    is_candidate = tokens.is_response & ~held_back & (covariances > cov_low) & (covariances < cov_high)
+    chance = _few(cov_fraction, tokens) / jnp.maximum(is_candidate.sum(), 1)
+    is_detached = is_candidate & (jax.random.uniform(_key_of(tokens), term.shape) < chance)
+    term = jnp.where(is_detached, jax.lax.stop_gradient(term), term)
+    metrics = _ratio_metrics(held_back, tokens, ratio)
+    return _loss(term, tokens), metrics | {"covariance_fraction": jnp.sum(is_detached, dtype=jnp.float32)}
+
+
+def kl_cov_loss(tokens: Tokens, *, cov_fraction: float = 2e-4, cov_kl_coef: float = 1.0) -> LossAndMetrics:
+    """KL-Cov (Cui et al., arXiv 2505.22617): w A without a clip, and a penalty |log w| on a few tokens.
+
+    The penalty, times `cov_kl_coef`, is on the `cov_fraction` of tokens, at least one, with the largest cov_t (see
+    `clip_cov_loss`), and on what ties with the last of them. As in verl.
+
+    Returns:
+      As `ppo_clip_loss`; here nothing is clipped, and `covariance_fraction` counts the tokens that are penalised.
+
+    Raises:
+      ValueError: on mismatched shapes.
+    """
+    _check_shapes(tokens)
+    ratio = jnp.exp(tokens.log_ratio)
+    covariances = jnp.where(tokens.is_response, _covariances(tokens), -jnp.inf)
+    ascending = jnp.sort(covariances.ravel())
+    is_penalised = tokens.is_response & (covariances >= ascending[-_few(cov_fraction, tokens)])
+    distance = jnp.maximum(tokens.log_ratio, -tokens.log_ratio)  # whose gradient is 0 at 0, where that of abs is 1
+    term = ratio * tokens.advantages - jnp.where(is_penalised, cov_kl_coef * distance, 0)
+    metrics = _ratio_metrics(jnp.zeros_like(is_penalised), tokens, ratio)
+    return _loss(term, tokens), metrics | {"covariance_fraction": jnp.sum(is_penalised, dtype=jnp.float32)}
+
+
+LOSSES: Registry[Loss] = Registry(
+    ppo_clip=ppo_clip_loss,
+    cispo=cispo_loss,
+    policy_gradient=policy_gradient_loss,
+    gspo=gspo_loss,
+    clip_cov=clip_cov_loss,
+    kl_cov=kl_cov_loss,
+)
+
+SILENT_AT_ZERO = {"ppo_clip", "cispo", "policy_gradient", "gspo"}
+"""Losses to which a sequence of advantage 0 adds nothing, neither to their value nor to any gradient, so that the
+update need not take its gradient. `clip_cov` and `kl_cov` compare a token with those of other sequences."""
 
 
 def token_weights(
@@ -141,6 +230,36 @@ def kl_estimate(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
     q / p - 1 - log(q / p): unbiased, and never negative (Schulman, "Approximating KL divergence").
     """
     return jnp.expm1(log_ratio) - log_ratio
+
+
+def _clipped(log_ratio: Array, tokens: Tokens, clip_low: float, clip_high: float) -> tuple[Array, Array, Array]:
+    """PPO's clipped surrogate of these ratios: the term, whether the clip holds it back, and the ratio."""
+    ratio, advantages = jnp.exp(log_ratio), tokens.advantages
+    term = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages)
+    held_back = ((ratio > 1 + clip_high) & (advantages > 0)) | ((ratio < 1 - clip_low) & (advantages < 0))
+    return term, held_back, ratio
+
+
+def _covariances(tokens: Tokens) -> Array:
+    """(A - mean A) (log p - mean log p), means over all response tokens; without a gradient, 0 on masked tokens."""
+    count = jnp.maximum(tokens.is_response.sum(), 1)
+
+    def above_mean(values: Array) -> Array:
+        values = jnp.where(tokens.is_response, values, 0)
+        return jnp.where(tokens.is_response, values - values.sum() / count, 0)
+
+    return jax.lax.stop_gradient(above_mean(tokens.advantages) * above_mean(tokens.logprobs))
+
+
+def _few(fraction: float, tokens: Tokens) -> Int[Array, ""]:
+    """This fraction of all response tokens, at least one."""
+    return jnp.maximum(jnp.floor(fraction * tokens.is_response.sum()), 1).astype(int)
+
+
+def _key_of(tokens: Tokens) -> Key[Array, ""]:
+    """A random key of the log-probabilities: their bits, added up."""
+    logprobs = jnp.where(tokens.is_response, jax.lax.stop_gradient(tokens.logprobs), 0).astype(jnp.float32)
+    return jax.random.key(jnp.sum(jax.lax.bitcast_convert_type(logprobs, jnp.uint32), dtype=jnp.uint32))
 
 
 def _loss(term: Array, tokens: Tokens) -> Array:

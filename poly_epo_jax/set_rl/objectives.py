@@ -5,6 +5,7 @@ in the n generations, and its parameters name the features it reads. Any such JA
 that have a name in a configuration.
 """
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -13,7 +14,14 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from poly_epo_jax.registry import Registry
-from poly_epo_jax.set_rl.advantages import ClosedForm, SetObjective, polychromic_advantages
+from poly_epo_jax.set_rl.advantages import (
+    ClosedForm,
+    SetObjective,
+    polychromic_advantages,
+    reward_plus_diversity_advantages,
+)
+from poly_epo_jax.set_rl.estimators.best_of_k import pass_at_n_advantages
+from poly_epo_jax.set_rl.estimators.of_embeddings import cosines, log_volume
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 
@@ -25,10 +33,39 @@ def polychromic(
 
     `DEGENERATE_CLUSTER` is never counted among the distinct clusters; the denominator stays n.
     """
+    return jnp.mean(rewards, axis=-1) * diversity(clusters)
+
+
+def reward_plus_diversity(
+    rewards: Float[Array | np.ndarray, "*prompts K n"],
+    clusters: Int[Array | np.ndarray, "*prompts K n"],
+) -> Float[Array, "*prompts K"]:
+    """The sum in place of polychromic's product: f = 1/n sum_i r_i + |{C(y_1), .., C(y_n)}| / n.
+
+    Its marginal advantages are those of the two terms alone: reward shaping (paper §5) over sets. What polychromic has
+    beyond it comes of the product. Over single generations, sum and product are GRPO+DIV and `shaped_product`.
+    """
+    return jnp.mean(rewards, axis=-1) + diversity(clusters)
+
+
+def determinant(
+    rewards: Float[Array | np.ndarray, "*prompts K n"],
+    embeddings: Float[Array | np.ndarray, "*prompts K n D"],
+) -> Float[Array, "*prompts K"]:
+    """Mean reward times the volume of embeddings: f = (1/n sum_i r_i) * log2 det(I + K) / n, K their cosines.
+
+    The second factor is 1 where all are orthogonal and log2(1 + n) / n where all are alike. If embeddings say no more
+    than the cluster, it is the sum over clusters c of log2(1 + |c|), over n: a repetition counts, but less.
+    """
+    volume = log_volume(cosines(embeddings)) / (embeddings.shape[-2] * math.log(2))
+    return jnp.mean(rewards, axis=-1) * volume
+
+
+def diversity(clusters: Int[Array | np.ndarray, "*prompts K n"]) -> Float[Array, "*prompts K"]:
+    """Distinct clusters of a set over its size: d(G) of §4, without `DEGENERATE_CLUSTER`."""
     clusters = jnp.asarray(clusters)
     seen_before = jnp.tril(clusters[..., :, None] == clusters[..., None, :], -1).any(axis=-1)
-    diversity = (~seen_before & (clusters != DEGENERATE_CLUSTER)).mean(axis=-1)
-    return jnp.mean(rewards, axis=-1) * diversity
+    return (~seen_before & (clusters != DEGENERATE_CLUSTER)).mean(axis=-1)
 
 
 def pass_at_n(rewards: Float[Array | np.ndarray, "*prompts K n"]) -> Float[Array, "*prompts K"]:
@@ -58,6 +95,10 @@ class Objective(NamedTuple):
 
 OBJECTIVES: Registry[Objective] = Registry(
     polychromic=Objective(polychromic, "Poly-EPO", polychromic_advantages),
-    pass_at_n=Objective(pass_at_n, "set RL, pass@n"),
+    pass_at_n=Objective(pass_at_n, "set RL, pass@n", pass_at_n_advantages),
     mean_reward=Objective(mean_reward, "set RL, mean reward"),
+    reward_plus_diversity=Objective(
+        reward_plus_diversity, "set RL, reward + diversity", reward_plus_diversity_advantages
+    ),
+    determinant=Objective(determinant, "set RL, determinant"),
 )

@@ -228,6 +228,20 @@ def test_the_server_is_waited_for_with_the_key(serve, monkeypatch):
     assert server.requests[0].headers["authorization"] == f"Bearer {KEY}"
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1beta/openai", "/v1beta/openai/chat/completions"),
+        ("/v1beta/openai/", "/v1beta/openai/chat/completions"),
+        ("/proxy", "/proxy/v1/chat/completions"),
+    ],
+)
+def test_a_path_with_another_version_of_the_api_stands_in_place_of_v1(serve, path: str, asked: str):
+    server = serve(completion(REPLY))
+    assert isinstance(cluster(make_judge(url=URL + path)), Clustering)
+    assert server.requests[0].url.path == asked
+
+
 def test_an_unnamed_model_is_asked_for_once(serve):
     server = serve(b'{"data": [{"id": "listed"}]}', completion(REPLY))
     judge = make_judge(model="")

@@ -1,0 +1,150 @@
+"""GSPO, Clip-Cov and KL-Cov: by hand, and against what verl computes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from poly_epo_jax.set_rl import Tokens, clip_cov_loss, gspo_loss, kl_cov_loss, ppo_clip_loss
+
+# Two sequences of three tokens, then padding.
+RATIO = np.array([1.0, 1.5, 0.5, 1.5, 0.5, 1.1])
+ADVANTAGE = np.array([2.0, 2.0, 2.0, -1.0, -1.0, -1.0])
+LOGPROB = np.log([0.5, 0.6, 0.1, 0.9, 0.2, 0.3])
+MEANS = np.repeat([0.75 ** (1 / 3), 0.825 ** (1 / 3)], 3)  # geometric, of the ratios
+
+
+def padded(values, fill=0.0):
+    return jnp.asarray(np.append(values, fill), jnp.float32)
+
+
+def two_sequences():
+    old = LOGPROB - np.log(RATIO)
+    weights = padded(np.full(6, 0.1))
+    return Tokens(padded(LOGPROB), padded(old), padded(ADVANTAGE), weights, jnp.array([1, 1, 1, 2, 2, 2, 0]))
+
+
+def many_tokens(seed=0, rows=4, length=64):
+    """Rows of three sequences each, whose last tokens are padding."""
+    rng = np.random.default_rng(seed)
+    logprobs = -np.exp(rng.normal(size=(rows, length)))
+    old = logprobs + rng.normal(0, 0.2, (rows, length))
+    ids = np.tile(np.repeat([1, 2, 3, 0], length // 4), (rows, 1))
+    advantages = 3 * rng.normal(size=(rows, 4))[np.arange(rows)[:, None], ids]
+    weights = np.where(ids > 0, rng.random((rows, length)) + 0.1, 0)
+    logprobs, old, advantages, weights = (jnp.asarray(x, jnp.float32) for x in (logprobs, old, advantages, weights))
+    return Tokens(logprobs, old, advantages, weights, jnp.asarray(ids))
+
+
+def gradient(loss, tokens):
+    """With respect to the log-probabilities."""
+    return np.asarray(jax.jit(jax.grad(lambda logprobs: loss(tokens._replace(logprobs=logprobs))[0]))(tokens.logprobs))
+
+
+def flat(tokens):
+    """The response tokens, in float64: log-probabilities, their log-ratios, advantages, weights."""
+    is_response = np.asarray(tokens.weights) > 0
+    arrays = tokens.logprobs, tokens.logprobs - tokens.old_logprobs, tokens.advantages, tokens.weights
+    return is_response, *(np.asarray(array, np.float64)[is_response] for array in arrays)
+
+
+def test_gspo_by_hand():
+    """Ratios of 0.91 and 0.94: both are below 0.95, where the clip holds back the second sequence only."""
+    loss, metrics = gspo_loss(two_sequences(), clip_low=0.05, clip_high=0.05)
+    terms = [*MEANS[:3] * 2, *[-0.95] * 3]
+    np.testing.assert_allclose(loss, -0.1 * np.sum(terms), rtol=1e-6)
+    assert metrics["clip_fraction"] == 3
+    np.testing.assert_allclose(metrics["ratio"], MEANS.sum(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["kl"], (RATIO - 1 - np.log(RATIO)).sum(), rtol=1e-6)
+    expected = -0.1 * np.append(MEANS[:3] * 2, np.zeros(4))
+    found = gradient(lambda tokens: gspo_loss(tokens, clip_low=0.05, clip_high=0.05), two_sequences())
+    np.testing.assert_allclose(found, expected, atol=1e-7)
+
+
+def test_gspo_is_the_papers_where_weights_are_equal():
+    """The gradient of min(s A, clip(s) A) with s the plain ratio of a sequence, by differences."""
+    tokens = two_sequences()
+
+    def papers(logprobs):
+        log_s = (logprobs - np.asarray(tokens.old_logprobs, np.float64)[:6]).reshape(2, 3).mean(axis=1)
+        s, A = np.exp(log_s), np.array([2.0, -1.0])
+        return -0.1 * 3 * np.minimum(s * A, np.clip(s, 0.8, 1.28) * A).sum()
+
+    at = np.asarray(tokens.logprobs, np.float64)[:6]
+    by_differences = [(papers(at + 1e-6 * step) - papers(at - 1e-6 * step)) / 2e-6 for step in np.eye(6)]
+    np.testing.assert_allclose(gspo_loss(tokens)[0], papers(at), rtol=1e-6)
+    np.testing.assert_allclose(gradient(gspo_loss, tokens)[:6], by_differences, rtol=1e-4)
+
+
+def covariances(logprobs, advantages):
+    return (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+
+
+def test_clip_cov_detaches_what_verl_would():
+    """With all candidates chosen there is no chance in it: PPO's gradient, but nothing where the covariance is high."""
+    tokens = many_tokens()
+    is_response, logprobs, log_ratio, advantages, _ = flat(tokens)
+    covariance, ratio = covariances(logprobs, advantages), np.exp(log_ratio)
+    held_back = np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.28) * advantages) < ratio * advantages
+    is_candidate = (covariance > 1) & (covariance < 5) & ~held_back
+    assert 10 < is_candidate.sum() < 100 and ((covariance > 5) & ~held_back).any()
+
+    loss, metrics = clip_cov_loss(tokens, cov_fraction=1.0)
+    assert metrics.pop("covariance_fraction") == is_candidate.sum()
+    np.testing.assert_allclose(loss, ppo_clip_loss(tokens)[0], rtol=1e-6)
+    assert metrics == ppo_clip_loss(tokens)[1]
+    plain = gradient(ppo_clip_loss, tokens)
+    found = gradient(lambda tokens: clip_cov_loss(tokens, cov_fraction=1.0), tokens)
+    np.testing.assert_allclose(found[is_response], np.where(is_candidate, 0, plain[is_response]), rtol=1e-5)
+    assert (found[~is_response] == 0).all()
+
+    _, metrics = clip_cov_loss(tokens, cov_fraction=1.0, cov_low=2.0, cov_high=3.0)
+    expected = (covariance > 2) & (covariance < 3) & ~held_back
+    assert metrics["covariance_fraction"] == expected.sum() > 0
+
+
+def test_clip_cov_draws_as_many_as_asked():
+    """On average over batches, a fraction of all tokens; and at least one."""
+
+    @functools.partial(jax.jit, static_argnames="fraction")
+    def count(tokens, fraction):
+        return clip_cov_loss(tokens, cov_fraction=fraction)[1]["covariance_fraction"]
+
+    batches = [many_tokens(seed, rows=8, length=128) for seed in range(60)]
+    for fraction, expected in ((0.02, np.floor(0.02 * 768)), (1e-9, 1)):
+        drawn = [float(count(tokens, fraction)) for tokens in batches]
+        assert np.mean(drawn) == pytest.approx(expected, abs=4 * np.std(drawn) / 60**0.5)
+        assert len(set(drawn)) > 1
+    assert count(batches[0], 0.02) == count(batches[0], 0.02)  # equal inputs, equal draws
+
+
+@pytest.mark.parametrize("fraction", [0.05, 1e-9])
+def test_kl_cov_is_what_verl_computes(fraction):
+    tokens = many_tokens()
+    is_response, logprobs, log_ratio, advantages, weights = flat(tokens)
+    count = max(1, int(fraction * len(logprobs)))
+    top = np.argsort(covariances(logprobs, advantages))[-count:]
+    penalty = np.zeros(len(logprobs))
+    penalty[top] = 0.7 * np.abs(log_ratio[top])
+    loss, metrics = kl_cov_loss(tokens, cov_fraction=fraction, cov_kl_coef=0.7)
+    np.testing.assert_allclose(loss, (weights * (penalty - advantages * np.exp(log_ratio))).sum(), rtol=1e-5)
+    assert metrics["covariance_fraction"] == count and metrics["clip_fraction"] == 0
+    np.testing.assert_allclose(metrics["ratio"], np.exp(log_ratio).sum(), rtol=1e-5)
+
+    slope = np.zeros(len(logprobs))
+    slope[top] = 0.7 * np.sign(log_ratio[top])
+    found = gradient(lambda tokens: kl_cov_loss(tokens, cov_fraction=fraction, cov_kl_coef=0.7), tokens)
+    expected = weights * (slope - advantages * np.exp(log_ratio))
+    np.testing.assert_allclose(found[is_response], expected, rtol=1e-4, atol=1e-5)
+    assert (found[~is_response] == 0).all()
+
+
+@pytest.mark.parametrize("loss", [gspo_loss, clip_cov_loss, kl_cov_loss])
+def test_a_microbatch_without_a_response_is_finite(loss):
+    tokens = many_tokens()
+    empty = tokens._replace(weights=jnp.zeros_like(tokens.weights))
+    value, metrics = loss(empty)
+    assert value == 0 and all(metric == 0 for metric in metrics.values())
+    assert (gradient(loss, empty) == 0).all()

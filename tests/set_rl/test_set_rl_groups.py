@@ -1,0 +1,25 @@
+"""What estimators share, by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from poly_epo_jax.set_rl.groups import centred, cluster_sizes, rarity, same_cluster
+from poly_epo_jax.types import DEGENERATE_CLUSTER
+
+CLUSTERS = jnp.array([[1, 1, 2, DEGENERATE_CLUSTER, 1]])
+
+
+def test_clusters_by_hand():
+    np.testing.assert_array_equal(cluster_sizes(CLUSTERS), [[3, 3, 1, 1, 3]])
+    np.testing.assert_array_equal(same_cluster(CLUSTERS)[0, 0], [True, True, False, False, True])
+    third = (5 / 3 - 1) / 4
+    np.testing.assert_allclose(rarity(CLUSTERS), [[third, third, 1, 0, third]], rtol=1e-6)
+
+
+def test_one_generation_is_not_rare():
+    np.testing.assert_array_equal(rarity(jnp.array([[7], [DEGENERATE_CLUSTER]])), [[0], [0]])
+
+
+def test_equal_values_are_centred_to_exactly_zero():
+    np.testing.assert_array_equal(centred(jnp.full((1, 7), 0.1)), np.zeros((1, 7)))
+    np.testing.assert_allclose(centred(jnp.array([[1.0, 2.0, 6.0]])), [[-2, -1, 3]])
