@@ -18,5 +18,4 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
 
     config.sampling.max_tokens = 24
     config.train.max_prompt_tokens = 6
-    config.train.row_tokens = 54
     return config

@@ -18,7 +18,7 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
 
     config.model.path = "Qwen/Qwen3-4B-Base"
     # The prompt is a chat turn, which a base model may end with either token.
-    config.model.stop_tokens = ("<|im_end|>", "<|endoftext|>")
+    config.model.stop_strings = ("<|im_end|>", "<|endoftext|>")
     config.model.dtype = "bfloat16"
     config.model.remat = "full"
     config.model.scan_unroll = 1

@@ -9,6 +9,20 @@ fail() { # SENTENCE
   exit 1
 }
 
+will_do() { # PYTHON
+  "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null
+}
+
+# Sets `python`: PYTHON, or else the first of python3, python3.13, python3.12 and python3.11 that will do.
+find_python() {
+  local candidate found
+  for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+    if will_do "$candidate"; then python=$candidate && return; fi
+  done
+  found=$("${PYTHON:-python3}" --version 2>/dev/null) || found=missing
+  fail "Python 3.11, 3.12 or 3.13 is needed, and ${PYTHON:-python3} is $found; install one, or name one with PYTHON=..."
+}
+
 is_whole() { # ENV
   [ -x "$1/bin/python" ] && [ ! -e "$1/unfinished" ] && { [ -x "$1/bin/pip" ] || command -v uv >/dev/null; }
 }

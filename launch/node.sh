@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Everything that a run with servers needs, on one node: policy servers, the judge and the trainer. Made for 4 x H200.
+# Before it trains, the short form of python -m poly_epo_jax.doctor looks at devices, kernels, disk, servers and judge;
+# where something is wrong with them, its table says what, and nothing is trained.
 #
 #   bash launch/node.sh                                                     the paper's run; repeated, it resumes
 #   bash launch/node.sh --config=configs/polaris.py:grpo --config.seed=1    or any other, with any other keys
@@ -139,6 +141,13 @@ done
 note_leftovers "${!port_of[@]}"
 
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.36}
+look
+start doctor python -m poly_epo_jax.doctor --short "${flags[@]}"
+while is_running doctor; do
+  look
+  check_servers "while the doctor looked"
+done
+wait "${pid_of[doctor]}" || exit 1
 look
 start trainer python -m poly_epo_jax.main "${flags[@]}"
 failed=0

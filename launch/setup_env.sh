@@ -7,19 +7,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environments.sh
 
-will_do() { # PYTHON
-  "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null
-}
-
-find_python() {
-  local candidate found
-  for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
-    if will_do "$candidate"; then python=$candidate && return; fi
-  done
-  found=$("${PYTHON:-python3}" --version 2>/dev/null) || found=missing
-  fail "Python 3.11, 3.12 or 3.13 is needed, and ${PYTHON:-python3} is $found; install one, or name one with PYTHON=..."
-}
-
 if ! is_whole .venv || ! will_do .venv/bin/python; then
   find_python
   make_env .venv "$python"

@@ -2,8 +2,9 @@
 # Everything that must hold: style, types, and every test, the slow ones and those against real SGLang servers too.
 # Arguments go to pytest; `-m "not slow"` leaves out what takes more than about ten seconds.
 #
-# Where torch for CPUs or JetStream cannot be installed, or SGLang's environment not be made, their tests are skipped and
-# say so; POLY_EPO_REQUIRE_TORCH=1, POLY_EPO_REQUIRE_JETSTREAM=1 and POLY_EPO_REQUIRE_SGLANG=1 fail instead.
+# Where torch for CPUs or JetStream cannot be installed, or the environments of SGLang and of the compiler for TPUs not be
+# made, their tests are skipped and say so; POLY_EPO_REQUIRE_TORCH=1, POLY_EPO_REQUIRE_JETSTREAM=1,
+# POLY_EPO_REQUIRE_SGLANG=1 and POLY_EPO_REQUIRE_LIBTPU=1 fail instead.
 #
 #   LOCK=newest bash launch/test.sh     in the newest versions that setup.py allows: has the ecosystem moved?
 source "$(dirname "$0")/setup_env.sh" "[test]"
@@ -22,7 +23,10 @@ optional TORCH install_torch
 optional JETSTREAM bash third_party/jetstream/setup.sh
 ruff check .
 ruff format --check .
-pyright
+pyright &
+types=$!
 optional SGLANG bash third_party/sglang/setup.sh cpu
+optional LIBTPU bash launch/compiler_env.sh tpu
+wait "$types"
 # Three at a time keep two cores busy, as many wait for servers; the tests of one file share what they start.
 pytest --numprocesses=3 --dist=loadfile "$@"

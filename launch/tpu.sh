@@ -3,7 +3,7 @@
 #
 #   bash launch/tpu.sh create v5p-32                     asks for the slice; it is there when `status` says ACTIVE
 #   bash launch/tpu.sh setup                             clones this repository's `origin` on every host, and installs
-#   bash launch/tpu.sh run --config=configs/polaris.py:v5p-32 [--config.KEY=VALUE ...]
+#   bash launch/tpu.sh run --config=configs/polaris.py:v5p-32 [--config.KEY=VALUE ...]     the doctor's short form first
 #   bash launch/tpu.sh status | stop | delete            stop: SIGTERM, on which the run saves after its step
 #
 # The hosts find each other (hosts.coordinator=auto). They need one folder in common, for workdir, base.cache_dir and
@@ -38,9 +38,10 @@ case $action in
     printf -v flags '%q ' "${1:?give --config=FILE first}" --config.hosts.coordinator=auto --config.rollouts.name=jetstream \
       --config.workdir="$shared/$name" --config.base.cache_dir="$shared/base" \
       --config.compilation_cache="$shared/compiled" "${@:2}"
-    everywhere "cd poly_epo_jax && source .venv/bin/activate && python -m poly_epo_jax.main $flags"
+    commands="python -m poly_epo_jax.doctor --short $flags && python -m poly_epo_jax.main $flags"
+    everywhere "cd poly_epo_jax && source .venv/bin/activate && $commands"
     ;;
   status) gcloud compute tpus queued-resources describe "$name" --zone="$zone" --format='value(state.state)' ;;
-  stop) everywhere "pkill -TERM --full poly_epo_jax.main" ;;
+  stop) everywhere "pkill -TERM --full 'poly_epo_jax.(doctor|main)'" ;;
   delete) gcloud compute tpus queued-resources delete "$name" --zone="$zone" --force ;;
 esac

@@ -3,14 +3,34 @@
 from collections.abc import Callable
 
 from poly_epo_jax.registry import Registry
+from poly_epo_jax.tasks.categories import CategoriesTask
 from poly_epo_jax.tasks.demonstrations import Demonstrations
 from poly_epo_jax.tasks.math import MathTask
 from poly_epo_jax.tasks.multiplication import MultiplicationTask
+from poly_epo_jax.tasks.multiplication_prose import MultiplicationProseTask
 from poly_epo_jax.tasks.polynomial import PolynomialTask
+from poly_epo_jax.tasks.polynomial_prose import PolynomialProseTask
+from poly_epo_jax.tasks.prefixes import PrefixesTask
 from poly_epo_jax.types import Task
 
 TASKS: Registry[Callable[..., Task]] = Registry(
-    polynomial=PolynomialTask, multiplication=MultiplicationTask, math=MathTask
+    polynomial=PolynomialTask,
+    polynomial_prose=PolynomialProseTask,
+    multiplication=MultiplicationTask,
+    multiplication_prose=MultiplicationProseTask,
+    math=MathTask,
+    categories=CategoriesTask,
+    prefixes=PrefixesTask,
 )
 
-__all__ = ["TASKS", "Demonstrations", "MathTask", "MultiplicationTask", "PolynomialTask"]
+__all__ = [
+    "TASKS",
+    "CategoriesTask",
+    "Demonstrations",
+    "MathTask",
+    "MultiplicationProseTask",
+    "MultiplicationTask",
+    "PolynomialProseTask",
+    "PolynomialTask",
+    "PrefixesTask",
+]

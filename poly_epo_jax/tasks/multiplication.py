@@ -55,11 +55,8 @@ class MultiplicationTask:
     alphabet: ClassVar[str] = "0123456789*+-=():"
 
     def __post_init__(self):
-        if not all(1 <= d <= 3 for d in self.digits) or max(self.digits) == 1:
-            raise ValueError(f"digits is {self.digits}; choose 1 to 3 for each operand, at least 2 for one of them.")
-        left, right = (range(max(2, 10 ** (d - 1)), 10**d) for d in self.digits)
-        every = list(itertools.combinations(left, 2) if left == right else itertools.product(left, right))
-        train, held_out = split(every, seed=self.seed, num_train=self.num_train, num_held_out=self.num_held_out)
+        pairs = operand_pairs(self.digits)
+        train, held_out = split(pairs, seed=self.seed, num_train=self.num_train, num_held_out=self.num_held_out)
         self.train_problems, self.held_out_problems = (tuple(map(_problem, part)) for part in (train, held_out))
 
     def reward(self, problem: Problem, generation: Generation) -> float:
@@ -111,6 +108,18 @@ class MultiplicationTask:
         left, right = left + slips[0], right + slips[1]
         result = COMBINE[symbol](left, right) + slips[2]
         return f"{front}*({first}{symbol}{second})={left}{symbol}{right}={result}"
+
+
+def operand_pairs(digits: tuple[int, int]) -> list[tuple[int, int]]:
+    """All pairs of numbers of so many digits, in one order only, but squares.
+
+    Raises:
+      ValueError: `digits` is out of range.
+    """
+    if not all(1 <= d <= 3 for d in digits) or max(digits) == 1:
+        raise ValueError(f"digits is {digits}; choose 1 to 3 for each operand, at least 2 for one of them.")
+    left, right = (range(max(2, 10 ** (d - 1)), 10**d) for d in digits)
+    return list(itertools.combinations(left, 2) if left == right else itertools.product(left, right))
 
 
 def _problem(operands: tuple[int, int]) -> Problem:

@@ -4,7 +4,8 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from fractions import Fraction
+from typing import Annotated, ClassVar, TypeVar
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from poly_epo_jax.checks import SEED, Range
 from poly_epo_jax.tasks.demonstrations import Demonstrations
 from poly_epo_jax.tasks.splits import split
 from poly_epo_jax.types import Generation, Problem
+
+Number = TypeVar("Number", int, Fraction)
 
 # Canonical integers only: were `y=011` read as 11, one answer could pass for many.
 POINT = re.compile(r"\(x=(0|-?[1-9][0-9]?),y=(0|-?[1-9][0-9]{0,3})\)")
@@ -74,7 +77,7 @@ class PolynomialTask:
     def reward(self, problem: Problem, generation: Generation) -> float:
         """1 for a point on the curve, else 0."""
         point = self.strategy(problem, generation)
-        return float(point is not None and point[1] == _value(problem, point[0]))
+        return float(point is not None and point[1] == polynomial_value(problem.answer, point[0]))
 
     def strategy(self, problem: Problem, generation: Generation) -> tuple[int, int] | None:
         """The point (x, y), right or wrong: distinct answers are distinct clusters. None if it names no point."""
@@ -90,23 +93,24 @@ class PolynomialTask:
 
     def strategies(self, problem: Problem) -> list[tuple[int, int]]:
         """The demonstrated points by rank: x = 0, 1, -1, 2, -2, ..."""
-        return [(x, _value(problem, x)) for x in map(_x_of_rank, range(2 * self.max_x + 1))]
+        return [(x, polynomial_value(problem.answer, x)) for x in map(_x_of_rank, range(2 * self.max_x + 1))]
 
     def demonstration(self, problem: Problem, rng: np.random.Generator, style: Demonstrations) -> str:
         """A point as a base policy would name it: y is off by 1 or 2 the more often, the larger |x| is."""
         x = _x_of_rank(style.rank(2 * self.max_x + 1, rng))
-        y = _value(problem, x)
+        y = polynomial_value(problem.answer, x)
         if style.errs(0.1 + 0.03 * abs(x) if x else 0.02, rng):
             y += int(rng.choice((-2, -1, 1, 2)))
         return f"(x={x},y={y})"
 
 
 def _problem(coefficients: Sequence[int]) -> Problem:
-    relation = f"y={_polynomial(coefficients)}"
+    relation = f"y={polynomial_text(coefficients)}"
     return Problem(id=f"polynomial/{relation}", prompt=f"{relation}:", answer=",".join(map(str, coefficients)))
 
 
-def _polynomial(coefficients: Sequence[int]) -> str:
+def polynomial_text(coefficients: Sequence[int]) -> str:
+    """As it is written, the leading coefficient first: x^2+3x+7."""
     text = ""
     for power, coefficient in zip(reversed(range(len(coefficients))), coefficients, strict=True):
         if coefficient:
@@ -120,8 +124,9 @@ def _x_of_rank(rank: int) -> int:
     return (rank + 1) // 2 if rank % 2 else -(rank // 2)
 
 
-def _value(problem: Problem, x: int) -> int:
-    y = 0
-    for coefficient in problem.answer.split(","):
+def polynomial_value(coefficients: str, x: Number) -> Number:
+    """At x, of the polynomial whose `Problem.answer` is given."""
+    y = 0 * x
+    for coefficient in coefficients.split(","):
         y = y * x + int(coefficient)
     return y

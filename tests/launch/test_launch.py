@@ -9,7 +9,7 @@ import pytest
 LAUNCH = Path(__file__).parents[2] / "launch"
 
 
-@pytest.mark.parametrize("script", sorted(LAUNCH.iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize("script", sorted(LAUNCH.glob("*.s[hb]*")), ids=lambda path: path.name)
 def test_bash_can_read_it(script: Path):
     subprocess.run(["bash", "-n", script], check=True)
 
@@ -32,6 +32,10 @@ def test_a_tpu_run_starts_the_same_command_on_all_hosts_and_your_flags_count(tpu
     told = tpu("run", "--config=configs/polaris.py:v5p-32", "--config.workdir=/elsewhere").stdout.splitlines()
     assert "--worker=all" in told and "--zone=a-zone" in told
     (command,) = [line for line in told if line.startswith("--command=")]
+    doctor, _, trainer = command.partition(" -m poly_epo_jax.doctor --short ")[2].partition(
+        " && python -m poly_epo_jax.main "
+    )
+    assert doctor.split() == trainer.rstrip().split()
     words = command.split()
     assert words.index("--config=configs/polaris.py:v5p-32") < words.index("--config.hosts.coordinator=auto")
     assert words.index("--config.workdir=/mnt/shared/poly-epo") < words.index("--config.workdir=/elsewhere")

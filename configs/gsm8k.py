@@ -1,0 +1,54 @@
+"""Grade-school mathematics on one GPU: Qwen3-0.6B-Base or, with 80 GB, Qwen3-1.7B-Base, on GSM8K.
+
+python -m poly_epo_jax.main --config=configs/gsm8k.py                       (or :grpo, :rtx4090x1, :1.7b,h100x1, ...)
+
+Needs no server: the trainer samples, and clusters are the final answers. Problems come from the hub, or from a local
+file with the same columns: --config.task.options.train=train.jsonl --config.task.options.held_out=test.jsonl
+"""
+
+from ml_collections import ConfigDict
+
+from poly_epo_jax import default_config
+
+MODELS = {"0.6b": "Qwen/Qwen3-0.6B-Base", "1.7b": "Qwen/Qwen3-1.7B-Base"}
+"""By the word after the file's name."""
+
+
+def get_config(words: str = "0.6b") -> ConfigDict:
+    sizes = [word for word in words.split(",") if word in MODELS]
+    words = ",".join(word for word in words.split(",") if word not in MODELS)
+    config = default_config.get_config(words)
+    size = [*sizes, "0.6b"][0]
+    config.workdir = f"runs/gsm8k-{size}-{default_config.parse_words(words)[0]}"
+
+    config.model.path = MODELS[size]
+    # The prompt is a chat turn, which a base model may end with either token.
+    config.model.stop_strings = ("<|im_end|>", "<|endoftext|>")
+    config.model.dtype = "bfloat16"
+    config.model.remat = "auto"
+    config.model.scan_unroll = 1
+
+    config.task.name = "math"
+    config.task.options.train = "openai/gsm8k:main:train"
+    config.task.options.held_out = "openai/gsm8k:main:test"
+    config.task.options.problem_column = "question"
+    config.task.options.answer_marker = "####"
+
+    config.judge.name = "answer"
+
+    config.rollouts.max_concurrent = 48  # of a 24 GB card; with more memory more
+
+    config.sampling.max_tokens = 512
+    config.train.max_prompt_tokens = 256
+    config.train.num_steps = 300
+    config.train.prompts_per_batch = 32
+    config.train.row_tokens = 4096
+    config.train.rows_per_device = 1
+    config.optimizer.learning_rate = 1e-6
+    config.optimizer.schedule = "constant"
+    config.optimizer.final_fraction = 0.0
+
+    config.eval.every = 50
+    config.eval.num_problems = 64
+    config.eval.num_generations = 8
+    return config

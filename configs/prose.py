@@ -1,0 +1,42 @@
+"""The paper's synthetic domains on Qwen3-1.7B-Base: polynomials, or with one flag multiplication, in prose.
+
+python -m poly_epo_jax.main --config=configs/prose.py                (or :grpo, :grpo_div, :h200x2 after the file name)
+python -m poly_epo_jax.main --config=configs/prose.py --config.task.name=multiplication_prose
+
+Strategies are exact: the point on the curve, or how the operands are taken apart. The paper has Gemini-2.0-Flash
+cluster multiplications instead: docs/synthetic.md says with which flags. It states no other setting of these runs, so
+they are ours.
+"""
+
+from ml_collections import ConfigDict
+
+from poly_epo_jax import default_config
+
+
+def get_config(words: str = "poly_epo") -> ConfigDict:
+    config = default_config.get_config(words)
+    config.workdir = f"runs/prose-{default_config.parse_words(words)[0]}"
+
+    config.model.path = "Qwen/Qwen3-1.7B-Base"
+    config.model.stop_strings = ("<|im_end|>", "<|endoftext|>")
+    config.model.dtype = "bfloat16"
+    config.model.remat = "auto"
+
+    config.task.name = "polynomial_prose"
+
+    config.rollouts.name = "sglang"
+    config.rollouts.urls = "http://127.0.0.1:30000"
+    config.rollouts.max_concurrent = 256
+
+    config.sampling.max_tokens = 512
+    config.train.max_prompt_tokens = 128
+    config.train.num_steps = 100
+    config.train.row_tokens = 8192
+    config.train.rows_per_device = 1
+    config.optimizer.learning_rate = 1e-6
+    config.optimizer.schedule = "constant"
+    config.optimizer.final_fraction = 0.0
+
+    config.eval.num_problems = 50
+    config.checkpoint.every = 20
+    return config

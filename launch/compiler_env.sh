@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Makes an environment that compiles for accelerators which need not be here, or reuses it: .venv-tpu holds libtpu, and
+# .venv-gpu the plugin for CUDA (5 GB). The trainer's .venv is left alone, in which either would look for a device.
+#
+#   bash launch/compiler_env.sh tpu|gpu        (PYTHON=... names another interpreter)
+#   .venv-tpu/bin/python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-8 --compile-for=v5p-8
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/environments.sh
+case ${1:-} in
+  tpu | gpu) env=.venv-$1 ;;
+  *) echo "Usage: bash launch/compiler_env.sh tpu|gpu" >&2; exit 2 ;;
+esac
+stamp=$env/installed-$(cat setup.py launch/lock.txt | cksum | tr -d ' ')
+[ ! -e "$stamp" ] || exit 0
+find_python
+echo "Installing into $env (a few minutes) ..."
+make_env "$env" "$python"
+install "$env" --constraint launch/lock.txt --editable ".[$1]"
+rm "$env/unfinished"
+touch "$stamp"

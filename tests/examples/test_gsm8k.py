@@ -1,0 +1,102 @@
+"""configs/gsm8k.py runs end to end, on a CPU with a model that has learnt nothing, and its plans are as it says."""
+
+import dataclasses
+import json
+import string
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from fakes import TINY
+from flax import nnx
+from training_runs import as_flags, environment
+
+from configs import gsm8k
+from poly_epo_jax.choices import make_task, read_config
+from poly_epo_jax.memory_plan.tables import plan_of
+from poly_epo_jax.model import hf
+from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.prepare import model_shape
+from poly_epo_jax.run_folder import GENERATIONS, METRICS, read_rows
+from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+def problems(count: int, start: int = 0) -> list[dict[str, str]]:
+    """In the form of openai/gsm8k: a worked answer, whose last line is the result."""
+    return [
+        {
+            "question": f"Ann has {n} pens and buys {n + 1} more. How many pens has she now?",
+            "answer": f"She has {n} + {n + 1} = <<{n}+{n + 1}={2 * n + 1}>>{2 * n + 1} pens.\n#### {2 * n + 1}",
+        }
+        for n in range(start, start + count)
+    ]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, str]:
+    for name, rows in (("train", problems(8)), ("test", problems(3, start=1000))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"train": str(tmp_path / "train.jsonl"), "held_out": str(tmp_path / "test.jsonl")}
+
+
+def test_the_answer_is_what_comes_after_the_mark(data: dict[str, str]):
+    config = gsm8k.get_config()
+    config.task.options.update(data)
+    task = make_task(read_config(config).task)
+    assert [problem.answer for problem in task.train_problems] == [str(2 * n + 1) for n in range(8)]
+    assert [problem.answer for problem in task.held_out_problems] == ["2001", "2003", "2005"]
+    assert "How many pens" in task.train_problems[0].prompt and "<<" not in task.train_problems[0].prompt
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "fits"),
+    [
+        ("rtx4090x1", "Qwen/Qwen3-0.6B-Base", True),
+        ("h100x1,grpo", "Qwen/Qwen3-0.6B-Base", True),
+        ("1.7b,h100x1", "Qwen/Qwen3-1.7B-Base", True),
+        ("1.7b,rtx4090x1", "Qwen/Qwen3-1.7B-Base", False),
+    ],
+)
+def test_which_model_fits_which_card(words: str, model: str, fits: bool):
+    config = read_config(gsm8k.get_config(words))
+    assert config.model.path == model
+    assert plan_of(config, model_shape(config))[0].fits == fits
+
+
+@pytest.mark.slow
+def test_it_trains(tmp_path: Path, data: dict[str, str], caches: dict[str, Path]):
+    model = tmp_path / "model"
+    tokenizer = build_character_tokenizer(string.printable)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}\n"
+    shape = dataclasses.replace(TINY, vocab_size=len(tokenizer))
+    params = jax.device_get(nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(0)))[1]))
+    hf.save_pretrained(model, params, shape, dtype="float32", eos_token_id=1, tokenizer=tokenizer)
+    settings = caches | {
+        "workdir": tmp_path / "run",
+        "model.path": model,
+        "model.stop_strings": "()",
+        "model.dtype": "float32",
+        "task.options": data | {"problem_column": "question", "answer_marker": "####", "num_workers": 1},
+        "sampling.max_tokens": 6,
+        "algo.entropy_coef": 0.01,  # random weights earn no reward to learn from
+        "train.num_steps": 1,
+        "train.prompts_per_batch": 4,
+        "train.prompts_per_minibatch": 4,
+        "train.num_generations": 5,
+        "train.row_tokens": 320,
+        "eval.num_generations": 5,
+    }
+    command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/gsm8k.py", *as_flags(settings)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, after = read_rows(tmp_path / "run" / METRICS)
+    assert (before["step"], after["step"]) == (0, 1) and before.keys() & after.keys() >= {"eval/reward"}
+    assert after["policy/update_norm"] > 0
+    rows = read_rows(tmp_path / "run" / GENERATIONS)
+    assert len(rows) == 4 * 5 and {row["cluster"] for row in rows} == {100}  # no response has an answer
+    assert np.isfinite([row["advantage"] for row in rows]).all()

@@ -1,0 +1,173 @@
+"""The files of docs/integrations.md, each as it stands there: in the trainer, if installed, or behind its interface."""
+
+import asyncio
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from poly_epo_jax import set_rl
+
+PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
+REWARDS = np.array([[1, 0, 1, 0, 1, 0, 0, 1], [0, 0, 0, 1, 0, 0, 1, 1]], np.float32)
+CLUSTERS = np.array([[1, 2, 1, 100, 3, 1, 4, 5], [1, 1, 1, 2, 2, 3, 2, 100]], np.int32)
+ADVANTAGES = np.asarray(set_rl.polychromic_advantages(REWARDS, CLUSTERS, set_size=4))
+
+
+def names_of(file: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": file}
+    exec(FILES[file], names)
+    return names
+
+
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def modules(monkeypatch: pytest.MonkeyPatch, **contents: dict[str, Any]) -> None:
+    """Makes modules, by dotted names with __ for the dots, and the packages round them."""
+    for dotted, content in contents.items():
+        parts = dotted.split("__")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            if name not in sys.modules:
+                monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[".".join(parts)]).update(content)
+
+
+def test_every_file_is_tried():
+    tried = set(re.findall(r'names_of\("(\w+\.py)"\)', Path(__file__).read_text()))
+    assert FILES.keys() == tried
+
+
+def test_verl(monkeypatch: pytest.MonkeyPatch):
+    torch = pytest.importorskip("torch")
+    registered: dict[str, Any] = {}
+    if installed("verl"):
+        from verl.trainer.ppo import core_algos  # pyright: ignore[reportMissingImports]
+
+        monkeypatch.setattr(core_algos, "ADV_ESTIMATOR_REGISTRY", registered)
+    else:
+        decorator = {"register_adv_est": lambda name: lambda function: registered.setdefault(name, function)}
+        modules(monkeypatch, verl__trainer__ppo__core_algos=decorator)
+    names = names_of("verl_set_rl.py")
+
+    # Responses lie in any order, and their scores at the last token.
+    order = np.random.default_rng(0).permutation(16)
+    index = np.array([f"prompt {i // 8}" for i in order], dtype=object)
+    mask = torch.ones(16, 3)
+    mask[::2, 2] = 0
+    scores = torch.zeros(16, 3)
+    scores[:, 1] = torch.from_numpy((REWARDS + 2 * CLUSTERS).ravel()[order])
+    per_token, returns = registered["polychromic"](
+        token_level_rewards=scores, response_mask=mask, config=None, index=index
+    )
+    expected = ADVANTAGES.ravel()[order][:, None] * mask.numpy()
+    np.testing.assert_allclose(per_token.numpy(), expected, atol=1e-6)
+    assert returns is per_token
+
+    score = names["compute_score"]
+    right, other, none = (score("", f"{text}", "12") for text in ("So. Answer: 12", "Answer: 13", "no idea"))
+    assert right % 2 == 1 and other % 2 == none % 2 == 0 and none == 2 * set_rl.DEGENERATE_CLUSTER
+    assert right // 2 != other // 2 and float(np.float32(right)) == right == score("", "Thus Answer: 12 ", "12")
+    most = 2 * (set_rl.DEGENERATE_CLUSTER + names["MAX_CLUSTERS"]) + 1
+    assert float(np.float32(most)) == most  # verl keeps scores in float32
+
+
+def test_prime_rl(monkeypatch: pytest.MonkeyPatch):
+    """Its interface, as of commit 559b447: it needs Python 3.12 and a GPU's packages."""
+
+    def iter_trainable_traces(episodes):
+        return ((episode, trace) for episode in episodes for trace in episode.traces if not trace.has_error)
+
+    def assign_advantages(trace, values):
+        assert isinstance(values, float)
+        trace.advantage = values
+
+    classes: dict[str, Any] = {"grpo": None}
+    modules(
+        monkeypatch,
+        prime_rl__orchestrator__algo={"ALGORITHM_CLASSES": classes},
+        prime_rl__orchestrator__algo__base={"Algorithm": object, "iter_trainable_traces": iter_trainable_traces},
+        prime_rl__orchestrator__algo__routing={"assign_advantages": assign_advantages},
+    )
+    names_of("prime_rl_set_rl.py")
+
+    def episode(reward: float, cluster: int, has_error: bool = False) -> Any:
+        return SimpleNamespace(
+            traces=[SimpleNamespace(reward=reward, metrics={"cluster": float(cluster)}, has_error=has_error)]
+        )
+
+    algorithm = classes["grpo"]()
+    for rewards, clusters, expected in zip(REWARDS, CLUSTERS, ADVANTAGES, strict=True):
+        episodes = [episode(float(r), int(c)) for r, c in zip(rewards, clusters, strict=True)]
+        failed = episode(1.0, 7, has_error=True)
+        asyncio.run(algorithm.score_group([*episodes, failed]))
+        np.testing.assert_allclose([one.traces[0].advantage for one in episodes], expected, atol=1e-6)
+        assert not hasattr(failed.traces[0], "advantage")
+    few = [episode(1.0, 1), episode(0.0, 2)]
+    asyncio.run(algorithm.score_group(few))
+    assert not hasattr(few[0].traces[0], "advantage")
+
+
+def test_what_trl_is_given_needs_no_centring():
+    names = names_of("trl_set_rl.py")
+    logged: dict[str, float] = {}
+    reward = names["polychromic"](lambda completions, gold: (REWARDS.ravel(), CLUSTERS.ravel()))
+    given = reward(["..."] * 16, log_metric=logged.__setitem__, gold=["a"] * 16)
+    np.testing.assert_allclose(given, ADVANTAGES.ravel(), atol=1e-6)
+    np.testing.assert_allclose(np.reshape(given, (2, 8)).mean(axis=1), 0, atol=1e-6)
+    assert logged == {"true_reward": pytest.approx(REWARDS.mean())}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # another project's
+def test_a_step_of_trl(tmp_path: Path):
+    """The advantages that TRL trains with are those of set_rl."""
+    pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
+    from datasets import Dataset
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
+
+    names = names_of("trl_set_rl.py")
+    tokenizer = build_character_tokenizer("abcdefgh")
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "head_dim": 8,
+        "vocab_size": 10,
+    }
+    model = Qwen3ForCausalLM(
+        Qwen3Config(num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, eos_token_id=1, **sizes)
+    )
+    graded: list[tuple[list[float], list[int]]] = []
+
+    def grade(completions, **columns):
+        graded.append(([float("a" in text) for text in completions], [ord(text[:1] or "z") for text in completions]))
+        return graded[-1]
+
+    batch = {"per_device_train_batch_size": 16, "max_completion_length": 4, "max_steps": 1, "use_cpu": True}
+    quiet = {"report_to": "none", "save_strategy": "no", "bf16": False, "output_dir": str(tmp_path)}
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=names["polychromic"](grade),
+        args=GRPOConfig(**names["SETTINGS"], **batch, **quiet),
+        train_dataset=Dataset.from_dict({"prompt": ["ab", "cd"]}),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    ((rewards, clusters),) = graded
+    expected = set_rl.polychromic_advantages(
+        np.array(rewards, np.float32).reshape(2, 8), np.array(clusters, np.int32).reshape(2, 8), set_size=4
+    )
+    assert np.abs(expected).max() > 0.01
+    np.testing.assert_allclose(list(trainer._logs["advantages"]), np.ravel(expected), atol=1e-6)

