@@ -6,18 +6,19 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
-from poly_epo_jax.report.charts import evaluation_sections, run_sections, timeline_sections
+from poly_epo_jax.report.document import asset, document
 from poly_epo_jax.report.evaluation_figures import Tree, lay_out_tree
 from poly_epo_jax.report.folders import Evaluation, Evaluations, Run, labels, read_folders
 from poly_epo_jax.report.generations import Collection, bound, evaluation_collection, run_collections
 from poly_epo_jax.report.page import (
     evaluation_summaries,
-    fill_page,
     final_values,
     metrics_table,
     results_tables,
     run_summary,
 )
+from poly_epo_jax.report.sections import evaluation_sections, run_sections, timeline_section
+from poly_epo_jax.report.settings import settings_section
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 MAX_GENERATION_BYTES = 8_000_000
@@ -46,30 +47,30 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     all_labels = labels(runs, evaluations)
     output.mkdir(parents=True, exist_ok=True)
     drawn = _draw(metrics, results, tree_title, trees, figures.styles(all_labels))
-    for name, figure in (drawn | {"timeline": timeline_figures.timeline(timelines)}).items():
+    drawn["timeline"] = timeline_figures.timeline(timelines)
+    for name, figure in drawn.items():
         if figure is not None:
             figures.save(figure, output, name)
 
     summaries = evaluation_summaries(results) if results else []
     summaries += [run_summary(label, rows) for label, rows in metrics.items()]
-    body = {
-        "summaries": "\n".join(f"<li>{summary}</li>" for summary in summaries),
-        "results": results_tables(results, all_labels),
-        "metrics": _final_metrics(runs),
-    }
-    data = {
-        "sections": [
-            *evaluation_sections(results, tree_title, trees, all_labels),
-            *run_sections(metrics, all_labels),
-            *timeline_sections(timelines, all_labels),
-        ],
-        "collections": collections,
-        "bounds": vars(bounds),
-        "degenerate": DEGENERATE_CLUSTER,
-    }
+    body = [
+        f"<ul class='summary'>{''.join(f'<li>{summary}</li>' for summary in summaries)}</ul>",
+        results_tables(results, all_labels),
+        evaluation_sections(drawn),
+        run_sections(drawn, metrics),
+        timeline_section(drawn["timeline"], timelines),
+        asset("browser.html"),
+        settings_section(
+            {label: run.config for label, run in runs.items()}, {label: run.versions for label, run in runs.items()}
+        ),
+        _final_metrics(runs),
+        "<footer class='muted'>Each figure also lies beside this page as PNG and PDF.</footer>",
+    ]
+    data = {"collections": collections, "bounds": vars(bounds), "degenerate": DEGENERATE_CLUSTER}
     page = output / "report.html"
     title = " · ".join([*evaluations, *runs])
-    page.write_text(fill_page(title, body, data), encoding="utf-8", errors="replace")
+    page.write_text(document(title, "\n".join(body), data), encoding="utf-8", errors="replace")
     return page
 
 

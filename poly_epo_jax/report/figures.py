@@ -16,22 +16,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from poly_epo_jax.metrics import names
+from poly_epo_jax.report.quantities import HELD_OUT, QUANTITIES, TRAINING
 
 Rows = Sequence[Mapping[str, Any]]
 Runs = Mapping[str, Rows]
 
 DPI = 150
-PANELS = {
-    "reward": "Training reward",
-    "solved": "Prompts with a correct generation",
-    "clusters/correct": "Clusters among correct",
-    "clusters/incorrect": "Clusters among incorrect",
-    "policy/entropy": "Policy entropy",
-    "synergy": "Synergy",
-    names.HELD_OUT_REWARD: "Held-out reward",
-    names.HELD_OUT_CORRECT_CLUSTERS: "Held-out correct clusters of 8",
-}
-COMPARED = (names.HELD_OUT_REWARD, names.HELD_OUT_CORRECT_CLUSTERS)
+COMPARED = tuple(HELD_OUT)
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers; dashes tell the eighth run from the first.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
@@ -46,6 +37,7 @@ STYLE: dict[Any, Any] = {
     "axes.edgecolor": "#888888",
     "axes.grid": True,
     "axes.axisbelow": True,
+    "axes.formatter.useoffset": False,  # each tick says the whole number, on a nearly flat curve too
     "grid.color": "#e6e6e6",
     "grid.linewidth": 0.8,
     "xtick.color": "#888888",
@@ -70,12 +62,12 @@ def save(figure: Figure, output: Path, name: str) -> None:
 
 
 def training_dynamics(runs: Runs) -> Figure | None:
-    """One panel per metric of `PANELS` that some run has, all runs in it (paper, training dynamics figures).
+    """One panel per metric of `QUANTITIES` that some run has, all runs in it (paper, training dynamics figures).
 
     Training metrics show each step faintly under a smoothed line; held-out ones show each evaluation. None if no run
     has any of the metrics.
     """
-    return _panels(runs, list(PANELS), max_columns=4, panel_size=(3.5, 2.8))
+    return _panels(runs, list(TRAINING), max_columns=4, panel_size=(3.5, 2.8))
 
 
 def comparison(runs: Runs) -> Figure | None:
@@ -155,7 +147,7 @@ def _panels(runs: Runs, metrics: Sequence[str], max_columns: int, panel_size: tu
                 else:
                     axes.plot(steps, values, color=style["color"], linewidth=0.7, alpha=faint, zorder=1)
                     axes.plot(steps, smooth(values), linewidth=2.2, **style)
-            axes.set_title(PANELS[metric])
+            axes.set_title(QUANTITIES[metric].title)
             if index + num_columns >= len(present):  # nothing below
                 axes.set_xlabel("training step")
             axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
@@ -185,31 +177,3 @@ def add_legend(figure: Figure, looks: Mapping[str, Mapping[str, Any]]) -> None:
     rows = -(-len(looks) // columns)
     figure.set_figheight(figure.get_figheight() + 0.15 + 0.25 * rows)  # room for it, so that panels keep their size
     figure.legend(handles=handles, loc="outside upper left", ncols=columns)
-
-
-def frontier(points: Mapping[str, Sequence[tuple[float, float, float]]]) -> Figure:
-    """Where runs ended: held-out reward over distinct correct clusters, a colour per method.
-
-    Args:
-      points: by method, each run's (learning rate, distinct correct clusters of 8, reward). Runs of one rate are seeds;
-        a line joins the rates' means, and the dots grow with the rate.
-    """
-    rates = sorted({rate for runs in points.values() for rate, _, _ in runs})
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.5, 4.2), dpi=DPI, layout="constrained")
-        axes = figure.subplots()
-        for method, style in styles(list(points)).items():
-            means = []
-            for index, rate in enumerate(rates):
-                seeds = np.array([(clusters, reward) for at, clusters, reward in points[method] if at == rate])
-                if len(seeds):
-                    size = 14 + 22 * index
-                    axes.scatter(*seeds.T, s=size, color=style["color"], alpha=0.8, edgecolor="white", zorder=3)
-                    means.append(seeds.mean(axis=0))
-            axes.plot(*np.array(means).T, linewidth=1.4, alpha=0.6, **style)
-        dots = " (larger dots: larger learning rate)" if len(rates) > 1 else f", learning rate {rates[0]:g}"
-        axes.set_xlabel(f"distinct correct clusters of 8{dots}")
-        axes.set_title("Held-out reward")
-        axes.set_xlim(left=0)
-        add_legend(figure, styles(list(points)))
-    return figure

@@ -9,7 +9,7 @@ from typing import Any
 
 from poly_epo_jax.evaluation.folder import RESULTS, find_results
 from poly_epo_jax.report.evaluation_figures import model_labels
-from poly_epo_jax.run_folder import METRICS, TIMELINE, TIMING, read_rows
+from poly_epo_jax.run_folder import ABOUT, CONFIG, METRICS, TIMELINE, TIMING, read_rows
 from poly_epo_jax.timeline import Window
 
 Rows = list[dict[str, Any]]
@@ -18,12 +18,17 @@ _COUNTS = ("num_problems", "num_generations")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run's folder, its rows of metrics.jsonl and timing.jsonl, and the windows of timeline.jsonl by step."""
+    """A run's folder, its rows of metrics.jsonl and timing.jsonl, and the windows of timeline.jsonl by step.
+
+    Its configuration and versions are empty where it does not say them.
+    """
 
     folder: Path
     metrics: Rows
     timing: Rows
     timeline: dict[int, Window]
+    config: Mapping[str, Any]
+    versions: Sequence[Mapping[str, str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +79,20 @@ def _read_run(folder: Path) -> Run:
             f"{folder} holds no logged step ({METRICS} is missing or empty) and no evaluation "
             f"(BENCHMARK/MODEL/{RESULTS}): train or evaluate first."
         )
-    return Run(folder, rows, read_rows(folder / TIMING), _read_timeline(folder / TIMELINE))
+    timeline = _read_timeline(folder / TIMELINE)
+    config, about = (_read_object(folder / name) for name in (CONFIG, ABOUT))
+    return Run(folder, rows, read_rows(folder / TIMING), timeline, config, about.get("versions", []))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Of a run that has begun; older ones may lack it."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} holds no JSON ({error}): mend or delete it.") from error
+    return content if isinstance(content, dict) else {}
 
 
 def _read_timeline(path: Path) -> dict[int, Window]:

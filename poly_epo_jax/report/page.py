@@ -1,16 +1,7 @@
-"""One HTML page that needs nothing else: no network, no other file, no script but its own.
+"""What a report says in words and tables of runs and evaluations, as HTML."""
 
-Everything that comes from a run or a model is text: escaped in the page, and in the data for the page's scripts, which
-only ever show it as text. The page forbids itself all else (Content-Security-Policy).
-"""
-
-import base64
-import hashlib
 import html
-import importlib.resources
-import json
 import re
-import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +11,6 @@ from poly_epo_jax.report.evaluation_figures import Estimate, Evaluations, Result
 
 Rows = Sequence[Mapping[str, Any]]
 STEPS_AVERAGED = 10
-_SCRIPTS = ("charts.js", "browser.js")
 _COLUMNS = {  # the last k of a metric@k
     names.at(names.PASS, 1): "pass@1",
     names.PASS: "pass@{k}",
@@ -31,27 +21,6 @@ _COLUMNS = {  # the last k of a metric@k
     "answer_entropy": "answer entropy",
     "response_length": "tokens",
 }
-
-
-def fill_page(title: str, body: Mapping[str, str], data: Mapping[str, Any]) -> str:
-    """The page's text.
-
-    Args:
-      title: plain text.
-      body: HTML for the template's `summaries`, `results` and `metrics`.
-      data: what the scripts draw, ready for JSON.
-    """
-    style = _file("report.css")
-    script = "\n".join(map(_file, _SCRIPTS))
-    return string.Template(_file("report.html.template")).substitute(
-        title=html.escape(title),
-        policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}",
-        style=style,
-        script=script,
-        # "<" is all that could end a script element; it occurs in strings only, where \u003c means the same.
-        data=json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
-        **body,
-    )
 
 
 def run_summary(label: str, rows: Rows) -> str:
@@ -170,11 +139,3 @@ def _cell(metric: str, shown: Estimate) -> str:
 def _value(metric: str, value: float) -> str:
     digits = 0 if metric == "response_length" else 2 if "clusters" in metric or "entropy" in metric else 3
     return f"{value:.{digits}f}"
-
-
-def _file(name: str) -> str:
-    return importlib.resources.files("poly_epo_jax.report").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import html.parser
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from poly_epo_jax.report import build as report
 from poly_epo_jax.report import figures
 from poly_epo_jax.report import generations as report_generations
 from poly_epo_jax.report import page as report_page
+from poly_epo_jax.report.quantities import QUANTITIES
 
 HOSTILE = reports.HOSTILE
 ROOT = Path(__file__).parents[2]
@@ -47,6 +49,8 @@ def write_fake_run(run_dir: Path, seed: int, num_steps: int = 200, gain: float =
             row["policy/entropy"] = 0.8 - 0.6 * (1.2 - gain) * progress + rng.normal(0, 0.02)
             row["synergy"] = 0.02 * gain * progress + rng.normal(0, 0.004)
             row["policy/kl"] = None if step == 3 else 0.001
+            row |= {"response/length": 11.9184, "response/truncated": 0.01 * progress, "policy/clip_fraction": 0.0}
+            row["policy/gradient_norm"] = 0.3 - 0.1 * progress
             seconds = {"seconds/generate": 12 + rng.normal(), "seconds/update": 5.0, "seconds/step": 18.0}
             timing.append({"step": step, **seconds, "tokens_per_second": 5000 + 100 * rng.normal()})
         metrics.append(row)
@@ -145,7 +149,7 @@ def test_a_report_is_written_without_jax(two_runs: list[Path], tmp_path: Path):
 
 def test_figures_have_their_sizes_at_150_dpi(two_runs: list[Path], page: str):
     folder = two_runs[0].parent / "report"
-    assert png_size(folder / "training_dynamics.png") == (2100, 900)  # 4 x 3.5 in by 2 x 2.8 + 0.4 in
+    assert png_size(folder / "training_dynamics.png") == (2100, 1320)  # 4 x 3.5 in by 3 x 2.8 + 0.4 in
     assert png_size(folder / "pass_at_k.png") == (975, 630)
     assert png_size(folder / "comparison.png") == (1350, 525)
 
@@ -157,18 +161,75 @@ def test_every_figure_is_there_as_pdf_too(two_runs: list[Path], page: str):
 
 
 def test_every_run_has_its_timeline_with_what_is_alone_in_words(page: str):
-    sections = [section for section in data_of(page)["sections"] if section["title"].startswith("Timeline")]
-    assert [section["title"] for section in sections] == ["Timeline of grpo", "Timeline of poly-epo"]
-    for look, section in enumerate(sections):
-        assert "Generation alone takes 22% of it, judging 3%; for 75% two or more" in section["note"]
-        step, several = section["panels"]
-        assert (step["title"], several["title"]) == ("Step 199, of median length", "Steps 197 to 200")
-        assert step["look"] == several["look"] == look
-        assert step["lanes"] == ["generate", "grade", "judge", "logprobs", "update", "sync"]
-        assert several["steps"] == [[197, 0.0], [198, 18.0], [199, 36.0], [200, 54.0]] and several["seconds"] == 84.0
-        said = [bar[-1] for bar in step["bars"]]
-        assert "for step 199: 8 s, 44.4% of the step; 2 s of it alone" in said
-        assert "for step 200: 9 s, 50.0% of the step; 2 s of it alone" in said
+    assert headings(page) == [
+        *("Held out, during training", "Held-out pass@k", "Training dynamics", "Timeline", "Generations"),
+        "Final metrics of the runs",
+    ]
+    for run in ("grpo", "poly-epo"):
+        assert (
+            f"{run}: A step takes 18 s (median of 200). Generation alone takes 22% of it, judging 3%" in Page(page).text
+        )
+
+
+def headings(page: str) -> list[str]:
+    return re.findall(r"<h2>(.*?)</h2>", page)
+
+
+def test_every_quantity_is_shown_and_explained(page: str):
+    text = Page(page).text
+    for metric, quantity in QUANTITIES.items():
+        is_logged = metric != "policy/reference_kl"  # the runs have none
+        assert (f"{quantity.title}: {quantity.meaning}" in text) == is_logged, metric
+
+
+def test_figures_are_images_in_the_page(page: str):
+    drawn = svgs(page)
+    assert list(drawn) == ["Held out, during training", "Held-out pass@k", "Training dynamics", "Timeline"]
+    for text in ("Response length", "Share cut off", "KL from the sampling policy", "Gradient norm"):
+        assert f">{text}</text>" in drawn["Training dynamics"]
+    assert not any(word in svg for svg in drawn.values() for word in ("<script", "onload", 'href="http', "NaN"))
+
+
+def svgs(page: str) -> dict[str, str]:
+    """By their alternative text, the figures of a page."""
+    tags = [attributes for tag, attributes in Page(page).tags if tag == "img"]
+    prefix = "data:image/svg+xml;base64,"
+    assert all((attributes["src"] or "").startswith(prefix) for attributes in tags)
+    return {
+        attributes["alt"] or "": base64.b64decode((attributes["src"] or "").removeprefix(prefix)).decode()
+        for attributes in tags
+    }
+
+
+@pytest.mark.parametrize("value", [11.9184, 1e-7, 123456.0])
+def test_a_flat_curve_has_ticks_that_say_its_value(value: float):
+    """Whole numbers, none of which is a digit short or stands for several places."""
+    figure = figures.training_dynamics({"a": [{"step": step, "reward": value} for step in range(1, 50)]})
+    assert figure is not None
+    (axes,) = figure.axes
+    figure.draw_without_rendering()
+    assert axes.yaxis.get_offset_text().get_text() == "" or value < 1e-3
+    low, high = axes.get_ylim()
+    scale = float((axes.yaxis.get_offset_text().get_text() or "1").replace("\N{MINUS SIGN}", "-"))
+    shown = [(tick, label.get_text()) for tick, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)]
+    inside = [(tick, float(text.replace("\N{MINUS SIGN}", "-"))) for tick, text in shown if low <= tick <= high]
+    assert len({text for _, text in inside}) == len(inside) >= 3
+    for tick, text in inside:
+        assert text * scale == pytest.approx(tick, rel=1e-6)
+
+
+def test_settings_tell_where_runs_differ_and_with_what_they_were_trained(tmp_path: Path):
+    runs = [write_fake_run(tmp_path / name, seed=0, num_steps=3, evaluate_every=0) for name in ("a", "b")]
+    for seed, run in enumerate(runs):
+        config = {"workdir": str(run), "seed": seed, "algo": {"loss": "<cispo>", "options": {}}}
+        (run / "config.json").write_text(json.dumps(config))
+        used = [{"python": "3.12.3", "jax": "0.10.2"}] + [{"python": "3.12.3", "jax": "0.11.0"}] * seed
+        (run / "about.json").write_text(json.dumps({"versions": used}))
+    page = report.write_report(runs, tmp_path / "out").read_text()
+    assert "<tr><th>run</th><th>seed</th></tr><tr><th>a</th><td>0</td></tr><tr><th>b</th><td>1</td></tr>" in page
+    assert "<th>algo.loss</th><td>&lt;cispo&gt;</td>" in page and "<th>workdir</th>" not in page
+    assert "Not all steps were trained with the same versions." in page
+    assert "<th>all 2 runs</th><td>3.12.3</td><td>0.10.2</td>" in page and "<th>b</th><td>3.12.3</td><td>0.11.0" in page
 
 
 @pytest.mark.parametrize("spans", [None, [["update", 0.0, 1.0]], [["update", "early", 1.0, 1]], 5])
@@ -181,14 +242,15 @@ def test_a_damaged_timeline_is_one_sentence(tmp_path: Path, capsys, spans: Any):
 
 def test_page_is_balanced_and_loads_nothing(page: str):
     parsed = Page(page)
-    without_data = page.replace(data_of(page, parse=False), "").replace("http://www.w3.org/2000/svg", "")
+    without_data = page.replace(data_of(page, parse=False), "")
     assert "http://" not in without_data and "https://" not in without_data
     assert "url(" not in without_data and "@import" not in without_data
     tags = [tag for tag, _ in parsed.tags]
-    assert not {"link", "iframe", "object", "img"} & set(tags)
+    assert not {"link", "iframe", "object"} & set(tags)
     assert tags.count("script") == 2  # the data and the page's own
     (policy,) = (attributes["content"] for _, attributes in parsed.tags if "http-equiv" in attributes)
-    assert policy and policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert policy and policy.startswith("default-src 'none'; img-src data:; style-src 'sha256-")
+    assert "; script-src 'sha256-" in policy and "unsafe" not in policy
 
 
 def test_policy_allows_just_the_pages_own_script_and_style(page: str):
@@ -198,7 +260,7 @@ def test_policy_allows_just_the_pages_own_script_and_style(page: str):
 
 
 def test_hostile_text_stays_inside_the_data(page: str):
-    assert page.count("<script") == 2 and "<img" not in page and "<" not in data_of(page, parse=False)
+    assert page.count("<script") == 2 and "<img src" not in page and "<" not in data_of(page, parse=False)
     generation = data_of(page)["collections"][0]["problems"][0]["generations"][0]
     assert generation["response"] == HOSTILE.replace("\x00\x1b", "\\x00\\x1b").replace("\u202e", "\\u202e").replace(
         "\ud800", "?"
@@ -307,7 +369,7 @@ def test_live_run_with_a_half_written_row_and_no_evaluation(tmp_path: Path):
     page = report.write_report([run], tmp_path / "out").read_text()
     assert "young</b>: no evaluation up to step 2." in page
     assert data_of(page)["collections"] == []
-    assert [section["title"] for section in data_of(page)["sections"]] == ["Training dynamics"]
+    assert headings(page) == ["Training dynamics", "Generations", "Final metrics of the runs"]
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["report.html", "training_dynamics.pdf", "training_dynamics.png"]
 
@@ -353,7 +415,7 @@ def test_panels_exist_only_for_logged_metrics():
     figure = figures.training_dynamics(runs)
     assert figure is not None
     assert [axes.get_title("left") for axes in figure.axes] == ["Training reward", "Prompts with a correct generation"]
-    assert figures.training_dynamics({"a": [{"step": 1, "policy/kl": 0.5}]}) is None
+    assert figures.training_dynamics({"a": [{"step": 1, "policy/ratio": 0.5}]}) is None
     assert figures.pass_at_k(runs) is None
     assert figures.comparison(runs) is None
 

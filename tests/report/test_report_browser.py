@@ -1,4 +1,4 @@
-"""The page in a real browser: what it draws, what hovering and keys tell, and that it stays by itself."""
+"""The page in a real browser: what it draws, what its controls choose, and that it stays by itself."""
 
 import os
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def tab(browser: chromium.Tab, page: Path) -> Iterator[chromium.Tab]:
     browser.open(page)
     yield browser
     assert browser.complaints == []
-    assert set(browser.requests) == {page.as_uri()}
+    assert {url for url in browser.requests if not url.startswith("data:image/svg+xml;base64,")} == {page.as_uri()}
 
 
 def choose(tab: chromium.Tab, control: str, value: str) -> None:
@@ -55,69 +55,14 @@ def text(tab: chromium.Tab, selector: str) -> str:
     return tab.run(f"document.querySelector('{selector}').innerText")
 
 
-def box(tab: chromium.Tab, element: str) -> dict[str, float]:
-    return tab.run(f"{element}.getBoundingClientRect().toJSON()")
-
-
-OVERLAPPING_TEXTS = """[...document.querySelectorAll('figure svg')].flatMap((svg) => {
-  const texts = [...svg.querySelectorAll('text')].filter((text) => text.textContent);
-  const boxes = texts.map((text) => text.getBoundingClientRect());
-  const beside = (a, b) => a.right <= b.left || b.right <= a.left || a.bottom - 3 <= b.top || b.bottom - 3 <= a.top;
-  return boxes.filter((a, i) => boxes.some((b, j) => i < j && !beside(a, b)));
-}).length"""
-
-
 def test_all_figures_are_drawn(tab: chromium.Tab):
-    titles = tab.run("[...document.querySelectorAll('#figures h2')].map((one) => one.textContent)")
+    titles = tab.run("[...document.querySelectorAll('img.figure')].map((one) => one.alt)")
     assert titles == [
         *("pass@k", "Majority voting", "Branching", "Rollout trees"),
-        *("Held out, during training", "Training dynamics", "Timeline"),
+        *("Held out, during training", "Held-out pass@k", "Training dynamics", "Timeline"),
     ]
-    assert tab.run("document.querySelectorAll('figure').length") == 3 * 2 + 2 + 3 + 6 + 2
-    assert tab.run("[...document.querySelectorAll('figure.lines')].every((one) => one.querySelector('path.line'))")
-    assert tab.run("document.querySelectorAll('figure.tree .leaf-right, figure.tree .leaf-wrong').length") == 16
-    assert tab.run(
-        "[...document.querySelectorAll('figure.timeline')].map((one) => one.querySelectorAll('.cut').length)"
-    ) == [*(0, 3)]
-    drawn = tab.run("[...document.querySelectorAll('figure svg')].map((svg) => svg.innerHTML).join()")
-    assert not any(word in drawn for word in ("NaN", "undefined", "Infinity"))
-
-
-def test_hovering_tells_exact_numbers_beside_the_point(tab: chromium.Tab):
-    tab.run("document.querySelector('figure').scrollIntoView()")
-    dot = box(tab, "document.querySelectorAll('figure .dot')[1]")
-    tab.move_mouse(dot["x"] + 4, dot["y"] + 4)
-    said = text(tab, "figure .tip")
-    assert "base" in said and "pass@2 0." in said and " to " in said
-    tip = box(tab, "document.querySelector('figure .tip')")
-    assert tip["left"] - 40 < dot["x"] < tip["right"] + 40 and tip["top"] - 40 < dot["y"] < tip["bottom"] + 40
-    tab.move_mouse(1, 1)
-    assert tab.run("document.querySelector('figure .tip').hidden")
-
-
-def test_keys_walk_along_a_line_and_to_the_next(tab: chromium.Tab):
-    tab.run("document.querySelector('figure svg').focus()")
-    said = []
-    for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowLeft"):
-        tab.press(key)
-        said.append(text(tab, "figure .tip").replace("\n", " ").split(" 0.")[0])
-    assert said == ["base pass@1", "base pass@2", "poly_epo pass@2", "poly_epo pass@1"]
-    tab.press("Escape")
-    assert tab.run("document.querySelector('figure .tip').hidden")
-
-
-def test_a_bar_tells_its_numbers_wherever_it_is_touched(tab: chromium.Tab):
-    tab.run("document.querySelector('figure.timeline').scrollIntoView()")
-    bar = box(tab, "document.querySelector('figure.timeline .bar')")
-    for share in (0.05, 0.5, 0.95):
-        tab.move_mouse(bar["x"] + share * bar["width"], bar["y"] + bar["height"] / 2)
-        said = text(tab, "figure.timeline .tip").replace("\n", " ")
-        assert said == "generate for step 199: 8 s, 44.4% of the step; 2 s of it alone"
-        ring = box(tab, "document.querySelector('figure.timeline .here')")
-        assert ring["x"] + ring["width"] / 2 == pytest.approx(bar["x"] + share * bar["width"], abs=2)
-    tab.run("document.querySelector('figure.timeline svg').focus()")
-    tab.press("ArrowDown")
-    assert text(tab, "figure.timeline .tip").startswith("grade")
+    drawn = "[...document.querySelectorAll('img.figure')].every((one) => one.complete && one.naturalWidth > 300)"
+    assert tab.run(drawn)
 
 
 def test_generations_are_chosen_and_filtered(tab: chromium.Tab):
@@ -168,10 +113,9 @@ def test_hostile_text_is_shown_as_text(tab: chromium.Tab):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "light"), (390, "dark")])
-def test_nothing_is_wider_than_the_screen_or_overlaps(tab: chromium.Tab, page: Path, width: int, scheme: str):
+def test_nothing_is_wider_than_the_screen(tab: chromium.Tab, page: Path, width: int, scheme: str):
     tab.open(page, width, 844, scheme)
     tab.run("document.querySelectorAll('details').forEach((one) => { one.open = true })")
     assert tab.run("document.documentElement.scrollWidth <= innerWidth")
-    assert tab.run(OVERLAPPING_TEXTS) == 0
     background = "rgb(22, 22, 24)" if scheme == "dark" else "rgb(255, 255, 255)"
     assert tab.run("getComputedStyle(document.body).backgroundColor") == background

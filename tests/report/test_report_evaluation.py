@@ -9,16 +9,16 @@ import matplotlib.colors
 import numpy as np
 import pytest
 from reports import write_fake_evaluation
-from test_report import Page, data_of, write_fake_run
+from test_report import Page, data_of, svgs, write_fake_run
 
 from poly_epo_jax.evaluation.results import compute_results
 from poly_epo_jax.report import __main__ as report_main
 from poly_epo_jax.report import build as report
-from poly_epo_jax.report import charts as report_charts
 from poly_epo_jax.report import evaluation_figures, figures
 from poly_epo_jax.report import generations as report_generations
 from poly_epo_jax.report import page as report_page
 from poly_epo_jax.report.generations import WIDEST, Bounds, Excerpt
+from poly_epo_jax.report.svg import image
 
 MODELS = {"base": 0.2, "grpo": 0.4, "poly_epo": 0.5}
 FIGURES = ("evaluation_pass_at_k", "majority", "branches", "rollout_trees")
@@ -89,8 +89,6 @@ def test_intervals_may_be_missing():
     looks = figures.styles(["a"])
     assert evaluation_figures.pass_at_k({"b": {"a": results}}, looks) is not None
     assert evaluation_figures.branches({"b": {"a": results}}, looks) is not None
-    (section,) = report_charts.evaluation_sections({"b": {"a": results}}, "", {}, ["a"])
-    assert section["panels"][0]["series"][0]["points"] == [[k, 0.5, None, None, f"pass@{k} 0.5"] for k in (1, 2)]
 
 
 def test_tree_by_hand():
@@ -112,26 +110,15 @@ def test_tree_figure_colours_right_and_wrong_leaves(evaluation: Path):
 
 
 def test_trees_are_of_a_problem_that_the_first_model_solves_sometimes(page: str):
-    section = next(section for section in data_of(page)["sections"] if section["title"] == "Rollout trees")
-    assert section["note"].startswith("The first 12 generations of problem-2,")
-    assert [panel["title"] for panel in section["panels"]] == ["base", "grpo"]
-    assert [leaf[3] for leaf in section["panels"][0]["leaves"]].count(1) == 4
+    drawn = svgs(page)["Rollout trees"]
+    assert "The first 12 generations of problem-2," in drawn
+    assert all(f">{model}</text>" in drawn for model in ("base", "grpo")) and ">poly_epo</text>" not in drawn
 
 
-def test_hovering_tells_the_number_and_its_interval(evaluation: Path, page: str):
-    section = next(section for section in data_of(page)["sections"] if section["title"] == "pass@k")
-    pass_at_2 = results_of(evaluation)["minerva"]["poly_epo"]["metrics"]["pass@2"]
-    k, mean, low, high, said = section["panels"][1]["series"][2]["points"][1]
-    assert (k, mean, low, high) == (2, *pass_at_2.values())
-    assert said == f"pass@2 {mean:.4g} ({low:.4g} to {high:.4g})"
-
-
-def test_long_curves_are_thinned_and_keep_their_ends():
-    positions = report_charts._thinned(4096)
-    assert len(positions) == report_charts.MOST_POINTS and positions[0] == 0 and positions[-1] == 4095
-    assert report_charts._thinned(3) == [0, 1, 2] and report_charts._thinned(0) == []
-    points = report_charts._branch_points({"branching": {"mean": [float(p) for p in range(4096)]}})
-    assert [point[0] for point in points[:5]] == [1, 2, 3, 4, 5] and points[-1][:2] == [4096, 4095.0]
+def test_long_curves_make_no_large_figures(evaluation: Path):
+    results = results_of(evaluation)["aime26"]["grpo"] | {"branching": {"mean": list(np.arange(4096.0))}}
+    figure = evaluation_figures.branches({"aime26": {"grpo": results}}, figures.styles(["grpo"]))
+    assert figure is not None and len(image(figure, "Branching")) < 60_000
 
 
 def test_tables_have_a_row_per_model_with_intervals(evaluation: Path, page: str):
@@ -164,14 +151,15 @@ def test_summary_puts_each_model_beside_the_first():
 def test_hostile_names_are_text_too(tmp_path: Path):
     write_fake_evaluation(tmp_path / "e", {"<img src=x>": 0.5, "&b": 0.5}, ("<script>alert(1)", "x"))
     page = report.write_report([tmp_path / "e"], tmp_path / "out").read_text(encoding="utf-8")
-    assert page.count("<script") == 2 and "<img" not in page
+    assert page.count("<script") == 2 and "<img src" not in page
+    assert not any("<img" in svg or "<script" in svg for svg in svgs(page).values())
     assert "<script>alert(1)" in Page(page).text and "&b instead of" not in page
 
 
 def test_models_can_be_chosen_and_ordered(evaluation: Path, tmp_path: Path, capsys):
     assert report_main.main([str(evaluation), "--models=poly_epo,base", "--output", str(tmp_path)]) == 0
-    data = data_of((tmp_path / "report.html").read_text())
-    assert [one["label"] for one in data["sections"][0]["legend"]] == ["poly_epo", "base"]
+    drawn = svgs((tmp_path / "report.html").read_text())["pass@k"]
+    assert drawn.index(">poly_epo</text>") < drawn.index(">base</text>") and ">grpo</text>" not in drawn
     assert report_main.main([str(evaluation), "--models=qwen", "--output", str(tmp_path)]) == 2
     assert "'qwen' is there: choose from base, grpo, poly_epo." in capsys.readouterr().err
 
@@ -180,10 +168,9 @@ def test_runs_and_evaluations_share_a_page(evaluation: Path, tmp_path: Path):
     run = write_fake_run(tmp_path / "grpo", seed=0, num_steps=20, evaluate_every=10)
     other = write_fake_evaluation(tmp_path / "other", {"base": 0.3}, ("minerva",), clustered=False)
     page = report.write_report([run, evaluation, other], tmp_path / "out").read_text(encoding="utf-8")
-    data = data_of(page)
-    looks = {one["label"]: one["look"] for section in data["sections"] for one in section["legend"]}
-    assert looks == {"grpo": 0, "base": 1, "poly_epo": 2, f"base ({other})": 3}
-    assert {"pass@k", "Training dynamics"} <= {section["title"] for section in data["sections"]}
+    drawn = svgs(page)
+    assert {"pass@k", "Training dynamics"} <= set(drawn)
+    assert all(f">{label}</text>" in drawn["pass@k"] for label in ("grpo", "base", "poly_epo", f"base ({other})"))
 
 
 def test_generations_of_a_problem_lie_together_in_order(page: str):
@@ -244,17 +231,16 @@ def test_what_evaluations_write_is_read(tmp_path: Path):
     folder = write_fake_evaluation(tmp_path / "e", {"a": 0.5}, ("x",)) / "x" / "a"
     (folder / "results.json").write_text(json.dumps(compute_results(folder)))
     page = report.write_report([tmp_path / "e"], tmp_path / "out").read_text(encoding="utf-8")
-    titles = [section["title"] for section in data_of(page)["sections"]]
-    assert titles == ["pass@k", "Majority voting", "Branching", "Rollout trees"]
+    assert list(svgs(page)) == ["pass@k", "Majority voting", "Branching", "Rollout trees"]
     assert all(column in page for column in report_page._COLUMNS.values() if "{" not in column)
 
 
 def test_without_generations_there_is_no_browser(tmp_path: Path):
     write_fake_evaluation(tmp_path / "e", {"a": 0.5}, ("x",))
     (tmp_path / "e" / "x" / "a" / "generations.jsonl").unlink()
-    data = data_of(report.write_report([tmp_path / "e"], tmp_path / "out").read_text(encoding="utf-8"))
-    assert data["collections"] == []
-    assert [section["title"] for section in data["sections"]] == ["pass@k", "Majority voting", "Branching"]
+    page = report.write_report([tmp_path / "e"], tmp_path / "out").read_text(encoding="utf-8")
+    assert data_of(page)["collections"] == []
+    assert list(svgs(page)) == ["pass@k", "Majority voting", "Branching"]
 
 
 @pytest.mark.parametrize(

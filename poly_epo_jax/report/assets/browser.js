@@ -1,4 +1,14 @@
+"use strict";
 // Shows what generations.py collects: a collection's problems, filtered; a problem's generations by cluster.
+
+const report = JSON.parse(document.getElementById("data").textContent);
+
+function make(tag, className = "", ...children) {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
 
 const DEGENERATE = report.degenerate;
 const control = Object.fromEntries(

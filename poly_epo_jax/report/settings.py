@@ -1,0 +1,87 @@
+"""What several runs have in common and where they differ: configuration keys and versions, as tables of a page."""
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from poly_epo_jax.report.document import table
+
+UNSHOWN = ("workdir", "compilation_cache", "base.cache_dir")
+"""Where things are kept, which says nothing of a run's numbers."""
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A configuration by dotted keys; options are keys too."""
+    keys: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            keys |= flat(value, f"{prefix}{key}.")
+        else:
+            keys[prefix + key] = value
+    return {key: value for key, value in keys.items() if key not in UNSHOWN}
+
+
+def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys whose values are not the same in all configurations."""
+    tables = [flat(config) for config in configs]
+    keys = dict.fromkeys(key for values in tables for key in values)
+    return [key for key in keys if any(values.get(key) != tables[0].get(key) for values in tables)]
+
+
+def settings_section(
+    configs: Mapping[str, Mapping[str, Any]], versions: Mapping[str, Sequence[Mapping[str, str]]]
+) -> str:
+    """HTML: where the runs' configurations differ, what they have in common, and what they were trained with.
+
+    Args:
+      configs: by run; runs without one are left out.
+      versions: by run, see versions.py.
+    """
+    configs = {label: config for label, config in configs.items() if config}
+    if not configs:
+        return ""
+    keys = differing_keys(list(configs.values()))
+    tables = {label: flat(config) for label, config in configs.items()}
+    rows = [[_text(label), *(_value(values.get(key)) for key in keys)] for label, values in tables.items()]
+    differences = ""
+    if keys:
+        summary = f"Where the configurations of {len(configs)} runs differ: {_text(', '.join(keys))}"
+        differences = f"<details><summary>{summary}</summary>{table(['run', *map(_text, keys)], rows)}</details>"
+    elif len(configs) > 1:
+        differences = "<p>All runs have the same configuration.</p>"
+    first = next(iter(tables.values()))
+    shared = table(["key", "value"], [[_text(key), _value(value)] for key, value in first.items() if key not in keys])
+    return (
+        '<section id="settings"><h2>Configuration and versions</h2>'
+        '<p class="muted">Numbers of runs compare where the configurations differ only in what is compared. Paths of '
+        f"folders are left out.</p>{differences}"
+        f"<details><summary>The configuration{' that all runs share' if len(configs) > 1 else ''}</summary>{shared}"
+        f"</details>{_versions_table(versions)}</section>"
+    )
+
+
+def _versions_table(versions: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
+    """A row for each different set of versions, with the runs that were trained with it."""
+    runs_of: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for label, used in versions.items():
+        for one in used:
+            runs_of.setdefault(tuple((str(name), str(value)) for name, value in one.items()), []).append(label)
+    if not runs_of:
+        return '<p class="muted">The runs do not say with which versions they were trained.</p>'
+    names = list(dict.fromkeys(name for used in runs_of for name, _ in used))
+    everyone = sum(bool(used) for used in versions.values())
+    rows = []
+    for used, labels in runs_of.items():
+        runs = f"all {everyone} runs" if len(labels) == everyone > 1 else _text(", ".join(labels))
+        rows.append([runs, *(_text(dict(used).get(name, "")) or "-" for name in names)])
+    several = "" if len(runs_of) == 1 else "<p><b>Not all steps were trained with the same versions.</b></p>"
+    note = '<p class="muted">A commit that ends in + had changed files beside it.</p>'
+    return f"{several}{table(['trained with', *map(_text, names)], rows)}{note}"
+
+
+def _value(value: Any) -> str:
+    return "-" if value is None else _text(f"{value:g}" if isinstance(value, float) else str(value))
+
+
+def _text(text: str) -> str:
+    return html.escape(text)

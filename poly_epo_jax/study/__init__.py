@@ -1,0 +1,6 @@
+"""Methods, rates, seeds and tasks in one small file; see docs/study.md."""
+
+from poly_epo_jax.study.spec import PAPER_METHODS as PAPER_METHODS
+from poly_epo_jax.study.spec import Evaluation as Evaluation
+from poly_epo_jax.study.spec import Study as Study
+from poly_epo_jax.study.spec import Task as Task

@@ -1,0 +1,90 @@
+"""Trains every method of a study file with every rate, seed and task, evaluates the runs, and writes one report.
+
+    python -m poly_epo_jax.study FILE [--parallel=N | --gpus=0,1,2,3] [--report] [--config.KEY=VALUE ...]
+
+FILE has a function get_study() that returns a Study; docs/study.md tells how it is written, studies/ has some. Every
+run is a command `python -m poly_epo_jax.main` with a run folder of its own, by default one at a time on each GPU or,
+where there is none, on each core. The same command goes on where it was broken off: finished runs are left alone,
+others go on from their checkpoints.
+"""
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from poly_epo_jax.file_lock import exclusive
+from poly_epo_jax.parallel.stop import Stopped
+from poly_epo_jax.study.folder import LOCK
+from poly_epo_jax.study.page import write_report
+from poly_epo_jax.study.plan import Run, make_runs, write_plan
+from poly_epo_jax.study.progress import shown
+from poly_epo_jax.study.queue import cores, default_places, gpus, work_off
+from poly_epo_jax.study.spec import read_study
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the command line (`sys.argv` if None).
+
+    Returns:
+      The exit code: 0 where every run is finished, 1 where some failed, 2 where the study file or a configuration is
+      wrong, 128 + the signal that ended the study.
+    """
+    parser = argparse.ArgumentParser("python -m poly_epo_jax.study", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("file", type=Path, metavar="FILE", help="with get_study()")
+    parser.add_argument("--parallel", type=_positive, default=0, metavar="N", help="runs side by side, a core each")
+    parser.add_argument("--gpus", default="", metavar="0,1", help="one run on each of these; 0+1,2+3 gives each two")
+    parser.add_argument("--report", action="store_true", help="train nothing; write the report of what is there")
+    given = sys.argv[1:] if arguments is None else arguments
+    overrides = [argument for argument in given if argument.startswith("--config.")]
+    options = parser.parse_args([argument for argument in given if argument not in overrides])
+    places = cores(options.parallel) if options.parallel else default_places()
+    if options.gpus:
+        places = gpus(options.gpus)
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    try:
+        study = read_study(options.file)
+        folder = Path(study.folder)
+        runs = make_runs(study, overrides)
+        with exclusive(folder / LOCK, f"the study {folder}"):
+            write_plan(study, runs)
+            code = 0 if options.report else _run(folder, runs, places)
+            report = write_report(folder)
+    except Stopped as stopped:
+        print(f"{stopped}: every run has saved its last step; the same command goes on from there.", file=sys.stderr)
+        return 128 + stopped.number
+    except KeyboardInterrupt:
+        print("Ctrl-C: the same command goes on from what is saved.", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        for line in str(error).splitlines():
+            print(f"Error: {line}", file=sys.stderr)
+        return 2
+    print(f"report: {report}")
+    return code
+
+
+def _run(folder: Path, runs: Sequence[Run], places: Sequence[dict[str, str]]) -> int:
+    """Runs what is not finished, and says which runs failed."""
+    with shown(runs) as listener:
+        rows = asyncio.run(work_off(folder, runs, places, listener))
+    failed = [row["run"] for row in rows if row["exit"]]
+    if failed:
+        print(
+            f"Error: {len(failed)} of {len(runs)} runs failed: {', '.join(failed)}; log.txt in the folder of each says "
+            "why, and the same command tries them again.",
+            file=sys.stderr,
+        )
+    return 1 if failed else 0
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

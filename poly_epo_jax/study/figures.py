@@ -1,0 +1,179 @@
+"""The figures of a study: results in, matplotlib figures out. A method keeps its colour and its mark in all of them."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from jaxtyping import Float, Int
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from poly_epo_jax.metrics import names
+from poly_epo_jax.metrics.seeds import Interval
+from poly_epo_jax.report import figures
+from poly_epo_jax.study.results import CORRECT_OF_8, REWARD, Result, StudyResults
+
+_MARKS = ("o", "s", "^", "D", "v", "P", "X")
+_PANEL = (3.2, 2.5)
+Curve = tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]
+
+
+def looks(results: StudyResults) -> dict[str, dict[str, Any]]:
+    """Colour, dashes, mark and width of each method; a line on another is thinner, so that both are seen."""
+    styles, widest = figures.styles(results.methods), 3.4
+    return {
+        method: style
+        | {"marker": _MARKS[index % len(_MARKS)], "linewidth": max(widest - 2.2 * index / len(styles), 0.8)}
+        for index, (method, style) in enumerate(styles.items())
+    }
+
+
+def by_rate(results: StudyResults, task: str) -> Figure | None:
+    """The two axes of the frontier by learning rate, methods side by side, and their differences from the baseline.
+
+    No two points have the same place, so that none hides another.
+    """
+    if not any(results.interval((task, method, rate), REWARD) for method in results.methods for rate in results.rates):
+        return None
+    compared = len(results.methods) > 1
+    with matplotlib.rc_context(figures.STYLE):
+        width = max(_PANEL[0], 0.9 + 0.26 * len(results.methods) * len(results.rates))
+        size = (2 * width, _PANEL[1] * (1 + compared))
+        figure = Figure(figsize=size, dpi=figures.DPI, layout="constrained")
+        grid = figure.subplots(1 + compared, 2, squeeze=False)
+        for column, (metric, title) in enumerate(
+            ((REWARD, "Held-out reward"), (CORRECT_OF_8, "Distinct correct of 8"))
+        ):
+            _dodged(grid[0][column], results, task, metric, results.interval)
+            grid[0][column].set_title(title)
+            if compared:
+                _dodged(grid[1][column], results, task, metric, results.difference)
+                grid[1][column].axhline(0.0, color="#888888", linewidth=1)
+                grid[1][column].set_title(f"less that of {results.baseline}, seed by seed")
+            grid[-1][column].set_xlabel("learning rate")
+        add_legend(figure, results)
+    return figure
+
+
+def curves(results: StudyResults, task: str, metric: str) -> Figure | None:
+    """A metric during training, a panel per rate: means over finished runs, shaded from the lowest to the highest.
+
+    Runs that did not finish are thin dotted lines of their own.
+    """
+
+    def draw(axes: Axes, runs: Sequence[Result], look: Mapping[str, Any]) -> None:
+        _band(axes, [_series(run, metric) for run in runs], look, marked=names.is_held_out(metric))
+
+    def draw_unfinished(axes: Axes, run: Result, look: Mapping[str, Any]) -> None:
+        axes.plot(*_series(run, metric), color=look["color"], linewidth=0.9, linestyle=(0, (1, 2)))
+
+    return _panels(results, task, draw, "training step", draw_unfinished)
+
+
+def pass_at_k(results: StudyResults, task: str) -> Figure | None:
+    """pass@k at the last evaluation during training, a panel per rate, means and ranges over seeds."""
+
+    def draw(axes: Axes, runs: Sequence[Result], look: Mapping[str, Any]) -> None:
+        _band(axes, [_as_curve(figures.last_pass_at_k(run.rows)) for run in runs], look, marked=True)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+
+    return _panels(results, task, draw, "k (attempts)")
+
+
+def branching(results: StudyResults, task: str, benchmark: str) -> Figure | None:
+    """Mean active branches by token position, of the evaluation on a benchmark, means and ranges over seeds."""
+
+    def draw(axes: Axes, runs: Sequence[Result], look: Mapping[str, Any]) -> None:
+        found = [run.evaluations[benchmark]["branching"]["mean"] for run in runs if benchmark in run.evaluations]
+        _band(axes, [(np.arange(1, len(means) + 1), np.array(means, float)) for means in found], look, marked=False)
+
+    return _panels(results, task, draw, "token position")
+
+
+def _dodged(
+    axes: Axes,
+    results: StudyResults,
+    task: str,
+    metric: str,
+    interval_of: Callable[[tuple[str, str, float], str], Interval | None],
+) -> None:
+    """An interval for each method and rate, the methods of a rate beside each other."""
+    step = 0.7 / len(results.methods)
+    for place, (method, look) in enumerate(looks(results).items()):
+        for index, rate in enumerate(results.rates):
+            interval = interval_of((task, method, rate), metric)
+            if interval is not None:
+                x = index + (place - (len(results.methods) - 1) / 2) * step
+                if math.isfinite(interval.low):
+                    axes.plot([x, x], [interval.low, interval.high], color=look["color"], linewidth=1.6)
+                axes.plot(x, interval.mean, look["marker"], color=look["color"], markersize=6, fillstyle="none")
+    axes.set_xticks(range(len(results.rates)), [f"{rate:g}" for rate in results.rates])
+    axes.set_xlim(-0.5, len(results.rates) - 0.5)
+    axes.grid(axis="x", visible=False)
+
+
+def _panels(
+    results: StudyResults,
+    task: str,
+    draw: Callable[[Axes, Sequence[Result], Mapping[str, Any]], None],
+    x_label: str,
+    draw_unfinished: Callable[[Axes, Result, Mapping[str, Any]], None] | None = None,
+) -> Figure | None:
+    """A panel per learning rate, of one scale; None where nothing is drawn."""
+    with matplotlib.rc_context(figures.STYLE):
+        size = (_PANEL[0] * max(len(results.rates), 2), _PANEL[1])
+        figure = Figure(figsize=size, dpi=figures.DPI, layout="constrained")
+        panels = figure.subplots(1, len(results.rates), squeeze=False, sharey=True)[0]
+        for axes, rate in zip(panels, results.rates, strict=True):
+            for method, look in looks(results).items():
+                draw(axes, results.of((task, method, rate)), look)
+                if draw_unfinished is not None:
+                    for run in results.of((task, method, rate), finished=False):
+                        draw_unfinished(axes, run, look)
+            axes.set_title(f"learning rate {rate:g}" if len(results.rates) > 1 else "")
+            axes.set_xlabel(x_label)
+            if axes.get_xscale() == "linear":
+                axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        if not any(len(np.atleast_1d(line.get_xdata())) for axes in panels for line in axes.lines):
+            return None
+        add_legend(figure, results)
+    return figure
+
+
+def _band(axes: Axes, seeds: Sequence[Curve], look: Mapping[str, Any], marked: bool) -> None:
+    """Mean over seeds and their range, where all of them were measured."""
+    seeds = [seed for seed in seeds if len(seed[0])]
+    if not seeds:
+        return
+    steps = seeds[0][0]
+    for other, _ in seeds[1:]:
+        steps = np.intersect1d(steps, other)
+    table = np.stack([values[np.isin(at, steps)] for at, values in seeds])
+    if not marked:
+        table = np.stack([figures.smooth(values) for values in table])
+    style = {name: look[name] for name in ("color", "linestyle", "linewidth")}
+    # Hollow, so that a mark does not hide another's.
+    style |= {"marker": look["marker"], "markersize": 4.5, "fillstyle": "none"} if marked else {}
+    axes.plot(steps, table.mean(axis=0), **style)
+    axes.fill_between(steps, table.min(axis=0), table.max(axis=0), color=look["color"], alpha=0.15, linewidth=0)
+
+
+def _series(run: Result, metric: str) -> Curve:
+    return figures.series(run.rows, metric)
+
+
+def _as_curve(values: Mapping[int, float]) -> Curve:
+    return np.array(list(values), int), np.array(list(values.values()), float)
+
+
+def add_legend(figure: Figure, results: StudyResults, *others: Line2D) -> None:
+    """The methods, and other marks, above all panels."""
+    handles = [Line2D([], [], fillstyle="none", markersize=7, **look) for look in looks(results).values()]
+    figure.set_figheight(figure.get_figheight() + 0.4)  # room for it, so that panels keep their size
+    columns = max(1, int(figure.get_figwidth() / 1.8))
+    figure.legend(handles=[*handles, *others], loc="outside upper left", ncols=columns)

@@ -1,0 +1,97 @@
+"""A study's folder: its files, and how far its runs are. Needs no JAX.
+
+study.json                  which runs there are: {"baseline": method, "runs": [{"task", "method", "rate", "seed"}]}
+attempts.jsonl              one row for each time that a run was trained or evaluated, with the columns of `ATTEMPT`
+TASK/METHOD-lrRATE-seedSEED/  run folders, see run_folder.py
+evaluation/                 of the finished runs, see evaluation/folder.py
+report/report.html          see page.py
+lock                        held by the process that runs the study
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from poly_epo_jax import run_folder
+from poly_epo_jax.json_files import Columns, Row
+from poly_epo_jax.json_files import read_rows as read_json_rows
+
+PLAN, ATTEMPTS, LOG, LOCK, EVALUATION = "study.json", "attempts.jsonl", "log.txt", "lock", "evaluation"
+
+ATTEMPT: Columns = {
+    "run": str,  # TASK/METHOD-lrRATE-seedSEED
+    "stage": str,  # train or evaluate
+    "started": str,  # when, in ISO 8601
+    "seconds": int | float,
+    "exit": int,  # the process's exit code; 128 + its signal where one ended it
+    "error": str,  # its last line where it failed, else empty
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """Which run of a study it is."""
+
+    task: str
+    method: str
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of the folder, below the task's."""
+        return f"{self.method}-lr{self.rate:g}-seed{self.seed}"
+
+    @property
+    def label(self) -> str:
+        """In evaluations, which hold several tasks."""
+        return f"{self.task}-{self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunState:
+    """The step that a run has come to, of how many; 0 of 0 where it has not begun."""
+
+    step: int = 0
+    num_steps: int = 0
+    is_finished: bool = False
+
+    def __str__(self) -> str:
+        return f"step {self.step} of {self.num_steps}" if self.num_steps else "not started"
+
+
+def run_state(folder: Path) -> RunState:
+    """How far a run is. It is finished once its last step is logged and checkpointed.
+
+    Raises:
+      ValueError: a row is damaged.
+    """
+    try:
+        num_steps = int(run_folder.read_config(folder)["train"]["num_steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return RunState()
+    step = last_step(folder / run_folder.METRICS)
+    saved = (folder / run_folder.CHECKPOINTS / str(num_steps)).is_dir()
+    return RunState(step, num_steps, step == num_steps and saved)
+
+
+def last_step(metrics: Path) -> int:
+    """Of the last complete row of a metrics.jsonl, 0 without one. Reads the file's end only."""
+    if not metrics.exists():
+        return 0
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - 2**16))
+        lines = file.read().rpartition(b"\n")[0].rsplit(b"\n", 1)
+    try:
+        return int(json.loads(lines[-1])["step"])
+    except (ValueError, KeyError, TypeError):
+        return 0
+
+
+def read_attempts(folder: Path) -> list[Row]:
+    """The rows of attempts.jsonl, as old as they come.
+
+    Raises:
+      ValueError: one is damaged.
+    """
+    return list(read_json_rows(folder / ATTEMPTS, ATTEMPT))

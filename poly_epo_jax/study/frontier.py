@@ -1,0 +1,152 @@
+"""The frontier: held-out reward over distinct correct answers, a point per method and rate."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from poly_epo_jax.metrics.seeds import Interval
+from poly_epo_jax.report import figures
+from poly_epo_jax.study.figures import add_legend, looks
+from poly_epo_jax.study.results import CORRECT_OF_8, REWARD, Result, StudyResults
+
+_NEAR = 0.12
+"""Points are near each other within this share of both axes."""
+
+
+_ENDED = Line2D([], [], color="#555555", marker="x", linestyle="", label="did not finish: its last evaluation")
+
+
+class Point(NamedTuple):
+    """A method at a rate: its mean and interval on both axes, and how it is drawn."""
+
+    x: Interval
+    y: Interval
+    method: str
+    text: str
+    size: float
+
+
+def frontier(results: StudyResults, task: str) -> Figure | None:
+    """All points, and beside them the densest part of the figure enlarged, with intervals over seeds on both axes.
+
+    Points on each other can be told apart: every mark is hollow and has a size of its own, larger for higher rates, so
+    that one encloses the other; and no rate is written over another. Arrows lead to the next higher rate.
+    """
+    points, ended = _points(results, task), _unfinished(results, task)
+    if not points and not ended:
+        return None
+    crowd = _crowd(points)
+    with matplotlib.rc_context(figures.STYLE):
+        size = (12.5 if crowd else 8.0, 5.0)
+        figure = Figure(figsize=size, dpi=figures.DPI, layout="constrained")
+        panels = figure.subplots(1, 1 + bool(crowd), squeeze=False)[0]
+        for axes in panels:
+            _draw(axes, results, points)
+            axes.set_xlabel("distinct correct of 8, held out")
+        panels[0].set_ylabel("held-out reward")
+        for run in ended:
+            place = run.at_end(CORRECT_OF_8), run.at_end(REWARD)
+            panels[0].plot(*place, "x", color=looks(results)[run.member.method]["color"], markersize=5, alpha=0.8)
+        panels[0].margins(0.12)
+        label = "did not finish: its last evaluation"
+        add_legend(
+            figure, results, *[Line2D([], [], color="#555555", marker="x", linestyle="", label=label)][: len(ended)]
+        )
+        if crowd:
+            _enlarge(panels[1], crowd)
+        figure.draw_without_rendering()  # so that places in points are known
+        _write_beside(panels[0], results, [point for point in points if point not in crowd])
+        if crowd:
+            _write_beside(panels[1], results, crowd)
+    return figure
+
+
+def _points(results: StudyResults, task: str) -> list[Point]:
+    """Methods in their order, each by rising rate."""
+    found, num_methods = [], len(results.methods)
+    for place, method in enumerate(results.methods):
+        for index, rate in enumerate(results.rates):
+            cell = (task, method, rate)
+            x, y = results.interval(cell, CORRECT_OF_8), results.interval(cell, REWARD)
+            if x is not None and y is not None:
+                rank = (index + 1) * num_methods - place
+                size = 5 + 11 * rank / (num_methods * len(results.rates))
+                found.append(Point(x, y, method, f"{rate:g}" if len(results.rates) > 1 else "", size))
+    return found
+
+
+def _crowd(points: Sequence[Point]) -> list[Point]:
+    """The points near the one that has most of them; none where fewer than three are together, or all are."""
+    if not points:
+        return []
+    places = np.array([(point.x.mean, point.y.mean) for point in points])
+    extent = np.maximum(np.ptp(places, axis=0), np.finfo(float).tiny)
+    near = (np.abs(places[:, None] - places) <= _NEAR * extent).all(axis=2)
+    chosen = near[int(near.sum(axis=1).argmax())]
+    return (
+        [point for point, is_near in zip(points, chosen, strict=True) if is_near]
+        if 3 <= chosen.sum() < len(points)
+        else []
+    )
+
+
+def _enlarge(axes: Axes, crowd: Sequence[Point]) -> None:
+    """Shows the means of these points with room around them; intervals may lead out of it."""
+    for values, set_limits in (([p.x.mean for p in crowd], axes.set_xlim), ([p.y.mean for p in crowd], axes.set_ylim)):
+        low, high = min(values), max(values)
+        room = 0.35 * (high - low) or 0.01 * abs(high) or 0.01
+        set_limits(low - room, high + room)
+    axes.set_title("the densest part, enlarged")
+
+
+def _draw(axes: Axes, results: StudyResults, points: Sequence[Point]) -> None:
+    for method, look in looks(results).items():
+        own = [point for point in points if point.method == method]
+        for x, y, _, _, size in own:
+            thin = {"color": look["color"], "linewidth": 1.2, "alpha": 0.6, "zorder": 2}
+            if math.isfinite(x.low):
+                axes.plot([x.low, x.high], [y.mean, y.mean], **thin)
+            if math.isfinite(y.low):
+                axes.plot([x.mean, x.mean], [y.low, y.high], **thin)
+            axes.plot(x.mean, y.mean, look["marker"], color=look["color"], markersize=size, fillstyle="none", zorder=3)
+        for start, end in itertools.pairwise(own):
+            arrow = {"arrowstyle": "->", "color": look["color"], "alpha": 0.45, "shrinkA": 8, "shrinkB": 8}
+            ends = (end.x.mean, end.y.mean), (start.x.mean, start.y.mean)
+            axes.annotate("", *ends, arrowprops=arrow, annotation_clip=False).set_clip_on(True)
+
+
+def _write_beside(axes: Axes, results: StudyResults, points: Sequence[Point]) -> None:
+    """Writes each rate beside its point where nothing is yet, with a thin line to the point."""
+    colours, to_points = {method: look["color"] for method, look in looks(results).items()}, 72 / figures.DPI
+    centres = [axes.transData.transform((point.x.mean, point.y.mean)) * to_points for point in points]
+    taken = [(centre, np.array([6.0, 6.0])) for centre in centres]
+    turns = [np.array([math.cos(turn), math.sin(turn)]) for turn in np.arange(16) * math.pi / 8]
+    offsets = [radius * turn for radius in range(16, 120, 6) for turn in turns]
+    for point, centre in zip(points, centres, strict=True):
+        size = np.array([2.4 * len(point.text) + 2, 5.0])  # half of a text of 7.5 points
+        free = (o for o in offsets if all(np.any(np.abs(centre + o - at) >= size + room) for at, room in taken))
+        offset = next(free, None)
+        if offset is None or not point.text:
+            continue
+        taken.append((centre + offset, size))
+        colour = colours[point.method]
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 3}
+        place = (point.x.mean, point.y.mean)
+        text = axes.annotate(
+            point.text, place, tuple(offset), textcoords="offset points", arrowprops=line, fontsize=7.5
+        )
+        text.set(color=colour, ha="center", va="center")
+
+
+def _unfinished(results: StudyResults, task: str) -> list[Result]:
+    """Runs that have begun and are not finished, and have been evaluated."""
+    cells = [(task, method, rate) for method in results.methods for rate in results.rates]
+    runs = [run for cell in cells for run in results.of(cell, finished=False)]
+    return [run for run in runs if run.at_end(CORRECT_OF_8) is not None]

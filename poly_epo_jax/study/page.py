@@ -1,0 +1,127 @@
+"""The report of a study: one page of figures, tables, and what there is to reproduce it. Needs no JAX."""
+
+import html
+from collections.abc import Iterable
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from poly_epo_jax.metrics.seeds import Interval
+from poly_epo_jax.report.document import document, table
+from poly_epo_jax.report.quantities import HELD_OUT, TRAINING
+from poly_epo_jax.report.svg import image
+from poly_epo_jax.study import figures
+from poly_epo_jax.study.frontier import frontier
+from poly_epo_jax.study.reproduction import reproduction_section
+from poly_epo_jax.study.results import StudyResults, read_results
+
+HOW_INTERVALS_ARE_MADE = (
+    "Means over training seeds, in brackets their 95% interval (Student's t): how far the mean would move with other "
+    "seeds. The second line is the difference from {baseline} at the same learning rate, seed by seed, with its own "
+    "interval; where that holds 0, these seeds do not tell the two apart. One seed has no interval. Nothing is "
+    "corrected for the number of comparisons."
+)
+FRONTIER = (
+    "Up is more reward, right is more different right answers. A point is a method at a learning rate, its cross the "
+    "95% intervals over seeds; arrows lead to the next higher rate. Compare the methods' lines, not single points. "
+    "Marks are hollow, each of its own size, so that points on each other can be told apart; larger is a higher rate."
+)
+BY_RATE = "The same numbers side by side; below, the differences from the baseline, each run beside that of its seed."
+PASS_AT_K = "The share of held-out problems that at least one of k attempts solves; shaded: the range over seeds."
+CURVES = "Lines are means over the seeds that finished, smoothed where every step is measured; shaded: their range."
+BRANCHING = (
+    "How many different prefixes a problem's generations have at each token position; shaded: the range over seeds."
+)
+
+
+def write_report(folder: Path) -> Path:
+    """Writes report/report.html of a study's folder, as far as its runs are, and returns its path.
+
+    Raises:
+      ValueError: the folder holds no study, or a damaged row.
+      OSError: the page cannot be written.
+    """
+    results = read_results(folder)
+    page = folder / "report" / "report.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    body = "\n".join(
+        [_summary(results), *(_task(results, task) for task in results.tasks), reproduction_section(results)]
+    )
+    title = f"Study: {folder.resolve().name.removeprefix('study-')}"
+    page.write_text(document(title, body), encoding="utf-8", errors="replace")
+    return page
+
+
+def _summary(results: StudyResults) -> str:
+    finished = sum(one.state.is_finished for one in results.results)
+    lines = [f"<b>{finished} of {len(results.results)} runs finished</b>"]
+    unfinished = [one for one in results.results if not one.state.is_finished]
+    if unfinished:
+        named = ", ".join(f"{one.member.task}/{one.member.name} ({one.state})" for one in unfinished)
+        lines.append(
+            f"Not finished, and so in no mean: {html.escape(named)}. Their curves are thin dotted lines, their last "
+            "evaluations crosses"
+        )
+    links = [f'<a href="#task-{place}">{html.escape(task)}</a>' for place, task in enumerate(results.tasks)]
+    links.append('<a href="#reproduction">how to reproduce it</a>')
+    lines.append(f"On this page: {', '.join(links)}")
+    return f"<ul class='summary'>{''.join(f'<li>{line}.</li>' for line in lines)}</ul>"
+
+
+def _task(results: StudyResults, task: str) -> str:
+    name = html.escape(task)
+    parts = [
+        f'<section id="task-{results.tasks.index(task)}"><h2>{name}</h2>',
+        _figure("Frontier", FRONTIER, frontier(results, task), task),
+        _results_table(results, task),
+        _figure("By learning rate", BY_RATE, figures.by_rate(results, task), task),
+        _figure("Held-out pass@k", PASS_AT_K, figures.pass_at_k(results, task), task),
+        f"<h3>During training</h3><p class='muted'>{CURVES}</p>",
+    ]
+    for metric, quantity in (HELD_OUT | TRAINING).items():
+        parts.append(_figure(quantity.title, quantity.meaning, figures.curves(results, task, metric), task))
+    for benchmark in _benchmarks(results, task):
+        figure = figures.branching(results, task, benchmark)
+        parts.append(_figure(f"Branching on {benchmark}", BRANCHING, figure, task))
+    return "".join([*parts, "</section>"])
+
+
+def _benchmarks(results: StudyResults, task: str) -> Iterable[str]:
+    return sorted({name for one in results.results if one.member.task == task for name in one.evaluations})
+
+
+def _figure(title: str, explanation: str, figure: Figure | None, task: str) -> str:
+    """A heading, a line on what is shown, and the figure; nothing where there is none."""
+    if figure is None:
+        return ""
+    return f"<h3>{html.escape(title)}</h3><p class='muted'>{explanation}</p>{image(figure, f'{title}: {task}')}"
+
+
+def _results_table(results: StudyResults, task: str) -> str:
+    metrics = results.metrics(task)
+    if not metrics:
+        return "<p>No run has been evaluated yet.</p>"
+    rows = []
+    for method in results.methods:
+        for rate in results.rates:
+            cell = (task, method, rate)
+            asked = sum(one.cell == cell for one in results.results)
+            done = len(results.of(cell))
+            seeds = f"{done}" if done == asked else f"<b class='wrong'>{done} of {asked} finished</b>"
+            shown = [_cell(results.interval(cell, name), results.difference(cell, name)) for name in metrics]
+            rows.append([html.escape(method), f"{rate:g}", seeds, *shown])
+    note = HOW_INTERVALS_ARE_MADE.format(baseline=html.escape(results.baseline))
+    header = ["method", "learning rate", "seeds", *map(html.escape, metrics.values())]
+    return f"{table(header, rows)}<p class='muted'>{note}</p>"
+
+
+def _cell(mean: Interval | None, difference: Interval | None) -> str:
+    if mean is None:
+        return "-"
+    less = "" if difference is None else f"<span class='interval'>{_interval(difference, '+.3f')}</span>"
+    return f"{_interval(mean, '.3f')}{less}"
+
+
+def _interval(interval: Interval, form: str) -> str:
+    mean, low, high = (format(value, form) for value in interval)
+    return mean if interval.low != interval.low else f"{mean} [{low}, {high}]"

@@ -1,0 +1,148 @@
+"""The runs of a study, each a command of its own, and what can be said of them before the first one starts."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from poly_epo_jax import run_folder
+from poly_epo_jax.checks import ConfigError
+from poly_epo_jax.command_line import read_arguments
+from poly_epo_jax.config import Config
+from poly_epo_jax.evaluation.benchmarks import label_of
+from poly_epo_jax.evaluation.folder import ABOUT, RESULTS, about_evaluation
+from poly_epo_jax.json_files import write_json
+from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.same_run import check_same_run
+from poly_epo_jax.study.folder import EVALUATION, PLAN, Member, run_state
+from poly_epo_jax.study.spec import OWNED, RATE, SEED, WORKDIR, Changes, Evaluation, Study
+from poly_epo_jax.types import Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of a study, and how it is evaluated once it is finished, if it is."""
+
+    member: Member
+    folder: Path
+    arguments: list[str]
+    config: Config
+    evaluation: Evaluation | None
+
+    @property
+    def train_command(self) -> list[str]:
+        """The arguments of `python -m`."""
+        return ["poly_epo_jax.main", *self.arguments]
+
+    @property
+    def evaluate_command(self) -> list[str]:
+        """The arguments of `python -m`; the study's folder is two above the run's."""
+        assert self.evaluation is not None
+        return [
+            "poly_epo_jax.evaluate",
+            *self.arguments,
+            f"--benchmarks={','.join(self.benchmarks)}",
+            f"--models={self.member.label}={self.folder}",
+            f"--num_generations={self.evaluation.num_generations}",
+            f"--judge={str(self.evaluation.judge).lower()}",
+            f"--output={self.folder.parent.parent / EVALUATION}",
+        ]
+
+    @property
+    def benchmarks(self) -> Sequence[str]:
+        assert self.evaluation is not None
+        return self.evaluation.benchmarks or (self.config.task.name,)
+
+    def is_trained(self) -> bool:
+        """Whether the run is finished, and its configuration is still this one."""
+        state = run_state(self.folder)
+        return state.is_finished and run_folder.read_config(self.folder) == _as_json(self.config)
+
+    def is_evaluated(self) -> bool:
+        """Whether the evaluation that is asked for is there, of the run's last weights; True where none is."""
+        if self.evaluation is None:
+            return True
+        weights, sampling = f"{self.folder} step {self.config.train.num_steps}", self.config.sampling
+        judged = self.evaluation.judge and JUDGES[self.config.judge.name].clusters
+        for benchmark in self.benchmarks:
+            asked = about_evaluation(
+                benchmark,
+                weights,
+                self.evaluation.num_generations,
+                Sampling(**sampling, seed=self.config.seed),
+                self.config.judge.name if judged else None,
+            )
+            folder = self.folder.parent.parent / EVALUATION / label_of(benchmark) / self.member.label
+            if not (folder / RESULTS).exists() or json.loads((folder / ABOUT).read_text()) != asked:
+                return False
+        return True
+
+
+def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[Run]:
+    """Every run, those of one seed together, so that a broken-off study has whole seeds to compare.
+
+    Args:
+      overrides: --config.KEY=VALUE, of every run.
+
+    Raises:
+      ConfigError: with a line for each mistake.
+    """
+    for override in overrides:
+        key = override.partition("=")[0].removeprefix("--config.")
+        if key in OWNED:
+            raise ConfigError(f"--config.{key} is what {OWNED[key]} of the study says; change it there.")
+    runs, mistakes = [], {}
+    members = [
+        Member(task, method, float(rate), seed)
+        for seed in study.seeds
+        for task in study.tasks
+        for rate in study.rates
+        for method in study.methods
+    ]
+    for member in members:
+        folder = Path(study.folder) / member.task / member.name
+        arguments = _arguments(study, member, folder, overrides)
+        try:
+            config = read_arguments(arguments)
+            if config.hosts.coordinator:
+                raise ConfigError("hosts.coordinator is set, but each run of a study is a process of one host.")
+            check_same_run(folder, config)
+            runs.append(Run(member, folder, arguments, config, study.evaluation))
+        except (ValueError, OSError) as error:
+            # One mistake is usually that of many runs: the first of them is named.
+            mistakes.setdefault(" ".join(str(error).split()), member)
+    if mistakes:
+        raise ConfigError("\n".join(f"{member.task}/{member.name}: {text}" for text, member in mistakes.items()))
+    return runs
+
+
+def write_plan(study: Study, runs: Sequence[Run]) -> None:
+    """Tells reports which runs there are, and what they are compared with."""
+    Path(study.folder).mkdir(parents=True, exist_ok=True)
+    members = [dataclasses.asdict(run.member) for run in runs]
+    write_json(Path(study.folder) / PLAN, {"baseline": study.compared_with, "runs": members})
+
+
+def _arguments(study: Study, member: Member, folder: Path, overrides: Sequence[str]) -> list[str]:
+    """Where several set one key, the command line counts first, then the method, the task, and the study's settings."""
+    task = study.tasks[member.task]
+    changes: dict[str, Any] = {**study.settings, **task.changes, **study.methods[member.method]}
+    changes |= {RATE: member.rate, SEED: member.seed, WORKDIR: str(folder)}
+    given = {override.partition("=")[0] for override in overrides}
+    flags = [flag for flag in _flags(changes) if flag.partition("=")[0] not in given]
+    return [f"--config={task.config}", *flags, *overrides]
+
+
+def _flags(changes: Changes) -> list[str]:
+    return [
+        f"--config.{key}={value if isinstance(value, str) else repr(_plain(value))}" for key, value in changes.items()
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _as_json(config: Config) -> dict[str, Any]:
+    return json.loads(json.dumps(config.to_dict()))

@@ -1,0 +1,167 @@
+"""Runs side by side: each place takes the next run as soon as its last one has ended.
+
+A place is a core of this machine, or the devices that its runs may see. Every run is a process of its own; a signal to
+the study is passed on to all of them, and waited for, so that each saves what it has trained.
+"""
+
+import asyncio
+import dataclasses
+import datetime
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from poly_epo_jax import run_folder
+from poly_epo_jax.file_lock import InUseError
+from poly_epo_jax.json_files import Row, append_rows
+from poly_epo_jax.parallel.stop import Stop, Stopped
+from poly_epo_jax.study.folder import ATTEMPTS, LOG
+from poly_epo_jax.study.plan import Run
+
+Place = dict[str, str]
+"""Environment variables of the runs there; `CORE` is the core that they are bound to."""
+
+CORE = "core"
+ENDED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+"""Exit codes of runs that were ended, and did not fail."""
+
+SECONDS_BETWEEN_LOOKS = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Listener:
+    """Told of every run: `started(run, stage)` and `ended(run, row of attempts.jsonl)`."""
+
+    started: Callable[[Run, str], None]
+    ended: Callable[[Run, Row], None]
+
+
+def cores(count: int) -> list[Place]:
+    """So many places, each a core of its own as far as there are enough; 0: one for each core.
+
+    Every run has one core however many run side by side, for the sums of a process depend on how many threads it has.
+    """
+    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return [{CORE: str(mine[index % len(mine)])} for index in range(count or len(mine))]
+
+
+def gpus(names: str) -> list[Place]:
+    """A place for each of "0,1,2,3"; "0+1,2+3" are two places of two GPUs each."""
+    return [{"CUDA_VISIBLE_DEVICES": name.replace("+", ",")} for name in names.split(",")]
+
+
+def default_places(devices: Path = Path("/dev")) -> list[Place]:
+    """One for each GPU that JAX may see; else, with TPUs, one that has them all; else one for each core."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return cores(0)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    there = sorted(path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
+    if there:
+        return gpus(",".join(visible if any(visible) else there))
+    return [{}] if any(devices.glob("accel[0-9]*")) or any(devices.glob("vfio/[0-9]*")) else cores(0)
+
+
+async def work_off(folder: Path, runs: Sequence[Run], places: Sequence[Place], listener: Listener) -> list[Row]:
+    """Trains and evaluates what is not finished, and returns the rows of attempts.jsonl that it has added.
+
+    A run that fails is told of, and the others go on.
+
+    Raises:
+      Stopped: a signal came; all runs under way have saved what they have, and ended.
+    """
+    stop, waiting, rows = Stop(), deque(runs), []
+
+    async def take(place: Place) -> None:
+        while waiting:
+            run = waiting.popleft()
+            trained = run.is_trained() or await succeeds(run, "train", run.train_command, place)
+            if trained and not run.is_evaluated():
+                await succeeds(run, "evaluate", run.evaluate_command, place)
+
+    async def succeeds(run: Run, stage: str, command: Sequence[str], place: Place) -> bool:
+        await stop.check()
+        listener.started(run, stage)
+        row = await _attempt(run, stage, command, place, stop)
+        append_rows(folder / ATTEMPTS, [row])
+        rows.append(row)
+        listener.ended(run, row)
+        await stop.check()
+        return not row["exit"]
+
+    with stop.on_signals():
+        ended = await asyncio.gather(*map(take, places), return_exceptions=True)
+    for error in ended:
+        if isinstance(error, BaseException):
+            raise error
+    return rows
+
+
+async def _attempt(run: Run, stage: str, command: Sequence[str], place: Place, stop: Stop) -> Row:
+    """One process from its start to its end, whichever way it ends."""
+    started, clock = datetime.datetime.now().astimezone().isoformat(timespec="seconds"), time.monotonic()
+    log = run.folder / LOG
+    code, error = 1, ""
+    try:
+        await _until_free(run.folder, stop)
+        code, said = await _process([sys.executable, "-m", *command], place, log, stop)
+        error = said if code else ""
+    except Stopped as stopped:
+        code, error = 128 + stopped.number, str(stopped)
+    except OSError as failed:
+        error = f"{log}: {failed.strerror or failed}"
+    return {
+        "run": f"{run.member.task}/{run.member.name}",
+        "stage": stage,
+        "started": started,
+        "seconds": round(time.monotonic() - clock, 1),
+        "exit": code,
+        "error": error,
+    }
+
+
+async def _until_free(folder: Path, stop: Stop) -> None:
+    """Waits where a study that was killed has left its run behind, which still trains."""
+    while True:
+        try:
+            with run_folder.in_use(folder):
+                return
+        except InUseError:
+            await stop.interrupts(asyncio.sleep(SECONDS_BETWEEN_LOOKS))
+
+
+async def _process(command: Sequence[str], place: Place, log: Path, stop: Stop) -> tuple[int, str]:
+    """Exit code and last line of a process; its output is added to the log."""
+    environment = os.environ | {name: value for name, value in place.items() if name != CORE}
+    bound = ["taskset", "-c", place[CORE]] if CORE in place and shutil.which("taskset") else []
+    with log.open("ab") as output:
+        before = output.tell()
+        # In a session of its own: a terminal's Ctrl-C comes to the study alone, which passes it on.
+        process = await asyncio.create_subprocess_exec(
+            *bound,
+            *command,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        code = await stop.interrupts(process.wait())
+    except Stopped:
+        process.send_signal(signal.SIGTERM)
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if code < 0:
+        return 128 - code, f"{signal.Signals(-code).name} ended it; the same command goes on from its last checkpoint"
+    with log.open("rb") as file:
+        file.seek(before)
+        lines = file.read().decode(errors="replace").split("\n")
+    said = next((line.strip() for line in reversed(lines) if line.strip()), f"it ended with exit code {code}")
+    return code, said.removeprefix("Error: ")

@@ -1,0 +1,154 @@
+"""What a study has measured so far, read from its folder. Needs no JAX."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from poly_epo_jax import run_folder
+from poly_epo_jax.evaluation.folder import find_results
+from poly_epo_jax.json_files import Row
+from poly_epo_jax.metrics import names
+from poly_epo_jax.metrics.seeds import Interval, mean_interval, paired_difference
+from poly_epo_jax.study.folder import EVALUATION, PLAN, Member, RunState, read_attempts, run_state
+
+REWARD, CORRECT_OF_8 = names.HELD_OUT_REWARD, names.HELD_OUT_CORRECT_CLUSTERS
+CORRECT_OF_64 = names.held_out(names.at(names.CORRECT_CLUSTERS, 64))
+HELD_OUT = {
+    REWARD: "held-out reward",
+    CORRECT_OF_8: "distinct correct of 8",
+    CORRECT_OF_64: "distinct correct of 64",
+    names.held_out(names.at(names.INCORRECT_CLUSTERS, 8)): "distinct incorrect of 8",
+    names.held_out(names.at(names.PASS, 1)): "pass@1",
+    names.held_out(names.at(names.PASS, 8)): "pass@8",
+    names.held_out(names.at(names.PASS, 64)): "pass@64",
+}
+"""Of the last evaluation during training, with their names in tables."""
+
+EVALUATED = (names.PASS, names.MAJORITY_ACCURACY, names.CORRECT_CLUSTERS, names.INCORRECT_CLUSTERS)
+SHOWN_K = (1, 8, 64)
+"""Of an evaluation of its own, the metric@k that tables show."""
+
+Cell = tuple[str, str, float]
+"""Task, method and rate: runs that differ in their seeds alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A run: how far it is, its rows of metrics.jsonl, its settings, and what evaluations found, by benchmark."""
+
+    member: Member
+    state: RunState
+    rows: Sequence[Row]
+    config: Mapping[str, Any]
+    versions: Sequence[Mapping[str, str]]
+    evaluations: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def cell(self) -> Cell:
+        return self.member.task, self.member.method, self.member.rate
+
+    def at_end(self, metric: str) -> float | None:
+        """The metric's last value, None if it was never measured.
+
+        `BENCHMARK: METRIC` is of an evaluation of its own.
+        """
+        benchmark, _, name = metric.rpartition(": ")
+        if benchmark:
+            found = self.evaluations.get(benchmark, {"metrics": {}})["metrics"].get(name)
+            return None if found is None else float(found["mean"])
+        values = [row[metric] for row in self.rows if row.get(metric) is not None]
+        return float(values[-1]) if values else None
+
+
+@dataclasses.dataclass(frozen=True)
+class StudyResults:
+    """Everything that a report shows."""
+
+    folder: Path
+    baseline: str
+    results: Sequence[Result]
+    attempts: Sequence[Row]
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(one.member.task for one in self.results))
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(one.member.method for one in self.results))
+
+    @property
+    def rates(self) -> list[float]:
+        return sorted({one.member.rate for one in self.results})
+
+    def of(self, cell: Cell, finished: bool = True) -> list[Result]:
+        """The runs of a cell that are finished, or those that have begun and are not, by seed."""
+        found = [one for one in self.results if one.cell == cell and one.state.is_finished == finished]
+        return sorted((one for one in found if one.rows), key=lambda one: one.member.seed)
+
+    def by_seed(self, cell: Cell, metric: str) -> dict[int, float]:
+        """The metric at the end of each finished run that has it."""
+        values = {one.member.seed: one.at_end(metric) for one in self.of(cell)}
+        return {seed: value for seed, value in values.items() if value is not None}
+
+    def interval(self, cell: Cell, metric: str) -> Interval | None:
+        """Mean over the finished runs, None without any."""
+        values = self.by_seed(cell, metric)
+        return mean_interval(np.array(list(values.values()))) if values else None
+
+    def difference(self, cell: Cell, metric: str) -> Interval | None:
+        """Mean difference from the baseline at the same task and rate, seed by seed; None for the baseline itself."""
+        task, method, rate = cell
+        if method == self.baseline:
+            return None
+        return paired_difference(self.by_seed(cell, metric), self.by_seed((task, self.baseline, rate), metric))[0]
+
+    def metrics(self, task: str) -> dict[str, str]:
+        """What a task's runs have been measured by at their end, with the names in tables."""
+        found = dict(HELD_OUT)
+        for benchmark in sorted({name for one in self.results if one.member.task == task for name in one.evaluations}):
+            for metric in (names.at(stem, k) for stem in EVALUATED for k in SHOWN_K):
+                found[f"{benchmark}: {metric}"] = f"{metric.replace('_', ' ')} ({benchmark}, evaluated)"
+        runs = [one for one in self.results if one.member.task == task]
+        return {metric: title for metric, title in found.items() if any(one.at_end(metric) is not None for one in runs)}
+
+
+def read_results(folder: Path) -> StudyResults:
+    """Reads a study's folder, as far as its runs are.
+
+    Raises:
+      ValueError: there is no study, or a row is damaged.
+    """
+    try:
+        plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        members = [Member(**member) for member in plan["runs"]]
+        baseline = plan["baseline"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / PLAN} does not tell the runs of a study; run the study first.") from error
+    evaluations: dict[str, dict[str, Any]] = {}
+    for path in find_results(folder / EVALUATION):
+        evaluations.setdefault(path.parent.name, {})[path.parent.parent.name] = _read_json(path)
+    results = [_read_run(folder, member, evaluations.get(member.label, {})) for member in members]
+    return StudyResults(folder, baseline, results, read_attempts(folder))
+
+
+def _read_run(folder: Path, member: Member, evaluations: Mapping[str, Any]) -> Result:
+    run = folder / member.task / member.name
+    config = _read_json(run / run_folder.CONFIG) if (run / run_folder.CONFIG).exists() else {}
+    about = _read_json(run / run_folder.ABOUT) if (run / run_folder.ABOUT).exists() else {}
+    rows = run_folder.read_rows(run / run_folder.METRICS)
+    return Result(member, run_state(run), rows, config, about.get("versions", []), evaluations)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); delete it, and run the study again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object; delete it, and run the study again.")
+    return content

@@ -1,0 +1,16 @@
+"""Polynomial solving: what three methods keep of reward and of diversity, over learning rates.
+
+python -m poly_epo_jax.study studies/polynomial.py
+"""
+
+from poly_epo_jax.study import Study, Task
+
+
+def get_study() -> Study:
+    return Study(
+        tasks={"polynomial": Task("configs/polynomial.py")},
+        rates=(1e-4, 2.5e-4, 5e-4, 1e-3),
+        seeds=(0, 1, 2),
+        settings={"eval.every": 50},
+        baseline="grpo",
+    )

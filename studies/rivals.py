@@ -1,0 +1,23 @@
+"""Where does Poly-EPO part from other ways to keep exploring? Five methods on two tasks, over five seeds.
+
+python -m poly_epo_jax.study studies/rivals.py
+"""
+
+from poly_epo_jax.study import PAPER_METHODS, Study, Task
+
+
+def get_study() -> Study:
+    return Study(
+        tasks={
+            "skewed": Task("configs/polynomial.py", {"base.skew": 0.5}),
+            "multiplication": Task("configs/multiplication.py"),
+        },
+        methods={
+            **PAPER_METHODS,
+            "max_rl": {"algo.advantages": "max_rl", "algo.length_normalization": "own"},
+            "pkpo": {"algo.advantages": "pkpo", "algo.length_normalization": "own"},
+        },
+        seeds=(0, 1, 2, 3, 4),
+        settings={"eval.every": 150},
+        baseline="poly_epo",
+    )

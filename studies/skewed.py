@@ -1,0 +1,15 @@
+"""Polynomial solving from a base policy that has almost lost most of its answers: who brings them back?
+
+python -m poly_epo_jax.study studies/skewed.py
+"""
+
+from poly_epo_jax.study import Study, Task
+
+
+def get_study() -> Study:
+    return Study(
+        tasks={"skewed": Task("configs/polynomial.py", {"base.skew": 0.5})},
+        seeds=(0,),
+        settings={"eval.every": 50},
+        baseline="grpo",
+    )

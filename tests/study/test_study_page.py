@@ -1,0 +1,171 @@
+"""The report of a study: what its figures and tables show, what it marks, and that it needs nothing else."""
+
+import base64
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_studies import NUM_STEPS, attempt, write_fake_run, write_fake_study
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.lines import Line2D
+from matplotlib.text import Annotation, Text
+
+from poly_epo_jax.report.quantities import QUANTITIES
+from poly_epo_jax.study import figures
+from poly_epo_jax.study.frontier import frontier
+from poly_epo_jax.study.page import write_report
+from poly_epo_jax.study.results import read_results
+
+ROOT = Path(__file__).parents[2]
+MARKS = ("o", "s", "^")
+
+
+def xs(line: Line2D) -> np.ndarray:
+    return np.atleast_1d(np.asarray(line.get_xdata(), float))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 18 runs one stopped, after a failure, and one never began."""
+    folder = tmp_path_factory.mktemp("study") / "whole"
+    *_, stopped, missing = write_fake_study(folder, evaluated=True)
+    for member in (stopped, missing):
+        shutil.rmtree(folder / member.task / member.name)
+    write_fake_run(folder, stopped, num_steps=12)
+    with (folder / "attempts.jsonl").open("a") as file:
+        file.write(json.dumps(attempt(stopped, 1, "no <room>: make some.")) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> str:
+    return write_report(folder).read_text(encoding="utf-8")
+
+
+def svgs(page: str) -> dict[str, str]:
+    images = re.findall(r'<img [^>]*alt="([^"]*)" src="data:image/svg\+xml;base64,([^"]*)">', page)
+    return {alt: base64.b64decode(data).decode() for alt, data in images}
+
+
+def text_of(page: str) -> str:
+    return re.sub(r"<[^>]+>", " ", page)
+
+
+def test_everything_measured_is_drawn_and_explained(page: str):
+    drawn = svgs(page)
+    logged = [one for metric, one in QUANTITIES.items() if metric != "policy/reference_kl"]
+    expected = ["Frontier", "By learning rate", "Held-out pass@k", *(quantity.title for quantity in logged)]
+    assert list(drawn) == [f"{title}: polynomial" for title in [*expected, "Branching on polynomial"]]
+    assert all(quantity.meaning in page for quantity in logged)
+    assert all(f">{method}</text>" in svg for svg in drawn.values() for method in ("poly_epo", "grpo", "grpo_div"))
+    assert not any(word in svg for svg in drawn.values() for word in ("nan", "NaN"))
+
+
+def test_tables_have_means_differences_and_what_is_missing(page: str):
+    text = " ".join(text_of(page).split())
+    assert "2 of 3 finished" in text and text.count("of 3 finished") == 2
+    assert "-0.050 [-0.050, -0.050]" in text, "poly_epo less grpo, seed by seed"
+    assert "12.800 [12.800, 12.800]" in text, "distinct correct of 64"
+    assert "pass@8 (polynomial, evaluated)" in text
+
+
+def test_what_did_not_finish_is_marked_and_why(page: str):
+    assert "<b>16 of 18 runs finished</b>" in page
+    assert f"polynomial/grpo-lr0.0005-seed2 (step 12 of {NUM_STEPS})" in page
+    assert "polynomial/grpo_div-lr0.0005-seed2 (not started)" in page
+    assert "train ended with 1: no &lt;room&gt;: make some." in page
+    assert "did not finish: its last evaluation" in svgs(page)["Frontier: polynomial"]
+
+
+def test_the_page_tells_settings_versions_and_times(page: str):
+    text = " ".join(text_of(page).split())
+    assert "run seed train.num_steps" not in text and "run seed algo.advantages optimizer.learning_rate" in text
+    assert "all 17 runs 3.12.3 0.10.2 0123456789ab" in text
+    assert "0:18:" in text or "0:19:" in text, "19 attempts of 60.5 seconds"
+
+
+def test_the_page_needs_nothing_else_and_has_no_script(page: str):
+    assert "<script" not in page and "http://" not in page and "https://" not in page
+    assert "default-src 'none'; img-src data:; style-src 'sha256-" in page and "script-src" not in page
+
+
+def test_points_on_each_other_can_be_told_apart(folder: Path):
+    """poly_epo and grpo_div end at the same point, at both rates; in none of the figures does one hide the other."""
+    results = read_results(folder)
+    drawn = frontier(results, "polynomial")
+    assert drawn is not None
+    whole, enlarged = drawn.axes
+    for axes in (whole, enlarged):
+        marks = [line for line in axes.lines if line.get_marker() in MARKS and xs(line).size == 1]
+        assert all(mark.get_fillstyle() == "none" for mark in marks)
+        assert len({mark.get_markersize() for mark in marks}) == len(marks) == 6, "one encloses the other"
+    assert enlarged.get_xlim()[0] > 6 > 1.2 > whole.get_xlim()[0], "the four points that lie on each other"
+    written = {axes: [text for text in axes.texts if isinstance(text, Annotation)] for axes in (whole, enlarged)}
+    rates = {axes: [text for text in texts if text.get_text()] for axes, texts in written.items()}
+    assert sorted(text.get_text() for text in rates[whole]) == ["0.0001", "0.0005"]
+    assert sorted(text.get_text() for text in rates[enlarged]) == ["0.0001"] * 2 + ["0.0005"] * 2
+    renderer = FigureCanvasAgg(drawn).get_renderer()
+    boxes = []
+    for text in (text for texts in rates.values() for text in texts):
+        text.update_positions(renderer)
+        boxes.append(Text.get_window_extent(text, renderer))  # without its line
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2)), "no rate is on another"
+
+    beside = figures.by_rate(results, "polynomial")
+    assert beside is not None
+    for axes in beside.axes:
+        places = [float(xs(line)[0]) for line in axes.lines if line.get_marker() in MARKS]
+        assert len(set(places)) == len(places) > 1
+
+
+def test_curves_are_means_with_the_range_of_seeds(folder: Path):
+    drawn = figures.curves(read_results(folder), "polynomial", "eval/reward")
+    assert drawn is not None
+    first = drawn.axes[0].lines[0]
+    band = np.asarray(drawn.axes[0].collections[0].get_paths()[0].vertices)
+    values = [
+        [json.loads(row)["eval/reward"] for row in (run / "metrics.jsonl").read_text().splitlines()[::5]]
+        for run in sorted((folder / "polynomial").glob("poly_epo-lr0.0001-*"))
+    ]
+    means = [sum(at) / 3 for at in zip(*values, strict=True)]
+    assert np.asarray(first.get_ydata()).tolist() == pytest.approx(means)
+    assert {max(at) for at in zip(*values, strict=True)} <= set(band[:, 1].tolist())
+    dotted = [line for line in drawn.axes[1].lines if xs(line).size == 3]
+    assert len(dotted) == 1, "the run that did not finish, up to its evaluation at step 10"
+
+
+def test_a_young_study_has_a_report_too(tmp_path: Path):
+    members = write_fake_study(tmp_path, rates=(1e-3,), seeds=(0,))
+    shutil.rmtree(tmp_path / "polynomial")
+    (tmp_path / "attempts.jsonl").unlink()
+    assert "No run has been evaluated yet." in write_report(tmp_path).read_text()
+    write_fake_run(tmp_path, members[0], num_steps=1)
+    assert "<b>0 of 3 runs finished</b>" in write_report(tmp_path).read_text()
+
+
+def test_one_method_and_one_seed_have_no_differences_and_no_intervals(tmp_path: Path):
+    members = write_fake_study(tmp_path, rates=(1e-3,), seeds=(0,))
+    plan = {"baseline": "grpo", "runs": [vars(members[1])]}
+    (tmp_path / "study.json").write_text(json.dumps(plan))
+    page = write_report(tmp_path).read_text()
+    assert "[nan" not in page and "less that of" not in svgs(page)["By learning rate: polynomial"]
+
+
+def test_it_is_written_without_jax_and_the_same_bytes_again(folder: Path, page: str):
+    code = "import sys; from pathlib import Path; from poly_epo_jax.study.page import write_report"
+    code += f"; write_report(Path({str(folder)!r}))"
+    ran = subprocess.run(
+        [sys.executable, "-c", f"{code}; print('jax' in sys.modules)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout == "False\n"
+    assert (folder / "report" / "report.html").read_text(encoding="utf-8") == page

@@ -1,0 +1,149 @@
+"""The runs of a study: their commands, what is refused before the first starts, and which are finished already."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from poly_epo_jax.checks import ConfigError
+from poly_epo_jax.evaluation.folder import about_evaluation
+from poly_epo_jax.study import Evaluation, Study, Task
+from poly_epo_jax.study.folder import Member
+from poly_epo_jax.study.plan import Run, make_runs, write_plan
+from poly_epo_jax.types import Sampling
+
+METHODS = {"GRPO": {"algo.advantages": "grpo"}, "sets-of-2": {"algo.set_size": 2, "eval.every": 7}}
+POLYNOMIAL = str(Path(__file__).parents[2] / "configs" / "polynomial.py")
+
+
+def study(folder: Path, **fields: Any) -> Study:
+    tasks = {"even": Task(POLYNOMIAL), "skewed": Task(f"{POLYNOMIAL}:grpo_div", {"base.skew": 0.5})}
+    given = {"methods": METHODS, "seeds": (3, 4), "rates": (1e-3, 2.5e-4), "settings": {"eval.every": 5}}
+    return Study(**({"tasks": tasks, "folder": str(folder)} | given | fields))
+
+
+def test_every_method_meets_every_rate_seed_and_task(tmp_path: Path):
+    runs = make_runs(study(tmp_path))
+    assert len({run.folder for run in runs}) == len(runs) == 16
+    assert [run.member.seed for run in runs] == [3] * 8 + [4] * 8, "whole seeds first"
+    for run in runs:
+        config, member = run.config, run.member
+        assert (config.seed, config.optimizer.learning_rate) == (member.seed, member.rate)
+        assert config.workdir == str(run.folder) == str(tmp_path / member.task / member.name)
+        assert config.base.skew == (0.5 if member.task == "skewed" else 0.0)
+        assert config.algo.advantages == (
+            "grpo" if member.method == "GRPO" else "grpo_div" if member.task == "skewed" else "marginal_set"
+        )
+        assert config.eval.every == (7 if member.method == "sets-of-2" else 5), "a method's value before the study's"
+    assert runs[0].train_command[:2] == ["poly_epo_jax.main", f"--config={POLYNOMIAL}"]
+    assert runs[0].member == Member("even", "GRPO", 1e-3, 3) and runs[0].member.name == "GRPO-lr0.001-seed3"
+
+
+def test_the_command_line_counts_before_the_file(tmp_path: Path):
+    runs = make_runs(study(tmp_path), ["--config.eval.every=9", "--config.train.num_steps=3"])
+    assert {(run.config.eval.every, run.config.train.num_steps) for run in runs} == {(9, 3)}
+    with pytest.raises(ConfigError, match=r"^--config\.seed is what `seeds` of the study says; change it there\.$"):
+        make_runs(study(tmp_path), ["--config.seed=9"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"train.num_step": 3}, "There is no key config.train.num_step; choose from config.train.num_steps"),
+        ({"train.num_steps": 0}, "train.num_steps=0 must "),
+        ({"train.num_steps": "many"}, "flag --config.train.num_steps=many: invalid literal for int()"),
+        ({"algo.loss": "ppo"}, "algo.loss='ppo' must be one of"),
+        ({"task.options": {"num_trains": 3}}, "task.options has 'num_trains', which polynomial does not take"),
+        ({"hosts.coordinator": "auto"}, "hosts.coordinator is set, but each run of a study is a process of one host."),
+    ],
+)
+def test_a_mistake_is_one_sentence_that_names_the_first_run_with_it(
+    tmp_path: Path, settings: dict[str, Any], sentence: str
+):
+    with pytest.raises(ConfigError) as refused:
+        make_runs(study(tmp_path, settings=settings, methods={"GRPO": {}}))
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith("even/GRPO-lr0.001-seed3: ") and sentence in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_each_mistake_is_told(tmp_path: Path):
+    methods = {"good": {}, "bad": {"algo.set_size": 8}, "worse": {"algo.nothing": 8}}
+    with pytest.raises(ConfigError) as refused:
+        make_runs(study(tmp_path, methods=methods))
+    first, second = str(refused.value).splitlines()
+    assert first.startswith("even/bad-lr0.001-seed3: algo.set_size=8 must be smaller than train.num_generations=8")
+    assert second.startswith("even/worse-lr0.001-seed3: There is no key config.algo.nothing")
+
+
+def test_a_folder_with_another_study_is_refused_before_anything_starts(tmp_path: Path):
+    (run, *_) = make_runs(study(tmp_path))
+    finish(run)
+    with pytest.raises(ConfigError, match=r"GRPO-lr0\.001-seed3 holds a run with another base\.skew"):
+        make_runs(study(tmp_path, settings={"eval.every": 5, "base.skew": 2.0}))
+
+
+def finish(run: Run, step: int | None = None) -> None:
+    """Leaves the files of a run that has logged and checkpointed the step, by default its last."""
+    step = run.config.train.num_steps if step is None else step
+    (run.folder / "checkpoints" / str(step)).mkdir(parents=True)
+    (run.folder / "config.json").write_text(json.dumps(run.config.to_dict()))
+    (run.folder / "metrics.jsonl").write_text(f'{{"step": 0}}\n{{"step": {step}}}\n{{"step": 99')
+
+
+def test_a_run_is_finished_once_its_last_step_is_logged_and_saved(tmp_path: Path):
+    constant = study(tmp_path, settings={"optimizer.schedule": "constant"})
+    first, second, third, *_ = make_runs(constant)
+    assert not first.is_trained()
+    finish(first)
+    assert first.is_trained()
+    (longer, *_) = make_runs(constant, ["--config.train.num_steps=200"])
+    assert longer.folder == first.folder and not longer.is_trained()
+    finish(second, step=149)
+    assert not second.is_trained()
+    finish(third)
+    (third.folder / "checkpoints" / "150").rmdir()  # killed between the row and the checkpoint
+    assert not third.is_trained()
+
+
+def test_an_evaluation_is_finished_once_it_has_results_of_the_last_weights(tmp_path: Path):
+    (run, *_) = make_runs(study(tmp_path, evaluation=Evaluation(num_generations=16)))
+    assert not run.is_evaluated() and dataclasses.replace(run, evaluation=None).is_evaluated()
+    assert run.evaluate_command[0] == "poly_epo_jax.evaluate"
+    assert {
+        "--benchmarks=polynomial",
+        f"--models=even-GRPO-lr0.001-seed3={run.folder}",
+        "--num_generations=16",
+        f"--output={tmp_path / 'evaluation'}",
+    } <= set(run.evaluate_command)
+    folder = tmp_path / "evaluation" / "polynomial" / "even-GRPO-lr0.001-seed3"
+    folder.mkdir(parents=True)
+    sampling = Sampling(**run.config.sampling, seed=run.config.seed)
+    about = about_evaluation("polynomial", f"{run.folder} step 150", 16, sampling, "exact")
+    (folder / "about.json").write_text(json.dumps(about))
+    assert not run.is_evaluated(), "broken off"
+    (folder / "results.json").write_text("{}")
+    assert run.is_evaluated()
+    assert not dataclasses.replace(run, evaluation=Evaluation(num_generations=8)).is_evaluated()
+
+
+@pytest.mark.slow
+def test_the_studys_own_process_takes_no_device():
+    """It would hold memory that its runs need."""
+    code = "from poly_epo_jax.study import Study, Task; from poly_epo_jax.study.plan import make_runs"
+    code += f"; runs = make_runs(Study({{'a': Task({POLYNOMIAL!r})}}, folder='runs/none'))"
+    code += "; from jax._src import xla_bridge; print(len(runs), len(xla_bridge._backends))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "9 0\n"
+
+
+def test_reports_are_told_the_runs(tmp_path: Path):
+    one = study(tmp_path / "new", baseline="GRPO")
+    runs = make_runs(one)
+    write_plan(one, runs)
+    plan = json.loads((tmp_path / "new" / "study.json").read_text())
+    assert plan["baseline"] == "GRPO" and len(plan["runs"]) == 16
+    assert Member(**plan["runs"][5]) == runs[5].member

@@ -1,0 +1,132 @@
+"""Runs side by side: each once, failures told and passed over, and a signal that all of them hear."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from fakes import PATIENCE
+
+from poly_epo_jax import run_folder
+from poly_epo_jax.config import Config
+from poly_epo_jax.json_files import Row
+from poly_epo_jax.parallel.stop import Stopped
+from poly_epo_jax.study.folder import Member, read_attempts
+from poly_epo_jax.study.plan import Run
+from poly_epo_jax.study.queue import CORE, Listener, cores, default_places, gpus, work_off
+
+
+class FakeRun(Run):
+    """A process of fake_run.py."""
+
+    def __init__(self, folder: Path, how: str = "well"):
+        folder.mkdir(parents=True)
+        super().__init__(Member("task", folder.name, 1e-3, 0), folder, [str(folder), how], Config(), None)
+
+    @property
+    def train_command(self) -> list[str]:
+        return ["fake_run", *self.arguments]
+
+    def is_trained(self) -> bool:
+        return (self.folder / "done").exists()
+
+
+@pytest.fixture(autouse=True)
+def fake_run_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
+def work(folder: Path, runs: Sequence[FakeRun], places: Sequence[dict[str, str]]) -> tuple[list[Row], list[str]]:
+    """What `work_off` returns, and what its listener is told."""
+    told: list[str] = []
+    listener = Listener(
+        lambda run, stage: told.append(f"{run.member.method} {stage}"),
+        lambda run, row: told.append(f"{run.member.method} {row['exit']}"),
+    )
+    return asyncio.run(work_off(folder, runs, places, listener)), told
+
+
+def test_a_failing_run_is_told_and_the_others_go_on(tmp_path: Path):
+    runs = [FakeRun(tmp_path / "a"), FakeRun(tmp_path / "b", "badly"), FakeRun(tmp_path / "c")]
+    rows, told = work(tmp_path, runs, [{}])
+    assert told == ["a train", "a 0", "b train", "b 1", "c train", "c 0"]
+    assert [row["error"] for row in rows] == ["", "no room: make some.", ""]
+    assert read_attempts(tmp_path) == rows and rows[1]["run"] == "task/b-lr0.001-seed0"
+    assert (tmp_path / "b" / "log.txt").read_text() == "Error: no room: make some.\n"
+
+    runs[1].arguments[1] = "well"
+    again, told = work(tmp_path, runs, [{}])
+    assert told == ["b train", "b 0"], "finished runs are left alone"
+    assert read_attempts(tmp_path) == [*rows, *again]
+
+
+def test_runs_see_their_place_and_each_is_started_once(tmp_path: Path):
+    runs = [FakeRun(tmp_path / name) for name in "abcdef"]
+    rows, told = work(tmp_path, runs, gpus("0+1,2"))
+    assert len(rows) == 6 and sorted(told[::1]) == sorted(
+        [f"{n} train" for n in "abcdef"] + [f"{n} 0" for n in "abcdef"]
+    )
+    seen = {(run.folder / "seen.json").read_text() for run in runs}
+    assert seen == {'{"gpu": "0,1", "how": "well"}', '{"gpu": "2", "how": "well"}'}
+
+
+def test_places_are_cores():
+    mine = sorted(os.sched_getaffinity(0))
+    assert [place[CORE] for place in cores(0)] == [str(core) for core in mine]
+    assert len(cores(2 * len(mine) + 1)) == 2 * len(mine) + 1
+
+
+def test_places_are_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert default_places(tmp_path) == cores(0)
+    (tmp_path / "accel0").touch()
+    assert default_places(tmp_path) == [{}], "one run has all chips"
+    for name in ("nvidia1", "nvidia0", "nvidiactl"):
+        (tmp_path / name).touch()
+    assert default_places(tmp_path) == gpus("0,1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert default_places(tmp_path) == gpus("3")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert default_places(tmp_path) == cores(0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_all_runs_once_they_have_saved(tmp_path: Path, number: signal.Signals, default_signals: None):
+    runs = [FakeRun(tmp_path / name, "slowly") for name in "abc"]
+
+    async def interrupted() -> None:
+        working = asyncio.create_task(work_off(tmp_path, runs, [{}, {}], Listener(print, print)))
+        deadline = time.monotonic() + PATIENCE
+        while not all((tmp_path / name / "under_way").exists() for name in "ab"):
+            assert time.monotonic() < deadline and not working.done()
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), number)
+        await working
+
+    with pytest.raises(Stopped) as stopped:
+        asyncio.run(interrupted())
+    assert stopped.value.number == number
+    assert [(tmp_path / name / "saved").exists() for name in "abc"] == [True, True, False]
+    rows = read_attempts(tmp_path)
+    assert [row["exit"] for row in rows] == [128 + signal.SIGTERM] * 2
+    assert all(row["error"].startswith("SIGTERM: saved after step 3") for row in rows)
+
+
+def test_a_run_that_a_killed_study_has_left_behind_is_waited_for(tmp_path: Path):
+    run = FakeRun(tmp_path / "a")
+
+    async def wait_and_work() -> list[Row]:
+        with run_folder.in_use(run.folder):
+            started = asyncio.Event()
+            working = asyncio.create_task(work_off(tmp_path, [run], [{}], Listener(lambda *_: started.set(), print)))
+            await started.wait()
+            await asyncio.sleep(0)
+            assert not (run.folder / "seen.json").exists()
+        return await working
+
+    (row,) = asyncio.run(wait_and_work())
+    assert row["exit"] == 0 and run.is_trained()

@@ -1,0 +1,76 @@
+"""What a report reads of a study: finished runs in means, the others apart, differences seed by seed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_studies import NUM_STEPS, write_fake_evaluation, write_fake_run, write_fake_study
+
+from poly_epo_jax.metrics.seeds import mean_interval
+from poly_epo_jax.study.folder import RunState, last_step, run_state
+from poly_epo_jax.study.results import CORRECT_OF_8, REWARD, read_results
+
+SETS = ("polynomial", "poly_epo", 5e-4)
+GRPO = ("polynomial", "grpo", 5e-4)
+
+
+def test_means_are_over_seeds_and_differences_within_them(tmp_path: Path):
+    write_fake_study(tmp_path)
+    results = read_results(tmp_path)
+    luck = [np.random.default_rng(seed).normal(0, 0.02) for seed in (0, 1, 2)]
+    assert results.interval(SETS, REWARD) == pytest.approx(mean_interval(0.9 + np.array(luck)))
+    # Every seed moves both methods alike, so that the difference is certain though the means are not.
+    assert results.difference(SETS, REWARD) == pytest.approx((-0.05, -0.05, -0.05))
+    assert results.difference(GRPO, REWARD) is None
+    assert results.interval(SETS, "nothing") is None
+    assert (results.tasks, results.rates) == (["polynomial"], [1e-4, 5e-4])
+
+
+def test_unfinished_runs_are_in_no_mean(tmp_path: Path):
+    *_, stopped, missing = write_fake_study(tmp_path)
+    assert (stopped.method, stopped.seed, missing.method, missing.seed) == ("grpo", 2, "grpo_div", 2)
+    for member in (stopped, missing):
+        shutil.rmtree(tmp_path / member.task / member.name)
+    write_fake_run(tmp_path, stopped, num_steps=12)
+    results = read_results(tmp_path)
+    assert list(results.by_seed(GRPO, REWARD)) == [0, 1]
+    (run,) = results.of(GRPO, finished=False)
+    assert str(run.state) == f"step 12 of {NUM_STEPS}" and run.at_end(CORRECT_OF_8) is not None
+    states = {result.member: str(result.state) for result in results.results}
+    assert states[missing] == "not started"
+    assert results.difference(SETS, REWARD) == pytest.approx((-0.05, -0.05, -0.05)), "over the two seeds of both"
+
+
+def test_evaluations_of_their_own_are_metrics_of_their_benchmark(tmp_path: Path):
+    members = write_fake_study(tmp_path, tasks=("a", "b"), rates=(1e-3,))
+    for member in members:
+        if member.task == "b":
+            write_fake_evaluation(tmp_path, member, "aime")
+    results = read_results(tmp_path)
+    assert "aime: pass@8" in results.metrics("b") and "aime: pass@2" not in results.metrics("b")
+    assert not any(name.startswith("aime") for name in results.metrics("a"))
+    assert results.interval(("b", "grpo", 1e-3), "aime: pass@8") == pytest.approx(
+        mean_interval(np.array([0.5, 0.51, 0.52]))
+    )
+
+
+def test_a_run_is_where_its_last_whole_row_is(tmp_path: Path):
+    run = tmp_path / "run"
+    assert run_state(run) == RunState() and str(run_state(run)) == "not started"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps({"train": {"num_steps": 3}}))
+    assert run_state(run) == RunState(0, 3)
+    (run / "metrics.jsonl").write_text('{"step": 2, "long": "' + "x" * 70_000 + '"}\n{"step": 3}\n{"step": 4')
+    assert last_step(run / "metrics.jsonl") == 3 and run_state(run) == RunState(3, 3, is_finished=False)
+    (run / "checkpoints" / "3").mkdir(parents=True)
+    assert run_state(run).is_finished
+
+
+@pytest.mark.parametrize("plan", [None, "{", "[]", '{"runs": [{"task": "a"}]}'])
+def test_what_is_no_study_is_one_sentence(tmp_path: Path, plan: str | None):
+    if plan is not None:
+        (tmp_path / "study.json").write_text(plan)
+    with pytest.raises(ValueError, match=r"study\.json does not tell the runs of a study; run the study first\.$"):
+        read_results(tmp_path)

@@ -1,0 +1,144 @@
+"""Real studies: the same file makes the same bytes, killed and resumed or not, and a failure does not end one."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import pytest
+from fakes import PATIENCE
+from training_runs import SETTINGS, environment
+
+from poly_epo_jax.study.folder import last_step, read_attempts
+
+ROOT = Path(__file__).parents[2]
+NUM_STEPS = 6
+SMALL = {key: value for key, value in SETTINGS.items() if key != "task.options"} | {
+    "train.num_steps": NUM_STEPS,
+    "checkpoint.every": 2,
+    "eval.every": 3,
+}
+OPTIONS = {"max_coefficient": 1, "max_constant": 9, "max_x": 1, "num_train": 28, "num_held_out": 8}
+RUNS = ("poly_epo-lr0.001-seed0", "grpo-lr0.001-seed0")
+
+pytestmark = pytest.mark.slow
+
+
+class Started:
+    """A study and its process."""
+
+    def __init__(self, root: Path, name: str, caches: Mapping[str, Path], methods: str, arguments: Sequence[str] = ()):
+        self.folder, self._file, self._log = root / name, root / f"{name}.py", root / f"{name}.log"
+        settings = SMALL | {"task.options": OPTIONS} | {key: str(value) for key, value in caches.items()}
+        self._file.write_text(
+            f"from poly_epo_jax.study import PAPER_METHODS, Evaluation, Study, Task\n\n\n"
+            f"def get_study():\n"
+            f"    return Study({{'polynomial': Task('configs/polynomial.py')}}, {methods}, rates=(1e-3,), seeds=(0,),\n"
+            f"        settings={settings!r}, baseline='grpo', evaluation=Evaluation(num_generations=8),\n"
+            f"        folder={str(self.folder)!r})\n"
+        )
+        self._arguments = arguments
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "poly_epo_jax.study", str(self._file), *self._arguments]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+
+    def finish(self) -> int:
+        process = self.start()
+        try:
+            return process.wait(timeout=600)
+        finally:
+            process.kill()
+
+    def run(self, name: str) -> Path:
+        return self.folder / "polynomial" / name
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+
+BOTH = "{name: PAPER_METHODS[name] for name in ('poly_epo', 'grpo')}"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> Started:
+    study = Started(tmp_path_factory.mktemp("studies"), "whole", caches, BOTH)
+    assert study.finish() == 0, study.log()
+    return study
+
+
+def test_every_run_is_a_run_folder_that_is_evaluated_and_reported(whole: Started):
+    assert sorted(path.name for path in (whole.folder / "polynomial").iterdir()) == sorted(RUNS)
+    for name in RUNS:
+        assert last_step(whole.run(name) / "metrics.jsonl") == NUM_STEPS
+        assert (whole.folder / "evaluation" / "polynomial" / f"polynomial-{name}" / "results.json").exists()
+        assert f"polynomial/{name}: trained in 0:0" in whole.log()
+    assert "(2 of 2 runs finished)" in whole.log()
+    page = (whole.folder / "report" / "report.html").read_text()
+    assert "<b>2 of 2 runs finished</b>" in page and "Branching on polynomial" in page
+    assert f"<td>{jax.__version__}</td>" in page
+
+
+def test_a_finished_study_is_left_alone(whole: Started):
+    names = ["metrics.jsonl", "timing.jsonl", "about.json", "log.txt"]
+    before = [(whole.run(run) / name).read_bytes() for run in RUNS for name in names]
+    attempts = read_attempts(whole.folder)
+    assert whole.finish() == 0
+    assert [(whole.run(run) / name).read_bytes() for run in RUNS for name in names] == before
+    assert read_attempts(whole.folder) == attempts
+
+
+def await_step(study: Started, run: str, step: int, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 10 * PATIENCE
+    while last_step(study.run(run) / "metrics.jsonl") < step:
+        assert process.poll() is None and time.monotonic() < deadline, study.log()
+        time.sleep(0.002)
+
+
+def test_killed_and_resumed_and_on_other_cores_it_leaves_the_same_bytes(
+    whole: Started, caches: dict[str, Path], default_signals: None
+):
+    """Once by SIGTERM, which saves what is under way; once by SIGKILL, which leaves runs behind that are waited for."""
+    study = Started(whole.folder.parent, "broken", caches, BOTH, ["--parallel=1"])
+    process = study.start()
+    await_step(study, RUNS[0], 3, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=300) == 128 + signal.SIGTERM, study.log()
+    assert "SIGTERM: every run has saved its last step; the same command goes on from there." in study.log()
+    saved = max(int(path.name) for path in (study.run(RUNS[0]) / "checkpoints").iterdir() if path.name.isdigit())
+    assert saved >= 3 and last_step(study.run(RUNS[0]) / "metrics.jsonl") == saved
+
+    process = study.start()
+    await_step(study, RUNS[1], 1, process)
+    process.kill()
+    process.wait()
+    assert study.finish() == 0, study.log()
+    for name in RUNS:
+        for file in ("metrics.jsonl", "generations.jsonl"):
+            assert (study.run(name) / file).read_bytes() == (whole.run(name) / file).read_bytes()
+    stages = [(row["run"], row["stage"], row["exit"]) for row in read_attempts(study.folder)]
+    assert stages[0] == (f"polynomial/{RUNS[0]}", "train", 128 + signal.SIGTERM)
+    assert stages.count((f"polynomial/{RUNS[0]}", "evaluate", 0)) == 1
+
+
+def test_a_run_that_fails_does_not_end_the_study(whole: Started, caches: dict[str, Path]):
+    methods = "{'broken': {'train.max_prompt_tokens': 1}, **{'grpo': PAPER_METHODS['grpo']}}"
+    study = Started(whole.folder.parent, "failing", caches, methods)
+    assert study.finish() == 1
+    last = study.log().splitlines()
+    assert any(line.startswith("polynomial/broken-lr0.001-seed0: train failed after") for line in last)
+    assert any(line.startswith("Error: 1 of 2 runs failed: polynomial/broken-lr0.001-seed0;") for line in last)
+    assert (study.run(RUNS[1]) / "metrics.jsonl").read_bytes() == (whole.run(RUNS[1]) / "metrics.jsonl").read_bytes()
+    assert "<b>1 of 2 runs finished</b>" in (study.folder / "report" / "report.html").read_text()
+
+
+def test_mistakes_are_told_before_anything_starts(whole: Started, caches: dict[str, Path]):
+    study = Started(whole.folder.parent, "mistaken", caches, "{'grpo': {'algo.loss': 'ppo'}, 'b': {'algo.los': 1}}")
+    assert study.finish() == 2
+    first, second = [line for line in study.log().splitlines() if line.startswith("Error: ")]
+    assert first.startswith("Error: polynomial/grpo-lr0.001-seed0: algo.loss='ppo'") and "algo.los;" in second
+    assert not study.folder.exists()
