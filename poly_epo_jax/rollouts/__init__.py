@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from poly_epo_jax.config import Config
+from poly_epo_jax.config import Config, ConfigError
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.registry import Registry
@@ -37,7 +37,9 @@ def _jetstream(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config
     return JetStreamSampler(model, mesh, stop_ids, size)
 
 
-def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> SGLangSampler:
+def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, *, sleep: bool = False) -> SGLangSampler:
+    if sleep and config.train.staleness:
+        raise ConfigError("rollouts.options.sleep=True lets no server generate meanwhile; set train.staleness=0.")
     section, limits, longest = config.rollouts, _limits(config), config.train.max_prompt_tokens
     if section.shared and not hosts.is_first():
         sync = None
@@ -46,7 +48,7 @@ def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -
         sync = DiskSync(Path(section.weights_dir), run, model.config, section.weights_dtype)
     else:
         sync = TensorSync(model.config, section.weights_dtype, section.tensor_parallel)
-    weights = ServedWeights(sync, longest, section.timeout_seconds, section.wait_seconds)
+    weights = ServedWeights(sync, longest, section.timeout_seconds, section.wait_seconds, sleeps=sleep)
     urls = [url.strip() for url in section.urls.split(",") if url.strip()]
     return SGLangSampler(urls, weights, stop_ids, vocab_size=model.config.vocab_size, **limits)
 

@@ -13,11 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.daemon_thread import in_daemon_thread
 from poly_epo_jax.data import encode_prompts
+from poly_epo_jax.stop_strings import text_before
 from poly_epo_jax.timeline import waiting
 from poly_epo_jax.types import (
     Completion,
     Conversational,
     Counting,
+    FinishReason,
     Generation,
     Group,
     Metrics,
@@ -26,6 +28,7 @@ from poly_epo_jax.types import (
     Request,
     Sampler,
     Sampling,
+    Sleeping,
     Task,
 )
 
@@ -58,10 +61,18 @@ class Rollouts:
 
     Args:
       max_prompt_tokens: a longer prompt is refused.
+      stop_strings: where a stop token holds one of them, what it says before that belongs to the text.
     """
 
-    def __init__(self, sampler: Sampler, tokenizer: PreTrainedTokenizerBase, task: Task, max_prompt_tokens: int):
-        self.sampler = sampler
+    def __init__(
+        self,
+        sampler: Sampler,
+        tokenizer: PreTrainedTokenizerBase,
+        task: Task,
+        max_prompt_tokens: int,
+        stop_strings: Sequence[str] = (),
+    ):
+        self.sampler, self._stop_strings = sampler, stop_strings
         self._tokenizer, self._task, self.max_prompt_tokens = tokenizer, task, max_prompt_tokens
         self._conversations: set[asyncio.Future[None]] = set()
 
@@ -74,6 +85,11 @@ class Rollouts:
             while self._conversations:
                 await asyncio.wait(self._conversations)
         await self.sampler.push_weights(trainable, frozen, version)
+
+    async def sleep(self) -> None:
+        """Leaves the sampler's memory to the update, where it can. Nothing may be generated before a push."""
+        if isinstance(self.sampler, Sleeping):
+            await self.sampler.sleep()
 
     def metrics(self) -> Metrics:
         """What the sampler counted since the last call."""
@@ -148,19 +164,18 @@ class Rollouts:
         return prompts
 
     def _joined(self, turn: _Turn, completion: Completion) -> Generation:
-        """What came before, and the completion; where that stopped, its last token is the stop token and no text."""
+        """What came before, and the completion; where that stopped, its last token is the stop token."""
         ids, before = completion.token_ids, turn.before
         if not np.isfinite(completion.logprobs).all():
             raise ValueError(
                 f"The sampler's log-probabilities for problem {turn.request.problem_id} are not finite; its weights or "
                 "sampling.temperature are out of all bounds."
             )
-        text_ids: Any = ids[:-1] if completion.finish_reason == "stop" else ids
         written = Generation(
             ids,
             completion.logprobs,
             np.ones(len(ids), bool),
-            (str(self._tokenizer.decode(text_ids)),),
+            (self._text(ids, completion.finish_reason),),
             completion.finish_reason,
             completion.weight_version,
         )
@@ -172,6 +187,12 @@ class Rollouts:
                 f"{before.weight_version} to {written.weight_version}; push weights through Rollouts only."
             )
         return _concatenated(before, written)
+
+    def _text(self, token_ids: Any, finish_reason: FinishReason) -> str:
+        if finish_reason != "stop":
+            return str(self._tokenizer.decode(token_ids))
+        rest = text_before(str(self._tokenizer.decode(token_ids[-1:])), self._stop_strings)
+        return str(self._tokenizer.decode(token_ids[:-1])) + rest
 
     async def _replied(self, problem: Problem, generation: Generation, max_tokens: int) -> Generation:
         """With the task's reply at its end, if it has one. A reply that leaves no room ends the response."""

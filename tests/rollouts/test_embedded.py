@@ -188,6 +188,7 @@ class Asking(ByLetter):
         return "ab" if len(generation.turns) < 5 else None
 
 
+@pytest.mark.slow
 def test_later_turns_go_on_from_all_tokens_before_them():
     """By the trainer's log-probabilities of what the policy wrote, and alone as among others."""
     problems, sampling = tiny_problems(9, MAX_PROMPT, seed=6), {"max_tokens": 40, "temperature": 0.7}

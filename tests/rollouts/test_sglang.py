@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from fakes import TINY, TINY_ALPHABET, ByLetter, collect, tiny_params, tiny_problems, trainer_logprobs
-from sglang_servers import STARTED_WITHIN, Router, SGLangServer, require_sglang, running
+from sglang_servers import STARTED_WITHIN, Router, SGLangServer, require_sglang, require_torch, running
 
 from poly_epo_jax.http_client import ServerError
 from poly_epo_jax.model import hf
@@ -54,6 +54,7 @@ def servers(model: Path) -> Iterator[list[SGLangServer]]:
 def sync(request: pytest.FixtureRequest, tmp_path: Path) -> WeightSync:
     if request.param == "disk":
         return DiskSync(tmp_path, "a run", TINY, "float32")
+    require_torch()
     return TensorSync(TINY, "float32", tensor_parallel=1)
 
 

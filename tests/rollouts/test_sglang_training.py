@@ -1,5 +1,6 @@
 """Whole runs over real SGLang servers: the laptop's run and its variants. The paper's run is tested in test_node.py."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from sglang_servers import ROOT, SGLangServer, free_port, require_sglang, running
+from sglang_servers import ROOT, SGLangServer, free_port, require_sglang, require_torch, running
 
 from poly_epo_jax.base_policy import base_policy_folder
 from poly_epo_jax.config import BaseSection, TaskSection
@@ -58,28 +59,21 @@ def run(folder: Path, config: str, count: int = 1, **settings: Any) -> list[dict
     return read_rows(folder / "metrics.jsonl")
 
 
-def learned(rows: list[dict[str, Any]]) -> tuple[float, float]:
-    """The held-out reward and the distinct correct answers among 8 at the end, both above those at the start."""
-    first, last = rows[0], rows[-1]
-    assert (first["step"], last["step"]) == (0, STEPS)
-    reward, clusters = last["eval/reward"], last["eval/correct_clusters@8"]
-    assert reward > first["eval/reward"] + 0.05 and clusters > first["eval/correct_clusters@8"] + 0.2
-    return reward, clusters
-
-
 @pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The laptop run's base policy, which a run of one step leaves in its cache."""
     require_sglang()
-    return run(tmp_path_factory.mktemp("embedded") / "run", "configs/polynomial.py", **LAPTOP)
+    one_step = LAPTOP | {"train.num_steps": 1, "eval.every": 0, "checkpoint.every": 1}
+    run(tmp_path_factory.mktemp("embedded") / "run", "configs/polynomial.py", **one_step)
+    return base_policy_folder(BaseSection(cache_dir=str(LAPTOP["base.cache_dir"])), TaskSection())
 
 
 @pytest.fixture(scope="module")
-def servers(embedded, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SGLangServer]]:
-    """Two servers of the laptop run's base policy, which the embedded run has left in the cache."""
-    base = BaseSection(cache_dir=str(LAPTOP["base.cache_dir"]))
-    model, folder = base_policy_folder(base, TaskSection()), tmp_path_factory.mktemp("servers")
+def servers(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SGLangServer]]:
+    """Two servers of the base policy."""
+    folder = tmp_path_factory.mktemp("servers")
     flags = ("--max-total-tokens", "32768", "--max-running-requests", "128", "--context-length", "64")
-    started = [SGLangServer(model, folder / f"server-{i}.log", *flags) for i in range(2)]
+    started = [SGLangServer(base, folder / f"server-{i}.log", *flags) for i in range(2)]
     with running(started):
         yield started
 
@@ -93,20 +87,41 @@ def served(servers: list[SGLangServer], **settings: Any) -> dict[str, Any]:
     } | settings
 
 
-def test_the_laptop_run_learns_over_servers_as_it_does_without(embedded, servers, tmp_path):
+def test_the_laptop_run_learns_over_servers(servers, tmp_path):
     settings = LAPTOP | served(servers) | {"rollouts.weights_dir": tmp_path / "w"}
     rows = run(tmp_path / "run", "configs/polynomial.py", **settings)
+    # Token by token the servers' policy is the trainer's, so that it learns as it does without them.
     assert max(row["mismatch/max"] for row in rows[1:]) < 1e-3
     assert {row["response/staleness"] for row in rows[1:]} == {0.0}
     assert sum(row["rollouts/resampled"] + row["rollouts/server_failures"] for row in rows[1:]) == 0
-    # The same policy to begin with, the same updates and prompts; only the samples differ.
-    (reward, clusters), (embedded_reward, embedded_clusters) = learned(rows), learned(embedded)
-    assert reward == pytest.approx(embedded_reward, abs=0.04)
-    assert clusters == pytest.approx(embedded_clusters, abs=0.5)
+    first, last = rows[0], rows[-1]
+    assert (first["step"], last["step"]) == (0, STEPS)
+    assert last["eval/reward"] > first["eval/reward"] + 0.05
+    assert last["eval/correct_clusters@8"] > first["eval/correct_clusters@8"] + 0.2
     assert not any((tmp_path / "w").glob("*"))  # nothing is left where weights were handed over
 
 
+def test_the_doctor_passes_servers_of_other_weights(servers, tmp_path):
+    """Those that training has left; afterwards they have the run's."""
+    settings = served(servers) | {
+        "workdir": tmp_path / "run",
+        "base.cache_dir": LAPTOP["base.cache_dir"],
+        "compilation_cache": LAPTOP["compilation_cache"],
+        "rollouts.weights_dir": tmp_path / "w",
+    }
+    command = [sys.executable, "-m", "poly_epo_jax.doctor", "--config=configs/polynomial.py"]
+    command += [f"--output={tmp_path / 'doctor.json'}", *(f"--config.{key}={value}" for key, value in settings.items())]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {row["name"]: row for row in json.loads((tmp_path / "doctor.json").read_text())}
+    for server in servers:
+        row = found[f"server {server.url}"]
+        assert row["status"] == "passed" and row["figures"]["mean difference"] < 1e-4
+    assert not any((tmp_path / "w").glob("*"))
+
+
 def test_one_step_off_policy(servers, tmp_path):
+    require_torch()
     settings = served(servers) | {
         "train.num_steps": 5,
         "optimizer.schedule": "constant",  # so that there may be more steps
@@ -141,14 +156,13 @@ def test_two_hosts_share_servers(servers, tmp_path):
     assert min(row["policy/update_norm"] for row in rows) > 0 and not any((tmp_path / "w").glob("*"))
 
 
-def test_a_server_and_a_folder_are_evaluated_alike(servers, tmp_path):
+def test_a_server_and_a_folder_are_evaluated_alike(servers, base, tmp_path):
     """Greedily, so that both write the same: the server's weights are left as they are."""
-    base = BaseSection(cache_dir=str(LAPTOP["base.cache_dir"]))
-    folder, url = base_policy_folder(base, TaskSection()), servers[0].url
-    weights = {"model_path": str(folder), "weight_version": "of the folder"}  # other tests have changed them
+    url = servers[0].url
+    weights = {"model_path": str(base), "weight_version": "of the folder"}  # other tests have changed them
     assert httpx.post(f"{url}/update_weights_from_disk", json=weights).json()["success"]
     command = [sys.executable, "-m", "poly_epo_jax.evaluate", "--config=configs/polynomial.py"]
-    command += [f"--models=folder={folder},server={url}", "--benchmarks=polynomial"]
+    command += [f"--models=folder={base},server={url}", "--benchmarks=polynomial"]
     command += ["--num_generations=2", f"--output={tmp_path}", "--config.sampling.temperature=0.0"]
     subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, timeout=300)
     responses = [

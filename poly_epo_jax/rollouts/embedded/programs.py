@@ -1,7 +1,7 @@
 """What slots do on the device: start, take in prompts, decode until some have finished, be read."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,19 +100,29 @@ def insert(
 
 
 def next_token(
-    config: ModelConfig,
-    weights: Params,
-    state: SlotState,
-    stop_ids: Int[Array, " S"],
-    *,
-    temperature: float,
-    top_p: float,
-    top_k: int,
+    config: ModelConfig, weights: Params, state: SlotState, stop_ids: Int[Array, " S"], **sampling: Any
 ) -> SlotState:
-    """One more token in every active slot."""
+    """One more token in every active slot; `sampling` is what `sample_tokens` is told.
+
+    Each device takes its own rows, with whole weights: left to itself, the compiler gathers what is written to the
+    caches. It splits heads, MLP and vocabulary over tensor, with an all-reduce after each half of a layer.
+    """
+    one_token = partial(_next_token, config, **sampling)
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.size > mesh.shape["tensor"]:
+        rows, whole = PartitionSpec(ROWS), PartitionSpec()
+        one_token = jax.shard_map(
+            one_token, in_specs=(whole, rows, whole), out_specs=rows, axis_names=set(ROWS), check_vma=False
+        )
+    return one_token(weights, state, stop_ids)
+
+
+def _next_token(
+    config: ModelConfig, weights: Params, state: SlotState, stop_ids: Int[Array, " S"], **sampling: Any
+) -> SlotState:
     rows = jnp.arange(len(state.token))
     logits, cache = decoding.decode(config, weights, state.token, state.position, state.cache)
-    token, logprob = sample_tokens(logits, state.seed, state.length, temperature=temperature, top_p=top_p, top_k=top_k)
+    token, logprob = sample_tokens(logits, state.seed, state.length, **sampling)
     place = jnp.where(state.active, state.length, state.tokens.shape[1])  # out of bounds: not written
     length = state.length + state.active
     stopped = (token[:, None] == stop_ids[None]).any(axis=1)
@@ -153,8 +163,9 @@ def decode(
 
     def goes_on(carry: tuple[jax.Array, SlotState]) -> Bool[Array, ""]:
         step, state = carry
-        fits = ~(state.active & (state.position >= size)).any()
-        return (state.active.sum() > enough) & fits & (step < MAX_STEPS)
+        # One sum, so that devices with rows of their own agree by one collective a token.
+        active, at_the_end = jnp.stack([state.active, state.active & (state.position >= size)]).sum(axis=1)
+        return (active > enough) & (at_the_end == 0) & (step < MAX_STEPS)
 
     def one_token(carry: tuple[jax.Array, SlotState]) -> tuple[jax.Array, SlotState]:
         step, state = carry

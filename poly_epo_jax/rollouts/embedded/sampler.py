@@ -37,10 +37,15 @@ class EmbeddedSampler:
         self._decoding_weights = jax.jit(partial(decoding_weights, model.config))
 
     async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
-        """Copies the layers' weights into the layout that decoding reads, in the compute type."""
-        with jax.set_mesh(self.mesh):
-            self.weights = self._decoding_weights(merge_params(trainable, frozen))
+        """The trainer's own arrays, which must stay until the last generation of theirs is sampled."""
+        self._params = merge_params(trainable, frozen)
         self.version = version
+
+    @property
+    def weights(self) -> Params:
+        """A copy in the layout and the type that decoding reads. Only who decodes holds it, so the update need not."""
+        with jax.set_mesh(self.mesh):
+            return self._decoding_weights(self._params)
 
     def close(self) -> None:
         """Nothing is held but arrays."""

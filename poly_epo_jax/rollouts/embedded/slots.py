@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.decoding import KVCache
+from poly_epo_jax.model.decoding import KVCache, whole_weights
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.programs import SlotState
 from poly_epo_jax.types import Params, Sampling
@@ -44,7 +44,7 @@ class Slots:
     """Decodes jobs in their order.
 
     Args:
-      weights: `decoding.decoding_weights` of the policy.
+      weights: `decoding.decoding_weights` of the policy; a whole copy is held for as long as the slots are.
       prompts: the tokens of each.
       num_slots: generations decoded at once; a multiple of the mesh's rows.
       max_prompts: prompts whose keys and values are held at once, apart from the slots; likewise.
@@ -64,7 +64,9 @@ class Slots:
         max_prompts: int,
         max_length: int,
     ):
-        self._config, self._weights, self._mesh, self._stop_ids = config, weights, mesh, stop_ids
+        self._config, self._mesh, self._stop_ids = config, mesh, stop_ids
+        with jax.set_mesh(mesh):
+            self._weights = whole_weights(weights)
         self._prompts, self._jobs, self._sampling = prompts, jobs, sampling
         self._max_prompts = max_prompts
         self._turnover = max(1, num_slots // TURNOVER)

@@ -55,7 +55,7 @@ class Prefix(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What tokens are sampled from: `decoding.decoding_weights`, their version, and how."""
+    """What tokens are sampled from: `decoding.whole_weights`, their version, and how."""
 
     weights: Params
     version: int

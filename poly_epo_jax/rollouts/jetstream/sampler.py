@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from poly_epo_jax.model.decoding import decoding_weights
+from poly_epo_jax.model.decoding import decoding_weights, whole_weights
 from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.rollouts.completion_check import completion_flaw
@@ -114,7 +114,8 @@ class JetStreamSampler:
         size = self._size.samples_per_slot
         async with self._turn:
             assert self._weights is not None
-            self._engine.policy = Policy(self._weights, self._version, sampling)
+            with jax.set_mesh(self._mesh):
+                self._engine.policy = Policy(whole_weights(self._weights), self._version, sampling)
             slots = [
                 asyncio.create_task(self._slot(place, request, start, finished))
                 for place, request in enumerate(requests)

@@ -132,6 +132,11 @@ class SGLangSampler:
             for url in weight_servers:
                 await router.put_back(url)
 
+    async def sleep(self) -> None:
+        """Leaves the servers' memory to the trainer until weights are pushed, if `weights` say so."""
+        if self._weights is not None:
+            await self._weights.sleep(self.urls, self._routers)
+
     def metrics(self) -> Metrics:
         """Server failures, resampled generations, and how many of these were wrong, since the last call."""
         counts, self._counts = self._counts, Counter[str]()

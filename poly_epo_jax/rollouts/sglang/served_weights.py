@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import httpx
 
@@ -12,6 +12,7 @@ from poly_epo_jax.http_client import ServerError, backoff_seconds, describe, ope
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.sglang.dialect import Dialect
 from poly_epo_jax.rollouts.sglang.requests import SGLANG
+from poly_epo_jax.rollouts.sglang.sleep import lay_down, wake
 from poly_epo_jax.rollouts.sglang.weight_sync import WeightSync
 from poly_epo_jax.types import Params
 
@@ -32,6 +33,7 @@ class ServedWeights:
       timeout_seconds: for one weight update.
       wait_seconds: how long to wait for a server that does not answer.
       dialect: of the servers.
+      sleeps: whether the servers give up their memory from `sleep` to the next `push`; SGLang's alone do.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class ServedWeights:
         timeout_seconds: float,
         wait_seconds: float,
         dialect: Dialect = SGLANG,
+        sleeps: bool = False,
     ):
         self.version = 0
+        self.sleeps = sleeps
         self._sync = sync
         self._probe_tokens = min(PROBE_TOKENS, max_prompt_tokens)
         self._timeout_seconds = timeout_seconds
@@ -94,6 +98,25 @@ class ServedWeights:
         if not await self.is_current(url):
             await self.push([url])
 
+    async def sleep(self, urls: Sequence[str], routers: Collection[str]) -> None:
+        """Has the servers give up their memory until the next `push`; this host does, if it is the one that pushes.
+
+        Raises:
+          ServerError: one cannot, does not answer, or is a router.
+        """
+        if not (self.sleeps and self.is_pushing):
+            return
+        if routers:
+            raise ServerError(
+                "rollouts.options.sleep=True needs the servers themselves in rollouts.urls, not a router, which would "
+                "take those that sleep for dead."
+            )
+        try:
+            async with open_client(self._timeout_seconds) as client:
+                await asyncio.gather(*(lay_down(client, url) for url in urls))
+        except httpx.HTTPError as error:
+            raise ServerError(f"{', '.join(urls)} cannot be put to sleep: {describe(error)}; see its log.") from error
+
     async def push(self, urls: Sequence[str]) -> None:
         """Pauses the servers, loads the present weights into them, lets them go on, and checks that they use them.
 
@@ -107,6 +130,8 @@ class ServedWeights:
             await asyncio.gather(*(self._dialect.wait_for(url, self._wait_seconds) for url in urls))
             try:
                 async with open_client(self._timeout_seconds) as client:
+                    if self.sleeps:
+                        await asyncio.gather(*(wake(client, url) for url in urls))
                     await asyncio.gather(*(self._dialect.pause(client, url) for url in urls))
                     await self._sync.push(client, urls)
                     await asyncio.gather(*(self._dialect.resume(client, url) for url in urls))

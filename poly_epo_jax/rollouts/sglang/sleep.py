@@ -1,0 +1,61 @@
+"""SGLang servers on the trainer's own device: they give up its memory while the trainer computes.
+
+A server that sleeps says so by the name of its weights, so that a run finds it out that comes after one which died.
+Its memory comes back without its content: whoever wakes it pushes weights next.
+"""
+
+import httpx
+
+from poly_epo_jax.http_client import ServerError, field, read_json
+from poly_epo_jax.rollouts.sglang.requests import SGLANG, post
+
+ASLEEP, EMPTY = "asleep", "empty"
+"""What it calls its weights, before and after it is woken."""
+
+
+async def lay_down(client: httpx.AsyncClient, url: str) -> None:
+    """Breaks off what the server generates, if anything, and has it free weights and caches. Then it only waits.
+
+    Raises:
+      ServerError: it cannot, or was started without --enable-memory-saver.
+      httpx.HTTPError: it does not answer.
+    """
+    await _check_able(client, url)
+    if await _sleeps(url):
+        return
+    await SGLANG.pause(client, url)  # one that is not idle would die of what comes next
+    await post(client, url, "update_weight_version", {"new_version": ASLEEP})
+    _check(await client.post(f"{url}/release_memory_occupation", json={}), "give up its memory")
+
+
+async def wake(client: httpx.AsyncClient, url: str) -> None:
+    """Has a server that sleeps take its memory back; it remains paused. One that is awake would die of being asked to.
+
+    Raises:
+      ServerError: it cannot, as the trainer holds the memory.
+      httpx.HTTPError: it does not answer.
+    """
+    if await _sleeps(url):
+        _check(await client.post(f"{url}/resume_memory_occupation", json={}), "take its memory back")
+        await post(client, url, "update_weight_version", {"new_version": EMPTY})
+
+
+async def _sleeps(url: str) -> bool:
+    return (await SGLANG.served_model(url)).weight_version == ASLEEP
+
+
+async def _check_able(client: httpx.AsyncClient, url: str) -> None:
+    if not field(read_json(await client.get(f"{url}/server_info")), "enable_memory_saver", bool):
+        raise ServerError(
+            f"{url} was started without --enable-memory-saver and cannot give up its memory; start it with that, or "
+            "set rollouts.options.sleep=False."
+        )
+
+
+def _check(answer: httpx.Response, deed: str) -> None:
+    """These two endpoints answer with nothing that could be read."""
+    if answer.status_code != 200:
+        raise ServerError(
+            f"{answer.request.url.copy_with(path='')} cannot {deed} ({answer.status_code}); see its log, and leave "
+            "it enough by --mem-fraction-static and the trainer's XLA_PYTHON_CLIENT_MEM_FRACTION."
+        )

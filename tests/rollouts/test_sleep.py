@@ -1,0 +1,180 @@
+"""Servers that sleep while the trainer computes: the order of calls, and what goes wrong, in a sentence.
+
+A CPU has no memory saver: the real server refuses, and where it is asked all the same, frees nothing and answers.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_servers import answer_to_get, generated, open_rollouts
+from fakes import TINY, TINY_ALPHABET, TINY_MODEL, collect, tiny_params, tiny_problems
+from sglang_servers import SGLangServer, require_sglang, running
+
+from poly_epo_jax.choices import read_config
+from poly_epo_jax.config import ConfigError
+from poly_epo_jax.default_config import get_config
+from poly_epo_jax.http_client import ServerError, open_client
+from poly_epo_jax.model import hf
+from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.rollouts import SAMPLERS
+from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.rollouts.sglang import sleep
+from poly_epo_jax.rollouts.sglang.client import SGLangSampler
+from poly_epo_jax.rollouts.sglang.requests import SGLANG
+from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
+from poly_epo_jax.types import Sampling, Sleeping
+
+URL = "http://a"
+WAKES = ["resume_memory_occupation", "update_weight_version"]
+PUSHES = ["pause_generation", "update_weights_from_disk", "continue_generation", "generate"]
+SLEEPS = ["pause_generation", "update_weight_version", "release_memory_occupation"]
+
+
+class Server:
+    """Keeps SGLang's rules: it sleeps once, is woken once, and does nothing between."""
+
+    def __init__(self, saver: bool = True, router: bool = False):
+        self.version, self.calls, self.asleep, self.empty = "default", list[str](), False, False
+        self.saver, self.router, self.broken = saver, router, ""
+
+    def handle(self, request: httpx.Request) -> httpx.Response:
+        endpoint = request.url.path.strip("/")
+        if request.method == "GET":
+            if endpoint == "workers" and self.router:
+                return httpx.Response(200, json={"workers": []})
+            return answer_to_get(request.url.path, weight_version=self.version, enable_memory_saver=self.saver)
+        body = json.loads(request.content)
+        self.calls.append(endpoint)
+        if endpoint == self.broken:
+            self.broken = ""
+            return httpx.Response(500, json={})
+        match endpoint:
+            case "release_memory_occupation":
+                assert not self.asleep and self.calls[-3] == "pause_generation"
+                self.asleep = self.empty = True
+                return httpx.Response(200)
+            case "resume_memory_occupation":
+                assert self.asleep
+                self.asleep = False
+                return httpx.Response(200)
+            case "update_weights_from_disk":
+                assert not self.asleep
+                self.version, self.empty = body["weight_version"], False
+            case "update_weight_version":
+                self.version = body["new_version"]
+            case "generate":
+                assert not self.asleep and not self.empty
+                if "return_logprob" in body:
+                    return generated(request, self.version)
+        return httpx.Response(
+            200, json={"success": True, "meta_info": {"weight_version": self.version, "cached_tokens": 0}}
+        )
+
+
+def opened(server: Server, monkeypatch: pytest.MonkeyPatch, folder: Path, sleeps: bool = True) -> Rollouts:
+    rollouts = open_rollouts(server.handle, monkeypatch, [URL], folder)
+    assert isinstance(rollouts.sampler, SGLangSampler) and isinstance(rollouts.sampler, Sleeping)
+    assert rollouts.sampler._weights is not None
+    rollouts.sampler._weights.sleeps = sleeps
+    return rollouts
+
+
+def test_it_sleeps_after_the_batch_and_wakes_before_it_is_given_weights(tmp_path: Path, monkeypatch):
+    server = Server()
+    rollouts = opened(server, monkeypatch, tmp_path)
+
+    async def step(version: int) -> None:
+        await rollouts.sleep()
+        assert server.asleep and server.version == sleep.ASLEEP
+        await rollouts.push_weights(tiny_params(version), {}, version)
+
+    asyncio.run(rollouts.push_weights(tiny_params(0), {}, 0))
+    assert server.calls == PUSHES
+    asyncio.run(step(1))
+    assert server.calls == PUSHES + SLEEPS + WAKES + PUSHES
+    groups = collect(rollouts, tiny_problems(2, 8), 2, Sampling(4))
+    assert {y.weight_version for group in groups for y in group.generations} == {1}
+
+
+def test_a_server_that_another_run_left_asleep_is_woken_once(tmp_path: Path, monkeypatch):
+    server = Server()
+    server.asleep, server.empty, server.version = True, True, sleep.ASLEEP
+    rollouts = opened(server, monkeypatch, tmp_path)
+    server.broken = "pause_generation"  # so that the update is tried again, on a server that is awake already
+    with pytest.raises(ServerError):
+        asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
+    asyncio.run(rollouts.push_weights(tiny_params(2), {}, 2))
+    assert server.calls.count("resume_memory_occupation") == 1 and not server.asleep
+
+
+def test_who_does_not_ask_for_it_is_left_awake(tmp_path: Path, monkeypatch):
+    server = Server()
+    rollouts = opened(server, monkeypatch, tmp_path, sleeps=False)
+    asyncio.run(rollouts.sleep())
+    asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
+    assert server.calls == PUSHES
+
+
+@pytest.mark.parametrize(
+    ("server", "broken", "says"),
+    [
+        (Server(saver=False), "", "http://a was started without --enable-memory-saver and cannot give up its memory"),
+        (Server(), "release_memory_occupation", r"http://a cannot give up its memory \(500\); see its log"),
+        (Server(), "resume_memory_occupation", r"http://a cannot take its memory back \(500\); see its log"),
+    ],
+)
+def test_what_goes_wrong_is_said(server: Server, broken: str, says: str, tmp_path: Path, monkeypatch):
+    rollouts = opened(server, monkeypatch, tmp_path)
+    asyncio.run(rollouts.push_weights(tiny_params(0), {}, 0))
+    server.broken = broken
+
+    async def step() -> None:
+        await rollouts.sleep()
+        await rollouts.push_weights(tiny_params(1), {}, 1)
+
+    with pytest.raises(ServerError, match=says):
+        asyncio.run(step())
+
+
+def test_routers_are_refused(tmp_path: Path, monkeypatch):
+    rollouts = opened(Server(router=True), monkeypatch, tmp_path)
+    asyncio.run(rollouts.sampler._probe([URL]))  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ServerError, match="needs the servers themselves in"):
+        asyncio.run(rollouts.sleep())
+
+
+def test_nothing_may_be_generated_ahead():
+    config = get_config()
+    config.rollouts.update({"name": "sglang", "urls": URL, "options": {"sleep": True}})
+    config.update_from_flattened_dict({"train.staleness": 1, "algo.importance_cap": 2.0})
+    with pytest.raises(ConfigError, match=r"set train\.staleness=0"):
+        SAMPLERS["sglang"].open(TINY_MODEL, make_mesh(1, 1, 1), (1,), read_config(config), sleep=True)
+
+
+@pytest.mark.slow
+def test_a_real_server(tmp_path: Path):
+    require_sglang()
+    model, tokenizer = tmp_path / "model", build_character_tokenizer(TINY_ALPHABET)
+    hf.save_pretrained(model, tiny_params(9), TINY, dtype="float32", eos_token_id=1, tokenizer=tokenizer)
+    flags = ("--max-total-tokens", "16384", "--max-running-requests", "8", "--context-length", "512")
+
+    async def ask(url: str) -> list[Any]:
+        async with open_client(60.0) as client:
+            with pytest.raises(ServerError, match="without --enable-memory-saver"):
+                await sleep.lay_down(client, url)
+            with pytest.MonkeyPatch.context() as all_the_same:
+                all_the_same.setattr(sleep, "_check_able", lambda client, url: asyncio.sleep(0))
+                await sleep.lay_down(client, url)
+                await sleep.lay_down(client, url)  # it sleeps already
+            before = (await SGLANG.served_model(url)).weight_version
+            await sleep.wake(client, url)
+            await sleep.wake(client, url)  # it is awake already
+            await SGLANG.resume(client, url)
+            return [before, *await SGLANG.probe_weights(client, url, 8)]
+
+    with running([SGLangServer(model, tmp_path / "server.log", *flags)]) as (server,):
+        assert asyncio.run(ask(server.url)) == [sleep.ASLEEP, sleep.EMPTY, 0]
