@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.batching import TrainingSequence, pack
-from poly_epo_jax.config import BaseSection, Config, OptimizerSection, TaskSection, microbatch_rows
+from poly_epo_jax.batching import TrainingSequence
+from poly_epo_jax.config import BaseSection, Config, OptimizerSection, TaskSection
 from poly_epo_jax.digests import check_digests
 from poly_epo_jax.file_lock import exclusive
 from poly_epo_jax.model import hf
@@ -30,6 +30,7 @@ from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
 from poly_epo_jax.objective import Objective, check_finite
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.progress import counted
+from poly_epo_jax.rows import make_pack, row_tokens
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.tasks.demonstrations import Demonstrations
 from poly_epo_jax.types import Problem, Task
@@ -124,7 +125,7 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
     eos = tokenizer.convert_tokens_to_ids("<eos>")
     assert isinstance(eos, int)
     shape = base_shape(base, task)
-    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), config.train.row_tokens)
+    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), row_tokens(config))
     model = abstract_model(shape)
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(base.seed)))[1]))()
     problems = [*task.train_problems, *task.held_out_problems]
@@ -138,13 +139,14 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
         ("demonstrations", base.clean_steps, base.clean_learning_rate, Demonstrations(0.0, base.skew)),
         ("mistakes", base.noisy_steps, base.noisy_learning_rate, Demonstrations(base.error_rate, base.skew)),
     )
+    pack = make_pack(config, mesh.shape)
     for name, steps, learning_rate, style in phases:
         optimizer = OptimizerSection(**OPTIMIZER, learning_rate=learning_rate, warmup_updates=min(50, steps // 4))
         update = PolicyUpdate(model, mesh, Objective(set_rl.policy_gradient_loss), optimizer, steps)
         state = update.init(params)
         with counted(f"base policy, {name}", steps) as show:
             for step in range(1, steps + 1):
-                batch = pack(demonstrations(style), config.train.row_tokens, microbatch_rows(config.train, mesh.shape))
+                batch = pack(demonstrations(style))
                 state, metrics = update(state, [batch])
                 too_high = f"The base policy's learning rate of {learning_rate} is too high"
                 check_finite(metrics, f"{too_high}: step {step} on {name}")

@@ -24,7 +24,8 @@ class TrainingSequence:
 class PackedBatch(NamedTuple):
     """Rows of packed sequences, all arrays [rows, length]. Position t holds what concerns the prediction of t + 1.
 
-    `segment_ids` counts a row's sequences from 1, 0 is padding. `weights` is positive where `targets` is a trained
+    `segment_ids` counts a row's sequences from 1, 0 is padding. Where sequences share their prompt, it is a segment of
+    its own, and `positions` of the others go on from it. `weights` is positive where `targets` is a trained
     token and 0 elsewhere. `old_logprobs` are those of the policy before the step's first update; while `on_policy` (a
     scalar) holds, the present policy is that policy, and they are not read. `reference_logprobs` are those of the
     initial policy, read only where a KL term asks for them.
@@ -42,31 +43,86 @@ class PackedBatch(NamedTuple):
     on_policy: Bool[np.ndarray | jax.Array, ""]
 
 
-def pack(sequences: Sequence[TrainingSequence], row_tokens: int, rows_per_microbatch: int) -> list[PackedBatch]:
+class SilentBatch(PackedBatch):
+    """One that gives no gradient, for all its advantages are 0: it is measured, and not trained on."""
+
+
+def pack(
+    sequences: Sequence[TrainingSequence],
+    row_tokens: int,
+    rows_per_microbatch: int,
+    share_prompts: bool = False,
+) -> list[PackedBatch]:
     """The sequences as microbatches of one shape [rows_per_microbatch, row_tokens]; the last is filled with padding.
 
     Longest first, each into the first row with room (first-fit decreasing).
 
+    Args:
+      share_prompts: sequences whose `prompt_ids` are one array have their prompt once in a row. Its last token, which
+        predicts another one for each of them, begins their own segments, and their last token is left out.
+
     Raises:
       ValueError: a sequence is longer than a row.
     """
-    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
-    if lengths and max(lengths) > row_tokens:
+    longest = max((len(s.prompt_ids) + len(s.response_ids) for s in sequences), default=0)
+    if longest > row_tokens:
         raise ValueError(
-            f"A sequence has {max(lengths)} tokens, but a row holds train.row_tokens={row_tokens}; raise it to at "
+            f"A sequence has {longest} tokens, but a row holds train.row_tokens={row_tokens}; raise it to at "
             "least train.max_prompt_tokens + sampling.max_tokens."
         )
-    rows: list[list[TrainingSequence]] = []
-    room: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        row = next((r for r, free in enumerate(room) if free >= lengths[i]), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(row_tokens)
-        rows[row].append(sequences[i])
-        room[row] -= lengths[i]
+    rows = _first_fit(_families(sequences, share_prompts), row_tokens)
     starts = range(0, len(rows), rows_per_microbatch)
     return [_fill(rows[i : i + rows_per_microbatch], row_tokens, rows_per_microbatch) for i in starts]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """Sequences in one row: `shared` tokens of their prompt, which are there once, and what each has of its own."""
+
+    shared: int
+    sequences: list[TrainingSequence]
+
+
+def _own_tokens(sequence: TrainingSequence, shared: int) -> int:
+    return len(sequence.response_ids) + (0 if shared else len(sequence.prompt_ids))
+
+
+def _families(sequences: Sequence[TrainingSequence], share_prompts: bool) -> list[_Family]:
+    """Sequences by their prompt, or each by itself, and the longest first."""
+    by_prompt: dict[int, list[TrainingSequence]] = {}
+    for place, sequence in enumerate(sequences):
+        is_shared = share_prompts and len(sequence.prompt_ids) > 1
+        by_prompt.setdefault(id(sequence.prompt_ids) if is_shared else -1 - place, []).append(sequence)
+    families = [
+        _Family(len(own[0].prompt_ids) - 1 if key >= 0 else 0, sorted(own, key=lambda s: -len(s.response_ids)))
+        for key, own in by_prompt.items()
+    ]
+    return sorted(
+        families, key=lambda family: -family.shared - sum(_own_tokens(s, family.shared) for s in family.sequences)
+    )
+
+
+def _first_fit(families: Sequence[_Family], length: int) -> list[list[_Family]]:
+    """Rows of families. What does not fit into a row with its prompt goes to the next one with room for both."""
+    rows: list[list[_Family]] = []
+    room: list[int] = []
+    for family in families:
+        here: dict[int, _Family] = {}  # the family's part of a row, by row
+        for sequence in family.sequences:
+            own = _own_tokens(sequence, family.shared)
+            with_prompt = (r for r in here if room[r] >= own)
+            without = (r for r, free in enumerate(room) if free >= family.shared + own)
+            row = next(with_prompt, next(without, len(rows)))
+            if row == len(rows):
+                rows.append([])
+                room.append(length)
+            if row not in here:
+                here[row] = _Family(family.shared, [])
+                rows[row].append(here[row])
+                room[row] -= family.shared
+            here[row].sequences.append(sequence)
+            room[row] -= own
+    return rows
 
 
 def empty_batch(num_rows: int, row_tokens: int) -> PackedBatch:
@@ -76,20 +132,33 @@ def empty_batch(num_rows: int, row_tokens: int) -> PackedBatch:
     return PackedBatch(*ids, *values, on_policy=np.array(True))
 
 
-def _fill(rows: list[list[TrainingSequence]], row_tokens: int, num_rows: int) -> PackedBatch:
+def _fill(rows: list[list[_Family]], row_tokens: int, num_rows: int) -> PackedBatch:
     batch = empty_batch(num_rows, row_tokens)
     for r, row in enumerate(rows):
-        start = 0
-        for segment, sequence in enumerate(row, start=1):
-            ids = np.concatenate([sequence.prompt_ids, sequence.response_ids])
-            end = start + len(ids)
-            batch.tokens[r, start:end] = ids
-            batch.positions[r, start:end] = np.arange(len(ids))
-            batch.segment_ids[r, start:end] = segment
-            batch.targets[r, start : end - 1] = ids[1:]
-            response = slice(end - 1 - len(sequence.response_ids), end - 1)
-            batch.weights[r, response] = sequence.weight * sequence.loss_mask
-            batch.advantages[r, response] = sequence.advantage
-            batch.sampler_logprobs[r, response] = sequence.sampler_logprobs
-            start = end
+        start, segment = 0, 1
+        for family in row:
+            shared = family.shared
+            if shared:
+                end = start + shared
+                batch.tokens[r, start:end] = family.sequences[0].prompt_ids[:shared]
+                batch.positions[r, start:end] = np.arange(shared)
+                batch.segment_ids[r, start:end] = segment
+                start, segment = end, segment + 1
+            for sequence in family.sequences:
+                start, segment = _fill_own(batch, r, start, segment, sequence, shared), segment + 1
     return batch
+
+
+def _fill_own(batch: PackedBatch, r: int, start: int, segment: int, sequence: TrainingSequence, shared: int) -> int:
+    """Writes what a sequence has of its own into row r, from `start` on; returns where that ends."""
+    ids = np.concatenate([sequence.prompt_ids, sequence.response_ids])[shared:]
+    num_targets, end = len(ids) - 1, start + _own_tokens(sequence, shared)
+    batch.tokens[r, start:end] = ids[: end - start]
+    batch.positions[r, start:end] = np.arange(shared, shared + end - start)
+    batch.segment_ids[r, start:end] = segment
+    batch.targets[r, start : start + num_targets] = ids[1:]
+    response = slice(start + num_targets - len(sequence.response_ids), start + num_targets)
+    batch.weights[r, response] = sequence.weight * sequence.loss_mask
+    batch.advantages[r, response] = sequence.advantage
+    batch.sampler_logprobs[r, response] = sequence.sampler_logprobs
+    return end

@@ -4,6 +4,7 @@ Each says what it should hold (fingerprint.py), so that a damaged one is never t
 """
 
 import contextlib
+import dataclasses
 import gc
 import hashlib
 import json
@@ -20,6 +21,8 @@ from typing import Any, TypeVar
 import jax
 import orbax.checkpoint as ocp
 
+from poly_epo_jax.checks import ConfigError
+from poly_epo_jax.first_line import first_line
 from poly_epo_jax.model.fingerprint import fingerprints
 from poly_epo_jax.model.partition import merge_params, split_params
 from poly_epo_jax.parallel import hosts
@@ -39,9 +42,10 @@ class Checkpoints:
       directory: made if it does not exist.
       keep: how many checkpoints stay; None: all.
       read_only: whether they are another process's, which may be saving and deleting at this moment.
+      with_frozen: whether they hold frozen weights, too. Otherwise who reads one has these from elsewhere.
     """
 
-    def __init__(self, directory: Path, keep: int | None = None, read_only: bool = False):
+    def __init__(self, directory: Path, keep: int | None = None, read_only: bool = False, with_frozen: bool = True):
         # Orbax tells of every file at INFO, and of every error that it also raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         options = ocp.CheckpointManagerOptions(
@@ -51,7 +55,7 @@ class Checkpoints:
             enable_async_checkpointing=True,
         )
         _drop_late_callbacks()
-        self._directory, self._read_only = directory.absolute(), read_only
+        self._directory, self._read_only, self._with_frozen = directory.absolute(), read_only, with_frozen
         self._damaged = self._directory.with_name(f"{directory.name}.damaged")
         with self._saving():
             self._manager = ocp.CheckpointManager(self._directory, options=options)
@@ -78,33 +82,47 @@ class Checkpoints:
           OSError: it cannot be written, or the one before could not.
         """
         content = {"data": data_state, "fingerprints": fingerprints(state)}
+        state = state if self._with_frozen else dataclasses.replace(state, frozen={})
         data = ocp.args.JsonSave(content | {"digest": _digest(content)})
         with self._saving():
             self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=data))
 
-    def restore(self, step: int, like: Any, shardings: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(self, step: int, like: Any, shardings: Any, frozen: Params | None = None) -> tuple[Any, dict[str, Any]]:
         """The state and data position at `step`, laid out by `shardings`, whatever mesh they were saved from.
+
+        Args:
+          frozen: the frozen weights, where the checkpoint holds none.
 
         Raises:
           CheckpointError: it is damaged.
+          ConfigError: `frozen` are not those that the state was saved with.
         """
-        return self._checked(step, ocp.args.StandardRestore(_abstract(like, shardings)))
+        if frozen is not None:
+            like, shardings = (dataclasses.replace(part, frozen={}) for part in (like, shardings))
+        state, data = self._checked(step, ocp.args.StandardRestore(_abstract(like, shardings)), frozen)
+        return state if frozen is None else dataclasses.replace(state, frozen=frozen), data
 
-    def restore_params(self, step: int, like: Params, shardings: Params, trainable: str = "") -> Params:
+    def restore_params(
+        self, step: int, like: Params, shardings: Params, trainable: str = "", frozen: Params | None = None
+    ) -> Params:
         """The policy's weights alone; optimizer and data position stay on disk.
 
         Args:
           trainable: the pattern of the weights that were trained, see `split_params`.
+          frozen: the others, where the checkpoint does not hold them.
 
         Raises:
           CheckpointError: they are damaged.
+          ConfigError: `frozen` are not those that the state was saved with.
         """
         parts = split_params(_abstract(like, shardings), trainable)
         weights = {name: part for name, part in zip(("trainable", "frozen"), parts, strict=True) if part}
+        if frozen is not None:
+            del weights["frozen"]
         restore_args = ocp.checkpoint_utils.construct_restore_args(weights)
         args = ocp.args.PyTreeRestore(item=weights, restore_args=restore_args, partial_restore=True)
-        restored, _ = self._checked(step, args)
-        return merge_params(restored["trainable"], restored.get("frozen", {}))
+        restored, _ = self._checked(step, args, frozen)
+        return merge_params(restored["trainable"], restored.get("frozen", {}) if frozen is None else frozen)
 
     def newest(self, restore: Callable[[int], T]) -> tuple[int, T] | None:
         """The newest checkpoint that is whole: its step and what `restore` makes of it; None if there is none at all.
@@ -144,8 +162,8 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._manager.close()
 
-    def _checked(self, step: int, args: Any) -> tuple[Any, dict[str, Any]]:
-        """The state and the data position, if they are what was saved."""
+    def _checked(self, step: int, args: Any, frozen: Params | None) -> tuple[Any, dict[str, Any]]:
+        """The state and the data position, if they are what was saved, and saved with these frozen weights."""
         reason, content, state = "it holds other numbers than were saved", {}, None
         with _quiet():
             try:
@@ -157,6 +175,11 @@ class Checkpoints:
                 whole, reason = False, _reason(error)
         if not whole:
             raise CheckpointError(f"The checkpoint {self._directory / str(step)} is damaged ({reason}).")
+        if frozen is not None and not fingerprints({"frozen": frozen}).items() <= content["fingerprints"].items():
+            raise ConfigError(
+                f"The checkpoint {self._directory / str(step)} holds what was trained beside the weights of another "
+                "base policy; set model.path to the folder that the run began with."
+            )
         return state, content["data"]
 
     def _set_aside(self, damaged: dict[int, CheckpointError], step: int) -> None:
@@ -210,7 +233,7 @@ def _reason(error: Exception) -> str:
     code = re.search(r"os_error_code='(\d+)'", str(error))
     if code:
         return os.strerror(int(code[1]))
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return first_line(error)[:200]
 
 
 def _digest(content: dict[str, Any]) -> str:

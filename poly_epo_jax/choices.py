@@ -13,10 +13,10 @@ from ml_collections import ConfigDict
 
 from poly_epo_jax.algorithm import ADVANTAGES, make_estimator
 from poly_epo_jax.checks import one_of, require
-from poly_epo_jax.config import BaseSection, Config, ConfigError, JudgeSection, TaskSection
+from poly_epo_jax.config import BaseSection, Config, ConfigError, JudgeSection, TaskSection, longest_sequence
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
-from poly_epo_jax.model.qwen3 import REMAT_POLICIES
+from poly_epo_jax.model.qwen3 import AUTO, REMAT_POLICIES
 from poly_epo_jax.optimizer import SCHEDULES
 from poly_epo_jax.options import check_options
 from poly_epo_jax.parallel.devices import DEVICES
@@ -34,7 +34,7 @@ CHOICES: dict[str, Collection[str]] = {
     "algo.advantages": ADVANTAGES,
     "algo.objective": OBJECTIVES,
     "algo.loss": LOSSES,
-    "model.remat": REMAT_POLICIES,
+    "model.remat": (AUTO, *REMAT_POLICIES),
     "model.attention": ("auto", *IMPLEMENTATIONS),
     "mesh.device": ("", *DEVICES),
     "optimizer.schedule": SCHEDULES,
@@ -168,16 +168,26 @@ def _check_training(config: Config) -> None:
             f"train.num_steps={train.num_steps} with {updates // train.num_steps} updates each must make at most "
             f"{MAX_UPDATES:,} updates."
         )
+    if config.lora.rank and train.trainable:
+        raise ConfigError(
+            f"lora.rank={config.lora.rank} trains adapters and none of the weights that "
+            f"train.trainable={train.trainable!r} names; leave one of the two out."
+        )
     check_judge(config.judge, "train.num_generations", train.num_generations)
     if config.eval.every:
         check_judge(config.judge, "eval.num_generations", config.eval.num_generations)
-    longest = train.max_prompt_tokens + config.sampling.max_tokens
-    if train.row_tokens < longest:
+    longest = longest_sequence(config)
+    if train.row_tokens and train.row_tokens < longest:
         raise ConfigError(
             f"train.row_tokens={train.row_tokens} must hold train.max_prompt_tokens + sampling.max_tokens = {longest} "
             "tokens."
         )
     estimator = make_estimator(algo)
+    if train.num_generations < estimator.least_generations:
+        raise ConfigError(
+            f"train.num_generations={train.num_generations} must be at least {estimator.least_generations} for "
+            f"{estimator.title} with algo.options={dict(algo.options)}."
+        )
     if "clusters" in estimator.reads and not JUDGES[config.judge.name].clusters:
         raise ConfigError(
             f"judge.name={config.judge.name!r} makes no clusters, but {estimator.title} reads them; choose another "

@@ -78,8 +78,38 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     except flags.UnrecognizedFlagError as error:
         sys.exit(f"Error: unknown flag --{error.flagname}; {_hint(error.flagname, error.flagvalue.partition('=')[2])}.")
     except (flags.Error, ValueError, TypeError, OSError) as error:
-        # Where a configuration file fails, its traceback comes first.
-        sys.exit(f"Error: {re.sub(r'^[A-Za-z]+Error: ', '', str(error).splitlines()[-1].strip())}")
+        sys.exit(f"Error: {_sentence(error)}")
+
+
+def read_arguments(arguments: Sequence[str]) -> Config:
+    """The configuration that a training command of these arguments would have, without running it.
+
+    Args:
+      arguments: --config=FILE and its overrides, nothing else.
+
+    Raises:
+      ConfigError: a key or value is wrong; the message is what the command would say.
+    """
+    argv, alone = ["", *arguments], flags.FlagValues()
+    flag = _define(alone, argv)
+    alone["config"].parser = _FILES
+    try:
+        _check_keys(argv, _FILES)
+        alone(argv)
+    except (flags.Error, ValueError, TypeError, OSError) as error:
+        raise ConfigError(_sentence(error)) from error
+    return read_config(flag.value)
+
+
+def _define(values: flags.FlagValues, argv: list[str]) -> flags.FlagHolder:
+    return config_flags.DEFINE_config_file(
+        "config", None, flag_values=values, lock_config=False, accept_new_attributes=True, sys_argv=argv
+    )
+
+
+def _sentence(error: Exception) -> str:
+    """Where a configuration file fails, its traceback comes first."""
+    return re.sub(r"^[A-Za-z]+Error: ", "", str(error).splitlines()[-1].strip())
 
 
 class _ConfigFile(flags.ArgumentParser):
@@ -97,6 +127,10 @@ class _ConfigFile(flags.ArgumentParser):
         if argument not in self._configs:
             self._configs[argument] = _LOADER.parse(argument)
         return copy.deepcopy(self._configs[argument])
+
+
+_FILES = _ConfigFile()
+"""Those that `read_arguments` has executed."""
 
 
 def _check_keys(argv: Sequence[str], parser: _ConfigFile) -> ConfigDict | None:

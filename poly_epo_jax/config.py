@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from poly_epo_jax.checks import COORDINATOR, FRACTION, NOT_EMPTY, PATTERN, SEED, URL, URLS, Range, one_of
+from poly_epo_jax.checks import COORDINATOR, FRACTION, NOT_EMPTY, PATTERN, SEED, URL, URLS, Check, Range, one_of
 from poly_epo_jax.checks import ConfigError as ConfigError
 from poly_epo_jax.section import Section, changed_keys, key
 
@@ -19,6 +19,12 @@ FLOATS = one_of("float32", "bfloat16")
 STEPS = Range(1, 10**9)
 SECONDS = Range(0.1, 10**6)
 TOKENS = Range(1, 2**24)
+RANK = Range(1, 1024, other=0)
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS = Check(
+    lambda names: bool(names) and len(set(names)) == len(names) and set(names) <= set(PROJECTIONS),
+    f"must name some of {', '.join(PROJECTIONS)}, each once",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +32,17 @@ class ModelSection(Section, name="model"):
     """The policy's weights, and how it computes."""
 
     path: str = key("", "a Hugging Face folder, or a name on the hub; empty: the policy that `base` describes")
-    stop_tokens: tuple[str, ...] = key((), "end a response, besides the end-of-sequence tokens which the folder names")
+    stop_strings: tuple[str, ...] = key(
+        (),
+        "a token that holds one of these ends a response, as do the end-of-sequence tokens which the folder names",
+    )
     dtype: str = key("float32", "of activations and matrix products", FLOATS)
     param_dtype: str = key("float32", "of weights", FLOATS)
-    remat: str = key("none", "what the backward pass recomputes")
+    remat: str = key("none", "what the backward pass recomputes; auto: as little as the memory plan allows")
     scan_unroll: int = key(2, "layers per step of the layer scan", Range(1, 64))
-    attention: str = key("auto", "blockwise (anywhere), tokamax (GPU), splash (TPU); auto picks the backend's own")
+    attention: str = key(
+        "auto", "blockwise (anywhere), triton (GPU), splash (TPU); auto: the device's own, if its self-check holds"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +96,7 @@ class RolloutsSection(Section, name="rollouts"):
     """The sampler, which generates the responses. Keys from `urls` on are for samplers behind servers."""
 
     name: str = key("embedded", "the sampler")
-    options: Mapping[str, Any] = key({}, "keyword arguments of that sampler")
+    options: Mapping[str, Any] = key({}, "keyword arguments of that sampler, such as sleep of sglang")
     max_concurrent: int = key(512, "generations at once; with servers, for each URL", Range(1, 10**6))
     urls: str = key("", "of servers or routers, such as http://127.0.0.1:30000; commas between several", URLS)
     shared: bool = key(False, "on several hosts: whether all use the same servers; else each has its own at urls")
@@ -118,7 +129,7 @@ class AlgoSection(Section, name="algo"):
     """From rewards and clusters to advantages, and from those to the loss."""
 
     advantages: str = key("marginal_set", "the advantage estimator")
-    options: Mapping[str, Any] = key({}, "keyword arguments of an advantage estimator of your own")
+    options: Mapping[str, Any] = key({}, "numbers of the advantage estimator, such as --config.algo.options.k=8")
     objective: str = key("polychromic", "the set objective of marginal_set")
     set_size: int = key(4, "n, generations per set", Range(1, 4095))
     num_sets: int = key(0, "K sets drawn per prompt; 0: all C(N, n)", Range(0, 10**6))
@@ -126,6 +137,10 @@ class AlgoSection(Section, name="algo"):
     loss: str = key("ppo_clip", "the loss of a token")
     clip_low: float = key(0.20, "probability ratios are clipped below 1 - clip_low", FRACTION)
     clip_high: float = key(0.28, "and above 1 + clip_high", Range(0, 1000))
+    cov_fraction: float = key(2e-4, "of the tokens, which clip_cov and kl_cov hold back", Range(1e-9, 1))
+    cov_low: float = key(1.0, "clip_cov's tokens have a covariance above this", Range(-1e6, 1e6))
+    cov_high: float = key(5.0, "and below this", Range(-1e6, 1e6))
+    cov_kl_coef: float = key(1.0, "weight of kl_cov's penalty", Range(0, 1000))
     length_normalization: str = key("max", "T_i: a response's own length, or max: T_max", one_of("own", "max"))
     importance_cap: float = key(
         0.0,
@@ -156,10 +171,24 @@ class TrainSection(Section, name="train"):
     staleness: int = key(
         0, "1: the next batch is generated while this one is trained, one step off-policy", Range(0, 1)
     )
-    row_tokens: int = key(40, "sequences are packed into rows of this many tokens", TOKENS)
-    rows_per_device: int = key(
-        72, "rows whose gradient is taken at once, on each group of mesh.tensor devices", Range(1, 65_536)
+    row_tokens: int = key(
+        0, "sequences are packed into rows of this many tokens; 0: twice the longest", Range(1, 2**24, other=0)
     )
+    rows_per_device: int = key(
+        0,
+        "rows whose gradient is taken at once, on each group of mesh.tensor devices; 0: an eighth of what a minibatch "
+        "can fill, but 256 to 4,096 tokens",
+        Range(1, 65_536, other=0),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSection(Section, name="lora"):
+    """Low-rank adapters (LoRA), which are trained in float32 while the weights of the model stay as they are."""
+
+    rank: int = key(0, "inner width of the adapters; 0: none, and the model's own weights are trained", RANK)
+    alpha: float = key(32.0, "adapters are scaled by alpha / rank", Range(1e-6, 10**6))
+    targets: tuple[str, ...] = key(PROJECTIONS, "the projections of every layer that have one", TARGETS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +261,7 @@ class Config(Section):
 
     workdir: str = key("runs/default", "the run folder; a checkpoint found in it is resumed", NOT_EMPTY)
     compilation_cache: str = key("runs/compiled", "compiled programs are kept here and reused by later runs", NOT_EMPTY)
-    seed: int = key(0, "of the data order and of every sampled token", SEED)
+    seed: int = key(0, "of the data order, of every sampled token and of new adapters", SEED)
 
     model: ModelSection = ModelSection()
     base: BaseSection = BaseSection()
@@ -242,6 +271,7 @@ class Config(Section):
     sampling: SamplingSection = SamplingSection()
     algo: AlgoSection = AlgoSection()
     train: TrainSection = TrainSection()
+    lora: LoraSection = LoraSection()
     optimizer: OptimizerSection = OptimizerSection()
     mesh: MeshSection = MeshSection()
     hosts: HostsSection = HostsSection()
@@ -250,9 +280,9 @@ class Config(Section):
     log: LogSection = LogSection()
 
 
-def microbatch_rows(train: TrainSection, mesh_shape: Mapping[str, int]) -> int:
-    """Rows whose gradient is taken at once on all devices of a mesh: its data and fsdp axes split them."""
-    return train.rows_per_device * mesh_shape["data"] * mesh_shape["fsdp"]
+def longest_sequence(config: Config) -> int:
+    """The tokens that a prompt and its response have at most."""
+    return config.train.max_prompt_tokens + config.sampling.max_tokens
 
 
 def updates_per_step(train: TrainSection) -> int:
@@ -260,4 +290,4 @@ def updates_per_step(train: TrainSection) -> int:
     return train.prompts_per_batch // train.prompts_per_minibatch
 
 
-__all__ = ["Config", "ConfigError", "changed_keys", "microbatch_rows", "updates_per_step"]
+__all__ = ["Config", "ConfigError", "changed_keys", "longest_sequence", "updates_per_step"]

@@ -15,27 +15,30 @@ METHODS = {
 }
 """The paper's three (appendix "Implementation Details"), as keys of the `algo` section."""
 
+WORDS = {**METHODS, "max_rl": {"advantages": "max_rl", "length_normalization": "own"}}
+"""Methods that a word chooses: the paper's, and the rival that studies compare with most."""
+
 
 def parse_words(words: str) -> tuple[str, str]:
-    """(one of METHODS, one of MESHES or "") from `words`, which names at most one of each, with a comma between."""
+    """(one of WORDS, one of MESHES or "") from `words`, which names at most one of each, with a comma between."""
     methods, meshes = [], []
     for word in filter(None, words.split(",")):
-        if word not in METHODS and word not in MESHES:
+        if word not in WORDS and word not in MESHES:
             raise ValueError(
-                f"Unknown word ':{word}' after the config file; choose a method ({', '.join(METHODS)}), a mesh "
+                f"Unknown word ':{word}' after the config file; choose a method ({', '.join(WORDS)}), a mesh "
                 f"({', '.join(MESHES)}), or both, with a comma between."
             )
-        (methods if word in METHODS else meshes).append(word)
+        (methods if word in WORDS else meshes).append(word)
     if len(methods) > 1 or len(meshes) > 1:
         raise ValueError(f"':{words}' after the config file names two methods or two meshes; name one of each at most.")
     return [*methods, "poly_epo"][0], [*meshes, ""][0]
 
 
 def get_config(words: str = "poly_epo") -> ConfigDict:
-    """The defaults for one of METHODS and one of MESHES."""
+    """The defaults for one of WORDS and one of MESHES."""
     method, mesh = parse_words(words)
     config = ConfigDict(Config().to_dict())
-    config.algo.update(METHODS[method])
+    config.algo.update(WORDS[method])
     if mesh:
         config.mesh.update({key: value for key, value in MESHES[mesh].items() if key != "processes"})
     config.lock()

@@ -12,7 +12,6 @@ Sampling, judge and the synthetic task are those of the configuration. Run again
 
 import asyncio
 import dataclasses
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from poly_epo_jax.config import Config, ConfigError
 from poly_epo_jax.data import encode_prompts
 from poly_epo_jax.evaluation.benchmarks import Benchmark, label_of, open_benchmark
 from poly_epo_jax.evaluation.draw import draw_generations
-from poly_epo_jax.evaluation.folder import RESULTS, open_folder
+from poly_epo_jax.evaluation.folder import RESULTS, about_evaluation, open_folder
 from poly_epo_jax.evaluation.results import compute_results
 from poly_epo_jax.file_lock import exclusive
 from poly_epo_jax.http_client import ServerError, describe
@@ -38,6 +37,7 @@ from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.judges.capacity import say_shortfalls
 from poly_epo_jax.judges.none import NoJudge
 from poly_epo_jax.metrics import names
+from poly_epo_jax.model.attention.self_check import CHECKED, trust_attention
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import Policy, find_model, open_policy, open_trained_policy
 from poly_epo_jax.prepare import check_writable
@@ -77,6 +77,9 @@ def run(config: Config) -> None:
     for name in MODELS.value:
         label, model = _open_model(name, config, mesh)
         models[label] = model
+        if model.params is not None:
+            cache = Path(config.compilation_cache) / CHECKED
+            trust_attention(config.model.attention, model.policy.config, mesh, cache)
     num_generations = NUM_GENERATIONS.value
     table = Table(title=f"{num_generations} generations per problem; 95% intervals over problems")
     shown = _columns(num_generations)
@@ -94,8 +97,9 @@ def run(config: Config) -> None:
         judge = make_judge(config.judge, benchmark.task) if judged else NoJudge()
         for label, model in models.items():
             folder = Path(OUTPUT.value) / benchmark.label / label
-            about = {"benchmark": name, "model": model.weights, "num_generations": num_generations}
-            about |= {"sampling": dataclasses.asdict(sampling), "judge": config.judge.name if judged else None}
+            about = about_evaluation(
+                name, model.weights, num_generations, sampling, config.judge.name if judged else None
+            )
             with exclusive(folder / LOCK, f"the evaluation {folder}"):
                 open_folder(folder, about)
                 rollouts = _open_rollouts(model, benchmark, config, mesh)
@@ -145,8 +149,7 @@ def _cell(metric: dict[str, float | None] | None) -> str:
 
 
 def _check_flags(config: Config) -> None:
-    if re.search("://.*@", ",".join(MODELS.value)):  # before any of them is shown
-        raise ConfigError("--models holds a user or password before an @; write the server's address without it.")
+    refuse_passwords({f"--{MODELS.name}": MODELS.value})  # before any of them is shown
     for flag in (MODELS, BENCHMARKS):
         names = [name.strip() for name in flag.value]
         if not any(names):
@@ -158,7 +161,6 @@ def _check_flags(config: Config) -> None:
                     f"--{flag.name}={','.join(names)} gives one of them the label {label!r}; write label=name, where "
                     "each label is another and can name a folder."
                 )
-    refuse_passwords({f"--{MODELS.name}": MODELS.value})
     for name in MODELS.value:
         source = name.rpartition("=")[2]
         if source.startswith(("http://", "https://")):
@@ -195,7 +197,7 @@ def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mes
         sampler = open_server(model.url, policy.model, policy.stop_ids, config)
     else:
         sampler = open_weights(policy.model, mesh, policy.stop_ids, config, longest)
-    return Rollouts(sampler, policy.tokenizer, benchmark.task, longest)
+    return Rollouts(sampler, policy.tokenizer, benchmark.task, longest, config.model.stop_strings)
 
 
 def main(argv: Sequence[str]) -> None:

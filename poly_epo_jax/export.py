@@ -1,4 +1,7 @@
-"""Writes a trained policy as a Hugging Face folder: python -m poly_epo_jax.export RUN FOLDER [--step N]"""
+"""Writes a trained policy as a Hugging Face folder: python -m poly_epo_jax.export RUN FOLDER [--step N]
+
+A policy that was trained with LoRA is written whole, its adapter merged; with --adapter, the adapter alone as PEFT's.
+"""
 
 import argparse
 import sys
@@ -7,8 +10,10 @@ from pathlib import Path
 
 from poly_epo_jax.config import ModelSection
 from poly_epo_jax.model import hf
+from poly_epo_jax.model.peft import save_adapter
 from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.policy import open_trained_policy
+from poly_epo_jax.policy import base_name, open_trained_policy
+from poly_epo_jax.report.model_card import model_card
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,31 +22,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the Hugging Face folder to write; must not exist")
     parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the written weights")
+    parser.add_argument(
+        "--dtype",
+        default="",
+        choices=["bfloat16", "float32"],
+        help="of the written weights; default: bfloat16, and float32 for an adapter",
+    )
+    parser.add_argument("--adapter", action="store_true", help="write the adapter alone, as PEFT reads it")
+    parser.add_argument("--base", type=Path, help="the base policy of an adapter, if it is not where the run had it")
     options = parser.parse_args(arguments)
+    dtype = options.dtype or ("float32" if options.adapter else "bfloat16")
     try:
-        export(options.run, options.folder, options.step, options.dtype)
+        export(options.run, options.folder, options.step, dtype, adapter=options.adapter, base=options.base)
     except KeyboardInterrupt:
         print("Ctrl-C: nothing is written; the same command begins anew.", file=sys.stderr)
         return 130
     except (OSError, ValueError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
-    print(f"policy: {options.folder}")
+    print(f"{'adapter' if options.adapter else 'policy'}: {options.folder}")
     return 0
 
 
-def export(run: Path, folder: Path, step: int | None = None, dtype: str = "bfloat16") -> None:
-    """Writes the policy of a run's checkpoint, weights and tokenizer, to `folder`.
+def export(
+    run: Path,
+    folder: Path,
+    step: int | None = None,
+    dtype: str = "bfloat16",
+    *,
+    adapter: bool = False,
+    base: Path | None = None,
+) -> None:
+    """Writes the policy of a run's checkpoint, weights, tokenizer and model card, to `folder`.
+
+    Args:
+      adapter: write its adapter alone.
+      base: the base policy's folder, where a run with an adapter no longer has it.
 
     Raises:
-      FileNotFoundError: the run has no such checkpoint.
+      FileNotFoundError: the run has no such checkpoint, or its base policy is gone.
       FileExistsError: `folder` is there already.
       CheckpointError: the checkpoint is damaged.
+      ValueError: the run has no adapter.
     """
-    policy, params, _ = open_trained_policy(run, ModelSection(), make_mesh(1, 1, 1), step)
-    stop_ids, tokenizer = policy.stop_ids, policy.tokenizer
-    hf.save_pretrained(folder, params, policy.config, dtype=dtype, eos_token_id=stop_ids, tokenizer=tokenizer)
+    policy, params, found = open_trained_policy(run, ModelSection(), make_mesh(1, 1, 1), step, base)
+    card = model_card(run, found)
+    if adapter:
+        save_adapter(folder, params, policy.config, base_name(run, base), dtype, card)
+        return
+    described = {"eos_token_id": policy.stop_ids, "tokenizer": policy.tokenizer, "card": card}
+    hf.save_pretrained(folder, params, policy.config, dtype=dtype, **described)
 
 
 if __name__ == "__main__":

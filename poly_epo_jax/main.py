@@ -1,12 +1,16 @@
 """Trains a policy: python -m poly_epo_jax.main --config=configs/polynomial.py:poly_epo --config.seed=1"""
 
+from poly_epo_jax.parallel.host_memory import keep_freed_memory
+
+if __name__ == "__main__":
+    keep_freed_memory()  # before what is imported below starts threads
+
 import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,11 +20,11 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from poly_epo_jax import run_folder
-from poly_epo_jax.algorithm import make_advantages, make_estimator, make_loss, method_title
+from poly_epo_jax.algorithm import make_advantages, make_estimator, make_loss, method_title, skips_zero_advantages
 from poly_epo_jax.base_policy import base_policy
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.command_line import parse_flags, run_command
-from poly_epo_jax.config import Config, ConfigError, changed_keys, microbatch_rows, updates_per_step
+from poly_epo_jax.config import Config, ConfigError, longest_sequence, updates_per_step
 from poly_epo_jax.data import Cleaned, drop_long_prompts, problem_batches
 from poly_epo_jax.evaluation.held_out import evaluate_held_out
 from poly_epo_jax.experience import Experience
@@ -28,68 +32,58 @@ from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.json_files import write_json
 from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.minibatches import MinibatchPacker
+from poly_epo_jax.model.attention import SHARES_PROMPTS, fastest
+from poly_epo_jax.model.attention.self_check import CHECKED, trust_attention
+from poly_epo_jax.model.lora import trained_pattern
 from poly_epo_jax.model.sharding import host_mesh
 from poly_epo_jax.objective import DivergenceError, Objective
-from poly_epo_jax.optimizer import decays
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.stop import Stop
 from poly_epo_jax.policy import Policy, find_model, open_policy
-from poly_epo_jax.prepare import prepare
+from poly_epo_jax.prepare import model_shape, prepare
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.rows import make_pack
+from poly_epo_jax.same_run import check_same_run
 from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.tracking import NoTracker, Tracker
 from poly_epo_jax.train import Schedule, Trained, Trainer, Unlogged, train
 from poly_epo_jax.types import Judge, JudgeLoad, Metrics, Problem, Sampling, Task
 from poly_epo_jax.update import PolicyUpdate
-
-RESUME_MAY_CHANGE = (  # but for what `_bound` says
-    "workdir",
-    "compilation_cache",
-    "train.num_steps",
-    "mesh.",
-    "hosts.",
-    "train.rows_per_device",
-    "checkpoint.",
-    "log.",
-    "base.cache_dir",
-    "model.path",
-    "rollouts.",
-    "judge.url",
-    "judge.api_key_env",
-    "judge.options.attempts",
-    "judge.timeout_seconds",
-    "judge.wait_seconds",
-    "judge.max_concurrent",
-    "judge.max_failed_share",
-)
+from poly_epo_jax.versions import versions, versions_used
 
 
-def run(config: Config) -> None:
-    """Builds what the configuration describes, and trains it to the end.
+def run(config: Config, stop: Stop | None = None) -> None:
+    """Builds what the configuration describes, and trains it to the end, or until `stop` is asked to.
 
     Raises:
       ValueError, OSError: the configuration cannot run; the message says why and what to do.
     """
     hosts.join(config.hosts)
     jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
-    _check_same_run(Path(config.workdir), config)
+    check_same_run(Path(config.workdir), config)
     mesh, task, judge = hosts.on_all(lambda: prepare(config))
     with contextlib.ExitStack() as held:
         # One of the hosts holds it for all of them.
         hosts.on_first(lambda: held.enter_context(run_folder.in_use(Path(config.workdir))))
-        _run(config, mesh, task, judge)
+        _run(config, mesh, task, judge, stop or Stop())
 
 
-def _run(config: Config, mesh: Mesh, task: Task, judge: Judge) -> None:
+def _run(config: Config, mesh: Mesh, task: Task, judge: Judge, stop: Stop) -> None:
     """What `run` does in a run folder of its own."""
     workdir = Path(config.workdir)
     here = host_mesh(mesh)
+    trust_attention(config.model.attention, model_shape(config), mesh, Path(config.compilation_cache) / CHECKED)
     policy = _initial_policy(config, task, here)
     if hosts.is_first():
         print_plan(config, policy.config, Console(), brief=True)
         policy.save_description(workdir / run_folder.POLICY)
-        write_json(workdir / run_folder.ABOUT, {"method": method_title(config.algo)})
+        about = {"method": method_title(config.algo), "remat": policy.config.remat}
+        base = {"base": str(policy.path.absolute())} if config.lora.rank else {}
+        write_json(
+            workdir / run_folder.ABOUT,
+            about | base | {"versions": versions_used(workdir / run_folder.ABOUT, versions())},
+        )
 
     train_problems, held_out_problems = _problems_that_fit(task, policy, config, workdir)
     if config.eval.every and not held_out_problems:
@@ -99,14 +93,14 @@ def _run(config: Config, mesh: Mesh, task: Task, judge: Judge) -> None:
         )
     batches = problem_batches(train_problems, config.train.prompts_per_batch, config.seed)
     update = _policy_update(config, policy, mesh)
-    checkpoints = Checkpoints(workdir / run_folder.CHECKPOINTS, config.checkpoint.keep)
-    trained = _restored(checkpoints, update, batches)
-    if trained is None:
-        trained = Trained(0, update.init(policy.load_params(mesh)), batches.get_state())
+    checkpoints = Checkpoints(
+        workdir / run_folder.CHECKPOINTS, config.checkpoint.keep, with_frozen=not config.lora.rank
+    )
+    trained = _restored_or_new(config, policy, mesh, update, checkpoints, batches)
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, here, policy.stop_ids, config, **config.rollouts.options)
-    rollouts = Rollouts(sampler, policy.tokenizer, task, config.train.max_prompt_tokens)
-    timeline, stop = Timeline(), Stop()
+    rollouts = Rollouts(sampler, policy.tokenizer, task, config.train.max_prompt_tokens, config.model.stop_strings)
+    timeline = Timeline()
     trainer = Trainer(
         experience=_experience(config, rollouts, task, judge, batches, timeline, stop),
         advantages=make_advantages(config.algo, config.seed),
@@ -114,7 +108,7 @@ def _run(config: Config, mesh: Mesh, task: Task, judge: Judge) -> None:
         update=update,
         timeline=timeline,
         trained=trained,
-        reference=policy.load_params(mesh) if config.algo.kl_coef else None,
+        reference=policy.load_reference(mesh, config.seed) if config.algo.kl_coef else None,
         set_size=config.algo.set_size,
     )
 
@@ -134,10 +128,16 @@ def _run(config: Config, mesh: Mesh, task: Task, judge: Judge) -> None:
 
 
 def _initial_policy(config: Config, task: Task, mesh: Mesh) -> Policy:
-    """That of model.path or, where that is empty, the base policy, which one host makes."""
+    """That of model.path or, where that is empty, the base policy, which one host makes.
+
+    What model.remat=auto stands for is one host's choice, too, so that all run the same program.
+    """
+    section = dataclasses.replace(config.model, remat=hosts.on_first(lambda: model_shape(config).remat))
     if config.model.path:
-        return open_policy(find_model(config.model.path), config.model)
-    return open_policy(hosts.on_first(lambda: base_policy(config, task, mesh)), config.model)
+        folder = find_model(config.model.path)
+    else:
+        folder = hosts.on_first(lambda: base_policy(config, task, mesh))
+    return open_policy(folder, section, longest_sequence(config), config.lora)
 
 
 def _policy_update(config: Config, policy: Policy, mesh: Mesh) -> PolicyUpdate:
@@ -151,14 +151,22 @@ def _policy_update(config: Config, policy: Policy, mesh: Mesh) -> PolicyUpdate:
         max_mismatch=algo.max_mismatch,
     )
     total_updates = train.num_steps * updates_per_step(train)
-    return PolicyUpdate(policy.model, mesh, objective, config.optimizer, total_updates, train.trainable)
+    return PolicyUpdate(policy.model, mesh, objective, config.optimizer, total_updates, trained_pattern(config))
 
 
-def _restored(checkpoints: Checkpoints, update: PolicyUpdate, batches: DatasetIterator) -> Trained | None:
-    """Where the newest whole checkpoint stands, to which the data is moved; None without one."""
-    newest = checkpoints.newest(lambda step: checkpoints.restore(step, update.abstract_state, update.shardings))
+def _restored_or_new(
+    config: Config,
+    policy: Policy,
+    mesh: Mesh,
+    update: PolicyUpdate,
+    checkpoints: Checkpoints,
+    batches: DatasetIterator,
+) -> Trained:
+    """Where the newest whole checkpoint stands, to which the data is moved; without one, where training begins."""
+    base = policy.load_base(mesh) if config.lora.rank else None  # which checkpoints do not hold
+    newest = checkpoints.newest(lambda step: checkpoints.restore(step, update.abstract_state, update.shardings, base))
     if newest is None:
-        return None
+        return Trained(0, update.init(policy.load_params(mesh, config.seed, base)), batches.get_state())
     step, (state, saved) = newest
     batches.set_state(saved["batches"])
     unlogged = None if saved["unlogged"] is None else Unlogged(**saved["unlogged"])
@@ -206,10 +214,11 @@ def _sampling(config: Config, seed: int) -> Sampling:
 def _packer(config: Config, mesh: Mesh) -> MinibatchPacker:
     return MinibatchPacker(
         updates_per_step(config.train),
-        config.train.row_tokens,
-        microbatch_rows(config.train, mesh.shape),
+        make_pack(config, mesh.shape, fastest(config.model.attention) in SHARES_PROMPTS),
         config.algo.length_normalization,
         config.sampling.max_tokens,
+        longest_sequence(config),
+        skip_silent=skips_zero_advantages(config.algo),
     )
 
 
@@ -242,44 +251,6 @@ def _problems_that_fit(
         write_json(workdir / run_folder.DATA, counts)
     train_problems, held_out_problems = problems
     return train_problems, held_out_problems
-
-
-def _check_same_run(workdir: Path, config: Config) -> None:
-    """Refuses to resume a run under settings that would make it another run."""
-    saved = run_folder.resumable_config(workdir)
-    if saved is None:
-        return
-    new = json.loads(json.dumps(config.to_dict()))
-    unknown = changed_keys(_names(saved), _names(new))
-    if unknown:
-        raise ConfigError(
-            f"{workdir} holds a run of another version of poly_epo_jax, whose keys differ in {', '.join(unknown)}; "
-            "resume it with that version, or set --config.workdir to a new folder."
-        )
-    bound = _bound(config)
-    changed = [key for key in changed_keys(saved, new) if key in bound or not key.startswith(RESUME_MAY_CHANGE)]
-    if changed:
-        reasons = [f"{key} ({bound[key]})" if key in bound else key for key in changed]
-        raise ConfigError(
-            f"{workdir} holds a run with another {', '.join(reasons)}; set that back, set --config.workdir to a new "
-            "folder, or delete that one."
-        )
-
-
-def _bound(config: Config) -> dict[str, str]:
-    """Keys of RESUME_MAY_CHANGE that this run may not change, and why."""
-    bound = {}
-    if decays(config.optimizer):
-        bound["train.num_steps"] = f"over which optimizer.schedule={config.optimizer.schedule} lowers the learning rate"
-    if config.algo.kl_coef:
-        bound["model.path"] = f"from whose policy algo.kl_coef={config.algo.kl_coef:g} measures the distance"
-    return bound
-
-
-def _names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a configuration without their values."""
-    is_section = {key: isinstance(value, dict) and key != "options" for key, value in config.items()}
-    return {key: _names(value) if is_section[key] else key for key, value in config.items()}
 
 
 def main(argv: Sequence[str]) -> None:

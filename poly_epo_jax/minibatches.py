@@ -1,30 +1,37 @@
 """From a batch's generations and their advantages to minibatches, each a mean over its own prompts."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Float
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.batching import PackedBatch, TrainingSequence, pack
+from poly_epo_jax.batching import PackedBatch, SilentBatch, TrainingSequence
 from poly_epo_jax.types import GradedGroup
+
+GRADIENT_COST = 3
+"""Of a token's gradient, in forward passes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MinibatchPacker:
-    """Makes minibatches of packed microbatches [num_rows, row_tokens].
+    """Makes minibatches of packed microbatches.
 
     Args:
       num_minibatches: of a batch; each is one optimizer update.
+      pack: see batching.py.
       length_normalization, max_tokens: see `set_rl.token_weights`.
+      longest_sequence: prompt and response together have no more tokens; 0: than a row.
+      skip_silent: sequences of advantage 0 add nothing to the gradient: they may be in a `SilentBatch`.
     """
 
     num_minibatches: int
-    row_tokens: int
-    num_rows: int
+    pack: Callable[[Sequence[TrainingSequence]], list[PackedBatch]]
     length_normalization: str
     max_tokens: int
+    longest_sequence: int = 0
+    skip_silent: bool = False
 
     def __call__(self, graded: Sequence[GradedGroup], advantages: Float[np.ndarray, "P N"]) -> list[list[PackedBatch]]:
         """The minibatches of P groups, in order and as even as can be: where prompts were left out, all are smaller.
@@ -32,7 +39,7 @@ class MinibatchPacker:
         Of fewer groups than minibatches each has its own, and the last minibatches are empty.
         """
         places = np.array_split(np.arange(len(graded)), self.num_minibatches)
-        return [self._minibatch([graded[i] for i in own], advantages[own]) for own in places]
+        return [self._minibatch([graded[i] for i in own.tolist()], advantages[own]) for own in places]
 
     def _minibatch(self, graded: Sequence[GradedGroup], advantages: np.ndarray) -> list[PackedBatch]:
         if not graded:
@@ -45,4 +52,22 @@ class MinibatchPacker:
             for group, *rows in zip(groups, advantages, np.asarray(weights), strict=True)
             for y, advantage, weight in zip(group.generations, *rows, strict=True)
         ]
-        return pack(sequences, self.row_tokens, self.num_rows)
+        found = max(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
+        if self.longest_sequence and found > self.longest_sequence:
+            raise ValueError(
+                f"A sequence has {found} tokens, but train.max_prompt_tokens + sampling.max_tokens = "
+                f"{self.longest_sequence} bounds what attention looks at; raise one of them."
+            )
+        whole = self.pack(sequences)
+        if not self.skip_silent:
+            return whole
+        trained = self.pack([s for s in sequences if s.advantage])
+        silent = [SilentBatch(*batch) for batch in self.pack([s for s in sequences if not s.advantage])]
+        # Of few sequences there may be more padding than they save.
+        saves = GRADIENT_COST * (_num_tokens(whole) - _num_tokens(trained)) > _num_tokens(silent)
+        return [*trained, *silent] if saves else whole
+
+
+def _num_tokens(batches: Sequence[PackedBatch]) -> int:
+    """With padding."""
+    return sum(batch.tokens.size for batch in batches)

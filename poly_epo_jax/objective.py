@@ -68,7 +68,8 @@ class Objective:
         metrics |= {
             "entropy": jnp.sum(jnp.where(tokens.is_response, entropy, 0.0)),
             "tokens": jnp.sum(tokens.is_response),
-            "padding": jnp.mean(batch.segment_ids == 0),
+            "padding": jnp.sum(batch.segment_ids == 0),
+            "places": jnp.asarray(batch.segment_ids.size),
             "loss": total,
         }
         return total, metrics
@@ -130,7 +131,7 @@ def summarize(sums: Sequence[dict[str, Any]], applied: Sequence[dict[str, Any]])
         mismatch["mismatch/truncated"] = total.pop("truncated") / generated  # share of tokens
     if "masked" in total:
         mismatch["mismatch/masked"] = total.pop("masked")  # responses
-    padding, loss = total.pop("padding") / len(sums), total.pop("loss")
+    padding, loss = total.pop("padding") / total.pop("places"), total.pop("loss")
     return (
         {f"policy/{name}": value / tokens for name, value in total.items()}
         | {f"policy/{name}": float(sum(float(m[name]) for m in applied)) / len(applied) for name in applied[0]}

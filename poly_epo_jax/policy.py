@@ -14,14 +14,20 @@ from jax.sharding import Mesh
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from poly_epo_jax.checkpoint import Checkpoints
-from poly_epo_jax.config import ModelSection
+from poly_epo_jax.config import LoraSection, ModelSection
 from poly_epo_jax.digests import DIGESTS, check_digests, write_digests
+from poly_epo_jax.first_line import first_line
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.lora import ADAPTER, first_adapter, lora_fields, split_adapter, without_adapter
+from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
 from poly_epo_jax.model.sharding import param_shardings
-from poly_epo_jax.run_folder import CHECKPOINTS, POLICY, read_config
+from poly_epo_jax.run_folder import CHECKPOINTS, POLICY, read_about, read_config
+from poly_epo_jax.stop_strings import stop_string_ids
 from poly_epo_jax.types import Params
+
+NO_ADAPTER = LoraSection()
 
 
 @dataclasses.dataclass
@@ -34,9 +40,24 @@ class Policy:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
 
-    def load_params(self, mesh: Mesh) -> Params:
-        """The weights in the folder, laid out on the mesh."""
-        return hf.load_params(self.path, self.config, param_shardings(self.model, mesh))
+    def load_params(self, mesh: Mesh, seed: int = 0, base: Params | None = None) -> Params:
+        """The weights in the folder, laid out on the mesh; beside them a new adapter, if the policy has one.
+
+        Args:
+          seed: of the adapter.
+          base: the former, if they are loaded already.
+        """
+        adapter = first_adapter(self.config, seed, param_shardings(self.model, mesh))
+        return merge_params(adapter, self.load_base(mesh) if base is None else base)
+
+    def load_base(self, mesh: Mesh) -> Params:
+        """The weights in the folder alone, laid out on the mesh."""
+        _, shardings = split_adapter(self.config, param_shardings(self.model, mesh))
+        return hf.load_params(self.path, without_adapter(self.config), shardings)
+
+    def load_reference(self, mesh: Mesh, seed: int) -> Params:
+        """What training changes, as it was before: all weights, or an adapter that adds nothing yet."""
+        return first_adapter(self.config, seed, param_shardings(self.model, mesh)) or self.load_base(mesh)
 
     def save_description(self, folder: Path) -> None:
         """Copies what the folder holds besides weights, so that a run can be exported wherever its base policy went."""
@@ -49,8 +70,11 @@ class Policy:
         write_digests(folder)
 
 
-def find_model(path: str) -> Path:
+def find_model(path: str, download: bool = True) -> Path:
     """The local folder of a model that is named by its folder or, as `organisation/name`, by its place on the hub.
+
+    Args:
+      download: whether to have it from there where it is not here yet.
 
     Raises:
       OSError: it is neither here nor to be had from there.
@@ -58,39 +82,45 @@ def find_model(path: str) -> Path:
     if Path(path).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         return Path(path)
     try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
+        patterns = ["*.json", "*.safetensors", "*.txt"]
+        return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=not download))
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise OSError(
-            f"{path} is no folder, and cannot be downloaded ({_first_line(error)}); correct model.path, or download "
+            f"{path} is no folder, and cannot be downloaded ({first_line(error)}); correct model.path, or download "
             "the model elsewhere and give its folder."
         ) from error
 
 
-def open_policy(path: Path, section: ModelSection) -> Policy:
+def open_policy(path: Path, section: ModelSection, longest_sequence: int = 0, lora: LoraSection = NO_ADAPTER) -> Policy:
     """The policy in a Hugging Face folder, computed with as the `model` section of the configuration says.
+
+    Args:
+      lora: the `lora` section, for a policy with an adapter.
+      longest_sequence: the tokens of what it is trained on, see ModelConfig.
 
     Raises:
       ValueError, FileNotFoundError: the folder is missing, damaged, or holds what this code cannot run.
     """
     check_digests(path)
-    compute = {name: value for name, value in section.items() if name not in ("path", "stop_tokens")}
-    config = hf.read_config(path, **compute)
+    compute = {name: value for name, value in section.items() if name not in ("path", "stop_strings")}
+    config = hf.read_config(path, longest_sequence=longest_sequence, **compute, **lora_fields(lora))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # tokenizers and transformers have many kinds, and few that say which file it is
         raise ValueError(
-            f"{path} has no tokenizer that can be read ({_first_line(error)}); make or download the folder again."
+            f"{path} has no tokenizer that can be read ({first_line(error)}); make or download the folder again."
         ) from error
-    return Policy(path, config, abstract_model(config), tokenizer, _stop_ids(path, tokenizer, section.stop_tokens))
+    return Policy(path, config, abstract_model(config), tokenizer, _stop_ids(path, tokenizer, section.stop_strings))
 
 
 def open_trained_policy(
-    run: Path, section: ModelSection, mesh: Mesh, step: int | None = None
+    run: Path, section: ModelSection, mesh: Mesh, step: int | None = None, base: Path | None = None
 ) -> tuple[Policy, Params, int]:
     """The policy of a run folder, its weights at `step` (None: the newest checkpoint) laid out on the mesh, that step.
 
     Args:
       section: the `model` section of a configuration: how to compute.
+      base: the base policy's folder, where the run trained an adapter and that folder is not where it was then.
 
     Raises:
       FileNotFoundError: the run has no such checkpoint.
@@ -98,13 +128,21 @@ def open_trained_policy(
     """
     if not (run / CHECKPOINTS).is_dir():
         raise FileNotFoundError(f"{run} has no checkpoints; give the run folder of a training run.")
-    checkpoints = Checkpoints(run / CHECKPOINTS, read_only=True)
-    policy = open_policy(run / POLICY, section)
+    saved, checkpoints = read_config(run), Checkpoints(run / CHECKPOINTS, read_only=True)
+    # Checkpoints are told by their bits, so they are read in the type that they have.
+    section = dataclasses.replace(section, param_dtype=saved["model"]["param_dtype"])
+    lora = NO_ADAPTER
+    if "lora" in saved:  # as in runs of this version
+        lora = LoraSection(**saved["lora"] | {"targets": tuple(saved["lora"]["targets"])})
+    policy = open_policy(run / POLICY, section, lora=lora)
     abstract, shardings = nnx.to_pure_dict(nnx.split(policy.model)[1]), param_shardings(policy.model, mesh)
-    trainable = read_config(run)["train"]["trainable"]
+    trainable = ADAPTER if lora.rank else saved["train"]["trainable"]
+    frozen = None
+    if lora.rank:
+        frozen = dataclasses.replace(policy, path=base_folder(run, base)).load_base(mesh)
 
     def restore(step: int) -> Params:
-        return checkpoints.restore_params(step, abstract, shardings, trainable)
+        return checkpoints.restore_params(step, abstract, shardings, trainable, frozen)
 
     if step in checkpoints.steps:
         return policy, restore(step), step
@@ -114,22 +152,35 @@ def open_trained_policy(
     return policy, newest[1], newest[0]
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def base_folder(run: Path, moved: Path | None = None) -> Path:
+    """The folder of the policy beside which a run trained an adapter: where the run had it, or where it was `moved`.
+
+    Raises:
+      FileNotFoundError: it is not there.
+    """
+    folder = moved or Path(read_about(run)["base"])
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{run} holds an adapter of the policy in {folder}, which is not there; bring that back, or export the run "
+            "with --base, which names its folder."
+        )
+    return folder
 
 
-def _stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase, more: Sequence[str]) -> tuple[int, ...]:
+def base_name(run: Path, moved: Path | None = None) -> str:
+    """What others load that policy by: its name on the hub, if the run has it from there, or its folder."""
+    named = str(read_config(run)["model"]["path"])
+    return str(moved or (named if named and not Path(named).is_dir() else base_folder(run)))
+
+
+def _stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> tuple[int, ...]:
     """The end-of-sequence tokens of generation_config.json and of the tokenizer, which differ for base models.
 
     Raises:
-      ValueError: one of `more` is no token.
+      ValueError: one of the strings is in no token.
     """
-    vocabulary = tokenizer.get_vocab()
-    for token in more:
-        if token not in vocabulary:
-            raise ValueError(f"model.stop_tokens: {token!r} is no token of {path}; leave it out, or correct it.")
     file = path / "generation_config.json"
     eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
     listed: list[int] = eos if isinstance(eos, list) else [] if eos is None else [eos]
     own = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
-    return tuple(sorted({*listed, *own, *(vocabulary[token] for token in more)}))
+    return tuple(sorted({*listed, *own, *stop_string_ids(tokenizer, strings)}))

@@ -11,18 +11,20 @@ from jax.sharding import Mesh
 from poly_epo_jax.base_policy import base_shape
 from poly_epo_jax.checks import ConfigError
 from poly_epo_jax.choices import make_judge, make_task
-from poly_epo_jax.config import Config
+from poly_epo_jax.config import Config, longest_sequence
 from poly_epo_jax.memory_plan.plan import batch_bytes
 from poly_epo_jax.memory_plan.tables import amount, plan_of
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.lora import lora_fields, trained_pattern
 from poly_epo_jax.model.partition import split_params
 from poly_epo_jax.model.presets import has_preset, preset_config
-from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.model.qwen3 import AUTO, abstract_model
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.policy import find_model
 from poly_epo_jax.rollouts import SAMPLERS
+from poly_epo_jax.rows import row_tokens
 from poly_epo_jax.types import Judge, Task
 
 TOLERANCE = 1.1
@@ -49,15 +51,27 @@ def prepare(config: Config) -> tuple[Mesh, Task, Judge]:
     judge = make_judge(config.judge, task)
     shape = model_shape(config)
     _check_lengths(config, shape)
-    split_params(nnx.to_pure_dict(nnx.split(abstract_model(shape))[1]), config.train.trainable)
-    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), config.train.row_tokens)
+    split_params(nnx.to_pure_dict(nnx.split(abstract_model(shape))[1]), trained_pattern(config))
+    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), row_tokens(config))
     check_memory(config, shape)
     return mesh, task, judge
 
 
 def model_shape(config: Config) -> ModelConfig:
-    """The model's shape: from its folder, from its preset where it is not here, or from `config.base`."""
-    compute = {name: value for name, value in config.model.items() if name not in ("path", "stop_tokens")}
+    """The model's shape: from its folder, from its preset where it is not here, or from `config.base`.
+
+    With model.remat=auto its `remat` is what the memory plan chooses.
+
+    Raises:
+      ValueError, OSError: there is no such model; or the mesh does not fit the devices or, with auto, the model.
+    """
+    shape = _stated_shape(config)
+    return dataclasses.replace(shape, remat=plan_of(config, shape)[0].remat) if shape.remat == AUTO else shape
+
+
+def _stated_shape(config: Config) -> ModelConfig:
+    compute = {name: value for name, value in config.model.items() if name not in ("path", "stop_strings")}
+    compute |= {"longest_sequence": longest_sequence(config)} | lora_fields(config.lora)
     if not config.model.path:
         return dataclasses.replace(base_shape(config.base, make_task(config.task)), **compute)
     if not Path(config.model.path).is_dir() and has_preset(config.model.path):
@@ -88,9 +102,9 @@ def check_memory(config: Config, shape: ModelConfig) -> None:
     """
     plan, rows_that_fit = plan_of(config, shape)
     if plan.memory_bytes is not None and plan.peak_bytes > TOLERANCE * plan.memory_bytes:
-        train, rollouts = config.train, config.rollouts
+        rollouts = config.rollouts
         asked = {
-            "gradient": f"train.rows_per_device={train.rows_per_device} of train.row_tokens={train.row_tokens} tokens",
+            "gradient": f"train.rows_per_device={plan.rows_per_device} of train.row_tokens={plan.row_tokens} tokens",
             "generate": f"rollouts.max_concurrent={rollouts.max_concurrent} responses",
         }.get(plan.peak_stage, "the model with its optimizer")
         advice = {
@@ -121,7 +135,7 @@ def _written(config: Config) -> dict[str, str]:
 
 
 def _check_lengths(config: Config, shape: ModelConfig) -> None:
-    longest = config.train.max_prompt_tokens + config.sampling.max_tokens
+    longest = longest_sequence(config)
     if longest > shape.max_position:
         raise ConfigError(
             f"train.max_prompt_tokens={config.train.max_prompt_tokens} and sampling.max_tokens="

@@ -1,7 +1,10 @@
 """A run folder: the names of its files, what their rows hold, how they are read and written. Needs no JAX.
 
     config.json          the run's whole configuration
-    about.json           {"method": "Poly-EPO"}: what the method is called in figures and tables
+    about.json           {"method": "Poly-EPO", "remat": "full", "versions": [{"python": "3.12.3", "jax": ...}]}: what
+                         the method is called in figures and tables; what the backward pass recomputes, as model.remat
+                         says or, with auto, the memory plan; what the run has been trained with, see versions.py; and
+                         "base", the base policy's folder, where checkpoints hold an adapter alone
     data.json            how many problems there are, and how many were left out and why
     metrics.jsonl        one row per step, {"step": 12, "reward": 0.61, ...}: numbers that follow from configuration
                          and seed alone, so an interrupted and resumed run leaves the bytes of one that never was
@@ -20,6 +23,7 @@
     lock                 held by the process that trains; others may read meanwhile
     policy/              the base policy's Hugging Face folder, without weights
     report/              see report/
+    log.txt              what the run has printed, where a study has started it
 
 In JSON, null stands for a number that is not finite (TensorBoard keeps it).
 """
@@ -97,6 +101,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
 
 
+def read_about(folder: Path) -> dict[str, Any]:
+    """What is in about.json."""
+    return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+
+
 def read_method(folder: Path) -> str:
     """What the run's method is called.
 
@@ -104,7 +113,7 @@ def read_method(folder: Path) -> str:
       ValueError: the folder does not say it.
     """
     try:
-        return str(json.loads((folder / ABOUT).read_text(encoding="utf-8"))["method"])
+        return str(read_about(folder)["method"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(
             f'{folder / ABOUT} does not name the method of the run; write one there, such as {{"method": "Poly-EPO"}}.'

@@ -16,6 +16,9 @@ from poly_epo_jax.json_files import append_rows, replace_file
 from poly_epo_jax.progress import TrainingProgress
 from poly_epo_jax.types import Metrics
 
+WANDB_COLUMNS = ("prompt", "response", "reward", "cluster", "advantage")
+"""Of the table of a step's generations in Weights & Biases."""
+
 
 class Tracker:
     """Writes a run folder and shows the run's progress.
@@ -70,6 +73,8 @@ class Tracker:
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Records generations of this step, one row each, with the columns of `LOGGED_GENERATION` less the step."""
         self._append(run_folder.GENERATIONS, [{"step": step, **row} for row in rows])
+        if self._wandb is not None and rows:
+            self._wandb.log({"generations": _wandb_table(rows)}, step=step)
 
     def close(self) -> None:
         self._progress.close()
@@ -104,6 +109,12 @@ class NoTracker:
     def log_timeline(self, step: int, row: Mapping[str, Any]) -> None: ...
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+
+def _wandb_table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    return wandb.Table(columns=list(WANDB_COLUMNS), data=[[row[name] for name in WANDB_COLUMNS] for row in rows])
 
 
 def _open_wandb(folder: Path, config_json: str, project: str) -> Any:

@@ -14,6 +14,7 @@ from poly_epo_jax.experience import Batch, Experience
 from poly_epo_jax.features import batch_features
 from poly_epo_jax.json_files import Row
 from poly_epo_jax.minibatches import MinibatchPacker
+from poly_epo_jax.model import attention
 from poly_epo_jax.model.sharding import params_on_host
 from poly_epo_jax.objective import DivergenceError, check_finite
 from poly_epo_jax.parallel import hosts
@@ -63,7 +64,7 @@ class Trainer:
       advantages: (step, features of a batch) -> advantages, see algorithm.py.
       packer: from generations and advantages to minibatches.
       trained: where training stands; None while an update has consumed the state and not returned another.
-      reference: the initial policy, where the update has a KL term.
+      reference: the initial policy's weights, at least the trainable ones, where the update has a KL term.
       set_size: n, for the metrics of clusters.
     """
 
@@ -82,6 +83,7 @@ class Trainer:
         clock, self.result = self.timeline.clock(step), None
         batch = await self.experience.batch(step)
         counts = await self.experience.counts()
+        await hosts.barrier(self.experience.stop.interrupts(self.experience.rollouts.sleep()))
         with clock.stage("advantages"):
             features = batch_features(batch.usable, self.experience.num_generations)
             advantages = self.advantages(step, features) if batch.usable else features["rewards"]
@@ -227,6 +229,7 @@ async def _step(
                 trainer.trained = dataclasses.replace(trained, unlogged=unlogged)
             else:
                 timing = {"checkpoints/damaged": float(checkpoints.num_damaged)}
+                timing["attention/distrusted_kernels"] = float(len(attention.distrusted))
                 await _record(trainer, tracker, unlogged, held_out, timing)
 
 

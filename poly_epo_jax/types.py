@@ -42,7 +42,8 @@ class Generation:
     """One response y_i of T tokens, of one turn or several.
 
     `loss_mask` [T] marks what the policy wrote and may be trained on; the rest are the task's replies, whose logprobs
-    are 0. `token_ids` and `logprobs` [T] include the stop token of each of the policy's turns, `text` does not.
+    are 0. `token_ids` and `logprobs` [T] include the stop token of each of the policy's turns, `text` does not, save
+    what it says before a stop string.
     `logprobs` are log-softmax(logits / temperature) of the chosen tokens, not renormalised for top-p or top-k: with
     these a generation is for evaluation only.
     `turns` are the policy's text, the task's reply, the policy's next text and so on. `weight_version` is the number of
@@ -249,6 +250,15 @@ class Limited(Protocol):
 
     async def shortfalls(self, load: JudgeLoad) -> list[str]:
         """What would not fit, a sentence each; called before the first step."""
+        ...
+
+
+@runtime_checkable
+class Sleeping(Protocol):
+    """A sampler that can leave its memory to the update."""
+
+    async def sleep(self) -> None:
+        """Called when a batch is complete; ends when weights are pushed. Nothing is sampled between."""
         ...
 
 

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from poly_epo_jax.batching import PackedBatch, empty_batch
+from poly_epo_jax.batching import PackedBatch, SilentBatch, empty_batch
 from poly_epo_jax.config import OptimizerSection
 from poly_epo_jax.model.logprobs import token_logprobs
 from poly_epo_jax.model.partition import merge_params, split_params
@@ -23,6 +23,7 @@ from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import param_shardings, replicated, row_sharding
 from poly_epo_jax.objective import DeviceMetrics, Objective, summarize
 from poly_epo_jax.optimizer import make_optimizer, make_schedule, skip_update
+from poly_epo_jax.parallel.compiler_options import compiler_options
 from poly_epo_jax.types import Metrics, Params
 
 
@@ -74,13 +75,13 @@ class PolicyUpdate:
         self.shardings = self._state_shardings(param_shardings(model, mesh))
 
         weights, scalar = self.shardings.trainable, replicated(mesh)
+        jit = partial(jax.jit, compiler_options=compiler_options(mesh))
         self._init = jax.jit(self._first_state, out_shardings=self.shardings)
         self._zeros = jax.jit(partial(jax.tree.map, _float32_zeros), out_shardings=weights)
-        self._logprobs = jax.jit(
-            lambda params, batch: self._forward(params, batch)[0], out_shardings=row_sharding(mesh)
-        )
-        self._accumulate = jax.jit(self._add_gradient, donate_argnums=2, out_shardings=(weights, scalar))
-        self._apply = jax.jit(self._apply_gradient, donate_argnums=0, out_shardings=(self.shardings, scalar))
+        self._logprobs = jit(lambda params, batch: self._forward(params, batch)[0], out_shardings=row_sharding(mesh))
+        self._accumulate = jit(self._add_gradient, donate_argnums=2, out_shardings=(weights, scalar))
+        self._measure = jit(self._metrics, out_shardings=scalar)
+        self._apply = jit(self._apply_gradient, donate_argnums=0, out_shardings=(self.shardings, scalar))
         self._skip = jax.jit(_without_gradient, donate_argnums=0, out_shardings=self.shardings)
 
     def _state_shardings(self, weights: Params) -> TrainState:
@@ -118,6 +119,9 @@ class PolicyUpdate:
         pullback.with_refs(sums)(jnp.ones_like(total))  # pyright: ignore[reportFunctionMemberAccess]
         return jax.tree.map(jax.freeze, sums), metrics
 
+    def _metrics(self, params: Params, batch: PackedBatch) -> DeviceMetrics:
+        return self.objective(*self._forward(params, batch), batch)[1]
+
     def _apply_gradient(self, state: TrainState, gradients: Params) -> tuple[TrainState, DeviceMetrics]:
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.trainable)
         metrics = {
@@ -132,6 +136,8 @@ class PolicyUpdate:
     def lower(self, num_rows: int, row_tokens: int) -> dict[str, jax.stages.Lowered]:
         """The programs of microbatches [num_rows, row_tokens] and of the optimizer, to be compiled without weights.
 
+        The mesh's devices need not be here.
+
         `logprobs` makes old log-probabilities, `gradient` adds a microbatch's to the sum, `optimizer` takes the sum.
         """
 
@@ -140,7 +146,7 @@ class PolicyUpdate:
 
         state = jax.tree.map(abstract, self.abstract_state, self.shardings)
         gradients = jax.tree.map(abstract, jax.eval_shape(self._zeros, state.trainable), self.shardings.trainable)
-        batch = self.place(empty_batch(num_rows, row_tokens))
+        batch = jax.tree.map(lambda x: abstract(x, self._batch_sharding(x)), empty_batch(num_rows, row_tokens))
         with jax.set_mesh(self.mesh):
             return {
                 "logprobs": self._logprobs.lower(state.params, batch),
@@ -164,6 +170,9 @@ class PolicyUpdate:
         """The minibatches with the log-probabilities that later updates compare with, made before the first of them.
 
         The first minibatch needs none: weights do not change before it, so its ratios are exactly one.
+
+        Args:
+          reference: the reference policy's weights, where the objective has a KL term; frozen ones may be left out.
         """
         params, objective = state.params, self.objective
         with jax.set_mesh(self.mesh):
@@ -171,9 +180,10 @@ class PolicyUpdate:
             for index, minibatch in enumerate(minibatches):
                 batches = [self.place(batch._replace(on_policy=np.array(not index))) for batch in minibatch]
                 if index:
-                    batches = [batch._replace(old_logprobs=self._logprobs(params, batch)) for batch in batches]
+                    batches = [b._replace(old_logprobs=self._logprobs(params, PackedBatch(*b))) for b in batches]
                 if objective.kl_coef:
-                    batches = [batch._replace(reference_logprobs=self._logprobs(reference, batch)) for batch in batches]
+                    whole = merge_params(state.frozen, reference or {})
+                    batches = [b._replace(reference_logprobs=self._logprobs(whole, PackedBatch(*b))) for b in batches]
                 filled.append(batches)
             return filled
 
@@ -182,7 +192,11 @@ class PolicyUpdate:
         gradients, metrics = self.zero_gradients(state), []
         with jax.set_mesh(self.mesh):
             for batch in minibatch:
-                gradients, sums = self._accumulate(state.trainable, state.frozen, gradients, self.place(batch))
+                placed = self.place(PackedBatch(*batch))
+                if isinstance(batch, SilentBatch):
+                    sums = self._measure(state.params, placed)
+                else:
+                    gradients, sums = self._accumulate(state.trainable, state.frozen, gradients, placed)
                 metrics.append(sums)
             return gradients, metrics
 
@@ -212,14 +226,16 @@ class PolicyUpdate:
 
     def place(self, batch: PackedBatch) -> PackedBatch:
         """The microbatch on the mesh."""
-        rows, scalar = row_sharding(self.mesh), replicated(self.mesh)
 
         def put(x: Any) -> jax.Array:
-            sharding = rows if x.ndim else scalar
             # Every host has the whole batch, and takes its devices' part.
+            sharding = self._batch_sharding(x)
             return x if isinstance(x, jax.Array) else jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
         return jax.tree.map(put, batch)
+
+    def _batch_sharding(self, x: Any) -> jax.sharding.NamedSharding:
+        return row_sharding(self.mesh) if x.ndim else replicated(self.mesh)
 
 
 def _without_gradient(state: TrainState) -> TrainState:

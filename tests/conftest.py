@@ -11,7 +11,7 @@ os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
     "--xla_llvm_disable_expensive_passes=true"
 )
-# What one test has compiled, others and later runs read. With a bound on its size, files are locked while in use.
+# What processes of the tests compile, others and later runs read. With a bound on its size, files are locked in use.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2 * 10**9))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import install_import_hook
 
 install_import_hook("poly_epo_jax", "beartype.beartype")
@@ -30,6 +31,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: with several workers, none is left alone with one of them at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs(request: pytest.FixtureRequest) -> None:
+    """Keeps what this process compiles, the smallest programs too, which are most of the tests' time.
+
+    Each file of tests has a folder of its own, in which no other worker writes: so it needs no lock, which costs more
+    than such programs do.
+    """
+    jax.config.update(
+        "jax_compilation_cache_dir", os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], request.path.stem)
+    )
+    jax.config.update("jax_compilation_cache_max_size", -1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

@@ -55,9 +55,10 @@ class ForkServer:
         os.kill(self._pid, signal.SIGKILL)
 
     def close(self) -> None:
-        assert self._server.stdin
+        assert self._server.stdin and self._server.stdout
         self._server.stdin.close()
         self._server.wait()
+        self._server.stdout.close()
 
     def _line(self) -> str:
         assert self._server.stdout

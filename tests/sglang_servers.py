@@ -29,6 +29,12 @@ def require_sglang() -> None:
     pytest.skip(reason)
 
 
+def require_torch() -> None:
+    """Likewise without torch, whose tensors SGLang takes weights as, where they are handed over in memory."""
+    if not os.environ.get("POLY_EPO_REQUIRE_TORCH"):
+        pytest.importorskip("torch", reason="torch is not installed: bash launch/test.sh installs it for CPUs")
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,5 +1,7 @@
 """What a configuration asks for is what set_rl computes."""
 
+import inspect
+import math
 from typing import Any
 
 import jax
@@ -52,6 +54,7 @@ def over_all_sets(objective: Any, rewards: np.ndarray, clusters: np.ndarray) -> 
         ({"num_sets": NUM_SETS}, sampled),
         ({"objective": "pass_at_n"}, lambda r, c: over_all_sets(set_rl.pass_at_n, r, c)),
         ({"objective": "mean_reward"}, lambda r, c: over_all_sets(set_rl.mean_reward, r, c)),
+        ({"objective": "reward_plus_diversity"}, lambda r, c: over_all_sets(set_rl.reward_plus_diversity, r, c)),
         ({"advantages": "grpo"}, lambda r, c: set_rl.grpo_advantages(r)),
         ({"advantages": "grpo_div", "div_coef": 0.7}, lambda r, c: set_rl.grpo_div_advantages(r, c, 0.7)),
     ],
@@ -102,7 +105,7 @@ def test_an_objective_of_ones_own(graded, monkeypatch):
     monkeypatch.setitem(set_rl.OBJECTIVES, "spread", set_rl.Objective(spread, "Spread"))
     rewards, clusters = graded
     advantages = advantages_of(algo(objective="spread"), rewards, clusters)
-    assert make_estimator(algo(objective="spread"))[1:] == (("rewards",), "Spread")
+    assert make_estimator(algo(objective="spread"))[1:3] == (("rewards",), "Spread")
 
     sets = set_rl.enumerate_sets(N, SET_SIZE)
     scores = np.ptp(rewards.astype(np.float64)[:, sets], axis=-1)
@@ -115,14 +118,32 @@ def test_an_objective_of_ones_own(graded, monkeypatch):
 def test_the_loss_gets_its_clip_range(name: str):
     """Two ratios far outside of the range, one with each sign of the advantage."""
     logprobs, old_logprobs = jnp.log(jnp.array([[0.9, 0.1]])), jnp.log(jnp.array([[0.3, 0.3]]))
-    arrays = logprobs, old_logprobs, jnp.array([[1.0, -1.0]]), jnp.array([[0.5, 0.5]]), jnp.array([[1, 1]])
+    arrays = logprobs, old_logprobs, jnp.array([[1.0, -1.0]]), jnp.array([[0.5, 0.5]]), jnp.array([[1, 2]])
     tokens = set_rl.Tokens(*arrays)
-    bounds = {} if name == "policy_gradient" else {"clip_low": 0.1, "clip_high": 0.4}
+    reads = "clip_low" in inspect.signature(set_rl.LOSSES[name]).parameters
+    bounds = {"clip_low": 0.1, "clip_high": 0.4} if reads else {}
     loss, _ = make_loss(algo(loss=name, clip_low=0.1, clip_high=0.4))(tokens)
     np.testing.assert_allclose(loss, set_rl.LOSSES[name](tokens, **bounds)[0], rtol=1e-6)
     if bounds:
         other, _ = make_loss(algo(loss=name, clip_low=0.2, clip_high=0.2))(tokens)
         assert not np.isclose(loss, other)
+
+
+def test_the_covariance_losses_get_their_numbers():
+    rng = np.random.default_rng(0)
+    logprobs, old_logprobs, advantages = jnp.asarray(rng.normal(size=(3, 2, 40)), jnp.float32)
+    tokens = set_rl.Tokens(logprobs, old_logprobs, advantages, jnp.ones((2, 40)), jnp.ones((2, 40), int))
+    keys = {"cov_fraction": 0.2, "cov_kl_coef": 3.0, "cov_low": 0.2, "cov_high": 0.9}
+    of_kl = {name: keys[name] for name in ("cov_fraction", "cov_kl_coef")}
+    of_clip = {name: keys[name] for name in ("cov_fraction", "cov_low", "cov_high")}
+    for name, numbers in (("kl_cov", of_kl), ("clip_cov", of_clip)):
+        (loss, metrics), (direct, counted) = (
+            make_loss(algo(loss=name, **keys))(tokens),
+            set_rl.LOSSES[name](tokens, **numbers),
+        )
+        assert loss == direct and metrics == counted
+    default, _ = make_loss(algo(loss="kl_cov"))(tokens)
+    assert not np.isclose(default, set_rl.kl_cov_loss(tokens, **of_kl)[0])
 
 
 def test_a_loss_of_ones_own_keeps_keywords_that_are_no_keys(monkeypatch):
@@ -161,4 +182,55 @@ def test_a_feature_that_is_not_there_is_named(graded, monkeypatch):
     ],
 )
 def test_every_method_says_its_name_and_what_it_reads(changes, reads, title):
-    assert make_estimator(algo(**changes))[1:] == (reads, title)
+    assert make_estimator(algo(**changes))[1:3] == (reads, title)
+
+
+RIVALS = {
+    "darling": (set_rl.darling_advantages, "clusters", {}, {}),
+    "dqo": (set_rl.dqo_advantages, "embeddings", {"weight": 1.0}, {"weight": 0.3}),
+    "entropic": (set_rl.entropic_advantages, "", {"kl": math.log(2)}, {"kl": 0.2}),
+    "max_rl": (set_rl.max_rl_advantages, "", {}, {}),
+    "passk": (set_rl.passk_advantages, "", {"k": 4}, {"k": 2}),
+    "pkpo": (set_rl.pkpo_advantages, "", {"k": 4}, {"k": 7}),
+    "rep_exp": (set_rl.rep_exp_advantages, "embeddings", {"beta": 0.01, "ridge": 0.01}, {"beta": 0.5, "ridge": 1.0}),
+    "rs_grpo": (set_rl.rs_grpo_advantages, "", {"beta": 2.0}, {"beta": 5.0}),
+    "set_dpp": (set_rl.set_dpp_advantages, "embeddings", {"scale": 1.0}, {"scale": 9.0}),
+    "set_po": (set_rl.set_po_advantages, "embeddings", {"weight": 1.0}, {"weight": 4.0}),
+    "shaped_product": (set_rl.shaped_product_advantages, "clusters", {}, {}),
+    "ucpo": (set_rl.ucpo_advantages, "mean_logprob", {"tau": 0.3}, {"tau": 0.9}),
+    "uniqueness": (set_rl.uniqueness_advantages, "clusters", {"alpha": 1.0}, {"alpha": 0.5}),
+    "unlikeliness": (set_rl.unlikeliness_advantages, "mean_logprob", {"beta": 0.25}, {"beta": 1.0}),
+}
+"""By its word: the function, what it reads beside rewards, the numbers that are its defaults, and others."""
+
+
+@pytest.mark.parametrize("word", RIVALS)
+def test_every_rival_has_a_word_and_options(word, graded):
+    function, other, defaults, options = RIVALS[word]
+    rng = np.random.default_rng(1)
+    rewards, clusters = graded
+    features = {
+        "rewards": rewards,
+        "clusters": clusters,
+        "mean_logprob": -rng.random((P, N)).astype(np.float32),
+        "embeddings": rng.normal(size=(P, N, 3)).astype(np.float32),
+        "lengths": np.ones((P, N), np.int32),
+    }
+    arrays = [features[name] for name in ("rewards", other) if name]
+    found = [make_advantages(algo(advantages=word, options=chosen), SEED)(STEP, features) for chosen in ({}, options)]
+    for advantages, numbers in zip(found, (defaults, options), strict=True):
+        np.testing.assert_allclose(advantages, function(*arrays, **numbers), rtol=1e-4, atol=1e-5)
+    assert not options or np.abs(found[0] - found[1]).max() > 1e-3
+    estimator = make_estimator(algo(advantages=word, options=options))
+    assert estimator.reads == tuple(name for name in ("rewards", other) if name)
+    assert estimator.reads_judge == (other in ("clusters", "embeddings"))
+
+
+def test_every_word_is_tried():
+    assert set(RIVALS) | {"marginal_set", "grpo", "grpo_div"} == set(ADVANTAGES)
+
+
+def test_titles_tell_methods_apart():
+    titles = [make_estimator(algo(advantages=word)).title for word in ADVANTAGES]
+    titles += [objective.title for name, objective in set_rl.OBJECTIVES.items() if name != "polychromic"]
+    assert len(set(titles)) == len(titles)

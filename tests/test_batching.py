@@ -1,10 +1,13 @@
 """Packing: every token of every sequence once, where the model and the loss look for it."""
 
+import dataclasses
+import itertools
 import math
 
 import numpy as np
 import pytest
 from fakes import random_sequences
+from packings import visible_where_shared
 
 from poly_epo_jax.batching import TrainingSequence, pack
 
@@ -118,3 +121,50 @@ def test_tokens_that_the_policy_did_not_write_weigh_nothing():
     (batch,) = pack([sequence], row_tokens=6, rows_per_microbatch=1)
     np.testing.assert_array_equal(batch.tokens, [[5, 1, 2, 3, 4, 0]])
     np.testing.assert_array_equal(batch.weights, [[0.25, 0, 0, 0.25, 0, 0]])
+
+
+def families(rng, num_prompts, num_generations, max_prompt=9):
+    """Random sequences; those of a prompt share its array."""
+    found = []
+    for _ in range(num_prompts):
+        prompt = rng.integers(0, 1000, rng.integers(1, max_prompt + 1)).astype(np.int32)
+        drawn = random_sequences(rng, num_generations, vocab=1000)
+        found += [dataclasses.replace(sequence, prompt_ids=prompt) for sequence in drawn]
+    return found
+
+
+def predictions(batches):
+    """Of each trained token: all tokens that its prediction sees, in order, the token, and what the loss reads."""
+    found = []
+    for batch in batches:
+        seen = visible_where_shared(batch.segment_ids, batch.positions)
+        for r, t in np.argwhere(batch.weights > 0):
+            context = sorted(zip(batch.positions[r, seen[r, t]], batch.tokens[r, seen[r, t]], strict=True))
+            assert [place for place, _ in context] == list(range(len(context)))
+            columns = (getattr(batch, name)[r, t].item() for name in FIELDS[2:])
+            found.append((*(int(token) for _, token in context), *columns))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_with_shared_prompts_every_token_is_predicted_from_the_same_ones(seed):
+    rng = np.random.default_rng(seed)
+    sequences = families(rng, int(rng.integers(1, 9)), int(rng.integers(1, 7)))
+    alone = predictions(pack(sequences, 24, rows_per_microbatch=4))
+    for row_tokens, num_rows in itertools.product((24, 50, 300), (1, 3)):
+        shared = pack(sequences, row_tokens, num_rows, share_prompts=True)
+        assert predictions(shared) == alone
+
+
+def test_a_shared_prompt_is_read_once_in_a_row():
+    prompt = np.array([5, 6, 7], np.int32)
+    a, b = (
+        TrainingSequence(prompt, np.array(ids), np.full(len(ids), -0.5, np.float32), np.ones(len(ids), bool), 2.0, 0.25)
+        for ids in ([1, 2], [3, 4, 5])
+    )
+    (batch,) = pack([a, b], row_tokens=8, rows_per_microbatch=1, share_prompts=True)
+    np.testing.assert_array_equal(batch.tokens, [[5, 6, 7, 3, 4, 7, 1, 0]])
+    np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 3, 4, 2, 3, 0]])
+    np.testing.assert_array_equal(batch.segment_ids, [[1, 1, 2, 2, 2, 3, 3, 0]])
+    np.testing.assert_array_equal(batch.targets, [[0, 0, 3, 4, 5, 1, 2, 0]])
+    np.testing.assert_array_equal(batch.weights > 0, [[0, 0, 1, 1, 1, 1, 1, 0]])

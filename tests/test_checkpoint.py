@@ -6,10 +6,12 @@ import shutil
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from fakes import TINY_MODEL, optimizer_config, tiny_params, tiny_problems
 
 from poly_epo_jax.checkpoint import CheckpointError, Checkpoints
+from poly_epo_jax.config import ConfigError
 from poly_epo_jax.data import problem_batches
 from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.model.sharding import make_mesh
@@ -92,6 +94,30 @@ def test_weights_alone_come_back_whole(tmp_path, pattern):
     shardings = merge_params(update.shardings.trainable, update.shardings.frozen)
     restored = Checkpoints(tmp_path).restore_params(3, update.abstract_state.params, shardings, pattern)
     assert_trees_equal(restored, state.params)
+
+
+def test_without_frozen_weights_a_checkpoint_is_small_and_wants_the_same_ones_back(tmp_path):
+    pattern = r"layers\.(q|o)"
+    update = make_update(1, 1, 1, trainable=pattern)
+    state, checkpoints = random_state(update), Checkpoints(tmp_path, with_frozen=False)
+    checkpoints.save(3, state, {"position": 3})
+    checkpoints.close()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        saved = manager.restore(3, args=ocp.args.Composite(state=ocp.args.StandardRestore())).state
+    assert set(saved["trainable"]["layers"]) == {"q", "o"} and not saved["frozen"]
+    checkpoints, like = Checkpoints(tmp_path, with_frozen=False), (update.abstract_state, update.shardings)
+    restored, data_state = checkpoints.restore(3, *like, state.frozen)
+    assert_trees_equal(restored, state)
+    assert data_state == {"position": 3}
+    shardings = merge_params(update.shardings.trainable, update.shardings.frozen)
+    weights = Checkpoints(tmp_path, read_only=True).restore_params(
+        3, update.abstract_state.params, shardings, pattern, state.frozen
+    )
+    assert_trees_equal(weights, state.params)
+    other = state.frozen | {"norm": state.frozen["norm"] + 1}
+    with pytest.raises(ConfigError, match="beside the weights of another base policy; set model"):
+        checkpoints.newest(lambda step: checkpoints.restore(step, *like, other))
+    checkpoints.close()
 
 
 def test_data_goes_on_with_the_very_same_problems(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from poly_epo_jax.config import Config
+from poly_epo_jax.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 FILE = "--config=configs/polynomial.py"
@@ -97,8 +98,9 @@ def test_a_part_of_ones_own_takes_no_name_that_is_taken(tmp_path: Path):
     (tmp_path / "mine.py").write_text(MINE.format(task="math"))
     ended = python("main", "--config=mine.py", "--print_config", folder=tmp_path)
     assert ended.returncode == 1
+    taken = ", ".join(TASKS)
     assert ended.stderr.splitlines()[-1] == (
-        "Error: There is a part named 'math' already; choose another name than polynomial, multiplication, math."
+        f"Error: There is a part named 'math' already; choose another name than {taken}."
     )
 
 

@@ -44,14 +44,14 @@ def changed(**changes: Any) -> ConfigDict:
     return config
 
 
-@pytest.mark.parametrize("method", default_config.METHODS)
+@pytest.mark.parametrize("method", default_config.WORDS)
 @pytest.mark.parametrize("name", ["default", *NAMES])
 def test_shipped_configs_can_run(name: str, method: str):
     config = default_config.get_config(method) if name == "default" else load(name, method)
     assert read_config(config).to_dict() == config.to_dict()
     assert config.is_locked
-    assert config.algo.advantages == default_config.METHODS[method]["advantages"]
-    assert config.algo.length_normalization == default_config.METHODS[method]["length_normalization"]
+    assert config.algo.advantages == default_config.WORDS[method]["advantages"]
+    assert config.algo.length_normalization == default_config.WORDS[method]["length_normalization"]
 
 
 def test_every_key_is_declared_once_and_explained():
@@ -62,7 +62,7 @@ def test_every_key_is_declared_once_and_explained():
     assert [key for key in sorted(numbers) if not isinstance(declared[key].metadata["check"], Range)] == []
 
 
-@pytest.mark.parametrize("method", default_config.METHODS)
+@pytest.mark.parametrize("method", default_config.WORDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_shipped_configs_state_only_what_differs(name: str, method: str):
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
@@ -77,12 +77,15 @@ def test_shipped_configs_state_only_what_differs(name: str, method: str):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"task.name": "chess"}, ["task.name='chess'", "multiplication, polynomial"]),
+        ({"task.name": "chess"}, ["task.name='chess'", "multiplication_prose, polynomial"]),
         ({"judge.name": "jury"}, ["judge.name='jury'", "exact"]),
         ({"rollouts.name": "remote"}, ["rollouts.name='remote'", "embedded"]),
-        ({"algo.loss": "dpo"}, ["algo.loss='dpo'", "cispo, policy_gradient, ppo_clip"]),
-        ({"algo.objective": "mean"}, ["algo.objective='mean'", "mean_reward, pass_at_n, polychromic"]),
-        ({"algo.advantages": "poly_epo"}, ["algo.advantages='poly_epo'", "grpo, grpo_div, marginal_set"]),
+        ({"algo.loss": "dpo"}, ["algo.loss='dpo'", "cispo, clip_cov, gspo, kl_cov, policy_gradient, ppo_clip"]),
+        ({"algo.objective": "mean"}, ["algo.objective='mean'", "determinant, mean_reward, pass_at_n, polychromic"]),
+        (
+            {"algo.advantages": "poly_epo"},
+            ["algo.advantages='poly_epo'", "grpo, grpo_div, marginal_set, max_rl, passk"],
+        ),
         ({"algo.length_normalization": "mean"}, ["algo.length_normalization='mean'", "max, own"]),
         ({"optimizer.schedule": "step"}, ["optimizer.schedule='step'", "constant, cosine, linear"]),
         ({"model.dtype": "float16"}, ["model.dtype='float16'", "bfloat16, float32"]),
@@ -97,6 +100,16 @@ def test_shipped_configs_state_only_what_differs(name: str, method: str):
         ({"algo.num_sets": -1}, ["algo.num_sets=-1", "between 0 and 1,000,000"]),
         ({"sampling.temperature": 0.0}, ["sampling.temperature=0.0", "positive"]),
         ({"train.trainable": "layers.(q"}, ["train.trainable='layers.(q'", "must be a regular expression"]),
+        ({"lora.rank": -1}, ["lora.rank=-1", "must be 0, or lie between 1 and 1,024"]),
+        ({"lora.rank": 1025}, ["lora.rank=1025", "between 1 and 1,024"]),
+        ({"lora.alpha": 0.0}, ["lora.alpha=0.0", "between 1e-06"]),
+        (
+            {"lora.targets": ("q_proj", "lm_head")},
+            ["lora.targets=('q_proj', 'lm_head')", "q_proj, k_proj"],
+        ),
+        ({"lora.targets": ("q_proj", "q_proj")}, ["lora.targets=", "each once"]),
+        ({"lora.targets": ()}, ["lora.targets=()", "must name some of q_proj"]),
+        ({"lora.rank": 8, "train.trainable": "norm"}, ["lora.rank=8 trains adapters", "train.trainable='norm'", "one"]),
         ({"sampling.temperature": float("nan")}, ["sampling.temperature=nan", "must be a finite number"]),
         ({"sampling.top_p": 0.0}, ["sampling.top_p=0.0", "between 1e-06 and 1"]),
         ({"sampling.top_p": 1.5}, ["sampling.top_p=1.5", "between 1e-06 and 1"]),
@@ -138,9 +151,23 @@ def test_shipped_configs_state_only_what_differs(name: str, method: str):
             ["algo.importance_cap=0.0 would ignore", "set it, for example to 2"],
         ),
         (
-            {"algo.objective": "pass_at_n", "train.num_generations": 32, "algo.set_size": 16},
+            {"algo.objective": "mean_reward", "train.num_generations": 32, "algo.set_size": 16},
             ["algo.num_sets=0", "all 601080390 sets", "draw some"],
         ),
+        ({"algo.advantages": "ucpo", "algo.options": {"tau": 1.5}}, ["algo.options.tau=1.5", "between 0 and 1"]),
+        ({"algo.advantages": "pkpo", "algo.options": {"k": 1}}, ["algo.options.k=1", "between 2 and 4,096"]),
+        ({"algo.advantages": "pkpo", "algo.options": {"k": 2.5}}, ["algo.options.k=2.5", "must be a whole number"]),
+        ({"algo.advantages": "max_rl", "algo.options": {"k": 2}}, ["algo.options has 'k'", "max_rl does not take"]),
+        (
+            {"algo.advantages": "passk", "algo.options": {"k": 8}},
+            ["train.num_generations=8 must be at least 9 for Pass@k training with algo.options={'k': 8}."],
+        ),
+        (
+            {"algo.advantages": "pkpo", "train.num_generations": 3, "algo.set_size": 2},
+            ["train.num_generations=3 must be at least 4 for PKPO"],
+        ),
+        ({"algo.cov_fraction": 2.0}, ["algo.cov_fraction=2.0", "between 1e-09 and 1"]),
+        ({"judge.name": "none", "algo.advantages": "darling"}, ["judge.name='none'", "DARLING reads them"]),
     ],
 )
 def test_wrong_values_are_refused(changes: dict[str, Any], words: list[str]):
@@ -164,6 +191,7 @@ def test_wrong_values_are_refused(changes: dict[str, Any], words: list[str]):
         {"judge.name": "none", "algo.advantages": "grpo"},
         {"judge.name": "none", "algo.objective": "pass_at_n"},
         {"judge.name": "answer"},
+        {"lora.rank": 8, "lora.targets": ["q_proj", "v_proj"]},
         {"judge.name": "llm", "judge.url": "http://127.0.0.1:1", "judge.options": {"attempts": 2}},
     ],
 )

@@ -32,7 +32,7 @@ SMALL = " ".join(
     as_flags({key: value for key, value in SETTINGS.items() if key != "task.options"} | {"train.num_steps": 2})
 )
 FEW = "--num_generations=2 --max_problems=4"
-PEERS = "makes environments of several GB, with torch and Tunix: by hand"
+PEERS = "makes environments of several GB, with torch, Tunix and TRL: by hand"
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,20 @@ class Rule:
 
 RULES = (
     Rule("LOCK=newest bash launch/test.sh", elsewhere="asks the package index for what is newest; by hand"),
+    Rule(".venv-tpu/bin/python -m poly_epo_jax.bench", elsewhere="tests/bench/aot/test_compile_for.py, for two layers"),
+    Rule("bash launch/compiler_env.sh", elsewhere="launch/test.sh runs it; it fetches XLA's compilers"),
     Rule("bash launch/lock.sh", elsewhere="asks the package index for what is newest; by hand"),
     Rule("bash launch/node.sh", elsewhere="tests/launch/test_node.py runs it with DEVICE=cpu; it is made for 4 x H200"),
     Rule("bash launch/quickstart.sh", SMALL, says="report: runs/report/report.html"),
-    Rule("bash launch/sweep.sh runs/frontier", elsewhere="36 runs; the two below are the same script's"),
-    Rule("bash launch/sweep.sh runs/multiplication", SMALL, says="frontier.png"),
-    Rule("bash launch/sweep.sh runs/skewed", SMALL, says="frontier.png"),
+    Rule("bash launch/smollm2.sh", elsewhere="tests/launch/test_smollm2.py; it fetches a model"),
     Rule("bash launch/test.sh", elsewhere="it runs this test"),
     Rule("bash launch/tpu.sh run", says="--config=configs/polaris.py:v5p-32 --config.hosts.coordinator=auto"),
     Rule("bash tests/bench/h200.sh", elsewhere="made for an H200; with SMALL=1 by hand, as it is minutes of compiling"),
+    Rule("bash third_party/sglang/serve.sh gpu", elsewhere="needs a GPU; tests/rollouts/test_sleep.py has its order"),
+    Rule(
+        "XLA_PYTHON_CLIENT_ALLOCATOR=platform python -m poly_epo_jax.main --config=configs/gsm8k.py",
+        error="'openai/gsm8k:main:test' cannot be reached",
+    ),
     Rule("bash third_party/jetstream/setup.sh", elsewhere="launch/test.sh runs it; it fetches JetStream"),
     Rule("pip install", says="Successfully installed poly_epo_jax"),
     Rule("pip install pre-commit", elsewhere="fetches another project; by hand"),
@@ -67,12 +72,15 @@ RULES = (
     Rule("python -m poly_epo_jax.bench --config=configs/polaris.py --plans", says="v6e-64"),
     Rule(
         "python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan",
-        says="Plan: 8 x v5p, mesh data 1, fsdp 8, tensor 1, train.rows_per_device=1 of 16,384 tokens: 17.1 GB of 95 GB "
-        "on each device; train.rows_per_device=14 would fit.",
+        says="Plan: 8 x v5p, mesh data 1, fsdp 8, tensor 1, model.remat=full, train.rows_per_device=1 of 16,384 "
+        "tokens: 21.6 GB of 95 GB on each device; train.rows_per_device=12 would fit.",
     ),
     Rule("python -m poly_epo_jax.bench --config=configs/polynomial.py", says="Written to runs/bench.json."),
     Rule("python -m poly_epo_jax.bench --plan --config=configs/polaris.py:v5p-32", says="Plan: 16 x v5p"),
+    Rule("python -m poly_epo_jax.bench --plan --config=configs/polaris.py:rtx4090x1", says="tokens: 14.5 GB of 18 GB"),
     Rule("python -m poly_epo_jax.bench --plans", says="h200x16"),
+    Rule("python -m poly_epo_jax.doctor --config=configs/polynomial.py", SMALL, says=" 0 failed, "),
+    Rule("python -m poly_epo_jax.doctor --config=configs/polaris.py", error="failed: devices"),
     Rule("python -m poly_epo_jax.evaluate --config=configs/polynomial.py", FEW, says="python -m poly_epo_jax.report"),
     Rule(
         "python -m poly_epo_jax.evaluate --config=configs/polaris.py",
@@ -80,20 +88,53 @@ RULES = (
         error="http://127.0.0.1:1 does not say what it serves (it does not accept connections); start an SGLang",
     ),
     Rule("python -m poly_epo_jax.export", says="policy: runs/policy"),
+    Rule("python -m poly_epo_jax.export runs/lora runs/adapter", says="adapter: runs/adapter"),
+    Rule("python -m poly_epo_jax.export runs/lora runs/merged", says="policy: runs/merged"),
+    Rule("python -m poly_epo_jax.main --config=configs/gsm8k.py", error="'openai/gsm8k:main:test' cannot be reached"),
     Rule("python -m poly_epo_jax.main --config=configs/multiplication.py", SMALL, says="Done: runs/my-run"),
     Rule("python -m poly_epo_jax.main --config=configs/polaris.py", error="POLARIS-Project/Polaris-Dataset-53K"),
     Rule("python -m poly_epo_jax.main --config=configs/polaris.py:h200x4", error="mesh.device=h200, but the devices"),
     Rule("python -m poly_epo_jax.main --config=configs/polynomial.py", SMALL, says="Done: runs/polynomial-poly_epo"),
     Rule(
+        "python -m poly_epo_jax.main --config=configs/polynomial.py --config.algo.objective=pass_at_n",
+        SMALL,
+        says="Done: runs/pass_at_n",
+    ),
+    Rule(
+        "python -m poly_epo_jax.main --config=configs/polynomial.py:grpo --config.algo.advantages=max_rl",
+        SMALL,
+        says="Done: runs/max_rl",
+    ),
+    Rule("python -m poly_epo_jax.main --config=configs/polynomial.py --config.lora", SMALL, says="Done: runs/lora"),
+    Rule(
+        "python -m poly_epo_jax.main --config=configs/polynomial.py:grpo --config.algo.advantages=rep_exp",
+        SMALL,
+        says="Done: runs/rep_exp",
+    ),
+    Rule(
         "python -m poly_epo_jax.main --config=my_objective.py",
         elsewhere="tests/examples/test_extending.py and tests/launch/test_wheel.py",
     ),
+    Rule("python -m poly_epo_jax.main --config=configs/prose.py", elsewhere="trains Qwen3-1.7B, over a server"),
+    Rule(
+        "python -m poly_epo_jax.main --config=configs/smollm2.py", elsewhere="tests/launch/test_smollm2.py, two steps"
+    ),
     Rule("python -m poly_epo_jax.main --help", says="train.num_steps"),
+    Rule("python -m poly_epo_jax.report runs/smollm2", elsewhere="of runs that this test does not make"),
     Rule("python -m poly_epo_jax.report", says="/report/report.html"),
+    Rule("python -m poly_epo_jax.study studies/categories.py", elsewhere="60 runs of a model of 135M weights"),
+    Rule("python -m poly_epo_jax.study studies/rivals.py", elsewhere="50 runs; those below are the same command"),
+    Rule("python -m poly_epo_jax.study studies/polynomial.py", elsewhere="36 runs; those below are the same command"),
+    Rule("python -m poly_epo_jax.study studies/polynomial.py --report", SMALL, says="report/report.html"),
+    Rule("python -m poly_epo_jax.study studies/multiplication.py", SMALL, says="(3 of 3 runs finished)"),
+    Rule("python -m poly_epo_jax.study studies/skewed.py", SMALL, says="(3 of 3 runs finished)"),
     Rule("python -m sglang_router", elsewhere="tests/rollouts/test_sglang.py starts SGLang's router"),
     Rule("python tests/attack", elsewhere="tests/attack/test_attack.py, for some seconds each"),
     Rule("python tests/bench/advantages.py", says="closed form"),
     Rule("python tests/bench/decode_peers.py", elsewhere=PEERS),
+    Rule("python tests/bench/estimators.py", says="marginal_set, polychromic"),
+    Rule("python tests/bench/theory", elsewhere="tests/bench/test_theory.py, each question in small; minutes in all"),
+    Rule("python tests/bench/step_peers.py", elsewhere=PEERS),
     Rule("python tests/bench/update_peers.py", elsewhere=PEERS),
     Rule("python tests/bench/weight_sync.py", "runs", says="runs: one writer"),
     Rule("sbatch", says="of launch/slurm.sbatch"),

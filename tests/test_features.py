@@ -2,15 +2,19 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 import pytest
 from fakes import PROBLEMS, group
 
 from poly_epo_jax.algorithm import OWN_FEATURES
+from poly_epo_jax.batching import SilentBatch, pack
 from poly_epo_jax.features import batch_features
 from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.types import Clustering, GradedGroup, JudgeFailure
+
+PACK = partial(pack, row_tokens=8, rows_per_microbatch=1)
 
 
 def graded(
@@ -75,7 +79,7 @@ def test_without_groups_features_are_empty():
 
 @pytest.mark.parametrize(("normalization", "weight"), [("own", 1 / (2 * 1)), ("max", 1 / (2 * 8))])
 def test_a_reply_is_read_and_not_trained(normalization: str, weight: float):
-    packer = MinibatchPacker(2, row_tokens=8, num_rows=1, length_normalization=normalization, max_tokens=8)
+    packer = MinibatchPacker(2, PACK, length_normalization=normalization, max_tokens=8)
     first, second = packer([graded([0, 1], reply=True), graded([0, 1])], np.array([[3.0, -3.0], [1.0, -1.0]]))
     (batch,) = first
     # The prompt's two tokens, the reply's and the policy's; position t is about token t + 1.
@@ -84,11 +88,29 @@ def test_a_reply_is_read_and_not_trained(normalization: str, weight: float):
     assert (second[0].weights > 0).sum() == 4
 
 
+def test_what_is_silent_is_set_apart_where_that_saves_more_than_it_takes():
+    """Rows hold two sequences; a gradient takes three times as long as what is measured."""
+    skip = MinibatchPacker(1, PACK, length_normalization="own", max_tokens=8, skip_silent=True)
+
+    def rows(*advantages: float) -> list[bool]:
+        (minibatch,) = skip([graded([0, 1])] * (len(advantages) // 2), np.array(advantages).reshape(-1, 2))
+        assert sum(int((batch.weights > 0).sum()) for batch in minibatch) == 2 * len(advantages)
+        assert not any(np.any(batch.advantages) for batch in minibatch if isinstance(batch, SilentBatch))
+        return [isinstance(batch, SilentBatch) for batch in minibatch]
+
+    assert rows(1.0, -1.0, 0.0, 0.0) == [False, True]
+    assert rows(0.0, 0.0) == [True]
+    assert rows(1.0, 0.0) == [False]
+    assert rows(1.0, 0.0, 0.0, 0.0) == [False, True, True]
+    assert rows(1.0, 1.0, 1.0, 0.0) == [False, False]
+    assert rows(1.0, -1.0) == [False]
+
+
 @pytest.mark.parametrize(
     ("left", "sizes"), [(8, [2, 2, 2, 2]), (7, [2, 2, 2, 1]), (5, [2, 1, 1, 1]), (3, [1, 1, 1, 0]), (0, [0, 0, 0, 0])]
 )
 def test_what_is_left_is_spread_over_all_minibatches(left: int, sizes: list[int]):
-    packer = MinibatchPacker(4, row_tokens=8, num_rows=1, length_normalization="own", max_tokens=8)
+    packer = MinibatchPacker(4, PACK, length_normalization="own", max_tokens=8)
     advantages = np.arange(1.0, 2 * left + 1).reshape(left, 2)
     minibatches = packer([graded([0, 1])] * left, advantages)
     trained = [[batch.advantages[batch.weights > 0] for batch in minibatch] for minibatch in minibatches]

@@ -88,7 +88,10 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["", "--config.seed=1"], ["config.seed"]),
         ([""], ["--config is missing", "configs/polynomial.py"]),
-        ([FILE + ":poly_eop"], ["Unknown word ':poly_eop'", "a method (poly_epo, grpo, grpo_div), a mesh (laptop, "]),
+        (
+            [FILE + ":poly_eop"],
+            ["Unknown word ':poly_eop'", "a method (poly_epo, grpo, grpo_div, max_rl), a mesh (laptop, "],
+        ),
         (
             ["--config=configs/polynomail.py"],
             ["configs/polynomail.py: there is no such", "in configs: ", "polynomial.py"],
@@ -111,7 +114,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([FILE, "--config.train.num_steps"], ["Missing value for flag --config.train.num_steps"]),
         ([FILE, "--num_steps=3"], ["unknown flag --num_steps; write --config.train.num_steps=3."]),
         ([FILE, "train.num_steps=3"], ["unknown argument train.num_steps=3; write --config.train.num_steps=3."]),
-        ([FILE, "--config.task.name=chess"], ["task.name='chess'", "multiplication, polynomial"]),
+        ([FILE, "--config.task.name=chess"], ["task.name='chess'", "multiplication_prose, polynomial"]),
         ([FILE, "--config.judge.name=jury"], ["judge.name='jury'", "exact"]),
         ([FILE, "--config.rollouts.name=remote"], ["rollouts.name='remote'", "embedded"]),
         ([FILE, "--config.algo.loss=dpo"], ["algo.loss='dpo'", "ppo_clip"]),
@@ -346,6 +349,8 @@ def test_a_short_run_leaves_its_folder_and_goes_on_when_asked(tmp_path: Path):
 
     exported = tmp_path / "policy"
     assert export.main([str(run), str(exported), "--dtype", "float32"]) == 0
+    assert "# Poly-EPO on polynomial" in (exported / "README.md").read_text()
+    assert "README.md" in json.loads((exported / "digests.json").read_text())
     with ocp.CheckpointManager(run / "checkpoints") as manager, warnings.catch_warnings(action="ignore"):
         args = ocp.args.Composite(state=ocp.args.StandardRestore())  # as saved, which Orbax warns of
         trained = manager.restore(3, args=args).state["trainable"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
-from poly_epo_jax import progress
+from poly_epo_jax import progress, tracking
 from poly_epo_jax.run_folder import read_rows
 from poly_epo_jax.tracking import Tracker
 
@@ -179,6 +179,36 @@ def test_wandb_gets_metrics_and_timing(tmp_path: Path, monkeypatch: pytest.Monke
         tracker.log(1, {"reward": 0.5}, {"seconds/step": 2.0})
     options = {"project": "p", "name": "run", "id": "run", "resume": "allow", "config": {"seed": 0}}
     assert calls == [options, (1, {"reward": 0.5, "seconds/step": 2.0}), "finish"]
+
+
+ROW = {"problem": "p", "prompt": "2+2=", "generation": 0, "response": "4", "reward": 1.0, "correct": True, "cluster": 1}
+ROWS = [ROW | {"advantage": 0.25}, ROW | {"response": "5", "reward": 0.0, "cluster": None, "advantage": None}]
+TABLE = [["2+2=", "4", 1.0, 1, 0.25], ["2+2=", "5", 0.0, None, None]]
+
+
+def test_wandb_gets_generations_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    run = types.SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda: None)
+    wandb = types.SimpleNamespace(init=lambda **options: run, Table=lambda columns, data: (columns, data))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, wandb_project="p") as tracker:
+        tracker.log_generations(1, [])  # a step whose generations are not logged
+        tracker.log_generations(2, ROWS)
+    columns = ["prompt", "response", "reward", "cluster", "advantage"]
+    assert calls == [(2, {"generations": (columns, TABLE)})]
+    assert read_rows(tmp_path / "run" / "generations.jsonl") == [{"step": 2, **row} for row in ROWS]
+
+
+def test_wandb_itself_takes_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    assert isinstance(tracking._wandb_table(ROWS), wandb.Table)
+    with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, wandb_project="p") as tracker:
+        tracker.log(2, {"reward": 0.5}, {})
+        tracker.log_generations(2, ROWS)
+    (table,) = tmp_path.rglob("generations_*.table.json")
+    assert json.loads(table.read_text())["data"] == TABLE
 
 
 @pytest.fixture

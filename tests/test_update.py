@@ -12,7 +12,7 @@ import pytest
 from fakes import TINY_MODEL, on_mesh, optimizer_config, random_sequences, state_at, tiny_params
 from flax import nnx
 
-from poly_epo_jax.batching import pack
+from poly_epo_jax.batching import SilentBatch, pack
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.objective import Objective, check_finite
 from poly_epo_jax.optimizer import SCHEDULES, make_schedule
@@ -131,7 +131,9 @@ def of_response(values, rows):
     return {name: np.asarray(value)[rows.is_response] for name, value in values.items()}
 
 
-@pytest.mark.parametrize("options", [{}, REGULARISED], ids=["plain", "regularised"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), REGULARISED], ids=["plain", "regularised"]
+)
 def test_the_gradient_is_that_of_sequences_alone(options):
     update, rows = make_update(**options), alone(SEQUENCES)
     minibatch = off_policy(update, pack(SEQUENCES, 40, rows_per_microbatch=2))
@@ -191,6 +193,32 @@ def test_nothing_depends_on_how_sequences_are_packed():
         assert found == pytest.approx(metrics[0][1], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("is_silent", [1.0, 0.3], ids=["all", "some"])
+def test_what_shares_its_prompt_or_is_silent_changes_nothing_but_time(is_silent):
+    """Weights after an update, and metrics, as of sequences in rows of their own that all have a gradient."""
+    rng = np.random.default_rng(7)
+    sequences = [
+        dataclasses.replace(s, prompt_ids=first.prompt_ids, advantage=s.advantage * (rng.random() > is_silent))
+        for first in SEQUENCES[:4]
+        for s in SEQUENCES
+    ]
+    plain = pack(sequences, LONGEST, rows_per_microbatch=24)
+    trained = [s for s in sequences if s.advantage]
+    silent = [s for s in sequences if not s.advantage]
+    shared = functools.partial(pack, row_tokens=64, rows_per_microbatch=3, share_prompts=True)
+    apart = [*shared(trained), *(SilentBatch(*batch) for batch in shared(silent))]
+    assert bool(trained) == (is_silent < 1) and len(silent) > 20
+    update, states, metrics = make_update(), [], []
+    for minibatch in (plain, apart):
+        minibatches = update.with_old_logprobs(state_at(NOW), [minibatch, minibatch])
+        state, found = update(start(update), minibatches)
+        states.append(jax.device_get(state.params))
+        found.pop("packing/padding")
+        metrics.append(found)
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
+    assert_trees_close(*states, atol=1e-5)
+
+
 def test_metrics_are_means_over_response_tokens():
     """Of a step with two minibatches; the second is compared with the policy before the first's update."""
     update = make_update(**REGULARISED)
@@ -212,7 +240,7 @@ def test_metrics_are_means_over_response_tokens():
 
 
 @pytest.mark.parametrize("loss", [ppo_clip_loss, cispo_loss])
-@pytest.mark.parametrize("on_policy", [True, False], ids=["on policy", "later"])
+@pytest.mark.parametrize("on_policy", [pytest.param(True, marks=pytest.mark.slow), False], ids=["on policy", "later"])
 def test_mismatch_is_corrected_beside_the_clip(loss, on_policy):
     """The plain formula, differentiated: min(pi_old / pi_sampler, cap) is data, and the clip is on pi / pi_old."""
     cap, limit, rng = 1.5, 1.2, np.random.default_rng(5)
@@ -266,6 +294,7 @@ def test_mismatch_is_corrected_beside_the_clip(loss, on_policy):
     assert metrics["mismatch/mean"] == pytest.approx(difference.mean(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_minibatch_that_is_masked_whole_changes_nothing_and_is_finite():
     update = make_update(max_mismatch=1.1)
     hopeless = [dataclasses.replace(s, sampler_logprobs=s.sampler_logprobs - 20) for s in SEQUENCES]
@@ -374,6 +403,7 @@ def test_an_update_without_prompts_changes_nothing_but_the_learning_rate():
     assert_trees_close(after.params, before.params, atol=0)
 
 
+@pytest.mark.slow
 def test_moments_are_float32_but_the_first_where_asked():
     def dtypes(**changes):
         config = optimizer_config(**changes)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from fakes import PROBLEMS, TINY_MODEL, ByLetter, LetterJudge, RandomLetters, on
 
 from poly_epo_jax import default_config
 from poly_epo_jax.algorithm import Features, make_advantages, make_estimator, make_loss
+from poly_epo_jax.batching import pack
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.config import Config
 from poly_epo_jax.data import problem_batches
@@ -87,7 +89,7 @@ def train_tiny(
             stop=stop,
         ),
         advantages=advantages or make_advantages(algo, seed=0),
-        packer=MinibatchPacker(2, row_tokens=8, num_rows=4, length_normalization="max", max_tokens=2),
+        packer=MinibatchPacker(2, partial(pack, row_tokens=8, rows_per_microbatch=4), "max", max_tokens=2),
         update=update,
         timeline=timeline,
         trained=Trained(0, update.init(first), batches.get_state()),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fakes import PATIENCE
 from sglang_servers import free_port
 
 from poly_epo_jax.config import ModelSection
@@ -39,11 +40,11 @@ def as_flags(settings: Mapping[str, Any]) -> list[str]:
     return [f"--config.{key}={value}" for key, value in settings.items()]
 
 
-def environment() -> dict[str, str]:
-    """Of a process with one device that compiles as the tests do."""
-    devices = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
+def environment(compile_fast: bool = True) -> dict[str, str]:
+    """Of a process with one device that compiles as the tests do, or as users do: long runs are shorter so."""
+    flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "") if compile_fast else ""
     # Every program goes to the cache, not only what takes long to compile: all processes but the first start fast.
-    return os.environ | {"XLA_FLAGS": devices, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return os.environ | {"XLA_FLAGS": flags, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
 class Run:
@@ -115,7 +116,12 @@ class Run:
         """The weights of the last checkpoint, on one device."""
         return open_trained_policy(self.folder, ModelSection(), make_mesh(1, 1, 1))[1]
 
-    def log(self, index: int = 0) -> str:
+    def log(self, index: int = 0, until: str = "") -> str:
+        """What a process has said, once that ends with `until`: its watchdog may have the last word when it is gone."""
+        deadline = time.monotonic() + PATIENCE
+        while not self._logs[index].read_text().strip().endswith(until):
+            assert time.monotonic() < deadline, self._logs[index].read_text()
+            time.sleep(0.01)
         return self._logs[index].read_text()
 
 

@@ -1,0 +1,76 @@
+"""The checks of the doctor, in their order, and the run of them."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from poly_epo_jax.config import Config
+from poly_epo_jax.doctor.collectives import check_collectives
+from poly_epo_jax.doctor.decoding import check_decoding
+from poly_epo_jax.doctor.devices import check_devices
+from poly_epo_jax.doctor.disk import check_checkpoint
+from poly_epo_jax.doctor.examine import Examination
+from poly_epo_jax.doctor.finding import Check, Finding, Subject
+from poly_epo_jax.doctor.judge import check_judge
+from poly_epo_jax.doctor.kernels import check_kernel
+from poly_epo_jax.doctor.servers import check_answers, check_weights
+from poly_epo_jax.doctor.settings import check_settings
+from poly_epo_jax.doctor.step import check_step
+from poly_epo_jax.doctor.table import as_rows, show
+from poly_epo_jax.parallel import hosts
+
+SECONDS = 180.0  # for all checks together
+CHECKS = (
+    Check("devices", check_devices, 60.0, "see what holds them, such as another process", needs_mesh=False),
+    Check("settings", check_settings, 60.0, "see whether the disk or the network hangs", when="full"),
+    Check("kernel", check_kernel, 60.0, "set --config.model.attention=blockwise, which is slower, and report it"),
+    Check("decoding", check_decoding, 90.0, "report it with the device's name"),
+    Check("collectives", check_collectives, 90.0, "on GPUs look at NCCL_DEBUG=INFO, and see that all hosts run this"),
+    Check("checkpoint", check_checkpoint, 60.0, "see whether the disk of workdir hangs, or is full"),
+    Check("servers", check_answers, 80.0, "see their logs", when="short"),
+    Check("servers", check_weights, 120.0, "see their logs", when="full"),
+    Check("judge", check_judge, 80.0, "see its log", needs_mesh=False),
+    Check(
+        "seconds of a step",
+        check_step,
+        150.0,
+        "python -m poly_epo_jax.bench takes its time",
+        late="not there",
+        when="full",
+    ),
+)
+
+
+def run(config: Config, is_short: bool, output: Path | None) -> None:
+    """Runs the checks, shows the table, and ends the process with 1 where one has failed.
+
+    Raises:
+      ValueError, OSError: the hosts do not find each other, or `output` cannot be written.
+    """
+    hosts.join(config.hosts)
+    jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
+    console, findings = Console(), list[Finding]()
+    examination = Examination(Subject(config), SECONDS)
+    checks = [check for check in CHECKS if check.when in ("both", "short" if is_short else "full")]
+    with console.status("") as status:
+        for place, check in enumerate(checks, start=1):
+            status.update(f"doctor: {check.name} ({place} of {len(checks)})")
+            findings += examination.findings(check)
+    if examination.is_told:
+        show(findings, console)
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(as_rows(findings), indent=2) + "\n")
+            console.print(f"Written to {output}.")
+    sys.stdout.flush()
+    failed = [one.name for one in findings if one.status == "failed"]
+    if failed and examination.is_told:
+        print(f"Error: failed: {', '.join(failed)}; the table says what was seen and what to do.", file=sys.stderr)
+    if examination.hanging:
+        os._exit(bool(failed))  # a thread that hangs inside of a device would keep the process
+    if failed:
+        sys.exit(1)

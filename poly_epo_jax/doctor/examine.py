@@ -1,0 +1,97 @@
+"""Runs checks one after another, each for a bounded time; where one fails, the next is run all the same."""
+
+import asyncio
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from poly_epo_jax.daemon_thread import in_daemon_thread
+from poly_epo_jax.doctor.finding import Check, Failed, Finding, Missing, Subject
+from poly_epo_jax.parallel import hosts
+
+
+class Examination:
+    """Checks of one run.
+
+    Args:
+      seconds: that all checks may take together; those that come later find no time.
+    """
+
+    def __init__(self, subject: Subject, seconds: float):
+        self._subject, self._deadline = subject, time.monotonic() + seconds
+        self._is_alone = not subject.config.hosts.coordinator  # asking JAX would wait for devices that hang
+        self.hanging = ""  # the check that did not end, whose thread may hold the devices for good
+
+    def findings(self, check: Check) -> list[Finding]:
+        """What the check finds: on several hosts, which run it together, of the one where it went worst."""
+        if self._is_alone:
+            return asyncio.run(self._own(check))
+        everyone = asyncio.run(hosts.gather(self._own(check)))
+        return [_worst(same) for same in zip(*everyone, strict=False)]
+
+    @property
+    def is_told(self) -> bool:
+        """Whether this process shows what was found."""
+        return self._is_alone or hosts.is_first()
+
+    async def _own(self, check: Check) -> list[Finding]:
+        started, seconds = time.monotonic(), min(check.seconds, self._deadline - time.monotonic())
+        if self.hanging and check.needs_mesh:
+            found = [Finding(check.name, "not there", f"the check of {self.hanging} still holds the devices")]
+        elif seconds <= 0:
+            found = [Finding(check.name, "not there", "no time was left for it; run it on an idle machine")]
+        else:
+            found = await self._bounded(check, seconds)
+        spent = time.monotonic() - started
+        return [dataclasses.replace(one, seconds=spent / len(found)) for one in found]
+
+    async def _bounded(self, check: Check, seconds: float) -> list[Finding]:
+        try:
+            async with asyncio.timeout(seconds):
+                return await in_daemon_thread(lambda: _called(check, self._subject))
+        except TimeoutError:
+            self.hanging = check.name
+        found = Finding(check.name, check.late, f"it did not end in {seconds:.0f} s; {check.advice}")
+        if not self._is_alone:
+            # The others may wait inside a collective of this check, where nothing reaches them.
+            print(f"Process {hosts.index()}: {found.name}: {found.seen}", file=sys.stderr, flush=True)
+            os._exit(1)
+        return [found]
+
+
+def _called(check: Check, subject: Subject) -> list[Finding]:
+    try:
+        if check.needs_mesh and not _has_mesh(subject):
+            raise Missing("without the mesh there is nothing to check")
+        found = check.run(subject)
+    except Missing as error:
+        return [Finding(check.name, "not there", str(error))]
+    except (Failed, ValueError, OSError, ImportError) as error:  # whose messages say what to do
+        return [Finding(check.name, "failed", " ".join(str(error).split()))]
+    except Exception as error:  # of whatever kind: compilers and drivers have many
+        return [
+            Finding(
+                check.name, "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}; {check.advice}"
+            )
+        ]
+    if isinstance(found, list):
+        return found
+    seen, figures = found
+    return [Finding(check.name, "passed", seen, figures)]
+
+
+def _has_mesh(subject: Subject) -> bool:
+    try:
+        return bool(subject.mesh)
+    except (ValueError, OSError):  # which the check of the devices tells
+        return False
+
+
+def _worst(findings: Sequence[Finding]) -> Finding:
+    """Of the findings of all hosts, the first that failed, else the first host's."""
+    for index, one in enumerate(findings):
+        if one.status == "failed":
+            return dataclasses.replace(one, seen=f"process {index} of {len(findings)}: {one.seen}")
+    return findings[0]

@@ -1,0 +1,142 @@
+"""The servers of the policy: what they answer, whether they take the weights, and the probabilities they then give.
+
+The push is that of the run's first step, with the weights and the version that the run would begin with; so a run that
+follows finds the servers as a push of its own would leave them, and pushes again.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from poly_epo_jax import run_folder
+from poly_epo_jax.batching import TrainingSequence
+from poly_epo_jax.config import Config
+from poly_epo_jax.data import drop_long_prompts
+from poly_epo_jax.doctor.agreement import Trainer, compare
+from poly_epo_jax.doctor.finding import Failed, Finding, Missing, Subject
+from poly_epo_jax.doctor.policy import find_policy, first_weights
+from poly_epo_jax.file_lock import InUseError
+from poly_epo_jax.first_line import first_line
+from poly_epo_jax.parallel import hosts
+from poly_epo_jax.policy import Policy
+from poly_epo_jax.rollouts import SAMPLERS, open_server
+from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.types import Group, Params, Sampler, Sampling
+
+PROMPTS, GENERATIONS, LONGEST = 4, 2, 32
+SECONDS = 60.0  # that an answer or a weight update may take
+WAIT_SECONDS = 20.0  # for a server to answer at all
+
+
+def check_answers(subject: Subject) -> list[Finding]:
+    """Generations from each of rollouts.urls, with the weights it has: their form, without which none is believed."""
+    policy = _policy(subject)
+    return asyncio.run(_of_each_url(subject, policy, None))
+
+
+def check_weights(subject: Subject) -> list[Finding]:
+    """Pushes the run's first weights to all servers, and compares their log-probabilities with the trainer's."""
+    policy = _policy(subject)
+    with _not_training(Path(subject.config.workdir)):
+        params, step = first_weights(subject, policy)
+        sampler = _sampler(subject, policy)
+        try:
+            asyncio.run(hosts.barrier(sampler.push_weights(params, {}, step)))
+            seen = (
+                f"the weights of step {step} are pushed to {subject.config.rollouts.urls}, as a run's first step does"
+            )
+            pushed = Finding("weights pushed", "passed", seen)
+            return [pushed, *asyncio.run(_of_each_url(subject, policy, params))]
+        finally:
+            sampler.close()
+
+
+def _policy(subject: Subject) -> Policy:
+    if not SAMPLERS[subject.config.rollouts.name].needs_urls:
+        raise Missing(f"rollouts.name={subject.config.rollouts.name} generates in the trainer")
+    return find_policy(subject)
+
+
+def _sampler(subject: Subject, policy: Policy) -> Sampler:
+    """The run's own, but less patient."""
+    config, options = _impatient(subject.config), subject.config.rollouts.options
+    return SAMPLERS[config.rollouts.name].open(policy.model, subject.here, policy.stop_ids, config, **options)
+
+
+def _impatient(config: Config) -> Config:
+    rollouts = config.rollouts
+    return dataclasses.replace(
+        config,
+        rollouts=dataclasses.replace(
+            rollouts,
+            timeout_seconds=min(rollouts.timeout_seconds, SECONDS),
+            wait_seconds=min(rollouts.wait_seconds, WAIT_SECONDS),
+        ),
+    )
+
+
+@contextlib.contextmanager
+def _not_training(workdir: Path) -> Iterator[None]:
+    """Weights that are pushed while a run trains would end it.
+
+    Raises:
+      Failed: it does.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            if workdir.is_dir():
+                hosts.on_first(lambda: held.enter_context(run_folder.in_use(workdir)))
+        except InUseError as error:
+            raise Failed(f"{error} Its servers are left alone; check them when it has ended") from None
+        yield
+
+
+async def _of_each_url(subject: Subject, policy: Policy, params: Params | None) -> list[Finding]:
+    """A finding for each URL, all of which are asked at once.
+
+    Args:
+      params: that the servers have; None: it is not known which.
+    """
+    config = subject.config
+    urls = [url.strip().rstrip("/") for url in config.rollouts.urls.split(",")]
+    groups = await asyncio.gather(*(_generated(subject, policy, url) for url in urls), return_exceptions=True)
+    trainer = None
+    if params is not None:
+        longest = config.train.max_prompt_tokens + LONGEST
+        trainer = Trainer(policy.config, params, subject.here, config.sampling.temperature, longest)
+    return [_finding(url, one, trainer, config.rollouts.weights_dtype) for url, one in zip(urls, groups, strict=True)]
+
+
+async def _generated(subject: Subject, policy: Policy, url: str) -> list[Group]:
+    config = _impatient(subject.config)
+    limit, longest = config.train.max_prompt_tokens, min(LONGEST, config.sampling.max_tokens)
+    problems, _ = drop_long_prompts(subject.task.train_problems[: 16 * PROMPTS], policy.tokenizer, limit)
+    if not problems:
+        raise Failed(f"none of the first {16 * PROMPTS} prompts has train.max_prompt_tokens={limit} or less; raise it")
+    server = open_server(url, policy.model, policy.stop_ids, config)
+    rollouts = Rollouts(server, policy.tokenizer, subject.task, limit, config.model.stop_strings)
+    try:
+        sampling = Sampling(longest, config.sampling.temperature, seed=config.seed)
+        return [group async for group in rollouts.generate(problems[:PROMPTS], GENERATIONS, sampling)]
+    finally:
+        server.close()
+
+
+def _finding(url: str, groups: list[Group] | BaseException, trainer: Trainer | None, dtype: str) -> Finding:
+    """Of a server that computes in `dtype`; its log-probabilities are compared where there is a trainer."""
+    name = f"server {url}"
+    if isinstance(groups, BaseException):
+        return Finding(name, "failed", first_line(groups))
+    pairs = [(group.prompt_ids, one) for group in groups for one in group.generations]
+    if trainer is None:
+        count = sum(int(y.loss_mask.sum()) for _, y in pairs)
+        return Finding(name, "passed", f"{count} tokens in the form that was asked for", {"tokens": count})
+    sequences = [TrainingSequence(ids, y.token_ids, y.logprobs, y.loss_mask, 1.0, 1.0) for ids, y in pairs]
+    try:
+        seen, figures = compare(trainer, sequences, dtype)
+    except Failed as error:
+        advice = "see that it serves model.path, and that its --dtype is rollouts.weights_dtype"
+        return Finding(name, "failed", f"{url}: {error}; {advice}")
+    return Finding(name, "passed", seen, figures)

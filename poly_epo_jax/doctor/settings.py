@@ -1,0 +1,12 @@
+"""Whatever else a run would refuse to begin with."""
+
+from poly_epo_jax.doctor.finding import Seen, Subject
+from poly_epo_jax.prepare import prepare
+
+
+def check_settings(subject: Subject) -> Seen:
+    """Folders, data, lengths and the plan of the memory."""
+    _, task, _ = prepare(subject.config)
+    train, held_out = len(task.train_problems), len(task.held_out_problems)
+    figures = {"training problems": train, "held-out problems": held_out}
+    return f"folders, lengths and memory fit; {train:,} training and {held_out:,} held-out problems", figures

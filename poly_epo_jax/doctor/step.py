@@ -1,0 +1,61 @@
+"""A step of the run's own model: how long its stages take beside their roofline, and the memory beside the plan's."""
+
+import time
+from collections.abc import Sequence
+
+import jax
+
+from poly_epo_jax.bench.roofline import measure_roofline
+from poly_epo_jax.bench.stages import stage_row, time_stages
+from poly_epo_jax.bench.workload import make_workload
+from poly_epo_jax.doctor.finding import Finding, Missing, Subject
+from poly_epo_jax.memory_plan.tables import amount, plan_of
+from poly_epo_jax.parallel import hosts
+from poly_epo_jax.prepare import TOLERANCE
+
+SECONDS = 90.0  # after which no further stage is begun
+SLOWEST = 50.0  # times its roofline: slower than any kernel that works as it should
+LEAST = 0.5  # seconds that a step's roofline takes; a smaller step is bound by what launching its programs takes
+
+
+def check_step(subject: Subject) -> list[Finding]:
+    """Times the stages, with random weights and tokens, and then asks the device for the most that it held."""
+    if hosts.count() > 1:
+        raise Missing("one host is timed, not several; see the run's timing.jsonl")
+    config, shape, mesh = subject.config, subject.shape, subject.mesh
+    plan, _ = plan_of(config, shape)
+    if not plan.fits:
+        raise Missing(f"the plan takes {amount(plan.peak_bytes)} of {amount(plan.memory_bytes or 0)}; lower it first")
+    roofline = measure_roofline(config.model.dtype)
+    workload = make_workload(config, shape.vocab_size, mesh.shape)
+    stages, started = [], time.monotonic()
+    for stage in time_stages(config, shape, mesh, workload):
+        stages.append(stage_row(stage, roofline, mesh.size))
+        if time.monotonic() > started + SECONDS:
+            break
+    return [_speed(stages), _memory(plan.peak_bytes)]
+
+
+def _speed(rows: Sequence[dict]) -> Finding:
+    total, bound = sum(row["seconds"] for row in rows), sum(row["roofline_seconds"] for row in rows)
+    shown = ", ".join(f"{row['name']} {row['seconds']:.2g}" for row in rows)
+    figures = {f"seconds of {row['name']}": row["seconds"] for row in rows}
+    figures |= {f"roofline of {row['name']}": row["roofline_seconds"] for row in rows}
+    seen = f"{total:.2g} s a step ({shown}), {bound / total:.0%} of the roofline"
+    if bound > LEAST and total > SLOWEST * bound:
+        advice = "see python -m poly_epo_jax.bench, and whether other work is on the devices"
+        return Finding("seconds of a step", "failed", f"{seen}; {advice}", figures)
+    return Finding("seconds of a step", "passed", seen, figures)
+
+
+def _memory(planned: int) -> Finding:
+    name, stats = "memory", [device.memory_stats() for device in jax.local_devices()]
+    if not all(one and "peak_bytes_in_use" in one for one in stats):
+        seen = f"{jax.devices()[0].device_kind} does not say what it held; the plan is {amount(planned)}"
+        return Finding(name, "not there", seen, {"planned bytes": planned})
+    held = max(one["peak_bytes_in_use"] for one in stats if one)
+    figures, seen = {"planned bytes": planned, "peak bytes": held}, f"{amount(held)} held, {amount(planned)} planned"
+    if held > TOLERANCE * planned:
+        advice = f"take {TOLERANCE:g} times less than the plan allows of train.rows_per_device, and report both"
+        return Finding(name, "failed", f"{seen}; {advice}", figures)
+    return Finding(name, "passed", seen, figures)

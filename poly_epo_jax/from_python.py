@@ -1,0 +1,64 @@
+"""Training from a script or a notebook: what `python -m poly_epo_jax.main` does, on a configuration made in Python.
+
+from poly_epo_jax import get_config, run
+
+config = get_config("grpo")  # the words after a configuration file's name; or get_config of a file of your own
+config.train.num_steps = 20
+folder = run(config)
+"""
+
+import asyncio
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from poly_epo_jax import main
+from poly_epo_jax.choices import read_config
+from poly_epo_jax.config import Config
+from poly_epo_jax.default_config import get_config
+from poly_epo_jax.parallel.stop import Stop
+
+__all__ = ["get_config", "run"]
+
+
+def run(config: ConfigDict) -> Path:
+    """Trains to the end, or goes on where the run in `config.workdir` was broken off.
+
+    Returns:
+      The run folder, see run_folder.py.
+
+    Raises:
+      ValueError, OSError, ImportError: the configuration cannot run; the message says why and what to do.
+      SystemExit: on a signal, in a script, once what is trained is saved.
+      KeyboardInterrupt: likewise in a notebook, where the kernel was interrupted.
+    """
+    checked = read_config(config)
+    if _in_event_loop():
+        _run_in_thread(checked)
+    else:
+        main.run(checked)
+    return Path(checked.workdir)
+
+
+def _run_in_thread(config: Config) -> None:
+    """Ctrl-C comes to this thread, which passes it on, and waits until what is trained is saved."""
+    stop = Stop()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(main.run, config, stop)
+        try:
+            running.result()
+        except KeyboardInterrupt:
+            stop.ask(signal.SIGINT)
+            running.exception()
+            raise
+
+
+def _in_event_loop() -> bool:
+    """Whether this thread runs one already, as notebooks do: it cannot run another."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,258 @@
+"""The doctor's checks of servers and judge: honest ones pass, and each lie is found and its server named."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import lying_servers
+import numpy as np
+import pytest
+from flax import nnx
+from lies import DRAWS, put
+from lying_servers import Lie, LyingServer, changed
+
+from configs import polynomial
+from poly_epo_jax import default_config, run_folder
+from poly_epo_jax.base_policy import DemonstratedTask, base_policy_folder, base_shape
+from poly_epo_jax.choices import make_task, read_config
+from poly_epo_jax.config import Config
+from poly_epo_jax.doctor import command as doctor
+from poly_epo_jax.doctor.examine import Examination
+from poly_epo_jax.doctor.finding import Subject
+from poly_epo_jax.judges import llm
+from poly_epo_jax.model import hf
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.decoding import decoding_weights
+from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
+from poly_epo_jax.model.sharding import make_mesh, param_shardings
+from poly_epo_jax.rollouts.embedded.slots import Job, Slots
+from poly_epo_jax.rollouts.sglang import client, served_weights
+from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
+from poly_epo_jax.types import Sampling
+
+MAX_TOKENS, MESH = 4, make_mesh(1, 1, 1)
+VERDICT = {"rationale": "Macro: count", "cluster": 1}
+TWO_AND_ONE = {str(number): VERDICT | {"cluster": cluster} for number, cluster in enumerate((1, 1, 2, 100), start=1)}
+
+
+class PolicyServer(LyingServer):
+    """Generates from a policy, which it loads from the folders that it is given; stale: it only says that it does."""
+
+    def __init__(self, shape: ModelConfig, folder, stale: bool = False):
+        super().__init__()
+        self.stale, self._shape = stale, shape
+        self._load(folder)
+
+    def _load(self, folder) -> None:
+        params = hf.load_params(folder, self._shape, param_shardings(abstract_model(self._shape), MESH))
+        with jax.set_mesh(MESH):
+            self._weights = jax.jit(functools.partial(decoding_weights, self._shape))(params)
+
+    def _honest(self, method, path, body):
+        if (method, path) == ("POST", "/update_weights_from_disk") and not self.stale:
+            self._load(Path(body["model_path"]))
+        return super()._honest(method, path, body)
+
+    def answer(self, seed, prompt_ids):
+        prompt, stop_ids = np.array(prompt_ids, np.int32), np.array([1], np.int32)
+        slots = Slots(
+            *(self._shape, self._weights, MESH, stop_ids, [prompt], [Job(0, seed, MAX_TOKENS)], Sampling(MAX_TOKENS)),
+            num_slots=1,
+            max_prompts=1,
+            max_length=64,
+        )
+        finished = []
+        while not slots.is_done:
+            finished += slots.advance()
+        (drawn,) = finished
+        answer = super().answer(seed, prompt_ids)
+        stops = drawn.token_ids[-1] == 1
+        reason = {"type": "stop", "matched": 1} if stops else {"type": "length", "length": MAX_TOKENS}
+        entries = [[float(p), int(one), None] for p, one in zip(drawn.logprobs, drawn.token_ids, strict=True)]
+        info = answer["meta_info"] | {"finish_reason": reason, "completion_tokens": len(entries)}
+        info |= {"output_token_logprobs": entries, "weight_versions": None}
+        return answer | {"output_ids": drawn.token_ids.tolist(), "meta_info": info}
+
+
+@contextlib.contextmanager
+def serving(server: LyingServer) -> Iterator[LyingServer]:
+    """It answers in a thread of its own."""
+    up, stop = threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        async with server.serving():
+            up.set()
+            await stop.wait()
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    up.wait()
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (client, served_weights, llm):
+        monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
+
+
+def make_policy(config: Config, seed: int, folder) -> ModelConfig:
+    """Random weights in a folder, in place of a base policy that is fitted."""
+    task = make_task(config.task)
+    assert isinstance(task, DemonstratedTask)
+    shape, tokenizer = base_shape(config.base, task), build_character_tokenizer(task.alphabet)
+    params = nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(seed)))[1])
+    hf.save_pretrained(folder, params, shape, dtype="float32", eos_token_id=1, tokenizer=tokenizer)
+    return shape
+
+
+@pytest.fixture
+def run(tmp_path) -> dict[str, object]:
+    """Settings of a run with servers."""
+    return {
+        "workdir": str(tmp_path / "run"),
+        "base.cache_dir": str(tmp_path / "base"),
+        "base.hidden_size": 16,
+        "base.head_dim": 8,
+        "mesh.fsdp": 1,
+        "sampling.max_tokens": MAX_TOKENS,
+        "rollouts.name": "sglang",
+        "rollouts.weights_dir": str(tmp_path / "weights"),
+        "rollouts.weights_dtype": "float32",
+        "rollouts.wait_seconds": 1.0,
+        "rollouts.timeout_seconds": 30.0,
+    }
+
+
+def read(run, urls) -> Config:
+    config = polynomial.get_config()
+    config.update_from_flattened_dict(run | {"rollouts.urls": ",".join(urls)})
+    return read_config(config)
+
+
+def examined(config: Config, name: str, when: str) -> dict[str, tuple[str, str]]:
+    """By name what the check finds, and whether it passed."""
+    (check,) = [check for check in doctor.CHECKS if check.name == name and check.when in ("both", when)]
+    patient = dataclasses.replace(check, seconds=600.0)  # also on a machine that is busy
+    found = Examination(Subject(config), 600.0).findings(patient)
+    return {one.name: (one.status, one.seen) for one in found}
+
+
+def test_servers_that_serve_the_policy_pass(run, tmp_path):
+    """Each starts with other weights, has the run's afterwards, and nothing is left in the folder they came through."""
+    config = read(run, ["http://127.0.0.1:1"])
+    shape = make_policy(config, 0, base_policy_folder(config.base, config.task))
+    make_policy(config, 1, tmp_path / "other")
+    with (
+        serving(PolicyServer(shape, tmp_path / "other")) as one,
+        serving(PolicyServer(shape, tmp_path / "other")) as two,
+    ):
+        config = read(run, [one.url, two.url])
+        short = examined(config, "servers", "short")
+        assert {status for status, _ in short.values()} == {"passed"} and one.version == two.version == "initial"
+        full = examined(config, "servers", "full")
+        assert list(full) == ["weights pushed", f"server {one.url}", f"server {two.url}"]
+        assert {status for status, _ in full.values()} == {"passed"}, full
+        # Named as a run's first step names them: the run's own word, and no steps.
+        assert one.version == two.version and one.version.endswith("-0")
+    assert not any((tmp_path / "weights").iterdir()) and not (tmp_path / "run").exists()
+
+
+def test_a_server_that_only_says_that_it_took_the_weights(run, tmp_path):
+    config = read(run, ["http://127.0.0.1:1"])
+    shape = make_policy(config, 0, base_policy_folder(config.base, config.task))
+    make_policy(config, 1, tmp_path / "other")
+    true, liar = PolicyServer(shape, tmp_path / "other"), PolicyServer(shape, tmp_path / "other", stale=True)
+    with serving(true), serving(liar):
+        found = examined(read(run, [true.url, liar.url]), "servers", "full")
+    assert found[f"server {true.url}"][0] == "passed"
+    status, seen = found[f"server {liar.url}"]
+    assert status == "failed" and seen.startswith(f"{liar.url}: log-probabilities differ from the trainer's by ")
+    assert seen.endswith("see that it serves model.path, and that its --dtype is rollouts.weights_dtype")
+
+
+def no_token(honest):
+    """Of one generation, or of the first of a list, a token that is in no vocabulary."""
+    lie = DRAWS["token -1"]
+    return [lie(honest[0]), *honest[1:]] if isinstance(honest, list) else lie(honest)
+
+
+LIES = {
+    "/generate": (changed("a token", no_token), "answered wrongly: it wrote token -1, which is not in the vocabulary"),
+    "GET /model_info": (changed("no version", functools.partial(put, ("weight_version",), None)), "does not say"),
+    "GET /v1/models": (Lie("nothing", lambda honest, writer: asyncio.sleep(0)), "did not become healthy"),
+}
+
+
+@pytest.mark.parametrize("path", LIES)
+def test_a_server_that_lies_is_named(run, path):
+    config = read(run, ["http://127.0.0.1:1"])
+    make_policy(config, 0, base_policy_folder(config.base, config.task))
+    liar, honest = LyingServer(), LyingServer()
+    (liar.lie, complaint), liar.path, liar.times = LIES[path], path, 10**9
+    with serving(liar), serving(honest):
+        found = examined(read(run, [liar.url, honest.url]), "servers", "short")
+    assert found[f"server {honest.url}"][0] == "passed"
+    status, seen = found[f"server {liar.url}"]
+    assert status == "failed" and liar.url in seen and complaint in seen
+
+
+def test_a_server_that_is_not_there_is_named(run):
+    config = read(run, ["http://127.0.0.1:1"])
+    make_policy(config, 0, base_policy_folder(config.base, config.task))
+    found = examined(config, "servers", "full")
+    assert found["servers"][0] == "failed" and "http://127.0.0.1:1" in found["servers"][1]
+
+
+def test_servers_of_a_run_that_trains_are_left_alone(run, tmp_path):
+    config = read(run, ["http://127.0.0.1:1"])
+    make_policy(config, 0, base_policy_folder(config.base, config.task))
+    with run_folder.in_use(tmp_path / "run"), serving(LyingServer()) as server:
+        found = examined(read(run, [server.url]), "servers", "full")
+        assert server.version == "initial"
+    assert found["servers"][0] == "failed" and "in use by process" in found["servers"][1]
+
+
+def test_without_the_policy_or_without_servers_there_is_nothing_to_check(run):
+    found = examined(read(run, ["http://127.0.0.1:1"]), "servers", "full")
+    assert found == {"servers": ("not there", "the base policy is made when the run starts")}
+    elsewhere = run | {"model.path": "some-organisation/some-model"}
+    absent = examined(read(elsewhere, ["http://127.0.0.1:1"]), "servers", "short")
+    assert absent["servers"][0] == "not there"
+    embedded = examined(read(run | {"rollouts.name": "embedded"}, []), "servers", "short")
+    assert embedded == {"servers": ("not there", "rollouts.name=embedded generates in the trainer")}
+
+
+def judged(run, url) -> tuple[str, str]:
+    options = {"judge.name": "llm", "judge.url": url, "judge.wait_seconds": 1.0}
+    return examined(read(run | options, ["http://127.0.0.1:1"]), "judge", "short")["judge"]
+
+
+def test_a_judge_that_answers_in_form_passes_and_its_opinion_is_told(run, monkeypatch):
+    with serving(LyingServer()) as judge:
+        monkeypatch.setattr(lying_servers, "REPLY", TWO_AND_ONE)
+        status, seen = judged(run, judge.url)
+        assert status == "passed" and seen.endswith("into clusters 1, 1, 2, 100, as expected")
+        monkeypatch.setattr(lying_servers, "REPLY", {str(number): VERDICT for number in range(1, 5)})
+        status, seen = judged(run, judge.url)
+        assert status == "passed" and seen.endswith("though the first two share a strategy, and no others do")
+
+
+def test_a_judge_that_does_not_is_named(run):
+    with serving(LyingServer()) as judge:  # its reply is about two responses
+        status, seen = judged(run, judge.url)
+    assert status == "failed" and seen.startswith(f"{judge.url} gave no clustering (malformed: ")
+    status, seen = judged(run, "http://127.0.0.1:1")
+    assert status == "failed" and "http://127.0.0.1:1" in seen
+    assert default_config.get_config().judge.name == "exact"  # which is no server

@@ -1,0 +1,61 @@
+"""The command as a user types it, on one device and on two hosts; rollouts/test_sglang_training.py has real servers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sglang_servers import ROOT, free_port
+from training_runs import SETTINGS, as_flags
+
+pytestmark = pytest.mark.slow
+
+# Not those of conftest.py, which make compiling fast and all else slow.
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+
+
+def start(folder: Path, *flags: str, **settings) -> subprocess.Popen[str]:
+    folders = {"workdir": folder / "run", "base.cache_dir": folder / "base", "compilation_cache": folder / "compiled"}
+    command = [sys.executable, "-m", "poly_epo_jax.doctor", "--config=configs/polynomial.py", *flags]
+    command += as_flags(SETTINGS | folders | {key.replace("__", "."): value for key, value in settings.items()})
+    return subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        said = process.communicate(timeout=600)[0]
+        return process.returncode, said
+    finally:
+        process.kill()
+
+
+def test_one_device(tmp_path):
+    output = tmp_path / "runs" / "doctor.json"
+    code, said = end(start(tmp_path, f"--output={output}"))
+    assert code == 0, said
+    found = {row["name"]: row["status"] for row in json.loads(output.read_text())}
+    there = ("devices", "settings", "kernel", "decoding", "checkpoint", "seconds of a step")
+    absent = ("collectives", "servers", "judge", "memory")
+    assert found == dict.fromkeys(there, "passed") | dict.fromkeys(absent, "not there")
+    assert not (tmp_path / "run").exists() and not (tmp_path / "base").exists()
+
+
+def test_a_wrong_mesh(tmp_path):
+    code, said = end(start(tmp_path, "--short", mesh__tensor=3))
+    assert code == 1 and "the nearest mesh that works" in " ".join(said.split())
+    assert said.endswith("Error: failed: devices; the table says what was seen and what to do.\n"), said
+
+
+def test_two_hosts(tmp_path):
+    """They look at collectives and checkpoint together, and one of them shows the table."""
+    address = f"127.0.0.1:{free_port()}"
+    hosts = {"hosts__coordinator": address, "hosts__count": 2, "mesh__fsdp": 2}
+    processes = [start(tmp_path, "--short", hosts__index=index, **hosts) for index in range(2)]
+    (first_code, first), (second_code, second) = map(end, processes)
+    assert (first_code, second_code) == (0, 0), first + second
+    assert "Doctor: 5 passed, 0 failed, 2 not there." in first and "2 x cpu on 2 hosts" in first
+    assert "Doctor:" not in second

@@ -1,0 +1,156 @@
+"""Packed rows at random, what attention over them is in its plainest form, and devices that are not here."""
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.parallel.mesh import AXES
+
+KINDS = {"cpu": "cpu", "gpu": "NVIDIA H200", "tpu": "TPU v5p"}
+
+
+def devices_elsewhere(platform: str) -> AbstractContextManager[Any]:
+    """What is traced within is for one device of another machine."""
+    device = AbstractDevice(KINDS[platform], None if platform == "gpu" else 1, platform)
+    mesh = AbstractMesh((1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3, abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def random_packing(
+    rng: np.random.Generator, rows: int, length: int, mean: float = 0.0, longest: int | None = None
+) -> np.ndarray:
+    """Segments 1, 2, ... [rows, length] of exponential lengths, of any scale where no mean is given; then padding."""
+    segment_ids = np.zeros((rows, length), np.int32)
+    for row in segment_ids:
+        scale = mean or length / rng.choice([1, 4, 30])
+        start, segment, end = 0, 1, length - rng.integers(0, length // 4 + 1)
+        while start < end:
+            size = min(1 + int(rng.exponential(scale)), longest or length, length - start)
+            row[start : start + size] = segment
+            start, segment = start + size, segment + 1
+    return segment_ids
+
+
+def shared_packing(rng: np.random.Generator, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(segment ids, positions): prompts of random lengths, each with up to five segments that go on from it."""
+    segment_ids, positions = np.zeros((2, rows, length), np.int32)
+    for ids, places in zip(segment_ids, positions, strict=True):
+        at, segment = 0, 0
+        while at < length - 2:
+            shared = int(rng.integers(1, length // 3))
+            for start in (0, *[shared] * rng.integers(0, 6)):
+                size = min(int(rng.integers(1, 9)) if start else shared, length - at)
+                segment += 1
+                ids[at : at + size], places[at : at + size] = segment, start + np.arange(size)
+                at += size
+    return segment_ids, positions
+
+
+def visible_where_shared(segment_ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """As `visible`, and the prompt: of the nearest segment on the left from position 0, what the own one leaves out."""
+    seen = visible(segment_ids)
+    for b, t in np.argwhere(segment_ids > 0):
+        first = t
+        while first and segment_ids[b, first - 1] == segment_ids[b, t]:
+            first -= 1
+        prompt = first
+        while positions[b, prompt]:
+            prompt -= 1
+        seen[b, t, prompt : prompt + positions[b, first]] = True
+    return seen
+
+
+def visible(segment_ids: Any) -> Any:
+    """Which keys [B, T, S] each token sees: those of its segment up to itself; padding sees itself only."""
+    position = np.arange(segment_ids.shape[1])
+    same = (segment_ids[:, :, None] == segment_ids[:, None]) & (segment_ids > 0)[:, :, None]
+    causal = (position[:, None] >= position)[None]
+    return (same & causal) | (position[:, None] == position)[None]
+
+
+def whole_matrix(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any, seen: Any = None) -> jax.Array:
+    """The plainest form, whose gradients JAX makes: one matrix of scores.
+
+    Args:
+      seen: which keys each token sees, where that is not `visible(segment_ids)`.
+    """
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where((visible(segment_ids) if seen is None else seen)[:, None], scores, -jnp.inf))
+    return jnp.einsum("bhts,bshd->bthd", weights, v)
+
+
+def random_inputs(
+    rng: np.random.Generator, rows: int, length: int, heads: int, kv_heads: int, head_dim: int
+) -> tuple[np.ndarray, ...]:
+    """Queries, keys and values."""
+    shapes = [(rows, length, n, head_dim) for n in (heads, kv_heads, kv_heads)]
+    return tuple(rng.standard_normal(shape, np.float32) for shape in shapes)
+
+
+def output_and_gradients(attend: Callable[..., Any], inputs: Sequence[Any], segment_ids: np.ndarray) -> list[Any]:
+    """The output, and the gradients of a random linear function of its real tokens.
+
+    Packings of one shape share a program, as long as they share `attend`.
+    """
+    weights = np.random.default_rng(1).standard_normal(inputs[0].shape, np.float32)
+    weights *= (segment_ids > 0)[:, :, None, None]
+    (_, out), gradients = _program(attend)(*inputs, jnp.asarray(segment_ids), weights)
+    return [out * (segment_ids > 0)[:, :, None, None], *gradients]
+
+
+@functools.cache
+def _program(attend: Callable[..., Any]) -> Callable[..., Any]:
+    def value(q, k, v, segment_ids, weights):
+        out = attend(q, k, v, segment_ids)
+        return jnp.sum(out * weights), out
+
+    return jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))
+
+
+def relative_errors(found: Sequence[Any], expected: Sequence[Any]) -> list[float]:
+    """|found - expected| / |expected| of each array."""
+    pairs = [(np.asarray(x, np.float32), np.asarray(y, np.float32)) for x, y in zip(found, expected, strict=True)]
+    return [float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs]
+
+
+def kernel_calls(remat: str, platform: str) -> int:
+    """How many times a layer's gradient calls a kernel, on such devices, of which each has a row."""
+    shape = ModelConfig(32, 64, 64, 2, 2, 1, 64, dtype="bfloat16", remat=remat)
+    model_def, state = nnx.split(abstract_model(shape))
+    ids = jax.ShapeDtypeStruct((1, 256), jnp.int32)
+
+    def value(state, ids):
+        return nnx.merge(model_def, state)(ids, ids, ids).astype(jnp.float32).sum()
+
+    with devices_elsewhere(platform):
+        traced = jax.jit(jax.grad(value)).trace(state, ids)
+    jaxpr = traced.jaxpr.jaxpr
+    return live_kernels(jaxpr, [True] * len(jaxpr.outvars))
+
+
+def live_kernels(jaxpr: Any, wanted: Sequence[bool]) -> int:
+    """Calls of kernels whose results are used: remat leaves others behind, which the compiler drops."""
+    used, count = {id(x) for x, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted}, 0
+    for equation in reversed(jaxpr.eqns):
+        of_results = [id(x) in used for x in equation.outvars]
+        if not any(of_results):
+            continue
+        used |= {id(x) for x in equation.invars}
+        if equation.primitive.name == "pallas_call":
+            count += 1
+            continue
+        for inner in (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(equation.params.values()))):
+            if hasattr(inner, "eqns") and len(inner.outvars) == len(of_results):
+                all_used = equation.primitive.name == "scan"  # or carried to its next step
+                count += live_kernels(inner, [all_used or x for x in of_results])
+    return count

@@ -1,0 +1,152 @@
+"""Training from a script and from a notebook is the command: the same bytes, and the same way to stop."""
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from training_runs import SETTINGS, Run, environment
+
+import poly_epo_jax
+from poly_epo_jax.parallel.stop import Stop, Stopped
+from poly_epo_jax.run_folder import METRICS, read_method, read_rows
+
+ROOT = Path(__file__).parents[1]
+(BLOCK,) = re.findall(r"```python\n(from poly_epo_jax import.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+SMALL = """
+import ast, asyncio, sys
+from poly_epo_jax import from_python
+
+def small(words="poly_epo", get_config=from_python.get_config):
+    config = get_config(words)
+    for key, value in {settings!r}.items():
+        config.update_from_flattened_dict({{key: ast.literal_eval(value) if key == "task.options" else value}})
+    return config
+
+from_python.get_config = small
+"""
+"""The settings of `training_runs`, which shorten a run."""
+
+IN_A_NOTEBOOK = """
+import json, types
+
+class Image:
+    def __init__(self, path, width):
+        assert open(path, "rb").read(4) == b"\\x89PNG"
+
+async def notebook():
+    names = dict(__name__="__main__")
+    for cell in json.loads(sys.argv[1]):
+        exec(cell, names)
+
+# What a notebook has at hand.
+sys.modules["IPython.display"] = types.SimpleNamespace(Image=Image, display=lambda it: None)
+asyncio.new_event_loop().run_until_complete(notebook())  # asyncio.run would catch Ctrl-C, which Jupyter does not
+"""
+"""Runs cells as Jupyter does, in a thread whose event loop runs already; without Jupyter, which brings 31 packages."""
+
+
+CELL = "from poly_epo_jax import get_config, run\nconfig = get_config()\nconfig.workdir = 'cell'\nrun(config)"
+
+
+def start(code: str, settings: dict, folder: Path, *cells: str) -> subprocess.Popen[str]:
+    text = {key: value if isinstance(value, int | float) else str(value) for key, value in settings.items()}
+    return subprocess.Popen(
+        [sys.executable, "-c", SMALL.format(settings=text) + code, json.dumps(cells)],
+        cwd=folder,
+        env=environment() | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_what_is_not_there_is_said():
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = poly_epo_jax.trian
+    with pytest.raises(ImportError, match="cannot import name 'trian'"):
+        exec("from poly_epo_jax import trian")
+
+
+@pytest.mark.slow
+def test_the_readme_trains_in_a_script(tmp_path: Path, caches: dict[str, Path]):
+    process = start(BLOCK, SETTINGS | caches | {"train.num_steps": 2}, tmp_path)
+    out, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+    assert "Done: runs/careful." in out
+    assert read_method(tmp_path / "runs/careful") == "Careful"
+    assert [row["step"] for row in read_rows(tmp_path / "runs/careful" / METRICS)] == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_a_notebook_leaves_the_bytes_of_the_command(tmp_path: Path, caches: dict[str, Path]):
+    """A notebook's thread runs an event loop already."""
+    settings = caches | {"train.num_steps": 3}
+    command = Run(tmp_path, "command", settings)
+    command.finish()
+    process = start(IN_A_NOTEBOOK, SETTINGS | settings, tmp_path, CELL)
+    _, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+    assert (tmp_path / "cell" / METRICS).read_bytes() == (tmp_path / "command" / METRICS).read_bytes()
+
+
+@pytest.mark.slow
+def test_the_quick_start_notebook(tmp_path: Path, caches: dict[str, Path]):
+    notebook = json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in code)
+    cells = ["".join(cell["source"]).replace("NUM_STEPS = 150", "NUM_STEPS = 2") for cell in code]
+    process = start(IN_A_NOTEBOOK, SETTINGS | caches, tmp_path, *cells)
+    out, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+    folders = ("poly_epo", "grpo", "mostly_right")
+    assert [read_method(tmp_path / "runs/notebook-2" / name) for name in folders] == [
+        "Poly-EPO",
+        "GRPO",
+        "Mostly right",
+    ]
+    assert "--- GRPO" in out and re.search(r"^   \d x  .* (right|wrong)$", out, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("default_signals")
+def test_interrupting_a_kernel_saves(tmp_path: Path, caches: dict[str, Path]):
+    process = start(IN_A_NOTEBOOK, SETTINGS | caches | {"train.num_steps": 10_000}, tmp_path, CELL)
+    try:
+        rows = tmp_path / "cell" / METRICS
+        while not (rows.exists() and rows.read_bytes().count(b"\n") > 2):
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=600)
+    finally:
+        process.kill()
+    assert "KeyboardInterrupt" in err and re.search(r"Ctrl-C: saved after step \d+", err)
+    assert any((tmp_path / "cell" / "checkpoints").glob("[0-9]*"))
+
+
+def test_a_loop_in_another_thread_is_asked():
+    """It gets no signals, and leaves those of the main thread alone."""
+    stop, before, said = Stop(), signal.getsignal(signal.SIGTERM), []
+
+    async def main() -> None:
+        with stop.on_signals():
+            assert signal.getsignal(signal.SIGTERM) == before
+            try:
+                await stop.interrupts(asyncio.sleep(1000))
+            except Stopped as stopped:
+                said.append(str(stopped))
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    stop.ask(signal.SIGINT)
+    thread.join(60)
+    assert said == ["Ctrl-C"]
+    stop.ask(signal.SIGINT)  # after its end nothing happens
