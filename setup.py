@@ -14,7 +14,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["poly_epo_jax", "poly_epo_jax.*"]),
-    package_data={"poly_epo_jax": ["py.typed", "report/assets/*", "judges/rubric.md"]},
+    package_data={
+        "poly_epo_jax": ["py.typed", "report/assets/*", "judges/rubric.md", "tasks/words/*", "bench/aot/*.txtpb"]
+    },
     install_requires=[
         "absl-py>=2.3,<3",
         "datasets>=4.0,<6",
@@ -53,7 +55,7 @@ setup(
         ],
         # Without torch, which only rollouts.weight_sync=tensor needs: its exact pins of CUDA's libraries would hold
         # those of JAX back, and on Python 3.11 it brings a second CUDA.
-        "gpu": ["jax[cuda13]", "tokamax>=0.0.12,<0.1"],
+        "gpu": ["jax[cuda13]"],
         "tpu": ["jax[tpu]"],
         # What google-jetstream imports; third_party/jetstream/setup.sh installs it beside, without its dependencies.
         "jetstream": ["grpcio>=1.70,<2", "prometheus-client<1", "protobuf>=5,<8", "shortuuid>=1,<2", "tiktoken<1"],
