@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from poly_epo_jax.metrics import names
 from poly_epo_jax.metrics.seeds import Interval
 from poly_epo_jax.report import figures
-from poly_epo_jax.study.results import CORRECT_OF_8, REWARD, Result, StudyResults
+from poly_epo_jax.study.results import CORRECT_OF_8, CORRECT_OF_64, HELD_OUT, REWARD, Result, StudyResults
 
 _MARKS = ("o", "s", "^", "D", "v", "P", "X")
 _PANEL = (3.2, 2.5)
@@ -55,6 +55,31 @@ def by_rate(results: StudyResults, task: str) -> Figure | None:
                 grid[1][column].axhline(0.0, color="#888888", linewidth=1)
                 grid[1][column].set_title(f"less that of {results.baseline}, seed by seed")
             grid[-1][column].set_xlabel("learning rate")
+        add_legend(figure, results)
+    return figure
+
+
+def comparison(results: StudyResults, task: str) -> Figure | None:
+    """Held-out reward and distinct correct answers during training, readable at 900 pixels; a row per rate.
+
+    Means over finished runs, shaded from the lowest to the highest. None where no finished run was evaluated.
+    """
+    metrics = {name: HELD_OUT[name] for name in (REWARD, CORRECT_OF_8, CORRECT_OF_64) if name in results.metrics(task)}
+    rates = [rate for rate in results.rates if any(results.of((task, method, rate)) for method in results.methods)]
+    if not metrics or not rates:
+        return None
+    with matplotlib.rc_context(figures.STYLE):
+        size = (_PANEL[0] * max(len(metrics), 2), _PANEL[1] * len(rates))
+        figure = Figure(figsize=size, dpi=figures.DPI, layout="constrained")
+        grid = figure.subplots(len(rates), len(metrics), squeeze=False, sharex=True, sharey="col")
+        for panels, rate in zip(grid, rates, strict=True):
+            for axes, (metric, title) in zip(panels, metrics.items(), strict=True):
+                for method, look in looks(results).items():
+                    _band(axes, [_series(run, metric) for run in results.of((task, method, rate))], look, marked=True)
+                axes.set_title(title.capitalize() + (f" at {rate:g}" if len(rates) > 1 else ""))
+                axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        for axes in grid[-1]:
+            axes.set_xlabel("training step")
         add_legend(figure, results)
     return figure
 

@@ -4,7 +4,7 @@ study.json                  which runs there are: {"baseline": method, "runs": [
 attempts.jsonl              one row for each time that a run was trained or evaluated, with the columns of `ATTEMPT`
 TASK/METHOD-lrRATE-seedSEED/  run folders, see run_folder.py
 evaluation/                 of the finished runs, see evaluation/folder.py
-report/report.html          see page.py
+report/                     report.html, tables.md, and figures as PNG and PDF, see page.py
 lock                        held by the process that runs the study
 """
 

@@ -20,9 +20,6 @@ _NEAR = 0.12
 """Points are near each other within this share of both axes."""
 
 
-_ENDED = Line2D([], [], color="#555555", marker="x", linestyle="", label="did not finish: its last evaluation")
-
-
 class Point(NamedTuple):
     """A method at a rate: its mean and interval on both axes, and how it is drawn."""
 
@@ -55,10 +52,8 @@ def frontier(results: StudyResults, task: str) -> Figure | None:
             place = run.at_end(CORRECT_OF_8), run.at_end(REWARD)
             panels[0].plot(*place, "x", color=looks(results)[run.member.method]["color"], markersize=5, alpha=0.8)
         panels[0].margins(0.12)
-        label = "did not finish: its last evaluation"
-        add_legend(
-            figure, results, *[Line2D([], [], color="#555555", marker="x", linestyle="", label=label)][: len(ended)]
-        )
+        cross = {"color": "#555555", "marker": "x", "linestyle": "", "label": "did not finish: its last evaluation"}
+        add_legend(figure, results, *([Line2D([], [], **cross)] if ended else []))
         if crowd:
             _enlarge(panels[1], crowd)
         figure.draw_without_rendering()  # so that places in points are known

@@ -8,12 +8,15 @@ from matplotlib.figure import Figure
 
 from poly_epo_jax.metrics.seeds import Interval
 from poly_epo_jax.report.document import document, table
+from poly_epo_jax.report.figures import save
 from poly_epo_jax.report.quantities import HELD_OUT, TRAINING
 from poly_epo_jax.report.svg import image
 from poly_epo_jax.study import figures
+from poly_epo_jax.study.figures import comparison
 from poly_epo_jax.study.frontier import frontier
 from poly_epo_jax.study.reproduction import reproduction_section
 from poly_epo_jax.study.results import StudyResults, read_results
+from poly_epo_jax.study.tables import interval_text, markdown, result_rows
 
 HOW_INTERVALS_ARE_MADE = (
     "Means over training seeds, in brackets their 95% interval (Student's t): how far the mean would move with other "
@@ -37,9 +40,11 @@ BRANCHING = (
 def write_report(folder: Path) -> Path:
     """Writes report/report.html of a study's folder, as far as its runs are, and returns its path.
 
+    Beside it lie, for papers and READMEs, its tables as Markdown, and two figures of each task as PNG and PDF.
+
     Raises:
       ValueError: the folder holds no study, or a damaged row.
-      OSError: the page cannot be written.
+      OSError: they cannot be written.
     """
     results = read_results(folder)
     page = folder / "report" / "report.html"
@@ -49,6 +54,11 @@ def write_report(folder: Path) -> Path:
     )
     title = f"Study: {folder.resolve().name.removeprefix('study-')}"
     page.write_text(document(title, body), encoding="utf-8", errors="replace")
+    (page.parent / "tables.md").write_text(markdown(results), encoding="utf-8")
+    for task in results.tasks:
+        for name, figure in {"frontier": frontier(results, task), "comparison": comparison(results, task)}.items():
+            if figure is not None:
+                save(figure, page.parent, f"{name}-{task}")
     return page
 
 
@@ -102,14 +112,12 @@ def _results_table(results: StudyResults, task: str) -> str:
     if not metrics:
         return "<p>No run has been evaluated yet.</p>"
     rows = []
-    for method in results.methods:
-        for rate in results.rates:
-            cell = (task, method, rate)
-            asked = sum(one.cell == cell for one in results.results)
-            done = len(results.of(cell))
-            seeds = f"{done}" if done == asked else f"<b class='wrong'>{done} of {asked} finished</b>"
-            shown = [_cell(results.interval(cell, name), results.difference(cell, name)) for name in metrics]
-            rows.append([html.escape(method), f"{rate:g}", seeds, *shown])
+    for row in result_rows(results, task):
+        seeds = f"{row.finished}"
+        if row.finished < row.asked:
+            seeds = f"<b class='wrong'>{row.finished} of {row.asked} finished</b>"
+        shown = map(_cell, row.means, row.differences)
+        rows.append([html.escape(row.method), f"{row.rate:g}", seeds, *shown])
     note = HOW_INTERVALS_ARE_MADE.format(baseline=html.escape(results.baseline))
     header = ["method", "learning rate", "seeds", *map(html.escape, metrics.values())]
     return f"{table(header, rows)}<p class='muted'>{note}</p>"
@@ -118,10 +126,5 @@ def _results_table(results: StudyResults, task: str) -> str:
 def _cell(mean: Interval | None, difference: Interval | None) -> str:
     if mean is None:
         return "-"
-    less = "" if difference is None else f"<span class='interval'>{_interval(difference, '+.3f')}</span>"
-    return f"{_interval(mean, '.3f')}{less}"
-
-
-def _interval(interval: Interval, form: str) -> str:
-    mean, low, high = (format(value, form) for value in interval)
-    return mean if interval.low != interval.low else f"{mean} [{low}, {high}]"
+    less = "" if difference is None else f"<span class='interval'>{interval_text(difference, '+')}</span>"
+    return f"{interval_text(mean)}{less}"

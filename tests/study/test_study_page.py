@@ -75,6 +75,31 @@ def test_tables_have_means_differences_and_what_is_missing(page: str):
     assert "pass@8 (polynomial, evaluated)" in text
 
 
+def test_tables_and_figures_are_files_too(folder: Path, page: str):
+    del page  # which writes them
+    lines = (folder / "report" / "tables.md").read_text().splitlines()
+    assert lines[0] == "## polynomial" and lines[2].startswith("| method | learning rate | seeds | held-out reward |")
+    rows = {tuple(line.split(" | ")[:2]): line for line in lines if line.startswith("| grpo_div")}
+    assert "| 2 of 3 | " in rows["| grpo_div", "0.0005"] and "| 3 of 3 | " in rows["| grpo_div", "0.0001"]
+    less = lines[lines.index("Less grpo, seed by seed:") :]
+    assert sum(line.startswith("| poly_epo |") and "-0.050 [-0.050, -0.050]" in line for line in less) == 2
+    assert not any(line.startswith("| grpo |") for line in less)
+    for name in ("frontier-polynomial", "comparison-polynomial"):
+        assert (folder / "report" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (folder / "report" / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_the_comparison_shows_means_of_finished_runs(folder: Path):
+    drawn = figures.comparison(read_results(folder), "polynomial")
+    assert drawn is not None and len(drawn.axes) == 2 * 3
+    assert [axes.get_title("left") for axes in drawn.axes[:3]] == [
+        "Held-out reward at 0.0001",
+        "Distinct correct of 8 at 0.0001",
+        "Distinct correct of 64 at 0.0001",
+    ]
+    assert [float(np.asarray(line.get_ydata())[-1]) for line in drawn.axes[1].lines] == pytest.approx([6.4, 1.2, 6.4])
+
+
 def test_what_did_not_finish_is_marked_and_why(page: str):
     assert "<b>16 of 18 runs finished</b>" in page
     assert f"polynomial/grpo-lr0.0005-seed2 (step 12 of {NUM_STEPS})" in page
