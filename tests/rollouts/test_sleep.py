@@ -111,6 +111,24 @@ def test_a_server_that_another_run_left_asleep_is_woken_once(tmp_path: Path, mon
     assert server.calls.count("resume_memory_occupation") == 1 and not server.asleep
 
 
+def test_a_run_that_lets_nothing_sleep_wakes_it_too(tmp_path: Path, monkeypatch):
+    server = Server()
+    server.asleep, server.empty, server.version = True, True, sleep.ASLEEP
+    rollouts = opened(server, monkeypatch, tmp_path, sleeps=False)
+    asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
+    assert server.calls == WAKES + PUSHES
+
+
+@pytest.mark.parametrize("version", [sleep.ASLEEP, sleep.EMPTY])
+def test_without_weights_to_push_it_is_not_asked(version: str, monkeypatch):
+    server = Server()
+    server.version = version
+    rollouts = open_rollouts(server.handle, monkeypatch, [URL], None)
+    with pytest.raises(ServerError, match=r"http://a holds no weights: .* Start it again"):
+        collect(rollouts, tiny_problems(2, 8), 2, Sampling(4))
+    assert server.calls == []
+
+
 def test_who_does_not_ask_for_it_is_left_awake(tmp_path: Path, monkeypatch):
     server = Server()
     rollouts = opened(server, monkeypatch, tmp_path, sleeps=False)

@@ -18,6 +18,7 @@ from poly_epo_jax.rollouts.sglang.fleet import Fleet, Server
 from poly_epo_jax.rollouts.sglang.requests import SGLANG
 from poly_epo_jax.rollouts.sglang.router import Router, Watch
 from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
+from poly_epo_jax.rollouts.sglang.sleep import check_awake
 from poly_epo_jax.timeline import waiting
 from poly_epo_jax.types import Completion, FinishReason, Metrics, Params, Request, Sampling
 
@@ -184,6 +185,7 @@ class SGLangSampler:
         if len(set(found.values())) > 1:
             raise ServerError(f"The servers serve different weights, {found}; evaluate one at a time.")
         self._adopted = found[self.urls[0]]
+        check_awake(found)
 
     async def _watch_routers(self) -> dict[str, Watch]:
         """Takes workers that are not current out of their routers, now and during the batch. One host does."""

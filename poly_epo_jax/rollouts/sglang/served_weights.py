@@ -130,7 +130,7 @@ class ServedWeights:
             await asyncio.gather(*(self._dialect.wait_for(url, self._wait_seconds) for url in urls))
             try:
                 async with open_client(self._timeout_seconds) as client:
-                    if self.sleeps:
+                    if self._dialect is SGLANG:  # a run that died may have left them asleep
                         await asyncio.gather(*(wake(client, url) for url in urls))
                     await asyncio.gather(*(self._dialect.pause(client, url) for url in urls))
                     await self._sync.push(client, urls)

@@ -4,6 +4,8 @@ A server that sleeps says so by the name of its weights, so that a run finds it 
 Its memory comes back without its content: whoever wakes it pushes weights next.
 """
 
+from collections.abc import Mapping
+
 import httpx
 
 from poly_epo_jax.http_client import ServerError, field, read_json
@@ -38,6 +40,20 @@ async def wake(client: httpx.AsyncClient, url: str) -> None:
     if await _sleeps(url):
         _check(await client.post(f"{url}/resume_memory_occupation", json={}), "take its memory back")
         await post(client, url, "update_weight_version", {"new_version": EMPTY})
+
+
+def check_awake(versions: Mapping[str, str]) -> None:
+    """Refuses servers, by URL, whose weights' names say that a run which died has left them without any.
+
+    Raises:
+      ServerError: naming them.
+    """
+    without = [url for url, version in versions.items() if version in (ASLEEP, EMPTY)]
+    if without:
+        raise ServerError(
+            f"{', '.join(without)} holds no weights: a run with rollouts.options.sleep=True has left it so. Start it "
+            "again."
+        )
 
 
 async def _sleeps(url: str) -> bool:
