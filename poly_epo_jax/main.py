@@ -59,14 +59,16 @@ def run(config: Config, stop: Stop | None = None) -> None:
     Raises:
       ValueError, OSError: the configuration cannot run; the message says why and what to do.
     """
-    hosts.join(config.hosts)
-    jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
-    check_same_run(Path(config.workdir), config)
-    mesh, task, judge = hosts.on_all(lambda: prepare(config))
+    stop = stop or Stop()
     with contextlib.ExitStack() as held:
+        held.enter_context(stop.on_ctrl_c())
+        hosts.join(config.hosts)
+        jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
+        check_same_run(Path(config.workdir), config)
+        mesh, task, judge = hosts.on_all(lambda: prepare(config))
         # One of the hosts holds it for all of them.
         hosts.on_first(lambda: held.enter_context(run_folder.in_use(Path(config.workdir))))
-        _run(config, mesh, task, judge, stop or Stop())
+        _run(config, mesh, task, judge, stop)
 
 
 def _run(config: Config, mesh: Mesh, task: Task, judge: Judge, stop: Stop) -> None:
