@@ -1,4 +1,4 @@
-"""Where does Poly-EPO part from other ways to keep exploring? Five methods on two tasks, over five seeds.
+"""Where does Poly-EPO part from other ways to keep exploring? Seven methods on two tasks, over five seeds.
 
 python -m poly_epo_jax.study studies/rivals.py
 """
@@ -13,7 +13,9 @@ def get_study() -> Study:
             "multiplication": Task("configs/multiplication.py"),
         },
         methods={
-            **PAPER_METHODS,
+            **PAPER_METHODS,  # grpo_div has lambda = 0.5
+            "grpo_div_1": {**PAPER_METHODS["grpo_div"], "algo.div_coef": 1.0},
+            "grpo_div_2": {**PAPER_METHODS["grpo_div"], "algo.div_coef": 2.0},
             "max_rl": {"algo.advantages": "max_rl", "algo.length_normalization": "own"},
             "pkpo": {"algo.advantages": "pkpo", "algo.length_normalization": "own"},
         },

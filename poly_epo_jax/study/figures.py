@@ -53,7 +53,7 @@ def by_rate(results: StudyResults, task: str) -> Figure | None:
             if compared:
                 _dodged(grid[1][column], results, task, metric, results.difference)
                 grid[1][column].axhline(0.0, color="#888888", linewidth=1)
-                grid[1][column].set_title(f"less that of {results.baseline}, seed by seed")
+                grid[1][column].set_title(f"Difference from {results.baseline}")
             grid[-1][column].set_xlabel("learning rate")
         add_legend(figure, results)
     return figure

@@ -179,7 +179,7 @@ def test_one_method_and_one_seed_have_no_differences_and_no_intervals(tmp_path: 
     plan = {"baseline": "grpo", "runs": [vars(members[1])]}
     (tmp_path / "study.json").write_text(json.dumps(plan))
     page = write_report(tmp_path).read_text()
-    assert "[nan" not in page and "less that of" not in svgs(page)["By learning rate: polynomial"]
+    assert "[nan" not in page and "Difference from" not in svgs(page)["By learning rate: polynomial"]
 
 
 def test_it_is_written_without_jax_and_the_same_bytes_again(folder: Path, page: str):
