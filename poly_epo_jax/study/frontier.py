@@ -114,7 +114,10 @@ def _draw(axes: Axes, results: StudyResults, points: Sequence[Point]) -> None:
         for start, end in itertools.pairwise(own):
             arrow = {"arrowstyle": "->", "color": look["color"], "alpha": 0.45, "shrinkA": 8, "shrinkB": 8}
             ends = (end.x.mean, end.y.mean), (start.x.mean, start.y.mean)
-            axes.annotate("", *ends, arrowprops=arrow, annotation_clip=False).set_clip_on(True)
+            # Shown also where it leads out of the axes, but only as far as they go.
+            drawn = axes.annotate("", *ends, arrowprops=arrow | {"clip_path": axes.patch}, annotation_clip=False)
+            assert drawn.arrow_patch is not None
+            drawn.arrow_patch.set_clip_on(True)
 
 
 def _write_beside(axes: Axes, results: StudyResults, points: Sequence[Point]) -> None:
