@@ -1,9 +1,11 @@
 """What the commands share: --config and its overrides, --help, --print_config, and one sentence where one is wrong."""
 
+import atexit
 import copy
 import difflib
 import inspect
 import re
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -43,6 +45,8 @@ def run_command(
         name, _, value = argv[1].partition("=")
         sys.exit(f"Error: unknown argument {_without_password(argv[1])}; {_hint(name, value)}.")
     logging.set_verbosity(logging.WARNING)
+    # By then everything is written, and Ctrl-C would only print tracebacks of what libraries clean up.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:
         run(read_config(CONFIG.value, training))
     except KeyboardInterrupt:

@@ -119,3 +119,17 @@ def test_a_plan_leaves_the_figures_of_bench_alone(tmp_path: Path):
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "runs" / "bench.json").read_text() == "figures"
     assert '"peak_bytes"' in (tmp_path / "runs" / "plan.json").read_text()
+
+
+CTRL_C_AT_THE_END = """
+import atexit, os, signal
+atexit.register(os.kill, os.getpid(), signal.SIGINT)  # while what is imported first cleans up, as JAX does
+from poly_epo_jax.command_line import parse_flags, run_command
+run_command(lambda config: print("done", flush=True), parse_flags(["main", "--config=configs/polynomial.py"]))
+"""
+
+
+def test_ctrl_c_after_everything_is_written_is_no_traceback():
+    command = [sys.executable, "-c", CTRL_C_AT_THE_END]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")

@@ -52,8 +52,9 @@ def frontier(results: StudyResults, task: str) -> Figure | None:
             place = run.at_end(CORRECT_OF_8), run.at_end(REWARD)
             panels[0].plot(*place, "x", color=looks(results)[run.member.method]["color"], markersize=5, alpha=0.8)
         panels[0].margins(0.12)
-        cross = {"color": "#555555", "marker": "x", "linestyle": "", "label": "did not finish: its last evaluation"}
-        add_legend(figure, results, *([Line2D([], [], **cross)] if ended else []))
+        text = "did not finish: its last evaluation"
+        cross = Line2D([], [], color="#555555", marker="x", linestyle="", label=text)
+        add_legend(figure, results, *[cross][: len(ended)])
         if crowd:
             _enlarge(panels[1], crowd)
         figure.draw_without_rendering()  # so that places in points are known

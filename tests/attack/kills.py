@@ -56,18 +56,16 @@ class Soak:
             said = log.read_text()[before:]
             # Before it can save anything, a signal ends a process as it does any.
             codes = {0} if done else {0, -number, 128 + number}
-            held = code in codes and "Traceback" not in said and took < HONOURED_IN
+            held = (code in codes or _exported(module, code, said)) and "Traceback" not in said and took < HONOURED_IN
             what = f"{name}, {number.name} after {delay:.2f} s: code {code} after {took:.1f} s\n{said}"
             yield Outcome(f"{number.name} to {name}", held, what)
-            if code == 0:
+            if code == 0 or _exported(module, code, said):
                 return
         before = len(log.read_text())
         self.server.start(module, arguments, log)
         code = self.server.wait()
         said = log.read_text()[before:]
-        # An export that was killed once it was written is there, and is compared as such.
-        done = code == 0 or (module == EXPORT and code == 2 and "exists already" in said)
-        yield Outcome(f"{name} started again", done, f"code {code}\n{said}")
+        yield Outcome(f"{name} started again", code == 0 or _exported(module, code, said), f"code {code}\n{said}")
 
     def same(self, name: str, found: Path, expected: Path, files: Sequence[str]) -> Outcome:
         wrong = [file for file in files if _bytes(found / file) != _bytes(expected / file)]
@@ -107,6 +105,11 @@ def _attack(soak: Soak) -> Iterator[Outcome]:
             out = Path(scratch) / "out"
             yield from soak.killed(turn, arguments(out), seconds[turn], Path(scratch) / "log")
             yield soak.same(turn.rpartition(".")[2], out, expected, files)
+
+
+def _exported(module: str, code: int, said: str) -> bool:
+    """Whether it is an export that was killed once it was written; it is there, and is compared as such."""
+    return module == EXPORT and code == 2 and "exists already" in said
 
 
 def _other(soak: Soak) -> Path:
