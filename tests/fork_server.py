@@ -3,6 +3,7 @@
 No fork finds a JAX backend: each makes its own. `ForkServer` is the client; this file, as a program, is the server.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -72,6 +73,8 @@ def _child(module: str, arguments: list[str], log: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has it ignore, and shells in the background the next
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if module == "poly_epo_jax.report":
+        gc.callbacks.clear()  # JAX's, in which a Ctrl-C may get lost; by itself this command loads no JAX
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
