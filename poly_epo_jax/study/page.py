@@ -12,7 +12,6 @@ from poly_epo_jax.report.figures import save
 from poly_epo_jax.report.quantities import HELD_OUT, TRAINING
 from poly_epo_jax.report.svg import image
 from poly_epo_jax.study import figures
-from poly_epo_jax.study.figures import comparison
 from poly_epo_jax.study.frontier import frontier
 from poly_epo_jax.study.reproduction import reproduction_section
 from poly_epo_jax.study.results import StudyResults, read_results
@@ -56,7 +55,10 @@ def write_report(folder: Path) -> Path:
     page.write_text(document(title, body), encoding="utf-8", errors="replace")
     (page.parent / "tables.md").write_text(markdown(results), encoding="utf-8")
     for task in results.tasks:
-        for name, figure in {"frontier": frontier(results, task), "comparison": comparison(results, task)}.items():
+        for name, figure in {
+            "frontier": frontier(results, task),
+            "comparison": figures.comparison(results, task),
+        }.items():
             if figure is not None:
                 save(figure, page.parent, f"{name}-{task}")
     return page

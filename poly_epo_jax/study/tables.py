@@ -25,6 +25,7 @@ class ResultRow(NamedTuple):
 
 
 def result_rows(results: StudyResults, task: str) -> list[ResultRow]:
+    """A row for each method and rate of a task, in the order of the study file."""
     metrics = results.metrics(task)
 
     def row(cell: Cell) -> ResultRow:
