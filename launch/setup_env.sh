@@ -10,8 +10,10 @@ source launch/environments.sh
 if ! is_whole .venv || ! will_do .venv/bin/python; then
   find_python
   make_env .venv "$python"
-elif [ -n "${PYTHON:-}" ] && [ "$("$PYTHON" --version)" != "$(.venv/bin/python --version)" ]; then
-  fail "PYTHON=$PYTHON is $("$PYTHON" --version), but .venv has $(.venv/bin/python --version); remove .venv first."
+elif [ -n "${PYTHON:-}" ]; then
+  found=$("$PYTHON" --version 2>/dev/null) || found=missing
+  has=$(.venv/bin/python --version)
+  [ "$found" = "$has" ] || fail "PYTHON=$PYTHON is $found, but .venv has $has; remove .venv first."
 fi
 # Installing again is only needed when what is asked for has changed since.
 versions=.venv/installed-$(cat setup.py launch/lock.txt - <<<"${LOCK:-}" | cksum | tr -d ' ')

@@ -150,6 +150,7 @@ def test_another_interpreter_than_that_of_the_environment_is_refused(checkout: C
     )
     assert "PYTHON=mine is Python 3.13.99, but .venv has Python" in checkout.fails(PYTHON="mine")
     assert "remove .venv first" in checkout.fails(PYTHON="mine")
+    assert "PYTHON=gone is missing, but .venv has Python" in checkout.fails(PYTHON="gone")
 
 
 def test_without_the_venv_module(checkout: Checkout):

@@ -59,10 +59,11 @@ class Maker(Checkout):
 
     def makes(self, does: str, *arguments: str) -> tuple[int, str, str]:
         variables = {"PATH": str(self.path), "UV_DOES": does, "HOME": str(self.folder)}
+        inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "LOCK")}
         ended = subprocess.run(
             ["bash", "launch/smollm2.sh", *arguments],
             cwd=self.folder,
-            env=os.environ | variables,
+            env=inherited | variables,
             capture_output=True,
             text=True,
             timeout=600,
