@@ -61,7 +61,6 @@ def run(config: Config, stop: Stop | None = None) -> None:
     """
     stop = stop or Stop()
     with contextlib.ExitStack() as held:
-        held.enter_context(stop.on_ctrl_c())
         hosts.join(config.hosts)
         jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
         check_same_run(Path(config.workdir), config)

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "poly_epo_jax"
 NAME = PACKAGE.name
 FLOORS = (
     {"types", "checks", "section", "registry", "http_client", "json_files", "file_lock", "daemon_thread", "first_line"}
-    | {"versions"},
+    | {"versions", "ctrl_c"},
     {"config", "options", "digests"},
     {"parallel", "timeline", "set_rl", "metrics", "data", "batching", "run_folder", "optimizer", "features"}
     | {"stop_strings"},

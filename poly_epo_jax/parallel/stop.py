@@ -25,7 +25,7 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Remembers the first signal. Outside `on_ctrl_c` and `on_signals` signals do what they do anyway."""
+    """Remembers the first signal. Outside `on_signals` signals do what they do anyway."""
 
     def __init__(self):
         self._number: int | None = None
@@ -41,27 +41,6 @@ class Stop:
             # The loop may have ended since.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._came.set)
-
-    @contextlib.contextmanager
-    def on_ctrl_c(self) -> Iterator[None]:
-        """Remembers Ctrl-C that comes before there is a loop, and raises KeyboardInterrupt as ever.
-
-        What that comes into may swallow it, as callbacks of the garbage collector do; then the loop ends at once.
-        """
-        before = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
-            yield
-            return
-
-        def receive(number: int, _: object) -> None:
-            self.ask(number)
-            raise KeyboardInterrupt
-
-        signal.signal(signal.SIGINT, receive)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:

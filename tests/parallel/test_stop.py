@@ -1,7 +1,6 @@
 """A signal leaves what waits, even where that hangs, and what was there before is there again."""
 
 import asyncio
-import contextlib
 import os
 import pty
 import signal
@@ -46,26 +45,6 @@ def test_a_signal_leaves_what_hangs(number: signal.Signals):
     asyncio.run(main())
     assert signal.getsignal(number) == before
     never.set()
-
-
-@pytest.mark.usefixtures("default_signals")
-def test_ctrl_c_that_was_swallowed_before_the_loop_ends_it():
-    """What Python calls in passing, such as callbacks of its garbage collector, may raise nothing to others."""
-    before, stop = signal.getsignal(signal.SIGINT), Stop()
-
-    async def main() -> None:
-        with stop.on_signals():
-            with pytest.raises(Stopped, match="Ctrl-C"):
-                await stop.interrupts(asyncio.sleep(1000))
-            with pytest.raises(Stopped, match="Ctrl-C"):
-                await stop.check()
-
-    with stop.on_ctrl_c():
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-            pytest.fail("KeyboardInterrupt is raised all the same")
-        asyncio.run(main())
-    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_failure_is_not_taken_for_a_signal():
