@@ -17,7 +17,10 @@ optional() { # NAME COMMAND...
   echo "Warning: without $name, its tests are skipped." >&2
 }
 
-install_torch() { python -c 'import torch' 2>/dev/null || (install .venv --no-deps --requirement tests/requirements-torch.txt); }
+# Beside the packages of .venv: transformers imports torch where it finds it, and no run of ours needs it.
+install_torch() {
+  [ -d .venv/torch/torch ] || (install .venv --no-deps --target .venv/torch --requirement tests/requirements-torch.txt)
+}
 
 optional TORCH install_torch
 optional JETSTREAM bash third_party/jetstream/setup.sh

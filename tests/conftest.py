@@ -2,15 +2,17 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import quick_compiles
+
 # Before jax is imported: eight CPU devices for the meshes, and quick compiles, which take most of the tests' time.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true"
-)
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {quick_compiles.FLAGS}"
+# Where launch/test.sh puts torch, for the tests that compare with it; processes that they start are not to find it.
+sys.path.append(os.path.join(sys.prefix, "torch"))
 # What processes of the tests compile, others and later runs read. With a bound on its size, files are locked in use.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2 * 10**9))

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import quick_compiles
+
 ROOT = Path(__file__).parents[1]
-FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 IMPORTED = [
     "poly_epo_jax.main",
@@ -31,7 +32,7 @@ class ForkServer:
     def __init__(self):
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": FLAGS,
+            "XLA_FLAGS": quick_compiles.FLAGS,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTHONPATH": str(ROOT),
         }

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,10 +30,14 @@ def require_sglang() -> None:
     pytest.skip(reason)
 
 
-def require_torch() -> None:
-    """Likewise without torch, whose tensors SGLang takes weights as, where they are handed over in memory."""
+def require_torch() -> str:
+    """Likewise without torch, whose tensors SGLang takes weights as, where they are handed over in memory.
+
+    Returns the PYTHONPATH of a process that needs it.
+    """
     if not os.environ.get("POLY_EPO_REQUIRE_TORCH"):
         pytest.importorskip("torch", reason="torch is not installed: bash launch/test.sh installs it for CPUs")
+    return os.path.join(sys.prefix, "torch")
 
 
 def free_port() -> int:

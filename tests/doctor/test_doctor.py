@@ -52,6 +52,7 @@ def test_a_run_on_one_device_passes(tmp_path):
     assert list(tmp_path.iterdir()) == []  # neither in the run folder nor beside it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_on_a_mesh_passes(tmp_path, dtype):
     mesh = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
@@ -113,6 +114,7 @@ def test_decoding_that_is_not_the_forward_pass_is_found(tmp_path, monkeypatch):
     assert found.seen.startswith("embedded: log-probabilities differ from the trainer's by ")
 
 
+@pytest.mark.slow
 def test_collectives_that_lose_a_gradient_are_found(tmp_path, monkeypatch):
     true = collectives._gradient
 

@@ -149,6 +149,7 @@ def examined(config: Config, name: str, when: str) -> dict[str, tuple[str, str]]
     return {one.name: (one.status, one.seen) for one in found}
 
 
+@pytest.mark.slow
 def test_servers_that_serve_the_policy_pass(run, tmp_path):
     """Each starts with other weights, has the run's afterwards, and nothing is left in the folder they came through."""
     config = read(run, ["http://127.0.0.1:1"])

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import flax.nnx as nnx
 import pytest
+from fakes import PATIENCE
 from sglang_servers import ROOT, descendants, free_port, require_sglang
 from transformers import AutoTokenizer
 
@@ -27,6 +28,7 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.run_folder import read_rows
 
+pytestmark = pytest.mark.slow
 PR_SET_CHILD_SUBREAPER = 36
 POLICY, JUDGE = 30000, 30010
 
@@ -118,7 +120,7 @@ class Node:
                 start_new_session=True,
             )
 
-    def wait(self, process: subprocess.Popen[bytes], until: Callable[[], object], seconds: float) -> None:
+    def wait(self, process: subprocess.Popen[bytes], until: Callable[[], object], seconds: float = PATIENCE) -> None:
         """Returns once `until` holds. The longer that takes, the less often it looks, as looking takes time, too."""
         start = time.monotonic()
         while not until():
@@ -128,7 +130,7 @@ class Node:
             time.sleep(min(0.02 + waited / 50, 1.0))
         self._note_mapped()
 
-    def end(self, process: subprocess.Popen[bytes], seconds: float) -> int:
+    def end(self, process: subprocess.Popen[bytes], seconds: float = PATIENCE) -> int:
         """The exit code, where nothing is left of the run."""
         deadline = time.monotonic() + seconds
         while process.poll() is None:
@@ -243,9 +245,9 @@ STOPS = pytest.mark.parametrize(("stop", "code"), [(interrupt, 130), (terminate,
 def test_a_stop_while_it_is_set_up(trial, ports, stop, code):
     (trial.folder / "installing").touch()
     process = trial.start(**CPU, **ports)
-    trial.wait(process, lambda: any("setup.sh" in _command(pid) for pid in trial.processes()), 30)
+    trial.wait(process, lambda: any("setup.sh" in _command(pid) for pid in trial.processes()))
     stop(process)
-    assert trial.end(process, 30) == code
+    assert trial.end(process) == code
 
 
 def _command(pid: int) -> str:
@@ -259,76 +261,75 @@ def _command(pid: int) -> str:
 @pytest.mark.parametrize("server", ["policy-0", "judge"])
 def test_a_stop_as_a_server_is_started(trial, ports, stop, code, server):
     process = trial.start(**CPU, **ports)
-    trial.wait(process, lambda: f"{server}: " in trial.said(), 30)  # the last line before it is
+    trial.wait(process, lambda: f"{server}: " in trial.said())  # the last line before it is
     stop(process)
-    assert trial.end(process, 30) == code
+    assert trial.end(process) == code
 
 
 @STOPS
 def test_a_stop_while_servers_start(trial, ports, stop, code):
     process = trial.start(**CPU | {"POLICY": "slow"}, **ports)
-    trial.wait(process, lambda: _is_open(int(ports["PORT"]) + 10), 30)
+    trial.wait(process, lambda: _is_open(int(ports["PORT"]) + 10))
     stop(process)
-    assert trial.end(process, 30) == code
+    assert trial.end(process) == code
 
 
-@pytest.mark.slow
 def test_stops_while_it_stops_what_does_not_heed_sigterm(trial, ports):
     process = trial.start(**CPU | {"POLICY": "slow-deaf"}, **ports)
-    trial.wait(process, lambda: _is_open(int(ports["PORT"]) + 10), 30)
+    trial.wait(process, lambda: _is_open(int(ports["PORT"]) + 10))
     interrupt(process)
-    trial.wait(process, lambda: not _is_open(int(ports["PORT"]) + 10), 10)
+    trial.wait(process, lambda: not _is_open(int(ports["PORT"]) + 10))
     interrupt(process)
     terminate(process)
-    assert trial.end(process, 60) == 130
+    assert trial.end(process) == 130
 
 
 @STOPS
 def test_a_stop_while_the_doctor_looks(trial, ports, stop, code):
     (trial.folder / "examining").touch()
     process = trial.start(**CPU, **ports)
-    trial.wait(process, (trial.folder / "asked.json").exists, 30)
+    trial.wait(process, (trial.folder / "asked.json").exists)
     stop(process)
-    assert trial.end(process, 30) == code
+    assert trial.end(process) == code
     assert not (trial.folder / "arguments.json").exists()
 
 
 def test_what_the_doctor_finds_ends_it_before_it_trains(trial, ports):
     (trial.folder / "sick").touch()
     process = trial.start(**CPU, **ports)
-    assert trial.end(process, 30) == 1
+    assert trial.end(process) == 1
     assert trial.said().endswith("a table\n") and not (trial.folder / "arguments.json").exists()
 
 
 def test_a_server_that_ends_while_the_doctor_looks(trial, ports):
     (trial.folder / "examining").touch()
     process = trial.start(**CPU, **ports)
-    trial.wait(process, (trial.folder / "asked.json").exists, 30)
+    trial.wait(process, (trial.folder / "asked.json").exists)
     (server,) = [pid for pid in trial.processes() if _command(pid).endswith(f"\0{ports['PORT']}\0")]
     os.kill(server, signal.SIGKILL)
-    assert trial.end(process, 30) == 1
+    assert trial.end(process) == 1
     assert "Error: policy-0 ended with code 137 while the doctor looked: " in trial.said()
 
 
 @STOPS
 def test_a_stop_while_it_trains_lets_the_step_end(trial, ports, stop, code):
     process = trial.start(**CPU, **ports)
-    trial.wait(process, (trial.folder / "arguments.json").exists, 30)
+    trial.wait(process, (trial.folder / "arguments.json").exists)
     stop(process)
-    trial.wait(process, lambda: "completes its update" in trial.said(), 10)
+    trial.wait(process, lambda: "completes its update" in trial.said())
     (trial.folder / "step").touch()
-    assert trial.end(process, 30) == 143
+    assert trial.end(process) == 143
     assert (trial.folder / "saved").read_text() == "told"
 
 
 @STOPS
 def test_a_second_stop_gives_the_step_up(trial, ports, stop, code):
     process = trial.start(**CPU, **ports)
-    trial.wait(process, (trial.folder / "arguments.json").exists, 30)
+    trial.wait(process, (trial.folder / "arguments.json").exists)
     stop(process)
-    trial.wait(process, lambda: "completes its update" in trial.said(), 10)
+    trial.wait(process, lambda: "completes its update" in trial.said())
     stop(process)
-    assert trial.end(process, 30) == code
+    assert trial.end(process) == code
     assert (trial.folder / "saved").read_text() == "told"
 
 
@@ -338,7 +339,7 @@ def test_it_ends_as_the_trainer_does_who_trains_what_is_served(trial, ports, fla
     variables = {"POLICY_FLAGS": flags, "JUDGE_FLAGS": flags} if flags else {}
     process = trial.start(*words, **CPU, **ports, **variables)
     (trial.folder / "step").touch()
-    assert trial.end(process, 30) == 0, trial.said()
+    assert trial.end(process) == 0, trial.said()
     told = json.loads((trial.folder / "arguments.json").read_text())
     assert told[0] == words[0] and told[-2:] == words[1:]
     assert "--config.model.path=a-policy" in told[1:-2] and "--config.model.dtype=float32" in told[1:-2]
@@ -349,7 +350,7 @@ def test_it_ends_as_the_trainer_does_who_trains_what_is_served(trial, ports, fla
 def test_without_variables_it_serves_the_papers_models_on_four_gpus(trial, ports):
     process = trial.start(**ports)
     (trial.folder / "step").touch()
-    assert trial.end(process, 30) == 0, trial.said()
+    assert trial.end(process) == 0, trial.said()
     started = re.findall(r"^(\S+): (\S+) on port", trial.said(), re.MULTILINE)
     policies = [(f"policy-{i}", "Qwen/Qwen3-4B-Base") for i in range(3)]
     assert started == [*policies, ("judge", "Qwen/Qwen3-4B-Instruct-2507")]
@@ -359,19 +360,19 @@ def test_without_variables_it_serves_the_papers_models_on_four_gpus(trial, ports
 def test_the_model_of_the_configuration_is_served(trial, ports):
     process = trial.start("--config.model.path=another", DEVICE="cpu", JUDGE="a-judge", **ports)
     (trial.folder / "step").touch()
-    assert trial.end(process, 30) == 0
+    assert trial.end(process) == 0
     assert f"policy-0: another on port {ports['PORT']}" in trial.said()
 
 
 def test_a_wrong_flag_is_told_before_servers_start(trial, ports):
     process = trial.start("--config.sed=1", **CPU, **ports)
-    assert trial.end(process, 30) == 1
+    assert trial.end(process) == 1
     assert "There is no key config.sed" in trial.said() and "policy-0" not in trial.said()
 
 
 def test_a_server_that_ends_before_it_answers(trial, ports):
     process = trial.start(**CPU | {"POLICY": "dies", "JUDGE": "slow"}, **ports)
-    assert trial.end(process, 30) == 1
+    assert trial.end(process) == 1
     (line,) = [line for line in trial.said().splitlines() if line.startswith("Error")]
     cause = "ValueError: no such model; see runs/logs/policy-0.log"
     assert line == f"Error: policy-0 ended with code 3 before it answered: {cause}"
@@ -380,11 +381,11 @@ def test_a_server_that_ends_before_it_answers(trial, ports):
 @pytest.mark.parametrize("name", ["policy-0", "judge"])
 def test_a_server_that_ends_while_it_trains(trial, ports, name):
     process = trial.start(**CPU, **ports)
-    trial.wait(process, (trial.folder / "arguments.json").exists, 30)
+    trial.wait(process, (trial.folder / "arguments.json").exists)
     port = int(ports["PORT"]) + (10 if name == "judge" else 0)
     (server,) = [pid for pid in trial.processes() if _command(pid).endswith(f"\0{port}\0")]
     os.kill(server, signal.SIGKILL)
-    assert trial.end(process, 30) == 1
+    assert trial.end(process) == 1
     assert f"Error: {name} ended with code 137 while the trainer ran: " in trial.said()
     assert (trial.folder / "saved").exists()
 
@@ -393,7 +394,7 @@ def test_a_taken_port_is_told_before_anything_is_started(trial):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = trial.start(**CPU, PORT=str(port - 10))
-        assert trial.end(process, 10) == 1
+        assert trial.end(process) == 1
     assert trial.said() == f"Error: port {port} is taken; stop what listens there, or set PORT to another port.\n"
     assert not (trial.folder / "runs").exists()
 
@@ -434,7 +435,6 @@ def node(tmp_path: Path) -> Iterator[Node]:
         yield node
 
 
-@pytest.mark.slow
 def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
     """Three steps on real problems."""
     data = _shared() / "data" / "math"
@@ -480,7 +480,6 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
     assert counts["held_out"]["dropped"]["too_long"] > 0
 
 
-@pytest.mark.slow
 def test_a_folder_without_a_model(small_qwen, node, tmp_path):
     """SGLang's own log tells the reason, and the judge's server is stopped while it starts."""
     port = {"PORT": str(_free_ports())}

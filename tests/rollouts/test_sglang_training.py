@@ -120,8 +120,8 @@ def test_the_doctor_passes_servers_of_other_weights(servers, tmp_path):
     assert not any((tmp_path / "w").glob("*"))
 
 
-def test_one_step_off_policy(servers, tmp_path):
-    require_torch()
+def test_one_step_off_policy(servers, tmp_path, monkeypatch):
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", require_torch())
     settings = served(servers) | {
         "train.num_steps": 5,
         "optimizer.schedule": "constant",  # so that there may be more steps
