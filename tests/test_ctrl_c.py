@@ -1,9 +1,10 @@
-"""A Ctrl-C that comes into a callback of the garbage collector, as JAX has one, ends the command nevertheless."""
+"""A Ctrl-C that comes where Python forgets what is raised ends the command nevertheless, and prints nothing there."""
 
 import gc
 import signal
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 from fakes import PATIENCE
@@ -13,25 +14,53 @@ from poly_epo_jax.ctrl_c import catch_ctrl_c
 
 @pytest.fixture(autouse=True)
 def caught(default_signals: None) -> Iterator[None]:
-    before = signal.getsignal(signal.SIGALRM)
+    before, callbacks = signal.getsignal(signal.SIGALRM), list(gc.callbacks)
     catch_ctrl_c()
     yield
     signal.signal(signal.SIGALRM, before)
+    gc.callbacks[:] = callbacks
 
 
-@pytest.fixture
-def collects() -> Iterator[list[str]]:
-    """The phases of collections, the first of which is interrupted in what its callback calls."""
-    phases: list[str] = []
+class Holder:
+    """Holds itself, if wanted, so that only a collection takes it."""
 
+    def __init__(self, in_a_circle: bool):
+        self.held = self if in_a_circle else None
+
+
+def in_a_callback_of_collections(ctrl_c: Callable[[], None]) -> None:
     def interrupted(phase: str, info: dict[str, int]) -> None:
-        phases.append(phase)
-        if len(phases) == 1:
-            (lambda: signal.raise_signal(signal.SIGINT))()
+        gc.callbacks.remove(interrupted)
+        ctrl_c()
 
     gc.callbacks.append(interrupted)
-    yield phases
-    gc.callbacks.remove(interrupted)
+    gc.collect()
+
+
+def in_a_collection(ctrl_c: Callable[[], None]) -> None:
+    holder = Holder(in_a_circle=True)
+    weak = weakref.ref(holder, lambda _: ctrl_c())
+    del holder
+    gc.collect()
+    assert weak() is None
+
+
+def in_a_destructor(ctrl_c: Callable[[], None]) -> None:
+    class Interrupted(Holder):
+        def __del__(self):
+            ctrl_c()
+
+    Interrupted(in_a_circle=False)
+
+
+def in_a_weak_dictionary(ctrl_c: Callable[[], None]) -> None:
+    class Interrupted:
+        def __hash__(self) -> int:
+            ctrl_c()
+            return 0
+
+    key = Interrupted()
+    weakref.WeakKeyDictionary()[key] = None
 
 
 def test_it_raises_as_ever():
@@ -39,12 +68,22 @@ def test_it_raises_as_ever():
         signal.raise_signal(signal.SIGINT)
 
 
-def test_it_is_raised_after_a_garbage_collection_that_it_came_into(collects: list[str]):
-    never = threading.Event()
+@pytest.mark.parametrize(
+    "place", [in_a_callback_of_collections, in_a_collection, in_a_destructor, in_a_weak_dictionary]
+)
+def test_it_is_raised_after_what_would_swallow_it(place: Callable[[Callable[[], None]], None]):
+    came: list[bool] = []
+
+    def ctrl_c() -> None:
+        if not came:
+            came.append(True)
+            signal.raise_signal(signal.SIGINT)
+            came.append(True)  # nothing was raised here
+
     with pytest.raises(KeyboardInterrupt):
-        gc.collect()
-        assert collects[:2] == ["start", "stop"]
-        never.wait(PATIENCE)
+        place(ctrl_c)
+        threading.Event().wait(PATIENCE)
+    assert came == [True, True]
 
 
 def test_what_ignores_it_goes_on_ignoring_it():
