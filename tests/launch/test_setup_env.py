@@ -100,7 +100,7 @@ class Checkout:
     def installed(self) -> list[str]:
         """What was asked of `uv pip install`."""
         calls = (self.folder / "calls").read_text().splitlines() if (self.folder / "calls").exists() else []
-        wanted = "pip install --python .venv/bin/python "
+        wanted = "pip install --python .venv/bin/python --compile-bytecode "
         return [call.removeprefix(wanted) for call in calls if call.startswith(wanted)]
 
 

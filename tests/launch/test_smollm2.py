@@ -34,7 +34,7 @@ ROOT = LAUNCH.parent
 MODEL = "runs/models/smollm2-135m-instruct"
 MESH = make_mesh(1, 1, 1)
 REAL_PIP = f"""case "$*" in
-  *--target*) shift 4; exec "{sys.executable}" -m pip install --disable-pip-version-check "$@" ;;
+  *--target*) shift 5; exec "{sys.executable}" -m pip install --disable-pip-version-check "$@" ;;
 esac"""
 PROMPTS = (
     "The capital of France is",
