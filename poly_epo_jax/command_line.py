@@ -17,7 +17,7 @@ from ml_collections import ConfigDict, config_flags
 from poly_epo_jax.checks import Range
 from poly_epo_jax.choices import CHOICES, parts, read_config
 from poly_epo_jax.config import Config, ConfigError
-from poly_epo_jax.ctrl_c import catch_ctrl_c
+from poly_epo_jax.ctrl_c import heard_ctrl_c
 from poly_epo_jax.options import checks_of, options_of
 
 CONFIG = config_flags.DEFINE_config_file(
@@ -46,11 +46,11 @@ def run_command(
         name, _, value = argv[1].partition("=")
         sys.exit(f"Error: unknown argument {_without_password(argv[1])}; {_hint(name, value)}.")
     logging.set_verbosity(logging.WARNING)
-    catch_ctrl_c()
     # By then everything is written, and Ctrl-C would only print tracebacks of what libraries clean up.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:
-        run(read_config(CONFIG.value, training))
+        with heard_ctrl_c():
+            run(read_config(CONFIG.value, training))
     except KeyboardInterrupt:
         print("Ctrl-C: the same command goes on from what is saved.", file=sys.stderr)
         sys.exit(130)

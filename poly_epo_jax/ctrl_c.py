@@ -1,7 +1,10 @@
 """Ctrl-C that nothing swallows."""
 
+import contextlib
 import gc
 import signal
+import threading
+from collections.abc import Iterator
 from types import FrameType
 
 AGAIN_AFTER = 0.01  # seconds
@@ -9,17 +12,31 @@ AGAIN_AFTER = 0.01  # seconds
 _collecting = False
 
 
-def catch_ctrl_c() -> None:
-    """From now on Ctrl-C raises KeyboardInterrupt as ever, but never where Python would report and forget it.
+@contextlib.contextmanager
+def heard_ctrl_c() -> Iterator[None]:
+    """Meanwhile Ctrl-C raises KeyboardInterrupt as ever, but never where Python would report and forget it.
 
     That is so during a garbage collection, where JAX has a callback, and in what is called when an object goes. Where
-    Ctrl-C is ignored (nohup), it remains so.
+    Ctrl-C does something else, or nothing (nohup), it remains so, and so it does outside the main thread.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        gc.callbacks.insert(0, _begins)
-        gc.callbacks.append(_ends)
-        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-        signal.signal(signal.SIGINT, _receive)
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    gc.callbacks.insert(0, _begins)
+    gc.callbacks.append(_ends)
+    alarm = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGINT, _receive)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        put_off, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, alarm)
+        gc.callbacks.remove(_begins)
+        gc.callbacks.remove(_ends)
+        if put_off:
+            raise KeyboardInterrupt
 
 
 def _begins(phase: str, _: dict[str, int]) -> None:

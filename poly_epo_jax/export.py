@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from poly_epo_jax.config import ModelSection
-from poly_epo_jax.ctrl_c import catch_ctrl_c
+from poly_epo_jax.ctrl_c import heard_ctrl_c
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.peft import save_adapter
 from poly_epo_jax.model.sharding import make_mesh
@@ -32,10 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--adapter", action="store_true", help="write the adapter alone, as PEFT reads it")
     parser.add_argument("--base", type=Path, help="the base policy of an adapter, if it is not where the run had it")
     options = parser.parse_args(arguments)
-    catch_ctrl_c()
     dtype = options.dtype or ("float32" if options.adapter else "bfloat16")
     try:
-        export(options.run, options.folder, options.step, dtype, adapter=options.adapter, base=options.base)
+        with heard_ctrl_c():
+            export(options.run, options.folder, options.step, dtype, adapter=options.adapter, base=options.base)
     except KeyboardInterrupt:
         print("Ctrl-C: nothing is written; the same command begins anew.", file=sys.stderr)
         return 130

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from poly_epo_jax import main
 from poly_epo_jax.choices import read_config
 from poly_epo_jax.config import Config
+from poly_epo_jax.ctrl_c import heard_ctrl_c
 from poly_epo_jax.default_config import get_config
 from poly_epo_jax.parallel.stop import Stop
 
@@ -35,10 +36,11 @@ def run(config: ConfigDict) -> Path:
       KeyboardInterrupt: likewise in a notebook, where the kernel was interrupted.
     """
     checked = read_config(config)
-    if _in_event_loop():
-        _run_in_thread(checked)
-    else:
-        main.run(checked)
+    with heard_ctrl_c():
+        if _in_event_loop():
+            _run_in_thread(checked)
+        else:
+            main.run(checked)
     return Path(checked.workdir)
 
 

@@ -9,16 +9,18 @@ from collections.abc import Callable, Iterator
 import pytest
 from fakes import PATIENCE
 
-from poly_epo_jax.ctrl_c import catch_ctrl_c
+from poly_epo_jax.ctrl_c import heard_ctrl_c
 
 
 @pytest.fixture(autouse=True)
 def caught(default_signals: None) -> Iterator[None]:
-    before, callbacks = signal.getsignal(signal.SIGALRM), list(gc.callbacks)
-    catch_ctrl_c()
-    yield
-    signal.signal(signal.SIGALRM, before)
-    gc.callbacks[:] = callbacks
+    def at_work() -> list[object]:
+        return [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM), *gc.callbacks]
+
+    before = at_work()
+    with heard_ctrl_c():
+        yield
+    assert at_work() == before
 
 
 class Holder:
@@ -88,6 +90,13 @@ def test_it_is_raised_after_what_would_swallow_it(place: Callable[[Callable[[], 
 
 def test_what_ignores_it_goes_on_ignoring_it():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    catch_ctrl_c()
-    signal.raise_signal(signal.SIGINT)
+    with heard_ctrl_c():
+        signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_what_is_put_off_at_its_end_is_raised_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("poly_epo_jax.ctrl_c.AGAIN_AFTER", PATIENCE)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt), heard_ctrl_c():
+        in_a_collection(lambda: signal.raise_signal(signal.SIGINT))
