@@ -1,4 +1,4 @@
-"""SmolLM2-135M names members of categories: four methods over five seeds, on categories that are held out.
+"""SmolLM2-135M names members of categories, and words by their first letters: four methods, three rates, five seeds.
 
 python -m poly_epo_jax.study studies/categories.py --config.model.path=runs/models/smollm2-135m-instruct
 """
@@ -8,13 +8,17 @@ from poly_epo_jax.study import PAPER_METHODS, Study, Task
 
 def get_study() -> Study:
     return Study(
-        tasks={"categories": Task("configs/smollm2.py")},
+        tasks={
+            "categories": Task("configs/smollm2.py"),
+            "prefixes": Task("configs/smollm2.py", {"task.name": "prefixes", "train.max_prompt_tokens": 32}),
+        },
         methods={
             **PAPER_METHODS,
             "max_rl": {"algo.advantages": "max_rl", "algo.length_normalization": "own"},
         },
-        rates=(3e-5,),
+        rates=(1e-5, 3e-5, 1e-4),
         seeds=(0, 1, 2, 3, 4),
         settings={"eval.every": 15},
         baseline="grpo",
+        keep_weights=False,  # 1.6 GB a run
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class Run:
     arguments: list[str]
     config: Config
     evaluation: Evaluation | None
+    keep_weights: bool
 
     @property
     def train_command(self) -> list[str]:
@@ -78,6 +80,12 @@ class Run:
                 return False
         return True
 
+    def drop_weights(self) -> None:
+        """Empties the folders of its checkpoints, which stay: they tell that the run is finished."""
+        for checkpoint in (self.folder / run_folder.CHECKPOINTS).iterdir():
+            for path in checkpoint.iterdir() if checkpoint.is_dir() else ():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
 
 def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[Run]:
     """Every run, those of one seed together, so that a broken-off study has whole seeds to compare.
@@ -108,7 +116,7 @@ def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[Run]:
             if config.hosts.coordinator:
                 raise ConfigError("hosts.coordinator is set, but each run of a study is a process of one host.")
             check_same_run(folder, config)
-            runs.append(Run(member, folder, arguments, config, study.evaluation))
+            runs.append(Run(member, folder, arguments, config, study.evaluation, study.keep_weights))
         except (ValueError, OSError) as error:
             # One mistake is usually that of many runs: the first of them is named.
             mistakes.setdefault(" ".join(str(error).split()), member)

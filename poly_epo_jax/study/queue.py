@@ -82,6 +82,8 @@ async def work_off(folder: Path, runs: Sequence[Run], places: Sequence[Place], l
             trained = run.is_trained() or await succeeds(run, "train", run.train_command, place)
             if trained and not run.is_evaluated():
                 await succeeds(run, "evaluate", run.evaluate_command, place)
+            if trained and run.is_evaluated() and not run.keep_weights:
+                run.drop_weights()
 
     async def succeeds(run: Run, stage: str, command: Sequence[str], place: Place) -> bool:
         await stop.check()

@@ -61,6 +61,7 @@ class Study:
       settings: keys changed in every run.
       baseline: the method that the others are compared with; empty: the last.
       evaluation: of each finished run; None: only what training itself evaluates.
+      keep_weights: False empties a run's checkpoints once it is finished and evaluated; its metrics and generations stay.
       folder: where everything is kept; empty: runs/study-NAME, after the study file.
 
     Raises:
@@ -74,6 +75,7 @@ class Study:
     settings: Changes = dataclasses.field(default_factory=dict)
     baseline: str = ""
     evaluation: Evaluation | None = None
+    keep_weights: bool = True
     folder: str = ""
 
     def __post_init__(self):

@@ -223,7 +223,7 @@ def _value(random: random.Random, checks: list[Check | Range]) -> tuple[Any, boo
 def _inside(random: random.Random, checks: list[Check | Range]) -> Any:
     limits = next((check for check in checks if isinstance(check, Range)), None)
     if limits is None:
-        values = [*TEXTS, *NAMES, True, False, (), ("a",), (1, 2), [2, 3]]
+        values = [*TEXTS, *NAMES, True, False, (), ("a",), (1, 2), [2, 3], ("q_proj", "v_proj")]
         return random.choice([value for value in values if all(check.holds(value) for check in checks)])
     low, high = limits.least, limits.most
     edges = [low, high] if limits.other is None else [low, high, limits.other]
