@@ -61,7 +61,7 @@ class Study:
       settings: keys changed in every run.
       baseline: the method that the others are compared with; empty: the last.
       evaluation: of each finished run; None: only what training itself evaluates.
-      keep_weights: False empties a run's checkpoints once it is finished and evaluated; its metrics and generations stay.
+      keep_weights: False empties a run's checkpoints once it is finished and evaluated.
       folder: where everything is kept; empty: runs/study-NAME, after the study file.
 
     Raises:

@@ -22,9 +22,9 @@ from poly_epo_jax.study.queue import CORE, Listener, cores, default_places, gpus
 class FakeRun(Run):
     """A process of fake_run.py."""
 
-    def __init__(self, folder: Path, how: str = "well"):
+    def __init__(self, folder: Path, how: str = "well", keep_weights: bool = True):
         folder.mkdir(parents=True)
-        super().__init__(Member("task", folder.name, 1e-3, 0), folder, [str(folder), how], Config(), None)
+        super().__init__(Member("task", folder.name, 1e-3, 0), folder, [str(folder), how], Config(), None, keep_weights)
 
     @property
     def train_command(self) -> list[str]:
@@ -61,6 +61,24 @@ def test_a_failing_run_is_told_and_the_others_go_on(tmp_path: Path):
     again, told = work(tmp_path, runs, [{}])
     assert told == ["b train", "b 0"], "finished runs are left alone"
     assert read_attempts(tmp_path) == [*rows, *again]
+
+
+def test_weights_that_are_not_to_be_kept_go_once_a_run_is_finished(tmp_path: Path):
+    kept, dropped, failed = (
+        FakeRun(tmp_path / "a"),
+        FakeRun(tmp_path / "b", keep_weights=False),
+        FakeRun(tmp_path / "c", "badly", keep_weights=False),
+    )
+    for run in (kept, dropped, failed):
+        (run.folder / "checkpoints" / "30" / "state").mkdir(parents=True)
+        (run.folder / "checkpoints" / "30" / "state" / "weights").touch()
+        (run.folder / "checkpoints" / "30" / "digests.json").touch()
+        (run.folder / "metrics.jsonl").touch()
+    for _ in range(2):
+        work(tmp_path, [kept, dropped, failed], [{}])
+        assert list((dropped.folder / "checkpoints").rglob("*")) == [dropped.folder / "checkpoints" / "30"]
+        assert (dropped.folder / "metrics.jsonl").exists()
+        assert all((run.folder / "checkpoints" / "30" / "state" / "weights").exists() for run in (kept, failed))
 
 
 def test_runs_see_their_place_and_each_is_started_once(tmp_path: Path):
