@@ -101,7 +101,7 @@ def check_memory(config: Config, shape: ModelConfig) -> None:
       ConfigError: naming what takes the memory, and what to lower.
     """
     plan, rows_that_fit = plan_of(config, shape)
-    if plan.memory_bytes is not None and plan.peak_bytes > TOLERANCE * plan.memory_bytes:
+    if plan.memory_bytes is not None and plan.needed_bytes > TOLERANCE * plan.memory_bytes:
         rollouts = config.rollouts
         asked = {
             "gradient": f"train.rows_per_device={plan.rows_per_device} of train.row_tokens={plan.row_tokens} tokens",
@@ -112,7 +112,7 @@ def check_memory(config: Config, shape: ModelConfig) -> None:
             "generate": "lower it, or sampling.max_tokens",
         }.get(plan.peak_stage, "take more devices")
         raise ConfigError(
-            f"{asked} would take {amount(plan.peak_bytes)} of a device's memory, of which JAX may use "
+            f"{asked} would take {amount(plan.needed_bytes)} of a device's memory, of which JAX may use "
             f"{amount(plan.memory_bytes)}; {advice}."
         )
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

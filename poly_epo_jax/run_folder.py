@@ -10,7 +10,8 @@
                          and seed alone, so an interrupted and resumed run leaves the bytes of one that never was
     timing.jsonl         one row per step, {"step": 12, "seconds/generate": 3.2, "tokens_per_second": 5100.0, ...}: what
                          depends on the machine. seconds/STAGE: how long the stage of this step's batch was under way;
-                         critical/STAGE: how long it was the only one, in this step; sync/share: of the step
+                         critical/STAGE: how long it was the only one, in this step; sync/share: of the step;
+                         memory/peak_bytes: the most that a device held so far or, of CPUs, the process
     timeline.jsonl       one row per step, {"step": 3, "seconds": 4.1, "spans": [["generate", 0.0, 1.2, 3], ...],
                          "start": 12.5}: what was under way since the row before, `start` seconds after training began
                          (or went on), for `seconds`. A span is a stage, its start and end in that time, and the step

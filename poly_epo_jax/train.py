@@ -18,6 +18,7 @@ from poly_epo_jax.model import attention
 from poly_epo_jax.model.sharding import params_on_host
 from poly_epo_jax.objective import DivergenceError, check_finite
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.parallel.peak_memory import peak_bytes
 from poly_epo_jax.parallel.stop import Stopped
 from poly_epo_jax.step_metrics import logged_generations, step_metrics
 from poly_epo_jax.timeline import Timeline, Window
@@ -246,6 +247,8 @@ async def _record(
     timing |= window.critical_seconds()
     timing["sync/share"] = timing.get("seconds/sync", 0.0) / window.seconds
     timing["tokens_per_second"] = num_tokens / window.seconds
+    if (held := peak_bytes()) is not None:
+        timing["memory/peak_bytes"] = float(held)
     await _log(tracker, step, unlogged, held_out, timing, window)
 
 

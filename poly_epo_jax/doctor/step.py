@@ -11,6 +11,7 @@ from poly_epo_jax.bench.workload import make_workload
 from poly_epo_jax.doctor.finding import Finding, Missing, Subject
 from poly_epo_jax.memory_plan.tables import amount, plan_of
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.parallel.peak_memory import device_peak
 from poly_epo_jax.prepare import TOLERANCE
 
 SECONDS = 90.0  # after which no further stage is begun
@@ -25,7 +26,7 @@ def check_step(subject: Subject) -> list[Finding]:
     config, shape, mesh = subject.config, subject.shape, subject.mesh
     plan, _ = plan_of(config, shape)
     if not plan.fits:
-        raise Missing(f"the plan takes {amount(plan.peak_bytes)} of {amount(plan.memory_bytes or 0)}; lower it first")
+        raise Missing(f"the plan takes {amount(plan.needed_bytes)} of {amount(plan.memory_bytes or 0)}; lower it first")
     roofline = measure_roofline(config.model.dtype)
     workload = make_workload(config, shape.vocab_size, mesh.shape)
     stages, started = [], time.monotonic()
@@ -49,11 +50,10 @@ def _speed(rows: Sequence[dict]) -> Finding:
 
 
 def _memory(planned: int) -> Finding:
-    name, stats = "memory", [device.memory_stats() for device in jax.local_devices()]
-    if not all(one and "peak_bytes_in_use" in one for one in stats):
+    name, held = "memory", device_peak()
+    if held is None:
         seen = f"{jax.devices()[0].device_kind} does not say what it held; the plan is {amount(planned)}"
         return Finding(name, "not there", seen, {"planned bytes": planned})
-    held = max(one["peak_bytes_in_use"] for one in stats if one)
     figures, seen = {"planned bytes": planned, "peak bytes": held}, f"{amount(held)} held, {amount(planned)} planned"
     if held > TOLERANCE * planned:
         advice = f"take {TOLERANCE:g} times less than the plan allows of train.rows_per_device, and report both"

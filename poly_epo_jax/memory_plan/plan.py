@@ -2,7 +2,8 @@
 
 A device always holds parameters and moments, and beside them what the current stage needs; the largest stage is the
 peak. The terms are what compiled programs were seen to hold, in bytes of the type that they hold it in.
-`tests/memory_plan/test_plan.py` compares their sum with compiled programs.
+`tests/memory_plan/test_plan.py` compares their sum with compiled programs. CPUs share their memory with the process
+itself, which takes something besides.
 """
 
 import bisect
@@ -25,6 +26,9 @@ from poly_epo_jax.rows import fillable_rows, row_tokens, rows_per_device
 FLOAT32 = 4
 SPARE = 0.1
 """The share of the memory that a choice made by plan leaves free: plans are within 10% of compiled programs."""
+
+PROCESS = 650_000_000
+"""Bytes of a process that trains the quick start's tiny policy on a CPU: Python, its libraries, compiled programs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +60,10 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Bytes of one device, each by the name of what takes them: `resident` always, and one of `stages` at a time."""
+    """Bytes of one device, each by the name of what takes them: `resident` always, and one of `stages` at a time.
+
+    On a CPU the process takes those of `besides` as well, in all.
+    """
 
     setting: Setting
     rows_per_device: int
@@ -64,6 +71,7 @@ class Plan:
     remat: str
     resident: Mapping[str, int]
     stages: Mapping[str, Mapping[str, int]]
+    besides: Mapping[str, int]
     memory_bytes: int | None  # that JAX may use; None where it is not known
 
     def stage_bytes(self, name: str) -> int:
@@ -76,12 +84,18 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
+        """The most that the device's programs hold."""
         return self.stage_bytes(self.peak_stage)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of the device's memory: with its share of what the process takes besides."""
+        return self.peak_bytes + sum(self.besides.values()) // self.setting.num_devices
 
     @property
     def fits(self) -> bool:
         """True also where the memory is not known."""
-        return self.memory_bytes is None or self.peak_bytes <= self.memory_bytes
+        return self.memory_bytes is None or self.needed_bytes <= self.memory_bytes
 
 
 def make_plan(
@@ -98,7 +112,7 @@ def make_plan(
             for word in REMAT_POLICIES  # ordered by what they keep, the most first
         ]
         room = (memory_bytes or 0) * (1 - SPARE)
-        return next((plan for plan in plans if plan.peak_bytes <= room), plans[-1])
+        return next((plan for plan in plans if plan.needed_bytes <= room), plans[-1])
     rows = num_rows or rows_per_device(config, setting.mesh)
     stages = {
         "gradient": _gradient(config, shape, setting, rows),
@@ -111,7 +125,8 @@ def make_plan(
         stages["generate"] = _generate(config, shape, setting, cache_growth)
         held = stages["generate"] if SAMPLERS[config.rollouts.name].has_slots else resident
         held["weights laid out for decoding"] = laid_out
-    return Plan(setting, rows, row_tokens(config), shape.remat, resident, stages, memory_bytes)
+    besides = _besides(config, shape, setting) if setting.platform == "cpu" else {}
+    return Plan(setting, rows, row_tokens(config), shape.remat, resident, stages, besides, memory_bytes)
 
 
 def largest_rows(config: Config, shape: ModelConfig, setting: Setting, memory_bytes: int | None) -> int:
@@ -144,6 +159,18 @@ def _resident(config: Config, shape: ModelConfig, setting: Setting) -> dict[str,
     adapter = {"adapter": trained * FLOAT32} if shape.lora_targets else {}
     reference = {"reference policy": adapter.get("adapter", parameters)} if config.algo.kl_coef else {}
     return {"parameters": parameters} | adapter | {"optimizer moments": moments} | reference
+
+
+def _besides(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, int]:
+    """A checkpoint is copied before it is written, and steps go on meanwhile."""
+    saved = _resident(config, shape, setting)
+    saved.pop("reference policy", None)
+    if shape.lora_targets:
+        del saved["parameters"]
+    return {
+        "checkpoint that is being written": sum(saved.values()) * setting.weight_shards,
+        "Python, libraries and programs": PROCESS,
+    }
 
 
 def _gradient(config: Config, shape: ModelConfig, setting: Setting, rows: int) -> dict[str, int]:

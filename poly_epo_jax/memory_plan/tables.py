@@ -39,7 +39,10 @@ def print_plan(config: Config, shape: ModelConfig, console: Console, brief: bool
         terms = sorted([*plan.resident.items(), *own.items()], key=lambda term: -term[1])
         shown = [f"{name} {amount(size)}" for name, size in terms if size >= SMALL_SHARE * total]
         table.add_row(stage, amount(total), ", ".join(shown))
-    if not (brief and plan.memory_bytes and plan.peak_bytes < BRIEF_SHARE * plan.memory_bytes):
+    if plan.besides:
+        shown = [f"{name} {amount(size)}" for name, size in plan.besides.items()]
+        table.add_row("besides", amount(sum(plan.besides.values())), f"{', '.join(shown)}; of the process, in all")
+    if not (brief and plan.memory_bytes and plan.needed_bytes < BRIEF_SHARE * plan.memory_bytes):
         console.print(table)
     axes = ", ".join(f"{axis} {size}" for axis, size in plan.setting.mesh.items())
     limit = f" of {amount(plan.memory_bytes)}" if plan.memory_bytes else ""
@@ -47,14 +50,14 @@ def print_plan(config: Config, shape: ModelConfig, console: Console, brief: bool
     console.print(
         f"Plan: {plan.setting.num_devices} x {plan.setting.device or 'unknown'}, mesh {axes}, "
         f"model.remat={plan.remat}, train.rows_per_device={plan.rows_per_device} of {plan.row_tokens:,} tokens: "
-        f"{amount(plan.peak_bytes)}{limit} on each device{hint}.",
+        f"{amount(plan.needed_bytes)}{limit} on each device{hint}.",
         soft_wrap=True,
     )
     if not plan.fits:
         lower = "train.rows_per_device" if rows_that_fit else "train.row_tokens"
         advice = f"take more devices, or lower {lower}" if plan.peak_stage == "gradient" else "take more devices"
         console.print(
-            f"Warning: by this plan a device needs {amount(plan.peak_bytes)} and JAX may take "
+            f"Warning: by this plan a device needs {amount(plan.needed_bytes)} and JAX may take "
             f"{amount(plan.memory_bytes or 0)}; {advice}.",
             soft_wrap=True,
             style="bold yellow",
@@ -87,7 +90,7 @@ def print_plans(
             f"{mesh['devices']} x {mesh['device']}",
             " x ".join(map(str, plan.setting.mesh.values())),
             amount(sum(plan.resident.values())),
-            amount(plan.peak_bytes),
+            amount(plan.needed_bytes),
             amount(plan.memory_bytes or 0),
             plan.peak_stage,
             plan.remat,
@@ -114,6 +117,8 @@ def as_row(plan: Plan, rows_that_fit: int) -> dict[str, Any]:
         "stages": {name: dict(terms) for name, terms in plan.stages.items()},
         "peak_stage": plan.peak_stage,
         "peak_bytes": plan.peak_bytes,
+        "besides": dict(plan.besides),
+        "needed_bytes": plan.needed_bytes,
         "memory_bytes": plan.memory_bytes,
         "largest_rows_per_device": rows_that_fit,
     }

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -205,6 +206,10 @@ def test_two_steps_of_training(model: Path, tmp_path: Path):
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["policy/update_norm"] > 0 for row in rows[1:])
+    planned = ended.stdout.replace("\n", " ").partition("Plan: ")[2]
+    (gigabytes,) = re.findall(r" tokens: ([0-9.]+) GB of ", planned)
+    held = read_rows(tmp_path / "run" / "timing.jsonl")[-1]["memory/peak_bytes"]
+    assert 0.85 < float(gigabytes) * 1e9 / held < 1.15
     generations = read_rows(tmp_path / "run" / "generations.jsonl")
     assert len(generations) == 2 * 4 * 8
     assert not any("\n" in row["response"] for row in generations)
