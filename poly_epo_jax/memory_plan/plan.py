@@ -8,18 +8,17 @@ itself, which takes something besides.
 
 import bisect
 import dataclasses
-import math
 from collections.abc import Mapping
 
 import numpy as np
 
 from poly_epo_jax.config import Config
+from poly_epo_jax.memory_plan.setting import Setting
 from poly_epo_jax.memory_plan.trained import trained_elements, trained_sizes
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.logprobs import chunk_size
 from poly_epo_jax.model.qwen3 import AUTO, REMAT_POLICIES
-from poly_epo_jax.parallel.devices import DEVICES
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rows import fillable_rows, row_tokens, rows_per_device
 
@@ -29,33 +28,6 @@ SPARE = 0.1
 
 PROCESS = 650_000_000
 """Bytes of a process that trains the quick start's tiny policy on a CPU: Python, its libraries, compiled programs."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """The machine of a plan: the kind of device, a key of DEVICES or "", and the sizes of the mesh's axes."""
-
-    device: str
-    mesh: Mapping[str, int]
-
-    @property
-    def platform(self) -> str:
-        """`cpu`, `gpu` or `tpu`; a device that is not known is taken for a GPU."""
-        if self.device == "cpu":
-            return "cpu"
-        return "tpu" if self.device and DEVICES[self.device].kinds[0].startswith("TPU") else "gpu"
-
-    @property
-    def num_devices(self) -> int:
-        return math.prod(self.mesh.values())
-
-    @property
-    def row_shards(self) -> int:
-        return self.mesh["data"] * self.mesh["fsdp"]
-
-    @property
-    def weight_shards(self) -> int:
-        return self.mesh["fsdp"] * self.mesh["tensor"]
 
 
 @dataclasses.dataclass(frozen=True)

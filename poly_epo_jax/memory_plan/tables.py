@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from poly_epo_jax.config import Config, ConfigError, MeshSection
-from poly_epo_jax.memory_plan.plan import Plan, Setting, largest_rows, make_plan
+from poly_epo_jax.memory_plan.plan import Plan, largest_rows, make_plan
+from poly_epo_jax.memory_plan.setting import Setting
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.parallel.devices import DEVICES, device_name
 from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh

@@ -18,7 +18,8 @@ from poly_epo_jax import default_config
 from poly_epo_jax.bench import __main__ as bench
 from poly_epo_jax.choices import read_config
 from poly_epo_jax.config import Config, ConfigError, LoraSection
-from poly_epo_jax.memory_plan.plan import Plan, Setting, largest_rows, make_plan
+from poly_epo_jax.memory_plan.plan import Plan, largest_rows, make_plan
+from poly_epo_jax.memory_plan.setting import Setting
 from poly_epo_jax.memory_plan.tables import plan_of, print_plan, print_plans, setting_of
 from poly_epo_jax.memory_plan.trained import gradient_passes, trained_elements
 from poly_epo_jax.model.config import ModelConfig
