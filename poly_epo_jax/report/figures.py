@@ -57,8 +57,16 @@ MARKED = {"linewidth": 2.2, "marker": "o", "markersize": 6, "markeredgecolor": "
 def save(figure: Figure, output: Path, name: str) -> None:
     """Writes NAME.png and NAME.pdf, the same bytes for the same figure."""
     with matplotlib.rc_context(STYLE):
+        lay_out(figure)
         figure.savefig(output / f"{name}.png")
         figure.savefig(output / f"{name}.pdf", metadata={"CreationDate": None})
+
+
+def lay_out(figure: Figure) -> None:
+    """Decides where everything stands, for all the files that show it: for each anew that takes longer than to draw."""
+    if figure.get_layout_engine() is not None:
+        figure.draw_without_rendering()
+        figure.set_layout_engine(None)
 
 
 def training_dynamics(runs: Runs) -> Figure | None:

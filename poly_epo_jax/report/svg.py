@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from poly_epo_jax.report.figures import STYLE
+from poly_epo_jax.report.figures import STYLE, lay_out
 
 _PIXELS_PER_INCH = 96
 _SVG: dict[Any, Any] = {
@@ -29,6 +29,7 @@ def image(figure: Figure, text: str) -> str:
     """
     file = io.BytesIO()
     with matplotlib.rc_context(STYLE | _SVG):
+        lay_out(figure)
         figure.savefig(file, format="svg", metadata={"Date": None})
     width, height = (round(inches * _PIXELS_PER_INCH) for inches in figure.get_size_inches())
     data = base64.b64encode(file.getvalue()).decode()

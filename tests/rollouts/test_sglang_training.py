@@ -19,7 +19,7 @@ from poly_epo_jax.run_folder import read_rows
 
 pytestmark = pytest.mark.slow
 
-STEPS = 30
+STEPS = 10
 LAPTOP = {
     "base.cache_dir": ROOT / "runs" / "base",
     "compilation_cache": ROOT / "runs" / "compiled",
