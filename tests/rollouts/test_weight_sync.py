@@ -34,6 +34,9 @@ class Servers:
         self.held: list[str] = []  # servers that are dying and asked whether they answer
         self.asked, self.may_end, self.may_answer = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.dying = ""
+        self.paused: set[str] = set()
+        self.may_load = asyncio.Event()
+        self.may_load.set()
 
     async def handle(self, request: httpx.Request) -> httpx.Response:
         url, endpoint = f"http://{request.url.host}", request.url.path.strip("/")
@@ -52,12 +55,18 @@ class Servers:
             self.versions[url] = body["weight_version"]
             self.loaded.append((url, body["weight_version"].split("-")[1]))
             self.happened.append(f"loaded {self.loaded[-1][1]}")
+            await self.may_load.wait()
+        if endpoint == "pause_generation":
+            self.paused.add(url)
+        if endpoint == "continue_generation":
+            self.paused.discard(url)
         if endpoint == "generate" and "return_logprob" in body:
             self.asked.set()
             if self.dying == url:
                 self.versions[url] = "default"  # as it was started with
                 raise httpx.ConnectError("dead")
             version = self.versions[url]
+            await until(lambda: url not in self.paused)
             await self.may_end.wait()
             self.happened.append("answered")
             return generated(request, version)
@@ -155,6 +164,34 @@ def test_a_server_that_is_still_lost_when_the_batch_is_complete_is_given_only_th
         await updating
         assert sorted(fake.loaded[2:]) == [(url, "2") for url in URLS]
         assert on_disk(tmp_path) == ["2"]
+
+    asyncio.run(main())
+
+
+def test_a_server_whose_weights_were_pushed_as_its_batch_ended_is_given_them_again(tmp_path: Path, monkeypatch, capsys):
+    """It stays paused where the client that was to let it go on is gone, and says that it has the weights."""
+
+    async def main() -> None:
+        fake = Servers()
+        rollouts = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path)
+        await rollouts.push_weights(tiny_params(1), {}, 1)
+        fake.dying = "http://a"
+        generating = asyncio.create_task(generate(rollouts))
+        await until(lambda: fake.versions["http://a"] == "default")
+        fake.may_load.clear()
+        fake.dying = ""
+        fake.may_answer.set()
+        await until(lambda: fake.loaded[2:] == [("http://a", "1")])
+        fake.may_end.set()
+        assert versions(await generating) == {1}
+        assert fake.paused == {"http://a"} and fake.versions["http://a"] == fake.versions["http://b"]
+        fake.may_load.set()
+        fake.may_end.clear()
+        generating = asyncio.create_task(generate(rollouts))
+        await until(lambda: "The server http://a is back" in capsys.readouterr().err)
+        assert not fake.paused
+        fake.may_end.set()
+        assert versions(await generating) == {1}
 
     asyncio.run(main())
 

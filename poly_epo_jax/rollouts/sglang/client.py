@@ -92,7 +92,8 @@ class SGLangSampler:
         if self._weights is None:
             await self._adopt_weights()
         watches = await self._watch_routers()
-        fleet = Fleet(self.urls, self.max_concurrent, functools.partial(self._revive, watches))
+        unfinished = () if self._weights is None else self._weights.unfinished
+        fleet = Fleet(self.urls, self.max_concurrent, functools.partial(self._revive, watches), unfinished)
         tasks = [
             asyncio.create_task(self._complete(fleet, _Draw(place, request), sampling))
             for place, request in enumerate(requests)

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 
 from poly_epo_jax.http_client import ServerError
@@ -27,14 +27,24 @@ class Fleet:
     Args:
       max_concurrent: generations that one server is given at once; the rest waits here, for whichever is free first.
       revive: waits until a server that failed can be asked again; raises to give it up.
+      unfinished: the servers whose last weight update broke off; they are revived before they are asked.
     """
 
-    def __init__(self, urls: Sequence[str], max_concurrent: int, revive: Callable[[str], Awaitable[None]]):
+    def __init__(
+        self,
+        urls: Sequence[str],
+        max_concurrent: int,
+        revive: Callable[[str], Awaitable[None]],
+        unfinished: Collection[str] = (),
+    ):
         self._servers = [Server(url) for url in urls]
         self._max_concurrent = max_concurrent
         self._revive = revive
         self._changed = asyncio.Condition()
         self._revivals: set[asyncio.Task[None]] = set()
+        for server in self._servers:
+            if server.url in unfinished:
+                self.fail(server, "its last weight update broke off")
 
     @asynccontextmanager
     async def lease(self, num_generations: int, tokens: int, other_than: Server | None = None) -> AsyncIterator[Server]:

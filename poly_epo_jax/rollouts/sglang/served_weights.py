@@ -47,6 +47,8 @@ class ServedWeights:
     ):
         self.version = 0
         self.sleeps = sleeps
+        self.unfinished: set[str] = set()
+        """Servers whose last push broke off: whatever they say, they may be paused, or load weights still."""
         self._sync = sync
         self._probe_tokens = min(PROBE_TOKENS, max_prompt_tokens)
         self._timeout_seconds = timeout_seconds
@@ -82,7 +84,9 @@ class ServedWeights:
         return self._sync is not None
 
     async def is_current(self, url: str) -> bool:
-        """Whether the server answers, and has the present weights."""
+        """Whether the server answers, has the present weights, and generates from them."""
+        if url in self.unfinished:
+            return False
         try:
             return (await self._dialect.served_model(url)).weight_version == self.name
         except httpx.HTTPError:
@@ -126,6 +130,7 @@ class ServedWeights:
         if self._sync is None:
             await asyncio.gather(*(self._wait_for_version(url) for url in urls))
             return
+        self.unfinished |= set(urls)
         for attempt in range(1, MAX_ATTEMPTS + 1):
             await asyncio.gather(*(self._dialect.wait_for(url, self._wait_seconds) for url in urls))
             try:
@@ -136,6 +141,7 @@ class ServedWeights:
                     await self._sync.push(client, urls)
                     await asyncio.gather(*(self._dialect.resume(client, url) for url in urls))
                     await asyncio.gather(*(self._check(client, url) for url in urls))
+                self.unfinished -= set(urls)
                 return
             except httpx.HTTPError as error:
                 print(f"The weight update of {', '.join(urls)} broke off: {describe(error)}.", file=sys.stderr)
