@@ -26,9 +26,10 @@ from poly_epo_jax.choices import check_judge, make_judge, refuse_passwords
 from poly_epo_jax.command_line import parse_flags, run_command
 from poly_epo_jax.config import Config, ConfigError
 from poly_epo_jax.data import encode_prompts
-from poly_epo_jax.evaluation.benchmarks import Benchmark, label_of, open_benchmark
+from poly_epo_jax.evaluation.about import about_evaluation
+from poly_epo_jax.evaluation.benchmarks import Benchmark, benchmark_label, label_of, open_benchmark
 from poly_epo_jax.evaluation.draw import draw_generations
-from poly_epo_jax.evaluation.folder import RESULTS, about_evaluation, open_folder
+from poly_epo_jax.evaluation.folder import RESULTS, open_folder
 from poly_epo_jax.evaluation.results import compute_results
 from poly_epo_jax.file_lock import exclusive
 from poly_epo_jax.http_client import ServerError, describe
@@ -97,9 +98,7 @@ def run(config: Config) -> None:
         judge = make_judge(config.judge, benchmark.task) if judged else NoJudge()
         for label, model in models.items():
             folder = Path(OUTPUT.value) / benchmark.label / label
-            about = about_evaluation(
-                name, model.weights, num_generations, sampling, config.judge.name if judged else None
-            )
+            about = about_evaluation(config, name, model.weights, num_generations, judged)
             with exclusive(folder / LOCK, f"the evaluation {folder}"):
                 open_folder(folder, about)
                 rollouts = _open_rollouts(model, benchmark, config, mesh)
@@ -150,11 +149,11 @@ def _cell(metric: dict[str, float | None] | None) -> str:
 
 def _check_flags(config: Config) -> None:
     refuse_passwords({f"--{MODELS.name}": MODELS.value})  # before any of them is shown
-    for flag in (MODELS, BENCHMARKS):
+    for flag, make_label in ((MODELS, label_of), (BENCHMARKS, benchmark_label)):
         names = [name.strip() for name in flag.value]
         if not any(names):
             raise ConfigError(f"--{flag.name} is missing; name at least one, commas between several.")
-        labels = [label_of(name) for name in names]
+        labels = [make_label(name) for name in names]
         for label in labels:
             if "/" in label or label in ("", ".", "..") or labels.count(label) > 1:
                 raise ConfigError(

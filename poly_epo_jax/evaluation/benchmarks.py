@@ -41,17 +41,29 @@ def open_benchmark(name: str, section: TaskSection) -> Benchmark:
     Raises:
       ValueError, OSError: it cannot be read.
     """
-    source, options = name.rpartition("=")[2], section.options
+    source, options = name.rpartition("=")[2], task_options(name, section)
     if source in TASKS and source != "math":
-        task = TASKS[source](**(options if source == section.name else {}))
-        return Benchmark(label_of(name), task, task.held_out_problems)
-    shared = {key: value for key, value in options.items() if key in ("template", "num_workers")}
-    task = MathTask(**(BENCHMARKS.get(source, {"train": source}) | shared))
-    label = label_of(name) if "=" in name else label_of(name).split(":")[0].split(".")[0]
-    return Benchmark(label, task, task.train_problems)
+        task = TASKS[source](**options)
+        return Benchmark(benchmark_label(name), task, task.held_out_problems)
+    task = MathTask(**options)
+    return Benchmark(benchmark_label(name), task, task.train_problems)
+
+
+def task_options(name: str, section: TaskSection) -> dict[str, Any]:
+    """The options of the task that grades the benchmark; the arguments are those of `open_benchmark`."""
+    source = name.rpartition("=")[2]
+    if source in TASKS and source != "math":
+        return dict(section.options) if source == section.name else {}
+    shared = {key: value for key, value in section.options.items() if key in ("template", "num_workers")}
+    return BENCHMARKS.get(source, {"train": source}) | shared
+
+
+def benchmark_label(name: str) -> str:
+    """What the benchmark is called: `label=name` says it, else its name or a file's, without folder, split and suffix."""
+    return label_of(name) if "=" in name else label_of(name).split(":")[0].split(".")[0]
 
 
 def label_of(name: str) -> str:
-    """What a model or a benchmark is called: `label=name` says it, else the last part of its path."""
+    """What a model is called: `label=name` says it, else the last part of its path."""
     label, _, source = name.rpartition("=")
     return label or source.rstrip("/").split("/")[-1]

@@ -34,12 +34,18 @@ async def draw_generations(
       show: told how many problems are complete.
 
     Raises:
-      ValueError: the file is damaged.
+      ValueError: the file is damaged, or holds generations of other problems, which are not thrown away.
     """
     path, task, problems = folder / GENERATIONS, benchmark.task, benchmark.problems
     places = {problem.id: place for place, problem in enumerate(problems)}
     counts = Counter(row["problem"] for row in read_generations(folder))
-    complete = {problem for problem, count in counts.items() if problem in places and count == num_generations}
+    others = counts.keys() - places.keys()
+    if others:
+        raise ValueError(
+            f"{folder} holds generations of {len(others)} problems that are not asked for now; ask for them too, or "
+            "choose another --output."
+        )
+    complete = {problem for problem, count in counts.items() if count == num_generations}
     keep_rows(path, EVALUATED_GENERATION, lambda row: row["problem"] in complete)
     show(len(complete))
     missing = [problem for problem in problems if problem.id not in complete]

@@ -1,11 +1,10 @@
 """The folder of an evaluation: EVALUATION/<benchmark>/<model>/. Needs no JAX.
 
-about.json           which model, benchmark, sampling and judge the generations are from
+about.json           which model, benchmark, sampling and judge the generations are from, see about.py
 generations.jsonl    one row per generation, with the columns of `EVALUATED_GENERATION`
 results.json         every metric with its interval, see results.py; docs/evaluation.md defines them
 """
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 from poly_epo_jax.config import changed_keys
 from poly_epo_jax.json_files import Columns, Row, read_rows, write_json
 from poly_epo_jax.run_folder import GENERATION, check_version
-from poly_epo_jax.types import Sampling
 
 ABOUT, GENERATIONS, RESULTS = "about.json", "generations.jsonl", "results.json"
 
@@ -26,19 +24,6 @@ EVALUATED_GENERATION: Columns = {
     "answer": int,  # within a problem equal numbers are one vote; -1: no answer
     "answer_text": str | None,
 }
-
-
-def about_evaluation(
-    benchmark: str, weights: str, num_generations: int, sampling: Sampling, judge: str | None
-) -> dict[str, Any]:
-    """What about.json says: generations of equal descriptions are of one distribution.
-
-    Args:
-      weights: which ones, and of which step or version.
-      judge: its name; None: generations are not clustered.
-    """
-    about = {"benchmark": benchmark, "model": weights, "num_generations": num_generations}
-    return about | {"sampling": dataclasses.asdict(sampling), "judge": judge}
 
 
 def open_folder(folder: Path, about: dict[str, Any]) -> None:

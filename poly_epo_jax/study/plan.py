@@ -11,14 +11,13 @@ from poly_epo_jax import run_folder
 from poly_epo_jax.checks import ConfigError
 from poly_epo_jax.command_line import read_arguments
 from poly_epo_jax.config import Config
-from poly_epo_jax.evaluation.benchmarks import label_of
-from poly_epo_jax.evaluation.folder import ABOUT, RESULTS, about_evaluation
+from poly_epo_jax.evaluation.about import about_evaluation
+from poly_epo_jax.evaluation.benchmarks import benchmark_label
+from poly_epo_jax.evaluation.folder import ABOUT, RESULTS
 from poly_epo_jax.json_files import write_json
-from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.same_run import check_same_run
 from poly_epo_jax.study.folder import EVALUATION, PLAN, Member, run_state
 from poly_epo_jax.study.spec import OWNED, RATE, SEED, WORKDIR, Changes, Evaluation, Study
-from poly_epo_jax.types import Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,17 +64,11 @@ class Run:
         """Whether the evaluation that is asked for is there, of the run's last weights; True where none is."""
         if self.evaluation is None:
             return True
-        weights, sampling = f"{self.folder} step {self.config.train.num_steps}", self.config.sampling
-        judged = self.evaluation.judge and JUDGES[self.config.judge.name].clusters
+        weights = f"{self.folder} step {self.config.train.num_steps}"
         for benchmark in self.benchmarks:
-            asked = about_evaluation(
-                benchmark,
-                weights,
-                self.evaluation.num_generations,
-                Sampling(**sampling, seed=self.config.seed),
-                self.config.judge.name if judged else None,
-            )
-            folder = self.folder.parent.parent / EVALUATION / label_of(benchmark) / self.member.label
+            number, judged = self.evaluation.num_generations, self.evaluation.judge
+            asked = about_evaluation(self.config, benchmark, weights, number, judged)
+            folder = self.folder.parent.parent / EVALUATION / benchmark_label(benchmark) / self.member.label
             if not (folder / RESULTS).exists() or json.loads((folder / ABOUT).read_text()) != asked:
                 return False
         return True

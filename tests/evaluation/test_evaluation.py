@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from fakes import LETTERS, TINY, ByLetter, LetterJudge, RandomLetters, Scripted,
 from configs import polaris
 from poly_epo_jax.choices import read_config
 from poly_epo_jax.config import TaskSection
+from poly_epo_jax.evaluation.about import about_evaluation
 from poly_epo_jax.evaluation.benchmarks import BENCHMARKS, Benchmark, open_benchmark
 from poly_epo_jax.evaluation.draw import draw_generations
 from poly_epo_jax.evaluation.folder import EVALUATED_GENERATION, GENERATIONS, open_folder, read_generations
@@ -97,6 +99,38 @@ def test_generations_of_different_kinds_are_not_mixed(tmp_path: Path):
         ValueError, match=r"holds generations with another model, sampling\.seed; choose another --output"
     ):
         open_folder(tmp_path, {"sampling": {"seed": 8}, "model": "another"})
+
+
+def test_generations_of_problems_that_are_not_asked_for_are_not_thrown_away(tmp_path: Path):
+    draw(tmp_path, SeededLetters(), PROBLEMS[:4])
+    before = (tmp_path / GENERATIONS).read_bytes()
+    with pytest.raises(ValueError, match="holds generations of 3 problems that are not asked for now"):
+        draw(tmp_path, SeededLetters(), PROBLEMS[:1])
+    assert (tmp_path / GENERATIONS).read_bytes() == before
+    assert draw(tmp_path, SeededLetters())[0] == 4  # more are added to them
+
+
+def test_about_an_evaluation_is_all_that_its_figures_follow_from():
+    def about(**changes: Any) -> dict[str, Any]:
+        values = polaris.get_config()
+        values.update_from_flattened_dict(changes)
+        return about_evaluation(read_config(values), "math_500", "a step", 8, judged=True)
+
+    same = {"judge.url": "http://elsewhere", "task.options.num_workers": 3, "train.num_steps": 9}
+    for key, value in same.items():
+        assert about(**{key: value}) == about(), key
+    other = {
+        "task.options.template": "{problem}?",
+        "model.stop_strings": ("!",),
+        "sampling.temperature": 0.5,
+        "seed": 9,
+        "judge.name": "answer",
+        "judge.model": "another",
+        "judge.options.prompt_file": "rubric.md",
+    }
+    for key, value in other.items():
+        assert about(**{key: value}) != about(), key
+    assert json.loads(json.dumps(about())) == about()
 
 
 def test_an_evaluation_of_an_earlier_version_is_not_gone_on_with(tmp_path: Path):

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from poly_epo_jax.checks import ConfigError
-from poly_epo_jax.evaluation.folder import about_evaluation
+from poly_epo_jax.evaluation.about import about_evaluation
 from poly_epo_jax.study import Evaluation, Study, Task
 from poly_epo_jax.study.folder import Member
 from poly_epo_jax.study.plan import Run, make_runs, write_plan
-from poly_epo_jax.types import Sampling
 
 METHODS = {"GRPO": {"algo.advantages": "grpo"}, "sets-of-2": {"algo.set_size": 2, "eval.every": 7}}
 POLYNOMIAL = str(Path(__file__).parents[2] / "configs" / "polynomial.py")
@@ -122,13 +121,25 @@ def test_an_evaluation_is_finished_once_it_has_results_of_the_last_weights(tmp_p
     } <= set(run.evaluate_command)
     folder = tmp_path / "evaluation" / "polynomial" / "even-GRPO-lr0.001-seed3"
     folder.mkdir(parents=True)
-    sampling = Sampling(**run.config.sampling, seed=run.config.seed)
-    about = about_evaluation("polynomial", f"{run.folder} step 150", 16, sampling, "exact")
+    about = about_evaluation(run.config, "polynomial", f"{run.folder} step 150", 16, judged=True)
     (folder / "about.json").write_text(json.dumps(about))
     assert not run.is_evaluated(), "broken off"
     (folder / "results.json").write_text("{}")
     assert run.is_evaluated()
     assert not dataclasses.replace(run, evaluation=Evaluation(num_generations=8)).is_evaluated()
+
+
+def test_an_evaluation_on_a_file_is_found_where_it_was_written(tmp_path: Path):
+    benchmarks = ("data/test.jsonl", "openai/gsm8k:main:test")
+    (run, *_) = make_runs(study(tmp_path, evaluation=Evaluation(benchmarks=benchmarks, num_generations=16)))
+    for benchmark, label in zip(benchmarks, ("test", "gsm8k"), strict=True):
+        assert not run.is_evaluated()
+        folder = tmp_path / "evaluation" / label / "even-GRPO-lr0.001-seed3"
+        folder.mkdir(parents=True)
+        about = about_evaluation(run.config, benchmark, f"{run.folder} step 150", 16, judged=True)
+        (folder / "about.json").write_text(json.dumps(about))
+        (folder / "results.json").write_text("{}")
+    assert run.is_evaluated()
 
 
 @pytest.mark.slow
