@@ -31,7 +31,7 @@
 #   POLICY_FLAGS         more flags for sglang.launch_server; --enable-deterministic-inference makes it heed the seeds of
 #                        generations, at the price of speed
 #   JUDGE_FLAGS          the same for the judge
-#   LOGS                 folder of the servers' logs; default runs/logs
+#   LOGS                 folder of the servers' logs; default runs/logs, under SLURM runs/logs/node-N
 #   DEVICE=cpu           for a trial without GPUs, in float32
 #
 # Ctrl-C or SIGTERM stops everything. A trainer that is training first leaves its batch, saves, and exits with 143; a
@@ -39,7 +39,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/processes.sh
-device=${DEVICE:-gpu} port=${PORT:-30000} logs=${LOGS:-runs/logs}
+device=${DEVICE:-gpu} port=${PORT:-30000} logs=${LOGS:-runs/logs${SLURM_NODEID:+/node-$SLURM_NODEID}}
 case $device in
   gpu) extra='[gpu]' servers=${SERVERS:-3} ;;
   cpu) extra='' servers=${SERVERS:-1} ;;

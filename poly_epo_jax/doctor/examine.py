@@ -11,6 +11,8 @@ from poly_epo_jax.daemon_thread import in_daemon_thread
 from poly_epo_jax.doctor.finding import Check, Failed, Finding, Missing, Subject
 from poly_epo_jax.parallel import hosts
 
+WITHOUT_MESH = "without the mesh there is nothing to check"
+
 
 class Examination:
     """Checks of one run.
@@ -28,7 +30,9 @@ class Examination:
         """What the check finds: on several hosts, which run it together, of the one where it went worst."""
         if self._is_alone:
             return asyncio.run(self._own(check))
-        everyone = asyncio.run(hosts.gather(self._own(check)))
+        # What all compute together, none may begin where another cannot.
+        mesh_is_there = not check.needs_mesh or all(hosts.on_each(lambda: _has_mesh(self._subject)))
+        everyone = asyncio.run(hosts.gather(self._own(check, mesh_is_there)))
         return [_worst(same) for same in zip(*everyone, strict=False)]
 
     @property
@@ -36,12 +40,14 @@ class Examination:
         """Whether this process shows what was found."""
         return self._is_alone or hosts.is_first()
 
-    async def _own(self, check: Check) -> list[Finding]:
+    async def _own(self, check: Check, mesh_is_there: bool = True) -> list[Finding]:
         started, seconds = time.monotonic(), min(check.seconds, self._deadline - time.monotonic())
         if self.hanging and check.needs_mesh:
             found = [Finding(check.name, "not there", f"the check of {self.hanging} still holds the devices")]
         elif seconds <= 0:
             found = [Finding(check.name, "not there", "no time was left for it; run it on an idle machine")]
+        elif not mesh_is_there:
+            found = [Finding(check.name, "not there", WITHOUT_MESH)]
         else:
             found = await self._bounded(check, seconds)
         spent = time.monotonic() - started
@@ -64,7 +70,7 @@ class Examination:
 def _called(check: Check, subject: Subject) -> list[Finding]:
     try:
         if check.needs_mesh and not _has_mesh(subject):
-            raise Missing("without the mesh there is nothing to check")
+            raise Missing(WITHOUT_MESH)
         found = check.run(subject)
     except Missing as error:
         return [Finding(check.name, "not there", str(error))]

@@ -59,7 +59,7 @@ def task_options(name: str, section: TaskSection) -> dict[str, Any]:
 
 
 def benchmark_label(name: str) -> str:
-    """What the benchmark is called: `label=name` says it, else its name or a file's, without folder, split and suffix."""
+    """What the benchmark is called: as `label=name` says, else its name or its file's, without split and suffix."""
     return label_of(name) if "=" in name else label_of(name).split(":")[0].split(".")[0]
 
 

@@ -6,7 +6,6 @@ their index (hf_files.py). Weights pass through the host one stacked tensor (loa
 
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from poly_epo_jax.digests import write_digests
 from poly_epo_jax.json_files import write_json
 from poly_epo_jax.model.architectures import ARCHITECTURES, Weight
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.hf_files import open_tensors, write_tensors
+from poly_epo_jax.model.hf_files import new_folder, open_tensors, write_tensors
 from poly_epo_jax.model.lora import merged, without_adapter
 from poly_epo_jax.model.qwen3 import abstract_model, declared_weights
 from poly_epo_jax.types import Params
@@ -119,32 +118,26 @@ def save_pretrained(
       card: the text of its README.md; empty: none.
 
     Raises:
-      OSError, SafetensorError: it cannot be written.
+      OSError: it cannot be written.
       FileExistsError: `path` is there already.
       ValueError: `config` is not of its family.
     """
-    path, token_ids = Path(path), {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-    if path.exists():
-        raise FileExistsError(f"{path} exists already; choose another folder, or remove it first.")
-    description = _config_json(config, dtype) | token_ids
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    write_json(unfinished / "config.json", description)
-    write_json(unfinished / "generation_config.json", token_ids)
-    tensors = _tensors(config)
+    token_ids = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+    description, tensors = _config_json(config, dtype) | token_ids, _tensors(config)
     sizes = {name: math.prod(tensor.ours) * jnp.dtype(dtype).itemsize for name, tensor in tensors.items()}
 
     def fetch(names: Sequence[str]) -> dict[str, np.ndarray]:
         return jax.device_get({name: _export(config, params, tensors[name], dtype) for name in names})
 
-    write_tensors(unfinished, sizes, fetch, max_shard_bytes)
-    if card:
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(unfinished)
-        write_digests(unfinished)
-    unfinished.rename(path)
+    with new_folder(Path(path)) as folder:
+        write_json(folder / "config.json", description)
+        write_json(folder / "generation_config.json", token_ids)
+        write_tensors(folder, sizes, fetch, max_shard_bytes)
+        if card:
+            (folder / "README.md").write_text(card, encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+            write_digests(folder)
 
 
 def exported_tensors(params: Params, config: ModelConfig, dtype: str) -> Iterator[tuple[str, jax.Array]]:

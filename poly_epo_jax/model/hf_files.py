@@ -1,9 +1,11 @@
 """The safetensors files of a Hugging Face model folder: opens them, and writes them several at a time."""
 
 import json
+import shutil
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,28 @@ WRITERS = 4
 """Files written at once. The host holds the tensors of these and of the next one."""
 SMALLEST_SHARD = 32 * 2**20  # bytes; smaller files cost more time than they save
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to write the files in, which gets its name `path` at the end; where anything fails, it is removed.
+
+    Raises:
+      FileExistsError: `path` is there already.
+      OSError: a file cannot be written.
+    """
+    if path.exists():
+        raise FileExistsError(f"{path} exists already; choose another folder, or remove it first.")
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # a process that was killed has left it
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        unfinished.rename(path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written ({error}); make room there, or choose another folder.") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def open_tensors(folder: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ Servers that take a base model and adapters (SGLang's --lora-paths, vLLM's --lor
 """
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from poly_epo_jax.digests import write_digests
 from poly_epo_jax.json_files import write_json
 from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.hf_files import new_folder
 from poly_epo_jax.types import Params
 
 PREFIX = "base_model.model."
@@ -35,24 +35,18 @@ def save_adapter(
     Raises:
       ValueError: the policy has no adapter.
       FileExistsError: `path` is there already.
-      OSError, SafetensorError: it cannot be written.
+      OSError: it cannot be written.
     """
-    path = Path(path)
     if not config.lora_targets:
         raise ValueError("The run trained the policy's own weights and has no adapter; export it without --adapter.")
-    if path.exists():
-        raise FileExistsError(f"{path} exists already; choose another folder, or remove it first.")
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    write_json(unfinished / "adapter_config.json", _adapter_config(config, base))
     tensors = jax.device_get(peft_tensors(params, config, dtype))
     contiguous = {name: np.ascontiguousarray(values) for name, values in tensors.items()}
-    save_file(contiguous, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
-    if card:
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
-    write_digests(unfinished)
-    unfinished.rename(path)
+    with new_folder(Path(path)) as folder:
+        write_json(folder / "adapter_config.json", _adapter_config(config, base))
+        save_file(contiguous, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        if card:
+            (folder / "README.md").write_text(card, encoding="utf-8")
+        write_digests(folder)
 
 
 def peft_tensors(params: Params, config: ModelConfig, dtype: str) -> dict[str, jax.Array]:

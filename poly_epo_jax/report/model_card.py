@@ -26,7 +26,7 @@ def model_card(run: Path, step: int) -> str:
     """
     config, method = read_config(run), read_method(run)
     base, task = config["model"]["path"], config["task"]["name"]
-    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None and not Path(base).is_dir()
     head = ["library_name: transformers", "pipeline_tag: text-generation"]
     head += [f"base_model: {base}"] * on_hub + ["tags:", *(f"- {tag}" for tag in _TAGS)]
     train, origin = config["train"], base or "a tiny policy fitted to the task's demonstrations"

@@ -59,10 +59,10 @@ def default_places(devices: Path = Path("/dev")) -> list[Place]:
     """One for each GPU that JAX may see; else, with TPUs, one that has them all; else one for each core."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return cores(0)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     there = sorted(path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
-    if there:
-        return gpus(",".join(visible if any(visible) else there))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(there))
+    if there and visible not in ("", "-1"):  # with which CUDA hides all
+        return gpus(visible)
     return [{}] if any(devices.glob("accel[0-9]*")) or any(devices.glob("vfio/[0-9]*")) else cores(0)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from configs import polynomial
 from poly_epo_jax.choices import read_config
+from poly_epo_jax.config import HostsSection
 from poly_epo_jax.doctor import collectives, disk, step
 from poly_epo_jax.doctor import command as doctor
 from poly_epo_jax.doctor.examine import Examination
@@ -18,6 +19,7 @@ from poly_epo_jax.doctor.finding import Check, Failed, Finding, Missing, Subject
 from poly_epo_jax.doctor.kernels import kernel_errors, packed_ids, plain_attention
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.parallel import hosts
 
 COMPILED = os.environ["JAX_COMPILATION_CACHE_DIR"]  # as it is
 TINY = {"base.hidden_size": 16, "base.mlp_size": 32, "base.head_dim": 8, "mesh.fsdp": 1}
@@ -192,6 +194,20 @@ def test_a_check_that_hangs_is_left_behind(tmp_path):
     assert examination.findings(next_one)[0].seen == "the check of devices still holds the devices"
     fine = Finding("a check", "passed", "fine")
     assert examination.findings(sees(fine))[0].status == "passed"
+
+
+def test_where_one_host_has_no_mesh_the_others_begin_nothing_together(tmp_path, monkeypatch):
+    config = dataclasses.replace(tiny(tmp_path), hosts=HostsSection("127.0.0.1:9", 2, 0))
+
+    async def gather(work):
+        return [await work] * 2
+
+    monkeypatch.setattr(hosts, "gather", gather)
+    together = dataclasses.replace(sees(Finding("a check", "passed", "fine")), needs_mesh=True)
+    for others, status in ((True, "passed"), (False, "not there")):
+        monkeypatch.setattr(hosts, "on_each", lambda function, others=others: [function(), others])
+        (found,) = Examination(Subject(config), 60.0).findings(together)
+        assert found.status == status
 
 
 def test_all_checks_together_have_a_time(tmp_path):

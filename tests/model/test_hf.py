@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import transformers
 from flax import nnx
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from poly_epo_jax.model import hf, hf_files
@@ -80,14 +81,19 @@ def test_shards_stay_below_the_limit_and_the_index_names_every_tensor(tmp_path):
 def test_a_crash_leaves_no_folder_and_the_next_save_succeeds(tmp_path, monkeypatch):
     params = random_params(SMALL)
 
-    def crash(*args, **kwargs):
-        raise OSError("disk full")
+    for error in (OSError("disk full"), SafetensorError("disk full"), KeyboardInterrupt("disk full")):
 
-    with monkeypatch.context() as patched:
-        patched.setattr(hf_files, "save_file", crash)
-        with pytest.raises(OSError, match="disk full"):
-            save_pretrained(tmp_path / "model", params, SMALL)
-    assert not (tmp_path / "model").exists()
+        def crash(*args, **kwargs):
+            raise error  # noqa: B023
+
+        with monkeypatch.context() as patched:
+            patched.setattr(hf_files, "save_file", crash)
+            with pytest.raises(
+                KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else OSError, match="disk full"
+            ):
+                save_pretrained(tmp_path / "model", params, SMALL)
+        assert not list(tmp_path.iterdir())
+    (tmp_path / "model.unfinished").mkdir()  # as SIGKILL would leave it
     save_pretrained(tmp_path / "model", params, SMALL)
     assert [folder.name for folder in tmp_path.iterdir()] == ["model"]
 

@@ -69,6 +69,12 @@ def test_a_run_from_scratch_that_was_never_evaluated(run: Path, config: dict[str
     assert "base_model" not in card and "Held-out" not in card and "a tiny policy" in card
 
 
+def test_a_local_folder_is_no_model_of_the_hub(run: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(run)
+    Path(config["model"]["path"]).mkdir(parents=True)
+    assert "base_model" not in model_card(run, 20)
+
+
 def test_its_command_trains_the_same(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     words = shlex.split(command(config))

@@ -108,6 +108,9 @@ def test_places_are_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Mon
     assert default_places(tmp_path) == gpus("0,1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert default_places(tmp_path) == gpus("3")
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert default_places(tmp_path) == [{}], "the TPU's chips"
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert default_places(tmp_path) == cores(0)
 

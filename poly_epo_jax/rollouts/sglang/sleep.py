@@ -27,7 +27,10 @@ async def lay_down(client: httpx.AsyncClient, url: str) -> None:
         return
     await SGLANG.pause(client, url)  # one that is not idle would die of what comes next
     await post(client, url, "update_weight_version", {"new_version": ASLEEP})
-    _check(await client.post(f"{url}/release_memory_occupation", json={}), "give up its memory")
+    released = await client.post(f"{url}/release_memory_occupation", json={})
+    if released.status_code != 200:  # it is awake, and nobody is to wake it
+        await post(client, url, "update_weight_version", {"new_version": EMPTY})
+    _check(released, "give up its memory")
 
 
 async def wake(client: httpx.AsyncClient, url: str) -> None:

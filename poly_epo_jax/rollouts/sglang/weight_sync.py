@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import httpx
-from safetensors import SafetensorError
 
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
@@ -81,7 +80,7 @@ class DiskSync:
             self._is_made = True
         try:
             hf.save_pretrained(self._folder / version, params, self._config, dtype=self._dtype)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise OSError(
                 f"The weights cannot be written to {self._folder} ({error}); make room there, or set "
                 "rollouts.weights_dir to a folder with room for two versions."
