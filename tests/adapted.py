@@ -1,4 +1,4 @@
-"""A tiny policy with adapters on all its projections, whose B are not zero any more."""
+"""A tiny policy with adapters on all its projections, whose B matrices are no longer zero."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over pipes with its DevTools protocol: nothing to install, no port."""
+"""A headless Chromium, driven over pipes by its DevTools protocol: nothing to install, and no port."""
 
 import base64
 import contextlib

@@ -1,4 +1,4 @@
-"""Strict tests: shapes and types are checked at run time, rank promotion and warnings are errors."""
+"""Makes tests strict: shapes and types are checked at run time, and rank promotion and warnings are errors."""
 
 import os
 import signal
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import quick_compiles
 
-# Before jax is imported: eight CPU devices for the meshes, and quick compiles, which take most of the tests' time.
+# Before jax is imported: eight CPU devices for the meshes, and quick compiling, which takes most of the tests' time.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {quick_compiles.FLAGS}"
-# Where launch/test.sh puts torch, for the tests that compare with it; processes that they start are not to find it.
+# Where launch/test.sh puts torch, for the tests that compare with it; processes that they start must not find it.
 sys.path.append(os.path.join(sys.prefix, "torch"))
-# What processes of the tests compile, others and later runs read. With a bound on its size, files are locked in use.
+# Other test processes and later runs reuse what one compiles. With a bound on the size, files in use are locked.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2 * 10**9))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")

@@ -1,4 +1,4 @@
-"""The files of docs/extending.md, each by the name in its first line."""
+"""The files in docs/extending.md, by the names in their first lines."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""SGLang's HTTP API without SGLang: a transport in memory, and answers in the form of the real ones."""
+"""SGLang's HTTP API without SGLang: an in-memory transport, and answers in the same form as the real ones."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Made-up folders of studies, shaped like those that `python -m poly_epo_jax.study` leaves."""
+"""Made-up study folders, shaped like those of `python -m poly_epo_jax.study`."""
 
 import dataclasses
 import json

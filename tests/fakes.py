@@ -1,4 +1,4 @@
-"""A policy small enough to compile in a moment, and problems and sequences for it to train on."""
+"""A policy that is small enough to compile in a moment, with problems and sequences to train it on."""
 
 import asyncio
 import functools
@@ -48,7 +48,7 @@ TINY = ModelConfig(
 TINY_MODEL = nnx.eval_shape(lambda: Qwen3(TINY, nnx.Rngs(0)))
 PROBLEMS = [Problem(id, f"{id}:", "a") for id in ("p", "q", "r")]
 LETTERS = "abcd"
-PATIENCE = 60.0  # seconds, after which a test gives up what never comes; in a test that passes nothing takes so long
+PATIENCE = 60.0  # seconds until a test gives up waiting; nothing takes this long in a test that passes
 TINY_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123"  # with <pad> and <eos>: TINY.vocab_size
 
 

@@ -1,6 +1,7 @@
-"""Starts the package's commands in forks of one process that has already imported what takes them seconds to import.
+"""Starts the package's commands in forks of one process that has already done their slow imports.
 
-No fork finds a JAX backend: each makes its own. `ForkServer` is the client; this file, as a program, is the server.
+No fork inherits a JAX backend: each makes its own. `ForkServer` is the client; this file, run as a program, is the
+server.
 """
 
 import gc
@@ -72,10 +73,10 @@ def _child(module: str, arguments: list[str], log: str) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has it ignore, and shells in the background the next
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes processes ignore it, and background shells the next
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if module == "poly_epo_jax.report":
-        gc.callbacks.clear()  # JAX's, in which a Ctrl-C may get lost; by itself this command loads no JAX
+        gc.callbacks.clear()  # JAX's, in which a Ctrl-C may get lost; this command itself loads no JAX
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -1,4 +1,4 @@
-"""Answers that no mathematician would write: none of them is the number 5, and none may hurt the grader."""
+"""Answers that no mathematician would write. None of them is the number 5, and none may harm the grader."""
 
 import random
 import string
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 SQUARE = r" \\ ".join(" & ".join(f"x_{{{i}{j}}}" for j in range(10)) for i in range(10))
 HOSTILE = {
-    # Of the facts that led to worker processes:
+    # From the findings that led to worker processes:
     "power tower": r"10^{10^{10}}",
     "factorial": r"(10^9)!",
     "long sum": r"\sum_{k=1}^{10^9}\frac1k",
     "parentheses": "(" * 999 + "1" + ")" * 999,
     "fraction of powers": r"\frac{10^{10^9}}{10^{10^9}-1}",
     "difference of powers": r"2^{2^{40}}-2^{2^{40}}+6",
-    # And more:
+    # Others:
     "higher tower": r"9^{9^{9^{9^9}}}",
     "tower without braces": "9^9^9^9",
     "factorial of factorials": "((((5!)!)!)!)!",

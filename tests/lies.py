@@ -1,4 +1,4 @@
-"""The lies of servers: about what was drawn, about weights, about clusters, and about HTTP itself."""
+"""Lies that servers tell: about drawn tokens, about weights, about clusters, and about HTTP itself."""
 
 import asyncio
 import functools

@@ -1,4 +1,4 @@
-"""A server on a real socket, which answers as SGLang, its router or a judge would, but for one lie."""
+"""A server on a real socket that answers as SGLang, its router or a judge would, except for one lie."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ def drawn(seed: int) -> tuple[list[int], list[float]]:
     random = np.random.default_rng(seed)
     stops = bool(random.integers(2))
     count = int(random.integers(1, MAX_TOKENS + 1)) if stops else MAX_TOKENS
-    token_ids = random.integers(8, 14, count).tolist()  # among which no junk is
+    token_ids = random.integers(8, 14, count).tolist()  # contains no junk
     if stops:
         token_ids[-1] = 1
     return token_ids, (-random.exponential(size=count)).tolist()

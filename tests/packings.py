@@ -1,4 +1,4 @@
-"""Packed rows at random, what attention over them is in its plainest form, and devices that are not here."""
+"""Random packed rows, attention over them in its plainest form, and devices that are not here."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -151,6 +151,6 @@ def live_kernels(jaxpr: Any, wanted: Sequence[bool]) -> int:
             continue
         for inner in (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(equation.params.values()))):
             if hasattr(inner, "eqns") and len(inner.outvars) == len(of_results):
-                all_used = equation.primitive.name == "scan"  # or carried to its next step
+                all_used = equation.primitive.name == "scan"  # or carried to the loop's next step
                 count += live_kernels(inner, [all_used or x for x in of_results])
     return count

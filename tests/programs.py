@@ -1,4 +1,4 @@
-"""What a compiled program does inside its loops, read off its text."""
+"""What a compiled program does inside its loops, read from its text."""
 
 import re
 from collections import Counter

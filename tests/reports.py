@@ -1,4 +1,4 @@
-"""Made-up evaluation folders, shaped like those of poly_epo_jax.evaluate."""
+"""Made-up evaluation folders, shaped like those of `python -m poly_epo_jax.evaluate`."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def write_fake_evaluation(
             correct[2:3, 1::2] = False
             rows = [
                 _row(problem, generation, bool(correct[problem, generation]), rng, num_tokens, clustered)
-                for generation in range(num_generations)  # the rows of a problem lie apart
+                for generation in range(num_generations)  # the rows of a problem are not adjacent
                 for problem in range(num_problems)
             ]
             with (path / "generations.jsonl").open("w") as file:

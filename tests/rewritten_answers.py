@@ -1,6 +1,6 @@
-"""Answers rewritten so that they mean the same, or something else: what a grader must tell apart.
+"""Answers rewritten to mean the same or something else, which a grader must tell apart.
 
-Each rewriting takes a gold and returns the rewritten answer, or None where it does not apply.
+Each rewriting takes a gold and returns the rewritten answer, or None if it does not apply.
 """
 
 import math
@@ -207,7 +207,7 @@ def another_digit(gold: str, rng: random.Random) -> str | None:
     if not is_number(gold) and not PAIR.fullmatch(gold) and not NUMBERS.fullmatch(gold):
         return None
     places = [place for place, character in enumerate(gold) if "1" <= character <= "8"]
-    # In 0^3, 1^2, 0/5 or -0 a digit may not count, and factors may be exchanged.
+    # In 0^3, 1^2, 0/5 or -0 a digit may not matter, and factors may be swapped.
     if not places or re.search(r"(?<![\d.])[01](?![\d.])|\^|\\frac.*\\frac|\*|\\cdot|\\times", gold):
         return None
     place = rng.choice(places)

@@ -1,4 +1,4 @@
-"""The sampler inside the trainer, with the tiny policy."""
+"""The embedded sampler with the tiny policy."""
 
 import asyncio
 

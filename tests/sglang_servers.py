@@ -1,4 +1,4 @@
-"""Real SGLang servers on the CPU, each in a process group of its own, stopped by the one that started it."""
+"""Real SGLang servers on the CPU, each in its own process group and stopped by the process that started it."""
 
 import contextlib
 import os
@@ -57,7 +57,7 @@ class SGLangServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
-        # Its threads would spin while others need the cores.
+        # The server's threads would spin while others need the cores.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SGLANG / "cpu_shim")}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -140,7 +140,7 @@ class Router(SGLangServer):
 def descendants(pid: int) -> list[int]:
     """Ids of all that a process has started, and what these have, as far as their parents still run."""
     children: list[int] = []
-    with contextlib.suppress(OSError):  # it, or one of its threads, has ended meanwhile
+    with contextlib.suppress(OSError):  # the process, or one of its threads, has ended meanwhile
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
                 children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())

@@ -1,4 +1,4 @@
-"""What a configuration asks for is what set_rl computes."""
+"""set_rl computes what a configuration asks for."""
 
 import inspect
 import math

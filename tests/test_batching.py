@@ -1,4 +1,4 @@
-"""Packing: every token of every sequence once, where the model and the loss look for it."""
+"""Packing: every token of every sequence occurs once, where the model and the loss look for it."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""What a checkpoint gives back is bit for bit what was saved, on whatever mesh."""
+"""A checkpoint restores exactly the saved bits, on any mesh."""
 
 import json
 import resource
@@ -125,7 +125,7 @@ def test_data_goes_on_with_the_very_same_problems(tmp_path):
     state = {"x": np.arange(3.0)}
     batches = problem_batches(problems, 4, seed=3)
     for _ in range(2):
-        next(batches)  # eight of ten: the next batch crosses the border of the epoch
+        next(batches)  # eight of ten: the next batch crosses the epoch's boundary
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(2, state, batches.get_state())
     expected = [next(batches) for _ in range(7)]
@@ -255,4 +255,4 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, capfd):
     assert capfd.readouterr().err == ""
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.newest(lambda step: restore_small(checkpoints, step)) == (1, ([1] * 4, {"step": 1}))
-    assert not list(tmp_path.glob("*tmp*"))  # what was cut short takes no room
+    assert not list(tmp_path.glob("*tmp*"))  # the truncated checkpoint takes no space

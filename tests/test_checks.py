@@ -1,4 +1,4 @@
-"""What values of the configuration may be."""
+"""Which values the configuration accepts."""
 
 import pytest
 

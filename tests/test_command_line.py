@@ -1,4 +1,4 @@
-"""What users type: --help, --print_config, and configuration files of their own that register parts."""
+"""What users type: --help, --print_config, and their own configuration files, which register parts."""
 
 import os
 import subprocess

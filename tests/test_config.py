@@ -1,4 +1,4 @@
-"""Shipped configurations are whole, explained and fit to run; those that are not are refused with a sentence."""
+"""Shipped configurations are complete, explained and runnable; others that are not are refused with one sentence."""
 
 import ast
 import functools
@@ -186,7 +186,7 @@ def test_wrong_values_are_refused(changes: dict[str, Any], words: list[str]):
         {"algo.num_sets": 70},
         {"train.prompts_per_minibatch": 64},
         {"algo.objective": "pass_at_n"},
-        {"train.num_generations": 32, "algo.set_size": 16},  # polychromic over all sets forms none of them
+        {"train.num_generations": 32, "algo.set_size": 16},  # polychromic over all sets does not form any set
         {"eval.every": 0, "base.noisy_steps": 0},
         {"judge.name": "none", "algo.advantages": "grpo"},
         {"judge.name": "none", "algo.objective": "pass_at_n"},

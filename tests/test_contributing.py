@@ -1,4 +1,4 @@
-"""The files for contributors agree with the code: versions, Pythons, commands, and the places that they name."""
+"""The files for contributors agree with the code: versions, Pythons, commands, and the paths that they name."""
 
 import re
 import runpy

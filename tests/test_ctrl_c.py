@@ -1,4 +1,4 @@
-"""A Ctrl-C that comes where Python forgets what is raised ends the command nevertheless, and prints nothing there."""
+"""A Ctrl-C that arrives where Python discards exceptions still ends the command, and prints nothing there."""
 
 import gc
 import signal

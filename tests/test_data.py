@@ -1,4 +1,4 @@
-"""Rows become clean problems, and every problem is seen once per epoch in an order that a checkpoint can pick up."""
+"""Rows become clean problems, and every problem is seen once per epoch, in an order that a checkpoint can resume."""
 
 import itertools
 import json
@@ -197,7 +197,7 @@ def test_cleaning_by_hand():
         problem(" a\nb", "$2$"),  # the same, with the same answer
         lone,
         problem("ab", " 2 "),  # again
-        problem("d ", "1.0"),  # conflicts, as we do no mathematics here
+        problem("d ", "1.0"),  # conflicts, because we do no mathematics here
         problem("d", "1", "third d"),
         tested,
     ]

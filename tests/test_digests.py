@@ -1,4 +1,4 @@
-"""A folder's digests: whatever was changed is named, what others made passes."""
+"""A folder's digests: every changed file is named, and files that others have added pass."""
 
 from pathlib import Path
 

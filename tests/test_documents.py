@@ -1,8 +1,8 @@
 """Every command in README.md, docs/ and CONTRIBUTING.md is run as it is written there, with flags that make it short.
 
-They run in document order, in one copy of the tracked files: a test of a later command needs those before it. Its .venv
-is one of its own, in which setup_env.sh and pip install the copy itself, and nothing else: all other packages are those
-of the environment that runs this test, so what is left out is only the fetching of packages (.ci/run does that).
+The commands run in document order, in one copy of the tracked files: the test of a later command needs those before it.
+The copy has its own .venv, into which setup_env.sh and pip install the copy itself and nothing else. All other packages
+come from the environment that runs this test, so only the fetching of packages is left out (.ci/run does that).
 """
 
 import os
@@ -42,8 +42,8 @@ class Rule:
     starts: str
     flags: str = ""  # shorten it
     says: str = ""  # in its output
-    error: str = ""  # in the sentence that a user sees in its place, where it needs another machine
-    elsewhere: str = ""  # who runs it, if not this test, or why no test does
+    error: str = ""  # in the sentence that a user sees instead, if the command needs another machine
+    elsewhere: str = ""  # what runs it, if not this test, or why no test does
 
 
 RULES = (
@@ -141,11 +141,11 @@ RULES = (
     Rule("source launch/setup_env.sh"),
 )
 
-# gcloud and sbatch are not here: these say what they were told.
+# gcloud and sbatch are not here: these stand-ins print their arguments.
 PROGRAMS = {
     "gcloud": 'printf "%s\\n" "$@"',
     "sbatch": 'while [ "${1#--}" != "$1" ]; do shift; done; bash -n "$1" && echo "Submitted a job of $*"',
-    "pip": 'exec python -m pip "$@"',  # the environment's own, in place of the script that would lie in .venv/bin
+    "pip": 'exec python -m pip "$@"',  # the environment's own pip, in place of the script that would be in .venv/bin
     # uv would not see the packages of the environment that runs this test.
     "uv": 'python=$4; shift 5; exec "$python" -m pip install "$@"',
 }
@@ -209,13 +209,13 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[int,
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
     (copy / ".venv" / "bin" / "pip").symlink_to(programs / "pip")
-    # Users have none of what conftest.py sets, but that accelerators are left alone.
+    # Users have no variable that conftest.py sets, except the one that leaves accelerators alone.
     ours = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     environment |= VARIABLES | {"PATH": f"{programs}:{os.environ['PATH']}"}
 
     def types(command: str) -> tuple[int, str]:
-        # `timeout` also ends what the shell has started.
+        # `timeout` also ends the processes that the shell has started.
         shell = ["timeout", "600", "bash", "-c", f"source .venv/bin/activate && {command}"]
         ended = subprocess.run(
             shell, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

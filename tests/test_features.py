@@ -1,4 +1,4 @@
-"""What estimators read of a batch, and minibatches made of it: only the policy's own tokens count."""
+"""The features that estimators read from a batch, and its minibatches: only the policy's own tokens count."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""One process at a time: a second is told who is in, and a lock dies with its holder."""
+"""One process at a time: a second one is told who holds the lock, and a lock dies with its holder."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Training from a script and from a notebook is the command: the same bytes, and the same way to stop."""
+"""Training from a script or a notebook behaves like the command: the same bytes, and the same way to stop."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Groups are graded and judged while others are still generated."""
+"""Groups are graded and judged while others are still being generated."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""Answers are whole, bounded and plain, or an error; tests/attack/servers.py tries what else a server may do."""
+"""Answers are complete, bounded and plain, or an error; tests/attack/servers.py tries what else a server may do."""
 
 import asyncio
 import contextlib

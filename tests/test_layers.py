@@ -1,6 +1,6 @@
-"""Imports point down only: a module knows the floors below its own, and its own package.
+"""Imports only point down: a module knows the floors below its own, and its own package.
 
-And the package stands alone: it imports nothing that setup.py does not declare, and reads no file beside itself.
+The package also stands alone: it imports nothing that setup.py does not declare, and reads no file outside itself.
 """
 
 import ast

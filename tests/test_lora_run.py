@@ -1,4 +1,4 @@
-"""A real run with adapters: broken off, gone on with, exported, evaluated, and asked for what it no longer has."""
+"""A real run with adapters: interrupted, resumed, exported, evaluated, and asked for what it no longer has."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def test_it_trains(whole: Run):
     assert [row["step"] for row in rows] == list(range(LAST_STEP + 1))
     assert sum(row["policy/update_norm"] > 0 for row in rows[1:]) > LAST_STEP / 2
     assert rows[-1]["policy/weight_norm"] != rows[1]["policy/weight_norm"]
-    # A young base policy earns nothing at first; then it leaves the reference, which is the policy without adapters.
+    # A young base policy earns nothing at first. Later it moves away from the reference, the policy without adapters.
     assert rows[1]["policy/reference_kl"] < 1e-6 < rows[-1]["policy/reference_kl"]
 
 
@@ -104,7 +104,7 @@ def test_without_its_base_it_says_what_to_do(whole: Run, tmp_path: Path, capsys:
     assert f"of the policy in {tmp_path / 'gone'}, which is not there" in message and "--base" in message
     assert export.main([str(run), str(tmp_path / "policy"), "--base", str(base)]) == 0
     shutil.copytree(base, tmp_path / "other")
-    # Another base policy, though of the same shape, is not taken for the run's.
+    # Another base policy is not mistaken for the run's, though it has the same shape.
     other = tmp_path / "policy"
     assert export.main([str(run), str(tmp_path / "wrong"), "--base", str(other)]) == 2
     assert "beside the weights of another base policy" in capsys.readouterr().err

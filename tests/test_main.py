@@ -1,4 +1,4 @@
-"""Every mistake on the command line costs one sentence, and a short run leaves all that it should."""
+"""Every mistake on the command line gives one sentence, and a short run leaves all the files that it should."""
 
 import json
 import os
@@ -221,7 +221,7 @@ def test_a_run_folder_of_an_earlier_version_is_not_resumed(tmp_path: Path, sente
 def test_a_run_folder_of_another_version_is_not_resumed(tmp_path: Path, sentence):
     config = read_config(polynomial.get_config()).to_dict()
     config["judge"]["attempts"] = config["judge"].pop("max_failed_share")
-    config["task"]["options"] = {"seed": 1}  # options are no keys, but another run's
+    config["task"]["options"] = {"seed": 1}  # options are not keys; these are another run's
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     text = sentence(FILE)
@@ -281,7 +281,7 @@ def small_config(folder: Path, **changes: Any) -> ConfigDict:
             "train.rows_per_device": 4,
             "algo.set_size": 2,
             "algo.kl_coef": 0.01,
-            "algo.entropy_coef": 0.01,  # so young a policy earns nothing that it could learn from
+            "algo.entropy_coef": 0.01,  # such a young policy earns nothing that it could learn from
             "mesh.fsdp": 1,
             "checkpoint.every": 2,
             "eval.every": 2,
@@ -352,7 +352,7 @@ def test_a_short_run_leaves_its_folder_and_goes_on_when_asked(tmp_path: Path):
     assert "# Poly-EPO on polynomial" in (exported / "README.md").read_text()
     assert "README.md" in json.loads((exported / "digests.json").read_text())
     with ocp.CheckpointManager(run / "checkpoints") as manager, warnings.catch_warnings(action="ignore"):
-        args = ocp.args.Composite(state=ocp.args.StandardRestore())  # as saved, which Orbax warns of
+        args = ocp.args.Composite(state=ocp.args.StandardRestore())  # with the saved structure, which Orbax warns about
         trained = manager.restore(3, args=args).state["trainable"]
     theirs = load_file(exported / "model.safetensors")
     np.testing.assert_array_equal(theirs["model.embed_tokens.weight"], trained["embed"])

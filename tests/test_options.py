@@ -1,4 +1,4 @@
-"""Options fit what takes them, or cost one sentence."""
+"""Options fit the part that takes them, or give one sentence."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""A password in the address of a server is neither shown nor stored, whatever else is wrong."""
+"""A password in a server's address is neither shown nor stored, whatever else is wrong."""
 
 from collections.abc import Iterator
 from pathlib import Path

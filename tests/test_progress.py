@@ -1,4 +1,4 @@
-"""What is shown of long work where the output is no terminal; the screen of a run is in test_tracking.py."""
+"""What long work shows if the output is not a terminal; for the screen of a run, see test_tracking.py."""
 
 import re
 

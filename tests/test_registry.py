@@ -1,4 +1,4 @@
-"""A registry is a dict that gives no name twice."""
+"""A registry is a dict that does not accept a name twice."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A real run that is killed and started again leaves the bytes, and the weights, of one that never was."""
+"""A real run that is killed and restarted leaves the same bytes and weights as one that was never killed."""
 
 import signal
 from pathlib import Path
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 
 LAST_STEP, CHECKPOINT_EVERY = 24, 5
 CHANGES = {
-    "algo.num_sets": 20,  # drawn by a key, which must be the same after a restart
-    "algo.kl_coef": 0.01,  # so is the initial policy
+    "algo.num_sets": 20,  # drawn with a key, which must be the same after a restart
+    "algo.kl_coef": 0.01,  # the initial policy must be the same, too
     "train.num_steps": LAST_STEP,
     "checkpoint.every": CHECKPOINT_EVERY,
     "eval.every": 8,

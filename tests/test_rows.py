@@ -1,4 +1,4 @@
-"""Rows where the configuration leaves them open."""
+"""The rows of a batch if the configuration leaves them open."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def config(**changes: Any) -> Config:
     [
         ({}, ONE, 48, 16),  # two of 24 tokens in a row, and an eighth of 256 / 2 rows
         ({}, FOUR, 48, 5),  # an eighth would be 4 rows, of fewer than 256 tokens
-        ({"prompts_per_minibatch": 1}, ONE, 48, 4),  # all that there are
+        ({"prompts_per_minibatch": 1}, ONE, 48, 4),  # all the rows that there are
         ({"prompts_per_minibatch": 1}, FOUR, 48, 1),
         ({"prompts_per_minibatch": 2048}, ONE, 48, 85),  # at most 4,096 tokens
         ({"row_tokens": 5000}, ONE, 5000, 1),

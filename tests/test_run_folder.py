@@ -1,4 +1,4 @@
-"""The files of a run: whole rows only, replaced at once, and read without JAX."""
+"""The files of a run: only complete rows, replaced atomically, and read without JAX."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A response ends at any token that holds a stop string, and keeps what that token says before it."""
+"""A response ends at any token that contains a stop string, and keeps the token's text before it."""
 
 import os
 from pathlib import Path

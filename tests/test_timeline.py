@@ -1,4 +1,4 @@
-"""What overlaps, what was alone, what is waited for, and how steps are cut out of it; the time is made up."""
+"""Which stages overlap, which run alone, which are waited for, and how steps are cut out. The times are made up."""
 
 import random
 from itertools import pairwise
@@ -37,7 +37,7 @@ def test_waiting_is_no_work_of_the_stage_that_waits(now: list[float]):
             now[0] = 106.0
         now[0] = 108.0
     assert stages.seconds() == {"seconds/sync": 7, "seconds/inner": 0}
-    with waiting():  # outside of all stages it is nothing
+    with waiting():  # outside all stages it is nothing
         now[0] = 109.0
     assert stages.busy("sync").intervals() == [(100, 105), (106, 108)]
 

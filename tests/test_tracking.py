@@ -1,4 +1,4 @@
-"""What a killed and resumed run leaves must be, byte for byte, what an uninterrupted one leaves."""
+"""A killed and resumed run must leave, byte for byte, the same files as an uninterrupted one."""
 
 import errno
 import json
@@ -129,7 +129,7 @@ def test_tensorboard_holds_metrics_and_timing_and_forgets_what_is_run_again(tmp_
     with Tracker(tmp_path, CONFIG, total_steps=9, resume_step=4) as tracker:
         tracker.log(5, {"eval/pass@8": 0.5, "bad": math.nan}, {"seconds/step": 2.0})
     version, start, event = read_events(tmp_path)
-    assert version.file_version == "brain.Event:2"  # from this version on a session start makes readers purge
+    assert version.file_version == "brain.Event:2"  # from this version on, a session start makes readers purge
     assert (start.session_log.status, start.step) == (SessionLog.START, 5)
     values = {value.tag: value.simple_value for value in event.summary.value}
     assert event.step == 5

@@ -1,4 +1,4 @@
-"""The loop: what takes part in an update, what is left behind when something fails, one batch ahead."""
+"""The training loop: what takes part in an update, what is left when something fails, and working one batch ahead."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The update against a naive one: sequences alone, all logits at once, losses and AdamW written out."""
+"""The update against a naive one: one sequence per row, all logits at once, losses and AdamW written out."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ def make_update(loss=ppo_clip_loss, trainable="", **objective):
         TINY_MODEL,
         MESH,
         Objective(functools.partial(loss, clip_low=0.2, clip_high=0.28), **objective),
-        # Clips some gradients and not others; with eps near their size Adam does not hide by how much.
+        # Clips some gradients and not others. With eps close to their size, Adam does not hide by how much.
         optimizer_config(
             learning_rate=0.02,
             schedule="linear",
@@ -141,7 +141,7 @@ def test_the_gradient_is_that_of_sequences_alone(options):
     found, sums = update.gradient(state_at(NOW), minibatch)
 
     def loss(params):
-        # Old log-probabilities are data: they come from BEFORE, through which no gradient flows.
+        # Old log-probabilities are data: they come from BEFORE, and no gradient flows through it.
         tokens = naive_tokens(params, rows, BEFORE, **options)
         return jnp.sum(tokens["loss"]), tokens
 

@@ -1,4 +1,4 @@
-"""The update of the real Qwen3-4B shape on four devices, compiled but not run: what its program holds and sends."""
+"""The update for the real Qwen3-4B shape on four devices, compiled but not run: what its program holds and sends."""
 
 import functools
 import math
@@ -51,7 +51,7 @@ def test_no_collective_runs_inside_the_vocabulary_loop():
     loops = vocabulary_loops()
     assert len(loops) >= 2  # forwards and backwards
     assert [kind for text in loops for kind in COLLECTIVES.findall(text)] == []
-    assert COLLECTIVES.findall(program_text())  # elsewhere there are some, and they are found
+    assert COLLECTIVES.findall(program_text())  # outside the loops there are some, and they are found
 
 
 def test_no_buffer_is_as_large_as_tokens_times_vocabulary():

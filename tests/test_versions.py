@@ -1,4 +1,4 @@
-"""Which software a run was trained with: of this process, of its repository, and of earlier starts."""
+"""The software that a run was trained with: of this process, of its repository, and of earlier starts."""
 
 import json
 import platform

@@ -1,4 +1,4 @@
-"""Settings of a bench that takes seconds."""
+"""Settings for a bench that takes seconds."""
 
 TINY = {
     "train.prompts_per_batch": 4,

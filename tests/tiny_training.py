@@ -1,4 +1,4 @@
-"""Training of the tiny policy, in this process: the loop of `train`, with parts that a test puts in."""
+"""Trains the tiny policy in this process: the loop of `train`, with parts that a test supplies."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence

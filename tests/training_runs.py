@@ -17,7 +17,7 @@ from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import open_trained_policy
 from poly_epo_jax.types import Params
 
-# The smallest policy, and little of everything.
+# The smallest policy, and small settings throughout.
 SETTINGS = {
     "task.options": "{'max_coefficient': 1, 'max_constant': 9, 'max_x': 1, 'num_train': 28, 'num_held_out': 8}",
     "base.clean_steps": 60,
@@ -43,7 +43,7 @@ def as_flags(settings: Mapping[str, Any]) -> list[str]:
 def environment(compile_fast: bool = True) -> dict[str, str]:
     """Of a process with one device that compiles as the tests do, or as users do: long runs are shorter so."""
     flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "") if compile_fast else ""
-    # Every program goes to the cache, not only what takes long to compile: all processes but the first start fast.
+    # Every program is cached, not only those that compile slowly: all processes except the first start fast.
     return os.environ | {"XLA_FLAGS": flags, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 

@@ -2,10 +2,10 @@
 
 python -m poly_epo_jax.bench --config=configs/polynomial.py --config.mesh.fsdp=1 --output=runs/bench.json
 python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan        only the memory it needs, on any machine
-python -m poly_epo_jax.bench --config=configs/polaris.py --compile-for=v5p-16    what programs for it hold and do
+python -m poly_epo_jax.bench --config=configs/polaris.py --compile-for=v5p-16    what its programs hold and do there
 
-Weights and tokens are random, so no model need be here: Qwen3 models are known by name (model/presets.py). Run it after
-a change of the mesh, the rows per device or model.remat, and compare.
+Weights and tokens are random, so the model need not be here: Qwen3 models are known by name (model/presets.py). Run it
+again after changing the mesh, the rows per device or model.remat, and compare.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ def plan(config: Config, output: Path, every_mesh: bool) -> None:
 
 def _console() -> Console:
     console = Console()
-    console.width = max(console.width, 100)  # of the tables, also where the output is a file
+    console.width = max(console.width, 100)  # wide enough for the tables, even if the output is a file
     return console
 
 

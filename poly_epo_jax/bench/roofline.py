@@ -1,4 +1,4 @@
-"""The roofline of a device (Williams et al. 2009), measured: its peak rates of matmuls and of memory traffic."""
+"""Measures the roofline of a device (Williams et al. 2009): its peak rates of matmuls and of memory traffic."""
 
 import statistics
 import time
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Large enough that arithmetic limits the matmul, and memory the copy.
+# Large enough that the matmul is limited by arithmetic and the copy by memory.
 MATRIX_SIZES = {"cpu": 2048}
 ACCELERATOR_MATRIX_SIZE = 8192
 COPY_BYTES = {"cpu": 2**28}
@@ -23,15 +23,15 @@ class Roofline(NamedTuple):
 
 
 def measure_roofline(dtype: str) -> Roofline:
-    """Multiplies random square matrices of this type, and scales an array in place; both on the first device."""
+    """Multiplies random square matrices of this dtype, and scales an array in place, both on the first device."""
     platform = jax.devices()[0].platform
     size = MATRIX_SIZES.get(platform, ACCELERATOR_MATRIX_SIZE)
-    # Random, because zeros are multiplied faster.
+    # Random, because devices multiply zeros faster.
     matrices = [jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in (0, 1)]
     multiply = jax.jit(jnp.matmul)
     num_bytes = COPY_BYTES.get(platform, ACCELERATOR_COPY_BYTES)
     values = jnp.ones(num_bytes // 4, jnp.float32)
-    # In place: allocating fresh memory would be measured too.
+    # In place; otherwise the time to allocate fresh memory would be measured too.
     scale = jax.jit(lambda x: x * 1.0001, donate_argnums=0)
     _, multiplied = first_and_median_seconds(lambda: multiply(*matrices))
 
@@ -45,7 +45,7 @@ def measure_roofline(dtype: str) -> Roofline:
 
 
 def first_and_median_seconds(run: Callable[[], Any], repeats: int = 5) -> tuple[float, float]:
-    """Seconds of a first call, which compiles, and the median of `repeats` later ones; each waits for its result."""
+    """Seconds of the first call, which compiles, and the median of `repeats` more; each waits for its result."""
     seconds = []
     for _ in range(1 + repeats):
         start = time.perf_counter()

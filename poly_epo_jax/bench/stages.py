@@ -1,4 +1,4 @@
-"""Times each stage of a training step alone, on random weights and tokens, and counts its FLOPs and bytes."""
+"""Times each stage of a training step by itself, on random weights and tokens, and counts its FLOPs and bytes."""
 
 import dataclasses
 import functools
@@ -36,10 +36,10 @@ from poly_epo_jax.update import PolicyUpdate
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One stage of a training step, summed over all devices except for `device_bytes`.
+    """One stage of a training step. Everything except `device_bytes` is summed over all devices.
 
-    `flops` are the model's own, without recomputation for the backward pass. `moved_bytes` is what must at least go to
-    or from memory: weights, gradients, moments, keys and values. Either is 0 where it is not counted.
+    `flops` are the model's own, without recomputation for the backward pass. `moved_bytes` is the least that must move
+    to or from memory: weights, gradients, moments, keys and values. Either is 0 if it is not counted.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Stage:
     flops: float
     moved_bytes: float | int
     compile_seconds: float
-    device_bytes: int  # the most that one device holds while it runs
+    device_bytes: int  # the most that one device holds while the stage runs
 
 
 def stage_row(stage: Stage, roofline: Roofline, num_devices: int) -> dict[str, Any]:
-    """The stage's figures, and its roofline: seconds that its arithmetic or its memory traffic takes at peak rates."""
+    """The stage's figures, and its roofline: the seconds that its arithmetic or memory traffic takes at peak rates."""
     arithmetic = stage.flops / (roofline.flops_per_second * num_devices)
     traffic = stage.moved_bytes / (roofline.bytes_per_second * num_devices)
     bound = max(arithmetic, traffic)
@@ -66,7 +66,7 @@ def stage_row(stage: Stage, roofline: Roofline, num_devices: int) -> dict[str, A
 
 
 def time_stages(config: Config, shape: ModelConfig, mesh: Mesh, workload: Workload) -> Iterator[Stage]:
-    """Runs the stages one after another. The update runs on one microbatch; its time is multiplied by their number."""
+    """Runs the stages one after another. The update runs on one microbatch, and its time is scaled to all of them."""
     model = abstract_model(shape)
     shardings = param_shardings(model, mesh)
     make_params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(0)))[1]), out_shardings=shardings)
@@ -83,7 +83,7 @@ def time_stages(config: Config, shape: ModelConfig, mesh: Mesh, workload: Worklo
 
 
 def _generate(config: Config, shape: ModelConfig, mesh: Mesh, params: Params, workload: Workload) -> Stage:
-    """The embedded sampler on twice as many requests as it has slots, scaled up to the tokens of the whole batch."""
+    """The embedded sampler on twice as many requests as it has slots, scaled to the tokens of the whole batch."""
     train, longest = config.train, config.train.max_prompt_tokens + config.sampling.max_tokens
     num_slots, max_prompts = capacity(
         mesh, config.rollouts.max_concurrent, len(workload.response_lengths), train.num_generations
@@ -120,19 +120,19 @@ def _generate(config: Config, shape: ModelConfig, mesh: Mesh, params: Params, wo
 def _decoding_cost(
     shape: ModelConfig, prompt_length: int, lengths: Int[np.ndarray, " S"], num_prompts: int, num_slots: int
 ) -> tuple[float, float]:
-    """(FLOPs, bytes) of generating responses of these lengths token by token, each prompt being read once."""
+    """(FLOPs, bytes) of generating responses of these lengths token by token, with each prompt read once."""
     prompts, none = np.full(len(lengths), prompt_length), np.zeros_like(lengths)
     work = flops.forward_flops(shape, prompts[:num_prompts], none[:num_prompts])
     work += flops.forward_flops(shape, prompts, lengths) - flops.forward_flops(shape, prompts, none)
     value_bytes = np.dtype(shape.dtype).itemsize
-    # Each token reads its sequence's keys and values; all slots together read every weight once a token.
+    # Each token reads its sequence's keys and values; a decoding step, one token per slot, reads every weight once.
     contexts = float((lengths * prompt_length + lengths * (lengths + 1) / 2).sum())
     cached = contexts * flops.cache_bytes_per_token(shape, value_bytes)
     return work, cached + float(lengths.sum()) / num_slots * flops.total_weights(shape) * value_bytes
 
 
 class _Update:
-    """The three programs of an update, compiled, and one microbatch, whose time stands for that of the others."""
+    """The three compiled programs of an update, and one microbatch, whose time stands for that of the others."""
 
     def __init__(self, config: Config, model: Qwen3, mesh: Mesh, params: Params, workload: Workload):
         self._minibatches, self._num_devices = workload.minibatches, mesh.size
@@ -158,7 +158,7 @@ class _Update:
         self._forward = flops.forward_flops(model.config, workload.prompt_lengths, workload.response_lengths)
 
     def logprobs(self) -> Stage:
-        """Of all minibatches but the first, whose old log-probabilities are not needed."""
+        """The log-probabilities of all minibatches except the first, whose old log-probabilities are not needed."""
         times, share = sum(map(len, self._minibatches[1:])), 1 - 1 / len(self._minibatches)
 
         def run() -> Any:
@@ -168,7 +168,7 @@ class _Update:
         return self._stage("logprobs", run, times, int(self._tokens * share), self._forward * share, moved)
 
     def gradient(self) -> Stage:
-        """Weights are read forwards and backwards, the sums of gradients read and written."""
+        """Weights are read by the forward and the backward pass; the sums of gradients are read and written."""
         times = sum(map(len, self._minibatches))
 
         def run() -> Any:
@@ -180,7 +180,7 @@ class _Update:
         return self._stage("gradient", run, times, self._tokens, self._passes * self._forward, moved)
 
     def optimizer(self) -> Stage:
-        """Weights that are trained and both moments are read and written, gradients read."""
+        """Trained weights and both moments are read and written; gradients are read."""
         times = len(self._minibatches)
 
         def run() -> Any:
@@ -193,13 +193,13 @@ class _Update:
     def _stage(self, name: str, run: Callable[[], Any], times: int, tokens: int, work: float, moved: int) -> Stage:
         compiled, compile_seconds = self._programs[name]
         seconds = first_and_median_seconds(run)[1] * times
-        # The optimizer's arguments include the moments; beside the other programs they only stay.
+        # The optimizer's arguments include the moments; while the other programs run, the moments are merely held.
         held = _program_bytes(compiled) + (0 if name == "optimizer" else self._moment_bytes)
         return Stage(name, seconds, tokens, work, moved * self._num_devices, compile_seconds, held)
 
 
 def _write_weights(config: Config, shape: ModelConfig, params: Params) -> Stage:
-    """Writes the weights where servers read them. How long servers take to load them is not measured."""
+    """Writes the weights to where servers read them. The time that servers take to load them is not measured."""
     folder = Path(config.rollouts.weights_dir)
     folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=folder))
@@ -219,12 +219,12 @@ def _write_weights(config: Config, shape: ModelConfig, params: Params) -> Stage:
 
 
 def _program_bytes(compiled: Any) -> int:
-    """Arguments, results and temporary arrays of a compiled program on one device."""
+    """Bytes of a compiled program's arguments, results and temporary arrays on one device."""
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return held + memory.temp_size_in_bytes
 
 
 def _bytes(tree: Any) -> int:
-    """Of a tree of arrays, on one device."""
+    """Bytes of a tree of arrays on one device."""
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""The sequences of a training step that the bench times: random tokens, of lengths like those of reasoning."""
+"""The sequences of the training step that the bench times: random tokens, with lengths typical of reasoning."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,15 +23,15 @@ class Workload:
 
     @property
     def pad_share(self) -> float:
-        """Of the tokens that the update computes, those that are padding."""
+        """The share of the tokens in the update that are padding."""
         segment_ids = [batch.segment_ids for minibatch in self.minibatches for batch in minibatch]
         return float(np.mean([ids == 0 for ids in segment_ids]))
 
 
 def make_workload(config: Config, vocab_size: int, mesh_shape: Mapping[str, int]) -> Workload:
-    """Full-length prompts, and responses whose lengths are log-normal, as reasoning's are; both of random tokens.
+    """Random tokens: full-length prompts, and responses with log-normal lengths, as those of reasoning have.
 
-    They are packed into the rows of the configuration on such a mesh.
+    The sequences are packed into the configuration's rows for a mesh of this shape.
     """
     train, rng = config.train, np.random.default_rng(0)
     count = train.prompts_per_batch * train.num_generations

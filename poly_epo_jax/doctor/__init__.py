@@ -1,1 +1,1 @@
-"""Whether devices, kernels, disk, servers and judge do what a run will ask of them."""
+"""Checks whether devices, kernels, disk, servers and judge do what a run will ask of them."""

@@ -1,11 +1,11 @@
-"""Whether a run can be trusted here: devices, kernels, collectives, disk, servers and judge, in three minutes.
+"""Checks whether a run can be trusted here: devices, kernels, collectives, disk, servers and judge, in three minutes.
 
 python -m poly_epo_jax.doctor --config=configs/polaris.py:h200x8                before the first run on a machine
 python -m poly_epo_jax.doctor --config=configs/polaris.py:h200x8 --short        what launch/ checks before training
 
-Each check passes, fails, or finds that what it is about is not there; a failure is named with what to do, and makes the
-exit code 1. The short form leaves the servers' weights as they are, and times nothing. The full one gives them the
-weights that the run would begin with, as the run's own first step does; it must not be run while others use them.
+Each check passes, fails, or finds that its subject is not there. A failure says what to do, and makes the exit code 1.
+The short form leaves the servers' weights as they are, and times nothing. The full form pushes the weights that the run
+would begin with to the servers, as the run's own first step does; do not run it while others use the servers.
 """
 
 import signal

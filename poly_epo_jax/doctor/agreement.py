@@ -1,4 +1,4 @@
-"""Whether a sampler gives its tokens the probabilities that the trainer gives them, as far as rounding allows."""
+"""Whether a sampler and the trainer give the same tokens the same probabilities, as far as rounding allows."""
 
 import dataclasses
 import math
@@ -22,12 +22,12 @@ from poly_epo_jax.update import PolicyUpdate, TrainState
 
 
 class Trainer:
-    """What gives the trainer's log-probabilities.
+    """Computes the trainer's log-probabilities.
 
     Args:
       params: laid out on the mesh.
-      temperature: of sampling.
-      longest: of the prompts with their responses, in tokens.
+      temperature: the sampling temperature.
+      longest: the most tokens of a prompt with its response.
     """
 
     def __init__(self, shape: ModelConfig, params: Params, mesh: Mesh, temperature: float, longest: int):
@@ -38,16 +38,16 @@ class Trainer:
         self._row_tokens = -(-longest // step) * step
 
     def pack(self, sequences: Sequence[TrainingSequence]) -> list[PackedBatch]:
-        """All of one shape, so that each program is compiled once."""
+        """Packs the sequences into batches of one shape, so that each program is compiled once."""
         return pack(sequences, self._row_tokens, self._mesh.shape["data"] * self._mesh.shape["fsdp"])
 
     def logprobs(self, batches: Sequence[PackedBatch], dtype: str) -> Float[np.ndarray, " S"]:
-        """Of the trained tokens, computed in `dtype`."""
+        """The log-probabilities of the trained tokens, computed in `dtype`."""
         if dtype not in self._updates:
             model = abstract_model(dataclasses.replace(self.shape, dtype=dtype))
             objective = Objective(set_rl.policy_gradient_loss, self._temperature)
             self._updates[dtype] = PolicyUpdate(model, self._mesh, objective, OptimizerSection(), total_updates=1)
-        # The first minibatch needs no old log-probabilities, so theirs is the second.
+        # The first minibatch needs no old log-probabilities, so these batches are the second.
         _, filled = self._updates[dtype].with_old_logprobs(self._state, [[], batches])
         return _trained([batch.old_logprobs for batch in filled], batches)
 
@@ -56,10 +56,10 @@ def compare(trainer: Trainer, sequences: Sequence[TrainingSequence], sampler_dty
     """The mean difference between the trainer's log-probabilities and the sampler's, which the sequences hold.
 
     Args:
-      sampler_dtype: that the sampler computes in; the coarser of the two types' rounding is allowed.
+      sampler_dtype: the type that the sampler computes in; the rounding of the coarser of the two types is allowed.
 
     Raises:
-      Failed: it is more than rounding explains.
+      Failed: the difference is more than rounding explains.
     """
     batches = trainer.pack(sequences)
     own_dtype = trainer.shape.dtype

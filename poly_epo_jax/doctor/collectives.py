@@ -1,4 +1,4 @@
-"""The gradient of an update on the whole mesh against the same on one device, of a small model with the run's heads."""
+"""Compares the gradient on the whole mesh with that on one device, for a small model with the run's heads."""
 
 import dataclasses
 import math
@@ -23,11 +23,11 @@ from poly_epo_jax.parallel.mesh import AXES
 from poly_epo_jax.types import Params
 from poly_epo_jax.update import PolicyUpdate
 
-SEQUENCES, ROW_TOKENS = 4, 64  # of each row of the mesh; tokens of a row
+SEQUENCES, ROW_TOKENS = 4, 64  # sequences per row shard of the mesh; tokens per row
 
 
 def check_collectives(subject: Subject) -> Seen:
-    """Weights are gathered and gradients summed over the mesh; on one device nothing is. All hosts take part."""
+    """The mesh gathers weights and sums gradients across devices; one device does neither. All hosts take part."""
     mesh = subject.mesh
     if mesh.size == 1:
         raise Missing("one device has no collectives")
@@ -45,7 +45,7 @@ def check_collectives(subject: Subject) -> Seen:
     with exactly():
         exact, exact_loss = gradient(one, "float32")
     error, most = _distance(split, alone), allowed(_distance(alone, exact))
-    # The loss is a sum whose terms may cancel, so its rounding is relative to what they would add up to.
+    # The terms of the loss may cancel, so its rounding is relative to what their sizes add up to.
     terms = float(np.abs(batch.weights * batch.advantages).sum()) * math.log(shape.vocab_size)
     loss_error, most_loss = abs(split_loss - loss), allowed(abs(loss - exact_loss), terms)
     if not (error <= most and loss_error <= most_loss):
@@ -59,7 +59,7 @@ def check_collectives(subject: Subject) -> Seen:
 
 
 def _gradient(shape: ModelConfig, mesh: Mesh, batch: PackedBatch, trainable: str) -> tuple[Params, float]:
-    """(the gradient on the mesh, the loss)."""
+    """(gradient on the mesh, loss)."""
     objective = Objective(set_rl.policy_gradient_loss)
     update = PolicyUpdate(abstract_model(shape), mesh, objective, OptimizerSection(), 1, trainable)
     state = update.init(random_params(shape, mesh))
@@ -68,13 +68,13 @@ def _gradient(shape: ModelConfig, mesh: Mesh, batch: PackedBatch, trainable: str
 
 
 def _distance(found: Params, expected: Params) -> float:
-    """The norm of the difference, relative to that of `expected`, which lies on one device of each host."""
+    """The norm of the difference, relative to the norm of `expected`, which lies on one device of each host."""
     expected = jax.tree.map(lambda like, x: _laid_out(jax.device_get(x), like.sharding), found, expected)
     return float(_relative(found, expected))
 
 
 def _laid_out(values: np.ndarray, sharding: Any) -> jax.Array:
-    """Every host has the whole array, and takes its devices' part."""
+    """The array under this sharding: every host has all of it, and takes its own devices' part."""
     return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
 
 

@@ -1,4 +1,4 @@
-"""The checks of the doctor, in their order, and the run of them."""
+"""The doctor's checks in order, and the command that runs them."""
 
 import json
 import os
@@ -46,7 +46,7 @@ CHECKS = (
 
 
 def run(config: Config, is_short: bool, output: Path | None) -> None:
-    """Runs the checks, shows the table, and ends the process with 1 where one has failed.
+    """Runs the checks, shows the table, and ends the process with 1 if a check has failed.
 
     Raises:
       ValueError, OSError: the hosts do not find each other, or `output` cannot be written.
@@ -71,6 +71,6 @@ def run(config: Config, is_short: bool, output: Path | None) -> None:
     if failed and examination.is_told:
         print(f"Error: failed: {', '.join(failed)}; the table says what was seen and what to do.", file=sys.stderr)
     if examination.hanging:
-        os._exit(bool(failed))  # a thread that hangs inside of a device would keep the process
+        os._exit(bool(failed))  # a thread that hangs inside a device would keep the process alive
     if failed:
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""Decoding inside the trainer against the trainer's own forward pass, on a small model with the run's heads."""
+"""Compares decoding inside the trainer with the trainer's forward pass, on a small model with the run's heads."""
 
 import asyncio
 import dataclasses
@@ -18,7 +18,7 @@ PROMPTS, GENERATIONS, LONGEST = 4, 2, 24
 
 
 def check_decoding(subject: Subject) -> Seen:
-    """The run's sampler where it decodes in the trainer, else the one that evaluations decode with."""
+    """Checks the run's sampler if it decodes in the trainer, else the sampler that evaluations decode with."""
     config, mesh = subject.config, subject.here
     shape = small_shape(subject.shape, mesh)
     params = random_params(shape, mesh)
@@ -38,7 +38,7 @@ def check_decoding(subject: Subject) -> Seen:
 
 
 def _small(config: Config) -> Config:
-    """With room for what is generated here."""
+    """The configuration, reduced to the sizes that are generated here."""
     return dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, num_generations=GENERATIONS, max_prompt_tokens=LONGEST),
@@ -48,7 +48,7 @@ def _small(config: Config) -> Config:
 
 
 async def _generated(sampler: Sampler, params: Params, vocab_size: int, temperature: float) -> list[TrainingSequence]:
-    """What the sampler writes after prompts of random tokens."""
+    """The sampler's generations for prompts of random tokens."""
     rng = np.random.default_rng(0)
     lengths = np.linspace(1, LONGEST, PROMPTS).astype(int).tolist()
     prompts = [rng.integers(1, vocab_size, length, np.int32) for length in lengths]

@@ -1,4 +1,4 @@
-"""Whether the devices are those that the run asks for, can be arranged as it asks, and compute."""
+"""Whether the devices are those that the run asks for, can be arranged as it asks, and compute correctly."""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,13 @@ SIZE = 512  # of the matrices that each device multiplies
 
 
 def check_devices(subject: Subject) -> Seen:
-    """The mesh, and a product of whole numbers on each device, which is exact in every type."""
+    """Checks the mesh, and on each device a product of whole numbers, which is exact in every type."""
     mesh, dtype = subject.mesh, subject.config.model.dtype
     a = jnp.arange(SIZE)[:, None] % 4
     b = jnp.arange(SIZE)[None] % 3
     for device in subject.here.devices.flat:
         x, y = (jax.device_put(jnp.broadcast_to(m, (SIZE, SIZE)).astype(dtype), device) for m in (a, b))
-        # Each sum is SIZE times a product below 8: small enough for float32, which they are added in.
+        # Each sum is SIZE times a product below 8: small enough for float32, the type of the sums.
         found = jnp.matmul(x, y, preferred_element_type=jnp.float32)
         if not bool((found == (SIZE * a * b).astype(jnp.float32)).all()):
             raise Failed(f"{device} multiplies small whole numbers wrongly; take it out of use, and test its memory")

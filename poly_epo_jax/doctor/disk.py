@@ -1,4 +1,4 @@
-"""A checkpoint written to the run's own disk, and read back bit for bit."""
+"""Writes a checkpoint to the run's own disk, and checks that it is read back bit for bit."""
 
 import contextlib
 import tempfile
@@ -21,7 +21,7 @@ from poly_epo_jax.update import PolicyUpdate, TrainState
 
 
 def check_checkpoint(subject: Subject) -> Seen:
-    """The state of a small model, in a folder beside the run's that is removed again. All hosts take part."""
+    """Saves the state of a small model in a temporary folder on the run's disk. All hosts take part."""
     mesh, config = subject.mesh, subject.config
     shape = small_shape(subject.shape, mesh)
     objective = Objective(set_rl.policy_gradient_loss)
@@ -30,7 +30,7 @@ def check_checkpoint(subject: Subject) -> Seen:
     workdir = Path(config.workdir).absolute()
     disk = next(path for path in (workdir, *workdir.parents) if path.is_dir())
     with contextlib.ExitStack() as held:
-        # Removed also where this process is told to end.
+        # Removed even if this process is told to end.
         folder = Path(hosts.on_first(lambda: held.enter_context(_folder(disk))))
         started = time.monotonic()
         restored, data = _round_trip(folder, update, state)

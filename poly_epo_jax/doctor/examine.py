@@ -1,4 +1,4 @@
-"""Runs checks one after another, each for a bounded time; where one fails, the next is run all the same."""
+"""Runs checks one after another, each for a bounded time. If one fails, the next is run all the same."""
 
 import asyncio
 import dataclasses
@@ -15,19 +15,19 @@ WITHOUT_MESH = "without the mesh there is nothing to check"
 
 
 class Examination:
-    """Checks of one run.
+    """The checks of one run.
 
     Args:
-      seconds: that all checks may take together; those that come later find no time.
+      seconds: the time that all checks may take together; checks after that are not run.
     """
 
     def __init__(self, subject: Subject, seconds: float):
         self._subject, self._deadline = subject, time.monotonic() + seconds
-        self._is_alone = not subject.config.hosts.coordinator  # asking JAX would wait for devices that hang
+        self._is_alone = not subject.config.hosts.coordinator  # asking JAX would block if devices hang
         self.hanging = ""  # the check that did not end, whose thread may hold the devices for good
 
     def findings(self, check: Check) -> list[Finding]:
-        """What the check finds: on several hosts, which run it together, of the one where it went worst."""
+        """The check's findings. If several hosts run it together, the worst among them."""
         if self._is_alone:
             return asyncio.run(self._own(check))
         # What all compute together, none may begin where another cannot.
@@ -61,7 +61,7 @@ class Examination:
             self.hanging = check.name
         found = Finding(check.name, check.late, f"it did not end in {seconds:.0f} s; {check.advice}")
         if not self._is_alone:
-            # The others may wait inside a collective of this check, where nothing reaches them.
+            # The other hosts may be waiting inside a collective of this check, where nothing reaches them.
             print(f"Process {hosts.index()}: {found.name}: {found.seen}", file=sys.stderr, flush=True)
             os._exit(1)
         return [found]
@@ -74,9 +74,9 @@ def _called(check: Check, subject: Subject) -> list[Finding]:
         found = check.run(subject)
     except Missing as error:
         return [Finding(check.name, "not there", str(error))]
-    except (Failed, ValueError, OSError, ImportError) as error:  # whose messages say what to do
+    except (Failed, ValueError, OSError, ImportError) as error:  # their messages say what to do
         return [Finding(check.name, "failed", " ".join(str(error).split()))]
-    except Exception as error:  # of whatever kind: compilers and drivers have many
+    except Exception as error:  # of any kind: compilers and drivers have many
         return [
             Finding(
                 check.name, "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}; {check.advice}"
@@ -91,12 +91,12 @@ def _called(check: Check, subject: Subject) -> list[Finding]:
 def _has_mesh(subject: Subject) -> bool:
     try:
         return bool(subject.mesh)
-    except (ValueError, OSError):  # which the check of the devices tells
+    except (ValueError, OSError):  # the check of the devices reports it
         return False
 
 
 def _worst(findings: Sequence[Finding]) -> Finding:
-    """Of the findings of all hosts, the first that failed, else the first host's."""
+    """Of the findings of all hosts, the first failure, or else the first host's finding."""
     for index, one in enumerate(findings):
         if one.status == "failed":
             return dataclasses.replace(one, seen=f"process {index} of {len(findings)}: {one.seen}")

@@ -1,4 +1,4 @@
-"""What a check is given, and what it finds."""
+"""The input of a check, and its findings."""
 
 import dataclasses
 import functools
@@ -23,11 +23,11 @@ Status = Literal["passed", "failed", "not there"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What came of a check.
+    """The outcome of a check.
 
     Args:
-      seen: one sentence without its full stop; where it failed it ends with what to do.
-      figures: what was measured, by name.
+      seen: one sentence without its full stop; if the check failed, it ends with what to do.
+      figures: the measurements, by name.
     """
 
     name: str
@@ -38,18 +38,18 @@ class Finding:
 
 
 class Missing(Exception):
-    """What a check is about is not there; the message says what, and perhaps how to have it. This is no failure."""
+    """The subject of a check is not there. The message says what, and perhaps how to get it. This is not a failure."""
 
 
 class Failed(Exception):
-    """The check has failed; the message says at what, and what to do."""
+    """The check has failed. The message says at what, and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """The run that is checked. What several checks need of it is made once.
+    """The run to check. What several checks need of it is made once.
 
-    Raises, when it is asked for what there is not:
+    Raises, on access to something that cannot be made:
       ValueError, OSError: the message says why and what to do.
     """
 
@@ -57,7 +57,7 @@ class Subject:
 
     @functools.cached_property
     def shape(self) -> ModelConfig:
-        """The model's, which is not downloaded for it."""
+        """The model's shape. The model is not downloaded for it."""
         path = self.config.model.path
         if path and not has_preset(path):
             find_model(path, download=False)
@@ -65,7 +65,7 @@ class Subject:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The run's, which the model can be split over."""
+        """The run's mesh, checked for whether the model can be split over it."""
         mesh = make_mesh(**self.config.mesh)
         sizes = dataclasses.asdict(self.shape)
         check_mesh(self.config.mesh, mesh.shape, sizes, row_tokens(self.config))
@@ -82,19 +82,19 @@ class Subject:
 
 
 Seen = tuple[str, Mapping[str, float | int | str]]
-"""Of a check that has passed: a sentence without its full stop, and figures."""
+"""The outcome of a check that has passed: a sentence without its full stop, and figures."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of the table, or more.
+    """A check, which gives one line of the table or more.
 
     Args:
-      run: what it has seen, or its findings; it raises Missing or Failed, or what else says what to do.
-      seconds: after which it is `late`.
-      advice: what to do where it is late, or ends in an error that does not say.
+      run: returns what it has seen, or its findings; raises Missing, Failed, or another error that says what to do.
+      seconds: the time after which the check gets the status `late`.
+      advice: what to do if the check is late, or ends in an error that does not say.
       needs_mesh: whether there is nothing to check without the mesh and its devices.
-      when: in which forms of the examination it is run.
+      when: the forms of the doctor that include the check.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The judge's answer about four responses whose strategies are plain: whether it has the form of a clustering."""
+"""Whether the judge's answer about four responses with obvious strategies has the form of a clustering."""
 
 import asyncio
 import dataclasses
@@ -18,11 +18,11 @@ RESPONSES = (
     "I add one after the other: 1, 3, 6, 10, 15, 21, 28, 36, 45, 55. \\boxed{55}",
     "banana banana banana banana",
 )
-SECONDS, WAIT_SECONDS = 60.0, 20.0  # for an answer, and for a server that does not accept connections
+SECONDS, WAIT_SECONDS = 60.0, 20.0  # for an answer, and for the server to accept connections
 
 
 def check_judge(subject: Subject) -> Seen:
-    """Asks it as a run does. How well it clusters is told, and no reason to fail."""
+    """Asks the judge as a run does. How well it clusters is reported, but is no reason to fail."""
     section = subject.config.judge
     if not JUDGES[section.name].needs_url:
         raise Missing(f"judge.name={section.name} is no server")

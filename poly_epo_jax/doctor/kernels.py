@@ -1,4 +1,4 @@
-"""The attention kernel that the run will use, against the plain form: values and gradients, on the run's devices."""
+"""Compares the run's attention kernel with the plain form: values and gradients, on the run's devices."""
 
 import functools
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from poly_epo_jax.model.attention import packed_attention
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.sharding import row_sharding
 
-LENGTHS = (200, 1, 127, 130, 90)  # of a row's sequences: shorter and longer than a block, and across several
+LENGTHS = (200, 1, 127, 130, 90)  # of a row's sequences: shorter and longer than a block, and spanning several
 PADDING = 40
 
 
 def check_kernel(subject: Subject) -> Seen:
-    """The kernel on packed rows, one on each group of `tensor` devices."""
+    """Runs the kernel on packed rows, one row for each group of `tensor` devices."""
     shape = subject.shape
     errors = kernel_errors(shape, subject.here)
     for name, (error, most) in errors.items():
@@ -36,12 +36,12 @@ def check_kernel(subject: Subject) -> Seen:
 
 
 def kernel_errors(shape: ModelConfig, mesh: Mesh) -> Mapping[str, tuple[float, float]]:
-    """Of the output and each gradient: the largest error relative to its largest number, and the most allowed."""
+    """For the output and each gradient: the largest error relative to its largest number, and the most allowed."""
     rng, rows = np.random.default_rng(0), mesh.shape["data"] * mesh.shape["fsdp"]
     segment_ids = packed_ids(rows)
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
     draws = [rng.standard_normal((*segment_ids.shape, count, shape.head_dim), np.float32) for count in heads]
-    draws[-1] *= segment_ids[:, :, None, None] > 0  # what padding attends to does not matter
+    draws[-1] *= segment_ids[:, :, None, None] > 0  # what padding attends to is irrelevant
     with jax.set_mesh(mesh):
         put = functools.partial(jax.device_put, device=row_sharding(mesh))
         ids = put(segment_ids)
@@ -55,7 +55,7 @@ def kernel_errors(shape: ModelConfig, mesh: Mesh) -> Mapping[str, tuple[float, f
 
 
 def packed_ids(rows: int) -> Int[np.ndarray, "B T"]:
-    """The segments of each row: sequences of LENGTHS, and padding."""
+    """The segment ids of each row: sequences of LENGTHS, and padding."""
     ids = np.repeat([*range(1, len(LENGTHS) + 1), 0], [*LENGTHS, PADDING]).astype(np.int32)
     return np.tile(ids, (rows, 1))
 
@@ -66,7 +66,7 @@ def plain_attention(
     v: Float[Array, "B T K D"],
     segment_ids: Int[Array, "B T"],
 ) -> Float[Array, "B T H D"]:
-    """As `packed_attention`, with the whole [T, T] scores: its definition, for a few hundred tokens."""
+    """`packed_attention` by its definition, with the whole [T, T] scores, for a few hundred tokens."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(_visible(segment_ids)[:, None], scores, -jnp.inf)).astype(v.dtype)
@@ -79,7 +79,7 @@ def _visible(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
 
 
 def _passes(attend, inputs, segment_ids):
-    """The output and the three gradients, of a random linear loss."""
+    """The output, and the three gradients of a random linear loss."""
 
     @jax.jit
     def both(q, k, v, cotangent):
@@ -91,7 +91,7 @@ def _passes(attend, inputs, segment_ids):
 
 @jax.jit
 def _errors(found, exact, segment_ids):
-    """By name the largest error of real tokens, relative to the largest exact number; infinite where it is NaN."""
+    """The largest error on real tokens, by name, relative to the largest exact number; infinite if it is NaN."""
     real = (segment_ids > 0)[:, :, None, None]
 
     def error(x, y):

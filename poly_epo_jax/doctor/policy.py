@@ -1,4 +1,4 @@
-"""The policy that the run would begin with, if it is here already: nothing is downloaded or fitted for a check."""
+"""The policy that the run would begin with, if it is already here: a check downloads and fits nothing."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ from poly_epo_jax.types import Params
 
 
 def find_policy(subject: Subject) -> Policy:
-    """Model, tokenizer and stop tokens.
+    """The policy: model, tokenizer and stop tokens.
 
     Raises:
-      Missing: it is not here.
+      Missing: the policy is not here.
     """
     config = subject.config
     if not config.model.path:
@@ -32,7 +32,7 @@ def find_policy(subject: Subject) -> Policy:
 
 
 def first_weights(subject: Subject, policy: Policy) -> tuple[Params, int]:
-    """A whole copy on this host's devices, and the steps they have seen: the newest checkpoint's, if there is one."""
+    """A whole copy of the weights on this host's devices, and their step: the newest checkpoint's, if there is one."""
     run, mesh = Path(subject.config.workdir), subject.mesh
     if resumable_config(run) is None:
         params, step = policy.load_params(mesh, subject.config.seed), 0

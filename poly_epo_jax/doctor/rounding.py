@@ -1,8 +1,8 @@
-"""How far two ways to compute the same numbers may lie apart, from what rounding to the compute type does to one.
+"""How far two ways to compute the same numbers may differ, from what rounding to the compute type does to one of them.
 
-A tolerance is not guessed: the plain form is computed twice, in the compute type and in float32 with exact matmuls.
-What lies between these is that type's rounding on this device. Another form rounds at other places, so it may lie a few
-times as far from the exact one; a form that is wrong lies further.
+The tolerance is not guessed: the plain form is computed twice, in the compute type and in float32 with exact matmuls.
+The difference between the two is that type's rounding on this device. Another form rounds in other places, so it may
+differ from the exact result by a few times as much; a wrong form differs by more.
 """
 
 import contextlib
@@ -10,20 +10,20 @@ import contextlib
 import jax
 
 TIMES = 4.0
-"""Two independent errors of one size are 1.4 of it apart; the largest of many may be three times the typical one."""
+"""Two independent errors of one size differ by 1.4 times that; the largest of many may be three times the typical."""
 FLOAT32 = 2.0**-17
-"""Sixty-four roundings of float32, relative to the largest number: where the compute type is float32 itself."""
+"""Sixty-four float32 roundings, relative to the largest number: for when the compute type is float32 itself."""
 
 
 def allowed(rounding: float, largest: float = 1.0) -> float:
-    """The most that two forms may differ by, where the plain one's own rounding is `rounding`.
+    """The most that two forms may differ by if the plain form's own rounding is `rounding`.
 
     Args:
-      largest: of the numbers that are compared, which float32's own rounding is relative to.
+      largest: the largest of the compared numbers, which float32's own rounding is relative to.
     """
     return TIMES * rounding + FLOAT32 * largest
 
 
 def exactly() -> contextlib.AbstractContextManager[None]:
-    """Within this, matmuls of float32 are not done in a shorter type, as GPUs and TPUs otherwise do."""
+    """Inside this context, float32 matmuls are not done in a shorter type, as GPUs and TPUs otherwise do them."""
     return jax.default_matmul_precision("highest")

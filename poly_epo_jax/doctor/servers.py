@@ -1,7 +1,7 @@
-"""The servers of the policy: what they answer, whether they take the weights, and the probabilities they then give.
+"""Checks the policy's servers: their answers, whether they accept the weights, and the probabilities they then give.
 
-The push is that of the run's first step, with the weights and the version that the run would begin with; so a run that
-follows finds the servers as a push of its own would leave them, and pushes again.
+The push is the same as in the run's first step, with the weights and the version that the run would begin with. A run
+that follows therefore finds the servers as its own push would leave them, and pushes again.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.types import Group, Params, Sampler, Sampling
 
 PROMPTS, GENERATIONS, LONGEST = 4, 2, 32
-SECONDS = 60.0  # that an answer or a weight update may take
+SECONDS = 60.0  # the most that an answer or a weight update may take
 WAIT_SECONDS = 20.0  # for a server to answer at all
 
 
 def check_answers(subject: Subject) -> list[Finding]:
-    """Generations from each of rollouts.urls, with the weights it has: their form, without which none is believed."""
+    """Checks the form of generations from each of rollouts.urls, with its own weights; no other form is believed."""
     policy = _policy(subject)
     return asyncio.run(_of_each_url(subject, policy, None))
 
@@ -60,7 +60,7 @@ def _policy(subject: Subject) -> Policy:
 
 
 def _sampler(subject: Subject, policy: Policy) -> Sampler:
-    """The run's own, but less patient."""
+    """The run's own sampler, but less patient."""
     config, options = _impatient(subject.config), subject.config.rollouts.options
     return SAMPLERS[config.rollouts.name].open(policy.model, subject.here, policy.stop_ids, config, **options)
 
@@ -79,10 +79,10 @@ def _impatient(config: Config) -> Config:
 
 @contextlib.contextmanager
 def _not_training(workdir: Path) -> Iterator[None]:
-    """Weights that are pushed while a run trains would end it.
+    """Keeps a run from training meanwhile: pushing weights while it trains would end it.
 
     Raises:
-      Failed: it does.
+      Failed: a run is training.
     """
     with contextlib.ExitStack() as held:
         try:
@@ -94,10 +94,10 @@ def _not_training(workdir: Path) -> Iterator[None]:
 
 
 async def _of_each_url(subject: Subject, policy: Policy, params: Params | None) -> list[Finding]:
-    """A finding for each URL, all of which are asked at once.
+    """A finding for each URL. All servers are asked at once.
 
     Args:
-      params: that the servers have; None: it is not known which.
+      params: the weights that the servers have; None if these are unknown.
     """
     config = subject.config
     urls = [url.strip().rstrip("/") for url in config.rollouts.urls.split(",")]
@@ -125,7 +125,7 @@ async def _generated(subject: Subject, policy: Policy, url: str) -> list[Group]:
 
 
 def _finding(url: str, groups: list[Group] | BaseException, trainer: Trainer | None, dtype: str) -> Finding:
-    """Of a server that computes in `dtype`; its log-probabilities are compared where there is a trainer."""
+    """The finding for a server that computes in `dtype`; its log-probabilities are compared if there is a trainer."""
     name = f"server {url}"
     if isinstance(groups, BaseException):
         return Finding(name, "failed", first_line(groups))

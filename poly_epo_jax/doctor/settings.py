@@ -1,11 +1,11 @@
-"""Whatever else a run would refuse to begin with."""
+"""Everything else that would make a run refuse to start."""
 
 from poly_epo_jax.doctor.finding import Seen, Subject
 from poly_epo_jax.prepare import prepare
 
 
 def check_settings(subject: Subject) -> Seen:
-    """Folders, data, lengths and the plan of the memory."""
+    """Checks folders, data, lengths and the memory plan."""
     _, task, _ = prepare(subject.config)
     train, held_out = len(task.train_problems), len(task.held_out_problems)
     figures = {"training problems": train, "held-out problems": held_out}

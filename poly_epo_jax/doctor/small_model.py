@@ -1,4 +1,4 @@
-"""A model with the heads of the run's, but narrow and shallow: its programs compile and run in seconds."""
+"""A model with the heads of the run's model, but narrow and shallow, whose programs compile and run in seconds."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ LAYERS, WIDTH, VOCABULARY = 2, 64, 256
 
 
 def small_shape(shape: ModelConfig, mesh: Mesh) -> ModelConfig:
-    """Two layers with the heads, types and switches of `shape`, that the mesh can split."""
+    """Two layers with the heads, types and switches of `shape`, in sizes that the mesh can split."""
     fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
     return dataclasses.replace(
         shape,
@@ -30,7 +30,7 @@ def small_shape(shape: ModelConfig, mesh: Mesh) -> ModelConfig:
 
 
 def random_params(shape: ModelConfig, mesh: Mesh) -> Params:
-    """Weights of such a model; the same on every mesh."""
+    """Random weights of such a model, the same on every mesh."""
     shardings = param_shardings(abstract_model(shape), mesh)
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(0)))[1]))()
     return jax.device_put(jax.device_get(params), shardings)

@@ -1,4 +1,4 @@
-"""A step of the run's own model: how long its stages take beside their roofline, and the memory beside the plan's."""
+"""A step of the run's own model: the time of its stages against their roofline, and its memory against the plan."""
 
 import time
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.peak_memory import device_peak
 from poly_epo_jax.prepare import TOLERANCE
 
-SECONDS = 90.0  # after which no further stage is begun
+SECONDS = 90.0  # after which no further stage is started
 SLOWEST = 50.0  # times its roofline: slower than any kernel that works as it should
-LEAST = 0.5  # seconds that a step's roofline takes; a smaller step is bound by what launching its programs takes
+LEAST = 0.5  # seconds of a step's roofline; below that, the time to launch its programs dominates a step
 
 
 def check_step(subject: Subject) -> list[Finding]:
-    """Times the stages, with random weights and tokens, and then asks the device for the most that it held."""
+    """Times the stages with random weights and tokens, then asks the device for its peak memory."""
     if hosts.count() > 1:
         raise Missing("one host is timed, not several; see the run's timing.jsonl")
     config, shape, mesh = subject.config, subject.shape, subject.mesh

@@ -1,4 +1,4 @@
-"""Shows findings as a table, and gives them for JSON."""
+"""Shows findings as a table, and converts them for JSON."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from rich.table import Table
 from poly_epo_jax.doctor.finding import Finding
 
 COLORS = {"passed": "green", "failed": "bold red", "not there": "dim"}
-WIDTH = 110  # at least, also where the output is a file
+WIDTH = 110  # at least, even if the output is a file
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    """A line for each, and how many of each kind."""
+    """Prints a line for each finding, and the number of each kind."""
     console.width = max(console.width, WIDTH)
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("check", max_width=32, overflow="fold")

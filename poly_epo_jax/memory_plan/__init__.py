@@ -1,1 +1,1 @@
-"""How much memory a configuration takes on each device."""
+"""Plans how much memory a configuration takes on each device."""

@@ -1,9 +1,9 @@
 """How much memory each device needs for a configuration, by arithmetic alone, without devices, weights or a compiler.
 
-A device always holds parameters and moments, and beside them what the current stage needs; the largest stage is the
-peak. The terms are what compiled programs were seen to hold, in bytes of the type that they hold it in.
-`tests/memory_plan/test_plan.py` compares their sum with compiled programs. CPUs share their memory with the process
-itself, which takes something besides.
+A device always holds the parameters and moments, plus what the current stage needs; the largest stage is the peak. The
+terms are the arrays that compiled programs were seen to hold, in bytes of the types that they hold them in.
+`tests/memory_plan/test_plan.py` compares their sum with compiled programs. On a CPU, the process itself takes some of
+the same memory.
 """
 
 import bisect
@@ -24,7 +24,7 @@ from poly_epo_jax.rows import fillable_rows, row_tokens, rows_per_device
 
 FLOAT32 = 4
 SPARE = 0.1
-"""The share of the memory that a choice made by plan leaves free: plans are within 10% of compiled programs."""
+"""The share of memory to leave free when a setting is chosen by plan: plans are within 10% of compiled programs."""
 
 PROCESS = 650_000_000
 """Bytes of a process that trains the quick start's tiny policy on a CPU: Python, its libraries, compiled programs."""
@@ -32,9 +32,9 @@ PROCESS = 650_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Bytes of one device, each by the name of what takes them: `resident` always, and one of `stages` at a time.
+    """Bytes on one device, by the name of what takes them: `resident` always, and one of `stages` at a time.
 
-    On a CPU the process takes those of `besides` as well, in all.
+    On a CPU, the process as a whole takes the bytes in `besides` as well.
     """
 
     setting: Setting
@@ -44,10 +44,10 @@ class Plan:
     resident: Mapping[str, int]
     stages: Mapping[str, Mapping[str, int]]
     besides: Mapping[str, int]
-    memory_bytes: int | None  # that JAX may use; None where it is not known
+    memory_bytes: int | None  # that JAX may use; None if not known
 
     def stage_bytes(self, name: str) -> int:
-        """All that the device holds while the stage runs."""
+        """The bytes that the device holds while the stage runs."""
         return sum(self.resident.values()) + sum(self.stages[name].values())
 
     @property
@@ -61,27 +61,27 @@ class Plan:
 
     @property
     def needed_bytes(self) -> int:
-        """Of the device's memory: with its share of what the process takes besides."""
+        """The bytes needed on the device, including its share of what the process takes besides."""
         return self.peak_bytes + sum(self.besides.values()) // self.setting.num_devices
 
     @property
     def fits(self) -> bool:
-        """True also where the memory is not known."""
+        """Whether the device has that much memory; True if its memory is not known."""
         return self.memory_bytes is None or self.needed_bytes <= self.memory_bytes
 
 
 def make_plan(
     config: Config, shape: ModelConfig, setting: Setting, memory_bytes: int | None, num_rows: int = 0
 ) -> Plan:
-    """The plan of a configuration, with its train.rows_per_device where none is given.
+    """The plan of a configuration, with its own train.rows_per_device unless `num_rows` is given.
 
-    Where the shape's remat is AUTO, the plan is that of the word which recomputes least and leaves SPARE free, or of
-    the one which keeps least; its `remat` says which. Where the memory is not known, it is the latter.
+    If the shape's remat is AUTO, the plan uses the remat word that recomputes least among those that leave SPARE free.
+    If there is none, or the memory is not known, it uses the word that keeps least. The plan's `remat` says which.
     """
     if shape.remat == AUTO:
         plans = [
             make_plan(config, dataclasses.replace(shape, remat=word), setting, memory_bytes, num_rows)
-            for word in REMAT_POLICIES  # ordered by what they keep, the most first
+            for word in REMAT_POLICIES  # ordered by how much they keep, the most first
         ]
         room = (memory_bytes or 0) * (1 - SPARE)
         return next((plan for plan in plans if plan.needed_bytes <= room), plans[-1])
@@ -102,9 +102,9 @@ def make_plan(
 
 
 def largest_rows(config: Config, shape: ModelConfig, setting: Setting, memory_bytes: int | None) -> int:
-    """The largest train.rows_per_device that fits and that a minibatch can fill; 0 where not even one row fits.
+    """The largest train.rows_per_device that fits and that a minibatch can fill; 0 if not even one row fits.
 
-    Where the memory is not known, it is the configuration's own.
+    If the memory is not known, this is the configuration's own value.
     """
     if memory_bytes is None:
         return rows_per_device(config, setting.mesh)
@@ -115,7 +115,7 @@ def largest_rows(config: Config, shape: ModelConfig, setting: Setting, memory_by
 
 
 def batch_bytes(config: Config) -> int:
-    """What a step's batch takes on a host that has all of it: 40 bytes for a token, and its sets or pairs."""
+    """The bytes of a step's batch on a host that has all of it: 40 bytes per token, plus the batch's sets or pairs."""
     train, algo = config.train, config.algo
     longest = train.max_prompt_tokens + config.sampling.max_tokens
     cells = max(algo.num_sets, train.num_generations) * train.num_generations
@@ -123,7 +123,7 @@ def batch_bytes(config: Config) -> int:
 
 
 def _resident(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, int]:
-    """Norms and biases are left out: they take less than a thousandth."""
+    """The bytes that are always held. Norms and biases are left out: they take less than a thousandth."""
     weights = flops.total_weights(shape) // setting.weight_shards
     parameters = weights * _bytes_of(shape.param_dtype)
     trained = trained_elements(config, shape, setting.mesh)
@@ -134,7 +134,7 @@ def _resident(config: Config, shape: ModelConfig, setting: Setting) -> dict[str,
 
 
 def _besides(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, int]:
-    """A checkpoint is copied before it is written, and steps go on meanwhile."""
+    """The bytes that the process takes besides: a checkpoint is copied before it is written, while steps continue."""
     saved = _resident(config, shape, setting)
     saved.pop("reference policy", None)
     if shape.lora_targets:
@@ -146,14 +146,14 @@ def _besides(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, 
 
 
 def _gradient(config: Config, shape: ModelConfig, setting: Setting, rows: int) -> dict[str, int]:
-    """One microbatch's forward and backward pass: what is kept for the latter, and the larger of its two parts.
+    """One microbatch's forward and backward pass: what is kept for the backward pass, and the larger of its two parts.
 
-    The backward pass goes through the head first, then through the layers. TPU programs give both parts places of their
-    own, and convert all layers' weights to the compute type ahead of the loop over layers.
+    The backward pass goes through the head first, then through the layers. TPU programs allocate both parts separately,
+    and convert the weights of all layers to the compute type before the loop over layers.
     """
     tokens = rows * row_tokens(config)
     kept = _kept_values(shape, setting) * tokens * _activation_bytes(shape, setting)
-    if shape.remat == "none":  # then the attention's weights are kept in the compute type, too
+    if shape.remat == "none":  # then the attention's weights are kept in the compute type too
         attention = shape.num_layers * shape.hidden_size * _head_widths(shape) * 2
         kept += attention // setting.mesh["tensor"] * _bytes_of(shape.dtype)
     head, layer = _head(shape, setting, tokens), _layer(shape, setting, tokens)
@@ -169,9 +169,10 @@ def _gradient(config: Config, shape: ModelConfig, setting: Setting, rows: int) -
 def _head(shape: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
     """The head's backward pass in chunks: every device holds the whole head, its gradient and a chunk's logits.
 
-    The head's gradient is there twice: a chunk's share is made before it is added. Accelerators hold logits in float32
-    and their gradient in the compute type, TPUs the logits in that share's place; on a CPU both are float32, and one is
-    held twice. Where a TPU sums the head's gradient over more than four chips, it is there once more.
+    The head's gradient is held twice, because a chunk's share is computed before it is added. Accelerators hold logits
+    in float32 and their gradient in the compute type; TPUs put the logits in the place of that share. On a CPU both are
+    float32, and one of them is held twice. If a TPU sums the head's gradient over more than four chips, it holds that
+    gradient once more.
     """
     elements = shape.vocab_size * shape.hidden_size
     value_bytes = _bytes_of(shape.dtype)
@@ -181,7 +182,7 @@ def _head(shape: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
     chunk = min(chunk_size(setting.device, shape.vocab_size), tokens)
     is_tpu = setting.platform == "tpu"
     sums = (3 if is_tpu and setting.mesh["fsdp"] > 4 else 2) * elements * FLOAT32
-    sums = 0 if shape.lora_targets else sums  # no one asks for the gradient of a frozen head
+    sums = 0 if shape.lora_targets else sums  # a frozen head needs no gradient
     logits = chunk * shape.vocab_size * (3 * FLOAT32 if setting.platform == "cpu" else FLOAT32 + value_bytes)
     if is_tpu:
         logits -= min(chunk, shape.hidden_size) * shape.vocab_size * FLOAT32
@@ -195,7 +196,7 @@ def _head(shape: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
 
 
 def _layer(shape: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
-    """A layer's backward pass, at its MLP: all results of its forward pass, the MLP's gradients, and its weights."""
+    """A layer's backward pass at its MLP: all results of the forward pass, the MLP's gradients, the layer's weights."""
     value_bytes, tensor = _bytes_of(shape.dtype), setting.mesh["tensor"]
     weights = 0
     if setting.mesh["fsdp"] > 1 or shape.dtype != shape.param_dtype:
@@ -214,10 +215,10 @@ def _layer_values(shape: ModelConfig, setting: Setting) -> int:
     """Values per token that a layer holds at once during the backward pass of its MLP.
 
     As wide as the MLP: gate, up, silu(gate), their product, and the gradients of the product and of one factor. As wide
-    as the stream: the input, the input after attention, both normalised, and the incoming gradient. As wide as the
-    query heads: queries before and after rotation, and the attention's result. As wide as the key heads: keys before,
-    between and after normalisation and rotation, and values. On a CPU, matmuls need some of them transposed, and the
-    blockwise attention holds blocks and initial sums.
+    as the residual stream: the input, the input after attention, both of them normalised, and the incoming gradient. As
+    wide as the query heads: queries before and after rotation, and the attention's result. As wide as the key heads:
+    keys before, between and after normalisation and rotation, and values. On a CPU, matmuls need some of these
+    transposed, and the blockwise attention holds blocks and initial sums.
     """
     mlp, stream, heads, kv_heads = (6, 7, 5, 6) if _is_blockwise(shape, setting) else (6, 5, 3, 4)
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -226,10 +227,11 @@ def _layer_values(shape: ModelConfig, setting: Setting) -> int:
 
 
 def _kept_values(shape: ModelConfig, setting: Setting) -> int:
-    """Values per token that all layers keep for the backward pass; `remat` decides.
+    """Values per token that all layers keep for the backward pass, which `remat` decides.
 
-    Each layer's input is also split over tensor, by tokens. With remat=none all of `_layer_values` is kept, but for the
-    inputs of norms' weights where these are frozen. With remat=dots an adapter's product is kept beside its weight's.
+    Each layer's input is also split over the tensor axis, by tokens. With remat=none, all of `_layer_values` is kept,
+    except the inputs of the norms' weights if these are frozen. With remat=dots, an adapter's product is kept as well
+    as its weight's.
     """
     tensor, width = setting.mesh["tensor"], shape.num_heads * shape.head_dim
     kv_width = shape.num_kv_heads * shape.head_dim
@@ -247,9 +249,9 @@ def _kept_values(shape: ModelConfig, setting: Setting) -> int:
 
 
 def _optimizer(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, int]:
-    """The gradients. Weights and moments are changed in place, where an accelerator computes the updates' norm as well.
+    """The gradients. Weights and moments are changed in place; an accelerator computes the updates' norm there as well.
 
-    On a CPU the updates exist in full before they are added, because their norm is measured.
+    On a CPU, the updates exist in full before they are added, because their norm is measured.
     """
     trained = trained_elements(config, shape, setting.mesh)
     largest = max(trained_sizes(config, shape), default=0) // setting.weight_shards
@@ -258,8 +260,8 @@ def _optimizer(config: Config, shape: ModelConfig, setting: Setting) -> dict[str
 
 
 def _generate(config: Config, shape: ModelConfig, setting: Setting, cache_growth: float) -> dict[str, int]:
-    """A whole copy of the weights, and the slots' caches at full length, with what they take besides while they grow;
-    the prompts' own; and logits.
+    """A whole copy of the weights; the slots' caches at full length, with what they take besides while they grow; the
+    prompts' caches; and logits.
     """
     train, shards, held_out = config.train, setting.row_shards, config.eval
     requests = train.prompts_per_batch * train.num_generations
@@ -288,7 +290,7 @@ def _is_blockwise(shape: ModelConfig, setting: Setting) -> bool:
 
 
 def _activation_bytes(shape: ModelConfig, setting: Setting) -> int:
-    """Bytes of one value. CPUs multiply in float32 only, so what is bfloat16 elsewhere is float32 there."""
+    """Bytes of one value. CPUs multiply only in float32, so values that are bfloat16 elsewhere are float32 there."""
     return FLOAT32 if setting.device == "cpu" else _bytes_of(shape.dtype)
 
 

@@ -16,7 +16,7 @@ class Setting:
 
     @property
     def platform(self) -> str:
-        """`cpu`, `gpu` or `tpu`; a device that is not known is taken for a GPU."""
+        """`cpu`, `gpu` or `tpu`. An unknown device is treated as a GPU."""
         if self.device == "cpu":
             return "cpu"
         return "tpu" if self.device and DEVICES[self.device].kinds[0].startswith("TPU") else "gpu"

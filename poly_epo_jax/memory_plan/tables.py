@@ -1,4 +1,4 @@
-"""Shows the memory plan for the machine that a configuration names, or for this one, and returns its figures."""
+"""Shows the memory plan for the machine that a configuration names, or else for this one, and returns its figures."""
 
 import dataclasses
 import os
@@ -19,14 +19,14 @@ from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh
 from poly_epo_jax.rows import row_tokens
 
 BRIEF_SHARE = 0.1  # of the memory; a plan below it needs no table
-SMALL_SHARE = 0.01  # of a stage's bytes; smaller terms are not shown
+SMALL_SHARE = 0.01  # of a stage's bytes; terms below it are not shown
 
 
 def print_plan(config: Config, shape: ModelConfig, console: Console, brief: bool = False) -> dict[str, Any]:
-    """Shows a line per stage and a summary, with a warning where the plan does not fit; returns `as_row`.
+    """Shows a line per stage and a summary, with a warning if the plan does not fit; returns `as_row`.
 
     Args:
-      brief: the summary is enough where the plan takes less than BRIEF_SHARE of the memory.
+      brief: show only the summary if the plan takes less than BRIEF_SHARE of the memory.
 
     Raises:
       ConfigError: the mesh does not fit the devices or the model.
@@ -69,9 +69,9 @@ def print_plan(config: Config, shape: ModelConfig, console: Console, brief: bool
 def print_plans(
     config: Config, shape: ModelConfig, meshes: Mapping[str, Mapping[str, Any]], console: Console
 ) -> dict[str, Any]:
-    """Shows a table of the plans on these meshes, by name; a mesh that the model cannot be split over is left out."""
+    """Shows a table of the plans on these meshes, by name. A mesh that the model cannot be split over is left out."""
     table, found = Table(box=box.SIMPLE_HEAD), {}
-    shape = dataclasses.replace(shape, remat=config.model.remat)  # where it is auto, each mesh has its own
+    shape = dataclasses.replace(shape, remat=config.model.remat)  # if it is auto, each mesh has its own
     for column in ("mesh", "hosts", "device", "axes", "held", "peak", "of", "while", "remat", "rows"):
         table.add_column(
             column, justify="right" if column in ("hosts", "held", "peak", "of", "rows") else "left", no_wrap=True
@@ -107,7 +107,7 @@ def print_plans(
 
 
 def as_row(plan: Plan, rows_that_fit: int) -> dict[str, Any]:
-    """The plan's figures, for JSON."""
+    """The plan's figures, ready for JSON."""
     return {
         "device": plan.setting.device,
         "mesh": dict(plan.setting.mesh),
@@ -126,7 +126,7 @@ def as_row(plan: Plan, rows_that_fit: int) -> dict[str, Any]:
 
 
 def plan_of(config: Config, shape: ModelConfig) -> tuple[Plan, int]:
-    """The plan of the configuration's machine, or of this one, and the most rows per device that fit.
+    """The plan for the configuration's machine, or else for this one, and the most rows per device that fit.
 
     Raises:
       ConfigError: the mesh does not fit the devices or the model.
@@ -138,12 +138,12 @@ def plan_of(config: Config, shape: ModelConfig) -> tuple[Plan, int]:
 
 
 def setting_of(config: Config) -> tuple[Setting, int | None]:
-    """The machine that config.mesh describes, and the bytes of a device that JAX may use, None where not known.
+    """The machine that config.mesh describes, and the bytes of a device that JAX may use, None if not known.
 
-    The devices of this machine are asked only for what config.mesh leaves open.
+    This machine's devices are queried only for what config.mesh leaves open.
 
     Raises:
-      ConfigError: the devices cannot be arranged so.
+      ConfigError: the devices cannot be arranged into that mesh.
     """
     mesh = config.mesh
     here = [] if mesh.device and mesh.devices else jax.devices()
@@ -151,7 +151,7 @@ def setting_of(config: Config) -> tuple[Setting, int | None]:
     setting = Setting(device, fill_mesh(mesh, mesh.devices or len(here)))
     if here and (limit := (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")):
         return setting, limit
-    if device == "cpu":  # whose devices share one memory
+    if device == "cpu":  # all its devices share one memory
         return setting, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // setting.num_devices
     if not device:
         return setting, None
@@ -162,5 +162,5 @@ def setting_of(config: Config) -> tuple[Setting, int | None]:
 
 
 def amount(size: int) -> str:
-    """In GB, or in MB for tiny policies."""
+    """A size in GB, or in MB for tiny policies."""
     return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

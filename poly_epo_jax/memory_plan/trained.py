@@ -1,4 +1,4 @@
-"""How many elements a run trains: of the adapter, where it has one, or of the weights that train.trainable names."""
+"""How many elements a run trains: those of its adapter if it has one, else of the weights in train.trainable."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ def trained_sizes(config: Config, shape: ModelConfig) -> list[int]:
 
 
 def trained_elements(config: Config, shape: ModelConfig, mesh: Mapping[str, int]) -> int:
-    """All of them, on each device of a mesh, which splits every matrix, but of an adapter's parts one side alone."""
+    """Trained elements on each device of a mesh. It splits every matrix, but an adapter's matrices on one side only."""
     if not shape.lora_targets:
         return sum(trained_sizes(config, shape)) // (mesh["fsdp"] * mesh["tensor"])
     declared = declared_weights(shape)
@@ -30,10 +30,10 @@ def trained_elements(config: Config, shape: ModelConfig, mesh: Mapping[str, int]
 
 
 def gradient_passes(config: Config, shape: ModelConfig) -> float:
-    """The FLOPs of a gradient by those of the forward pass: 3 where all weights are trained.
+    """The FLOPs of a gradient divided by those of the forward pass: 3 if all weights are trained.
 
-    The backward pass multiplies as much as the forward pass for the gradients of activations, and as much again for
-    those of weights, of the ones that are trained.
+    The backward pass does as many multiplications as the forward pass for the gradients of activations, and as many
+    again for the gradients of weights, counting only the weights that are trained.
     """
     all_sizes = [*flops.matrix_sizes(shape).values(), *flops.adapter_sizes(shape).values()]
     return 2 + sum(trained_sizes(config, shape)) / sum(all_sizes)

@@ -1,1 +1,1 @@
-"""Figures and a page of what runs and evaluations left behind."""
+"""Draws figures, and writes a page, from the files of runs and evaluations."""

@@ -1,9 +1,10 @@
-"""Shows what training did, from runs and evaluations: figures, and one page that needs nothing else.
+"""Shows what training did, from runs and evaluations: figures, and one self-contained page.
 
     python -m poly_epo_jax.report FOLDER [FOLDER ...] [--output DIR] [--models NAME,NAME]
 
-FOLDER is a run (it may still be training) or an evaluation; several are shown side by side. Written are report.html and
-each figure as PNG and PDF, by default to FOLDER/report, or for several folders to report/ beside the first:
+FOLDER is a run (it may still be training) or an evaluation; several are shown side by side. The command writes
+report.html, and each figure as PNG and PDF, to FOLDER/report by default; for several folders, to report/ next to the
+first one. The figures are:
   of runs         training_dynamics, comparison, pass_at_k, timeline
   of evaluations  evaluation_pass_at_k, majority, branches, rollout_trees
 """

@@ -26,10 +26,13 @@ TREE_ROLLOUTS = 12
 
 
 def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = ()) -> Path:
-    """Writes figures and page for the given folders to `output`, made if missing, and returns the page's path.
+    """Writes the figures and the page of these folders to `output`, which is created if missing.
+
+    Returns:
+      The page's path.
 
     Raises:
-      ValueError: a folder is missing, holds neither run nor evaluation, or holds a damaged row.
+      ValueError: a folder is missing, holds neither a run nor an evaluation, or holds a damaged row.
       OSError: `output` cannot be written.
     """
     runs, evaluations = read_folders(folders, models)
@@ -113,7 +116,7 @@ def _read_generations(evaluations: Evaluations) -> tuple[str | None, list[Collec
 
 
 def _sometimes_solved(evaluation: Evaluation) -> str | None:
-    """The problem of which closest to half of the generations are right."""
+    """The problem whose share of correct generations is closest to a half."""
     rows = evaluation.results["per_problem"]
     share = {row["problem"]: row["num_correct"] / max(row["num_generations"], 1) for row in rows}
     return min(share, key=lambda problem: abs(share[problem] - 0.5), default=None)

@@ -1,7 +1,7 @@
-"""One HTML page that needs nothing else: no network, no other file, no script but its own.
+"""One self-contained HTML page: it needs no network, no other file, and no script except its own.
 
-Everything that comes from a run or a model is text: escaped in the page, and in the data for the page's script, which
-only ever shows it as text. The page forbids itself all else (Content-Security-Policy).
+Everything that comes from a run or a model is treated as text: it is escaped in the page and in the data for the page's
+script, and the script only ever shows it as text. The page's Content-Security-Policy forbids everything else.
 """
 
 import base64
@@ -20,13 +20,13 @@ def document(title: str, body: str, data: Mapping[str, Any] | None = None) -> st
     Args:
       title: plain text.
       body: HTML.
-      data: what the page's script shows of generations, ready for JSON; None: the page has no script.
+      data: the generations that the page's script shows, ready for JSON; None: the page has no script.
     """
     style, script, scripts = asset("report.css"), asset("browser.js"), ""
     policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}"
     if data is not None:
         policy += f"; script-src {_hash(script)}"
-        # "<" is all that could end a script element; it occurs in strings only, where \u003c means the same.
+        # Only "<" could end a script element. It occurs only in strings, where \u003c means the same.
         content = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
         scripts = f'<script type="application/json" id="data">{content}</script>\n<script>{script}</script>'
     return string.Template(asset("page.html.template")).substitute(
@@ -35,7 +35,7 @@ def document(title: str, body: str, data: Mapping[str, Any] | None = None) -> st
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    """A table that scrolls where it is wider than the screen. Cells are HTML; the first of a row is its heading."""
+    """A table that scrolls if it is wider than the screen. Cells are HTML; the first cell of a row is its heading."""
     lines = [f"<tr>{''.join(f'<th>{cell}</th>' for cell in header)}</tr>"]
     for first, *others in rows:
         lines.append(f"<tr><th>{first}</th>{''.join(f'<td>{cell}</td>' for cell in others)}</tr>")

@@ -1,7 +1,7 @@
-"""The figures of an evaluation: what results.json holds in, a matplotlib figure out (paper §6.1).
+"""The figures of an evaluation: the content of results.json in, a matplotlib figure out (paper §6.1).
 
-`Evaluations` maps benchmark and model label to the model's results on it. `looks` is what `figures.styles` gives for
-every label of the report, so that a model has one colour in all of its figures.
+`Evaluations` maps a benchmark and a model's label to the model's results on it. `looks` is what `figures.styles`
+returns for all labels of the report, so that a model has the same colour in all figures.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _PANEL = (3.4, 2.8)
 
 
 class Estimate(NamedTuple):
-    """A metric at k, with its 95% bounds where there are any."""
+    """A metric at k, with its 95% bounds if there are any."""
 
     k: int
     mean: float
@@ -40,7 +40,7 @@ class Estimate(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """What a majority of k generations holds and how often it is right."""
+    """The majority among k generations: its share of the votes, and how often it is right."""
 
     k: int
     share: Estimate
@@ -60,7 +60,7 @@ class Edge:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """The end of one generation: on its edge at height `edge_row`, drawn beside it at height `row`."""
+    """The end of one generation: its edge ends at height `edge_row`, and the leaf is drawn at height `row`."""
 
     generation: int
     length: int
@@ -78,12 +78,12 @@ class Tree:
 
 
 def model_labels(evaluations: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Every model of the evaluations once, in the order of their first benchmarks."""
+    """Every model of the evaluations once, in the order in which they first occur."""
     return list(dict.fromkeys(model for models in evaluations.values() for model in models))
 
 
 def curve(results: Results, metric: str) -> list[Estimate]:
-    """metric@k by rising k."""
+    """metric@k in ascending order of k."""
     found = []
     for name, value in results["metrics"].items():
         stem, k = names.split(name)
@@ -98,7 +98,7 @@ def estimate(k: int, value: Mapping[str, Any]) -> Estimate:
 
 
 def votes(results: Results) -> list[Vote]:
-    """Vote share and accuracy of the majority, by rising k."""
+    """Vote share and accuracy of the majority, in ascending order of k."""
     accuracy = {estimate.k: estimate for estimate in curve(results, names.MAJORITY_ACCURACY)}
     shares = curve(results, names.MAJORITY_SHARE)
     return [Vote(share.k, share, accuracy[share.k]) for share in shares if share.k in accuracy]
@@ -124,7 +124,7 @@ def pass_at_k(evaluations: Evaluations, looks: Looks) -> Figure | None:
 
 
 def majority(evaluations: Evaluations, looks: Looks) -> Figure | None:
-    """Accuracy of the majority of k generations over its share of the votes; lines begin on the right, at k = 1."""
+    """Accuracy of the majority of k generations against its share of the votes. Lines begin on the right, at k = 1."""
 
     def draw(axes: Axes, results: Results, look: Mapping[str, Any]) -> None:
         points = votes(results)
@@ -185,7 +185,7 @@ def rollout_trees(title: str, trees: Mapping[str, Tree], looks: Looks) -> Figure
 
 
 def lay_out_tree(token_ids: Sequence[Int[np.ndarray, " _"]], correct: Sequence[bool]) -> Tree:
-    """One row per generation, neighbours by their shared prefixes; an edge lies in the middle of its generations."""
+    """One row per generation, sorted so that shared prefixes are adjacent; an edge is centred on its generations."""
     order = sorted(range(len(token_ids)), key=lambda generation: token_ids[generation].tolist())
     rows = {generation: row for row, generation in enumerate(order)}
     root = (len(token_ids) - 1) / 2

@@ -1,7 +1,7 @@
 """The figures of a report: logged rows in, a matplotlib figure out.
 
 `Runs` maps a run's label to its rows, one dict per step as read from metrics.jsonl. A row need not hold every metric,
-and null (not finite when logged) counts as absent. Each run keeps its colour in every figure.
+and null (a value that was not finite when logged) counts as absent. Each run has the same colour in every figure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ Runs = Mapping[str, Rows]
 DPI = 150
 COMPARED = tuple(HELD_OUT)
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers; dashes tell the eighth run from the first.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; dashes distinguish the eighth run from the first.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
 _DASHES = ("-", "--", ":", "-.")
 STYLE: dict[Any, Any] = {
@@ -37,7 +37,7 @@ STYLE: dict[Any, Any] = {
     "axes.edgecolor": "#888888",
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.formatter.useoffset": False,  # each tick says the whole number, on a nearly flat curve too
+    "axes.formatter.useoffset": False,  # each tick shows the whole number, even on a nearly flat curve
     "grid.color": "#e6e6e6",
     "grid.linewidth": 0.8,
     "xtick.color": "#888888",
@@ -55,7 +55,7 @@ MARKED = {"linewidth": 2.2, "marker": "o", "markersize": 6, "markeredgecolor": "
 
 
 def save(figure: Figure, output: Path, name: str) -> None:
-    """Writes NAME.png and NAME.pdf, the same bytes for the same figure."""
+    """Writes NAME.png and NAME.pdf. The same figure gives the same bytes."""
     with matplotlib.rc_context(STYLE):
         lay_out(figure)
         figure.savefig(output / f"{name}.png")
@@ -63,17 +63,16 @@ def save(figure: Figure, output: Path, name: str) -> None:
 
 
 def lay_out(figure: Figure) -> None:
-    """Decides where everything stands, for all the files that show it: for each anew that takes longer than to draw."""
+    """Computes the layout once for all files of the figure: redoing it for each file takes longer than drawing."""
     if figure.get_layout_engine() is not None:
         figure.draw_without_rendering()
         figure.set_layout_engine(None)
 
 
 def training_dynamics(runs: Runs) -> Figure | None:
-    """One panel per metric of `QUANTITIES` that some run has, all runs in it (paper, training dynamics figures).
+    """One panel per metric of `TRAINING` that some run has, with all runs in it (paper, training dynamics figures).
 
-    Training metrics show each step faintly under a smoothed line; held-out ones show each evaluation. None if no run
-    has any of the metrics.
+    Each step is drawn faintly under a smoothed line. None if no run has any of the metrics.
     """
     return _panels(runs, list(TRAINING), max_columns=4, panel_size=(3.5, 2.8))
 
@@ -109,7 +108,7 @@ def series(rows: Rows, metric: str) -> tuple[Int[np.ndarray, " T"], Float[np.nda
 
 
 def last_pass_at_k(rows: Rows) -> dict[int, float]:
-    """{k: pass@k} of the last row that has any, by rising k."""
+    """{k: pass@k} of the last row that has any, in ascending order of k."""
     for row in reversed(rows):
         curve = {k: value for name, value in row.items() if (k := _pass_at(name)) and value is not None}
         if curve:
@@ -124,9 +123,9 @@ def _pass_at(name: str) -> int | None:
 
 
 def smooth(values: Float[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
-    """Gaussian-weighted mean around each of T values; its standard deviation is T / 40 values, so it never lags.
+    """Gaussian-weighted mean around each of T values, so it never lags. The standard deviation is T / 40 values.
 
-    At the ends the weights that fall outside are left out, and the others scaled up.
+    At the ends, weights that fall outside are left out and the others are scaled up.
     """
     deviation = len(values) / 40
     reach = int(3 * deviation)
@@ -166,7 +165,7 @@ def _panels(runs: Runs, metrics: Sequence[str], max_columns: int, panel_size: tu
 
 
 def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The look of each label's line, which follows from its place: no other line has the same colour and dashes."""
+    """The look of each label's line, by its place in the list: no other line has the same colour and dashes."""
     return {
         label: {
             "label": label,
@@ -178,10 +177,10 @@ def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def add_legend(figure: Figure, looks: Mapping[str, Mapping[str, Any]]) -> None:
-    """One legend of the given `styles` over all panels, in room of its own."""
+    """Adds one legend of these `styles` above all panels, in space of its own."""
     handles = [Line2D([], [], linewidth=2.2, **look) for look in looks.values()]
     entry_inches = 0.8 + 0.1 * max(map(len, looks))
     columns = min(len(looks), max(1, int(figure.get_figwidth() / entry_inches)))
     rows = -(-len(looks) // columns)
-    figure.set_figheight(figure.get_figheight() + 0.15 + 0.25 * rows)  # room for it, so that panels keep their size
+    figure.set_figheight(figure.get_figheight() + 0.15 + 0.25 * rows)  # so that panels keep their size
     figure.legend(handles=handles, loc="outside upper left", ncols=columns)

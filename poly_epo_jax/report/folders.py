@@ -1,4 +1,4 @@
-"""What a report is made from: the folders of runs (see run_folder.py) and of evaluations (see evaluation/folder.py)."""
+"""Reads what a report is made from: folders of runs (run_folder.py) and of evaluations (evaluation/folder.py)."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ _COUNTS = ("num_problems", "num_generations")
 class Run:
     """A run's folder, its rows of metrics.jsonl and timing.jsonl, and the windows of timeline.jsonl by step.
 
-    Its configuration and versions are empty where it does not say them.
+    Its configuration and versions are empty if the folder does not record them.
     """
 
     folder: Path
@@ -33,7 +33,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """One model on one benchmark: its folder and what results.json holds."""
+    """One model on one benchmark: its folder and the content of results.json."""
 
     folder: Path
     results: dict[str, Any]
@@ -47,10 +47,11 @@ def read_folders(folders: Sequence[Path], models: Sequence[str] = ()) -> tuple[d
     """The runs by label, and the evaluations, both in the order of the folders.
 
     Args:
-      models: which models of the evaluations, and in which order; none: all, by name.
+      models: which models of the evaluations to show, and in which order; empty: all, by name.
 
     Raises:
-      ValueError: a folder is missing or holds neither, a row or result is damaged, or a model is not there.
+      ValueError: a folder is missing or holds neither a run nor an evaluation, a row or a result is damaged, or a model
+        is not there.
     """
     runs, evaluations = [], []
     for folder in folders:
@@ -85,7 +86,7 @@ def _read_run(folder: Path) -> Run:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Of a run that has begun; older ones may lack it."""
+    """The JSON object in a file of a run; empty if the file is missing, as it may be in older runs."""
     if not path.exists():
         return {}
     try:

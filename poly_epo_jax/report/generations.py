@@ -1,7 +1,8 @@
-"""The generations that a report shows: few, shortened, and read row by row, since a file may hold millions of tokens.
+"""The generations that a report shows. They are few and shortened, and files, which may hold millions of tokens, are
+read row by row.
 
-A collection is what the page's browser chooses between: one model on one benchmark, or one step of a run. It is a
-dict, ready for JSON after `bound`: {"model", "part", "file", "all_problems", "all_generations",
+A collection is one choice in the page's browser: one model on one benchmark, or one step of a run. It is a dict, ready
+for JSON after `bound`: {"model", "part", "file", "all_problems", "all_generations",
 "problems": [{"id", "prompt", "gold", "size", "correct", "clusters": [{"id", "size", "correct"}], "generations": []}]}.
 Sizes count all of a problem's generations, shown or not.
 """
@@ -19,14 +20,14 @@ from poly_epo_jax.json_files import Row, read_rows
 from poly_epo_jax.run_folder import GENERATIONS, LOGGED_GENERATION, check_version
 
 Collection = dict[str, Any]
-# What would not be seen, or would turn the text around it, is written as in Python's strings.
+# Characters that are invisible, or that change the direction of the text around them, are escaped as in Python strings.
 _CONTROLS = [*range(32), *range(127, 160), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 _VISIBLE = {code: ascii(chr(code))[1:-1] for code in _CONTROLS if chr(code) not in "\n\t"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The most that is shown: problems of a collection, generations of a problem, characters of a text."""
+    """Upper bounds on what is shown: problems per collection, generations per problem, characters per text."""
 
     problems: int = 20
     generations: int = 16
@@ -45,10 +46,10 @@ _TIGHTER = (
 
 
 def run_collections(label: str, folder: Path) -> list[Collection]:
-    """What a run generated at the first and at the last step that was logged; none if none was.
+    """The generations of a run's first and last logged steps; empty if no step was logged.
 
     Raises:
-      ValueError: a row is damaged, or the run is an earlier version's.
+      ValueError: a row is damaged, or the run was written by an earlier version.
     """
     check_version(folder)
     first: _Shown | None = None
@@ -67,17 +68,18 @@ def run_collections(label: str, folder: Path) -> list[Collection]:
 def evaluation_collection(
     model: str, benchmark: str, folder: Path, problems: Sequence[str], tree_problem: str | None, tree_size: int
 ) -> tuple[Collection | None, dict[int, tuple[np.ndarray, bool]]]:
-    """A model's generations for a benchmark's first problems, None if they are not there.
+    """A model's generations for a benchmark's first problems.
 
     Args:
-      problems: all of the benchmark's, in its order.
-      tree_problem: the problem for the rollout tree, if this model is in it.
+      problems: all problems of the benchmark, in its order.
+      tree_problem: the problem of the rollout tree; None if this model is not in the figure.
 
     Returns:
-      Collection, and the token ids and correctness of `tree_problem`'s first `tree_size` generations, by number.
+      The collection, None if there are no generations, and the token ids and correctness of the first `tree_size`
+      generations of `tree_problem`, by number.
 
     Raises:
-      ValueError: a row is damaged, or the evaluation is an earlier version's.
+      ValueError: a row is damaged, or the evaluation was written by an earlier version.
     """
     shown = _Shown({problem: None for problem in problems[: WIDEST.problems]})
     rollouts: dict[int, tuple[np.ndarray, bool]] = {}
@@ -92,7 +94,7 @@ def evaluation_collection(
 
 
 def bound(collections: Sequence[Collection], max_bytes: int) -> tuple[list[Collection], Bounds]:
-    """As much of the collections as fits into so many bytes of JSON, with the bounds that make it fit."""
+    """As much of the collections as fits into `max_bytes` of JSON, and the bounds that make it fit."""
     bounds = WIDEST
     for bounds in _TIGHTER:
         bounded = [_cut(collection, bounds) for collection in collections]
@@ -103,7 +105,7 @@ def bound(collections: Sequence[Collection], max_bytes: int) -> tuple[list[Colle
 
 @dataclasses.dataclass(frozen=True)
 class Excerpt:
-    """Both ends of a text, enough of them for any bounds, and its whole length. A short text is all in `head`."""
+    """Both ends of a text, long enough for any bounds, and its full length. A short text is entirely in `head`."""
 
     head: str
     tail: str
@@ -116,7 +118,7 @@ class Excerpt:
         return cls(ends[0].translate(_VISIBLE), ends[1].translate(_VISIBLE), len(text))
 
     def within(self, characters: int) -> str:
-        """At most so many characters, besides a note in the middle that says how many were left out."""
+        """At most this many characters, plus a note in the middle that says how many were left out."""
         if self.length <= characters:
             return self.head
         end = characters // 3
@@ -125,7 +127,7 @@ class Excerpt:
 
 
 class _Shown:
-    """Collects a step's or benchmark's problems: those given, or the first that come."""
+    """Collects the problems of a step or a benchmark: the given ones, or else the first that are added."""
 
     def __init__(self, problems: Mapping[str, None] | None = None) -> None:
         self._open = problems is None
@@ -172,7 +174,7 @@ class _Shown:
 
 
 def _name(row: Row) -> str:
-    """The problem's id, and which time it is where a step has the problem twice: their clusters are not the same."""
+    """The problem's id, numbered if a step has the problem more than once: each occurrence has its own clusters."""
     occurrence = row.get("occurrence", 0)
     return f"{row['problem']} ({occurrence + 1})" if occurrence else row["problem"]
 
@@ -190,7 +192,7 @@ def _excerpts(texts: Mapping[str, Any]) -> dict[str, Excerpt]:
 
 
 def _cut(item: Any, bounds: Bounds) -> Any:
-    """The same with every excerpt shortened, and lists of problems and generations too."""
+    """A copy of the item with every excerpt, and the lists of problems and generations, cut to the bounds."""
     if isinstance(item, Excerpt):
         return item.within(bounds.characters)
     if isinstance(item, list):

@@ -1,4 +1,4 @@
-"""The model card of an exported policy: what it was trained from, on what, how, and with which result. Needs no JAX."""
+"""The model card of an exported policy: its base model, data, settings, results and command. Needs no JAX."""
 
 import json
 import re
@@ -14,15 +14,15 @@ from poly_epo_jax.section import changed_keys
 
 CARD = "README.md"
 FOLDERS = ("workdir", "compilation_cache", "base.cache_dir", "rollouts.weights_dir")
-"""Where things were kept, which says nothing of the policy."""
+"""Keys that say only where files were kept, which says nothing about the policy."""
 _TAGS = ("poly_epo_jax", "reinforcement-learning", "set-rl")
 
 
 def model_card(run: Path, step: int) -> str:
-    """Markdown, with the metadata that the hub reads, for the policy of a run's checkpoint.
+    """Markdown, with the metadata that the hub reads, for the policy at a run's checkpoint.
 
     Raises:
-      OSError, ValueError: the run does not say how it was trained.
+      OSError, ValueError: the run does not record how it was trained.
     """
     config, method = read_config(run), read_method(run)
     base, task = config["model"]["path"], config["task"]["name"]
@@ -62,7 +62,7 @@ def model_card(run: Path, step: int) -> str:
 
 
 def command(config: Mapping[str, Any]) -> str:
-    """A command that trains with this configuration: the defaults, and every key that differs from them."""
+    """A command that trains with this configuration: the default configuration, and every key that differs from it."""
     flags = ["--config=poly_epo_jax/default_config.py"]
     for key in changed_keys(json.loads(json.dumps(Config().to_dict())), config):
         if key not in FOLDERS:
@@ -71,14 +71,14 @@ def command(config: Mapping[str, Any]) -> str:
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
-    """Of a dotted key."""
+    """The value of a dotted key."""
     for name in key.split("."):
         config = config[name]
     return config
 
 
 def _written(key: str, value: Any) -> str:
-    """As the command line reads it: JSON has no tuples, and options have no declared type."""
+    """The value as the command line reads it: JSON has no tuples, and options have no declared type."""
     if ".options." in key:
         return repr(value)
     return repr(tuple(value)) if isinstance(value, list) else str(value)
@@ -104,7 +104,7 @@ def _settings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _results(rows: list[dict[str, Any]], step: int) -> list[str]:
-    """Held-out metrics before training, where there are any, and at the last evaluation up to this step."""
+    """Held-out metrics at the first evaluation and at the last one up to this step; empty if there is none."""
     evaluated = [row for row in rows if row["step"] <= step and any(name in row for name in HELD_OUT)]
     if not evaluated:
         return []

@@ -1,4 +1,4 @@
-"""What a report says in words and tables of runs and evaluations, as HTML."""
+"""The sentences and tables of a report on runs and evaluations, as HTML."""
 
 import html
 import re
@@ -11,7 +11,7 @@ from poly_epo_jax.report.evaluation_figures import Estimate, Evaluations, Result
 
 Rows = Sequence[Mapping[str, Any]]
 STEPS_AVERAGED = 10
-_COLUMNS = {  # the last k of a metric@k
+_COLUMNS = {  # for a metric@k, the largest k
     names.at(names.PASS, 1): "pass@1",
     names.PASS: "pass@{k}",
     names.MAJORITY_ACCURACY: "majority of {k} right",
@@ -24,7 +24,7 @@ _COLUMNS = {  # the last k of a metric@k
 
 
 def run_summary(label: str, rows: Rows) -> str:
-    """One sentence on what training changed on held-out problems."""
+    """One sentence on how training changed the held-out metrics."""
     steps, rewards = figures.series(rows, names.HELD_OUT_REWARD)
     _, clusters = figures.series(rows, names.HELD_OUT_CORRECT_CLUSTERS)
     name = f"<b>{html.escape(label)}</b>"
@@ -37,7 +37,7 @@ def run_summary(label: str, rows: Rows) -> str:
 
 
 def evaluation_summaries(evaluations: Evaluations) -> list[str]:
-    """A sentence on each model beside the first, as means over the benchmarks that have both."""
+    """A sentence that compares each model with the first, by means over the benchmarks that have both."""
     models = model_labels(evaluations)
     if len(models) == 1:
         return [_beside(models[0], models[0], evaluations)]
@@ -64,7 +64,7 @@ def _beside(first: str, other: str, evaluations: Evaluations) -> str:
 
 
 def results_tables(evaluations: Evaluations, labels: Sequence[str]) -> str:
-    """A table per benchmark: a row per model, a metric with its interval per column."""
+    """A table per benchmark: one row per model, one column per metric with its interval."""
     tables = []
     for benchmark, models in evaluations.items():
         cells = {model: _metrics_shown(results) for model, results in models.items()}
@@ -89,7 +89,7 @@ def results_tables(evaluations: Evaluations, labels: Sequence[str]) -> str:
 
 
 def metrics_table(finals: Mapping[str, Mapping[str, float]]) -> str:
-    """Every metric of every run at its end."""
+    """Every metric of every run at the end of the run."""
 
     def natural(metric: str) -> list[Any]:
         words_and_numbers = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", metric)]
@@ -109,7 +109,7 @@ def metrics_table(finals: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def final_values(rows: Rows) -> dict[str, float]:
-    """Each metric at the end of a run: its last evaluation, or a mean over its last `STEPS_AVERAGED` steps."""
+    """Each metric at the end of a run: from its last evaluation, or as a mean over its last `STEPS_AVERAGED` steps."""
     values = {}
     for metric in {key for row in rows for key in row if key != "step"}:
         _, logged = figures.series(rows, metric)

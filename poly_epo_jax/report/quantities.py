@@ -1,4 +1,4 @@
-"""The quantities that reports show of runs: what each is called, and one sentence on what it is."""
+"""The quantities that reports show for runs: a title for each, and one sentence on what it means."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ HELD_OUT = {
         "strategy, 8 are eight different ones.",
     ),
 }
-"""Of evaluations during training."""
+"""Measured by the evaluations during training."""
 
 TRAINING = {
     "reward": Quantity("Training reward", "Mean reward of the step's generations, before the update."),
@@ -59,6 +59,6 @@ TRAINING = {
         "Gradient norm", "Before it is clipped to optimizer.max_grad_norm, mean over the step's updates."
     ),
 }
-"""Of every step."""
+"""Measured at every training step."""
 
 QUANTITIES = HELD_OUT | TRAINING

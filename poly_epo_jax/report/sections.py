@@ -1,4 +1,4 @@
-"""The figures of a page with a line on what each shows, as HTML."""
+"""The figures of a page, each with a line on what it shows, as HTML."""
 
 import html
 from collections.abc import Iterable, Mapping
@@ -36,11 +36,11 @@ TRAINED = {
     ),
     "training_dynamics": ("Training dynamics", "Lines are smoothed over steps; the faint ones are each step."),
 }
-"""By the figure's file: its title and what it shows."""
+"""Maps a figure's file name to its title and a sentence on what it shows."""
 
 
 def section(title: str, note: str, figure: Figure | None, more: str = "") -> str:
-    """A heading, a line of plain text, the figure, and more HTML; nothing without a figure."""
+    """A heading, a line of plain text, the figure, and more HTML; empty without a figure."""
     if figure is None:
         return ""
     return (
@@ -50,12 +50,12 @@ def section(title: str, note: str, figure: Figure | None, more: str = "") -> str
 
 
 def evaluation_sections(drawn: Mapping[str, Figure | None]) -> str:
-    """Of the figures of evaluations."""
+    """The sections for the figures of evaluations."""
     return "\n".join(section(title, note, drawn[name]) for name, (title, note) in EVALUATION.items())
 
 
 def run_sections(drawn: Mapping[str, Figure | None], runs: figures.Runs) -> str:
-    """Of the figures of runs, with a sentence on each quantity that they show."""
+    """The sections for the figures of runs, with a sentence on each quantity that they show."""
     logged = {metric for rows in runs.values() for row in rows for metric in row}
     meanings = {"comparison": HELD_OUT, "training_dynamics": TRAINING}
     return "\n".join(
@@ -65,7 +65,7 @@ def run_sections(drawn: Mapping[str, Figure | None], runs: figures.Runs) -> str:
 
 
 def timeline_section(figure: Figure | None, runs: Mapping[str, timeline_figures.Windows]) -> str:
-    """What was under way when, and for each run the shares of a step in words."""
+    """The figure of what was under way when, and a sentence per run on what the time of a step goes to."""
     said = [
         f"<li><b>{html.escape(label)}</b>: {html.escape(timeline_figures.sentence(windows))}</li>"
         for label, windows in runs.items()
@@ -75,7 +75,7 @@ def timeline_section(figure: Figure | None, runs: Mapping[str, timeline_figures.
 
 
 def explained(metrics: Iterable[str]) -> str:
-    """A list of what the quantities are."""
+    """A list that explains these quantities."""
     entries = [
         f"<li><b>{quantity.title}</b>: {quantity.meaning}</li>" for quantity in map(QUANTITIES.get, metrics) if quantity
     ]

@@ -1,4 +1,4 @@
-"""What several runs have in common and where they differ: configuration keys and versions, as tables of a page."""
+"""Tables of what runs have in common and where they differ: configuration keys and versions."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -7,11 +7,11 @@ from typing import Any
 from poly_epo_jax.report.document import table
 
 UNSHOWN = ("workdir", "compilation_cache", "base.cache_dir")
-"""Where things are kept, which says nothing of a run's numbers."""
+"""Keys that say only where files are kept, which says nothing about a run's numbers."""
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A configuration by dotted keys; options are keys too."""
+    """A configuration as a flat dict of dotted keys; options are keys too."""
     keys: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -22,7 +22,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys whose values are not the same in all configurations."""
+    """The keys whose values differ between configurations."""
     tables = [flat(config) for config in configs]
     keys = dict.fromkeys(key for values in tables for key in values)
     return [key for key in keys if any(values.get(key) != tables[0].get(key) for values in tables)]
@@ -31,7 +31,7 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 def settings_section(
     configs: Mapping[str, Mapping[str, Any]], versions: Mapping[str, Sequence[Mapping[str, str]]]
 ) -> str:
-    """HTML: where the runs' configurations differ, what they have in common, and what they were trained with.
+    """HTML: where the runs' configurations differ, what they have in common, and with which versions they were trained.
 
     Args:
       configs: by run; runs without one are left out.
@@ -61,7 +61,7 @@ def settings_section(
 
 
 def _versions_table(versions: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
-    """A row for each different set of versions, with the runs that were trained with it."""
+    """A row for each distinct set of versions, with the runs that were trained with it."""
     runs_of: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for label, used in versions.items():
         for one in used:

@@ -1,6 +1,6 @@
-"""Figures inside a page: SVG by matplotlib, each an image with its content in the address, so that nothing is loaded.
+"""Figures inside a page: SVG by matplotlib, each an image with its content in a data: URL, so that nothing is loaded.
 
-An SVG that is shown as an image runs no script and loads nothing, whatever text the figure holds.
+An SVG that is shown as an image runs no script and loads nothing, whatever text the figure contains.
 """
 
 import base64
@@ -15,9 +15,9 @@ from poly_epo_jax.report.figures import STYLE, lay_out
 
 _PIXELS_PER_INCH = 96
 _SVG: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text as text, a tenth of the size of outlines
-    "svg.hashsalt": "poly_epo_jax",  # the same figure is the same bytes
-    "font.family": ["DejaVu Sans", "sans-serif"],  # laid out in the first, the widest of common fonts
+    "svg.fonttype": "none",  # text stays text, which takes a tenth of the size of outlines
+    "svg.hashsalt": "poly_epo_jax",  # the same figure gives the same bytes
+    "font.family": ["DejaVu Sans", "sans-serif"],  # the layout uses the first, the widest of the common fonts
 }
 
 
@@ -25,7 +25,7 @@ def image(figure: Figure, text: str) -> str:
     """HTML of the figure at its size in inches.
 
     Args:
-      text: what the figure shows, for those who do not see it.
+      text: what the figure shows, for readers who cannot see it.
     """
     file = io.BytesIO()
     with matplotlib.rc_context(STYLE | _SVG):

@@ -1,6 +1,6 @@
-"""What was under way when, in a run's steps: the windows of timeline.jsonl in, bars, a sentence and a figure out.
+"""What was under way when in a run's steps: the windows of timeline.jsonl in, bars, a sentence and a figure out.
 
-`Windows` are a run's steps in their order (see `timeline.Window`), which follow each other without a gap.
+`Windows` are a run's steps in order (see `timeline.Window`). They follow each other without a gap.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ STAGES = {
     "evaluate": "evaluation",
     "checkpoint": "checkpointing",
 }
-"""In the order in which a batch passes through them, with their names in a sentence."""
-_CUT_APART = 2e-4  # seconds: what goes on from one step to the next was cut in two, and each end rounded
+"""The stages in the order in which a batch passes through them, with their names in a sentence."""
+_CUT_APART = 2e-4  # seconds: a span that crosses from one step to the next was cut in two, and each end rounded
 _PALE, _GREY = 0.4, "#777777"
 
 
 class Bar(NamedTuple):
-    """A stage under way for the batch of `step`, and the parts of that in which it was the only one."""
+    """A stage that was under way for the batch of `step`, and the parts of that time in which no other stage was."""
 
     stage: str
     start: float
@@ -48,7 +48,7 @@ class Bar(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Excerpt:
-    """Consecutive steps: where each begins, in seconds from the first on, and the bars of every stage among them."""
+    """Consecutive steps: when each begins, in seconds from the start of the first, and the bars of every stage."""
 
     starts: dict[int, float]
     seconds: float
@@ -56,7 +56,7 @@ class Excerpt:
 
     @property
     def stages(self) -> list[str]:
-        """From top to bottom."""
+        """The stages from top to bottom."""
         found = dict.fromkeys(bar.stage for bar in self.bars)
         return [stage for stage in STAGES if stage in found] + [stage for stage in found if stage not in STAGES]
 
@@ -66,12 +66,12 @@ class Excerpt:
         return f"step {steps[0]}, of median length" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
     def is_odd(self, bar: Bar) -> bool:
-        """Whether it is for every other step; neighbouring batches are drawn differently."""
+        """Whether the bar belongs to every other step; neighbouring batches are drawn differently."""
         return (bar.step - next(iter(self.starts))) % 2 == 1
 
 
 def excerpts(windows: Windows) -> list[Excerpt]:
-    """The newest of the steps closest to the median length, and a few consecutive ones around it, if there are any."""
+    """The newest of the steps closest to the median length, and a few consecutive steps around it, if there are any."""
     steps = list(windows)
     if not steps:
         return []
@@ -84,7 +84,7 @@ def excerpts(windows: Windows) -> list[Excerpt]:
 
 
 def sentence(windows: Windows) -> str:
-    """Which stages take how much of a step, as medians: alone, which speeding them up wins for certain, and in all."""
+    """How much of a step the stages take, as medians: alone, which speeding them up is certain to save, and in all."""
     steps = list(windows.values())
     length = float(np.median([step.seconds for step in steps]))
     alone = _largest([_shares(step, alone_intervals(step.spans)) for step in steps])
@@ -101,7 +101,7 @@ def sentence(windows: Windows) -> str:
 
 
 def timeline(runs: Mapping[str, Windows]) -> Figure | None:
-    """A run per row: a step of median length, and a few consecutive ones. None if no run has a timeline."""
+    """One row per run: a step of median length, and a few consecutive steps. None if no run has a timeline."""
     drawn = {label: excerpts(windows) for label, windows in runs.items() if windows}
     if not drawn:
         return None
@@ -155,7 +155,7 @@ def _parts(span: Span, alone: list[Interval]) -> list[Interval]:
 
 
 def _under_way(window: Window) -> dict[str, list[Interval]]:
-    """For each stage when it was under way, for whichever batch."""
+    """The times at which each stage was under way, for any batch."""
     found: dict[str, list[Interval]] = {}
     for span in merge((span._replace(step=0) for span in window.spans), 0.0):
         found.setdefault(span.stage, []).append((span.start, span.end))
@@ -163,7 +163,7 @@ def _under_way(window: Window) -> dict[str, list[Interval]]:
 
 
 def _overlap(window: Window) -> float:
-    """The share of the step in which two stages or more were under way."""
+    """The share of the step during which two or more stages were under way."""
     anything = Window(0.0, window.seconds, [span._replace(stage="anything") for span in window.spans])
     busy = sum(_shares(anything, _under_way(anything)).values(), 0.0)
     return busy - sum(_shares(window, alone_intervals(window.spans)).values(), 0.0)

@@ -2,10 +2,10 @@
 
     python -m poly_epo_jax.study FILE [--parallel=N | --gpus=0,1,2,3] [--report] [--config.KEY=VALUE ...]
 
-FILE has a function get_study() that returns a Study; docs/study.md tells how it is written, studies/ has some. Every
-run is a command `python -m poly_epo_jax.main` with a run folder of its own, by default one at a time on each GPU or,
-where there is none, on each core. The same command goes on where it was broken off: finished runs are left alone,
-others go on from their checkpoints.
+FILE has a function get_study() that returns a Study; docs/study.md explains how to write it, and studies/ has examples.
+Every run is a command `python -m poly_epo_jax.main` with its own run folder, by default one at a time on each GPU or,
+without GPUs, on each core. After an interruption, the same command continues the study: finished runs are left alone,
+and the others resume from their checkpoints.
 """
 
 import argparse
@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the command line (`sys.argv` if None).
 
     Returns:
-      The exit code: 0 where every run is finished, 1 where some failed, 2 where the study file or a configuration is
-      wrong, 128 + the signal that ended the study.
+      The exit code: 0 if every run is finished, 1 if some failed, 2 if the study file or a configuration is wrong, or
+      128 + the signal that ended the study.
     """
     parser = argparse.ArgumentParser("python -m poly_epo_jax.study", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("file", type=Path, metavar="FILE", help="with get_study()")
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(folder: Path, runs: Sequence[Run], places: Sequence[dict[str, str]]) -> int:
-    """Runs what is not finished, and says which runs failed."""
+    """Runs everything that is not finished, and reports which runs failed."""
     with shown(runs) as listener:
         rows = asyncio.run(work_off(folder, runs, places, listener))
     failed = [row["run"] for row in rows if row["exit"]]

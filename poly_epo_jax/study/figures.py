@@ -1,4 +1,4 @@
-"""The figures of a study: results in, matplotlib figures out. A method keeps its colour and its mark in all of them."""
+"""The figures of a study: results in, matplotlib figures out. A method has the same colour and mark in all of them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ Curve = tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]
 
 
 def looks(results: StudyResults) -> dict[str, dict[str, Any]]:
-    """Colour, dashes, mark and width of each method; a line on another is thinner, so that both are seen."""
+    """Colour, dashes, mark and width of each method. A line on top of another is thinner, so that both are visible."""
     styles, widest = figures.styles(results.methods), 3.4
     return {
         method: style
@@ -35,7 +35,7 @@ def looks(results: StudyResults) -> dict[str, dict[str, Any]]:
 def by_rate(results: StudyResults, task: str) -> Figure | None:
     """The two axes of the frontier by learning rate, methods side by side, and their differences from the baseline.
 
-    No two points have the same place, so that none hides another.
+    No two points share a place, so none hides another.
     """
     if not any(results.interval((task, method, rate), REWARD) for method in results.methods for rate in results.rates):
         return None
@@ -60,9 +60,9 @@ def by_rate(results: StudyResults, task: str) -> Figure | None:
 
 
 def comparison(results: StudyResults, task: str) -> Figure | None:
-    """Held-out reward and distinct correct answers during training, readable at 900 pixels; a row per rate.
+    """Held-out reward and distinct correct answers during training, readable at 900 pixels; one row per rate.
 
-    Means over finished runs, shaded from the lowest to the highest. None where no finished run was evaluated.
+    Means over finished runs, shaded from the lowest to the highest. None if no finished run was evaluated.
     """
     metrics = {name: HELD_OUT[name] for name in (REWARD, CORRECT_OF_8, CORRECT_OF_64) if name in results.metrics(task)}
     rates = [rate for rate in results.rates if any(results.of((task, method, rate)) for method in results.methods)]
@@ -85,9 +85,9 @@ def comparison(results: StudyResults, task: str) -> Figure | None:
 
 
 def curves(results: StudyResults, task: str, metric: str) -> Figure | None:
-    """A metric during training, a panel per rate: means over finished runs, shaded from the lowest to the highest.
+    """A metric during training, one panel per rate: means over finished runs, shaded from the lowest to the highest.
 
-    Runs that did not finish are thin dotted lines of their own.
+    Each run that did not finish is a thin dotted line of its own.
     """
 
     def draw(axes: Axes, runs: Sequence[Result], look: Mapping[str, Any]) -> None:
@@ -100,7 +100,7 @@ def curves(results: StudyResults, task: str, metric: str) -> Figure | None:
 
 
 def pass_at_k(results: StudyResults, task: str) -> Figure | None:
-    """pass@k at the last evaluation during training, a panel per rate, means and ranges over seeds."""
+    """pass@k at the last evaluation during training, one panel per rate: means and ranges over seeds."""
 
     def draw(axes: Axes, runs: Sequence[Result], look: Mapping[str, Any]) -> None:
         _band(axes, [_as_curve(figures.last_pass_at_k(run.rows)) for run in runs], look, marked=True)
@@ -111,7 +111,7 @@ def pass_at_k(results: StudyResults, task: str) -> Figure | None:
 
 
 def branching(results: StudyResults, task: str, benchmark: str) -> Figure | None:
-    """Mean active branches by token position, of the evaluation on a benchmark, means and ranges over seeds."""
+    """Mean active branches by token position, in the evaluation on a benchmark: means and ranges over seeds."""
 
     def draw(axes: Axes, runs: Sequence[Result], look: Mapping[str, Any]) -> None:
         found = [run.evaluations[benchmark]["branching"]["mean"] for run in runs if benchmark in run.evaluations]
@@ -127,7 +127,7 @@ def _dodged(
     metric: str,
     interval_of: Callable[[tuple[str, str, float], str], Interval | None],
 ) -> None:
-    """An interval for each method and rate, the methods of a rate beside each other."""
+    """Draws an interval for each method and rate, with the methods of a rate side by side."""
     step = 0.7 / len(results.methods)
     for place, (method, look) in enumerate(looks(results).items()):
         for index, rate in enumerate(results.rates):
@@ -149,7 +149,7 @@ def _panels(
     x_label: str,
     draw_unfinished: Callable[[Axes, Result, Mapping[str, Any]], None] | None = None,
 ) -> Figure | None:
-    """A panel per learning rate, of one scale; None where nothing is drawn."""
+    """One panel per learning rate, all on one scale; None if nothing is drawn."""
     with matplotlib.rc_context(figures.STYLE):
         size = (_PANEL[0] * max(len(results.rates), 2), _PANEL[1])
         figure = Figure(figsize=size, dpi=figures.DPI, layout="constrained")
@@ -171,7 +171,7 @@ def _panels(
 
 
 def _band(axes: Axes, seeds: Sequence[Curve], look: Mapping[str, Any], marked: bool) -> None:
-    """Mean over seeds and their range, where all of them were measured."""
+    """Draws the mean over seeds and their range, at the steps at which all of them were measured."""
     seeds = [seed for seed in seeds if len(seed[0])]
     if not seeds:
         return
@@ -197,8 +197,8 @@ def _as_curve(values: Mapping[int, float]) -> Curve:
 
 
 def add_legend(figure: Figure, results: StudyResults, *others: Line2D) -> None:
-    """The methods, and other marks, above all panels."""
+    """Adds a legend of the methods, and of other marks, above all panels."""
     handles = [Line2D([], [], fillstyle="none", markersize=7, **look) for look in looks(results).values()]
-    figure.set_figheight(figure.get_figheight() + 0.4)  # room for it, so that panels keep their size
+    figure.set_figheight(figure.get_figheight() + 0.4)  # so that panels keep their size
     columns = max(1, int(figure.get_figwidth() / 1.8))
     figure.legend(handles=[*handles, *others], loc="outside upper left", ncols=columns)

@@ -1,9 +1,9 @@
-"""A study's folder: its files, and how far its runs are. Needs no JAX.
+"""A study's folder: its files, and how far its runs have come. Needs no JAX.
 
-study.json                  which runs there are: {"baseline": method, "runs": [{"task", "method", "rate", "seed"}]}
+study.json                  the study's runs: {"baseline": method, "runs": [{"task", "method", "rate", "seed"}]}
 attempts.jsonl              one row for each time that a run was trained or evaluated, with the columns of `ATTEMPT`
 TASK/METHOD-lrRATE-seedSEED/  run folders, see run_folder.py
-evaluation/                 of the finished runs, see evaluation/folder.py
+evaluation/                 evaluations of the finished runs, see evaluation/folder.py
 report/                     report.html, tables.md, and figures as PNG and PDF, see page.py
 lock                        held by the process that runs the study
 """
@@ -23,14 +23,14 @@ ATTEMPT: Columns = {
     "stage": str,  # train or evaluate
     "started": str,  # when, in ISO 8601
     "seconds": int | float,
-    "exit": int,  # the process's exit code; 128 + its signal where one ended it
-    "error": str,  # its last line where it failed, else empty
+    "exit": int,  # the process's exit code, or 128 + the signal that ended it
+    "error": str,  # the last line of its log if it failed, else empty
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """Which run of a study it is."""
+    """Identifies a run of a study."""
 
     task: str
     method: str
@@ -39,18 +39,18 @@ class Member:
 
     @property
     def name(self) -> str:
-        """Of the folder, below the task's."""
+        """The name of the run's folder, inside the task's folder."""
         return f"{self.method}-lr{self.rate:g}-seed{self.seed}"
 
     @property
     def label(self) -> str:
-        """In evaluations, which hold several tasks."""
+        """The run's label in evaluations, which hold several tasks."""
         return f"{self.task}-{self.name}"
 
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """The step that a run has come to, of how many; 0 of 0 where it has not begun."""
+    """The step that a run has reached, and its number of steps; both are 0 if it has not begun."""
 
     step: int = 0
     num_steps: int = 0
@@ -61,7 +61,7 @@ class RunState:
 
 
 def run_state(folder: Path) -> RunState:
-    """How far a run is. It is finished once its last step is logged and checkpointed.
+    """How far a run has come. It is finished once its last step is logged and checkpointed.
 
     Raises:
       ValueError: a row is damaged.
@@ -76,7 +76,7 @@ def run_state(folder: Path) -> RunState:
 
 
 def last_step(metrics: Path) -> int:
-    """Of the last complete row of a metrics.jsonl, 0 without one. Reads the file's end only."""
+    """The step of the last complete row of a metrics.jsonl, 0 without one. Reads only the end of the file."""
     if not metrics.exists():
         return 0
     with metrics.open("rb") as file:
@@ -89,9 +89,9 @@ def last_step(metrics: Path) -> int:
 
 
 def read_attempts(folder: Path) -> list[Row]:
-    """The rows of attempts.jsonl, as old as they come.
+    """The rows of attempts.jsonl, the oldest first.
 
     Raises:
-      ValueError: one is damaged.
+      ValueError: a row is damaged.
     """
     return list(read_json_rows(folder / ATTEMPTS, ATTEMPT))

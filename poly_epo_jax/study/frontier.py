@@ -1,4 +1,4 @@
-"""The frontier: held-out reward over distinct correct answers, a point per method and rate."""
+"""The frontier: held-out reward against distinct correct answers, one point per method and rate."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from poly_epo_jax.study.figures import add_legend, looks
 from poly_epo_jax.study.results import CORRECT_OF_8, REWARD, Result, StudyResults
 
 _NEAR = 0.12
-"""Points are near each other within this share of both axes."""
+"""Points are near each other if they are within this share of both axes."""
 
 
 class Point(NamedTuple):
@@ -31,10 +31,10 @@ class Point(NamedTuple):
 
 
 def frontier(results: StudyResults, task: str) -> Figure | None:
-    """All points, and beside them the densest part of the figure enlarged, with intervals over seeds on both axes.
+    """All points and, next to them, the densest part of the figure enlarged, with intervals over seeds on both axes.
 
-    Points on each other can be told apart: every mark is hollow and has a size of its own, larger for higher rates, so
-    that one encloses the other; and no rate is written over another. Arrows lead to the next higher rate.
+    Overlapping points can be told apart: every mark is hollow and has its own size, larger for higher rates, so that
+    one encloses the other. No rate is written over another. Arrows lead to the next higher rate.
     """
     points, ended = _points(results, task), _unfinished(results, task)
     if not points and not ended:
@@ -57,7 +57,7 @@ def frontier(results: StudyResults, task: str) -> Figure | None:
         add_legend(figure, results, *[cross][: len(ended)])
         if crowd:
             _enlarge(panels[1], crowd)
-        figure.draw_without_rendering()  # so that places in points are known
+        figure.draw_without_rendering()  # so that positions in typographic points are known
         _write_beside(panels[0], results, [point for point in points if point not in crowd])
         if crowd:
             _write_beside(panels[1], results, crowd)
@@ -65,7 +65,7 @@ def frontier(results: StudyResults, task: str) -> Figure | None:
 
 
 def _points(results: StudyResults, task: str) -> list[Point]:
-    """Methods in their order, each by rising rate."""
+    """The points of the methods in their order, each in ascending order of rate."""
     found, num_methods = [], len(results.methods)
     for place, method in enumerate(results.methods):
         for index, rate in enumerate(results.rates):
@@ -79,7 +79,7 @@ def _points(results: StudyResults, task: str) -> list[Point]:
 
 
 def _crowd(points: Sequence[Point]) -> list[Point]:
-    """The points near the one that has most of them; none where fewer than three are together, or all are."""
+    """The points near the point with the most neighbours; empty if these are fewer than three, or all points."""
     if not points:
         return []
     places = np.array([(point.x.mean, point.y.mean) for point in points])
@@ -94,7 +94,7 @@ def _crowd(points: Sequence[Point]) -> list[Point]:
 
 
 def _enlarge(axes: Axes, crowd: Sequence[Point]) -> None:
-    """Shows the means of these points with room around them; intervals may lead out of it."""
+    """Shows the means of these points with space around them; intervals may extend beyond it."""
     for values, set_limits in (([p.x.mean for p in crowd], axes.set_xlim), ([p.y.mean for p in crowd], axes.set_ylim)):
         low, high = min(values), max(values)
         room = 0.35 * (high - low) or 0.01 * abs(high) or 0.01
@@ -115,14 +115,14 @@ def _draw(axes: Axes, results: StudyResults, points: Sequence[Point]) -> None:
         for start, end in itertools.pairwise(own):
             arrow = {"arrowstyle": "->", "color": look["color"], "alpha": 0.45, "shrinkA": 8, "shrinkB": 8}
             ends = (end.x.mean, end.y.mean), (start.x.mean, start.y.mean)
-            # Shown also where it leads out of the axes, but only as far as they go.
+            # Shown even if it leads out of the axes, but clipped to them.
             drawn = axes.annotate("", *ends, arrowprops=arrow | {"clip_path": axes.patch}, annotation_clip=False)
             assert drawn.arrow_patch is not None
             drawn.arrow_patch.set_clip_on(True)
 
 
 def _write_beside(axes: Axes, results: StudyResults, points: Sequence[Point]) -> None:
-    """Writes each rate beside its point where nothing is yet, with a thin line to the point."""
+    """Writes each rate near its point, in a free place, with a thin line to the point."""
     colours, to_points = {method: look["color"] for method, look in looks(results).items()}, 72 / figures.DPI
     centres = [axes.transData.transform((point.x.mean, point.y.mean)) * to_points for point in points]
     taken = [(centre, np.array([6.0, 6.0])) for centre in centres]
@@ -145,7 +145,7 @@ def _write_beside(axes: Axes, results: StudyResults, points: Sequence[Point]) ->
 
 
 def _unfinished(results: StudyResults, task: str) -> list[Result]:
-    """Runs that have begun and are not finished, and have been evaluated."""
+    """Runs that have begun and been evaluated, but are not finished."""
     cells = [(task, method, rate) for method in results.methods for rate in results.rates]
     runs = [run for cell in cells for run in results.of(cell, finished=False)]
     return [run for run in runs if run.at_end(CORRECT_OF_8) is not None]

@@ -1,4 +1,4 @@
-"""The report of a study: one page of figures, tables, and what there is to reproduce it. Needs no JAX."""
+"""The report of a study: one page of figures, tables, and what is needed to reproduce it. Needs no JAX."""
 
 import html
 from collections.abc import Iterable
@@ -37,13 +37,13 @@ BRANCHING = (
 
 
 def write_report(folder: Path) -> Path:
-    """Writes report/report.html of a study's folder, as far as its runs are, and returns its path.
+    """Writes report/report.html in a study's folder, with what its runs have measured so far, and returns its path.
 
-    Beside it lie, for papers and READMEs, its tables as Markdown, and two figures of each task as PNG and PDF.
+    For papers and READMEs, it also writes the tables as Markdown, and two figures of each task as PNG and PDF.
 
     Raises:
       ValueError: the folder holds no study, or a damaged row.
-      OSError: they cannot be written.
+      OSError: the files cannot be written.
     """
     results = read_results(folder)
     page = folder / "report" / "report.html"
@@ -103,7 +103,7 @@ def _benchmarks(results: StudyResults, task: str) -> Iterable[str]:
 
 
 def _figure(title: str, explanation: str, figure: Figure | None, task: str) -> str:
-    """A heading, a line on what is shown, and the figure; nothing where there is none."""
+    """A heading, a line on what is shown, and the figure; empty without a figure."""
     if figure is None:
         return ""
     return f"<h3>{html.escape(title)}</h3><p class='muted'>{explanation}</p>{image(figure, f'{title}: {task}')}"

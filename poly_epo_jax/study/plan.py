@@ -1,4 +1,4 @@
-"""The runs of a study, each a command of its own, and what can be said of them before the first one starts."""
+"""The runs of a study, each a command of its own, and the checks that can be made before the first one starts."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from poly_epo_jax.study.spec import OWNED, RATE, SEED, WORKDIR, Changes, Evaluat
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run of a study, and how it is evaluated once it is finished, if it is."""
+    """One run of a study, and how it is evaluated once it is finished, if at all."""
 
     member: Member
     folder: Path
@@ -38,7 +38,7 @@ class Run:
 
     @property
     def evaluate_command(self) -> list[str]:
-        """The arguments of `python -m`; the study's folder is two above the run's."""
+        """The arguments of `python -m`; the study's folder is two levels above the run's."""
         assert self.evaluation is not None
         return [
             "poly_epo_jax.evaluate",
@@ -56,12 +56,12 @@ class Run:
         return self.evaluation.benchmarks or (self.config.task.name,)
 
     def is_trained(self) -> bool:
-        """Whether the run is finished, and its configuration is still this one."""
+        """Whether the run is finished with this same configuration."""
         state = run_state(self.folder)
         return state.is_finished and run_folder.read_config(self.folder) == _as_json(self.config)
 
     def is_evaluated(self) -> bool:
-        """Whether the evaluation that is asked for is there, of the run's last weights; True where none is."""
+        """Whether the requested evaluation of the run's last weights is there; True if none is requested."""
         if self.evaluation is None:
             return True
         weights = f"{self.folder} step {self.config.train.num_steps}"
@@ -74,20 +74,20 @@ class Run:
         return True
 
     def drop_weights(self) -> None:
-        """Empties the folders of its checkpoints, which stay: they tell that the run is finished."""
+        """Empties the folders of the run's checkpoints. The folders stay: they show that the run is finished."""
         for checkpoint in (self.folder / run_folder.CHECKPOINTS).iterdir():
             for path in checkpoint.iterdir() if checkpoint.is_dir() else ():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[Run]:
-    """Every run, those of one seed together, so that a broken-off study has whole seeds to compare.
+    """Every run, ordered by seed, so that an interrupted study has whole seeds to compare.
 
     Args:
-      overrides: --config.KEY=VALUE, of every run.
+      overrides: --config.KEY=VALUE, for every run.
 
     Raises:
-      ConfigError: with a line for each mistake.
+      ConfigError: a run cannot start; the message has a line for each mistake.
     """
     for override in overrides:
         key = override.partition("=")[0].removeprefix("--config.")
@@ -111,7 +111,7 @@ def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[Run]:
             check_same_run(folder, config)
             runs.append(Run(member, folder, arguments, config, study.evaluation, study.keep_weights))
         except (ValueError, OSError) as error:
-            # One mistake is usually that of many runs: the first of them is named.
+            # Many runs usually share a mistake: the first of them is named.
             mistakes.setdefault(" ".join(str(error).split()), member)
     if mistakes:
         raise ConfigError("\n".join(f"{member.task}/{member.name}: {text}" for text, member in mistakes.items()))
@@ -119,14 +119,14 @@ def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[Run]:
 
 
 def write_plan(study: Study, runs: Sequence[Run]) -> None:
-    """Tells reports which runs there are, and what they are compared with."""
+    """Writes down, for reports, which runs there are and what they are compared with."""
     Path(study.folder).mkdir(parents=True, exist_ok=True)
     members = [dataclasses.asdict(run.member) for run in runs]
     write_json(Path(study.folder) / PLAN, {"baseline": study.compared_with, "runs": members})
 
 
 def _arguments(study: Study, member: Member, folder: Path, overrides: Sequence[str]) -> list[str]:
-    """Where several set one key, the command line counts first, then the method, the task, and the study's settings."""
+    """If several set one key, the command line takes precedence, then the method, the task and the study's settings."""
     task = study.tasks[member.task]
     changes: dict[str, Any] = {**study.settings, **task.changes, **study.methods[member.method]}
     changes |= {RATE: member.rate, SEED: member.seed, WORKDIR: str(folder)}

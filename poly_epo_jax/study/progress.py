@@ -1,4 +1,4 @@
-"""What is shown while a study runs: on a terminal the runs under way, elsewhere a line for each event."""
+"""Shows a study while it runs: on a terminal the runs under way, elsewhere a line for each event."""
 
 import contextlib
 import datetime
@@ -19,7 +19,7 @@ from poly_epo_jax.study.queue import ENDED, Listener
 
 
 class Shown:
-    """The runs under way, and how many have ended which way."""
+    """The runs under way, and how many have finished and failed."""
 
     def __init__(self, runs: Sequence[Run], finished: int, console: Console) -> None:
         self._total, self._finished, self._failed = len(runs), finished, 0
@@ -69,7 +69,7 @@ class Shown:
 
 @contextlib.contextmanager
 def shown(runs: Sequence[Run]) -> Iterator[Listener]:
-    """Shows the study meanwhile. Yields what is to be told of its runs."""
+    """Shows the study inside the `with` block. Yields the listener to notify about its runs."""
     console = Console()
     finished = sum(run.is_trained() and run.is_evaluated() for run in runs)
     show = Shown(runs, finished, console)

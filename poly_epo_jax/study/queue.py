@@ -1,7 +1,7 @@
 """Runs side by side: each place takes the next run as soon as its last one has ended.
 
-A place is a core of this machine, or the devices that its runs may see. Every run is a process of its own; a signal to
-the study is passed on to all of them, and waited for, so that each saves what it has trained.
+A place is a core of this machine, or the devices that its runs may see. Every run is a process of its own. The study
+passes a signal on to all of them and waits until they end, so that each saves what it has trained.
 """
 
 import asyncio
@@ -24,27 +24,27 @@ from poly_epo_jax.study.folder import ATTEMPTS, LOG
 from poly_epo_jax.study.plan import Run
 
 Place = dict[str, str]
-"""Environment variables of the runs there; `CORE` is the core that they are bound to."""
+"""Environment variables of the runs at a place; `CORE` is the core that they are bound to."""
 
 CORE = "core"
 ENDED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
-"""Exit codes of runs that were ended, and did not fail."""
+"""Exit codes of runs that did not fail but were ended by a signal."""
 
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Listener:
-    """Told of every run: `started(run, stage)` and `ended(run, row of attempts.jsonl)`."""
+    """Called for every run: `started(run, stage)` and `ended(run, row of attempts.jsonl)`."""
 
     started: Callable[[Run, str], None]
     ended: Callable[[Run, Row], None]
 
 
 def cores(count: int) -> list[Place]:
-    """So many places, each a core of its own as far as there are enough; 0: one for each core.
+    """`count` places, each with a core of its own as long as there are enough; 0: one place for each core.
 
-    Every run has one core however many run side by side, for the sums of a process depend on how many threads it has.
+    Every run has one core, however many run side by side, because a process's sums depend on its number of threads.
     """
     mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     return [{CORE: str(mine[index % len(mine)])} for index in range(count or len(mine))]
@@ -56,7 +56,7 @@ def gpus(names: str) -> list[Place]:
 
 
 def default_places(devices: Path = Path("/dev")) -> list[Place]:
-    """One for each GPU that JAX may see; else, with TPUs, one that has them all; else one for each core."""
+    """A place for each GPU that JAX may see; else, with TPUs, one place that has them all; else one for each core."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return cores(0)
     there = sorted(path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
@@ -67,12 +67,12 @@ def default_places(devices: Path = Path("/dev")) -> list[Place]:
 
 
 async def work_off(folder: Path, runs: Sequence[Run], places: Sequence[Place], listener: Listener) -> list[Row]:
-    """Trains and evaluates what is not finished, and returns the rows of attempts.jsonl that it has added.
+    """Trains and evaluates what is not finished, and returns the rows that it has added to attempts.jsonl.
 
-    A run that fails is told of, and the others go on.
+    A run that fails is reported, and the others continue.
 
     Raises:
-      Stopped: a signal came; all runs under way have saved what they have, and ended.
+      Stopped: a signal came; all runs under way have saved what they have trained, and ended.
     """
     stop, waiting, rows = Stop(), deque(runs), []
 
@@ -104,7 +104,7 @@ async def work_off(folder: Path, runs: Sequence[Run], places: Sequence[Place], l
 
 
 async def _attempt(run: Run, stage: str, command: Sequence[str], place: Place, stop: Stop) -> Row:
-    """One process from its start to its end, whichever way it ends."""
+    """Runs one process from start to end, however it ends."""
     started, clock = datetime.datetime.now().astimezone().isoformat(timespec="seconds"), time.monotonic()
     log = run.folder / LOG
     code, error = 1, ""
@@ -127,7 +127,7 @@ async def _attempt(run: Run, stage: str, command: Sequence[str], place: Place, s
 
 
 async def _until_free(folder: Path, stop: Stop) -> None:
-    """Waits where a study that was killed has left its run behind, which still trains."""
+    """Waits while a run that a killed study has left behind is still training."""
     while True:
         try:
             with run_folder.in_use(folder):
@@ -137,12 +137,12 @@ async def _until_free(folder: Path, stop: Stop) -> None:
 
 
 async def _process(command: Sequence[str], place: Place, log: Path, stop: Stop) -> tuple[int, str]:
-    """Exit code and last line of a process; its output is added to the log."""
+    """Runs a process and returns its exit code and last line; its output is appended to the log."""
     environment = os.environ | {name: value for name, value in place.items() if name != CORE}
     bound = ["taskset", "-c", place[CORE]] if CORE in place and shutil.which("taskset") else []
     with log.open("ab") as output:
         before = output.tell()
-        # In a session of its own: a terminal's Ctrl-C comes to the study alone, which passes it on.
+        # In a session of its own: a terminal's Ctrl-C reaches only the study, which passes it on.
         process = await asyncio.create_subprocess_exec(
             *bound,
             *command,

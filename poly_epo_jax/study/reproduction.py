@@ -1,4 +1,4 @@
-"""What there is to reproduce a study: settings, versions, the time that it took, and what failed."""
+"""What is needed to reproduce a study: settings, versions, the time that it took, and what failed."""
 
 import datetime
 import html
@@ -9,7 +9,7 @@ from poly_epo_jax.study.results import StudyResults
 
 
 def reproduction_section(results: StudyResults) -> str:
-    """HTML of the page's last part."""
+    """HTML of the last part of the page."""
     labels = {f"{one.member.task}/{one.member.name}": one for one in results.results}
     settings = settings_section(
         {label: one.config for label, one in labels.items()}, {label: one.versions for label, one in labels.items()}
@@ -23,7 +23,7 @@ def reproduction_section(results: StudyResults) -> str:
 
 
 def _attempts(results: StudyResults) -> str:
-    """Time and failures: a row per run that has been started."""
+    """Time and failures: one row per run that has been started."""
     rows = []
     for one in results.results:
         name = f"{one.member.task}/{one.member.name}"

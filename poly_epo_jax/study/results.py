@@ -26,19 +26,19 @@ HELD_OUT = {
     names.held_out(names.at(names.PASS, 8)): "pass@8",
     names.held_out(names.at(names.PASS, 64)): "pass@64",
 }
-"""Of the last evaluation during training, with their names in tables."""
+"""Metrics of the last evaluation during training, with their names in tables."""
 
 EVALUATED = (names.PASS, names.MAJORITY_ACCURACY, names.CORRECT_CLUSTERS, names.INCORRECT_CLUSTERS)
 SHOWN_K = (1, 8, 64)
-"""Of an evaluation of its own, the metric@k that tables show."""
+"""The metric@k of a separate evaluation that tables show."""
 
 Cell = tuple[str, str, float]
-"""Task, method and rate: runs that differ in their seeds alone."""
+"""Task, method and rate of runs that differ only in their seeds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A run: how far it is, its rows of metrics.jsonl, its settings, and what evaluations found, by benchmark."""
+    """A run: how far it has come, its rows of metrics.jsonl, its settings, and its evaluations by benchmark."""
 
     member: Member
     state: RunState
@@ -54,7 +54,7 @@ class Result:
     def at_end(self, metric: str) -> float | None:
         """The metric's last value, None if it was never measured.
 
-        `BENCHMARK: METRIC` is of an evaluation of its own.
+        `BENCHMARK: METRIC` is a metric of a separate evaluation.
         """
         benchmark, _, name = metric.rpartition(": ")
         if benchmark:
@@ -66,7 +66,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class StudyResults:
-    """Everything that a report shows."""
+    """Everything that the report shows."""
 
     folder: Path
     baseline: str
@@ -86,7 +86,7 @@ class StudyResults:
         return sorted({one.member.rate for one in self.results})
 
     def of(self, cell: Cell, finished: bool = True) -> list[Result]:
-        """The runs of a cell that are finished, or those that have begun and are not, by seed."""
+        """The runs of a cell that are finished, or else those that have begun and are not finished, by seed."""
         found = [one for one in self.results if one.cell == cell and one.state.is_finished == finished]
         return sorted((one for one in found if one.rows), key=lambda one: one.member.seed)
 
@@ -96,7 +96,7 @@ class StudyResults:
         return {seed: value for seed, value in values.items() if value is not None}
 
     def interval(self, cell: Cell, metric: str) -> Interval | None:
-        """Mean over the finished runs, None without any."""
+        """The mean over the finished runs, with its interval; None without any."""
         values = self.by_seed(cell, metric)
         return mean_interval(np.array(list(values.values()))) if values else None
 
@@ -108,7 +108,7 @@ class StudyResults:
         return paired_difference(self.by_seed(cell, metric), self.by_seed((task, self.baseline, rate), metric))[0]
 
     def metrics(self, task: str) -> dict[str, str]:
-        """What a task's runs have been measured by at their end, with the names in tables."""
+        """The metrics that a task's runs have at their end, with their names in tables."""
         found = dict(HELD_OUT)
         for benchmark in sorted({name for one in self.results if one.member.task == task for name in one.evaluations}):
             for metric in (names.at(stem, k) for stem in EVALUATED for k in SHOWN_K):
@@ -118,10 +118,10 @@ class StudyResults:
 
 
 def read_results(folder: Path) -> StudyResults:
-    """Reads a study's folder, as far as its runs are.
+    """Reads what a study's runs have measured so far.
 
     Raises:
-      ValueError: there is no study, or a row is damaged.
+      ValueError: the folder holds no study, or a row is damaged.
     """
     try:
         plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))

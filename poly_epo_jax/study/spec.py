@@ -1,4 +1,4 @@
-"""What a study file says: `get_study()` returns a `Study`. Needs no JAX."""
+"""The content of a study file, whose `get_study()` returns a `Study`. Needs no JAX."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ Changes = Mapping[str, Any]
 PAPER_METHODS: dict[str, dict[str, Any]] = {
     name: {f"algo.{key}": value for key, value in section.items()} for name, section in METHODS.items()
 }
-"""The paper's three, for `Study.methods`: poly_epo, grpo, grpo_div."""
+"""The paper's three methods, for `Study.methods`: poly_epo, grpo, grpo_div."""
 
 RATE, SEED, WORKDIR = "optimizer.learning_rate", "seed", "workdir"
 OWNED = {RATE: "`rates`", SEED: "`seeds`", WORKDIR: "`folder`"}
@@ -26,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]*(-[A-Za-z0-9_.+]+)*")
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is trained on: a configuration file, `configs/polynomial.py` or `FILE:words`, and keys changed in it."""
+    """What to train on: a configuration file, `configs/polynomial.py` or `FILE:words`, and keys changed in it."""
 
     config: str
     changes: Changes = dataclasses.field(default_factory=dict)
@@ -34,11 +34,11 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """How `python -m poly_epo_jax.evaluate` examines every finished run.
+    """How `python -m poly_epo_jax.evaluate` evaluates every finished run.
 
     Args:
       benchmarks: as in --benchmarks; empty: the task's own held-out problems.
-      num_generations: per problem.
+      num_generations: number of generations per problem.
       judge: whether to cluster the generations.
     """
 
@@ -49,23 +49,23 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """Every method with every rate, seed and task: one run each.
+    """Every combination of method, rate, seed and task: one run each.
 
     Args:
-      tasks: by name.
-      methods: by name, the keys that make each. Where several set one key, a method's value counts before a task's,
-        and that before one of `settings`.
+      tasks: the tasks by name.
+      methods: the methods by name, each as the keys that define it. If several set one key, a method's value takes
+        precedence over a task's, and a task's over one of `settings`.
       rates: optimizer.learning_rate of the runs.
-      seeds: seed of the runs. Runs of equal seed see the same prompts in the same order, so methods are compared seed
-        by seed.
+      seeds: seed of the runs. Runs with the same seed see the same prompts in the same order, so methods are compared
+        seed by seed.
       settings: keys changed in every run.
       baseline: the method that the others are compared with; empty: the last.
-      evaluation: of each finished run; None: only what training itself evaluates.
+      evaluation: how to evaluate each finished run; None: only training itself evaluates.
       keep_weights: False empties a run's checkpoints once it is finished and evaluated.
       folder: where everything is kept; empty: runs/study-NAME, after the study file.
 
     Raises:
-      ConfigError: a name cannot name a folder, something is empty or there twice, or a key is the study's own.
+      ConfigError: a name cannot name a folder, something is empty or there twice, or a key is one that the study sets.
     """
 
     tasks: Mapping[str, Task]
@@ -110,10 +110,10 @@ class Study:
 
 
 def read_study(file: Path) -> Study:
-    """What `get_study()` of a study file returns, with its folder filled in.
+    """The study that `get_study()` of a study file returns, with its folder filled in.
 
     Raises:
-      ConfigError: there is no such file or function, or it returns no study.
+      ConfigError: there is no such file or function, or the function fails or returns no study.
     """
     if not file.is_file():
         there = ", ".join(sorted(found.name for found in file.parent.glob("*.py"))) or "none"

@@ -1,4 +1,4 @@
-"""What the finished runs of a study ended with, in numbers: one row per method and rate."""
+"""The final metrics of a study's finished runs as tables: one row per method and rate."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,8 +11,8 @@ class ResultRow(NamedTuple):
     """A method at a rate.
 
     Args:
-      finished, asked: numbers of runs.
-      means, differences: an interval for each of `StudyResults.metrics`, None where there is none; the differences are
+      finished, asked: the numbers of finished runs and of all runs.
+      means, differences: an interval for each of `StudyResults.metrics`, None if there is none; the differences are
         from the baseline, seed by seed.
     """
 
@@ -50,7 +50,7 @@ def markdown(results: StudyResults) -> str:
 
 
 def interval_text(interval: Interval, sign: str = "") -> str:
-    """A mean with its interval in brackets, which one seed has not."""
+    """A mean with its interval in brackets; a single seed has no interval."""
     mean, low, high = (format(value, f"{sign}.3f") for value in interval)
     return mean if interval.low != interval.low else f"{mean} [{low}, {high}]"
 

@@ -1,9 +1,9 @@
-"""Attacks the package so many times, and says what held: the figures of docs/reliability.md.
+"""Attacks the package a given number of times, and reports what held: the figures of docs/reliability.md.
 
     python tests/attack settings --attempts 5000 [--seed 1] [--output settings.json]
 
-An attack is a module of this folder with `attack(random, folder)`, which yields an Outcome for each attempt, for as
-long as it is asked. The command exits 1 if anything failed, and prints each failure in full.
+An attack is a module of this folder with `attack(random, folder)`, which yields an Outcome for each attempt, as long as
+it is asked for more. The command exits with 1 if anything failed, and prints each failure in full.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="the summary as JSON")
     arguments = parser.parse_args()
-    sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]  # this tree's package, and what its tests share
+    sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]  # this tree's package, and the modules that its tests share
     attack = importlib.import_module(arguments.name).attack
 
     tried, held, failures = Counter[str](), Counter[str](), []

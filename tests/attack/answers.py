@@ -1,4 +1,4 @@
-"""Answers to the grader: golds rewritten to mean the same or something else, and what would hang, crash or fool it."""
+"""Answers for the grader: golds rewritten to mean the same or something else, and input to hang, crash or fool it."""
 
 import json
 import os

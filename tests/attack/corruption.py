@@ -1,6 +1,6 @@
-"""Damages checkpoints, base policies and model folders: what is loaded then is exactly what was saved, or refused.
+"""Damages checkpoints, base policies and model folders: they then load exactly as saved, or are refused.
 
-A damaged newest checkpoint falls back to the one before, a damaged base policy is fitted anew.
+If the newest checkpoint is damaged, the run falls back to the one before. A damaged base policy is fitted anew.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""Kills real commands at random moments, and starts them again until they are done: the same bytes must be there.
+"""Kills real commands at random moments, and restarts them until they are done: they must leave the same bytes.
 
 A run is that of tests/training_runs.py, but shorter; an export, an evaluation and a report of it follow. Each kill is
-an attempt, and so is each command that was killed and then done.
+an attempt, and so is each command that was killed and then finished.
 """
 
 import itertools
@@ -54,7 +54,7 @@ class Soak:
             code = self.server.wait()
             took = time.monotonic() - start
             said = log.read_text()[before:]
-            # Before it can save anything, a signal ends a process as it does any.
+            # Before it can save anything, a signal ends a process like any other.
             codes = {0} if done else {0, -number, 128 + number}
             held = (code in codes or _exported(module, code, said)) and "Traceback" not in said and took < HONOURED_IN
             what = f"{name}, {number.name} after {delay:.2f} s: code {code} after {took:.1f} s\n{said}"
@@ -99,7 +99,7 @@ def _attack(soak: Soak) -> Iterator[Outcome]:
     for turn in itertools.cycle((MAIN, EXPORT, MAIN, EVALUATE, MAIN, REPORT)):
         arguments, expected, files = commands[turn]
         if turn not in seconds:
-            for _ in range(2):  # the second finds what the first has compiled
+            for _ in range(2):  # the second reuses what the first has compiled
                 seconds[turn] = soak.whole(turn, arguments(expected if turn not in seconds else _other(soak)))
         with tempfile.TemporaryDirectory(dir=soak.folder) as scratch:
             out = Path(scratch) / "out"

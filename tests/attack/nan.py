@@ -1,8 +1,8 @@
-"""Numbers that are not finite, from every side: each ends the run with a sentence, and no checkpoint holds one.
+"""Non-finite numbers from every source: each ends the run with a sentence, and no checkpoint holds one.
 
 An attempt trains the tiny policy for some steps with one source of NaN, infinity or numbers out of all bounds. It
-holds if what is on disk is finite throughout and, where the source must not pass, the run ends with a known error that
-says what is wrong; where it names a good checkpoint, that is the newest one.
+holds if everything on disk is finite and, if the source must not pass, the run ends with a known error that says what
+is wrong. If the error names a good checkpoint, it must be the newest one.
 """
 
 import contextlib
@@ -180,7 +180,7 @@ def attempt(kind: str, ends: bool, settings: Settings, folder: Path) -> Outcome:
 
 
 def attack(random: randomness.Random, folder: Path) -> Iterator[Outcome]:
-    before = signal.getsignal(signal.SIGTERM)  # training catches it for the rest of the process
+    before = signal.getsignal(signal.SIGTERM)  # training handles it for the rest of the process
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     try:

@@ -1,7 +1,7 @@
-"""Trains over two real SGLang servers, which die and hang in turn, with a judge that lies in half of its answers.
+"""Trains with two real SGLang servers, which die and hang in turn, and a judge that lies in half of its answers.
 
-Each outage is an attempt: once the server is back, training goes on with both. At the end the run must be as if nothing
-had happened, but for what it counted. Needs `bash third_party/sglang/setup.sh cpu`.
+Each outage is an attempt: once the server is back, training continues with both. At the end, the run must be as if
+nothing had happened, except for its counters. Needs `bash third_party/sglang/setup.sh cpu`.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""What came of one attempt to break something."""
+"""The outcome of one attempt to break something."""
 
 from dataclasses import dataclass
 

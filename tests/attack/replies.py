@@ -1,4 +1,4 @@
-"""Replies to the judge's question, right ones made wrong: each gives the clustering that was meant or a failure."""
+"""Right replies to the judge's question, made wrong: each gives the clustering that was meant, or a failure."""
 
 import asyncio
 import json

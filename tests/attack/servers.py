@@ -1,7 +1,7 @@
 """Servers that lie, once or for ever: about tokens, weights, workers and clusters, or by breaking HTTP.
 
-What is told once must be asked for again; what is told for ever must end in a sentence that names the server, soon, and
-without much memory. Nothing of it may be taken for true.
+After a lie told once, the client must ask again. A lie told for ever must end in a sentence that names the server, soon
+and without using much memory. No lie may be believed.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
 from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync
 from poly_epo_jax.types import Clustering, Group, JudgeFailure, Problem, Request, Sampling
 
-SECONDS = 0.5  # that an answer may take
-PATIENCE = 30.0  # seconds, for what is asked for up to eight times
+SECONDS = 0.5  # the most that an answer may take
+PATIENCE = 30.0  # seconds, for requests that are repeated up to eight times
 MEMORY = 10**8  # bytes
 FOR_EVER = 10**9
 PARAMS = tiny_params()
@@ -93,7 +93,7 @@ async def _outcome(kind: str, path: str, lie: Lie, times: int, use: Try) -> str:
                     why = await use(server, times > 1)
             except TimeoutError:
                 why = f"hangs for {PATIENCE:.0f} s"
-            except Exception as error:  # whatever a user would see a traceback of
+            except Exception as error:  # anything that would show the user a traceback
                 why = f"a raw {type(error).__name__}: {error}"
             taken = _memory("VmHWM") - before
     return why or (f"takes {taken / 1e6:.0f} MB" if taken > MEMORY else "")

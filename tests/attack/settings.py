@@ -1,8 +1,8 @@
-"""Settings that make no sense, and those at the edges of sense: generated from the keys as they are declared.
+"""Settings that make no sense, and settings at the edges of sense, generated from the declarations of the keys.
 
-A setting outside a key's type or range must cost one sentence; inside, it may be refused for what it is beside others,
+A setting outside a key's type or range must give one sentence. Inside, it may be refused in combination with others,
 but nothing may raise anything else, or hang. Most attempts go as far as `main` does before it computes; some are
-whole commands, tiny runs in corners of the ranges.
+whole commands, which are tiny runs in corners of the ranges.
 """
 
 import contextlib
@@ -212,7 +212,7 @@ def _value(random: random.Random, checks: list[Check | Range]) -> tuple[Any, boo
     limits = next((check for check in checks if isinstance(check, Range)), None)
     beside = [limits.least - 1, limits.least * 0.99 - 1e-300, limits.most * 1.01, limits.most + 1] if limits else []
     value = random.choice([*NONSENSE, *beside, *beside, *beside])
-    # Said again here, so that a check that has gone wrong is seen.
+    # Repeated here, so that a broken check is noticed.
     if limits and type(value) in (int, float):
         if value == limits.other or limits.least <= value <= limits.most:
             return value, any(not check.holds(value) for check in checks)

@@ -1,4 +1,4 @@
-"""Each attack of this folder in short: the command runs, and everything holds."""
+"""A short form of each attack in this folder: the command runs, and everything holds."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-# By hand: outages, which takes minutes to its first outcome.
+# Run by hand: outages, which takes minutes until its first outcome.
 ATTEMPTS = {"answers": 40, "corruption": 4, "kills": 8, "nan": 4, "replies": 150, "servers": 60, "settings": 120}
 
 

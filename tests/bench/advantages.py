@@ -1,7 +1,7 @@
 """Times the polychromic advantages of 128 prompts: python tests/bench/advantages.py
 
-The closed form at N = 64, n = 8 stands for 4.4 billion sets per prompt. At the paper's N = 8, n = 4 it and the
-vectorised 70 sets are compared with a plain Python loop over prompts and sets.
+The closed form at N = 64, n = 8 stands for 4.4 billion sets per prompt. At the paper's N = 8, n = 4, the closed form
+and the vectorised 70 sets are compared with a plain Python loop over prompts and sets.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What decode_peers.py has every side do: the requests, and how decoding is timed. Imports nothing heavy."""
+"""The task of every side of decode_peers.py: the requests, and how decoding is timed. Imports nothing heavy."""
 
 import json
 import statistics

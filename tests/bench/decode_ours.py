@@ -1,4 +1,4 @@
-"""The decoding of decode_case.py by the embedded sampler: a child of decode_peers.py. Slots are refilled."""
+"""Runs decode_case.py with the embedded sampler, which refills slots: a child of decode_peers.py."""
 
 import functools
 import sys

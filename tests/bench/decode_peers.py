@@ -1,12 +1,13 @@
 """Times decoding here, with transformers' generate, and with Tunix's Sampler: python tests/bench/decode_peers.py
 
-It makes the peers' environments, or reuses them, and runs the sides in turn, each in a process of its own.
+It creates the peers' environments, or reuses them, and runs the sides in turn, each in its own process.
 
 Equal: a Qwen3 of 6 million float32 weights, the requests of decode_case.py, prompts of 64 tokens, temperature 1, no
 stopping, every sampled token returned with its log-probability, and the cores.
 
-Not equal, for each does as its users do: the peers get every prompt repeated, 16 rows at a time, and decode to the
-longest of each 16; we read a prompt once, and fill a slot anew as soon as it is free. Tokens asked for are counted.
+Not equal, because each side works as its users run it: the peers get every prompt repeated, 16 rows at a time, and
+decode to the longest of each 16; we read a prompt once, and refill a slot as soon as it is free. Only requested tokens
+are counted.
 """
 
 from peers import measure, show

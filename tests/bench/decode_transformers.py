@@ -1,4 +1,4 @@
-"""The decoding of decode_case.py by transformers' generate: a child of decode_peers.py."""
+"""Runs decode_case.py with transformers' generate: a child of decode_peers.py."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ def main() -> None:
                 prompts, attention_mask=torch.ones_like(prompts), generation_config=config
             )
             tokens = output.sequences[:, decode_case.PROMPT :]
-            # Of the temperature's distribution, as elsewhere; the top-p filter does not enter.
+            # From the distribution at the temperature, as elsewhere; the top-p filter does not enter.
             logprobs = torch.stack(output.logits, 1).log_softmax(-1).gather(2, tokens[..., None])
             assert logprobs.shape == (*tokens.shape, 1) and tokens.shape[1] == max_tokens
 

@@ -1,4 +1,4 @@
-"""The decoding of decode_case.py by Tunix's Sampler: a child of decode_peers.py."""
+"""Runs decode_case.py with Tunix's Sampler: a child of decode_peers.py."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""What the three *_peers.py share: the peers' environments, children that measure, and their table.
+"""Shared by the three *_peers.py: the peers' environments, children that measure, and their table.
 
-A peer's packages are pinned in requirements-<peer>.txt and installed into env-<peer>, beside this file. Children run on
-the CPU, all in the same way: with this package's folder to import from, and as many threads as the process has cores.
+A peer's packages are pinned in requirements-<peer>.txt and installed into env-<peer>, next to this file. All children
+run on the CPU in the same way: with this package's folder to import from, and as many threads as the process has cores.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Writes the model that peers are compared on, with random weights, as a Hugging Face folder: peers_model.py FOLDER"""
+"""Writes the model for comparing the peers, with random weights, as a Hugging Face folder: peers_model.py FOLDER"""
 
 import sys
 

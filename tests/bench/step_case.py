@@ -1,4 +1,4 @@
-"""What step_peers.py has every side do: a step of GRPO on `categories`, and how it is timed. Imports nothing heavy."""
+"""The task of every side of step_peers.py: a GRPO step on `categories`, and how it is timed. Imports nothing heavy."""
 
 import json
 import resource

@@ -1,4 +1,4 @@
-"""Steps of configs/smollm2.py:grpo, from sampling to the update: a child of step_peers.py. Nothing is evaluated."""
+"""Runs steps of configs/smollm2.py:grpo, from sampling to the update, without evaluation: a child of step_peers.py."""
 
 import tempfile
 from pathlib import Path

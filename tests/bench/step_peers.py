@@ -1,12 +1,11 @@
 """Times whole steps of GRPO on SmolLM2 here and in TRL: python tests/bench/step_peers.py FOLDER
 
-FOLDER is the model's: `bash launch/smollm2.sh` makes runs/models/smollm2-135m-instruct. TRL gets an environment of its
-own.
+FOLDER is the model's: `bash launch/smollm2.sh` makes runs/models/smollm2-135m-instruct. TRL gets its own environment.
 
 Equal: the weights in float32, the task and its prompts, 4 prompts of 8 generations of at most 8 tokens that end at a
-line break, learning rate, gradient norm and clip range, and the cores. Not equal: the order of the prompts, articles
-and plurals, which only our task knows, and how each computes: with its own defaults. Peak resident memory includes what
-compiling takes.
+line break, learning rate, gradient norm and clip range, and the cores. Not equal: the order of the prompts; articles
+and plurals, which only our task knows; and how each side computes, which is with its own defaults. Peak resident memory
+includes the memory for compiling.
 """
 
 import json

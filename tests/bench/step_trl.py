@@ -1,4 +1,4 @@
-"""The steps of step_case.py by TRL's GRPOTrainer: a child of step_peers.py."""
+"""Runs the steps of step_case.py with TRL's GRPOTrainer: a child of step_peers.py."""
 
 import tempfile
 import time

@@ -1,4 +1,4 @@
-"""The bench command on a tiny configuration: every stage, sound figures, and one sentence where it cannot run."""
+"""The bench command on a tiny configuration: every stage, sound figures, and one sentence if it cannot run."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def test_every_stage_of_a_run_with_the_embedded_sampler(small_roofline, tmp_path
         expected = max(stage["flops"], stage["moved_bytes"]) / 1e9
         assert stage["roofline_seconds"] == pytest.approx(expected)
         assert stage["bound"] == ("arithmetic" if stage["flops"] >= stage["moved_bytes"] else "memory")
-    # The second of two equal minibatches needs old log-probabilities: half a forward pass beside three for gradients.
+    # The second of two equal minibatches needs old log-probabilities: half a forward pass, next to three for gradients.
     assert stages["logprobs"]["flops"] == pytest.approx(stages["gradient"]["flops"] / 6)
     assert found["setting"]["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1}
     assert "gradient" in capsys.readouterr().out

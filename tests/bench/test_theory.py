@@ -1,4 +1,4 @@
-"""python tests/bench/theory: each of its questions in small, and what docs/theory.md says of the answers."""
+"""python tests/bench/theory: each of its questions at a small size, and what docs/theory.md says about the answers."""
 
 import importlib
 import importlib.util
@@ -40,7 +40,7 @@ def test_reward_shaping_has_the_papers_threshold_and_polychromic_one_of_its_own(
     module: Question, monkeypatch: pytest.MonkeyPatch
 ):
     shares = module("shares")
-    monkeypatch.setattr(shares, "SUCCESS", np.array([0.05, 0.3, 0.99]))  # between them credit is linear
+    monkeypatch.setattr(shares, "SUCCESS", np.array([0.05, 0.3, 0.99]))  # between them, credit is linear
     for row in shares.thresholds():
         assert row["measured"] == pytest.approx(row["beside it"], abs=1e-6)
         assert 0.85 * row["promised"] < row["measured"] < row["promised"]

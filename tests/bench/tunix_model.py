@@ -1,4 +1,4 @@
-"""Reads the compared model's configuration for Tunix, which has only named ones."""
+"""Reads the compared model's configuration for Tunix, which has only named configurations."""
 
 import json
 from pathlib import Path

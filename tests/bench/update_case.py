@@ -1,4 +1,4 @@
-"""What update_peers.py has every side do: the shapes, the random batch, how a step is timed. Imports nothing heavy."""
+"""The task of every side of update_peers.py: shapes, a random batch, how a step is timed. Imports nothing heavy."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The update of update_case.py in this package: a child of update_peers.py. Sequences are packed."""
+"""Runs the update of update_case.py with this package, which packs sequences: a child of update_peers.py."""
 
 import functools
 

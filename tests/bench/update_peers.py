@@ -1,20 +1,20 @@
 """Times one policy update here, in transformers with torch, and in Tunix: python tests/bench/update_peers.py
 
-It makes the peers' environments, or reuses them, and runs the three in turn, each case in a process of its own.
+It creates the peers' environments, or reuses them, and runs the three in turn, each case in its own process.
 
 Equal: a Qwen3 of 6 million float32 weights, the batch of update_case.py, PPO's clipped surrogate with given old
 log-probabilities and an entropy bonus, the mean over response tokens, gradient norm and its clipping, AdamW, and the
-cores. That all compute the same is checked: loss, gradient norm and entropy of the first step must agree.
+cores. It checks that all compute the same: loss, gradient norm and entropy of the first step must agree.
 
-Not equal, for each does as its users do: transformers pads to the batch's longest sequence and keeps all activations;
-Tunix pads to the fixed maximum; we pack, and accumulate the gradient over microbatches. A process's peak resident
-memory includes its imports and what compiling takes.
+Not equal, because each side works as its users run it: transformers pads to the batch's longest sequence and keeps all
+activations; Tunix pads to the fixed maximum; we pack, and accumulate the gradient over microbatches. A process's peak
+resident memory includes its imports and the memory for compiling.
 """
 
 from peers import Results, measure, show
 from update_case import CASES
 
-TOLERANCE = 1e-4  # relative, of the numbers that must agree
+TOLERANCE = 1e-4  # relative tolerance of the numbers that must agree
 
 
 def check_equal_work(results: Results) -> None:

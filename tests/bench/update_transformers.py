@@ -1,7 +1,7 @@
-"""The update of update_case.py in transformers and torch: a child of update_peers.py.
+"""Runs the update of update_case.py with transformers and torch: a child of update_peers.py.
 
-Sequences are padded on the right to the batch's longest. Causal attention then needs no mask for the padding, so that
-SDPA takes its fast path. The head runs on response tokens only.
+Sequences are padded on the right to the batch's longest. Causal attention then needs no mask for the padding, so SDPA
+takes its fast path. The head runs only on response tokens.
 """
 
 import os

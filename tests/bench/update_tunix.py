@@ -1,8 +1,8 @@
-"""The update of update_case.py in Tunix: a child of update_peers.py.
+"""Runs the update of update_case.py with Tunix: a child of update_peers.py.
 
-Tunix's own model, PPO loss and jitted train step, as its PPO learner sets them up. As in its learners, responses are
-padded to the fixed maximum, and the head runs on every token. Its packing needs its TPU attention kernel: without that
-kernel, packed rows are not masked at all.
+It uses Tunix's own model, PPO loss and jitted train step, as Tunix's PPO learner sets them up. As in its learners,
+responses are padded to the fixed maximum, and the head runs on every token. Tunix's packing needs its TPU attention
+kernel: without that kernel, packed rows are not masked at all.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""How fast weights become a folder that servers read: python tests/bench/weight_sync.py [FOLDER ...]
+"""Times writing weights to a folder that servers read: python tests/bench/weight_sync.py [FOLDER ...]
 
-Writes random weights of a Qwen3 of 150 million weights as bfloat16 (300 MB) to each folder, with one writer and with
-those of `model.hf_files`, in turns, and prints the median seconds of each and their ratio.
+Writes the random weights of a Qwen3 with 150 million weights as bfloat16 (300 MB) to each folder, in turns with one
+writer and with those of `model.hf_files`, and prints the median seconds of each and their ratio.
 """
 
 import shutil

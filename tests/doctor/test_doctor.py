@@ -1,4 +1,4 @@
-"""The doctor on a tiny run: all passes; then a kernel, decoding, a mesh, a disk and devices are broken on purpose."""
+"""The doctor on a tiny run. All passes; then a kernel, decoding, a mesh, a disk and devices are broken on purpose."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ def examined(config, *names):
     """By name, what the checks of these names find; of all in the short form where none is given."""
     examination = Examination(Subject(config), 600.0)
     checks = [check for check in doctor.CHECKS if check.when != "full" and (not names or check.name in names)]
-    patient = [dataclasses.replace(check, seconds=600.0) for check in checks]  # also on a machine that is busy
+    patient = [dataclasses.replace(check, seconds=600.0) for check in checks]  # even on a busy machine
     return {one.name: one for check in patient for one in examination.findings(check)}
 
 
@@ -51,7 +51,7 @@ def test_a_run_on_one_device_passes(tmp_path):
     absent = dict.fromkeys(("collectives", "servers", "judge"), "not there")
     assert statuses(found) == dict.fromkeys(("devices", "kernel", "decoding", "checkpoint"), "passed") | absent
     assert found["devices"].seen.endswith("mesh data 1, fsdp 1, tensor 1")
-    assert list(tmp_path.iterdir()) == []  # neither in the run folder nor beside it
+    assert list(tmp_path.iterdir()) == []  # neither in the run folder nor next to it
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_a_run_on_a_mesh_passes(tmp_path, dtype):
     mesh = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
     found = examined(tiny(tmp_path, model__dtype=dtype, **mesh), "devices", "kernel", "decoding", "collectives")
     assert set(statuses(found).values()) == {"passed"}, found
-    # The two ways to compute one gradient are not the same way.
+    # The two ways to compute a gradient differ.
     assert 0 < float(found["collectives"].figures["gradient error"]) < 0.02
 
 
@@ -110,7 +110,7 @@ def test_decoding_that_is_not_the_forward_pass_is_found(tmp_path, monkeypatch):
 
     true = decoding.cached_attention
     monkeypatch.setattr(decoding, "cached_attention", lambda q, k, v, visible: 0.9 * true(q, k, v, visible))
-    # Programs of other shapes than other tests have compiled with the true one.
+    # Shapes differ from those that other tests have compiled with the true function.
     (found,) = examined(tiny(tmp_path, base__head_dim=12), "decoding").values()
     assert found.status == "failed"
     assert found.seen.startswith("embedded: log-probabilities differ from the trainer's by ")

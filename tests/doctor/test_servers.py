@@ -1,4 +1,4 @@
-"""The doctor's checks of servers and judge: honest ones pass, and each lie is found and its server named."""
+"""The doctor's checks of servers and judge: honest ones pass, and each lie is found and its server is named."""
 
 import asyncio
 import contextlib
@@ -144,7 +144,7 @@ def read(run, urls) -> Config:
 def examined(config: Config, name: str, when: str) -> dict[str, tuple[str, str]]:
     """By name what the check finds, and whether it passed."""
     (check,) = [check for check in doctor.CHECKS if check.name == name and check.when in ("both", when)]
-    patient = dataclasses.replace(check, seconds=600.0)  # also on a machine that is busy
+    patient = dataclasses.replace(check, seconds=600.0)  # even on a busy machine
     found = Examination(Subject(config), 600.0).findings(patient)
     return {one.name: (one.status, one.seen) for one in found}
 
@@ -256,4 +256,4 @@ def test_a_judge_that_does_not_is_named(run):
     assert status == "failed" and seen.startswith(f"{judge.url} gave no clustering (malformed: ")
     status, seen = judged(run, "http://127.0.0.1:1")
     assert status == "failed" and "http://127.0.0.1:1" in seen
-    assert default_config.get_config().judge.name == "exact"  # which is no server
+    assert default_config.get_config().judge.name == "exact"  # this judge is not a server

@@ -1,4 +1,4 @@
-"""The command as a user types it, on one device and on two hosts; rollouts/test_sglang_training.py has real servers."""
+"""The command as a user types it, on one device and two hosts. rollouts/test_sglang_training.py has real servers."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from training_runs import SETTINGS, as_flags
 
 pytestmark = pytest.mark.slow
 
-# Not those of conftest.py, which make compiling fast and all else slow.
+# Not the flags of conftest.py, which make compiling fast and everything else slow.
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
 
 

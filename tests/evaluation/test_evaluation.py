@@ -1,4 +1,4 @@
-"""Evaluations: what is on disk, whatever broke them off, and numbers that a few generations give by hand."""
+"""Evaluations: the files on disk, whatever interrupted them, and numbers computed by hand for a few generations."""
 
 import asyncio
 import dataclasses
@@ -83,14 +83,14 @@ def test_generations_are_kept_as_they_come_and_not_drawn_again(tmp_path: Path):
     path = tmp_path / "broken" / GENERATIONS
     assert len(list(read_generations(path.parent))) == 16
     content = path.read_text()
-    # As a crash would leave it: a problem with two of its generations, and half a line.
+    # The state after a crash: a problem with two of its generations, and half a line.
     path.write_text(content[: content.rindex("\n", 0, content.rindex("\n", 0, len(content) - 1)) + 30])
 
     rollouts = SeededLetters()
     assert draw(tmp_path / "broken", rollouts)[0] == 3
     assert len(rollouts.asked) == 6
     assert path.read_bytes() == (tmp_path / "whole" / GENERATIONS).read_bytes()
-    assert draw(tmp_path / "broken", SeededLetters(groups_before_death=0)) == [9]  # nothing is asked for
+    assert draw(tmp_path / "broken", SeededLetters(groups_before_death=0)) == [9]  # nothing is requested
 
 
 def test_generations_of_different_kinds_are_not_mixed(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Held-out metrics against a plain count over all k-subsets of the generations."""
+"""Held-out metrics, compared with a plain count over all k-subsets of the generations."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""Every file of docs/extending.md trains, as it stands there, and does what the page says of it."""
+"""Every file in docs/extending.md trains exactly as shown there, and does what the page says."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from poly_epo_jax.run_folder import GENERATIONS, METRICS, read_method, read_rows
 
 pytestmark = pytest.mark.slow
 
-# Of a policy that is sometimes right; one base policy and one set of compiled programs for all.
+# For a policy that is sometimes right; all share one base policy and one set of compiled programs.
 SHORT = SETTINGS | {"base.clean_steps": 300, "train.num_steps": 2, "log.generations_every": 1}
 Train = Callable[..., list[dict]]
 
@@ -56,7 +56,7 @@ def test_every_file_is_tried():
 
 
 def test_a_set_objective(train: Train, folder: Path):
-    # Small sets of a policy that is often right, as only sets that are right throughout score.
+    # Small sets of a policy that is often right, because only sets that are entirely right score.
     rows = train("my_objective.py", "my-objective", **SHORT, **{"algo.set_size": 2})
     assert read_method(folder / "runs/my-objective") == "All correct"
     assert len(rows) == 3 and any(advantages(folder / "runs/my-objective"))
@@ -68,14 +68,14 @@ def test_an_estimator_that_reads_the_mean_log_probability(train: Train, folder: 
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         groups.setdefault((row["step"], row["problem"], row["reward"]), []).append(row)
-    # Of equal rewards only the log-probability makes different advantages.
+    # With equal rewards, only the log-probability makes advantages differ.
     varied = [group for group in groups.values() if len({row["response"] for row in group}) > 1]
     assert varied and all(np.ptp([row["advantage"] for row in group]) > 0 for group in varied)
 
 
 def test_a_loss_over_whole_sequences(train: Train, folder: Path):
     rows = train("my_loss.py", "my-loss", **SHORT)
-    # The first minibatch is on policy, and nothing is clipped; the second one's range is narrow.
+    # The first minibatch is on policy and nothing is clipped; the range for the second is narrow.
     assert all(0 < row["policy/clip_fraction"] < 1 for row in rows[1:])
 
 

@@ -1,4 +1,4 @@
-"""configs/gsm8k.py runs end to end, on a CPU with a model that has learnt nothing, and its plans are as it says."""
+"""configs/gsm8k.py runs end to end on a CPU, with a model that has learnt nothing, and its plans are as it says."""
 
 import dataclasses
 import json

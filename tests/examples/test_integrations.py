@@ -1,4 +1,4 @@
-"""The files of docs/integrations.md, each as it stands there: in the trainer, if installed, or behind its interface."""
+"""The files in docs/integrations.md, as shown there: each in its trainer, if installed, or behind its interface."""
 
 import asyncio
 import importlib.util
@@ -58,7 +58,7 @@ def test_verl(monkeypatch: pytest.MonkeyPatch):
         modules(monkeypatch, verl__trainer__ppo__core_algos=decorator)
     names = names_of("verl_set_rl.py")
 
-    # Responses lie in any order, and their scores at the last token.
+    # Responses are in any order, and their scores are at the last token.
     order = np.random.default_rng(0).permutation(16)
     index = np.array([f"prompt {i // 8}" for i in order], dtype=object)
     mask = torch.ones(16, 3)

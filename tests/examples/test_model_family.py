@@ -1,4 +1,4 @@
-"""The model family of docs/extending.md: Mistral, a Llama by its network, from a configuration file of one's own."""
+"""The model family of docs/extending.md: Mistral, whose network is Llama's, from a user's own configuration file."""
 
 import dataclasses
 import json

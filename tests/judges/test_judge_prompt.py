@@ -1,4 +1,4 @@
-"""What responses can do to the judge's prompt: nothing but stand in it."""
+"""Responses can do nothing to the judge's prompt except appear in it."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Whatever a judge replies becomes the clustering that it meant or a typed failure; nothing is made up for it."""
+"""Every reply of a judge becomes the clustering that it meant, or a typed failure; nothing is made up for it."""
 
 import json
 

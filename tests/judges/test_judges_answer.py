@@ -1,4 +1,4 @@
-"""Clusters by final answer, and none at all."""
+"""Clusters by final answer, and no clusters at all."""
 
 import asyncio
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def test_equal_answers_share_a_cluster_however_they_are_written():
     task = Numbers()
     clusters = cluster("answer", task, ["x=1", "y=2", "?", "z=1.0", "so=2", "=1", "?", "=3"])
     np.testing.assert_array_equal(clusters, [0, 1, DEGENERATE_CLUSTER, 0, 1, 0, DEGENERATE_CLUSTER, 2])
-    # Each spelling once, and with one answer of each cluster only.
+    # Each spelling once, and with only one answer of each cluster.
     assert task.compared == [("1", "2"), ("1", "1.0"), ("1", "3"), ("2", "3")]
 
 

@@ -1,4 +1,4 @@
-"""The judge against servers that answer well, badly, late, angrily or not at all."""
+"""The judge with servers that answer well, badly, late, with errors, or not at all."""
 
 import asyncio
 import json
@@ -265,7 +265,7 @@ def test_a_server_that_comes_up_is_waited_for(serve):
 
 
 def test_a_dead_port_is_unreachable():
-    with socket.socket() as deaf:  # it has the port, so that nothing else answers there, and does not listen
+    with socket.socket() as deaf:  # it holds the port, so that nothing else answers there, but does not listen
         deaf.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         judge = make_judge(url=url, wait_seconds=0.05)

@@ -1,4 +1,4 @@
-"""Embeddings by pieces of text, and what is near by them."""
+"""Embeddings from pieces of text, and which texts are near each other by them."""
 
 import asyncio
 import subprocess
@@ -104,7 +104,7 @@ def test_an_estimator_of_embeddings_trains_by_words_alone(tmp_path: Path, caches
     for row in read_rows(run.folder / GENERATIONS):
         groups.setdefault((row["step"], row["problem"], row["occurrence"]), []).append(row)
     paid = [row for rows in groups.values() if any(row["reward"] for row in rows) for row in rows]
-    # Of equal rewards, only the embeddings make different advantages.
+    # With equal rewards, only the embeddings make advantages differ.
     assert len({(row["reward"], row["advantage"]) for row in paid}) > len({row["reward"] for row in paid})
     for rows in groups.values():
         assert len({row["cluster"] for row in rows}) <= len({row["response"] for row in rows})

@@ -1,4 +1,4 @@
-"""The launch scripts, as far as they can be tried without the machines that they launch on."""
+"""The launch scripts, as far as they can be tested without the machines that they launch on."""
 
 import os
 import subprocess

@@ -1,6 +1,6 @@
-"""launch/node.sh: the paper's run as a user types it, and that nothing is left of it, whatever stops it and when.
+"""launch/node.sh: the paper's run as a user types it, and that nothing of it remains, whatever stops it and when.
 
-What SGLang and the trainer do not decide is tried in a copy of the scripts with stand-ins for both.
+Everything that does not depend on SGLang and the trainer is tested in a copy of the scripts, with stand-ins for both.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ SERVE = """
 set -eu
 exec python third_party/sglang/server.py "$2" "$3"
 """
-# A server with children in groups of their own, one of which does not heed SIGTERM, and a file as SGLang leaves them.
+# A server with children in their own process groups, one of which ignores SIGTERM, and a file like those SGLang leaves.
 SERVER = """
 import http.server, mmap, os, subprocess, sys, uuid
 
@@ -66,7 +66,7 @@ while "slow" in model:
     __import__("time").sleep(1)
 http.server.HTTPServer(("127.0.0.1", int(port)), http.server.BaseHTTPRequestHandler).serve_forever()
 """
-# A doctor who takes as long as one file is there, and finds something if another is.
+# A doctor that runs as long as one file is there, and finds something if another is.
 DOCTOR = """
 import json, pathlib, sys, time
 
@@ -77,7 +77,7 @@ if pathlib.Path("sick").exists():
     print("a table")
     sys.exit(1)
 """
-# A trainer whose step ends when the file says so, or fails without its server; it saves at SIGTERM in both cases.
+# A trainer whose step ends when the file says so, or fails without its server; on SIGTERM it saves in both cases.
 TRAINER = """
 import json, os, pathlib, signal, socket, subprocess, sys, time
 
@@ -107,11 +107,11 @@ class Node:
         self._mapped: set[str] = set()
 
     def start(self, *flags: str, **variables: str) -> subprocess.Popen[bytes]:
-        # XLA_FLAGS are conftest.py's, which make compiling fast and all else slow.
+        # XLA_FLAGS are those of conftest.py, which make compiling fast and everything else slow.
         kept = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
         with self._log.open("wb") as log:
             return subprocess.Popen(
-                # As in a terminal: what runs in the background ignores Ctrl-C, and would hand that on.
+                # As in a terminal: background processes ignore Ctrl-C, and would pass that on.
                 ["env", "--default-signal=INT", "bash", "launch/node.sh", *flags],
                 cwd=self.folder,
                 env=kept | variables,
@@ -462,7 +462,7 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
     process = node.start(*flags, "--config.train.num_steps=3", **models, **port)
     node.wait(process, lambda: "Done: " in node.said(), 1200)
     assert node.end(process, 60) == 0, node.said()
-    # Before that the doctor has passed all that is here: one device has no collectives.
+    # Before that, the doctor has passed everything that is here: one device has no collectives.
     assert "Doctor: 6 passed, 0 failed, 1 not there." in node.said()
 
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
@@ -473,7 +473,7 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
     generations = read_rows(tmp_path / "run" / "generations.jsonl")
     assert len(generations) == 3 * 4 * 4
     assert {row["cluster"] for row in generations} <= {1, 2, 3, 4, 100}
-    # The prompt is the user's message; the tokenizer's chat template is around its tokens only.
+    # The prompt is the user's message; the tokenizer's chat template surrounds only its tokens.
     assert all(row["rationale"] and row["prompt"].endswith("inside \\boxed{}.") for row in generations)
     counts = json.loads((tmp_path / "run" / "data.json").read_text())
     assert counts["train"]["kept"] + sum(counts["train"]["dropped"].values()) == 7473

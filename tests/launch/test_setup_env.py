@@ -1,6 +1,6 @@
-"""launch/setup_env.sh makes .venv, says in a sentence why it cannot, and recovers from whatever broke it off.
+"""launch/setup_env.sh makes .venv, says in a sentence why it cannot, and recovers from any interruption.
 
-uv is a stand-in here, which does as its call is told; pip is real, without an index to ask.
+uv is a stand-in here, which does what its call says; pip is real, but has no index.
 """
 
 import os

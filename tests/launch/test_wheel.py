@@ -1,4 +1,4 @@
-"""The package from a wheel, in a folder that knows no repository: a configuration of the documents goes all the way."""
+"""The package from a wheel, in a folder without the repository: a configuration from the documents runs end to end."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ from poly_epo_jax.run_folder import read_rows
 ROOT = Path(__file__).parents[2]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 TASK = f"--config.task.options={SETTINGS['task.options']}"
-# This objective rewards sets that are right throughout: small ones, of a policy that is often right.
+# This objective rewards only sets that are entirely right: small ones, of a policy that is often right.
 SMALL = SETTINGS | {"algo.set_size": 2, "base.clean_steps": 300, "train.num_steps": 3, "eval.every": 3}
 Python = Callable[..., str]
 

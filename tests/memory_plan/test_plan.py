@@ -1,4 +1,4 @@
-"""The memory plan against compiled programs, and meshes: presets, what fills them, and the nearest one that works."""
+"""The memory plan against compiled programs, and meshes: presets, filling them, and the nearest one that works."""
 
 import dataclasses
 import itertools
@@ -78,7 +78,7 @@ LARGE = [
 ]
 
 
-# Programs of jax 0.12 for CPUs hold up to 14% less than planned, 3% more at most.
+# Programs of jax 0.12 for CPUs hold up to 14% less than planned, and at most 3% more.
 LESS_IN_LATER_JAX = 0.05 if jax.__version_info__ > (0, 10, 2) else 0.0
 
 
@@ -93,7 +93,7 @@ def test_the_plan_is_what_compiled_programs_hold(case: Case):
     lowered = update.lower(microbatch_rows(config, setting.mesh), config.train.row_tokens)
     memory: dict[str, Any] = {name: lowered[name].compile().memory_analysis() for name in plan.stages}
 
-    # The optimizer takes weights, both moments and gradients, all of one size; while gradients are made, moments stay.
+    # The optimizer takes weights, both moments and gradients, all of one size. Moments stay while gradients are made.
     weights = memory["optimizer"].argument_size_in_bytes / 4
     resident = {"gradient": 2 * weights, "optimizer": 0}
     held = {}
@@ -105,7 +105,7 @@ def test_the_plan_is_what_compiled_programs_hold(case: Case):
     assert plan.resident["parameters"] == pytest.approx(weights, rel=2e-3)
     if LESS_IN_LATER_JAX:
         return
-    # That part alone which rows, remat and the head decide.
+    # Only the part that depends on rows, remat and the head.
     temporary = sum(size for name, size in plan.stages["gradient"].items() if name != "sum of gradients")
     assert temporary == pytest.approx(memory["gradient"].temp_size_in_bytes, rel=0.1)
 
@@ -113,7 +113,7 @@ def test_the_plan_is_what_compiled_programs_hold(case: Case):
 LORA = [Case("Qwen3-0.6B", (1, 1, 1), 4096, remat, rank=16) for remat in ("full", "dots", "none")]
 LORA += [
     Case("Qwen3-4B", (1, 4, 2), 16_384, "full", rank=16),
-    # Where the head takes the most, programs for CPUs in bfloat16 hold up to 18% more: a copy of the head in float32.
+    # If the head takes the most, programs for CPUs in bfloat16 hold up to 18% more: a copy of the head in float32.
     Case("Qwen3-0.6B", (1, 2, 2), 8192, "attention", rank=64),
 ]
 
@@ -217,7 +217,7 @@ def test_the_largest_number_of_rows_fits_and_one_more_does_not():
     assert 1 < rows < 40
     assert make_plan(config, shape, setting, memory_bytes, rows).fits
     assert not make_plan(config, shape, setting, memory_bytes, rows + 1).fits
-    # With room for everything there are only so many: a minibatch of 512 sequences, three to a row, on four devices.
+    # With room for everything, the number is limited: a minibatch of 512 sequences, three to a row, on four devices.
     assert largest_rows(config, shape, setting, 10**15) == 512 // 3 // 4
 
 
@@ -237,7 +237,7 @@ def test_shards_replicas_and_words_do_to_the_plan_what_they_do_to_memory():
     share = 2 * 36 * 2560 * 4096 / (4.02e9)  # of the weights; q and o have 32 heads of 128
     assert layers.resident["parameters"] == plan.resident["parameters"]
     assert layers.resident["optimizer moments"] == pytest.approx(share * plan.resident["optimizer moments"], rel=2e-3)
-    assert list(layers.stages["optimizer"]) == ["sum of gradients"]  # all else is changed in place
+    assert list(layers.stages["optimizer"]) == ["sum of gradients"]  # everything else is changed in place
     assert layers.stages["optimizer"]["sum of gradients"] == pytest.approx(4 * 4.02e9 * share / 4, rel=2e-3)
     assert "reference policy" in bytes_of(changes={"algo.kl_coef": 0.1}).resident
     by_remat = [bytes_of(remat=word).stage_bytes("gradient") for word in ("full", "attention", "dots", "none")]

@@ -1,4 +1,4 @@
-"""Entropy of answers by hand."""
+"""The entropy of answers, against values computed by hand."""
 
 import math
 

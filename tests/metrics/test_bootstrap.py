@@ -1,4 +1,4 @@
-"""The interval holds the truth as often as it says, also for few problems of which most are never solved."""
+"""The interval contains the truth as often as it says, even for few problems of which most are never solved."""
 
 import math
 
@@ -28,7 +28,7 @@ def missed(num_problems: int, alpha: float, beta: float, num_benchmarks: int) ->
 )
 def test_the_interval_covers_the_truth(num_problems, alpha, beta):
     covered = 1 - sum(missed(num_problems, alpha, beta, num_benchmarks=2000))
-    # The count of covered benchmarks is binomial: three and a half of its standard deviations, 0.017.
+    # The number of covered benchmarks is binomial: three and a half of its standard deviations are 0.017.
     assert abs(covered - 0.95) < 3.5 * math.sqrt(0.95 * 0.05 / 2000)
 
 
@@ -62,7 +62,7 @@ def test_the_interval_moves_with_the_unit_and_the_order_of_better():
     assert np.all((values.mean(axis=0) < high) & (high < values.max(axis=0)))
     np.testing.assert_allclose(bootstrap_interval(3 * values + 2), [3 * low + 2, 3 * high + 2], atol=1e-12)
     np.testing.assert_allclose(bootstrap_interval(-values), [-high, -low], atol=1e-12)
-    # The long tail is above, so the interval reaches farther up than down.
+    # The long tail is on the upper side, so the interval reaches farther up than down.
     assert np.all(high - values.mean(axis=0) > values.mean(axis=0) - low)
 
 

@@ -1,4 +1,4 @@
-"""Branches against sets of prefixes, over sequences that repeat, continue one another, or are empty."""
+"""Branches against sets of prefixes, for sequences that repeat, continue one another, or are empty."""
 
 import math
 
@@ -78,7 +78,7 @@ def test_long_generations():
         token_ids.append(own)
     active = active_branches(token_ids)
     assert active[:2000].tolist() == [1] * 2000
-    # Pair i leaves the stem at 2001 + 100 i; the last pair is then alone on what was the stem, until it leaves too.
+    # Pair i leaves the stem at 2001 + 100 i. The last pair is then alone on the former stem, until it leaves too.
     assert active[2000::100][:9].tolist() == [2, 3, 4, 5, 6, 7, 8, 8, 8]
     assert first_branching_position(token_ids) == 2001
 
@@ -96,7 +96,7 @@ def test_the_tree_spells_every_generation(seed):
         assert len({tuple(token_ids[i][: segment.end].tolist()) for i in segment.generations}) == 1
     over = [sum(s.start < h <= s.end for s in tree) for h in range(1, max(map(len, token_ids), default=0) + 1)]
     assert over == active_branches(token_ids).tolist()
-    # Compressed: a segment is followed by none or by several, unless one of its generations ends with it.
+    # Compressed: a segment is followed by no segment or by several, unless one of its generations ends with it.
     for number, segment in enumerate(tree):
         children = [s for s in tree if s.parent == number]
         ends = any(len(token_ids[i]) == segment.end for i in segment.generations)
@@ -126,5 +126,5 @@ def test_the_expected_branches_of_independent_tokens():
     rng = np.random.default_rng(0)
     problems = [list(rng.integers(0, 5, (4, 1))) for _ in range(4000)]
     expected = 5 * (1 - (1 - 1 / 5) ** 4)
-    # The count lies in [1, 4], so its deviation is at most 1.5: four standard deviations of the mean.
+    # The count lies in [1, 4], so its standard deviation is at most 1.5: four standard deviations of the mean.
     assert abs(mean_active_branches(problems)[0] - expected) < 4 * 1.5 / math.sqrt(4000)

@@ -77,7 +77,7 @@ def test_the_order_of_generations_does_not_matter():
 
 def test_random_subsets_estimate_the_exact_mean():
     answers, correct = random_votes(30, 12)
-    # Equal answers side by side, so that subsets which favour some positions are found out.
+    # Equal answers are adjacent, so that subsets which favour some positions are noticed.
     order = np.argsort(answers, axis=1)
     answers, correct = np.take_along_axis(answers, order, axis=1), np.take_along_axis(correct, order, axis=1)
     all_subsets = math.comb(12, 5)
@@ -88,7 +88,7 @@ def test_random_subsets_estimate_the_exact_mean():
     )
     np.testing.assert_array_equal(drawn, again)
     assert np.any(drawn != exact) and np.any(drawn != other)
-    # Numbers in [0, 1] deviate by at most 1/2: four and a half standard deviations of the mean.
+    # Numbers in [0, 1] have a standard deviation of at most 1/2: four and a half standard deviations of the mean.
     assert np.all(np.abs(drawn - exact) < 4.5 * 0.5 / math.sqrt(all_subsets - 1))
 
 

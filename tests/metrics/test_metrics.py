@@ -1,4 +1,4 @@
-"""pass@k and distinct clusters against every k-subset, and against exact integers."""
+"""pass@k and distinct clusters, compared with a count over every k-subset and with exact integers."""
 
 import itertools
 import math

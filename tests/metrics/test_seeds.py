@@ -1,4 +1,4 @@
-"""Means over seeds: intervals that hold the truth as often as they say, and differences seed by seed."""
+"""Means over seeds: intervals that contain the truth as often as they say, and differences seed by seed."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""One token at a time is what the packed forward pass is, for every relative, at any length of the cache."""
+"""Decoding one token at a time equals the packed forward pass, for every related model, at any cache length."""
 
 import dataclasses
 import functools
@@ -65,7 +65,7 @@ def test_decoding_in_bfloat16():
     assert_logits_of_the_packed_forward(config, params, tokens, decoded(config, params, tokens, TOTAL), atol=0.1)
     weights = decoding_weights(config, params)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
-    assert "embed" not in weights  # a tied head is read for both
+    assert "embed" not in weights  # a tied head serves as both
     assert decoding.init_cache(config, 1, 4).k[0].dtype == "bfloat16"
 
 

@@ -1,4 +1,4 @@
-"""A fingerprint follows the bits of an array, not where it lies."""
+"""A fingerprint depends on the bits of an array, not on where the array lies."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Model FLOPs against counts by hand and against the model's own weights."""
+"""Model FLOPs, compared with counts by hand and with the model's own weights."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Several files at a time: who writes what, how much the host holds, and what happens when one cannot be written."""
+"""Several files at a time: who writes which, how much the host holds, and what happens if one cannot be written."""
 
 import errno
 import threading

@@ -1,4 +1,4 @@
-"""Adapters against the same products written out: a layer with one is the layer of the merged weights."""
+"""Adapters against the same products written out: a layer with an adapter equals the layer with merged weights."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""A layer's matmul on a mesh: values, gradients, and the type in which devices sum them."""
+"""A layer's matmul on a mesh: its values, its gradients, and the type in which devices sum them."""
 
 import jax
 import jax.numpy as jnp

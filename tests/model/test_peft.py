@@ -1,4 +1,4 @@
-"""An adapter's folder, applied to transformers' model as PEFT does it: W + (lora_alpha / r) lora_B lora_A."""
+"""An adapter's folder, applied to the transformers model as PEFT does: W + (lora_alpha / r) lora_B lora_A."""
 
 import dataclasses
 import json

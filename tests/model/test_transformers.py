@@ -1,4 +1,4 @@
-"""Our model and our sampler against transformers, which computes with torch."""
+"""Our model and our sampler, compared with transformers, which computes with torch."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The first process listens where the others are told that it is, and nowhere else."""
+"""The first process listens only at the address that the others are given."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ port = f"{int(sys.argv[1].rpartition(':')[2]):04X}"
 rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
 print(*(row[1].removesuffix(f":{port}") for row in rows if row[1].endswith(f":{port}") and row[3] == "0A"))
 """
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # as the kernel writes it, for IPv4 and within IPv6
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # as the kernel writes it, for IPv4 and mapped into IPv6
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

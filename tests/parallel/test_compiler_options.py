@@ -1,4 +1,4 @@
-"""Options of presets reach the compiler; what it refuses is left out and told."""
+"""Options of presets reach the compiler; those that it refuses are left out and reported."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""What malloc keeps is not mapped and cleared again."""
+"""Memory that malloc keeps is not mapped and cleared again."""
 
 import importlib.metadata
 import os
@@ -32,7 +32,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc")
 def test_programs_run_in_memory_that_is_there():
-    pages = 5 * 2**22 * 4 // resource.getpagesize()  # of one array in five runs, whose heap may still grow a little
+    pages = 5 * 2**22 * 4 // resource.getpagesize()  # of one array in five runs; their heap may still grow a little
     faults = {}
     for what in ("keep", "as it is"):
         command = [sys.executable, "-c", PROGRAM, what]

@@ -1,4 +1,4 @@
-"""Several processes train as one: real ones, on this machine, over collectives between CPUs."""
+"""Several processes train as one: real processes on this machine, with collectives between CPUs."""
 
 import os
 import re
@@ -98,7 +98,7 @@ def test_sigterm_on_one_saves_on_all_and_checkpoints_move(single: Run, eventful:
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [1, 0])
 def test_the_death_of_one_ends_the_other_with_a_sentence(eventful: tuple[Run, list[str]], killed: int):
-    # The collectives' own words may stand before it on its line.
+    # The collectives' own output may precede it on its line.
     assert (
         eventful[1][1 - killed]
         .strip()
@@ -209,7 +209,7 @@ def test_what_fails_where_all_compute_ends_all():
 
 @pytest.mark.slow
 def test_every_host_gathers_whole_weights_from_any_order_of_devices():
-    # The first mesh has one host's devices side by side along tensor, the second along fsdp, the third mixes them.
+    # The first mesh has one host's devices side by side along tensor, the second along fsdp, and the third mixes them.
     assert said_by_two(GATHERING, devices=2) == [["(1, 1, 2) True", "(1, 1, 2) True", "(1, 1, 2) True"]] * 2
 
 

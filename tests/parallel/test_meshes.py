@@ -1,4 +1,4 @@
-"""On any mesh of eight devices training and sampling are what they are on one."""
+"""Training and sampling are the same on any mesh of eight devices as on one device."""
 
 import asyncio
 import functools
@@ -37,7 +37,7 @@ from poly_epo_jax.update import PolicyUpdate
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
-# [layers, ...] of TINY and their parts on a mesh of 2 x 2 x 2: fsdp halves the embedding, tensor all else but norms.
+# [layers, ...] of TINY and their parts on a 2 x 2 x 2 mesh: fsdp halves the embedding, tensor all others except norms.
 SHARDS = {
     "embed": (PartitionSpec("tensor", "fsdp"), (16, 8)),
     "norm": (PartitionSpec(None), (16,)),
@@ -59,7 +59,7 @@ SHARDS = {
 def train_step(*axes):
     """(gradient, its sums of metrics, state after a step of two updates, the step's metrics) on a mesh."""
     mesh = make_mesh(*axes)
-    # With eps near the gradient's size the update is no coarser than the gradient.
+    # With eps close to the gradient's size, the update is no coarser than the gradient.
     config = optimizer_config(eps=1e-3, weight_decay=0.1)
     update = PolicyUpdate(
         TINY_MODEL, mesh, Objective(ppo_clip_loss, kl_coef=0.1, entropy_coef=0.01), config, total_updates=2

@@ -1,4 +1,4 @@
-"""What training held at most is told where the system tells it."""
+"""The peak memory of training is reported where the system provides it."""
 
 import sys
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from poly_epo_jax.parallel.peak_memory import device_peak, peak_bytes
 def test_on_a_cpu_it_is_that_of_the_process():
     before = peak_bytes()
     assert before is not None and device_peak() is None
-    array = np.ones(before // 8 + 25_000_000)  # more than was ever held, by 200 MB
+    array = np.ones(before // 8 + 25_000_000)  # 200 MB more than was ever held
     held = peak_bytes()
     assert held is not None and held > array.nbytes
     del array

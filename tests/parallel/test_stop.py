@@ -1,4 +1,4 @@
-"""A signal leaves what waits, even where that hangs, and what was there before is there again."""
+"""A signal ends a wait, even one that hangs, and restores what was there before."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The page in a real browser: what it draws, what its controls choose, and that it stays by itself."""
+"""The page in a real browser: what it draws, what its controls select, and that it loads nothing else."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Reports on made-up evaluations: figures, tables, what is shown of the generations, and what is refused."""
+"""Reports on made-up evaluations: figures, tables, the generations that are shown, and what is refused."""
 
 import json
 import tracemalloc

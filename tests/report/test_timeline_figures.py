@@ -1,4 +1,4 @@
-"""Which steps are drawn, what their bars say, and what is said of all steps in words."""
+"""Which steps are drawn, what their bars show, and the sentence about all steps."""
 
 import matplotlib.colors
 import numpy as np

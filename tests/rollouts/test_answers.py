@@ -1,4 +1,4 @@
-"""What SGLang answers to /generate is read, or refused by a sentence; tests/attack/servers.py tries far more."""
+"""SGLang's answers to /generate are read, or refused with a sentence; tests/attack/servers.py tries far more."""
 
 import asyncio
 import re

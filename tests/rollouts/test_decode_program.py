@@ -1,4 +1,4 @@
-"""Decoding on a mesh, compiled but not run: what each token sends between devices."""
+"""Decoding on a mesh, compiled but not run: what devices send each other for each token."""
 
 import functools
 from collections import Counter
@@ -42,7 +42,7 @@ def compiled_decode(axes: tuple[int, int, int]) -> tuple[str, Params, Params]:
         pushed = result_of(jax.jit(functools.partial(decoding_weights, CONFIG)), params)
         whole = result_of(jax.jit(whole_weights), pushed)
         state = result_of(jax.jit(functools.partial(programs.start, CONFIG, rows, 32, 48)))
-        sampling = {"temperature": 1.0, "top_p": 0.9, "top_k": 20}  # whose loops are within the loop over tokens
+        sampling = {"temperature": 1.0, "top_p": 0.9, "top_k": 20}  # its loops are inside the loop over tokens
         decode = programs.decode.lower(CONFIG, whole, state, jnp.zeros(2, jnp.int32), turnover=2, **sampling)
         shardings = [jax.tree.map(lambda x: x.sharding, weights) for weights in (pushed, whole)]
         return decode.compile().as_text() or "", *shardings

@@ -1,4 +1,4 @@
-"""A server of another kind: all that the sampler asks of it goes through its dialect."""
+"""A server of another kind: everything that the sampler asks of it goes through its dialect."""
 
 import asyncio
 from collections.abc import Sequence

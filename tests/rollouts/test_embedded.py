@@ -1,4 +1,4 @@
-"""The sampler inside the trainer: against the trainer's forward pass, and by its statistics."""
+"""The embedded sampler: compared with the trainer's forward pass, and by its statistics."""
 
 import asyncio
 import threading
@@ -80,7 +80,7 @@ def test_a_stop_token_ends_a_generation(groups):
 
 
 def test_generations_of_a_prompt_differ(groups):
-    # Those that stop at once may agree.
+    # Generations that stop at once may agree.
     long = [tuple(ids) for group in token_ids(groups) for ids in group if len(ids) > 5]
     assert len(set(long)) == len(long) > 10
 
@@ -262,13 +262,13 @@ def test_a_generation_that_is_broken_off_leaves_no_thread_and_no_trace(rollouts,
         task = asyncio.create_task(first_of(PROBLEMS[:1]))
         await until(lambda: bool(busy))
         task.cancel()
-        for _ in range(10):  # turns of the event loop, in which whoever does not wait for the thread ends
+        for _ in range(10):  # turns of the event loop, in which a task that does not wait for the thread would end
             await asyncio.sleep(0)
         has_waited = not task.done()
         may_go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert has_waited and not busy  # what ran on the device has ended
+        assert has_waited and not busy  # the work on the device has ended
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Slots, "advance", watched)

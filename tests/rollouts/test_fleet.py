@@ -1,4 +1,4 @@
-"""Who is asked next, and what each request says; real servers are in test_sglang.py."""
+"""Which server is asked next, and the content of each request; real servers are in test_sglang.py."""
 
 import asyncio
 import json

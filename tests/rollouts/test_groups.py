@@ -1,4 +1,4 @@
-"""Groups from completions that are written down: grouping, seeds, and the way from text to tokens and back."""
+"""Groups from scripted completions: grouping, seeds, and the conversion from text to tokens and back."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -175,7 +175,7 @@ def test_a_chat_goes_through_the_tokenizer_s_own_template():
     rollouts = Rollouts(sampler, tokenizer, ByLetter(), max_prompt_tokens=8)
     prompts = {group.problem.id: group.prompt_ids for group in collect(rollouts, problems, 1, Sampling(MAX_TOKENS))}
     assert {name: tokenizer.decode(prompt) for name, prompt in prompts.items()} == {"chat": "uxabyz", "plain": "ab"}
-    # What the template adds counts: the chat is as long as what the policy reads.
+    # The template's tokens count: the chat is as long as what the policy reads.
     assert drop_long_prompts(problems, tokenizer, max_tokens=5) == ([problems[1]], 1)
 
 

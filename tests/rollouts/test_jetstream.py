@@ -1,4 +1,4 @@
-"""JetStream's driver over our engine: against the embedded sampler, the trainer, and a client of its own server."""
+"""JetStream's driver over our engine, compared with the embedded sampler, the trainer, and a client of its server."""
 
 import asyncio
 import importlib.metadata
@@ -242,7 +242,7 @@ def test_generations_that_are_broken_off_leave_no_trace(make_rollouts, embedded)
 def test_generations_go_on_where_the_last_slot_is_freed_under_the_drivers_eyes(make_rollouts, rollouts):
     """The slot is freed between the driver's two looks at the slots: at the second it finds all of them free."""
     late, (expected,) = make_rollouts(), generate(rollouts, PROBLEMS[:1])
-    last_step = 1 + max(len(y.token_ids) for y in expected.generations)  # which finds that all have ended
+    last_step = 1 + max(len(y.token_ids) for y in expected.generations)  # the last step finds that all have ended
     driver, engine = late.sampler._driver, late.sampler._engine
     backlog, slots = driver._generate_backlogs[0], driver._generate_slots[0]
     get, put, step, init = backlog.get, slots.put, engine.generate, engine.init_decode_state
@@ -258,7 +258,7 @@ def test_generations_go_on_where_the_last_slot_is_freed_under_the_drivers_eyes(m
             raise
 
     def put_late(slot, block=True):
-        frees = not threading.current_thread().name.startswith("generate")  # which only puts back what it looked at
+        frees = not threading.current_thread().name.startswith("generate")  # that one only puts back what it looked at
         assert not frees or has_looked.wait(PATIENCE)
         put(slot, block)
         if frees:
@@ -339,7 +339,7 @@ def test_its_own_server_answers_a_client(embedded):
             assert health.is_live  # the refusals have not ended it
     finally:
         server.stop()
-    for sample in (0, 1):  # both of the slot, greedily
+    for sample in (0, 1):  # both samples of the slot, decoded greedily
         samples = [response.stream_content.samples[sample].token_ids for response in responses]
         token_ids, logprobs, found = unpack([ids for ids in samples if ids])
         np.testing.assert_array_equal(token_ids, expected.generations[0].token_ids)

@@ -1,4 +1,4 @@
-"""Weights lie where everyone may write, in a folder that is their user's alone."""
+"""Weights lie in a place where everyone may write, but in a folder that only their user can access."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def test_only_its_user_can_enter_it_and_it_goes_with_the_run(tmp_path: Path):
     (folder,) = (tmp_path / "below").iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert sorted(one.name for one in folder.iterdir()) == ["1", "2"]
-    # Killed, it leaves them; the next process of the run removes them.
+    # If killed, it leaves them behind; the next process of the run removes them.
     next_sync = DiskSync(tmp_path / "below", "a run", TINY, "float32")
     assert not folder.exists()
     next_sync.prepare(tiny_params(), "3")

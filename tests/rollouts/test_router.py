@@ -1,4 +1,4 @@
-"""Workers behind a router are current before they are asked; the real router is in test_sglang.py."""
+"""Workers behind a router have the current weights before they are asked; the real router is in test_sglang.py."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ class Routed:
         self.versions: dict[str, str] = dict.fromkeys(WORKERS, "default")
         self.listed: list[str] = list(WORKERS)
         self.dead: set[str] = set()
-        self.served: list[tuple[str, str]] = []  # who generated, from which weights
+        self.served: list[tuple[str, str]] = []  # which worker generated, from which weights
         self.changes: list[tuple[str, str]] = []
         self.takes_weights = True
         self.asked = 0

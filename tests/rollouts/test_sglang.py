@@ -1,4 +1,4 @@
-"""SGLang rollouts against real servers: what they generate, their weights, their deaths."""
+"""SGLang rollouts with real servers: their generations, their weights, and their failures."""
 
 import asyncio
 import time
@@ -206,7 +206,7 @@ def collect_over_a_restart(
         return groups
 
     groups = asyncio.run(main())
-    # It was started with weights of no version, and was given the present ones before it was asked for anything.
+    # It was started with weights of no version, and got the current ones before it was asked for anything.
     since = dying.requests()[len(asked) :]
     assert since[:2] == ["pause_generation", "update_weights_from_disk"] and since.count("generate") > 3
     return groups

@@ -1,4 +1,4 @@
-"""A server that answers as sglang-jax 0.1.0rc0 does: evaluated, but not trained over."""
+"""A server that answers as sglang-jax 0.1.0rc0 does: it can be evaluated, but not used for training."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Whole runs over real SGLang servers: the laptop's run and its variants. The paper's run is tested in test_node.py."""
+"""Whole runs with real SGLang servers: the laptop's run and its variants. The paper's run is tested in test_node.py."""
 
 import json
 import os
@@ -28,7 +28,7 @@ LAPTOP = {
     "eval.num_generations": 16,
     "checkpoint.every": STEPS,
 }
-# Not those of conftest.py, which make compiling fast and all else slow.
+# Not the flags of conftest.py, which make compiling fast and everything else slow.
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
 
 
@@ -90,7 +90,7 @@ def served(servers: list[SGLangServer], **settings: Any) -> dict[str, Any]:
 def test_the_laptop_run_learns_over_servers(servers, tmp_path):
     settings = LAPTOP | served(servers) | {"rollouts.weights_dir": tmp_path / "w"}
     rows = run(tmp_path / "run", "configs/polynomial.py", **settings)
-    # Token by token the servers' policy is the trainer's, so that it learns as it does without them.
+    # The servers' policy equals the trainer's token by token, so it learns as it does without them.
     assert max(row["mismatch/max"] for row in rows[1:]) < 1e-3
     assert {row["response/staleness"] for row in rows[1:]} == {0.0}
     assert sum(row["rollouts/resampled"] + row["rollouts/server_failures"] for row in rows[1:]) == 0
@@ -149,7 +149,7 @@ def test_two_hosts_share_servers(servers, tmp_path):
     }
     rows = run(tmp_path / "run", "configs/polynomial.py", count=2, **settings)
     assert [row["step"] for row in rows] == [1, 2, 3]
-    # Every token of both hosts is from the present weights, which one of them sent.
+    # Every token of both hosts is from the current weights, which one of them sent.
     assert max(row["mismatch/max"] for row in rows) < 1e-3
     assert {row["response/staleness"] for row in rows} == {0.0}
     assert sum(row["rollouts/resampled"] + row["rollouts/server_failures"] for row in rows) == 0

@@ -1,6 +1,6 @@
-"""Servers that sleep while the trainer computes: the order of calls, and what goes wrong, in a sentence.
+"""Servers that sleep while the trainer computes: the order of calls, and a sentence for what goes wrong.
 
-A CPU has no memory saver: the real server refuses, and where it is asked all the same, frees nothing and answers.
+A CPU has no memory saver: the real server refuses to sleep; if asked all the same, it frees nothing and answers.
 """
 
 import asyncio
@@ -104,7 +104,7 @@ def test_a_server_that_another_run_left_asleep_is_woken_once(tmp_path: Path, mon
     server = Server()
     server.asleep, server.empty, server.version = True, True, sleep.ASLEEP
     rollouts = opened(server, monkeypatch, tmp_path)
-    server.broken = "pause_generation"  # so that the update is tried again, on a server that is awake already
+    server.broken = "pause_generation"  # so that the update is tried again, on a server that is already awake
     with pytest.raises(ServerError):
         asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
     asyncio.run(rollouts.push_weights(tiny_params(2), {}, 2))
@@ -187,10 +187,10 @@ def test_a_real_server(tmp_path: Path):
             with pytest.MonkeyPatch.context() as all_the_same:
                 all_the_same.setattr(sleep, "_check_able", lambda client, url: asyncio.sleep(0))
                 await sleep.lay_down(client, url)
-                await sleep.lay_down(client, url)  # it sleeps already
+                await sleep.lay_down(client, url)  # it is already asleep
             before = (await SGLANG.served_model(url)).weight_version
             await sleep.wake(client, url)
-            await sleep.wake(client, url)  # it is awake already
+            await sleep.wake(client, url)  # it is already awake
             await SGLANG.resume(client, url)
             return [before, *await SGLANG.probe_weights(client, url, 8)]
 

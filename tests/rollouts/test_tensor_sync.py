@@ -1,4 +1,4 @@
-"""Tensors handed to torch, whose copies only run when its queue does; real torch and servers are in test_sglang.py."""
+"""Tensors handed to torch, whose copies run only when its queue does; real torch and servers are in test_sglang.py."""
 
 import sys
 from types import SimpleNamespace
@@ -70,7 +70,7 @@ def test_copies_are_complete_before_jax_has_its_memory_back(monkeypatch):
     sync = TensorSync(TINY, "float32", tensor_parallel=1)
     sync.prepare(tiny_params(1), "1")
     sync.switch()
-    torch.synchronize("cuda:0")  # as happens some time
+    torch.synchronize("cuda:0")  # as happens eventually
     (bucket,) = sync._buckets
     expected = [array for _, array in hf.exported_tensors(tiny_params(1), TINY, "float32")]
     expected = np.concatenate([np.array(array).reshape(-1).view(np.uint8) for array in expected])

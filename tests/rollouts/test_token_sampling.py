@@ -1,4 +1,4 @@
-"""Draws against the softmax that sorting would filter: by statistics, and token by token."""
+"""Draws, compared with a softmax filtered by sorting: by statistics, and token by token."""
 
 import jax
 import jax.numpy as jnp

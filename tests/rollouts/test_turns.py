@@ -1,4 +1,4 @@
-"""Responses of several turns: the tokens and masks of all, seeds, rounds, and one version of the weights."""
+"""Responses of several turns: the tokens and masks of all turns, seeds, rounds, and one version of the weights."""
 
 import asyncio
 import dataclasses
@@ -82,8 +82,8 @@ def test_a_group_of_several_turns_comes_with_its_last_generation():
 @pytest.mark.parametrize(
     ("max_tokens", "text", "reason", "calls"),
     [
-        (5, "ab?d", "stop", 2),  # "ab." and "?" leave room for one token, which is the policy's last
-        (4, "ab", "length", 1),  # nothing would be left after the reply: it is not made
+        (5, "ab?d", "stop", 2),  # "ab." and "?" leave space for one token, the policy's last
+        (4, "ab", "length", 1),  # there would be no space after the reply, so it is not made
         (3, "ab", "length", 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""Weights are written while generations run, and sent when those are complete; real servers are in test_sglang.py."""
+"""Weights are written while generations run, and pushed when they are complete; real servers are in test_sglang.py."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ class Servers:
         self.loaded: list[tuple[str, str]] = []
         self.happened: list[str] = []  # what was answered, and loaded
         self.looks = Counter[str]()  # at a server's version
-        self.held: list[str] = []  # servers that are dying and asked whether they answer
+        self.held: list[str] = []  # servers that are dying, and are asked whether they answer
         self.asked, self.may_end, self.may_answer = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.dying = ""
         self.paused: set[str] = set()
@@ -105,7 +105,7 @@ def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Pa
         await fake.asked.wait()
         updating = asyncio.create_task(update())
         await until(lambda: on_disk(tmp_path) == ["1", "2"])
-        await until(stands_still)  # the update waits for generations, which is not the weights' time
+        await until(stands_still)  # the update waits for generations, which does not count as time for the weights
         before, now[0] = busy.seconds(), now[0] + 100
         fake.may_end.set()
         assert versions(await generating) == {1}
@@ -157,7 +157,7 @@ def test_a_server_that_is_still_lost_when_the_batch_is_complete_is_given_only_th
         generating, updating = await lost_in_a_batch(fake, open_rollouts(fake.handle, monkeypatch, URLS, tmp_path))
         fake.may_end.set()
         assert versions(await generating) == {1}
-        await until(lambda: fake.held == ["http://a"])  # by the update: no one else asks any more
+        await until(lambda: fake.held == ["http://a"])  # by the update: nothing else asks any more
         assert not updating.done() and fake.loaded[2:] == [] and on_disk(tmp_path) == ["1", "2"]
         fake.dying = ""
         fake.may_answer.set()
@@ -220,7 +220,7 @@ def test_of_two_hosts_that_share_servers_one_sends_and_the_other_waits(tmp_path:
 
         waiting = await begin(1)
         seconds[0] = 31.0
-        # Which of the two is looked at first then is chance.
+        # Which of the two is looked at first is then random.
         with pytest.raises(ServerError, match=r"http://[ab] was not given the weights run-1 in 30 s by the first host"):
             async with asyncio.timeout(PATIENCE):
                 await waiting

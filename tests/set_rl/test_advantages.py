@@ -1,4 +1,4 @@
-"""Advantages against a brute force in float64 that forms every set, and against the method's identities."""
+"""Advantages, compared with a float64 brute force over every set, and with the method's identities."""
 
 import itertools
 import math
@@ -170,7 +170,7 @@ def exact_advantages(rewards, clusters, set_size):
     """Of one prompt, as rationals: the scores of a generation's sets are counted, cluster by cluster."""
     N, n, clusters = len(rewards), set_size, clusters.tolist()
     rewards = [Fraction(reward) for reward in rewards.tolist()]
-    denominator = max(reward.denominator for reward in rewards)  # those of floats are powers of two
+    denominator = max(reward.denominator for reward in rewards)  # the denominators of floats are powers of two
     rewards = [int(reward * denominator) for reward in rewards]
     ids = set(clusters) - {DEGENERATE_CLUSTER}
     sizes = {c: clusters.count(c) for c in ids}
@@ -252,7 +252,7 @@ def test_closed_form_against_monte_carlo_over_four_billion_sets():
     scores = rewards[:, sets].mean(-1) * num_clusters / set_size
     holds = (sets[..., None] == np.arange(num_generations)).any(1)
     for prompt in range(4):
-        # The baseline is estimated from the same sets, which takes the share n / N off the variance.
+        # The baseline is estimated from the same sets, which reduces the variance by the share n / N.
         spread = np.array([scores[prompt, holds[:, y]].std() for y in range(num_generations)])
         standard_error = spread * np.sqrt((1 - set_size / num_generations) / holds.sum(0))
         z = (np.asarray(sampled[prompt]) - exact[prompt]) / standard_error

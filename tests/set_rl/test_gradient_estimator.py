@@ -68,7 +68,7 @@ def test_unbiased_up_to_the_papers_factor(advantages_of, num_sets):
     q = 1 - math.comb(math.comb(N - 1, n), num_sets) / math.comb(math.comb(N, n), num_sets)
     target = (N / n * q - 1) * exact_gradient()
     standard_error = estimates.std(axis=0) / math.sqrt(NUM_DRAWS)
-    assert np.abs(target).max() > 20 * standard_error.max()  # sharp enough to tell
+    assert np.abs(target).max() > 20 * standard_error.max()  # precise enough to decide
     assert (np.abs(estimates.mean(axis=0) - target) < 4 * standard_error).all()
 
 

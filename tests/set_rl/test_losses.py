@@ -1,4 +1,4 @@
-"""Losses against values computed by hand, and the properties that the update relies on."""
+"""Losses, compared with values computed by hand, and the properties that the update relies on."""
 
 from functools import partial
 

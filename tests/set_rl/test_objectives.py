@@ -1,4 +1,4 @@
-"""Set objectives against hand-computed scores and a plain loop."""
+"""Set objectives, compared with scores computed by hand and with a plain loop."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""GSPO, Clip-Cov and KL-Cov: by hand, and against what verl computes."""
+"""GSPO, Clip-Cov and KL-Cov, compared with values computed by hand and with verl's."""
 
 import functools
 

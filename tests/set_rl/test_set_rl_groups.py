@@ -1,4 +1,4 @@
-"""What estimators share, by hand."""
+"""What the estimators share, compared with values computed by hand."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,6 +1,6 @@
-"""A run in a tenth of a second, as a program: python -m fake_run FOLDER HOW.
+"""A run that takes a tenth of a second, as a program: python -m fake_run FOLDER HOW.
 
-HOW is `well`, `badly` (fails with a sentence), or `slowly` (until a signal ends it, and it says that it is saved).
+HOW is `well`, `badly` (fails with a sentence), or `slowly` (runs until a signal ends it, and says that it is saved).
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The report of a study: what its figures and tables show, what it marks, and that it needs nothing else."""
+"""The report of a study: what its figures and tables show, what it marks, and that it is self-contained."""
 
 import base64
 import itertools

@@ -1,4 +1,4 @@
-"""The runs of a study: their commands, what is refused before the first starts, and which are finished already."""
+"""The runs of a study: their commands, what is refused before the first starts, and which are already finished."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Runs side by side: each once, failures told and passed over, and a signal that all of them hear."""
+"""Runs side by side: each runs once, failures are reported and skipped, and a signal reaches all of them."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What a report reads of a study: finished runs in means, the others apart, differences seed by seed."""
+"""What a report reads from a study: means of finished runs, the other runs apart, differences seed by seed."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ def test_means_are_over_seeds_and_differences_within_them(tmp_path: Path):
     results = read_results(tmp_path)
     luck = [np.random.default_rng(seed).normal(0, 0.02) for seed in (0, 1, 2)]
     assert results.interval(SETS, REWARD) == pytest.approx(mean_interval(0.9 + np.array(luck)))
-    # Every seed moves both methods alike, so that the difference is certain though the means are not.
+    # Every seed moves both methods alike, so the difference is certain although the means are not.
     assert results.difference(SETS, REWARD) == pytest.approx((-0.05, -0.05, -0.05))
     assert results.difference(GRPO, REWARD) is None
     assert results.interval(SETS, "nothing") is None

@@ -1,4 +1,4 @@
-"""Real studies: the same file makes the same bytes, killed and resumed or not, and a failure does not end one."""
+"""Real studies: the same file gives the same bytes, killed and resumed or not, and a failure does not end a study."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""What a study file may say, and one sentence on what it may not."""
+"""What a study file may say, and one sentence for everything that it may not."""
 
 from pathlib import Path
 from typing import Any

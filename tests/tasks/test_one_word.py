@@ -1,4 +1,4 @@
-"""Word lists are whole and tidy, and a right word is paid however it is written."""
+"""Word lists are complete and tidy, and a right word is rewarded however it is written."""
 
 import re
 from importlib import resources

@@ -1,4 +1,4 @@
-"""The synthetic domains in prose: every way of writing a decomposition or a point is read, and no wrong one is paid."""
+"""The synthetic domains in prose: every way to write a decomposition or a point is read; no wrong one is rewarded."""
 
 import itertools
 import sys

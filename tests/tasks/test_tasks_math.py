@@ -1,4 +1,4 @@
-"""Mathematics from any data set: prompts from a template, rewards for the last box."""
+"""Mathematics from any data set: prompts are made from a template, and the last box is rewarded."""
 
 import json
 import os
@@ -281,7 +281,7 @@ PAIRS = {
         ("27", r"27\text{‰}"),
         ("(27, 3)", r"(27\%, 3)"),
         (r"50\%", r"5000\%"),
-        # What SymPy reads as mixed numbers, which are sums:
+        # Text that SymPy reads as mixed numbers, which are sums:
         ("27", "26(1)"),
         ("27", "(26)(1)"),
         ("27", "{26}{1}"),
@@ -294,7 +294,7 @@ PAIRS = {
         ("4.5e33", "4.6e33"),
         ("4.5e33", "4.5e32"),
         ("4.5e33", "4.5"),
-        # All of these are equal to six decimals.
+        # All of these agree to six decimals.
         ("6.7e-27", r"6.71 \times 10^{-27}"),
         ("6.7e-27", r"9.9 \times 10^{-30}"),
         ("6.7e-27", r"x = 9.9 \times 10^{-30}"),

@@ -268,13 +268,13 @@ def test_error_rates_and_what_a_mistake_is():
     texts = [task.demonstration(problem, rng, Demonstrations(error_rate=1.0)) for _ in range(draws)]
     wrong = np.array([task.reward(problem, response(text)) == 0 for text in texts])
     plans = task.strategies(problem)
-    ranks = np.array([plans.index(plan_of(task, problem, text)) for text in texts])  # mistakes leave the plan alone
+    ranks = np.array([plans.index(plan_of(task, problem, text)) for text in texts])  # mistakes do not change the plan
     expected = np.mean([0.15 + 0.01 * rank for rank in range(len(plans))])
     assert 0.2 < expected < 0.3
     assert abs(wrong.mean() - expected) < 4 * np.sqrt(expected * (1 - expected) / draws)
     low, high = wrong[ranks < 5].mean(), wrong[ranks >= len(plans) - 5].mean()
     assert high - low > 0.05
-    # Of the three steps every one is sometimes the first that is wrong.
+    # Each of the three steps is sometimes the first that is wrong.
     slips = set()
     for text, is_wrong in zip(texts, wrong, strict=True):
         operand, symbol, (p, q) = plan_of(task, problem, text)

@@ -1,4 +1,4 @@
-"""Answers are compared in processes that may hang, swell or die without harm to anyone else's answers."""
+"""Answers are compared in processes that may hang, grow or die without harming any other answer."""
 
 import gc
 import json

@@ -1,1 +1,1 @@
-"""What a run's programs hold, compute and send on an accelerator, from programs compiled for it on any machine."""
+"""What a run's programs hold, compute and send on an accelerator, read from programs compiled for it on any machine."""

@@ -1,4 +1,4 @@
-"""Which settings would shorten the update most, each by itself, as the figures of its programs say."""
+"""Which settings would shorten the update most, each by itself, according to the figures of its programs."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ REMAT_WORDS = ("none", "dots", "attention")  # the least recomputation first
 
 
 class Advice(NamedTuple):
-    """A setting, and the seconds of a step's update that it would save; memory allows it, by the plan."""
+    """A setting, and the seconds of a step's update that it would save. By the plan, it fits into memory."""
 
     setting: str
     saved_seconds: float
@@ -32,10 +32,10 @@ def best_settings(
     programs: Mapping[str, Mapping[str, Any]],
     runs: Mapping[str, int],
 ) -> list[Advice]:
-    """The two that save most, the best one first.
+    """The two settings that save most, the best first.
 
     Args:
-      programs, runs: of `figures.Figures`.
+      programs, runs: as in `figures.Figures`.
     """
     found = [
         *_less_recomputation(config, shape, setting, memory_bytes, rates, programs, runs),
@@ -45,7 +45,7 @@ def best_settings(
 
 
 def _less_recomputation(config, shape, setting, memory_bytes, rates, programs, runs) -> Iterator[Advice]:
-    """The backward pass recomputes products and attention as `remat` says; each word that fits, and what it saves."""
+    """The backward pass recomputes products and attention as `remat` says. Yields the first word that fits."""
     if shape.remat == "none" or memory_bytes is None:
         return
     tokens = rows_per_device(config, setting.mesh) * row_tokens(config)
@@ -61,7 +61,7 @@ def _less_recomputation(config, shape, setting, memory_bytes, rates, programs, r
 
 
 def _more_rows(config, shape, setting, memory_bytes, programs, runs) -> Iterator[Advice]:
-    """Weights are gathered and gradients scattered once for all rows of a microbatch."""
+    """With more rows per microbatch, weights are gathered and gradients scattered less often: once per microbatch."""
     rows, most = rows_per_device(config, setting.mesh), largest_rows(config, shape, setting, memory_bytes)
     waited = programs["gradient"]["seconds"]["links"]
     saved = runs["gradient"] * waited * (1 - rows / most) if most > rows else 0.0

@@ -1,4 +1,4 @@
-"""The collectives of a program: which instructions begin and end one, and how many bytes each device sends for it."""
+"""The collectives of a program: the instructions that begin and end them, and the bytes that each device sends."""
 
 import math
 import re
@@ -11,7 +11,7 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all
 
 
 class Collective(NamedTuple):
-    """`sent_bytes` by each device in one run, in a ring; `dtype` of what is sent; `channel` as XLA numbers it."""
+    """`sent_bytes` are sent by each device in one run, in a ring, as `dtype`; `channel` is XLA's number for it."""
 
     kind: str
     dtype: str
@@ -21,7 +21,7 @@ class Collective(NamedTuple):
 
 
 def collective_of(program: Program, instruction: Instruction) -> Collective | None:
-    """The collective that an instruction is, fuses or begins; None where it is something else."""
+    """The collective that an instruction is, fuses or begins; None if it is something else."""
     if instruction.opcode.endswith(("-done", "-update")) or _goes_on(instruction):
         return None
     fused = [one for one, _ in nested(program, instruction)]
@@ -39,7 +39,7 @@ def collective_of(program: Program, instruction: Instruction) -> Collective | No
 
 
 def ended_by(program: Program, instruction: Instruction, under_way: Mapping[str, Collective]) -> str:
-    """Which of the collectives under way, by what began them, an instruction waits for; "" where it is none."""
+    """The name of the instruction that began the collective that this one waits for; "" if it waits for none."""
     if "async-collective-done" in instruction.name:
         channels = {_channel(one) for one, _ in nested(program, instruction) if one.opcode in KINDS}
         return next((name for name, one in under_way.items() if one.channel in channels), "")
@@ -48,7 +48,7 @@ def ended_by(program: Program, instruction: Instruction, under_way: Mapping[str,
 
 
 def _goes_on(instruction: Instruction) -> bool:
-    """Whether it is a product of a TPU's beside which a collective runs, or the end of one: both name it again."""
+    """Whether this is a product that runs alongside a TPU's collective, or a collective's end: both name it again."""
     if "async-collective-start" in instruction.name:
         return False
     return "async-collective-done" in instruction.name or any("async_collective" in n for n in instruction.called())
@@ -60,7 +60,7 @@ def _channel(instruction: Instruction) -> str:
 
 
 def _sent_bytes(program: Program, found: Instruction, kind: str, fused: list[Instruction]) -> int:
-    """A ring of n sends (n - 1) / n of what is gathered or scattered, and all of what is permuted."""
+    """In a ring of n devices, each sends (n - 1) / n of what is gathered or scattered, and all of what is permuted."""
     computation = fused or next(c for c in program.computations.values() if any(one is found for one in c))
     shapes = {one.name: one.shape for one in computation}
     size = sum(array_bytes(shapes.get(name, "")) for name in found.operands)
@@ -72,7 +72,7 @@ def _sent_bytes(program: Program, found: Instruction, kind: str, fused: list[Ins
 
 
 def group_size(attributes: str) -> int:
-    """How many devices take part in a collective together; 1 where it does not say."""
+    """How many devices take part in a collective together; 1 if the attributes do not say."""
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
         return listed[1].count(",") + 1
     if grid := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", attributes):

@@ -30,14 +30,14 @@ from poly_epo_jax.rows import row_tokens, rows_per_device
 def compile_for(config: Config, name: str, num_layers: int, output: Path, console: Console) -> dict[str, Any]:
     """Shows the figures of the configuration's programs on the machine `name`, and writes them to `output`.
 
-    The mesh is the configuration's where that is of this machine, and the machine's own otherwise.
+    The mesh is the configuration's if it is for this machine, and the machine's own otherwise.
 
     Args:
       name: a key of parallel.presets.MESHES.
-      num_layers: of the model, 0: all that it has.
+      num_layers: how many of the model's layers to compile; 0: all.
 
     Raises:
-      ConfigError: there is no such machine, no compiler for it, or the mesh does not fit.
+      ConfigError: there is no such machine, there is no compiler for it, or the mesh does not fit.
     """
     config = _on_machine(config, name)
     devices = preset_devices(MESHES[name])

@@ -1,7 +1,7 @@
-"""How long a program takes at least: its instructions one after another, and its collectives beside them.
+"""The least time that a program takes: its instructions one after another, and its collectives alongside them.
 
-Of a TPU's fusions XLA itself estimates the cycles. All else is arithmetic: matrix products at the peak rate of the
-device, other instructions at that of its memory, collectives at that of its links, which carry one at a time.
+For a TPU's fusions, XLA itself estimates the cycles. The rest is arithmetic: matrix products at the peak rate of the
+device, other instructions at that of its memory, and collectives at that of its links, which carry one at a time.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ from poly_epo_jax.bench.aot.products import product_flops
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 FREE |= {"optimization-barrier", "copy-start", "copy-done", "iota"}
-"""Instructions that take no time of their own; copies to and from a TPU's own memory run beside others."""
+"""Instructions that take no time of their own; copies to and from a TPU's own memory run alongside others."""
 
-NO_ESTIMATE = 2**62  # cycles, and more: what XLA writes where it does not know
+NO_ESTIMATE = 2**62  # cycles; XLA writes this or more if it does not know
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Peak rates of one device; of its links, those that lead to another device of the machine, one way."""
+    """Peak rates of one device. Of its links, only those to another device of the machine count, in one direction."""
 
     flops_per_second: float
     bytes_per_second: float
@@ -31,7 +31,10 @@ class Rates:
 
 @dataclasses.dataclass
 class Sent:
-    """A collective of the program: runs `times`, within so many `loops`, and is waited for so long in all."""
+    """A collective of the program: it runs `times` times in all, inside `loops` nested loops.
+
+    `waited_seconds` are what the program waits for it in all.
+    """
 
     collective: Collective
     times: int
@@ -41,9 +44,10 @@ class Sent:
 
 @dataclasses.dataclass
 class Estimate:
-    """Seconds of a program, by what they go to, and FLOPs of its products; `kernels` is how often each runs.
+    """Seconds of a program, by what they are spent on, and the FLOPs of its products.
 
-    `costs` are the seconds of instructions by the place in the model's code that they come from, links left out.
+    `kernels` is how often each kernel runs. `costs` are the seconds of instructions by the place in the model's code
+    that they come from, without links.
     """
 
     seconds: dict[str, float] = dataclasses.field(
@@ -61,11 +65,11 @@ class Estimate:
 
 
 def estimate(program: Program, rates: Rates, kernel_flops: Callable[[str], float], open_trips: int = 1) -> Estimate:
-    """Runs through the program.
+    """Walks through the program.
 
     Args:
-      kernel_flops: of one run of a kernel, by its name.
-      open_trips: of loops whose number of trips depends on the data.
+      kernel_flops: the FLOPs of one run of a kernel, by its name.
+      open_trips: trips assumed for loops whose number of trips depends on the data.
     """
     found = Estimate()
     _run(_Reader(program, rates, kernel_flops, open_trips, found), program.entry, 1, 0)
@@ -82,7 +86,7 @@ class _Reader:
 
 
 def _run(reader: _Reader, name: str, times: int, loops: int) -> None:
-    """Adds a computation's instructions. What a collective does not find done when it is waited for, it takes alone."""
+    """Adds a computation's instructions. A collective costs time only as far as it is not done when waited for."""
     clock = link = 0.0
     under_way: dict[str, tuple[float, Sent]] = {}
     computation = reader.program.computations[name]
@@ -110,7 +114,7 @@ def _run(reader: _Reader, name: str, times: int, loops: int) -> None:
 
 
 def _compute(reader: _Reader, one: Instruction, computation: list[Instruction], times: int) -> float:
-    """Adds what an instruction computes, whatever it sends beside; the seconds of one run."""
+    """Adds what an instruction computes, without what it sends, and returns the seconds of one run."""
     if one.opcode in FREE or one.opcode in ("while", "call", "conditional") or one.opcode.endswith("-done"):
         return 0.0
     found, rates = reader.found, reader.rates
@@ -135,7 +139,7 @@ def _compute(reader: _Reader, one: Instruction, computation: list[Instruction], 
 
 
 def origin_of(instruction: Instruction) -> str:
-    """The end of the path that JAX gives it, without the names of loops and closures."""
+    """The end of the path that JAX gives an instruction, without the names of loops and closures."""
     found = re.search(r'op_name="([^"]*)"', instruction.attributes)
     path = (
         re.sub(r"\b(while|body|closed_call|checkpoint|jit\(\w+\)|cond)/", "", found[1]) if found else instruction.name
@@ -152,7 +156,7 @@ def shapes(computation: list[Instruction]) -> dict[str, str]:
 
 
 def kernel_name(instruction: Instruction) -> str:
-    """Of what is no code of XLA's own: Mosaic's, Triton's and cuDNN's kernels. "" for all else."""
+    """The name of a kernel that is not XLA's own code: one of Mosaic, Triton or cuDNN. "" for anything else."""
     target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
     if (
         instruction.opcode != "custom-call"
@@ -160,18 +164,18 @@ def kernel_name(instruction: Instruction) -> str:
         or not re.search("tpu_custom_call|triton|mosaic|cudnn", target[1])
     ):
         return ""
-    named = re.search(r'name = "(\w+)"', instruction.attributes)  # as Triton's are
+    named = re.search(r'name = "(\w+)"', instruction.attributes)  # as Triton's kernels are
     return named[1] if named else re.sub(r"(\.\d+|\.clone|\.remat)+$", "", instruction.name)
 
 
 def estimated_cycles(instruction: Instruction) -> int | None:
-    """What XLA for TPUs expects an instruction to take; None where it does not say."""
+    """The cycles that XLA for TPUs expects an instruction to take; None if it does not say."""
     found = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
     return int(found[1]) if found and int(found[1]) < NO_ESTIMATE else None
 
 
 def moved_bytes(program: Program, one: Instruction, computation: list[Instruction]) -> int:
-    """What an instruction reads and writes; of an array that it only slices or updates in part, that part."""
+    """The bytes that an instruction reads and writes. Of an array that it slices or updates in part, only that part."""
     known = shapes(computation)
     sizes = [array_bytes(known.get(name, "")) for name in one.operands]
     result = array_bytes(one.shape)

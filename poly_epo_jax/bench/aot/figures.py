@@ -22,16 +22,16 @@ from poly_epo_jax.parallel.devices import device_name
 from poly_epo_jax.rows import row_tokens, rows_per_device
 
 PROMPT_SHARE = 0.15
-"""Of train.max_prompt_tokens, in the sequences that the step is estimated for: mathematical prompts are short."""
+"""The prompts' share of train.max_prompt_tokens in the estimated step: mathematical prompts are short."""
 
-LARGEST = 12  # costs of a program that are named
+LARGEST = 12  # costs listed for each program
 
 
 class Figures:
-    """Reads compiled programs, one after another, and sums them up.
+    """Reads compiled programs one after another, and summarises them.
 
     Args:
-      rates: of one device.
+      rates: those of one device.
       plan: the memory plan of the same configuration.
     """
 
@@ -68,7 +68,7 @@ class Figures:
         heads = self._shape.num_heads // self._mesh.shape["tensor"]
         share = rows_per_device(self._config, self._mesh.shape) / len(
             self._segment_ids
-        )  # a device has rows like all others
+        )  # the rows of a device are like those of all others
         return share * kernel_flops(self._shape, self._segment_ids, heads, kernel)
 
     def _useful_flops(self, name: str) -> float:
@@ -82,20 +82,20 @@ class Figures:
         return sum(map(len, self._workload.minibatches))
 
     def _memory(self, name: str, compiled: Any) -> dict[str, int | None]:
-        """Bytes of one device while the program runs: what it holds, and what stays beside it, as the plan says."""
+        """Bytes of one device while the program runs: what it holds itself and, by the plan, what else is held."""
         memory = compiled.memory_analysis()
         held = {
             "arguments": memory.argument_size_in_bytes,
             "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
             "temporaries": memory.temp_size_in_bytes,
         }
-        # The optimizer's arguments include the moments; beside the others they only stay.
+        # The optimizer's arguments include the moments; while the other programs run, the moments are merely held.
         beside = 0 if name == "optimizer" else self._plan.resident["optimizer moments"]
         planned = self._plan.stage_bytes(name) if name in self._plan.stages else None
         return held | {"beside": beside, "total": sum(held.values()) + beside, "planned": planned}
 
     def _vocabulary_arrays(self, text: str) -> list[str]:
-        """Arrays of as many logits as a device has tokens; there should be none."""
+        """Arrays that hold logits of all of a device's tokens; there should be none."""
         tokens = (
             rows_per_device(self._config, self._mesh.shape) * row_tokens(self._config) // self._mesh.shape["tensor"]
         )
@@ -109,7 +109,7 @@ class Figures:
         return sorted({f"{kind}[{sizes}]" for kind, sizes in ARRAY.findall(text) if is_logits(sizes)})
 
     def step(self) -> dict[str, Any]:
-        """Seconds of a step's update, and the share of the devices' peak that the model's own FLOPs are."""
+        """Seconds of a step's update, and its MFU: the model's own FLOPs as a share of the devices' peak."""
         seconds = {name: program["total_seconds"] for name, program in self.programs.items()}
         minibatches = self._workload.minibatches
         times = {
@@ -132,13 +132,13 @@ class Figures:
         }
 
     def _attention_ratio(self) -> float | None:
-        """Pairs of tokens in the blocks that attention kernels visit, by those of the sequences; None: no kernel."""
+        """Pairs of tokens in the blocks that attention kernels visit, per pair in the sequences; None: no kernel."""
         visited = [kernel_pairs(self._segment_ids, kernel) for kernel in self.programs["gradient"]["kernels"]]
         return max(visited) / own_pairs(self._segment_ids) if any(visited) else None
 
 
 def summarize(found: Estimate) -> Iterator[dict[str, Any]]:
-    """The collectives of a program, those of one kind, type and place together."""
+    """The collectives of a program, grouped by kind, type and place."""
     groups: dict[tuple[Any, ...], list[Sent]] = {}
     for sent in found.collectives:
         one = sent.collective

@@ -1,6 +1,6 @@
-"""Reads the text of an optimised XLA program: its instructions, how often each runs, and its matrix products.
+"""Reads the text of an optimised XLA program: its instructions, and how often each runs.
 
-XLA's own `cost_analysis` counts the body of a loop once, and says nothing at all for GPUs.
+XLA's own `cost_analysis` counts the body of a loop only once, and says nothing at all for GPUs.
 """
 
 import math
@@ -13,7 +13,7 @@ ARRAY = re.compile(rf"\b({'|'.join(sorted(BYTES, key=len, reverse=True))})\[([\d
 
 
 class Instruction(NamedTuple):
-    """`shape` without layouts; `arguments` in the parentheses and `attributes` after them, as they stand."""
+    """One instruction: `shape` without layouts, `arguments` in the parentheses and `attributes` after them, as text."""
 
     name: str
     shape: str
@@ -26,7 +26,7 @@ class Instruction(NamedTuple):
         return re.findall(r"%([\w.\-]+)", self.arguments)
 
     def called(self) -> list[str]:
-        """The computations that run once for each time that this runs; not those of a loop, nor a reduction's."""
+        """The computations that run once each time this one runs, except those of loops and reductions."""
         if self.opcode == "conditional":
             branches = re.findall(
                 r"(?:branch_computations=\{[^}]*|(?:true|false)_computation=%[\w.\-]+)", self.attributes
@@ -38,25 +38,25 @@ class Instruction(NamedTuple):
         return [found[1]] if found else []
 
     def named(self, attribute: str) -> str:
-        """The computation that an attribute such as `body` names; "" where it is not there."""
+        """The computation that an attribute such as `body` names; "" without the attribute."""
         found = re.search(rf"\b{attribute}=%([\w.\-]+)", self.attributes)
         return found[1] if found else ""
 
     def numbers(self, attribute: str) -> list[int]:
-        """What an attribute such as `lhs_contracting_dims` lists in braces."""
+        """The numbers that an attribute such as `lhs_contracting_dims` lists in braces."""
         found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
         return [int(number) for number in found[1].split(",") if number] if found else []
 
 
 class Program(NamedTuple):
-    """The instructions of every computation, in the order in which they run."""
+    """The instructions of every computation, in execution order."""
 
     computations: dict[str, list[Instruction]]
     entry: str
 
 
 class Schedule(NamedTuple):
-    """Instructions that run one after another, `times` in all, within so many `loops`."""
+    """Instructions that run one after another, `times` times in all, inside `loops` nested loops."""
 
     instructions: list[Instruction]
     times: int
@@ -104,22 +104,22 @@ def _closing(text: str) -> int:
 
 
 def dimensions(shape: str) -> list[int]:
-    """Of the first array in a shape."""
+    """The sizes of the first array in a shape."""
     found = ARRAY.search(shape)
     return [int(size) for size in found[2].split(",") if size] if found else []
 
 
 def array_bytes(shape: str) -> int:
-    """Of all arrays in a shape, which may be a tuple."""
+    """The bytes of all arrays in a shape, which may be a tuple."""
     arrays = ((kind, [int(size) for size in sizes.split(",") if size]) for kind, sizes in ARRAY.findall(shape))
     return sum(BYTES[kind] * math.prod(sizes) for kind, sizes in arrays)
 
 
 def schedules(program: Program, open_trips: int = 1) -> Iterator[Schedule]:
-    """The entry, the bodies of loops and the branches; what lies in a fusion is `nested` in it.
+    """The entry, the bodies of loops and the branches. For the content of a fusion, see `nested`.
 
     Args:
-      open_trips: of a loop whose number of trips depends on the data.
+      open_trips: trips assumed for a loop whose number of trips depends on the data.
     """
 
     def visit(name: str, times: int, loops: int) -> Iterator[Schedule]:
@@ -137,8 +137,8 @@ def schedules(program: Program, open_trips: int = 1) -> Iterator[Schedule]:
 
 
 def nested(program: Program, instruction: Instruction) -> Iterator[tuple[Instruction, list[Instruction]]]:
-    """The instruction, if it is no more than itself, or else all that it fuses or starts, each with its computation."""
-    if instruction.opcode in ("while", "call", "conditional"):  # which have schedules of their own
+    """All instructions that this one fuses or starts, at any depth, each with its computation; none for a plain one."""
+    if instruction.opcode in ("while", "call", "conditional"):  # these have schedules of their own
         return
     for name in instruction.called():
         for one in program.computations[name]:
@@ -147,7 +147,7 @@ def nested(program: Program, instruction: Instruction) -> Iterator[tuple[Instruc
 
 
 def loop_trips(program: Program, loop: Instruction) -> int | None:
-    """How often the loop runs: as XLA says, or as the constant says that its counter is compared with; None: open."""
+    """How often the loop runs: from XLA's own count, or the constant that its counter is compared with; None: open."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if known:
         return int(known[1])

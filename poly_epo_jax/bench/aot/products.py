@@ -1,6 +1,6 @@
-"""The FLOPs of a program's matrix products; a multiply-add counts as two.
+"""The FLOPs of a program's matrix products. A multiply-add counts as two.
 
-TPUs write products as convolutions, and GPUs leave some to cuBLAS.
+Programs for TPUs write products as convolutions, and those for GPUs leave some to cuBLAS.
 """
 
 import functools
@@ -12,10 +12,10 @@ from poly_epo_jax.bench.aot.hlo import Instruction, dimensions
 
 
 def product_flops(instruction: Instruction, shapes: Mapping[str, str]) -> int:
-    """Of one run of an instruction; 0 where it is no product.
+    """The FLOPs of one run of an instruction; 0 if it is not a product.
 
     Args:
-      shapes: of the instructions of its computation, by name.
+      shapes: those of the instructions in its computation, by name.
     """
     library = re.search(r'"lhs_contracting_dimensions":\[([\d",]*)\]', instruction.attributes)  # cuBLAS' own call
     if instruction.opcode not in ("dot", "convolution") and not library:
@@ -29,7 +29,7 @@ def product_flops(instruction: Instruction, shapes: Mapping[str, str]) -> int:
 
 
 def _convolution_flops(instruction: Instruction, left: list[int], right: list[int], out: list[int]) -> int:
-    """Each output sums over the input features and over the places of the window that meet the input, not padding."""
+    """Each output sums over the input features, and over the places of the window that meet input and not padding."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     assert labels, instruction
     inputs, kernel, outputs = labels.groups()
@@ -54,8 +54,8 @@ def _convolution_flops(instruction: Instruction, left: list[int], right: list[in
 
 @functools.cache
 def _meetings(size: int, kernel: int, out: int, stride: int, pad: int, dilation: int, kernel_dilation: int) -> int:
-    """Pairs of an output and a place of the window that meet an element of the input, along one axis."""
-    # Output o and place k read place o * stride + k * kernel_dilation - pad of the input spread out by `dilation`.
+    """Pairs of an output and a place of the window that meet an input element, along one axis."""
+    # Output o and place k read place o * stride + k * kernel_dilation - pad of the input, spread out by `dilation`.
     spread = (size - 1) * dilation + 1
     if dilation == 1:
         firsts = (k * kernel_dilation - pad for k in range(kernel))

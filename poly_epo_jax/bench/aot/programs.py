@@ -1,4 +1,4 @@
-"""A run's own programs, lowered for arrays that are only shapes: the update's and, with the embedded sampler, its."""
+"""A run's own programs, compiled from shapes without arrays: the update's and, if used, the embedded sampler's."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -24,7 +24,7 @@ from poly_epo_jax.update import PolicyUpdate
 
 
 def compile_update(config: Config, shape: ModelConfig, mesh: Mesh) -> Iterator[tuple[str, Any]]:
-    """(name, compiled program) of the log-probabilities, of the gradient of a microbatch, and of the optimizer."""
+    """(name, compiled program) for the log-probabilities, the gradient of a microbatch, and the optimizer."""
     update = PolicyUpdate(
         abstract_model(shape),
         mesh,
@@ -38,9 +38,9 @@ def compile_update(config: Config, shape: ModelConfig, mesh: Mesh) -> Iterator[t
 
 
 def compile_decoding(config: Config, shape: ModelConfig, mesh: Mesh) -> Iterator[tuple[str, Any]]:
-    """(name, compiled program) of what lays the weights out for decoding, and of the loop over tokens.
+    """(name, compiled program) for laying the weights out for decoding, and for the loop over tokens.
 
-    Both are those of one host, with the longest cache.
+    Both are programs of one host, with the longest cache.
     """
     here, train = host_mesh(mesh), config.train
     requests = train.prompts_per_batch * train.num_generations

@@ -7,11 +7,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-SMALL_BYTES = 10**7  # collectives that send less are not shown
+SMALL_BYTES = 10**7  # collectives that send fewer bytes are not shown
 
 
 def show(found: Mapping[str, Any], console: Console) -> None:
-    """Prints what `command.compile_for` has found."""
+    """Prints the findings of `command.compile_for`."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
     console.print(
         f"{found['machine']}, mesh {mesh}; {found['model']}, {found['num_layers']} layers, remat={found['remat']}, "

@@ -1,4 +1,4 @@
-"""The devices of a preset machine, which need not be here: XLA compiles for them, and nothing can be run on them."""
+"""The devices of a preset machine, which need not be here: XLA compiles for them, but nothing can run on them."""
 
 import importlib.util
 import os
@@ -28,23 +28,23 @@ TPU_SHAPES = {
 """Chips along each axis of the torus, by device and number of chips."""
 
 HOST_SHAPES = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}
-"""The chips of one host, by their number."""
+"""Chips of one host along each axis, by their number."""
 
 TPU_LINKS = {"v5p": 6, "v6e": 4}
-"""Links of a chip, two along each axis of the torus; along an axis of two chips only one leads to another chip."""
+"""Links of a chip, two along each axis of the torus; along an axis of two chips, only one leads to another chip."""
 
 TPU_CLOCKS = {"v5p": 1.75e9, "v6e": 1.75e9}
-"""Cycles per second: the stated FLOPs by those of a cycle (8 matrix units of 128 x 128, and 4 of 256 x 256)."""
+"""Cycles per second: the stated FLOP/s over the FLOPs of a cycle (8 matrix units of 128 x 128, and 4 of 256 x 256)."""
 
 LIBTPU_ALONE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-"""Environment variables with which libtpu neither asks a cloud where it is nor locks a device that it does not use."""
+"""Environment variables that keep libtpu from asking a cloud where it is, and from locking a device it does not use."""
 
 GPU_SPECS = {
     "rtx4090": Path(__file__).with_name("rtx4090.txtpb"),
     "h100": Path(__file__).with_name("h100.txtpb"),
     "h200": Path(__file__).with_name("h200.txtpb"),
 }
-"""What XLA is told of a GPU that it cannot ask: xla.gpu's GpuTargetConfigProto."""
+"""Descriptions of GPUs that XLA cannot query: xla.gpu's GpuTargetConfigProto."""
 
 
 def preset_devices(preset: Mapping[str, Any]) -> Sequence[Any]:
@@ -54,7 +54,7 @@ def preset_devices(preset: Mapping[str, Any]) -> Sequence[Any]:
       ConfigError: this environment has no compiler for them.
     """
     device, count, hosts = preset["device"], preset["devices"], preset["processes"]
-    # A TPU's or a GPU's own runtime is not asked for: it would look for devices here.
+    # The runtime of a TPU or a GPU is not used: it would look for devices here.
     jax.config.update("jax_platforms", "cpu")
     if device in GPU_SPECS:
         _require("jax_cuda13_plugin", "gpu", device)
@@ -69,7 +69,7 @@ def preset_devices(preset: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def device_rates(preset: Mapping[str, Any], devices: Sequence[Any]) -> Rates:
-    """What makers state of one device; of a TPU's links, those alone that lead to another chip of the slice."""
+    """The rates that makers state for one device. Of a TPU's links, only those to another chip of the slice count."""
     name = preset["device"]
     stated = DEVICES[name]
     assert stated.flops_per_second and stated.bytes_per_second and stated.link_bytes_per_second
