@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes an environment that compiles for accelerators which need not be here, or reuses it: .venv-tpu holds libtpu, and
-# .venv-gpu the plugin for CUDA (5 GB). The trainer's .venv is left alone, in which either would look for a device.
+# Makes or reuses an environment that compiles for accelerators that need not be present: .venv-tpu holds libtpu, and
+# .venv-gpu the plugin for CUDA (5 GB). Neither is in the trainer's .venv, where it would look for a device.
 #
 #   bash launch/compiler_env.sh tpu|gpu        (PYTHON=... names another interpreter)
 #   .venv-tpu/bin/python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-8 --compile-for=v5p-8

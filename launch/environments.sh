@@ -1,8 +1,8 @@
-# Sourced: how Python environments are made and filled, by uv where there is one, else by pip. What goes wrong costs one
-# sentence, and the next call recovers.
+# Sourced: makes Python environments and installs into them, with uv if there is one, else with pip. A failure is
+# reported in one sentence, and the next call recovers.
 #
-# ENV/unfinished is there while an environment is being changed. What a broken-off call leaves is not trusted, but made
-# anew.
+# ENV/unfinished exists while an environment is being changed. An environment left by an interrupted call is not
+# trusted, but made anew.
 
 fail() { # SENTENCE
   echo "Error: $1" >&2
@@ -27,7 +27,7 @@ is_whole() { # ENV
   [ -x "$1/bin/python" ] && [ ! -e "$1/unfinished" ] && { [ -x "$1/bin/pip" ] || command -v uv >/dev/null; }
 }
 
-make_env() { # ENV PYTHON: in place of what is there
+make_env() { # ENV PYTHON: replaces what is there
   local said tool=("$2" -m venv)
   if command -v uv >/dev/null; then tool=(uv venv --quiet --allow-existing --seed --python "$2"); fi
   rm -rf "$1"
@@ -40,7 +40,7 @@ brings what is missing; then run this again."
 
 install() { # ENV REQUIREMENTS AND OPTIONS
   local said env=$1 log=$1/install.log tool=("$1/bin/python" -m pip install --disable-pip-version-check)
-  # Compiled as pip does it: where PYTHONDONTWRITEBYTECODE is set, every start would take 6 seconds more.
+  # Compiles bytecode as pip does: otherwise, where PYTHONDONTWRITEBYTECODE is set, every start would take 6 s more.
   if command -v uv >/dev/null; then tool=(uv pip install --python "$1/bin/python" --compile-bytecode); fi
   shift
   said=$("${tool[@]}" "$@" 2>&1) && return
@@ -55,7 +55,7 @@ uv), then run this again."
   fail "installing into $env failed: $(grep -iE 'error' <<<"$said" | tail -n 1); all of it is in $log."
 }
 
-refuse_full_disk() { # WHAT WAS SAID
+refuse_full_disk() { # OUTPUT
   ! grep -qiE 'no space left|disk quota' <<<"$1" ||
     fail "the disk is full; packages take 1.5 GB for a CPU and up to 7 GB for a GPU. Make room, then run this again."
 }

@@ -14,7 +14,7 @@ case ${1:-newest} in
   *) sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac
 uv=$(command -v uv) || {
-  # Only uv resolves for all Pythons at once; it need not stay.
+  # Only uv resolves for all Python versions at once; it is removed afterwards.
   folder=$(mktemp -d)
   trap 'rm -rf "$folder"' EXIT
   "${PYTHON:-python3}" -m pip install --quiet --disable-pip-version-check --target "$folder" uv

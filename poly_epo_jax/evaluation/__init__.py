@@ -1,1 +1,1 @@
-"""Models measured on benchmarks: generations drawn, numbers made from them."""
+"""Measures models on benchmarks: draws generations and computes numbers from them."""

@@ -1,4 +1,4 @@
-"""What about.json of an evaluation says: all that its generations and clusters follow from."""
+"""The content of an evaluation's about.json: everything that determines its generations and clusters."""
 
 import dataclasses
 import json
@@ -13,13 +13,13 @@ from poly_epo_jax.types import Sampling
 def about_evaluation(
     config: Config, benchmark: str, weights: str, num_generations: int, judged: bool
 ) -> dict[str, Any]:
-    """As it is read back from the file: generations of equal descriptions are of one distribution.
+    """The description, as it is read back from the file: generations with equal descriptions come from one distribution.
 
-    How many processes grade, and where the judge's server is, makes no difference.
+    The number of grading processes and the address of the judge's server are left out, as they change nothing.
 
     Args:
-      weights: which ones, and of which step or version.
-      judged: whether generations are clustered, where the configuration's judge does that.
+      weights: which weights, and which step or version of them.
+      judged: whether to cluster the generations with the configuration's judge, if it clusters any.
     """
     judge = config.judge
     clustering = {"name": judge.name, "model": judge.model, "options": dict(judge.options)}

@@ -1,4 +1,4 @@
-"""The paper's benchmarks by name, and any file or data set by its own; a synthetic task is its own benchmark."""
+"""The paper's benchmarks by name, and any file or data set by its own name; a synthetic task is its own benchmark."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ BENCHMARKS: dict[str, dict[str, Any]] = {
     "math_500": {"train": "HuggingFaceH4/MATH-500:test", "id_column": "unique_id"},
     "gsm8k": {"train": "openai/gsm8k:main:test", "problem_column": "question", "answer_marker": "####"},
 }
-"""MathTask's options for each name: where the Hugging Face hub has it, and what its columns are called."""
+"""MathTask's options for each name: where to find it on the Hugging Face hub, and the names of its columns."""
 
 
 @dataclasses.dataclass
 class Benchmark:
-    """What to call it, the task that grades it, and its problems."""
+    """A benchmark's label, the task that grades it, and its problems."""
 
     label: str
     task: Task
@@ -31,12 +31,12 @@ class Benchmark:
 
 
 def open_benchmark(name: str, section: TaskSection) -> Benchmark:
-    """The benchmark that `name` means.
+    """Opens the benchmark that `name` stands for.
 
     Args:
       name: a key of BENCHMARKS; a synthetic task, which is evaluated on its held-out problems; or what `data.read_rows`
         reads, such as a .jsonl file with columns `problem` and `answer`. `label=name` gives it another label.
-      section: of a configuration; its options are those of the task it names, and the template of mathematical prompts.
+      section: a configuration's; it gives the options of the task it names, and the template of mathematical prompts.
 
     Raises:
       ValueError, OSError: it cannot be read.
@@ -59,11 +59,11 @@ def task_options(name: str, section: TaskSection) -> dict[str, Any]:
 
 
 def benchmark_label(name: str) -> str:
-    """What the benchmark is called: as `label=name` says, else its name or its file's, without split and suffix."""
+    """The label of a benchmark: given by `label=name`, else its name or its file's, without split and suffix."""
     return label_of(name) if "=" in name else label_of(name).split(":")[0].split(".")[0]
 
 
 def label_of(name: str) -> str:
-    """What a model is called: `label=name` says it, else the last part of its path."""
+    """The label of a model: given by `label=name`, else the last part of its path."""
     label, _, source = name.rpartition("=")
     return label or source.rstrip("/").split("/")[-1]

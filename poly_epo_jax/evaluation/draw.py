@@ -1,4 +1,4 @@
-"""One pass over a benchmark: a model's generations, graded, clustered, and on disk as they arrive."""
+"""One pass over a benchmark: a model's generations are graded, clustered, and written to disk as they arrive."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,11 +27,11 @@ async def draw_generations(
     sampling: Sampling,
     show: Callable[[int], None],
 ) -> None:
-    """Completes the generations of an opened folder: problems that an earlier call has completed are left alone.
+    """Completes the generations in an opened folder. Problems that an earlier call has completed are left alone.
 
     Args:
-      num_generations: of each problem.
-      show: told how many problems are complete.
+      num_generations: per problem.
+      show: called with the number of complete problems.
 
     Raises:
       ValueError: the file is damaged, or holds generations of other problems, which are not thrown away.
@@ -57,7 +57,7 @@ async def draw_generations(
 
     if missing:
         await grade_groups(rollouts.generate(missing, num_generations, sampling), missing, task, judge, write)
-    # The same generations make the same file, whenever they came.
+    # The same generations make the same file, in whatever order they came.
     sort_rows(path, EVALUATED_GENERATION, lambda row: (places[row["problem"]], row["generation"]))
 
 
@@ -80,14 +80,14 @@ def _rows(graded: GradedGroup, task: Task) -> list[Row]:
 
 
 def _answer_ids(task: Task, problem: Problem, answers: Sequence[str | None], correct: np.ndarray) -> list[int]:
-    """A number for each answer, in order of first appearance; answers that the task holds equal share one.
+    """A number for each answer, in order of first appearance; answers that the task considers equal share one.
 
-    A right and a wrong one never do, even of one spelling: a reward may be for how an answer was reached, equality by a
-    grader is not transitive, and a comparison that timed out once may succeed the next time.
+    A right and a wrong answer never share a number, even with the same spelling: a reward may be for how an answer was
+    reached, a grader's equality is not transitive, and a comparison that timed out once may succeed the next time.
     """
 
     def same(i: int, j: int) -> bool:
-        assert isinstance(task, Voting)  # where there are answers
+        assert isinstance(task, Voting)  # only then are there answers
         return bool(correct[i] == correct[j]) and task.same_answer(problem, answers[i] or "", answers[j] or "")
 
     votes = [None if answer is None else (answer, bool(correct[i])) for i, answer in enumerate(answers)]

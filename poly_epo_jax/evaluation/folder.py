@@ -1,6 +1,6 @@
 """The folder of an evaluation: EVALUATION/<benchmark>/<model>/. Needs no JAX.
 
-about.json           which model, benchmark, sampling and judge the generations are from, see about.py
+about.json           the model, benchmark, sampling and judge that the generations come from, see about.py
 generations.jsonl    one row per generation, with the columns of `EVALUATED_GENERATION`
 results.json         every metric with its interval, see results.py; docs/evaluation.md defines them
 """
@@ -21,16 +21,16 @@ EVALUATED_GENERATION: Columns = {
     "gold": str,  # the problem's answer
     "token_ids": list,
     "finish_reason": str,
-    "answer": int,  # within a problem equal numbers are one vote; -1: no answer
+    "answer": int,  # within a problem, equal numbers are one vote; -1: no answer
     "answer_text": str | None,
 }
 
 
 def open_folder(folder: Path, about: dict[str, Any]) -> None:
-    """Makes the folder, or makes sure that what is in it is of the same model, benchmark, sampling and judge.
+    """Creates the folder, or checks that its content has the same model, benchmark, sampling and judge.
 
     Raises:
-      ValueError: it is of another, or of an earlier version.
+      ValueError: one of them differs, or the folder is an earlier version's.
     """
     check_version(folder)
     file = folder / ABOUT
@@ -55,5 +55,5 @@ def read_generations(folder: Path) -> Iterator[Row]:
 
 
 def find_results(evaluation: Path) -> list[Path]:
-    """The results.json of every benchmark and model in an evaluation, by name."""
+    """The results.json of every benchmark and model in an evaluation, sorted by name."""
     return sorted(evaluation.glob(f"*/*/{RESULTS}"))

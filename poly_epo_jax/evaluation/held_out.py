@@ -1,4 +1,4 @@
-"""What the policy does on problems it was not trained on: reward, pass@k and distinct clusters."""
+"""Measures the policy on problems it was not trained on: reward, pass@k and distinct clusters."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ async def evaluate_held_out(
     """Means over problems. `@k` is the expectation over the k-subsets of a problem's generations, k = 1, 2, 4, ...
 
     Raises:
-      Stopped: `stop`, the run is to end.
+      Stopped: `stop` says that the run should end.
     """
     own = hosts.share(problems)
     groups = rollouts.generate(own, num_generations, sampling)

@@ -1,4 +1,4 @@
-"""Every number of an evaluation, from its generations on disk."""
+"""Computes every number of an evaluation from its generations on disk."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,8 +20,8 @@ from poly_epo_jax.metrics.pass_at_k import pass_at_k
 def compute_results(folder: Path) -> dict[str, Any]:
     """The metrics of generations.jsonl, each {"mean", "low", "high"}: means over problems, and 95% bootstrap bounds.
 
-    With m generations of each problem: pass@k for every k up to m; for k = 1, 2, 4, ... up to m majority_accuracy@k and
-    majority_share@k, and where problems were clustered, correct_clusters@k and incorrect_clusters@k; solved,
+    With m generations of each problem: pass@k for every k up to m; majority_accuracy@k and majority_share@k for k = 1,
+    2, 4, ... up to m, and also correct_clusters@k and incorrect_clusters@k if problems were clustered; solved,
     answer_entropy, response_length; and "branching", the mean number of active branches by token position.
 
     Raises:
@@ -70,7 +70,7 @@ def compute_results(folder: Path) -> dict[str, Any]:
 def _with_intervals(values: Mapping[str, np.ndarray]) -> dict[str, dict[str, float | None]]:
     """The mean over problems of each metric, and its bounds."""
     table = np.stack(list(values.values()), axis=1).astype(float)
-    # One problem says nothing of how problems differ.
+    # A single problem says nothing about how problems differ.
     low, high = bootstrap_interval(table) if len(table) > 1 else (np.full(table.shape[1], np.nan),) * 2
     means = table.mean(axis=0)
     return {

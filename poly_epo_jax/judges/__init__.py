@@ -1,4 +1,4 @@
-"""Judges, which cluster the generations of a prompt: what each needs, and how it is opened."""
+"""The judges that cluster the generations of a prompt: what each needs, and how to open it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -59,11 +59,11 @@ class JudgeEntry:
 
     Args:
       open: (task, section `judge` of the configuration, **judge.options) -> judge.
-      title: what it is called in prose.
+      title: its name in prose.
       task: the protocol that the task must meet.
       needs_url: whether its server must be named in judge.url.
-      clusters: whether its clusters mean anything. Where not, no advantage estimator may read them.
-      most: generations of a prompt that it can cluster; None: any number.
+      clusters: whether its clusters mean anything. If they do not, no advantage estimator may read them.
+      most: the most generations of a prompt that it can cluster; None: any number.
     """
 
     open: Callable[..., Judge]

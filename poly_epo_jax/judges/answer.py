@@ -8,13 +8,13 @@ from poly_epo_jax.types import Clustering, Group, Voting
 
 
 class AnswerJudge:
-    """Clusters by the final answer: generations share a cluster where `task.same_answer` holds their answers equal."""
+    """Clusters by the final answer: generations share a cluster if `task.same_answer` says their answers are equal."""
 
     def __init__(self, task: Voting):
         self._task = task
 
     async def cluster(self, group: Group) -> Clustering:
-        """`DEGENERATE_CLUSTER` where there is no answer."""
+        """A generation without an answer is in `DEGENERATE_CLUSTER`."""
         return clusters_of(await asyncio.to_thread(self._first_equals, group))
 
     def _first_equals(self, group: Group) -> list[int | None]:
@@ -24,13 +24,13 @@ class AnswerJudge:
 
 
 def first_equals(answers: Sequence[Hashable | None], same: Callable[[int, int], bool]) -> list[int | None]:
-    """For each answer the place of the first that equals it; None where there is none.
+    """For each answer, the index of the first answer that equals it; None where there is no answer.
 
     Args:
-      answers: their spellings, and whatever else tells two of them apart.
-      same: whether the answers at two places are equal; answers of one spelling are, without being compared.
+      answers: their spellings, and anything else that distinguishes two of them.
+      same: whether the answers at two indices are equal; identical entries are equal without being compared.
     """
-    spelled: dict[Hashable, int] = {}  # each spelling, and the place of the first answer that equals it
+    spelled: dict[Hashable, int] = {}  # for each spelling, the index of the first answer that equals it
     for place, answer in enumerate(answers):
         if answer is not None and answer not in spelled:
             firsts = dict.fromkeys(spelled.values())

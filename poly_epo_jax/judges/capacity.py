@@ -1,4 +1,4 @@
-"""Whether a judge can read and write what it will be asked to, estimated before the first step."""
+"""Estimates, before the first step, whether a judge can read and write what it will be asked to."""
 
 import math
 import sys
@@ -6,27 +6,27 @@ import sys
 from poly_epo_jax.types import Judge, JudgeLoad, Limited
 
 CHARS_PER_TOKEN = 3
-"""Of mathematics: 2.98 with Qwen3's tokenizer, over 3,000 problems and over the rubric."""
+"""In mathematical text: 2.98 with Qwen3's tokenizer, over 3,000 problems and over the rubric."""
 TOKENS_PER_VERDICT = 50
-"""Of a reply, for each response: a rationale of 120 characters takes about 30, what is around it 17."""
+"""In a reply, for each response: a rationale of 120 characters takes about 30, the text around it 17."""
 TOKENS_PER_FRAME = 50
-"""Of a request, for each text: the two lines that delimit it."""
+"""In a request, for each text: the two lines that delimit it."""
 
 
 async def say_shortfalls(judge: Judge, load: JudgeLoad) -> None:
-    """Warns on stderr of what a judge with limits could not take."""
+    """Warns on stderr of anything that would exceed a judge's limits."""
     if isinstance(judge, Limited):
         for shortfall in await judge.shortfalls(load):
             print(f"Warning: {shortfall}", file=sys.stderr)
 
 
 def shortfalls(load: JudgeLoad, rubric: str, max_response_chars: int, max_tokens: int, context: int) -> list[str]:
-    """What would not fit, a sentence each; `context` 0 is unknown and holds everything.
+    """Everything that would not fit, one sentence each; a `context` of 0 is unknown, and is taken to hold everything.
 
     Args:
-      max_response_chars: a longer response is shortened to so many characters.
-      max_tokens: longest reply.
-      context: tokens that the judge's prompt and reply may take together.
+      max_response_chars: longer responses are shortened to this many characters.
+      max_tokens: the longest reply, in tokens.
+      context: how many tokens the judge's prompt and reply may take together.
     """
     found, responses = [], load.num_responses
     reply = responses * TOKENS_PER_VERDICT

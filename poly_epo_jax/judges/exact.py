@@ -15,12 +15,12 @@ class ExactJudge:
         self._task = task
 
     async def cluster(self, group: Group) -> Clustering:
-        """`DEGENERATE_CLUSTER` where there is no strategy."""
+        """A generation without a strategy is in `DEGENERATE_CLUSTER`."""
         return clusters_of([self._task.strategy(group.problem, generation) for generation in group.generations])
 
 
 def clusters_of(keys: Sequence[Hashable | None]) -> Clustering:
-    """A cluster for each different key [N], in order of first appearance; `DEGENERATE_CLUSTER` for None."""
+    """One cluster for each distinct key [N], in order of first appearance; `DEGENERATE_CLUSTER` for None."""
     unused = (i for i in itertools.count() if i != DEGENERATE_CLUSTER)
     ids: dict[Hashable, int] = {None: DEGENERATE_CLUSTER}
     for key in keys:

@@ -42,27 +42,27 @@ class LLMJudge:
 
       unreachable  the server accepted no connections for `wait_seconds`
       refused      it answered with an error that it would repeat
-      unavailable  it answered 429 or 5xx or not in time, or the connection broke; asked again after a while
-      truncated    the reply did not run to its end; asked again with another seed
+      unavailable  it answered 429 or 5xx, or too late, or the connection broke; asked again after a delay
+      truncated    the reply is incomplete; asked again with another seed
       malformed    the reply is not what was asked for; asked again with another seed
 
     Args:
-      url: of the server, without the /v1 that every path begins with; a path that names another version of the API,
-        such as Gemini's /v1beta/openai, stands in its place.
-      model: the name by which the server knows the judge; "": the first one that it lists.
-      api_key_env: the name of the environment variable that holds the server's key; "": it needs none.
-      temperature: of the judge's sampling.
-      max_tokens: longest reply; a response takes about 50, a rationale of 120 characters and what is around it.
-      attempts: requests for one prompt, in all, until a reply is well-formed.
+      url: the server's URL, without the /v1 that every path begins with; a path that names another version of the API,
+        such as Gemini's /v1beta/openai, replaces it.
+      model: the judge's name on the server; "": the first model that the server lists.
+      api_key_env: the name of the environment variable that holds the server's key; "": the server needs no key.
+      temperature: the judge's sampling temperature.
+      max_tokens: the longest reply; a response takes about 50, a rationale of 120 characters and the text around it.
+      attempts: how many requests to make for one prompt, in total, until a reply is well-formed.
       timeout_seconds: how long one reply may take.
-      wait_seconds: how long a server that accepts no connections is waited for, in all and not for each prompt.
-      max_concurrent: prompts that are judged at once.
-      prompt_file: a text to replace the rubric, in which `{num_responses}` stands for N; "": the one shipped here.
-      max_response_chars: of a longer response the judge reads only so many, from its beginning and its end.
-      context_tokens: that the prompt and the reply may take together; 0: what the server lists, if it does.
+      wait_seconds: how long to wait for a server that accepts no connections, in total and not for each prompt.
+      max_concurrent: how many prompts are judged at once.
+      prompt_file: a text that replaces the rubric, in which `{num_responses}` stands for N; "": the one shipped here.
+      max_response_chars: the judge reads only this many characters of a longer response, from its beginning and end.
+      context_tokens: how many tokens prompt and reply may take together; 0: what the server lists, if it does.
 
     Raises:
-      ValueError: a setting is impossible, or the key's environment variable is not set.
+      ValueError: a setting is invalid, or the key's environment variable is not set.
     """
 
     url: str
@@ -97,7 +97,7 @@ class LLMJudge:
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def cluster(self, group: Group) -> Clustering | JudgeFailure:
-        """Which responses share a strategy, with a rationale for each; or why that could not be told."""
+        """Which responses share a strategy, with a rationale for each; or why that could not be determined."""
         responses = [generation.text for generation in group.generations]
         schema = {"name": "clusters", "schema": reply_schema(len(responses)), "strict": True}
         messages, num_shortened = build_messages(self._rubric, group.problem.prompt, responses, self.max_response_chars)
@@ -123,7 +123,7 @@ class LLMJudge:
         """Returns once the server answers.
 
         Raises:
-          ServerError: it did not within `wait_seconds`.
+          ServerError: it did not answer within `wait_seconds`.
         """
         try:
             await wait_until_healthy(f"{self._api}/models", self.wait_seconds, f"Judge {self.url}", self._headers())
@@ -131,16 +131,16 @@ class LLMJudge:
             raise ServerError(self._without_key(str(error))) from None
 
     async def shortfalls(self, load: JudgeLoad) -> list[str]:
-        """What of such a load would not fit into the judge's context, or its verdicts into a reply."""
+        """Which parts of the load would not fit into the judge's context, or its verdicts into a reply."""
         context = self.context_tokens
         if not context:
-            with contextlib.suppress(httpx.HTTPError, ReplyError):  # the first prompt will tell what is wrong
+            with contextlib.suppress(httpx.HTTPError, ReplyError):  # the first prompt will report what is wrong
                 async with open_client(self.timeout_seconds) as client:
                     context = read_context(await self._send(client, "GET", "/models"), self.model)
         return shortfalls(load, self._rubric, self.max_response_chars, self.max_tokens, context)
 
     def metrics(self) -> dict[str, float]:
-        """How many requests were repeated and how many responses shortened since the last call."""
+        """How many requests were repeated and how many responses were shortened since the last call."""
         counts, self._counts = self._counts, collections.Counter[str]()
         return {f"judge/{name}": float(counts[name]) for name in ("retries", "shortened_responses")}
 
@@ -167,7 +167,7 @@ class LLMJudge:
     async def _send(
         self, client: httpx.AsyncClient, method: str, path: str, payload: dict[str, Any] | None = None
     ) -> bytes:
-        """The body of a good answer. All prompts share one wait for a server that is not there."""
+        """The body of a successful answer. All prompts share one wait for a server that is not there."""
         failures = 0
         while True:
             try:
@@ -185,7 +185,7 @@ class LLMJudge:
 
     def _refusal(self, response: httpx.Response) -> tuple[str, str]:
         status = response.status_code
-        # The key is taken out before the text is cut, so that no part of it stays.
+        # The key is removed before the text is cut, so that no part of it remains.
         reason = f"it answered {status}: {printable(self._without_key(response.text))}"
         if status in (401, 403):
             variable = f"the environment variable {self.api_key_env}" if self._key else "judge.api_key_env"
@@ -193,7 +193,7 @@ class LLMJudge:
         return "unavailable" if status == 429 or status >= 500 else "refused", reason
 
     def _slot(self) -> asyncio.Semaphore:
-        """A semaphore belongs to an event loop, and a judge may outlive one."""
+        """The current event loop's semaphore: each belongs to one loop, and a judge may outlive a loop."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self.max_concurrent)
@@ -207,7 +207,7 @@ class LLMJudge:
 
 
 def _check_url(url: str) -> None:
-    if "@" in url:  # before any of it is shown
+    if "@" in url:  # before any part of the URL is shown
         raise ValueError("The judge's url holds a password, which would be logged; name it by api_key_env instead.")
     if not is_url(url):
         raise ValueError(f"The judge's url is {url!r}; write it as http://host:port, without /v1.")
@@ -217,7 +217,7 @@ def _read_key(variable: str) -> str:
     if not variable:
         return ""
     key = os.environ.get(variable, "").strip()
-    # Of a key that cannot stand in a header, httpx would quote the whole in its error.
+    # If a key is not valid in a header, httpx would quote all of it in its error.
     if not key or not (key.isascii() and key.isprintable()):
         raise ValueError(
             f"The judge's api_key_env names the environment variable {variable}, which holds no key; set it, or leave "
@@ -227,7 +227,7 @@ def _read_key(variable: str) -> str:
 
 
 def _seed(group: Group, attempt: int) -> int:
-    """The same for the same group, another for each attempt; 31 bits, which every server accepts."""
+    """The same seed for the same group, another for each attempt; 31 bits, which every server accepts."""
     versions = [generation.weight_version for generation in group.generations]
     words = json.dumps([group.problem.id, versions, attempt]).encode()
     return int.from_bytes(hashlib.sha256(words).digest()[:4]) >> 1

@@ -1,4 +1,4 @@
-"""The judge that reads spelling alone: it needs no server and no model, and it knows nothing of strategies."""
+"""The judge that compares only spelling: it needs no server and no model, and knows nothing about strategies."""
 
 import asyncio
 import zlib
@@ -9,16 +9,17 @@ from jaxtyping import Bool, Float, Int
 from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.types import Clustering, Group
 
-ROUNDING = 1e-5  # of cosines of float32 vectors: equal texts are alike at a threshold of 1, too
+ROUNDING = 1e-5  # of cosines of float32 vectors, so that equal texts match at a threshold of 1, too
 
 
 class NgramsJudge:
-    """Embeds responses by the pieces of text that they hold, and clusters those whose embeddings are near.
+    """Embeds responses by the pieces of text that they contain, and clusters those with similar embeddings.
 
-    A response's pieces are all its runs of `length` characters. Each has a place among `dimensions`, by its CRC-32; the
-    embedding counts the pieces at each place, divided by its norm. Two responses share a cluster where the cosine of
-    their embeddings is at least `threshold`, or where a chain of others connects them so. At 1 that is where they hold
-    the same pieces equally often, up to pieces that share a place. An empty response is degenerate, its embedding 0.
+    A response's pieces are all its runs of `length` characters. The CRC-32 of a piece assigns it one of `dimensions`;
+    the embedding counts the pieces in each dimension, and is divided by its norm. Two responses share a cluster if the
+    cosine of their embeddings is at least `threshold`, or if a chain of such pairs connects them. At a threshold of 1,
+    they share one if they contain the same pieces equally often, up to pieces that share a dimension. An empty response
+    is degenerate, and its embedding is 0.
     """
 
     def __init__(self, length: int, dimensions: int, threshold: float):
@@ -35,7 +36,7 @@ class NgramsJudge:
         return Clustering(clusters_of(keys).ids, features={"embeddings": embeddings})
 
     def _embedded(self, text: str) -> Float[np.ndarray, " D"]:
-        data = text.encode("utf-32-le", errors="surrogatepass")  # four bytes for every character
+        data = text.encode("utf-32-le", errors="surrogatepass")  # four bytes per character
         size = 4 * self._length
         pieces = [data[i : i + size] for i in range(0, max(len(data) - size, 0) + 1, 4)] if text else []
         places = np.array([zlib.crc32(piece) % self._dimensions for piece in pieces], int)
@@ -44,7 +45,7 @@ class NgramsJudge:
 
 
 def first_connected(is_near: Bool[np.ndarray, "N N"]) -> Int[np.ndarray, " N"]:
-    """For each the first that a chain of near ones connects it with; itself at the latest."""
+    """For each index, the first one that a chain of near pairs connects it to; at the latest, itself."""
     connected = is_near | np.eye(len(is_near), dtype=bool)
     while not np.array_equal(wider := connected @ connected, connected):
         connected = wider

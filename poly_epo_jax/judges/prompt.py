@@ -14,11 +14,11 @@ from typing import Any
 
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
-# Printable ASCII without `"` and `\`. Beyond 128 repetitions xgrammar takes another path, which fails in its 0.2.7.
+# Printable ASCII without `"` and `\`. Beyond 128 repetitions, xgrammar takes another path, which fails in its 0.2.7.
 RATIONALE_PATTERN = r"^[!#-\[\]-~][ !#-\[\]-~]{0,119}$"
 
-# <|im_end|>, </think>, <s>; [INST], [/INST], [|assistant|]; ]~b], [e~[; and all of them in full width, as tokenizers
-# that normalise text read it: U+FF1C for <, U+FF3B and U+3010 for [, U+FF5C for |, U+FF0F for /.
+# <|im_end|>, </think>, <s>; [INST], [/INST], [|assistant|]; ]~b], [e~[; and the full-width forms of all of them, which
+# tokenizers that normalise text read alike: U+FF1C for <, U+FF3B and U+3010 for [, U+FF5C for |, U+FF0F for /.
 CONTROL_TOKEN_START = re.compile(
     r"[<\uff1c\ufe64](?=[^\s=\uff1d])|[\[\uff3b\u3010](?=[|\uff5c]|[/\uff0f]?[^\W\d]{3})|\](?=~)|~(?=\[)"
 )
@@ -44,7 +44,7 @@ def load_rubric(prompt_file: str) -> str:
 def build_messages(
     rubric: str, problem: str, responses: Sequence[str], max_response_chars: int
 ) -> tuple[list[dict[str, str]], int]:
-    """The chat messages that ask for a clustering of N responses, and how many of these had to be shortened."""
+    """The chat messages that ask for a clustering of N responses, and how many of the responses were shortened."""
     problem, responses = neutralize(problem), [neutralize(response) for response in responses]
     code = delimiter_code(problem, responses)
     numbered = {f"response {number}": response for number, response in enumerate(responses, start=1)}
@@ -66,18 +66,19 @@ def build_messages(
 
 
 def delimiter_code(problem: str, responses: Sequence[str]) -> str:
-    """16 hexadecimal digits that no response can contain but by chance: they are a hash of all of them.
+    """16 hexadecimal digits that a response can only contain by chance: they are a hash of all responses.
 
-    It is the same for every order of the responses: reordering them changes nothing else.
+    The code is the same for every order of the responses, so reordering them changes nothing else.
     """
     return hashlib.sha256(json.dumps([problem, sorted(responses)]).encode()).hexdigest()[:16]
 
 
 def neutralize(text: str) -> str:
-    """`text` with a space in every control token of a chat template, and without what is no character.
+    """`text` with a space in every control token of a chat template, and with unprintable characters replaced.
 
-    Tokenizers read `<|im_end|>` as one token wherever it stands; `< |im_end|>` is ordinary text. As templates differ,
-    every `<` is followed by a space here (but for `<=`), and so is `[` before a word such as INST or before `|`.
+    Tokenizers read `<|im_end|>` as one token wherever it appears; `< |im_end|>` is ordinary text. Because templates
+    differ, every `<` is followed by a space here (except in `<=`), and so is `[` before a word such as INST or before
+    `|`.
     """
     return CONTROL_TOKEN_START.sub(r"\g<0> ", printable(text))
 
@@ -88,7 +89,7 @@ def printable(text: str) -> str:
 
 
 def shorten(text: str, max_chars: int, code: str) -> str:
-    """`text`, or where it is longer its first and last `max_chars // 2` characters around a line that says so."""
+    """`text`, or if it is too long, its first and last `max_chars // 2` characters around a line that says so."""
     half = max_chars // 2
     left_out = len(text) - 2 * half
     if len(text) <= max_chars:
@@ -100,7 +101,7 @@ def reply_schema(num_responses: int) -> dict[str, Any]:
     """The JSON schema of a reply: for each of "1" to "N", in order, a short rationale and then a cluster.
 
     Raises:
-      ValueError: N is so large that cluster ids would collide with that of degenerate responses.
+      ValueError: N is so large that cluster ids would collide with the one for degenerate responses.
     """
     if num_responses >= DEGENERATE_CLUSTER:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Reads a judge's reply, and trusts nothing about it: a schema that the server was to enforce is checked again here."""
+"""Reads a judge's reply and trusts nothing in it: the schema that the server should enforce is checked again here."""
 
 import json
 from reprlib import repr as _brief
@@ -11,7 +11,7 @@ from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering
 
 
 class ReplyError(Exception):
-    """A reply that is no clustering. `kind` is "truncated" (it did not run to its end) or "malformed"."""
+    """A reply that is not a clustering. `kind` is "truncated" (the reply is incomplete) or "malformed"."""
 
     def __init__(self, kind: str, reason: str):
         super().__init__(reason)
@@ -19,10 +19,10 @@ class ReplyError(Exception):
 
 
 def read_clustering(body: bytes, num_responses: int) -> Clustering:
-    """The clustering that a chat completion holds: a verdict for each of N responses, ids in 1..N or 100.
+    """The clustering in a chat completion: a verdict for each of N responses, with ids in 1..N or 100.
 
     Raises:
-      ReplyError: anything about it is not as it was asked for.
+      ReplyError: anything about it is not as requested.
     """
     verdicts = _parse(_content(_parse(body.decode(errors="replace"), "the completion")), "the reply")
     names = [str(number) for number in range(1, num_responses + 1)]
@@ -50,13 +50,13 @@ def read_model_name(body: bytes) -> str:
 
 
 def read_context(body: bytes, model: str) -> int:
-    """The tokens that a model's prompt and reply may take together, as its server lists it; 0 if it does not.
+    """How many tokens a model's prompt and reply may take together, as its server lists it; 0 if it does not.
 
     Args:
-      model: the name there; "": the first one.
+      model: the model's name on the server; "": the first one.
 
     Raises:
-      ReplyError: this is no list of models.
+      ReplyError: this is not a list of models.
     """
     listed = _parse(body.decode(errors="replace"), "the list of models")
     models = listed.get("data") if isinstance(listed, dict) else None
@@ -77,7 +77,7 @@ def _content(completion: Any) -> str:
         raise ReplyError("truncated", "the reply reached its token limit; raise max_tokens of judge.options")
     if finish_reason != "stop":
         raise ReplyError("truncated", f"the reply was broken off (finish_reason {_brief(finish_reason)})")
-    # Servers that take a model for a reasoning one put what it writes under the constraint in the second field.
+    # Servers that take a model for a reasoning model put its constrained output in the second field.
     for field in ("content", "reasoning_content"):
         match message.get(field):
             case str(content) if content.strip():
@@ -94,7 +94,7 @@ def _parse(text: str, name: str) -> Any:
 
 
 def _flaw(text: str, error: Exception) -> str:
-    """What is wrong with a text that is not JSON, in words that tell a judge's usual habits apart."""
+    """What is wrong with a text that is not JSON, in words that distinguish the usual mistakes of judges."""
     match text.strip():
         case fenced if fenced.startswith("```"):
             return "it stands in a code fence"
@@ -113,7 +113,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _verdict(name: str, verdict: Any, allowed: set[int]) -> tuple[str, int]:
     match verdict:
         case {"rationale": str(rationale), "cluster": cluster} if rationale.strip() and len(verdict) == 2:
-            # `True` and 1.0 are in the set too.
+            # `in` alone would accept `True` and 1.0, too.
             if type(cluster) is int and cluster in allowed:
                 return printable(rationale), cluster
             raise ReplyError("malformed", f"response {name} is put into cluster {_brief(cluster)}, which is none")

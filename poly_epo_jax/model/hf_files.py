@@ -23,7 +23,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to write the files in, which gets its name `path` at the end; where anything fails, it is removed.
+    """A folder to write files in. It is renamed to `path` at the end, or removed if anything fails.
 
     Raises:
       FileExistsError: `path` is there already.

@@ -1,4 +1,4 @@
-"""Where generations come from: what each sampler can do, and how it is opened."""
+"""The samplers that produce generations: what each can do, and how to open it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ def _embedded(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config)
 
 def _jetstream(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:
     from poly_epo_jax.rollouts.jetstream.engine import EngineSize
-    from poly_epo_jax.rollouts.jetstream.sampler import JetStreamSampler  # google-jetstream need not be installed
+    from poly_epo_jax.rollouts.jetstream.sampler import JetStreamSampler  # google-jetstream is optional
 
     samples = config.train.num_generations
     slots = max(1, config.rollouts.max_concurrent // samples)
@@ -54,41 +54,41 @@ def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, *
 
 
 def _limits(config: Config) -> dict[str, Any]:
-    """How much and how long servers are asked."""
+    """The limits on requests to servers: how many at once, and how long they may take."""
     return {name: getattr(config.rollouts, name) for name in ("max_concurrent", "timeout_seconds", "wait_seconds")}
 
 
 def open_weights(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, max_prompt_tokens: int) -> Sampler:
-    """A sampler of weights that are here, for evaluation; it takes prompts of any length up to the one given."""
+    """Returns a sampler for evaluating local weights; it takes prompts of up to `max_prompt_tokens`."""
     return EmbeddedSampler(model, mesh, stop_ids, max_prompt_tokens, config.rollouts.max_concurrent)
 
 
 async def served_model(url: str) -> ServedModel:
-    """What a server says of its model.
+    """What a server reports about its model.
 
     Raises:
-      httpx.HTTPError: it does not say.
+      httpx.HTTPError: the server does not report it.
     """
     return await SGLANG.served_model(url)
 
 
 def open_server(url: str, model: Qwen3, stop_ids: Sequence[int], config: Config) -> Sampler:
-    """A sampler of whatever weights a server of this model has, for evaluation."""
+    """Returns a sampler for evaluating whatever weights a server of this model has."""
     return SGLangSampler([url], None, stop_ids, vocab_size=model.config.vocab_size, **_limits(config))
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplerEntry:
-    """A sampler that can be trained over.
+    """A sampler that training can use.
 
     Args:
       open: (model, mesh, stop_ids, config, **options) -> sampler; the model may be abstract, the mesh is this host's.
-      title: what it is called in prose.
-      needs_urls: whether its servers must be named in rollouts.urls.
+      title: its name in prose.
+      needs_urls: whether its servers must be listed in rollouts.urls.
       while_training: whether it can generate while the policy is trained (train.staleness).
-      cache_growth: where it decodes in the trainer's memory, the most that its caches take while they grow, in caches
-        of full length; None where it decodes elsewhere.
-      has_slots: whether it decodes in `embedded.slots`, which bench times alone.
+      cache_growth: if it decodes in the trainer's memory, the most that its caches take while they grow, as a multiple
+        of full-length caches; None if it decodes elsewhere.
+      has_slots: whether it decodes in `embedded.slots`, the only decoder that bench times.
     """
 
     open: Callable[..., Sampler]
@@ -100,7 +100,7 @@ class SamplerEntry:
 
 
 SAMPLERS: Registry[SamplerEntry] = Registry(
-    # A cache grows from three quarters of its full length, and is copied then.
+    # The last time it grows, a cache of three quarters of the full length is copied into one of full length.
     embedded=SamplerEntry(_embedded, "the trainer's own sampler", cache_growth=1.75, has_slots=True),
     jetstream=SamplerEntry(_jetstream, "JetStream", cache_growth=1.0),
     sglang=SamplerEntry(_sglang, "SGLang servers", needs_urls=True, while_training=True),

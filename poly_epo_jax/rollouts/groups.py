@@ -35,7 +35,7 @@ from poly_epo_jax.types import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Draft:
-    """A group under way: its complete generations, each by the index of its seed."""
+    """A group in progress: its complete generations, keyed by the index of their seed."""
 
     problem: Problem
     prompt_ids: Int[np.ndarray, " L"]
@@ -45,7 +45,7 @@ class _Draft:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Turn:
-    """A request for one turn: of all of a draft's generations, or of the one at `index` after what came `before`."""
+    """A request for one turn: of all of a draft's generations, or of the one at `index`, which continues `before`."""
 
     draft: _Draft
     request: Request
@@ -56,12 +56,12 @@ class _Turn:
 class Rollouts:
     """Makes groups of generations with a sampler.
 
-    Where the task is Conversational, it may reply to a completion that ended with a stop token. The reply's tokens are
-    appended outside `loss_mask`, and the policy goes on from all tokens so far: its own are never encoded again.
+    If the task is Conversational, it may reply to a completion that ended with a stop token. The reply's tokens are
+    appended outside `loss_mask`, and the policy continues from all tokens so far; its own are never encoded again.
 
     Args:
-      max_prompt_tokens: a longer prompt is refused.
-      stop_strings: where a stop token holds one of them, what it says before that belongs to the text.
+      max_prompt_tokens: longer prompts are refused.
+      stop_strings: if a stop token contains one of these, the characters before it belong to the text.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Rollouts:
         self._conversations: set[asyncio.Future[None]] = set()
 
     async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
-        """Gives the sampler new weights. Generations of several turns are completed first, with those they began with.
+        """Gives the sampler new weights. Multi-turn generations are first completed with the weights they began with.
 
-        So a reader of a conversational task's groups must read all of them before it awaits this.
+        The reader of a conversational task's groups must therefore read all of them before it awaits this.
         """
         with waiting():
             while self._conversations:
@@ -87,12 +87,12 @@ class Rollouts:
         await self.sampler.push_weights(trainable, frozen, version)
 
     async def sleep(self) -> None:
-        """Leaves the sampler's memory to the update, where it can. Nothing may be generated before a push."""
+        """Frees the sampler's memory for the update, if the sampler can. Nothing may be generated before a push."""
         if isinstance(self.sampler, Sleeping):
             await self.sampler.sleep()
 
     def metrics(self) -> Metrics:
-        """What the sampler counted since the last call."""
+        """The sampler's counts since the last call."""
         return self.sampler.metrics() if isinstance(self.sampler, Counting) else {}
 
     async def generate(
@@ -100,7 +100,7 @@ class Rollouts:
     ) -> AsyncGenerator[Group, None]:
         """Yields a group for each problem, as soon as its last generation is complete.
 
-        Turns run in rounds: the next one begins when the present one is complete for all problems.
+        Turns run in rounds: the next one begins when the current one is complete for all problems.
 
         Raises:
           ValueError: a prompt is empty, or longer than `max_prompt_tokens`.
@@ -139,7 +139,7 @@ class Rollouts:
 
     @contextlib.contextmanager
     def _conversation(self) -> Iterator[None]:
-        """New weights wait for its end, where the task is conversational."""
+        """If the task is conversational, new weights wait until this context ends."""
         if not isinstance(self._task, Conversational):
             yield
             return
@@ -164,7 +164,7 @@ class Rollouts:
         return prompts
 
     def _joined(self, turn: _Turn, completion: Completion) -> Generation:
-        """What came before, and the completion; where that stopped, its last token is the stop token."""
+        """Appends the completion to what came before; if it stopped, its last token is the stop token."""
         ids, before = completion.token_ids, turn.before
         if not np.isfinite(completion.logprobs).all():
             raise ValueError(
@@ -195,7 +195,7 @@ class Rollouts:
         return str(self._tokenizer.decode(token_ids[:-1])) + rest
 
     async def _replied(self, problem: Problem, generation: Generation, max_tokens: int) -> Generation:
-        """With the task's reply at its end, if it has one. A reply that leaves no room ends the response."""
+        """Appends the task's reply, if there is one. A reply that leaves no room ends the response."""
         task = self._task
         if generation.finish_reason != "stop" or not isinstance(task, Conversational):
             return generation
@@ -210,19 +210,19 @@ class Rollouts:
 
 
 def generation_seeds(seed: int, problem: Problem, num_generations: int) -> UInt32[np.ndarray, " N"]:
-    """Each generation's own seed, the same whatever other problems are generated for beside this one."""
+    """One seed per generation, which does not depend on the other problems that are generated for."""
     words = np.frombuffer(hashlib.sha256(problem.id.encode()).digest(), np.uint32).tolist()
     again = [problem.occurrence] if problem.occurrence else []
     return np.random.SeedSequence([seed, *words, *again]).generate_state(num_generations)
 
 
 def _ends_with_reply(generation: Generation) -> bool:
-    """The policy has every other turn, the first of them."""
+    """The policy and the task take turns, and the policy begins."""
     return len(generation.turns) % 2 == 0
 
 
 def _next_turn(draft: _Draft, index: int, before: Generation, max_tokens: int) -> _Turn:
-    """From all tokens so far, with a seed of its own and what room is left."""
+    """Continues from all tokens so far, with a seed of its own and the room that is left."""
     seed = np.random.SeedSequence([int(draft.seeds[index]), len(before.turns)]).generate_state(1)
     ids = np.concatenate([draft.prompt_ids, before.token_ids])
     return _Turn(draft, Request(draft.problem.id, ids, seed, max_tokens - len(before.token_ids)), index, before)

@@ -1,4 +1,4 @@
-r"""The final answer within a response, and the mending of LaTeX that math-verify would misread."""
+r"""Finds the final answer in a response, and mends LaTeX that math-verify would misread."""
 
 import re
 
@@ -26,11 +26,11 @@ CHARACTERS = str.maketrans(
         "°": r"^\circ ",
     }
 )
-"""What people type for a command, and the command."""
+"""Characters that people type in place of LaTeX commands, and those commands."""
 
 SPACE = r"(?:\s|\\[ ,;:!>])"
 MATH_MODE = re.compile(r"(?<!\\)\\[][()]")
-# Only letters in such a group are a word, which is text; anything else stays mathematics.
+# If such a group has only letters, it is a word, which is text; anything else stays mathematics.
 FONT = r"\\(?:boldsymbol|bm|pmb|math(?:bf|it|sf|tt|normal))\s*"
 FONT_OF_WORD = re.compile(FONT + r"(?=\{[a-zA-Z\s]{2,}\})")
 FONT_OF_FORMULA = re.compile(
@@ -54,7 +54,7 @@ PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` of `text`; None without one, or if it is never closed."""
+    r"""The content of the last `\boxed{...}` in `text`; None if there is none, or if it is never closed."""
     boxes = list(BOX.finditer(text))
     if not boxes:
         return None
@@ -69,9 +69,9 @@ def last_boxed(text: str) -> str | None:
 def mend(answer: str) -> str:
     r"""The same answer in notation that math-verify reads as it was meant.
 
-    Fonts, sizes, colours and `\[` are no part of an answer; nor are full stops and commas at its end, and the one in
-    `3./2`. `1\,296` is one number, `33\frac13` is 100/3, `4.5e33` a power of ten and no multiple of Euler's number,
-    `8.\overline{3}` is 25/3, `\frac{1 \pm 5}{2}` is two numbers.
+    Fonts, sizes, colours and `\[` are not part of an answer, nor are full stops and commas at its end, nor the full
+    stop in `3./2`. `1\,296` is one number, `33\frac13` is 100/3, `4.5e33` means a power of ten and not a multiple of
+    Euler's number, `8.\overline{3}` is 25/3, and `\frac{1 \pm 5}{2}` is two numbers.
     """
     answer = MATH_MODE.sub(" ", answer.translate(CHARACTERS)).strip()
     answer = FONT_OF_FORMULA.sub("", FONT_OF_WORD.sub(r"\\text", answer)).strip()

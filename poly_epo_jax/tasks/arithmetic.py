@@ -1,4 +1,4 @@
-"""Whole-number arithmetic as people write it in prose: found in a text, parsed, worked out, and never executed."""
+"""Whole-number arithmetic as people write it in prose: found in a text, parsed and evaluated, but never executed."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 MAX_CHARACTERS, MAX_DEPTH = 4000, 20
-"""Of a text that is read, from its end; of parentheses within each other: what has more of them does not parse."""
+"""How much of a text is read, from its end; and how deep parentheses may nest: deeper nesting does not parse."""
 
 TIMES = str.maketrans({"\N{MULTIPLICATION SIGN}": "*", "\N{MIDDLE DOT}": "*", "\N{DOT OPERATOR}": "*"})
 MINUS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-"})
@@ -33,9 +33,9 @@ Expression = int | Sum | Product
 
 
 def equations(text: str) -> list[list[Expression]]:
-    """The sides of every formula of a text, in its order; a formula without `=` has one side.
+    """The sides of every formula in a text, in order; a formula without `=` has one side.
 
-    Signs of multiplication may be `*`, a cross, a dot, their LaTeX, or an x between numbers; `(20+3)(70-3)` is a
+    Multiplication may be written as `*`, a cross, a dot, their LaTeX, or an x between numbers; `(20+3)(70-3)` is a
     product, too. Sides that do not parse are left out.
     """
     text = text[-MAX_CHARACTERS:].translate(TIMES | MINUS)
@@ -56,13 +56,13 @@ def value(expression: Expression) -> int:
 
 
 def product(factors: Sequence[Expression]) -> Expression:
-    """One number or sum is itself, and a product of products is one product."""
+    """A single number or sum is returned as it is, and a product of products becomes one product."""
     flat = [one for factor in factors for one in (factor.factors if isinstance(factor, Product) else (factor,))]
     return flat[0] if len(flat) == 1 else Product(tuple(flat))
 
 
 def parsed(text: str) -> Expression | None:
-    """The expression that a text is; None for any other text."""
+    """The expression that the whole text spells; None if it is not an expression."""
     tokens = TOKEN.findall(text)
     if "".join(tokens) != re.sub(" +", "", text) or re.search("[0-9] +[0-9]", text) or _depth(tokens) > MAX_DEPTH:
         return None
@@ -74,7 +74,7 @@ def parsed(text: str) -> Expression | None:
 
 
 def _depth(tokens: Iterable[str]) -> int:
-    """How many parentheses are open at most."""
+    """The largest number of parentheses that are open at once."""
     return max(itertools.accumulate((token == "(") - (token == ")") for token in tokens), default=0)
 
 

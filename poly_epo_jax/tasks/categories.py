@@ -9,7 +9,7 @@ from poly_epo_jax.tasks.one_word import OneWordTask
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class CategoriesTask(OneWordTask):
-    """Two examples and `An animal:`; response `dog`, or any other word of the category. Gray and grey are one."""
+    """Prompt: two examples and `An animal:`; response: `dog`, or any other such word. Gray and grey are the same."""
 
     num_train: Annotated[int, Range(0, 1000)] = 54
     num_held_out: Annotated[int, Range(0, 1000)] = 24

@@ -1,4 +1,4 @@
-"""How an expression takes a product of two numbers apart, whatever form it is written in."""
+"""How an expression takes a product of two numbers apart, in whatever form it is written."""
 
 import itertools
 import math
@@ -10,17 +10,17 @@ from poly_epo_jax.tasks.arithmetic import Expression, Product, Sum
 MAX_FACTORS, MAX_TERMS = 8, 64
 
 Decomposition = tuple[tuple[int, tuple[int, ...]], ...]
-"""The terms of a product, multiplied out and sorted: each a sign, and its factors, the smallest first.
+"""The terms of a product, multiplied out and sorted: each is a sign and its factors, the smallest first.
 
-(340+3)*(70-3) and 340*70-340*3+3*70-3*3 are the same one.
+(340+3)*(70-3) and 340*70-340*3+3*70-3*3 have the same decomposition.
 """
 
 
 def decomposition(expression: Expression, a: int, b: int) -> Decomposition | None:
     """How `expression` takes a * b apart: into factors, some of which may be sums, or into the products of their parts.
 
-    None where it does not: it is a * b itself, a factor is 1, a part is 0, or its factors are not those of a beside
-    those of b, so that it is the result that is taken apart and not the operands.
+    None if it does not: it is a * b itself, a factor is 1, a part is 0, or its factors are not those of a together with
+    those of b, so that it takes the result apart rather than the operands.
     """
     if isinstance(expression, Product):
         candidates = iter([[_parts(factor) for factor in expression.factors]])
@@ -38,7 +38,7 @@ def _takes_apart(factors: list[list[int]], a: int, b: int) -> bool:
 
 
 def _parts(factor: Expression) -> list[int]:
-    """A number alone, or the signed numbers of a sum; none of anything else."""
+    """The number itself, or the signed numbers of a sum; nothing for any other expression."""
     if isinstance(factor, int):
         return [factor]
     if isinstance(factor, Sum) and all(isinstance(term, int) for _, term in factor.terms):
@@ -47,7 +47,7 @@ def _parts(factor: Expression) -> list[int]:
 
 
 def _grids(expression: Expression) -> Iterator[list[list[int]]]:
-    """The two sums whose parts a sum of products multiplies, row by row, each with each: every reading of it."""
+    """Every pair of sums whose product, multiplied out row by row, reads as this sum of products."""
     if not isinstance(expression, Sum) or len(expression.terms) > MAX_TERMS:
         return
     terms: list[tuple[int, tuple[int, int]]] = []
@@ -63,7 +63,7 @@ def _grids(expression: Expression) -> Iterator[list[list[int]]]:
 
 
 def _sums_of_grid(terms: list[tuple[int, tuple[int, int]]], columns: int, first: int) -> list[list[int]]:
-    """That of the rows and that of the columns; `first`: which factor of the first term belongs to the rows."""
+    """The rows' sum and the columns' sum, if there are any; `first`: which factor of the first term is the rows'."""
     row, column = terms[0][1][first], terms[0][1][1 - first]
     of_columns = [sign * _other(pair, row) for sign, pair in terms[:columns]]
     of_rows = [terms[0][0] * sign * _other(pair, column) for sign, pair in terms[::columns]]
@@ -76,12 +76,12 @@ def _sums_of_grid(terms: list[tuple[int, tuple[int, int]]], columns: int, first:
 
 
 def _other(pair: tuple[int, int], number: int) -> int:
-    """The factor beside `number`; 0, which is no part, where neither of the two is that."""
+    """The factor next to `number`; 0, which is never a part, if neither of the two is `number`."""
     return pair[1 - pair.index(number)] if number in pair else 0
 
 
 def _are_those_of_both(factors: list[int], a: int, b: int) -> bool:
-    """Whether some of the factors make a and the others b."""
+    """Whether some of the factors multiply to a and the others to b."""
     chosen = itertools.chain.from_iterable(itertools.combinations(factors, k) for k in range(1, len(factors)))
     return math.prod(factors) == a * b and a in map(math.prod, chosen)
 

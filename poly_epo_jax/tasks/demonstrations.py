@@ -10,8 +10,8 @@ import numpy as np
 class Demonstrations:
     """The habits of a base policy: how often it errs and how strongly it prefers its favourite strategies.
 
-    `error_rate` scales each task's own rate of deliberate mistakes: 0 is clean, 1 the task's recipe. `skew` gives the
-    strategy of rank k the weight exp(-skew k): 0 makes all equally likely.
+    `error_rate` scales each task's own rate of deliberate mistakes: 0 is clean, 1 is the task's recipe. `skew` gives
+    the strategy of rank k the weight exp(-skew k): 0 makes all strategies equally likely.
 
     Raises:
       ValueError: a setting is negative or not finite.
@@ -31,5 +31,5 @@ class Demonstrations:
         return int(rng.choice(num_strategies, p=weights / weights.sum()))
 
     def errs(self, probability: float, rng: np.random.Generator) -> bool:
-        """Whether a demonstration that the task's recipe spoils with `probability` is spoilt."""
+        """Draws whether to spoil a demonstration that the task's recipe spoils with `probability`."""
         return bool(rng.random() < self.error_rate * probability)

@@ -17,13 +17,13 @@ MAX_ANSWER_LENGTH = 2_000
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class MathTask:
-    """Problems of the sources `train` and `held_out`, each read as `data.read_rows` says; `held_out` may name several.
+    """Problems from the sources `train` and `held_out`, which `data.read_rows` reads; `held_out` may name several.
 
-    Where answers stand at the end of worked solutions, `answer_marker` is what comes before them (GSM8K's is "####").
-    A prompt is MESSAGE, the first of a chat; or `template`, if given, as it stands. Both hold `{problem}` where the
-    problem goes. `dropped` counts, for `train` and `held_out`, the problems that `data.clean_problems` leaves out.
-    Answers are compared by `num_workers` processes (0: one for every two CPU cores, and at least 2), each with
-    `memory_gb` of memory and `cpu_seconds` of CPU time for one answer.
+    If answers stand at the end of worked solutions, `answer_marker` is the text before them (GSM8K's is "####"). A
+    prompt is MESSAGE as the first message of a chat, or `template` as it stands, if one is given. Both contain
+    `{problem}` where the problem goes. `dropped` counts, for `train` and `held_out`, the problems that
+    `data.clean_problems` leaves out. Answers are compared by `num_workers` processes (0: one for every two CPU cores,
+    and at least 2), each with `memory_gb` of memory and `cpu_seconds` of CPU time per answer.
 
     Raises:
       ValueError, OSError: a source cannot be read, an id names two problems, or a setting is out of range.
@@ -61,7 +61,7 @@ class MathTask:
         return float(self._verifier.compare(mend(problem.answer), mend(answer)) is Outcome.RIGHT)
 
     def answer(self, problem: Problem, generation: Generation) -> str | None:
-        r"""What the last `\boxed{}` of the response holds."""
+        r"""The content of the last `\boxed{}` in the response."""
         answer = last_boxed(generation.text)
         return answer if answer and len(answer) <= MAX_ANSWER_LENGTH else None
 

@@ -23,7 +23,7 @@ RESPONSE = re.compile(rf"{NUMBER}\*\({NUMBER}([-+*]){NUMBER}\)={NUMBER}\3{NUMBER
 
 
 class Plan(NamedTuple):
-    """A strategy: write `operand` as parts[0] `symbol` parts[1]; the parts of `+` and `*` stand largest first."""
+    """A strategy: write `operand` as parts[0] `symbol` parts[1]; the parts of `+` and `*` are sorted largest first."""
 
     operand: int
     symbol: str
@@ -37,12 +37,12 @@ class MultiplicationTask:
         7*(20+4)=140+28=168   place values       24*(5+2)=120+48=168   another split, of the other operand
         7*(25-1)=175-7=168    compensation       7*(6*4)=42*4=168      factorisation
 
-    The split operand stands in the parentheses, the other in front. Operands have `digits` digits and are at least 2
-    (1 has no parts). A product appears in one order only and never as a square, so that no held-out product is trained
-    on in another guise and an operand is known by its value. `answer` holds the operands: `7,24`.
+    The split operand is in the parentheses, the other in front. Operands have `digits` digits and are at least 2 (1 has
+    no parts). A product appears in only one order and never as a square, so that no held-out product is trained on in
+    another guise and an operand is identified by its value. `answer` holds the operands: `7,24`.
 
     Raises:
-      ValueError: `digits` is out of range, or more problems are asked for than there are.
+      ValueError: `digits` is out of range, or more problems are requested than there are.
     """
 
     seed: Annotated[int, SEED] = 0
@@ -60,7 +60,7 @@ class MultiplicationTask:
         self.train_problems, self.held_out_problems = (tuple(map(_problem, part)) for part in (train, held_out))
 
     def reward(self, problem: Problem, generation: Generation) -> float:
-        """1 if the plan makes the operand and all that follows from it is right, else 0, also for degenerate text."""
+        """1 if the plan makes the operand and everything that follows is right, else 0, also for degenerate text."""
         plan = self.strategy(problem, generation)
         if plan is None:
             return 0.0
@@ -69,7 +69,7 @@ class MultiplicationTask:
         return float(makes_operand and steps == _steps(front, plan.symbol, first, second))
 
     def strategy(self, problem: Problem, generation: Generation) -> Plan | None:
-        """Which operand is split into what, whether or not the plan and its arithmetic are right.
+        """Which operand is split, and into what, whether or not the plan and its arithmetic are right.
 
         None (degenerate) for text that does not parse, leaves neither operand whole, or has a factor 1.
         """
@@ -83,7 +83,7 @@ class MultiplicationTask:
         return Plan(_other_operand(problem, int(match[1])), symbol, parts)
 
     def answer(self, problem: Problem, generation: Generation) -> str | None:
-        """The result that a parsed response ends with."""
+        """The result at the end of a response that parses."""
         match = RESPONSE.fullmatch(generation.text)
         return match[7] if match else None
 
@@ -91,12 +91,12 @@ class MultiplicationTask:
         return first == second
 
     def strategies(self, problem: Problem) -> list[Plan]:
-        """The demonstrated plans, at least 12, by rank: kind by kind, and the larger operand's first in each."""
+        """The demonstrated plans, at least 12, by rank: kind by kind, and in each kind the larger operand's first."""
         kinds = zip(*map(_plans_by_kind, sorted(_operands(problem), reverse=True)), strict=True)
         return list(dict.fromkeys(plan for kind in kinds for plans in kind for plan in plans))
 
     def demonstration(self, problem: Problem, rng: np.random.Generator, style: Demonstrations) -> str:
-        """A worked plan as a base policy would write it: the higher its rank, the more often one of its steps slips."""
+        """A worked plan as a base policy would write it: the higher its rank, the more often one step has a slip."""
         plans = self.strategies(problem)
         rank = style.rank(len(plans), rng)
         operand, symbol, (first, second) = plans[rank]
@@ -111,7 +111,7 @@ class MultiplicationTask:
 
 
 def operand_pairs(digits: tuple[int, int]) -> list[tuple[int, int]]:
-    """All pairs of numbers of so many digits, in one order only, but squares.
+    """All pairs of numbers with so many digits, in one order only and without squares.
 
     Raises:
       ValueError: `digits` is out of range.

@@ -21,15 +21,15 @@ LAST_NUMBER = re.compile(r"[0-9][0-9,]*(?![^0-9]*[0-9])")
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class MultiplicationProseTask:
-    """A text that takes the operands apart, whose equations all hold, and whose last number is the result, earns 1.
+    """A text earns 1 if it takes the operands apart, all its equations hold, and its last number is the result.
 
         343 * 67 = (340 + 3)(70 - 3) = 340 * 70 - 340 * 3 + 3 * 70 - 3 * 3 = 22981
 
-    The strategy is how the operands are taken apart first. A product appears in one order only and never as a square.
-    `answer` holds the operands: `343,67`.
+    The strategy is how the text first takes the operands apart. A product appears in only one order and never as a
+    square. `answer` holds the operands: `343,67`.
 
     Raises:
-      ValueError: `digits` is out of range, or more problems are asked for than there are.
+      ValueError: `digits` is out of range, or more problems are requested than there are.
     """
 
     seed: Annotated[int, SEED] = 0
@@ -45,7 +45,7 @@ class MultiplicationProseTask:
         self.train_problems, self.held_out_problems = (tuple(map(_problem, part)) for part in (train, held_out))
 
     def reward(self, problem: Problem, generation: Generation) -> float:
-        """1 or 0."""
+        """1 or 0, as described above."""
         a, b = _operands(problem)
         is_right = self.answer(problem, generation) == str(a * b) and self.strategy(problem, generation) is not None
         return float(is_right and all(len(set(map(value, sides))) == 1 for sides in equations(generation.text)))
@@ -53,8 +53,8 @@ class MultiplicationProseTask:
     def strategy(self, problem: Problem, generation: Generation) -> Decomposition | None:
         """How the operands are taken apart, whether or not what follows is right.
 
-        That of the first formula for their product or, where there is none, what the text first says of each of them,
-        such as 67 = 60 + 7. None (degenerate) where it says neither.
+        This is read from the first formula for their product or, if there is none, from what the text first says about
+        each operand, such as 67 = 60 + 7. None (degenerate) if it says neither.
         """
         a, b = _operands(problem)
         formulas = equations(generation.text)
@@ -77,7 +77,7 @@ def _problem(operands: tuple[int, int]) -> Problem:
 
 
 def _parts_of(operand: int, formulas: Sequence[Sequence[Expression]]) -> Expression:
-    """The first expression that an equation says the operand is; the operand itself where none does."""
+    """The first expression that an equation says the operand is equal to; the operand itself if there is none."""
     said = (side for sides in formulas if operand in sides for side in sides if side != operand)
     return next((side for side in said if value(side) == operand), operand)
 

@@ -1,4 +1,4 @@
-"""Tasks that one word answers, of which many are right and all are listed: the base of categories and prefixes."""
+"""Tasks that one word answers, where many words are right and all are listed: the base of categories and prefixes."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from poly_epo_jax.types import Generation, Problem
 class OneWordTask:
     """Every right word earns 1 and is a strategy of its own; case, articles and the plural make no difference.
 
-    The words are those of tasks/words/, whose files name their source. What is held out is always the same; the seed
-    draws where fewer problems are asked for. `answer` of a problem holds the heading of its list.
+    The words are in tasks/words/, whose files name their source. The held-out headings are always the same; if fewer
+    problems are requested than there are, the seed draws them. A problem's `answer` holds the heading of its list.
 
     Raises:
-      ValueError: more problems are asked for than there are.
+      ValueError: more problems are requested than there are.
     """
 
     seed: Annotated[int, SEED] = 0
@@ -41,11 +41,11 @@ class OneWordTask:
         return float(self.strategy(problem, generation) in self._words[problem.answer].values())
 
     def strategy(self, problem: Problem, generation: Generation) -> str | None:
-        """The word, right or wrong, in its normal form. None for what is no word."""
+        """The word, right or wrong, in its normal form. None for anything but a word."""
         return normal_form(generation.text, self._words[problem.answer])
 
     def answer(self, problem: Problem, generation: Generation) -> str | None:
-        """The same word."""
+        """The same word as `strategy`."""
         return self.strategy(problem, generation)
 
     def same_answer(self, problem: Problem, first: str, second: str) -> bool:

@@ -16,7 +16,7 @@ from poly_epo_jax.types import Generation, Problem
 
 Number = TypeVar("Number", int, Fraction)
 
-# Canonical integers only: were `y=011` read as 11, one answer could pass for many.
+# Canonical integers only: if `y=011` were read as 11, one answer could pass for many.
 POINT = re.compile(r"\(x=(0|-?[1-9][0-9]?),y=(0|-?[1-9][0-9]{0,3})\)")
 MAX_Y = 9999
 MAX_PROBLEMS = 10**6
@@ -27,11 +27,11 @@ class PolynomialTask:
     """Prompt `y=x^2+3x+7:`, response `(x=1,y=11)`; every point on the curve earns 1 and is a strategy of its own.
 
     The leading coefficient lies in [-max_coefficient, max_coefficient] without 0, those of lower powers of x in the
-    same range with 0, the constant in [-max_constant, max_constant]. Responses may name any x of up to 2 digits and
+    same range with 0, and the constant in [-max_constant, max_constant]. Responses may name any x of up to 2 digits and
     y of up to 4; demonstrations keep to |x| <= max_x. `answer` holds the coefficients, the leading one first: `1,3,7`.
 
     Raises:
-      ValueError: a difficulty setting is out of range, or more problems are asked for than there are.
+      ValueError: a difficulty setting is out of range, or more problems are requested than there are.
     """
 
     seed: Annotated[int, SEED] = 0
@@ -80,7 +80,7 @@ class PolynomialTask:
         return float(point is not None and point[1] == polynomial_value(problem.answer, point[0]))
 
     def strategy(self, problem: Problem, generation: Generation) -> tuple[int, int] | None:
-        """The point (x, y), right or wrong: distinct answers are distinct clusters. None if it names no point."""
+        """The point (x, y), right or wrong: distinct answers are distinct clusters. None if the text names no point."""
         match = POINT.fullmatch(generation.text)
         return (int(match[1]), int(match[2])) if match else None
 
@@ -96,7 +96,7 @@ class PolynomialTask:
         return [(x, polynomial_value(problem.answer, x)) for x in map(_x_of_rank, range(2 * self.max_x + 1))]
 
     def demonstration(self, problem: Problem, rng: np.random.Generator, style: Demonstrations) -> str:
-        """A point as a base policy would name it: y is off by 1 or 2 the more often, the larger |x| is."""
+        """A point as a base policy would name it: the larger |x| is, the more often y is off by 1 or 2."""
         x = _x_of_rank(style.rank(2 * self.max_x + 1, rng))
         y = polynomial_value(problem.answer, x)
         if style.errs(0.1 + 0.03 * abs(x) if x else 0.02, rng):
@@ -110,7 +110,7 @@ def _problem(coefficients: Sequence[int]) -> Problem:
 
 
 def polynomial_text(coefficients: Sequence[int]) -> str:
-    """As it is written, the leading coefficient first: x^2+3x+7."""
+    """The polynomial as text, with the leading coefficient first: x^2+3x+7."""
     text = ""
     for power, coefficient in zip(reversed(range(len(coefficients))), coefficients, strict=True):
         if coefficient:
@@ -125,7 +125,7 @@ def _x_of_rank(rank: int) -> int:
 
 
 def polynomial_value(coefficients: str, x: Number) -> Number:
-    """At x, of the polynomial whose `Problem.answer` is given."""
+    """The value at x of the polynomial whose `Problem.answer` is given."""
     y = 0 * x
     for coefficient in coefficients.split(","):
         y = y * x + int(coefficient)

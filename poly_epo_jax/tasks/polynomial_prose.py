@@ -20,14 +20,14 @@ MAX_CHARACTERS = 4000
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class PolynomialProseTask:
-    """Free text whose last pair of numbers is taken: a point on the curve earns 1, and is a strategy of its own.
+    """Takes the last pair of numbers in free text: a point on the curve earns 1, and is a strategy of its own.
 
-    Numbers are whole, decimals or fractions, and compared exactly: (x=0.5, y=1/4) and (1/2, 0.25) are one point. The
-    coefficients of powers of x lie in [-max_coefficient, max_coefficient], the leading one without 0, the constant in
-    [-max_constant, max_constant]. `answer` holds them, the leading one first: `1,3,7`.
+    Numbers are whole, decimals or fractions, and are compared exactly: (x=0.5, y=1/4) and (1/2, 0.25) are one point.
+    The coefficients of powers of x lie in [-max_coefficient, max_coefficient], the leading one without 0, and the
+    constant in [-max_constant, max_constant]. `answer` holds all of them, the leading one first: `1,3,7`.
 
     Raises:
-      ValueError: more problems are asked for than there are.
+      ValueError: more problems are requested than there are.
     """
 
     seed: Annotated[int, SEED] = 0
@@ -52,7 +52,7 @@ class PolynomialProseTask:
         return float(point is not None and point[1] == polynomial_value(problem.answer, point[0]))
 
     def strategy(self, problem: Problem, generation: Generation) -> tuple[Fraction, Fraction] | None:
-        """The last pair of the text, right or wrong: (x, y). None without one."""
+        """The last pair (x, y) in the text, right or wrong. None if there is none."""
         pairs = PAIR.findall(generation.text[-MAX_CHARACTERS:].replace("\N{MINUS SIGN}", "-").replace("$", ""))
         if not pairs:
             return None

@@ -9,7 +9,7 @@ from poly_epo_jax.tasks.one_word import OneWordTask
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class PrefixesTask(OneWordTask):
-    """Two examples and `A word that starts with qu:`; response `quick`, or any other English word in common use."""
+    """Prompt: two examples and `A word that starts with qu:`; response: `quick`, or any other common English word."""
 
     num_train: Annotated[int, Range(0, 1000)] = 125
     num_held_out: Annotated[int, Range(0, 1000)] = 29

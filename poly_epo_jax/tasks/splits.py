@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 def split(items: Sequence[T], *, seed: int, num_train: int, num_held_out: int) -> tuple[list[T], list[T]]:
-    """Shuffles what problems are made from by `seed` and returns disjoint (train, held out) ones.
+    """Shuffles the items that problems are made from, by `seed`, and returns disjoint (train, held out) ones.
 
     Raises:
-      ValueError: more problems are asked for than there are.
+      ValueError: more problems are requested than there are.
     """
     if min(num_train, num_held_out) < 0 or num_train + num_held_out > len(items):
         raise ValueError(

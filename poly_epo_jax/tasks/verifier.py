@@ -19,7 +19,7 @@ START_SECONDS = 120.0
 
 
 class Outcome(enum.Enum):
-    """What became of a comparison."""
+    """How a comparison ended."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -30,9 +30,9 @@ class Outcome(enum.Enum):
 class Verifier:
     """A pool of worker processes that runs math-verify; its methods may be called from any thread.
 
-    Workers start with the first comparison. One gives up a comparison that takes `cpu_seconds` of CPU time, and dies
-    where it cannot give up by twice that; what dies, or does not answer in 15 times that, is replaced. Workers end with
-    `close()`, with the verifier, or with this process, however that ends.
+    Workers start with the first comparison. A worker gives up a comparison that takes `cpu_seconds` of CPU time, and
+    dies if it has not given up after twice that time. A worker that dies, or does not answer in 15 times `cpu_seconds`,
+    is replaced. Workers end with `close()`, with the verifier, or with this process, however that ends.
     """
 
     def __init__(self, num_workers: int = 0, cpu_seconds: float = 2.0, memory_gb: float = 4.0):
@@ -43,10 +43,10 @@ class Verifier:
                 "the first must be at least 0, the others above 0."
             )
         self._num_workers = num_workers or max(2, (os.cpu_count() or 1) // 2)
-        # On a busy machine, CPU time and that of the clock are far apart.
+        # On a busy machine, CPU time and wall-clock time are far apart.
         self._deadline_seconds = 15 * cpu_seconds
         limits = (str(int(memory_gb * 2**30)), str(cpu_seconds))
-        # -P keeps the script's folder off the path, where our math.py would pass for the standard library's.
+        # -P keeps the script's folder off the path, where our math.py would shadow the standard library's.
         self._command = [sys.executable, "-P", str(WORKER), *limits]
         self._workers: list[_Worker] = []
         self._idle: queue.Queue[_Worker] = queue.Queue()
@@ -78,7 +78,7 @@ class Verifier:
         return {outcome: taken[outcome] for outcome in Outcome}
 
     def close(self) -> None:
-        """Ends the workers; to be called once nothing is being compared."""
+        """Ends the workers; call it once nothing is being compared."""
         self._close()
 
     def _start(self) -> None:
@@ -99,14 +99,14 @@ class _Worker:
         self._start()
 
     def _start(self) -> None:
-        # A group of its own: Ctrl-C is for the parent, whose end closes the worker's stdin.
+        # A process group of its own: Ctrl-C is for the parent, whose end closes the worker's stdin.
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, process_group=0)
         self._ready = False
 
     def compare(self, gold: str, answer: str, seconds: float) -> Outcome:
         request = json.dumps([gold, answer]).encode() + b"\n"
-        # Twice, as a worker may have died of something else than this answer.
+        # Twice, as a worker may have died of something other than this answer.
         for _ in range(2):
             reply = self._ask(request, seconds)
             if reply:
@@ -145,12 +145,12 @@ class _Worker:
     def _read(self, seconds: float) -> bytes | None:
         assert self._process.stdout
         replies = self._process.stdout.fileno()
-        # A reply is shorter than what a pipe takes in one piece.
+        # A reply is shorter than what a pipe transfers in one piece.
         return os.read(replies, 512) if wait([replies], seconds) else None
 
     def stop(self) -> None:
         self._process.kill()
-        # Leaving the block closes the pipes and waits; what was not yet written has no reader any more.
+        # Leaving the block closes the pipes and waits; data not yet written no longer has a reader.
         with contextlib.suppress(BrokenPipeError), self._process:
             pass
 

@@ -1,7 +1,7 @@
 r"""One worker of the verifier: reads lines of JSON [gold, answer], writes "right", "wrong" or "timed out" for each.
 
-A program of its own, so that it imports neither this package nor JAX: `python -P verify_worker.py BYTES SECONDS`, its
-memory and the CPU time of one comparison. It grades in its main thread, as no other can be interrupted.
+It is a program of its own, so that it imports neither this package nor JAX: `python -P verify_worker.py BYTES SECONDS`,
+with its memory and the CPU time of one comparison. It grades in its main thread, as no other can be interrupted.
 """
 
 import functools
@@ -24,19 +24,19 @@ PERCENT = re.compile(r"\\text\s*\{\s*(?:percent|pct)\s*\}|(?<![a-zA-Z])(?:percen
 DECIMAL = re.compile(r"(?<![\d.])(\d{1,3}(?:,\d{3})+|\d*)\.(\d+)(?!\d|\.\.|\\l?dots)", re.ASCII)
 BASE = re.compile(r"(?<=\d)\s*_\s*(\w|\{[^{}]*(?:\{[^{}]*\}[^{}]*)?\})", re.ASCII)
 SPACE = r"(?:\s|\\[ ,;:!>]|\\q?quad)"
-# Where two numbers stand side by side, SymPy reads a mixed number, 2(3) as 5.
+# SymPy reads two numbers side by side as a mixed number: 2(3) as 5.
 FACTORS = re.compile(r"((?<![\w^_.\\}])\d+|\))\s*(?=\(|\\left\s*\()|\)\s*(?=\d)", re.ASCII)
 NUMBER_AS_TEXT = re.compile(r"\\(?:text|mbox)\s*\{\s*(-?\d[\d.,]*)\s*\}", re.ASCII)
 UNCLEAR = re.compile(
     rf"(?<![\w\\^_.}}])\d+(?:\.\d+)?{SPACE}+[\d.]"  # two numbers
-    r"|(?<![\w^_}])\d+\s*\{|(?:^|[^}\]\w\s^_])\s*\{\d+\}\s*[\d{]|\\phantom"  # in braces, or beside what is unseen
-    r"|\\(?:text|mbox)\s*\{(?:[^{}]*[^{}\w^/])?\d|\u2030",  # a text with a number, which is no unit; per mille
+    r"|(?<![\w^_}])\d+\s*\{|(?:^|[^}\]\w\s^_])\s*\{\d+\}\s*[\d{]|\\phantom"  # in braces, or next to something invisible
+    r"|\\(?:text|mbox)\s*\{(?:[^{}]*[^{}\w^/])?\d|\u2030",  # a text with a number, which is not a unit; per mille
     re.ASCII,
 )
 
 
 def readings(text: str) -> list[Any]:
-    """What an answer may mean. A decimal is the fraction that it spells, and a percentage its hundredth."""
+    """What an answer may mean. A decimal is the fraction that it spells, and a percentage is divided by 100."""
     text = NUMBER_AS_TEXT.sub(r"\1", text)
     if UNCLEAR.search(text):
         return [text]
@@ -51,7 +51,7 @@ def _fraction(match: re.Match[str]) -> str:
 
 
 def bases(text: str) -> list[str]:
-    """The number bases that an answer names; ten goes without saying."""
+    """The number bases that an answer names, except for ten, which goes without saying."""
     named = (re.sub(r"[^\w]", "", match[1].replace(r"\text", "")) for match in BASE.finditer(text))
     return [base for base in named if base != "10"]
 
@@ -59,7 +59,7 @@ def bases(text: str) -> list[str]:
 @functools.lru_cache(maxsize=64)
 def parsed(text: str) -> list[Any]:
     """The answer as SymPy reads it, if it can, and as a string."""
-    # The box as a whole or nothing: math-verify would else search it for some part that it can read.
+    # The whole box or nothing: otherwise math-verify would search it for some part that it can read.
     return parse(
         f"\\boxed{{{text}}}",
         [LatexExtractionConfig()],
@@ -70,7 +70,7 @@ def parsed(text: str) -> list[Any]:
 
 
 def agree_exactly(gold: Any, answer: Any) -> bool:
-    """False for numbers that differ: math-verify compares to an absolute 1e-15, by which 1e-19 would equal 1e-30."""
+    """False for numbers that differ: math-verify's tolerance is an absolute 1e-15, so 1e-19 would equal 1e-30."""
     gold, answer = (side.rhs if isinstance(side, Eq) else side for side in (gold, answer))
     if isinstance(gold, MatrixBase) and isinstance(answer, MatrixBase):
         return all(map(agree_exactly, gold.flat(), answer.flat()))
@@ -85,7 +85,7 @@ def agree_exactly(gold: Any, answer: Any) -> bool:
 
 
 def sides(reading: Any) -> Iterator[Any]:
-    """What a chain of equations holds equal."""
+    """The expressions that a chain of equations says are equal."""
     if isinstance(reading, And):
         for link in reading.args:
             yield from sides(link)
@@ -94,18 +94,18 @@ def sides(reading: Any) -> Iterator[Any]:
 
 
 def is_contradiction(reading: Any) -> bool:
-    """Whether it holds different numbers equal, as 26 = 27 does: an answer that names both is neither."""
+    """Whether a reading says that different numbers are equal, as 26 = 27: an answer that names both is neither."""
     numbers = [side for side in sides(reading) if isinstance(side, Expr) and not side.free_symbols]
     return any(not equal(numbers[0], other) for other in numbers[1:])
 
 
 def unwrapped(reading: Any) -> Any:
-    """What a set of one holds."""
+    """The element of a set that has only one; any other reading as it is."""
     return reading.args[0] if isinstance(reading, FiniteSet) and len(reading.args) == 1 else reading
 
 
 def equal(gold: Any, answer: Any) -> bool:
-    """Whether two readings agree; False where they cannot be compared, for which SymPy raises all sorts."""
+    """Whether two readings agree; False if they cannot be compared, for which SymPy raises all sorts of exceptions."""
     gold, answer = unwrapped(gold), unwrapped(answer)
     try:
         same = verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
@@ -117,9 +117,9 @@ def equal(gold: Any, answer: Any) -> bool:
 
 
 def same(gold: str, answer: str) -> bool:
-    """Whether any reading of the answer agrees with any of the gold.
+    """Whether any reading of the answer agrees with any reading of the gold answer.
 
-    An answer may leave out the base and the percent sign that the gold has, but not bring its own.
+    An answer may leave out the base and the percent sign of the gold answer, but may not add its own.
     """
     if bases(answer) not in ([], bases(gold)):
         return False
@@ -131,7 +131,7 @@ def same(gold: str, answer: str) -> bool:
 
 def grade(gold: str, answer: str, cpu_seconds: float) -> str:
     """ "right", "wrong" or "timed out"."""
-    # CPU time, which other processes cannot use up. Again and again, as SymPy catches all exceptions at places.
+    # CPU time, which other processes cannot use up. The timer repeats, as SymPy catches all exceptions in some places.
     signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds, 0.5)
     try:
         return "right" if same(gold, answer) else "wrong"
@@ -158,7 +158,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGVTALRM, time_out)
-    # What libraries print must not pass for a reply, and their complaints about odd answers are of no use.
+    # What libraries print must not be taken for a reply, and their complaints about odd answers are of no use.
     replies = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)

@@ -1,4 +1,4 @@
-"""Words by heading, from a text file of the package: `An animal: dog, cat, hippopotamus/hippo`."""
+"""Words by heading, from a text file in the package: `An animal: dog, cat, hippopotamus/hippo`."""
 
 import functools
 import re
@@ -18,9 +18,9 @@ MAX_CHARACTERS = 40
 
 @functools.cache
 def word_list(name: str) -> Mapping[str, Mapping[str, str]]:
-    """By heading, each spelling and the word it stands for: {"An animal": {"hippo": "hippopotamus", ...}}.
+    """For each heading, each spelling and the word it stands for: {"An animal": {"hippo": "hippopotamus", ...}}.
 
-    `/` joins spellings of one word, the first of which stands for all. Lines that begin with # are comments.
+    `/` joins spellings of one word; the first stands for all of them. Lines that begin with # are comments.
     """
     text = resources.files("poly_epo_jax.tasks").joinpath("words", f"{name}.txt").read_text("utf-8")
     lists: dict[str, Mapping[str, str]] = {}
@@ -34,10 +34,10 @@ def word_list(name: str) -> Mapping[str, Mapping[str, str]]:
 
 
 def normal_form(text: str, known: Mapping[str, str]) -> str | None:
-    """The word of a response: lower case, without accents, article or punctuation around it; the singular, if known.
+    """A response's word in lower case, without accents, article or punctuation around it; the singular, if known.
 
-    "The Hippos." is "hippopotamus" where that list knows "hippo", and "hippos" where it does not. None for what is
-    no word or name of at most four words: nothing, a sentence, several lines.
+    "The Hippos." is "hippopotamus" if the list knows "hippo", and "hippos" if it does not. None if the text is not a
+    word or a name of at most four words: if it is empty, a sentence, or several lines.
     """
     plain = _without_accents(text.strip().lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))
     bare = re.sub(r" +", " ", plain.strip("\"'`*.,;:!? "))

@@ -13,9 +13,9 @@ compgen -G "$here/env-$device/installed-*" >/dev/null || {
 flags=(--model-path "$model" --host 127.0.0.1 --port "$port" --skip-server-warmup)
 if [ "$device" = cpu ]; then
   export PYTHONPATH=$here/cpu_shim SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-  # In float32, with a float32 KV cache, so that log-probabilities can be compared with the trainer's. An idle scheduler,
-  # or a second thread that spins, would take a core from the other servers and the trainer. A cache for as many tokens
-  # as the memory holds would take minutes to make.
+  # In float32, with a float32 KV cache, so that log-probabilities can be compared with the trainer's. An idle scheduler
+  # or a second thread would spin, and take a core from the other servers and the trainer. Making a cache for as many
+  # tokens as fit in memory would take minutes.
   flags+=(--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph --dtype float32
     --mem-fraction-static 0.2 --max-total-tokens 65536 --sleep-on-idle)
 fi

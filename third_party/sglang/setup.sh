@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes SGLang's own environment beside this file, or reuses it: env-gpu to serve on NVIDIA, env-cpu to run the tests.
+# Makes or reuses SGLang's own environment next to this file: env-gpu to serve on NVIDIA GPUs, env-cpu to run the tests.
 #
 #   bash third_party/sglang/setup.sh gpu|cpu        (SGLANG_PYTHON=... names another interpreter)
 #
-# It is kept apart from the trainer's: the two pin different versions of torch and transformers. The CPU pins leave out
-# what only CUDA needs, which `pip install sglang` would bring; sgl_kernel, of which there is no CPU wheel, and two
-# operators of torchvision are stood in for by cpu_shim/.
+# It is kept apart from the trainer's, as the two pin different versions of torch and transformers. The CPU pins leave
+# out packages that only CUDA needs, which `pip install sglang` would bring in. cpu_shim/ stands in for sgl_kernel, of
+# which there is no CPU wheel, and for two operators of torchvision.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/../../launch/environments.sh"
@@ -22,7 +22,7 @@ found=$("$python" --version 2>/dev/null) || found=missing
   fail "SGLang's $1 pins need Python $version, and $python is $found; install it, or name one with SGLANG_PYTHON=..."
 echo "Installing SGLang for $1 into $env (a few minutes) ..."
 make_env "$env" "$python"
-# PyPI's torch needs CUDA's libraries; the one built for CPUs has an index of its own.
+# PyPI's torch needs CUDA's libraries; the build for CPUs has an index of its own.
 if [ "$1" = cpu ]; then
   install "$env" --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$(grep ^torch== "$pins")"
 fi

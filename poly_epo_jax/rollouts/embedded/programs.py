@@ -1,4 +1,4 @@
-"""What slots do on the device: start, take in prompts, decode until some have finished, be read."""
+"""The device programs of the slots: start, insert prompts, decode until some slots have finished, read."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,11 +15,11 @@ from poly_epo_jax.model.sharding import ROWS
 from poly_epo_jax.rollouts.embedded.token_sampling import sample_tokens
 from poly_epo_jax.types import Params
 
-MAX_STEPS = 256  # of one call of `decode`, which cannot be interrupted: cancellation waits for it
+MAX_STEPS = 256  # per call of `decode`, which cannot be interrupted: cancellation waits for it
 
 
 class SlotState(NamedTuple):
-    """Per slot [B]: `token` is the next one to be read, at `position`; `length` and `limit` count the response."""
+    """Per slot [B]: `token` is the next one to be read, at `position`; `length` and `limit` count response tokens."""
 
     active: jax.Array
     seed: jax.Array
@@ -33,7 +33,7 @@ class SlotState(NamedTuple):
 
 
 def on_rows(state: SlotState) -> SlotState:
-    """Pins the layout, so that every program takes the state as the others leave it."""
+    """Pins the layout, so that every program accepts the state as the others return it."""
     heads = PartitionSpec(ROWS, "tensor")
     cache = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, heads), state.cache)
     rest = jax.tree.map(
@@ -81,7 +81,7 @@ def insert(
     positions: Int[Array, " R"],
     limits: Int[Array, " R"],
 ) -> SlotState:
-    """Copies prompts into slots up to their last token, which decoding reads first. A row number of B is left out."""
+    """Copies prompts into slots up to their last token, which decoding reads first. A row number of B is skipped."""
 
     def put(x: jax.Array, values: jax.Array | int | bool) -> jax.Array:
         return x.at[rows].set(values, mode="drop")
@@ -102,10 +102,10 @@ def insert(
 def next_token(
     config: ModelConfig, weights: Params, state: SlotState, stop_ids: Int[Array, " S"], **sampling: Any
 ) -> SlotState:
-    """One more token in every active slot; `sampling` is what `sample_tokens` is told.
+    """Decodes one more token in every active slot; `sampling` is passed on to `sample_tokens`.
 
     Each device takes its own rows, with whole weights: left to itself, the compiler gathers what is written to the
-    caches. It splits heads, MLP and vocabulary over tensor, with an all-reduce after each half of a layer.
+    caches. It does split heads, MLP and vocabulary over tensor, with an all-reduce after each half of a layer.
     """
     one_token = partial(_next_token, config, **sampling)
     mesh = jax.sharding.get_abstract_mesh()
@@ -156,14 +156,14 @@ def decode(
     """Decodes until `turnover` more slots have finished, all have, or one has reached the end of the cache.
 
     Returns:
-      The state, and of each slot whether it is active, its length and its position.
+      The state, and for each slot whether it is active, its length and its position.
     """
     size = state.cache.length
     enough = jnp.maximum(state.active.sum() - turnover, 0)
 
     def goes_on(carry: tuple[jax.Array, SlotState]) -> Bool[Array, ""]:
         step, state = carry
-        # One sum, so that devices with rows of their own agree by one collective a token.
+        # A single sum, so that devices with different rows agree with one collective per token.
         active, at_the_end = jnp.stack([state.active, state.active & (state.position >= size)]).sum(axis=1)
         return (active > enough) & (at_the_end == 0) & (step < MAX_STEPS)
 

@@ -1,4 +1,4 @@
-"""A sampler inside the trainer: the policy's own weights, and slots in which generations take turns."""
+"""A sampler inside the trainer: it uses the policy's own weights, and slots in which generations take turns."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -24,7 +24,8 @@ class EmbeddedSampler:
     Args:
       model: the policy, possibly abstract: only its configuration is used.
       stop_ids: a generation ends with any of these tokens.
-      max_prompt_tokens: of a first turn. Later turns begin with those before them, but the whole gets no longer.
+      max_prompt_tokens: for a first turn. A later turn's prompt includes the turns before it, but the whole sequence
+        gets no longer.
       max_concurrent: generations decoded at once; the others wait until one of them has finished.
     """
 
@@ -37,21 +38,21 @@ class EmbeddedSampler:
         self._decoding_weights = jax.jit(partial(decoding_weights, model.config))
 
     async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
-        """The trainer's own arrays, which must stay until the last generation of theirs is sampled."""
+        """Keeps the trainer's own arrays, which must stay valid until the last generation from them is sampled."""
         self._params = merge_params(trainable, frozen)
         self.version = version
 
     @property
     def weights(self) -> Params:
-        """A copy in the layout and the type that decoding reads. Only who decodes holds it, so the update need not."""
+        """A copy in the layout and the type that decoding reads. It is held while decoding, not during the update."""
         with jax.set_mesh(self.mesh):
             return self._decoding_weights(self._params)
 
     def close(self) -> None:
-        """Nothing is held but arrays."""
+        """Does nothing, as only arrays are held."""
 
     async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-        """Yields each completion once it is finished. The event loop is free meanwhile."""
+        """Yields each completion once it is finished. The event loop stays free meanwhile."""
         origins = [(place, index) for place, request in enumerate(requests) for index in range(len(request.seeds))]
         slots, version = self._slots(requests, sampling), self.version
         while not slots.is_done:
@@ -82,7 +83,7 @@ class EmbeddedSampler:
 
 
 async def _to_the_end(function: Callable[[], T]) -> T:
-    """Runs it in a thread. Shielded: cancellation waits for the thread."""
+    """Runs the function in a thread, shielded: cancellation waits for the thread."""
     thread = asyncio.ensure_future(asyncio.to_thread(function))
     try:
         return await asyncio.shield(thread)

@@ -1,7 +1,7 @@
-"""Continuous batching: a fixed number of slots decode side by side, and each that finishes makes room for the next.
+"""Continuous batching: a fixed number of slots decode in parallel, and each that finishes makes room for the next.
 
-The host only refills: it lays waiting generations into free slots, starts a loop on the device that ends once some
-slots are finished, and reads these. The cache is as long as the longest sequence under way needs, in a few sizes.
+The host only refills: it puts waiting generations into free slots, starts a loop on the device that ends once some
+slots have finished, and reads those. The cache has one of a few sizes, large enough for the longest active sequence.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from poly_epo_jax.rollouts.embedded.programs import SlotState
 from poly_epo_jax.types import Params, Sampling
 
 CACHE_SIZES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of the longest sequence allowed; the decoding loop is compiled for each
-SHORT_CACHE = 64  # not worth several sizes
+SHORT_CACHE = 64  # a cache of at most this length has only one size
 TURNOVER = 8  # the decoding loop ends once one slot in this many has finished
-SHORTEST_PROMPT = 16  # prompts are padded to the next power of two, from here on
+SHORTEST_PROMPT = 16  # prompts are padded to the next power of two, and at least to this
 
 
 class Job(NamedTuple):
-    """One generation: of which prompt, with which seed, at most how many tokens."""
+    """One generation: the index of its prompt, its seed, and its maximum number of tokens."""
 
     prompt: int
     seed: int
@@ -33,7 +33,7 @@ class Job(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """What came of a job, by its place among the jobs."""
+    """The result of a job, identified by its index among the jobs."""
 
     job: int
     token_ids: Int[np.ndarray, " T"]
@@ -41,14 +41,14 @@ class Finished(NamedTuple):
 
 
 class Slots:
-    """Decodes jobs in their order.
+    """Decodes jobs in order.
 
     Args:
       weights: `decoding.decoding_weights` of the policy; a whole copy is held for as long as the slots are.
-      prompts: the tokens of each.
+      prompts: the tokens of each prompt.
       num_slots: generations decoded at once; a multiple of the mesh's rows.
-      max_prompts: prompts whose keys and values are held at once, apart from the slots; likewise.
-      max_length: of the longest prompt and response together, over all calls: it decides what is compiled.
+      max_prompts: prompts whose keys and values are held at once, apart from the slots; also a multiple of the rows.
+      max_length: the longest prompt and response together, over all calls; it determines what is compiled.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Slots:
         self._turnover = max(1, num_slots // TURNOVER)
         self._prompt_size = max(SHORTEST_PROMPT, 1 << (max(map(len, prompts)) - 1).bit_length())
         self._sizes = cache_sizes(max_length)
-        self._next = 0  # of the jobs
+        self._next = 0  # index of the next job
         self._owner = np.full(num_slots, -1)  # the job in each slot
         self._position = np.zeros(num_slots, np.int64)
         self._chunk, self._prefilled = -1, KVCache((), ())  # the prompts now held
@@ -83,7 +83,7 @@ class Slots:
         return self._next == len(self._jobs) and bool((self._owner < 0).all())
 
     def advance(self) -> list[Finished]:
-        """Refills, decodes until some slots are finished, and empties these. Blocks."""
+        """Refills slots, decodes until some have finished, and empties those. Blocks."""
         with jax.set_mesh(self._mesh):
             state = self._refilled(self._fitted())
             state, status = programs.decode(
@@ -110,7 +110,7 @@ class Slots:
         return sorted(finished)
 
     def _fitted(self) -> SlotState:
-        """The state, its cache long enough for a while, and not longer than it has to be."""
+        """The state, with a cache that is long enough for a while but no longer than necessary."""
         starting = self._jobs[self._next : self._next + int((self._owner < 0).sum())]
         lengths = [*self._position[self._owner >= 0], *(len(self._prompts[job.prompt]) for job in starting)]
         longest = max(lengths) + 1
@@ -154,16 +154,16 @@ class Slots:
         return programs.prefill(self._config, self._weights, tokens, valid)
 
     def _padded(self, values: Sequence[int] | np.ndarray, filling: int = 0, dtype: type = np.int32) -> np.ndarray:
-        """As long as what is inserted and read at once."""
+        """Pads values to the number of slots that are inserted or read at once."""
         padded = np.full(self._turnover, filling, dtype)
         padded[: len(values)] = values
         return padded
 
 
 def capacity(mesh: Mesh, max_concurrent: int, num_jobs: int, num_generations: int) -> tuple[int, int]:
-    """How many slots, and how many prompts held beside them, serve so many jobs; every device gets its share.
+    """How many slots serve `num_jobs`, and how many prompts are held alongside them; every device gets its share.
 
-    With one generation per prompt, as in later turns, the number of jobs differs from call to call. Then the slots are
+    With one generation per prompt, as in later turns, the number of jobs differs from call to call. The slots are then
     a power of two, so that few programs are compiled, and only as many prompts are held as are inserted at once.
     """
     rows = mesh.shape["data"] * mesh.shape["fsdp"]

@@ -1,9 +1,9 @@
-"""The next token of every row: drawn by its cumulative probabilities, filtered by top-k and top-p without a sort.
+"""Draws the next token of every row from its cumulative probabilities, with top-k and top-p filters but no sort.
 
-The vocabulary is cut into blocks: a uniform number picks a block by the blocks' probabilities, another one a token
-within it. The filters keep whatever is at least as likely as some threshold, so a draw may ignore top-p first: where
-the tokens likelier than the one drawn reach `top_p` already, it is not kept, nor is anything as unlikely, and the next
-draw is among the likelier ones. What is accepted in the end has the filtered distribution.
+The vocabulary is split into blocks: one uniform number picks a block by the blocks' probabilities, another picks a
+token within it. The filters keep whatever is at least as likely as some threshold, so a draw may ignore top-p at first.
+If the tokens likelier than the drawn one already reach `top_p`, top-p keeps neither that token nor any as unlikely, and
+the next draw is among the likelier ones. The token that is finally accepted has the filtered distribution.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float, Int, UInt32
 
-BLOCK = 128  # tokens of the vocabulary
+BLOCK = 128  # tokens of the vocabulary in a block
 
 
 @partial(jax.jit, static_argnames=("temperature", "top_p", "top_k"))
@@ -28,9 +28,9 @@ def sample_tokens(
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """One token per row, and its log-softmax(logits / temperature), which is not renormalised for the filters.
 
-    The randomness is of the generation's seed and the token's index in the response alone. Kept are the tokens among
-    the `top_k` likeliest (0: all), and of those the fewest likeliest whose probabilities reach `top_p` of theirs;
-    ties with the last one kept are kept too.
+    The randomness depends only on the generation's seed and the token's index in the response. The filters keep the
+    `top_k` likeliest tokens (0: all), and of those the fewest likeliest whose probabilities reach `top_p` of their sum;
+    ties with the last token kept are kept too.
     """
     padding = -logits.shape[0] % BLOCK
     logits = jnp.pad(logits / (temperature or 1.0), ((0, padding), (0, 0)), constant_values=-jnp.inf)
@@ -55,7 +55,7 @@ def sample_tokens(
 def _draw(
     p: Float[Array, "C K B"], mass: Float[Array, "C B"], seeds: jax.Array, indices: jax.Array, top_p: float
 ) -> tuple[jax.Array, jax.Array]:
-    """(block, place in it) of a token per row: by `p`, whose sums over blocks are `mass`, among what top-p keeps."""
+    """Draws (block, place in it) of a token per row, by `p`, among what top-p keeps; `mass` is each block's sum."""
     enough = top_p * mass.sum(axis=0)
 
     def draw(attempt: jax.Array | int, floor: jax.Array, mass: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -83,7 +83,7 @@ def _draw(
 
 
 def mass_above(p: Float[Array, "C K B"], floor: Float[Array, " B"]) -> Float[Array, "C B"]:
-    """By blocks, the sums of what is greater than a row's floor."""
+    """Per block, the sum of the values that are greater than their row's floor."""
     return jnp.where(p > floor[None, None], p, 0.0).sum(axis=1)
 
 
@@ -95,16 +95,16 @@ def two_uniforms(seeds: jax.Array, indices: jax.Array, attempt: jax.Array | int)
 
 
 def invert(weights: Float[Array, "K B"], u: Float[Array, " B"]) -> Int[Array, " B"]:
-    """Per row the index that the inverse of the cumulative weights has for u in [0, 1); never one of no weight."""
+    """Inverts each row's cumulative weights at u in [0, 1); the index it returns never has zero weight."""
     cumulative = jnp.where(weights > 0, jnp.cumsum(weights, axis=0), 0.0)
-    # Rounding may disorder cumulative sums by a little; below their maximum one is always found.
+    # Rounding may put cumulative sums slightly out of order; for a value below their maximum, one is always found.
     return jnp.argmax(cumulative > (u * cumulative.max(axis=0))[None], axis=0).astype(jnp.int32)
 
 
 def keep_top_k(p: Float[Array, "C K B"], k: int) -> Float[Array, "C K B"]:
-    """Zero for what is less than the k-th largest of its row, all in [0, 1].
+    """Sets every value below the k-th largest of its row to zero; all values are in [0, 1].
 
-    That one is found by halving an interval of integers: such numbers are ordered as their bits.
+    The k-th largest is found by bisecting an interval of integers: floats in [0, 1] are ordered like their bits.
     """
     bits = jax.lax.bitcast_convert_type(p, jnp.int32)
 

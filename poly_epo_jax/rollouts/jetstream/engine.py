@@ -1,9 +1,9 @@
-"""Our policy behind JetStream's Engine API: its programs are the embedded sampler's, its turns are JetStream's.
+"""Our policy behind JetStream's Engine API: the programs are the embedded sampler's, the scheduling is JetStream's.
 
-JetStream's protocol knows token ids alone. So a request of this process is one negative number, its ticket, by which
-the engine finds prompt, seeds and limit; any other is a prompt, as a client over gRPC sends it. A token comes back as
-COLUMNS numbers. JetStream would keep a stop token to itself, so it is told of none: the engine ends a row by marking
-what follows as invalid.
+JetStream's protocol carries only token ids. A request from this process is therefore one negative number, its ticket,
+by which the engine finds the prompt, seeds and limit; any other request is a prompt, as a gRPC client sends it. A token
+comes back as COLUMNS numbers. JetStream does not return stop tokens, so it is given none: the engine ends a row by
+marking what follows as invalid.
 """
 
 import dataclasses
@@ -27,17 +27,17 @@ from poly_epo_jax.rollouts.embedded.slots import SHORTEST_PROMPT
 from poly_epo_jax.rollouts.jetstream import mended as jetstream
 from poly_epo_jax.types import Params, Request, Sampling
 
-BEGINNING = -1  # JetStream puts a token before every prompt; ours have none, so it is one that no policy knows
-FIRST_TICKET = -2  # and downwards
-COLUMNS = 3  # of a token: its id, the bits of its log-probability, the weight version
+BEGINNING = -1  # JetStream puts a token before every prompt; ours have none, so it is one that no policy has
+FIRST_TICKET = -2  # tickets count down from here
+COLUMNS = 3  # per token: its id, the bits of its log-probability, the weight version
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineSize:
-    """What is fixed when the engine starts: prompts decoded at once, generations of each, and tokens at most.
+    """The sizes fixed when the engine starts: prompts decoded at once, generations of each prompt, and token limits.
 
-    The prompt of a later turn may be longer than `max_prompt_tokens`, but it and its response take no more than
-    `max_prompt_tokens + max_tokens`.
+    The prompt of a later turn may be longer than `max_prompt_tokens`, but it and its response together take no more
+    than `max_prompt_tokens + max_tokens`.
     """
 
     slots: int
@@ -47,7 +47,7 @@ class EngineSize:
 
 
 class Prefix(NamedTuple):
-    """A request that has been read; `cache` is None where there was no policy to read it."""
+    """A request whose prompt has been read; `cache` is None if there was no policy to read it."""
 
     request: Request
     cache: KVCache | None
@@ -55,7 +55,7 @@ class Prefix(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What tokens are sampled from: `decoding.whole_weights`, their version, and how."""
+    """What tokens are sampled from: `decoding.whole_weights` and their version; and how to sample."""
 
     weights: Params
     version: int
@@ -65,7 +65,7 @@ class Policy:
 class Qwen3Engine(jetstream.engine_api.Engine):
     """A slot is `samples_per_slot` neighbouring rows of one decoding state.
 
-    `policy` is what JetStream calls params. It may be exchanged while nothing is decoded; while it is None, nothing
+    `policy` is what JetStream calls params. It may be replaced while nothing is decoded; while it is None, nothing
     touches the weights and every row ends with the next step.
     """
 
@@ -73,12 +73,12 @@ class Qwen3Engine(jetstream.engine_api.Engine):
         self.size = size
         self._config, self._mesh = config, mesh
         self._stop_ids = np.asarray(stop_ids, np.int32)
-        self._shares = mesh.shape["data"] * mesh.shape["fsdp"]  # of rows: their number must be a multiple
+        self._shares = mesh.shape["data"] * mesh.shape["fsdp"]  # the number of rows must be a multiple of this
         self._rows = -(-size.slots * size.samples_per_slot // self._shares) * self._shares
         self._policy: Policy | None = None
         self._requests: dict[int, Request] = {}
         self._tickets = itertools.count(FIRST_TICKET, -1)
-        # JetStream's threads take turns on the devices: programs of several devices must start everywhere in one order.
+        # JetStream's threads take turns on the devices: multi-device programs must start in the same order everywhere.
         self._turn = threading.Lock()
 
     @property
@@ -87,12 +87,12 @@ class Qwen3Engine(jetstream.engine_api.Engine):
 
     @policy.setter
     def policy(self, policy: Policy | None) -> None:
-        """Returns once nothing more is started on the devices with the one before."""
+        """Returns once nothing more is started on the devices with the previous policy."""
         with self._turn:
             self._policy = policy
 
     def ticket(self, request: Request) -> int:
-        """The token id that stands, once, for a request with at most `samples_per_slot` seeds."""
+        """A single-use token id that stands for a request with at most `samples_per_slot` seeds."""
         ticket = next(self._tickets)
         self._requests[ticket] = request
         return ticket
@@ -118,7 +118,7 @@ class Qwen3Engine(jetstream.engine_api.Engine):
         padded_tokens: jax.Array | np.ndarray,
         true_length: int,
     ) -> Prefix:
-        """Reads the prompt of a ticket, or the prompt given."""
+        """Reads the prompt that a ticket stands for, or the given prompt."""
         request = self._request(np.asarray(padded_tokens)[:true_length])
         prompt = request.prompt_ids
         length = max(SHORTEST_PROMPT, 1 << (len(prompt) - 1).bit_length())
@@ -138,12 +138,12 @@ class Qwen3Engine(jetstream.engine_api.Engine):
         return Request("", token_ids.astype(np.int32), seeds, self.size.max_tokens)
 
     def insert(self, prefix: Prefix, decode_state: SlotState, slot: int) -> SlotState:
-        """Lays the prompt into as many rows of the slot as it has seeds."""
+        """Copies the prompt into one row of the slot for each of its seeds."""
         if prefix.cache is None:
             return decode_state
         request, samples = prefix.request, self.size.samples_per_slot
         prompt, seeds = request.prompt_ids, request.seeds
-        rows = np.full(samples, self._rows, np.int32)  # out of bounds: none
+        rows = np.full(samples, self._rows, np.int32)  # out of bounds: not written
         rows[: len(seeds)] = slot * samples + np.arange(len(seeds))
         with self._turn, jax.set_mesh(self._mesh):
             return programs.insert(
@@ -158,7 +158,7 @@ class Qwen3Engine(jetstream.engine_api.Engine):
             )
 
     def generate(self, params: None, decode_state: SlotState) -> tuple[SlotState, Any]:
-        """One token in every row that is not done."""
+        """Decodes one token in every row that is not done."""
         with self._turn, jax.set_mesh(self._mesh):
             if self._policy is None:
                 return _ended(decode_state), self._result(np.zeros((self._rows, 2 * COLUMNS + 1), np.int32))
@@ -185,13 +185,13 @@ class Qwen3Engine(jetstream.engine_api.Engine):
             return programs.start(self._config, self._rows, self.size.max_tokens, length)
 
     def load_params(self, *args: Any, **kwargs: Any) -> None:
-        """None: the driver would hold on to the weights for ever."""
+        """Returns None: the driver would hold on to the weights for ever."""
 
     def get_prefix_destination_sharding(self) -> None:
-        """None: this engine decodes the prompts that it reads."""
+        """Returns None: this engine decodes the prompts that it reads."""
 
     def get_tokenizer(self) -> None:
-        """None: see `build_tokenizer`."""
+        """Returns None: see `build_tokenizer`."""
 
     def build_tokenizer(self, metadata: None) -> Any:
         return _TokenIds()
@@ -206,7 +206,7 @@ class Qwen3Engine(jetstream.engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        """Of JetStream's own sizes the one that holds the longest prompt and the token before it."""
+        """The one of JetStream's own sizes that holds the longest prompt and the token before it."""
         return min(32768, max(16, 1 << self.size.max_prompt_tokens.bit_length()))
 
     @property
@@ -219,7 +219,7 @@ class Qwen3Engine(jetstream.engine_api.Engine):
 
 
 class _TokenIds(jetstream.tokenizer_api.Tokenizer):
-    """A tokenizer that knows no text."""
+    """A tokenizer that does not handle text."""
 
     bos_id, eos_id, pad_id = BEGINNING, BEGINNING, 0
     stop_tokens = frozenset()
@@ -247,7 +247,7 @@ def _step(
     version: int | Int[Array, ""],
     **sampling: Any,
 ) -> tuple[SlotState, Int[Array, "B 7"]]:
-    """The state with one more token in every active row, and JetStream's row: token, COLUMNS times valid, length."""
+    """The state with one more token in every active row, and JetStream's rows: token, COLUMNS times valid, length."""
     valid = state.active[:, None].astype(jnp.int32)
     state = programs.next_token(config, weights, state, stop_ids, **sampling)
     newest = jnp.maximum(state.length - 1, 0)[:, None]

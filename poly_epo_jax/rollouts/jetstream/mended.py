@@ -1,19 +1,19 @@
-"""google-jetstream 0.2.2, with everything mended that keeps it from running beside a trainer on today's JAX.
+"""google-jetstream 0.2.2, with fixes for everything that keeps it from running alongside a trainer on today's JAX.
 
 JetStream is archived: this is its last release. It is patched from outside, once, when this module is imported.
-Nothing else may import jetstream before. What each is for:
+Nothing else may import jetstream before that. The patches address these problems:
 
-- seqio would bring TensorFlow, for the vocabulary of requests made of text. Such requests are refused; two empty
-  classes stand in for the names that jetstream.engine imports.
+- seqio would bring in TensorFlow, for the vocabulary of text requests. Such requests are refused; two empty classes
+  stand in for the names that jetstream.engine imports.
 - orchestrator.delete_pytree calls jax.tree_map, which JAX no longer has: the first request would end in an error.
 - The orchestrator sets the root logger to DEBUG, adds a handler to it, and logs several lines per token through it.
-- JetThread answers any error by killing the process. Here an error ends the driver, and is raised to all who wait.
-- Some of its threads are no daemons: a program that ends with an error would wait for them for ever.
-- The generating thread asserts that a slot is taken, which is wrong where another thread has just freed the last one.
-- Stopping a driver spins, and takes the stop messages out of the queues before the threads have read them.
-- A request of text would end the driver, and one that is too long is cut silently. Engines refuse what they
+- JetThread kills the process on any error. Here an error ends the driver, and is raised to everyone who waits.
+- Some of its threads are not daemons: a program that ends with an error would wait for them for ever.
+- The generating thread asserts that a slot is taken, which is wrong if another thread has just freed the last one.
+- Stopping a driver spins, and removes the stop messages from the queues before the threads have read them.
+- A text request would end the driver, and a request that is too long is truncated silently. Engines refuse what they
   cannot serve: `check(token_ids)` raises a ValueError.
-- The server listens on all interfaces; it has no authentication.
+- The server listens on all interfaces, without authentication.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ VERSION = "0.2.2"
 
 
 def _check_version() -> None:
-    """Refuses what is not there, or of another version.
+    """Refuses a google-jetstream that is missing or of another version.
 
     Raises:
-      ConfigError: it says what to install.
+      ConfigError: the message says what to install.
     """
     try:
         found = f"version {importlib.metadata.version('google-jetstream')} is installed"
@@ -101,16 +101,16 @@ class _DaemonThread(threading.Thread):
 
 
 class Driver(orchestrator.Driver):
-    """JetStream's driver, but its first error ends it, and is raised to all that wait for tokens or ask for more."""
+    """JetStream's driver, except that its first error ends it and is raised to all waiting and all later requests."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._failing = threading.Lock()
         self._failure: tuple[str, Exception] | None = None
-        self._channels: weakref.WeakSet[Any] = weakref.WeakSet()  # on which somebody waits for tokens
+        self._channels: weakref.WeakSet[Any] = weakref.WeakSet()  # on which someone waits for tokens
         super().__init__(*args, **kwargs)
 
     def place_request_on_prefill_queue(self, request: Any) -> None:
-        """Takes a request of token ids.
+        """Accepts a request that consists of token ids.
 
         Raises:
           ValueError: it is text, or the engine refuses it.
@@ -126,7 +126,7 @@ class Driver(orchestrator.Driver):
         super().place_request_on_prefill_queue(request)
 
     def stop(self) -> None:
-        """Ends the threads. Requests still under way are never answered."""
+        """Ends the threads. Requests still in progress are never answered."""
         self.live = False
         backlogs = [self._prefill_backlog, *self._transfer_backlogs]
         backlogs += [*self._generate_backlogs.values(), *self._detokenize_backlogs]
@@ -134,10 +134,10 @@ class Driver(orchestrator.Driver):
             while thread.is_alive():
                 for backlog in backlogs:
                     try:
-                        backlog.put_nowait(None)  # for the one that reads
+                        backlog.put_nowait(None)  # for the thread that reads
                     except queue.Full:
                         with contextlib.suppress(queue.Empty):
-                            backlog.get_nowait()  # makes room for the one that writes
+                            backlog.get_nowait()  # makes room for the thread that writes
                 thread.join(timeout=0.02)
 
     def _prefill_thread(self, idx: int) -> None:
@@ -153,7 +153,7 @@ class Driver(orchestrator.Driver):
         self._watch(self._generate_again, idx)
 
     def _generate_again(self, idx: int) -> None:
-        """Starts over where the thread found all slots free: none holds a request, so nothing is lost."""
+        """Starts over if the thread found all slots free: none holds a request, so nothing is lost."""
         while True:
             with contextlib.suppress(_NoSlotTaken):
                 return self._generate_once(idx)

@@ -1,7 +1,7 @@
-"""A sampler inside the trainer, driven by JetStream: its queues, its slots, its continuous batching; our programs.
+"""A sampler inside the trainer, driven by JetStream: its queues, slots and continuous batching, with our programs.
 
-JetStream's threads, and an event loop that reads from them, run beside the trainer. A prompt is
-read once for all generations of its slot.
+JetStream's threads, and an event loop that reads from them, run alongside the trainer. A prompt is read once for all
+generations of its slot.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ Columns = list[list[int]]
 
 
 class JetStreamSampler:
-    """Decodes on the trainer's mesh. One call's generations run at a time; the next one's, or new weights, wait.
+    """Decodes on the trainer's mesh. Only one call's generations run at a time; the next call and new weights wait.
 
     Args:
       model: the policy, possibly abstract: only its configuration is used.
       stop_ids: a generation ends with any of these tokens.
-      size: of the engine. More generations of a prompt than a slot has take several slots.
+      size: the engine's size. A prompt with more generations than fit in one slot takes several slots.
     """
 
     def __init__(self, model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], size: EngineSize):
@@ -41,7 +41,7 @@ class JetStreamSampler:
         self._decoding_weights = jax.jit(partial(decoding_weights, model.config))
         self._weights: Params | None = None
         self._engine = Qwen3Engine(model.config, mesh, stop_ids, size)
-        # One engine that reads prompts and decodes is what JetStream calls interleaved.
+        # JetStream calls it interleaved when one engine both reads prompts and decodes.
         self._driver = jetstream.orchestrator.Driver(
             prefill_engines=[self._engine],
             generate_engines=[self._engine],
@@ -51,14 +51,14 @@ class JetStreamSampler:
             jax_padding=False,
         )
         self._orchestrator = jetstream.orchestrator.LLMOrchestrator(driver=self._driver)
-        # JetStream passes tokens to an event loop, and breaks when that has ended; the trainer's may end at any time.
+        # JetStream passes tokens to an event loop, and breaks once that has ended; the trainer's may end at any time.
         self._loop = asyncio.new_event_loop()
         self._turn = asyncio.Lock()  # on that loop; its holder has all slots
         self._thread = threading.Thread(target=self._loop.run_forever, name="jetstream-rollouts", daemon=True)
         self._thread.start()
 
     async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
-        """Waits for the generations under way, and copies the weights into the layout that decoding reads."""
+        """Waits for the generations in progress, then copies the weights into the layout that decoding reads."""
         await self._on_loop(self._swap(merge_params(trainable, frozen), version))
 
     async def _swap(self, params: Params, version: int) -> None:
@@ -67,7 +67,7 @@ class JetStreamSampler:
                 self._weights, self._version = self._decoding_weights(params), version
 
     def close(self) -> None:
-        """Waits for the generations under way, and ends the threads."""
+        """Waits for the generations in progress, then ends the threads."""
         asyncio.run_coroutine_threadsafe(self._idle(), self._loop).result()
         self._driver.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -75,12 +75,12 @@ class JetStreamSampler:
         self._loop.close()
 
     async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-        """Yields the completions of a slot, at most `samples_per_slot` of one request, once all of them are finished.
+        """Yields the completions of a slot, at most `samples_per_slot` of one request, once all of them have finished.
 
-        The event loop is free meanwhile.
+        The event loop stays free meanwhile.
 
         Raises:
-          ValueError: a response may exceed the cache that the engine was made with.
+          ValueError: a response may exceed the cache that the engine was created with.
           RuntimeError: JetStream or the engine has failed, or there are no weights yet.
         """
         if self._weights is None:
@@ -99,7 +99,7 @@ class JetStreamSampler:
                     raise completion
                 yield completion
         finally:
-            running.cancel()  # where it has not ended
+            running.cancel()  # if it has not ended
             await _to_the_end(self._on_loop(self._idle()))
 
     async def _on_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -124,12 +124,12 @@ class JetStreamSampler:
             try:
                 await asyncio.wait(slots)
             finally:
-                # Generations still under way end with the next step; nothing reads the weights after that.
+                # Generations still in progress end with the next step; nothing reads the weights after that.
                 self._engine.policy = None
                 await asyncio.wait(slots)
 
     async def _slot(self, place: int, request: Request, start: int, finished: asyncio.Queue) -> None:
-        """Puts the completions of a slot's seeds, those from `start` on, into `finished`, or what went wrong."""
+        """Puts the completions of a slot's seeds, from `start` on, into `finished`; or else the error that occurred."""
         seeds = request.seeds[start : start + self._size.samples_per_slot]
         try:
             samples = await self._columns(dataclasses.replace(request, seeds=seeds))
@@ -162,7 +162,7 @@ class JetStreamSampler:
 
 
 async def _to_the_end(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Shielded: cancellation waits for it."""
+    """Awaits the coroutine, shielded: cancellation waits for it."""
     task = asyncio.ensure_future(coroutine)
     try:
         await asyncio.shield(task)

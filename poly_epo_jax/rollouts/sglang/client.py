@@ -1,4 +1,4 @@
-"""Completions from SGLang servers, from weights that are known to be the newest."""
+"""Completions from SGLang servers whose weights are known to be the newest."""
 
 import asyncio
 import dataclasses
@@ -23,38 +23,38 @@ from poly_epo_jax.timeline import waiting
 from poly_epo_jax.types import Completion, FinishReason, Metrics, Params, Request, Sampling
 
 MAX_ATTEMPTS = 8
-"""At one request; before each but the first, failed servers are waited for."""
+"""Attempts per request; before each one except the first, failed servers are waited for."""
 TOKEN_BYTES = 256
-"""That a server may spend on a token, on average: its id twice, its log-probability, its text."""
+"""Bytes that a server may spend per token, on average: its id twice, its log-probability, its text."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Draw:
-    """The completions of a request, by index: those that are there, and what was last wrong with another."""
+    """A request's completions by index: those received so far, and what was last wrong with another."""
 
     place: int
     request: Request
     done: dict[int, Completion] = dataclasses.field(default_factory=dict)
     trouble: str = ""
-    doubted: Server | None = None  # who last answered it wrongly
+    doubted: Server | None = None  # the server that last answered it wrongly
 
 
 class SGLangSampler:
-    """A client of one or several SGLang servers that serve the policy, or of routers in front of such.
+    """A client of one or more SGLang servers that serve the policy, or of routers in front of such servers.
 
-    Generations are from weights of one version only: what a server wrote with others, did not finish or cannot have
-    drawn is resampled with the same seed, the last by another server if there is one. (SGLang heeds the seeds where it
-    runs with --enable-deterministic-inference.)
+    All generations come from weights of one version. A generation that a server wrote with other weights, did not
+    finish, or cannot have drawn is resampled with the same seed; in the last case by another server if there is one.
+    (SGLang heeds the seeds if it runs with --enable-deterministic-inference.)
 
     Args:
       urls: where prompts are sent: servers, or a router, whose workers are then given the weights.
-      weights: which they are given; None: none, and generations are from those that the servers have.
+      weights: the weights to give them; None: no weights, and generations come from those that the servers have.
       stop_ids: a generation ends with any of these tokens.
-      vocab_size: all tokens are below it.
-      max_concurrent: generations that one URL is given at once.
+      vocab_size: all token ids are below this.
+      max_concurrent: how many generations one URL is given at once.
       timeout_seconds: for the generations of one prompt, and for one weight update.
       wait_seconds: how long to wait for a server that does not answer, at the start or later.
-      dialect: of the servers.
+      dialect: the servers' dialect.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class SGLangSampler:
         self._counts = Counter[str]()
 
     async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-        """Yields the completions of each request as soon as it has all of them.
+        """Yields the completions of each request as soon as all of them have arrived.
 
         Raises:
-          ServerError: no server is left, one refuses a request, or none answers it rightly.
+          ServerError: no server is left, one refuses a request, or none answers it correctly.
         """
         await self._probe(self.urls)
         if self._weights is None:
@@ -111,18 +111,18 @@ class SGLangSampler:
             await batch
 
     async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
-        """Loads the weights into every server and makes sure that each generates from them, with an empty cache.
+        """Loads the weights into every server and verifies that each generates from them, with an empty cache.
 
-        Generations that are under way keep the weights they began with, also on a server that comes back: the new
-        weights are prepared beside them, and pushed when all are complete.
+        Generations in progress keep the weights they began with, even on a server that comes back: the new weights are
+        prepared alongside the old ones, and pushed once all of those generations are complete.
 
         Raises:
-          ServerError: a server does not take them, or goes on with others.
-          OSError: they cannot be written.
+          ServerError: a server does not accept the weights, or continues with others.
+          OSError: the weights cannot be written.
         """
         if self._weights is None:
             raise ValueError("This sampler was opened to leave the servers' weights as they are; give it weights.")
-        await self._weight_servers()  # one that takes no weights is refused before any are written
+        await self._weight_servers()  # a server that takes no weights is refused before any are written
         await asyncio.to_thread(self._weights.prepare, merge_params(trainable, frozen), version)
         with waiting():
             while self._running:
@@ -135,12 +135,12 @@ class SGLangSampler:
                 await router.put_back(url)
 
     async def sleep(self) -> None:
-        """Leaves the servers' memory to the trainer until weights are pushed, if `weights` say so."""
+        """Leaves the servers' memory to the trainer until weights are pushed, if `weights.sleeps`."""
         if self._weights is not None:
             await self._weights.sleep(self.urls, self._routers)
 
     def metrics(self) -> Metrics:
-        """Server failures, resampled generations, and how many of these were wrong, since the last call."""
+        """Server failures, resampled generations, and how many of those were wrong, since the last call."""
         counts, self._counts = self._counts, Counter[str]()
         return {f"rollouts/{name}": float(counts[name]) for name in ("server_failures", "resampled", "wrong_answers")}
 
@@ -160,7 +160,7 @@ class SGLangSampler:
                 self._routers[endpoint.url] = Router(endpoint.url, self.wait_seconds)
 
     async def _weight_servers(self) -> list[str]:
-        """The servers that hold weights: those of `urls`, and the workers behind its routers."""
+        """The servers that hold weights: those in `urls`, and the workers behind the routers in it."""
         await self._probe(self.urls)
         urls = [url for url in self.urls if url not in self._routers]
         for router in self._routers.values():
@@ -175,7 +175,7 @@ class SGLangSampler:
         return urls
 
     async def _adopt_weights(self) -> None:
-        """Generates from the weights that the servers have."""
+        """Adopts the weights that the servers have."""
         try:
             models = await asyncio.gather(*(self._dialect.served_model(url) for url in self.urls))
         except httpx.HTTPError as error:
@@ -189,7 +189,7 @@ class SGLangSampler:
         check_awake(found)
 
     async def _watch_routers(self) -> dict[str, Watch]:
-        """Takes workers that are not current out of their routers, now and during the batch. One host does."""
+        """Takes workers that are not current out of their routers, now and during the batch. Only one host does so."""
         watches = {}
         if self._weights is not None and self._weights.is_pushing:
             for url, router in self._routers.items():
@@ -203,7 +203,7 @@ class SGLangSampler:
         await self._weights.ensure_current(url)
 
     async def _revive(self, watches: Mapping[str, Watch], url: str) -> None:
-        """Returns when the server, or a worker behind the router, can be asked again and has the present weights."""
+        """Returns once the server, or a worker behind the router, can be asked again and has the current weights."""
         if url in watches:
             await watches[url].look()
         if url in self._routers:
@@ -221,10 +221,10 @@ class SGLangSampler:
                 await asyncio.sleep(backoff_seconds(attempt))
             missing = [index for index in range(len(request.seeds)) if index not in draw.done]
             tokens = len(missing) * (len(request.prompt_ids) + request.max_tokens)
-            # A client for each request: what httpx takes for a call grows with the calls of its client.
+            # A client for each request: the cost of a call in httpx grows with the number of calls of its client.
             client = open_client(self.timeout_seconds, MAX_BYTES + TOKEN_BYTES * tokens)
             async with fleet.lease(len(missing), tokens, draw.doubted) as server, client:
-                # A list costs the server less than a call for each seed, but routers take none.
+                # A list costs the server less than a call for each seed, but routers accept no lists.
                 calls = [[index] for index in missing] if server.url in self._routers else [missing]
                 generate = functools.partial(self._dialect.generate, client, server.url, request)
                 answered = await asyncio.gather(
@@ -247,7 +247,7 @@ class SGLangSampler:
         indices: Sequence[int],
         answers: Sequence[Answer | WrongAnswer] | BaseException,
     ) -> None:
-        """Keeps whole completions from the present weights; the others will be resampled."""
+        """Keeps complete generations from the current weights; the others will be resampled."""
         if isinstance(answers, WrongAnswer):
             answers = [answers] * len(indices)
         if isinstance(answers, httpx.HTTPError):
@@ -292,7 +292,7 @@ class SGLangSampler:
 
 
 async def _end(tasks: Sequence[asyncio.Task[list[Completion]]], fleet: Fleet, watches: Mapping[str, Watch]) -> None:
-    """Returns when all requests are complete or given up, and no server is brought back for them any more."""
+    """Returns once all requests are complete or given up, and no server is being revived for them."""
     await asyncio.gather(*tasks, return_exceptions=True)
     await fleet.close()
     for watch in watches.values():

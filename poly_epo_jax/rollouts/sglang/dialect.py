@@ -1,8 +1,8 @@
-"""How servers of one kind are spoken to: what is asked of them, and how their answers are read.
+"""How to talk to servers of one kind: which requests they understand, and how to read their answers.
 
-The rest of this room knows no request and no answer, apart from `router`, which is SGLang's own, and `weight_sync`,
-whose classes each load weights in one way of one kind of server. So another kind is a class that meets `Dialect` in a
-file of its own, and a line in `rollouts.SAMPLERS`.
+The rest of this package knows nothing of requests and answers, except for `router`, which is SGLang's own, and
+`weight_sync`, each of whose classes loads weights in one way into one kind of server. Another kind of server therefore
+takes a class that meets `Dialect`, in a file of its own, and a line in `rollouts.SAMPLERS`.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from poly_epo_jax.types import FinishReason, Request, Sampling
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """What is at a URL. A router has workers, which take weights or not; a server takes them itself or not."""
+    """What is at a URL: a router, whose workers may take weights, or a server, which may take them itself."""
 
     url: str
     is_router: bool
@@ -27,7 +27,7 @@ class Endpoint:
 
 
 class ServedModel(NamedTuple):
-    """A server's model: where its weights and its tokenizer are from, and what the weights are called, if anything."""
+    """A server's model: where its weights and tokenizer come from, and the weights' name, if they have one."""
 
     path: str
     tokenizer_path: str
@@ -35,7 +35,7 @@ class ServedModel(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A generation of T tokens, the stop token included; `finish_reason` is None where it was broken off."""
+    """A generation of T tokens, the stop token included; `finish_reason` is None if it was aborted."""
 
     token_ids: Int[np.ndarray, " T"]
     logprobs: Float[np.ndarray, " T"]
@@ -45,26 +45,26 @@ class Answer(NamedTuple):
 
 @runtime_checkable
 class Dialect(Protocol):
-    """Requests that a server understands. Each raises httpx.HTTPError where the server does not answer, or wrongly."""
+    """Requests that a server understands. Each raises httpx.HTTPError if the server answers wrongly or not at all."""
 
     async def wait_for(self, url: str, seconds: float) -> None:
         """Returns once whatever is at `url` answers; a router answers once it has a worker.
 
         Raises:
-          ServerError: it did not within `seconds`.
+          ServerError: it did not answer within `seconds`.
         """
         ...
 
     async def probe(self, url: str) -> Endpoint:
-        """What is at `url`.
+        """Finds out what is at `url`.
 
         Raises:
-          ServerError: it does not say.
+          ServerError: the server does not say.
         """
         ...
 
     async def served_model(self, url: str) -> ServedModel:
-        """What the server says of its model."""
+        """What the server reports about its model."""
         ...
 
     async def generate(
@@ -76,27 +76,27 @@ class Dialect(Protocol):
         sampling: Sampling,
         stop_ids: Sequence[int],
     ) -> Sequence[Answer | WrongAnswer]:
-        """A generation for each of these seeds of the request, all from weights of one version. Routers get one seed.
+        """A generation for each of the request's seeds at `indices`, all from weights of one version.
 
-        In place of an answer that cannot be read is what is wrong with it.
+        A router is given one seed at a time. An answer that cannot be read is replaced by what is wrong with it.
 
         Raises:
-          ServerError: the server refuses the request, as it would again.
+          ServerError: the server refuses the request, and would refuse it again.
         """
         ...
 
     async def pause(self, client: httpx.AsyncClient, url: str) -> None:
-        """Breaks off what the server generates, so that it can be given weights."""
+        """Aborts what the server is generating, so that it can be given weights."""
         ...
 
     async def resume(self, client: httpx.AsyncClient, url: str) -> None:
-        """Lets the server go on."""
+        """Lets the server continue."""
         ...
 
     async def probe_weights(self, client: httpx.AsyncClient, url: str, num_tokens: int) -> tuple[str, int]:
-        """Generates one token after the same prompt of `num_tokens` each time.
+        """Generates one token after a prompt of `num_tokens`, which is the same each time.
 
         Returns:
-          The version of the weights that it was from, and how much of the prompt came from a cache.
+          The version of the weights that generated the token, and how much of the prompt came from a cache.
         """
         ...

@@ -1,4 +1,4 @@
-"""Several servers that share one batch: the least busy one is next, one that fails is waited for."""
+"""Several servers share one batch: each request goes to the least busy one, and a failed one is waited for."""
 
 import asyncio
 import dataclasses
@@ -15,9 +15,9 @@ class Server:
 
     url: str
     num_generations: int = 0
-    tokens: int = 0  # prompts and the longest that their generations may become
+    tokens: int = 0  # of the prompts, and of their generations at their longest
     is_up: bool = True
-    has_erred: bool = False  # a wrong answer was told of
+    has_erred: bool = False  # a wrong answer has been reported
     failure: Exception | None = None  # why it was given up
 
 
@@ -25,9 +25,9 @@ class Fleet:
     """Chooses the server of each request. Lives for one batch, in one event loop.
 
     Args:
-      max_concurrent: generations that one server is given at once; the rest waits here, for whichever is free first.
-      revive: waits until a server that failed can be asked again; raises to give it up.
-      unfinished: the servers whose last weight update broke off; they are revived before they are asked.
+      max_concurrent: how many generations one server is given at once; the rest wait for whichever one is free first.
+      revive: waits until a failed server can be asked again; raises to give the server up.
+      unfinished: servers whose last weight update broke off; they are revived before they are asked.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Fleet:
 
     @asynccontextmanager
     async def lease(self, num_generations: int, tokens: int, other_than: Server | None = None) -> AsyncIterator[Server]:
-        """The server with the fewest outstanding tokens, as soon as one has room; where it is not alone, another one.
+        """The server with the fewest outstanding tokens, once one has room; not `other_than` if another one is up.
 
         Raises:
           ServerError: every server has been given up.
@@ -70,7 +70,7 @@ class Fleet:
                 self._changed.notify_all()
 
     def fail(self, server: Server, why: str) -> None:
-        """Gives the server nothing more until it is revived."""
+        """Sends the server nothing more until it is revived."""
         if server.is_up:
             server.is_up = False
             print(f"The server {server.url} failed: {why}. Its prompts wait or go to others.", file=sys.stderr)
@@ -79,13 +79,13 @@ class Fleet:
             task.add_done_callback(self._revivals.discard)
 
     async def close(self) -> None:
-        """Ends all waiting for servers that failed."""
+        """Stops waiting for failed servers."""
         for task in self._revivals:
             task.cancel()
         await asyncio.gather(*self._revivals, return_exceptions=True)
 
     def _next(self, num_generations: int, other_than: Server | None) -> Server | None:
-        """An idle server takes any number."""
+        """The server for the next request, if one has room. An idle server takes any number of generations."""
         up = [server for server in self._servers if server.is_up]
         up = [server for server in up if server is not other_than] or up
         free = [s for s in up if not s.num_generations or s.num_generations + num_generations <= self._max_concurrent]

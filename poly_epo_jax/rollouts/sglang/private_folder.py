@@ -1,7 +1,7 @@
-"""A folder that only its user can enter, though it lies where everyone may write, such as in /dev/shm.
+"""A folder that only its user can enter, although it is in a place where everyone may write, such as /dev/shm.
 
-Its name follows from the user and the run, so that a run that was killed finds and frees what it left there. Someone
-else could guess the name: whatever stands there and is not this user's own folder is neither followed nor removed.
+Its name is derived from the user and the run, so that a run that was killed finds and frees what it left there. Someone
+else could guess the name: anything at that path that is not this user's own folder is neither followed nor removed.
 """
 
 import hashlib
@@ -12,10 +12,10 @@ from pathlib import Path
 
 
 def private_folder(parent: Path, run: str) -> Path:
-    """The path of a run's folder, which is another for every user; what the run left in it is removed.
+    """The path of a run's folder, which differs for every user; whatever the run left in it is removed.
 
     Raises:
-      OSError: the folder cannot be this user's alone.
+      OSError: the folder cannot be made private to this user.
     """
     parent = parent.absolute()
     folder = parent / f"poly_epo_jax-{hashlib.sha256(f'{os.geteuid()} {run}'.encode()).hexdigest()[:16]}"
@@ -34,10 +34,10 @@ def private_folder(parent: Path, run: str) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Makes the folder, and those that it lies in.
+    """Creates the folder and its parents.
 
     Raises:
-      OSError: it is there already, or cannot be made.
+      OSError: the folder already exists, or cannot be created.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

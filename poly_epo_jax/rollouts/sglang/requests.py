@@ -1,4 +1,4 @@
-"""The dialect of SGLang's servers and router; also of sglang-jax, which takes no weights."""
+"""The dialect of SGLang's servers and router, and of sglang-jax, which takes no weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,11 +19,11 @@ from poly_epo_jax.rollouts.sglang.answers import read_answers
 from poly_epo_jax.rollouts.sglang.dialect import Answer, Endpoint, ServedModel
 from poly_epo_jax.types import Request, Sampling
 
-ANSWER_SECONDS = 10.0  # of a server that is only asked what it is
+ANSWER_SECONDS = 10.0  # for a server that is only asked what it is
 
 
 class SGLang:
-    """Meets `Dialect`."""
+    """Implements `Dialect`."""
 
     async def wait_for(self, url: str, seconds: float) -> None:
         # Not /health, which generates a token: a server that was left paused would never answer it.
@@ -33,7 +33,7 @@ class SGLang:
         try:
             async with open_client(ANSWER_SECONDS) as client:
                 workers = await client.get(f"{url}/workers")
-                update = await client.get(f"{url}/update_weights_from_disk")  # 405 where there is one, which is a POST
+                update = await client.get(f"{url}/update_weights_from_disk")  # 405 if it exists, as it is a POST
         except httpx.HTTPError as error:
             raise ServerError(f"{url} does not say what it is: {describe(error)}; see its log.") from error
         if workers.status_code in (401, 403):
@@ -82,8 +82,8 @@ async def post(client: httpx.AsyncClient, url: str, endpoint: str, body: dict[st
     """The JSON answer to a control request.
 
     Raises:
-      ServerError: the server refused; the message carries what it said.
-      httpx.HTTPError: the connection failed, or the answer is no JSON object.
+      ServerError: the server refused; the message includes what it said.
+      httpx.HTTPError: the connection failed, or the answer is not a JSON object.
     """
     response = await client.post(f"{url}/{endpoint}", json=body)
     answer = field(read_json(response), "", dict) if response.status_code == 200 else {"success": False}
@@ -93,7 +93,7 @@ async def post(client: httpx.AsyncClient, url: str, endpoint: str, body: dict[st
 
 
 def _body(request: Request, indices: Sequence[int], sampling: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """Several seeds go as a list, which routers do not take."""
+    """The body of a request. Several seeds are sent as a list, which routers do not accept."""
     parameters = {
         "max_new_tokens": request.max_tokens,
         "temperature": sampling.temperature,
@@ -102,7 +102,7 @@ def _body(request: Request, indices: Sequence[int], sampling: Sampling, stop_ids
         "stop_token_ids": list(stop_ids),
     }
     prompt_ids: list = request.prompt_ids.tolist()
-    each = [parameters | {"sampling_seed": int(request.seeds[i]) >> 1} for i in indices]  # its seeds are signed
+    each = [parameters | {"sampling_seed": int(request.seeds[i]) >> 1} for i in indices]  # SGLang's seeds are signed
     is_list = len(indices) > 1
     return {
         "input_ids": [prompt_ids] * len(indices) if is_list else prompt_ids,

@@ -1,6 +1,6 @@
-"""SGLang's router and its workers: one that is dead, or has other weights, is taken out until it is current again.
+"""SGLang's router and its workers: a worker that is dead or has other weights is taken out until it is current again.
 
-The router by itself hides a death, as it asks another worker, and gives the dead one prompts again as soon as it is
+The router by itself hides a death by asking another worker, and sends the dead worker prompts again as soon as it is
 back, with whatever weights it was started with.
 """
 
@@ -25,29 +25,29 @@ from poly_epo_jax.http_client import (
     wait_until_healthy,
 )
 
-WATCH_SECONDS = 1.0  # between two looks at the workers; no server starts in less
-CHANGE_SECONDS = 120.0  # for the router to do as it is told; it asks a new worker for a token first
+WATCH_SECONDS = 1.0  # between two checks of the workers; no server starts in less
+CHANGE_SECONDS = 120.0  # for the router to make a change; it asks a new worker for a token first
 
 
 class Router:
-    """A client of the router's list of workers, which waits for the router where that does not answer."""
+    """A client of the router's list of workers; it waits for a router that does not answer."""
 
     def __init__(self, url: str, wait_seconds: float):
         self.url = url
         self._wait_seconds = wait_seconds
-        self._out: dict[str, str] = {}  # URLs of the workers that were taken out, and the name of their model
+        self._out: dict[str, str] = {}  # the model's name, by URL of each worker that was taken out
 
     async def workers(self) -> list[str]:
-        """URLs of the workers that are in, and of those that were taken out.
+        """URLs of the workers that the router has, and of those that were taken out.
 
         Raises:
-          ServerError: the router does not name them.
+          ServerError: the router does not name its workers.
         """
         await self._wait("health")
         return list(self._out | dict.fromkeys(await self._listed()))
 
     async def wait_for_worker(self) -> None:
-        """Returns once the router has a worker to give prompts to.
+        """Returns once the router has a worker to send prompts to.
 
         Raises:
           ServerError: it had none for too long.
@@ -58,22 +58,22 @@ class Router:
         return url in self._out
 
     async def take_out(self, url: str) -> None:
-        """Returns once the router gives the worker nothing more.
+        """Takes a worker out; returns once the router sends it nothing more.
 
         Raises:
-          ServerError: the router does not do it.
+          ServerError: the router does not do this.
         """
         worker = (await self._listed()).get(url)
         if worker is not None:
-            self._out[url] = worker["model_id"]  # first, so that it is put back whatever happens
+            self._out[url] = worker["model_id"]  # recorded first, so that it is put back whatever happens
             await self._request("DELETE", f"/workers/{quote(worker['id'], safe='')}")
             await self._until(url, is_in=False)
 
     async def put_back(self, url: str) -> None:
-        """Returns once the router gives a worker that was taken out prompts again; leaves others as they are.
+        """Puts back a worker that was taken out; returns once the router sends it prompts again. Ignores other workers.
 
         Raises:
-          ServerError: the router does not do it.
+          ServerError: the router does not do this.
         """
         if url in self._out:
             await self._request("POST", "/workers", {"url": url, "model_id": self._out[url]})
@@ -81,7 +81,7 @@ class Router:
             self._out.pop(url, None)
 
     def close(self) -> None:
-        """Leaves the router with the workers that it had; those that are dead it takes in once they answer."""
+        """Leaves the router with the workers that it had; it accepts the dead ones once they answer."""
         asyncio.run(self._hand_back())
 
     async def _hand_back(self) -> None:
@@ -96,7 +96,7 @@ class Router:
         await wait_until_healthy(f"{self.url}/{endpoint}", self._wait_seconds, f"SGLang router {self.url}")
 
     async def _listed(self) -> dict[str, dict[str, str]]:
-        """By URL, the id and the model of each worker."""
+        """The id and the model of each worker, by URL."""
         answer = await self._request("GET", "/workers")
         try:
             return _read_workers(answer)
@@ -136,8 +136,8 @@ class Watch:
     """Keeps a router's workers current. Lives for one batch, in one event loop.
 
     Args:
-      is_current: whether a worker answers and has the present weights.
-      ensure_current: returns once it does; raises to give it up for this batch.
+      is_current: whether a worker answers and has the current weights.
+      ensure_current: returns once the worker does; raises to give the worker up for this batch.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Watch:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Looks once, and then again and again.
+        """Looks once, and then keeps looking in the background.
 
         Raises:
           ServerError: the router is in trouble.
@@ -161,7 +161,7 @@ class Watch:
         self._task = asyncio.create_task(self._look_for_ever())
 
     async def look(self) -> None:
-        """Takes out every worker that is not current; it is put back as soon as it is.
+        """Takes out every worker that is not current, and puts it back as soon as it is.
 
         Raises:
           ServerError: the router is in trouble.
@@ -177,7 +177,7 @@ class Watch:
                     self._restoring[url] = asyncio.create_task(self._restore(url))
 
     async def close(self) -> None:
-        """Ends all looking and restoring; workers that are out by then stay out."""
+        """Stops looking and restoring; workers that are out at that point stay out."""
         tasks = [*self._restoring.values(), *([self._task] if self._task else [])]
         for task in tasks:
             task.cancel()

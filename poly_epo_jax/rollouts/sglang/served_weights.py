@@ -1,4 +1,4 @@
-"""The weights that servers generate from: which they are, and how every server comes to have the present ones."""
+"""The weights that servers generate from: which they are, and how every server gets the current ones."""
 
 import asyncio
 import secrets
@@ -17,23 +17,23 @@ from poly_epo_jax.rollouts.sglang.weight_sync import WeightSync
 from poly_epo_jax.types import Params
 
 MAX_ATTEMPTS = 8
-"""At one weight update; each failed one waits for the server to answer again."""
+"""Attempts per weight update; after a failed one, the next waits for the server to answer again."""
 PROBE_TOKENS = 128
-"""Length of the prompt with which a server is checked, where prompts may be so long."""
-LOOK_SECONDS = 0.5  # between two looks whether another host has pushed its weights
+"""Length of the prompt with which a server is checked, if prompts may be that long."""
+LOOK_SECONDS = 0.5  # between two checks whether another host has pushed its weights
 
 
 class ServedWeights:
-    """One version of the policy, by a name that no other run gives, and the servers that are to have it.
+    """One version of the policy, under a name that no other run uses, for the servers that should have it.
 
     Args:
-      sync: how weights are loaded; None: another host pushes them to the same servers, and this one waits until they
-        have them. All hosts must then be done with their generations before any calls `push`.
+      sync: how weights are loaded; None: another host pushes them to the same servers, and this host waits until the
+        servers have them. All hosts must then have finished their generations before any of them calls `push`.
       max_prompt_tokens: the longest prompt that the servers are ever given.
       timeout_seconds: for one weight update.
       wait_seconds: how long to wait for a server that does not answer.
-      dialect: of the servers.
-      sleeps: whether the servers give up their memory from `sleep` to the next `push`; SGLang's alone do.
+      dialect: the servers' dialect.
+      sleeps: whether the servers free their memory from `sleep` to the next `push`; only SGLang's servers can.
     """
 
     def __init__(
@@ -48,43 +48,43 @@ class ServedWeights:
         self.version = 0
         self.sleeps = sleeps
         self.unfinished: set[str] = set()
-        """Servers whose last push broke off: whatever they say, they may be paused, or load weights still."""
+        """Servers whose last push broke off: whatever they report, they may be paused or still loading weights."""
         self._sync = sync
         self._probe_tokens = min(PROBE_TOKENS, max_prompt_tokens)
         self._timeout_seconds = timeout_seconds
         self._wait_seconds = wait_seconds
         self._dialect = dialect
-        # Two runs that update the same server by mistake notice each other by this word; all hosts say the same.
+        # Two runs that update the same server by mistake notice each other by this word; all hosts use the same one.
         self._run = hosts.on_first(lambda: secrets.token_hex(4))
 
     @property
     def name(self) -> str:
-        """What the servers call the present weights."""
+        """What the servers call the current weights."""
         return f"{self._run}-{self.version}"
 
     def prepare(self, params: Params, version: int) -> None:
-        """Readies weights; until `switch`, servers still load the present ones."""
+        """Prepares weights; until `switch`, servers still load the current ones."""
         if self._sync is not None:
             self._sync.prepare(params, f"{self._run}-{version}")
 
     def switch(self, version: int) -> None:
-        """Makes the prepared weights the present ones."""
+        """Makes the prepared weights the current ones."""
         self.version = version
         if self._sync is not None:
             self._sync.switch()
 
     def close(self) -> None:
-        """Frees what is held."""
+        """Frees whatever is held."""
         if self._sync is not None:
             self._sync.close()
 
     @property
     def is_pushing(self) -> bool:
-        """Whether it is this process that pushes them."""
+        """Whether this process is the one that pushes the weights."""
         return self._sync is not None
 
     async def is_current(self, url: str) -> bool:
-        """Whether the server answers, has the present weights, and generates from them."""
+        """Whether the server answers, has the current weights, and generates from them."""
         if url in self.unfinished:
             return False
         try:
@@ -93,20 +93,20 @@ class ServedWeights:
             return False
 
     async def ensure_current(self, url: str) -> None:
-        """Returns once the server has the present weights, whatever it was started with.
+        """Returns once the server has the current weights, whatever it was started with.
 
         Raises:
-          ServerError: it does not answer, or does not take them.
+          ServerError: it does not answer, or does not accept them.
         """
         await self._dialect.wait_for(url, self._wait_seconds)
         if not await self.is_current(url):
             await self.push([url])
 
     async def sleep(self, urls: Sequence[str], routers: Collection[str]) -> None:
-        """Has the servers give up their memory until the next `push`; this host does, if it is the one that pushes.
+        """Has the servers free their memory until the next `push`, if this host is the one that pushes.
 
         Raises:
-          ServerError: one cannot, does not answer, or is a router.
+          ServerError: a server cannot, does not answer, or is a router.
         """
         if not (self.sleeps and self.is_pushing):
             return
@@ -122,10 +122,10 @@ class ServedWeights:
             raise ServerError(f"{', '.join(urls)} cannot be put to sleep: {describe(error)}; see its log.") from error
 
     async def push(self, urls: Sequence[str]) -> None:
-        """Pauses the servers, loads the present weights into them, lets them go on, and checks that they use them.
+        """Pauses the servers, loads the current weights into them, resumes them, and checks that they use the weights.
 
         Raises:
-          ServerError: one does not take them, or goes on with others; or the other host does not push them.
+          ServerError: a server does not accept them, or continues with others; or the other host does not push them.
         """
         if self._sync is None:
             await asyncio.gather(*(self._wait_for_version(url) for url in urls))

@@ -1,7 +1,7 @@
-"""SGLang servers on the trainer's own device: they give up its memory while the trainer computes.
+"""SGLang servers on the trainer's own device: they free their memory while the trainer computes.
 
-A server that sleeps says so by the name of its weights, so that a run finds it out that comes after one which died.
-Its memory comes back without its content: whoever wakes it pushes weights next.
+A sleeping server says so in the name of its weights, so that a run that follows one that died finds out. Its memory
+comes back without its contents: whoever wakes it pushes weights next.
 """
 
 from collections.abc import Mapping
@@ -12,20 +12,20 @@ from poly_epo_jax.http_client import ServerError, field, read_json
 from poly_epo_jax.rollouts.sglang.requests import SGLANG, post
 
 ASLEEP, EMPTY = "asleep", "empty"
-"""What it calls its weights, before and after it is woken."""
+"""What a server calls its weights before and after it is woken."""
 
 
 async def lay_down(client: httpx.AsyncClient, url: str) -> None:
-    """Breaks off what the server generates, if anything, and has it free weights and caches. Then it only waits.
+    """Aborts what the server is generating, if anything, and has it free weights and caches. Then it only waits.
 
     Raises:
-      ServerError: it cannot, or was started without --enable-memory-saver.
+      ServerError: the server cannot do so, or was started without --enable-memory-saver.
       httpx.HTTPError: it does not answer.
     """
     await _check_able(client, url)
     if await _sleeps(url):
         return
-    await SGLANG.pause(client, url)  # one that is not idle would die of what comes next
+    await SGLANG.pause(client, url)  # a server that is not idle would die of the next requests
     await post(client, url, "update_weight_version", {"new_version": ASLEEP})
     released = await client.post(f"{url}/release_memory_occupation", json={})
     if released.status_code != 200:  # it is awake, and nobody is to wake it
@@ -34,10 +34,10 @@ async def lay_down(client: httpx.AsyncClient, url: str) -> None:
 
 
 async def wake(client: httpx.AsyncClient, url: str) -> None:
-    """Has a server that sleeps take its memory back; it remains paused. One that is awake would die of being asked to.
+    """Has a sleeping server take its memory back; it remains paused. A server that is awake would die of this request.
 
     Raises:
-      ServerError: it cannot, as the trainer holds the memory.
+      ServerError: it cannot, because the trainer holds the memory.
       httpx.HTTPError: it does not answer.
     """
     if await _sleeps(url):
@@ -46,10 +46,10 @@ async def wake(client: httpx.AsyncClient, url: str) -> None:
 
 
 def check_awake(versions: Mapping[str, str]) -> None:
-    """Refuses servers, by URL, whose weights' names say that a run which died has left them without any.
+    """Refuses servers, by URL, if the name of their weights says that a run that died left them without weights.
 
     Raises:
-      ServerError: naming them.
+      ServerError: the message names those servers.
     """
     without = [url for url, version in versions.items() if version in (ASLEEP, EMPTY)]
     if without:
@@ -72,7 +72,7 @@ async def _check_able(client: httpx.AsyncClient, url: str) -> None:
 
 
 def _check(answer: httpx.Response, deed: str) -> None:
-    """These two endpoints answer with nothing that could be read."""
+    """Checks the status only: these two endpoints answer with nothing that could be read."""
     if answer.status_code != 200:
         raise ServerError(
             f"{answer.request.url.copy_with(path='')} cannot {deed} ({answer.status_code}); see its log, and leave "

@@ -27,27 +27,27 @@ METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
 
 @runtime_checkable
 class WeightSync(Protocol):
-    """Holds the present weights in the form that servers load, so that one which comes back can load them again."""
+    """Holds the current weights in the form that servers load, so that a server that comes back can load them again."""
 
     def prepare(self, params: Params, version: str) -> None:
-        """Readies weights to be called `version`; servers may still generate from the present ones, and come back."""
+        """Prepares weights named `version`; meanwhile, servers may generate from the current ones, and come back."""
         ...
 
     def switch(self) -> None:
-        """From here on `push` loads the prepared weights."""
+        """From now on, `push` loads the prepared weights."""
         ...
 
     async def push(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
-        """Loads the present weights into the paused servers, whose caches are flushed.
+        """Loads the current weights into the paused servers and flushes their caches.
 
         Raises:
-          ServerError: a server did not take them.
-          httpx.HTTPError: the connection to one failed.
+          ServerError: a server did not accept them.
+          httpx.HTTPError: the connection to a server failed.
         """
         ...
 
     def close(self) -> None:
-        """Frees what is held."""
+        """Frees whatever is held."""
         ...
 
 
@@ -55,9 +55,9 @@ class DiskSync:
     """Writes a Hugging Face folder that every server reads: under /dev/shm on one host, on a shared disk for several.
 
     Args:
-      folder: versions are written below it, in a folder of this user's and run's own, which is emptied now. Servers of
-        other users, apart from root, cannot read it.
-      run: what tells this run's folder from other runs'.
+      folder: versions are written below it, in a folder that belongs to this user and run, and that is emptied now.
+        Servers of other users, apart from root, cannot read it.
+      run: distinguishes this run's folder from other runs'.
 
     Raises:
       OSError: someone else's folder or link is in its place.
@@ -70,7 +70,7 @@ class DiskSync:
         self._outdated: list[str] = []
 
     def prepare(self, params: Params, version: str) -> None:
-        """Writes `version` whole, beside the present one.
+        """Writes all of `version`, alongside the current one.
 
         Raises:
           OSError: it cannot be written.
@@ -94,7 +94,7 @@ class DiskSync:
     async def push(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
         body = {"model_path": str(self._folder / self._version), "weight_version": self._version, "flush_cache": True}
         await asyncio.gather(*(post(client, url, "update_weights_from_disk", body) for url in urls))
-        while self._outdated:  # only now, for a server that had just come back may have been reading it
+        while self._outdated:  # only now: a server that had just come back may have been reading it
             await asyncio.to_thread(shutil.rmtree, self._folder / self._outdated.pop())
 
     def close(self) -> None:
@@ -104,13 +104,14 @@ class DiskSync:
 
 
 class TensorSync:
-    """Sends flattened buckets of tensors: handles of CUDA memory where the weights lie on a GPU, else the bytes.
+    """Sends flattened buckets of tensors: handles to CUDA memory if the weights are on a GPU, otherwise the bytes.
 
-    A handle is good for servers on this host that see the trainer's first GPU under the same number; servers must not
-    be data parallel. Holds one copy of the weights: the device need not have room for two, so all is done by `switch`.
+    A handle works for servers on this host that see the trainer's first GPU under the same number; servers must not be
+    data parallel. Only one copy of the weights is held, as the device may not have room for two; so `switch` does all
+    the work.
 
     Args:
-      tensor_parallel: ranks of each server, which all get the same payload.
+      tensor_parallel: the number of ranks of each server, which all get the same payload.
 
     Raises:
       ImportError: torch is not installed.
@@ -129,7 +130,7 @@ class TensorSync:
         self._metadata = _metadata_class()
         self._version = ""
         self._prepared: tuple[Params, str] = {}, ""
-        self._buckets: list[Any] = []  # kept while a server may still open the handles to them
+        self._buckets: list[Any] = []  # kept for as long as a server may still open the handles to them
 
     def prepare(self, params: Params, version: str) -> None:
         self._prepared = params, version
@@ -140,7 +141,7 @@ class TensorSync:
         self._buckets = list(self._make_buckets(params))
 
     async def push(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
-        # A trainer that died may have left its update open; where none did, the server just says so.
+        # A trainer that died may have left its update open; if none did, the server just says so.
         await asyncio.gather(*(client.post(f"{url}/end_weight_update", json={}) for url in urls))
         await asyncio.gather(*(post(client, url, "begin_weight_update", {"selector": "all"}) for url in urls))
         try:
@@ -178,10 +179,10 @@ class TensorSync:
             metadata.append(self._metadata(name, tensor.shape, tensor.dtype, start, end, flat.numel()))
             parts.append(flat)
             start = end
-        # Concatenating also copies: a handle can be made of memory that torch owns, not of JAX's.
+        # Concatenating also copies: a handle can only be made of memory that torch owns, not of JAX's.
         bucket = self._torch.cat(parts)
         if bucket.is_cuda:
-            # The copy has only been queued. JAX, which knows nothing of torch's queue, takes its memory back as soon as
+            # The copy has only been queued. JAX, which knows nothing of torch's queue, reclaims its memory as soon as
             # the tensors that refer to it are gone.
             self._torch.cuda.synchronize(bucket.device)
         return {"flattened_tensor": bucket, "metadata": metadata}
@@ -195,7 +196,7 @@ class TensorSync:
 
 
 def _metadata_class() -> type:
-    """The class that describes a tensor of a bucket, under the name by which SGLang unpickles its own."""
+    """The class that describes a tensor in a bucket, under the name by which SGLang unpickles its own class."""
 
     @dataclasses.dataclass
     class FlattenedTensorMetadata:
