@@ -5,6 +5,7 @@ Each says what it should hold (fingerprint.py), so that a damaged one is never t
 
 import contextlib
 import dataclasses
+import errno
 import gc
 import hashlib
 import json
@@ -29,6 +30,8 @@ from poly_epo_jax.parallel import hosts
 from poly_epo_jax.types import Params
 
 T = TypeVar("T")
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE)
+"""Errors of reading that say nothing of what was saved."""
 
 
 class CheckpointError(ValueError):
@@ -171,8 +174,13 @@ class Checkpoints:
                 content, state = dict(found.data), found.state
                 whole = content.pop("digest") == _digest(content)
                 whole = whole and fingerprints(state).items() <= content["fingerprints"].items()
-            except Exception as error:  # of whatever kind: Orbax and TensorStore have many
-                whole, reason = False, _reason(error)
+            except Exception as error:
+                if _os_error_code(error) in _PASSING:
+                    raise OSError(
+                        f"The checkpoint {self._directory / str(step)} cannot be read ({_reason(error)}); mend that, "
+                        "and the same command goes on from there."
+                    ) from error
+                whole, reason = False, _reason(error)  # of whatever kind: Orbax and TensorStore have many
         if not whole:
             raise CheckpointError(f"The checkpoint {self._directory / str(step)} is damaged ({reason}).")
         if frozen is not None and not fingerprints({"frozen": frozen}).items() <= content["fingerprints"].items():
@@ -230,10 +238,14 @@ def _drop_late_callbacks() -> None:
 
 def _reason(error: Exception) -> str:
     """What the operating system says, or else the first line: TensorStore goes on with all that it knows."""
-    code = re.search(r"os_error_code='(\d+)'", str(error))
-    if code:
-        return os.strerror(int(code[1]))
-    return first_line(error)[:200]
+    code = _os_error_code(error)
+    return first_line(error)[:200] if code is None else os.strerror(code)
+
+
+def _os_error_code(error: Exception) -> int | None:
+    """The operating system's number of the error, if it is one of its."""
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    return int(found[1]) if found else error.errno if isinstance(error, OSError) else None
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -44,7 +44,7 @@ from poly_epo_jax.prepare import model_shape, prepare
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rows import make_pack
-from poly_epo_jax.same_run import check_same_run
+from poly_epo_jax.same_run import check_same_model, check_same_run
 from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.tracking import NoTracker, Tracker
 from poly_epo_jax.train import Schedule, Trained, Trainer, Unlogged, train
@@ -76,16 +76,9 @@ def _run(config: Config, mesh: Mesh, task: Task, judge: Judge, stop: Stop) -> No
     here = host_mesh(mesh)
     trust_attention(config.model.attention, model_shape(config), mesh, Path(config.compilation_cache) / CHECKED)
     policy = _initial_policy(config, task, here)
+    hosts.on_all(lambda: check_same_model(workdir, policy.path))
     if hosts.is_first():
         print_plan(config, policy.config, Console(), brief=True)
-        policy.save_description(workdir / run_folder.POLICY)
-        about = {"method": method_title(config.algo), "remat": policy.config.remat}
-        base = {"base": str(policy.path.absolute())} if config.lora.rank else {}
-        write_json(
-            workdir / run_folder.ABOUT,
-            about | base | {"versions": versions_used(workdir / run_folder.ABOUT, versions())},
-        )
-
     train_problems, held_out_problems = _problems_that_fit(task, policy, config, workdir)
     if config.eval.every and not held_out_problems:
         raise ConfigError(
@@ -98,6 +91,7 @@ def _run(config: Config, mesh: Mesh, task: Task, judge: Judge, stop: Stop) -> No
         workdir / run_folder.CHECKPOINTS, config.checkpoint.keep, with_frozen=not config.lora.rank
     )
     trained = _restored_or_new(config, policy, mesh, update, checkpoints, batches)
+    hosts.on_first(lambda: _describe(config, policy))
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, here, policy.stop_ids, config, **config.rollouts.options)
     rollouts = Rollouts(sampler, policy.tokenizer, task, config.train.max_prompt_tokens, config.model.stop_strings)
@@ -119,13 +113,23 @@ def _run(config: Config, mesh: Mesh, task: Task, judge: Judge, stop: Stop) -> No
 
     # Without a checkpoint there is no step to resume from, not even the evaluation before the first.
     logged = trained.step if trained.unlogged is None else trained.step - 1
-    with _tracker(config, logged if trained.step else -1) as tracker:
+    with hosts.on_all(lambda: _tracker(config, logged if trained.step else -1)) as tracker:
         try:
             asyncio.run(train(trainer, evaluate, checkpoints, tracker, _schedule(config)))
         finally:
             sampler.close()
     if hosts.is_first():
         print(f"Done: {workdir}. See it with: python -m poly_epo_jax.report {workdir}")
+
+
+def _describe(config: Config, policy: Policy) -> None:
+    """Writes what the run trains, and how: now, as a resumed run has its own policy."""
+    workdir = Path(config.workdir)
+    policy.save_description(workdir / run_folder.POLICY)
+    about = {"method": method_title(config.algo), "remat": policy.config.remat}
+    base = {"base": str(policy.path.absolute())} if config.lora.rank else {}
+    file = workdir / run_folder.ABOUT
+    write_json(file, about | base | {"versions": versions_used(file, versions())})
 
 
 def _initial_policy(config: Config, task: Task, mesh: Mesh) -> Policy:
@@ -248,8 +252,7 @@ def _problems_that_fit(
         reasons = [f"{count} {reason.replace('_', ' ')}" for reason, count in counts[name]["dropped"].items() if count]
         if reasons and hosts.is_first():
             print(f"{name.replace('_', '-')} problems: {len(kept)}; dropped: {', '.join(reasons)}.")
-    if hosts.is_first():
-        write_json(workdir / run_folder.DATA, counts)
+    hosts.on_first(lambda: write_json(workdir / run_folder.DATA, counts))
     train_problems, held_out_problems = problems
     return train_problems, held_out_problems
 

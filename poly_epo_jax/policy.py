@@ -82,7 +82,7 @@ def find_model(path: str, download: bool = True) -> Path:
     if Path(path).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         return Path(path)
     try:
-        patterns = ["*.json", "*.safetensors", "*.txt"]
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # templates and vocabularies, too
         return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=not download))
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise OSError(

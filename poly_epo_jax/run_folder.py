@@ -92,7 +92,9 @@ def resumable_config(folder: Path) -> dict[str, Any] | None:
       ValueError: the folder is an earlier version's.
     """
     check_version(folder)
-    if not (folder / CONFIG).exists() or not any((folder / CHECKPOINTS).glob("[0-9]*")):
+    begun = (folder / CONFIG).exists()
+    # What Orbax has not finished is called 50.orbax-checkpoint-tmp, for example.
+    if not begun or not any(path.name.isdigit() for path in (folder / CHECKPOINTS).glob("[0-9]*")):
         return None
     return read_config(folder)
 

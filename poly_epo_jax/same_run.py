@@ -1,5 +1,6 @@
 """A run is resumed as it was begun: which settings may change on the way, and which would make it another run."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from poly_epo_jax import run_folder
 from poly_epo_jax.checks import ConfigError
 from poly_epo_jax.config import Config, changed_keys
+from poly_epo_jax.model import hf
 from poly_epo_jax.optimizer import decays
 
 RESUME_MAY_CHANGE = (  # but for what `_bound` says
@@ -55,6 +57,23 @@ def check_same_run(workdir: Path, config: Config) -> None:
         raise ConfigError(
             f"{workdir} holds a run with another {', '.join(reasons)}; set that back, set --config.workdir to a new "
             "folder, or delete that one."
+        )
+
+
+def check_same_model(workdir: Path, policy: Path) -> None:
+    """Refuses to resume a run from a policy whose model has other shapes than the run's.
+
+    Raises:
+      ConfigError: naming them.
+    """
+    own = workdir / run_folder.POLICY
+    if run_folder.resumable_config(workdir) is None or not own.is_dir():
+        return
+    shapes, others = (dataclasses.asdict(hf.read_config(folder)) for folder in (own, policy))
+    if different := changed_keys(shapes, others):
+        raise ConfigError(
+            f"{workdir} holds a run of a model with another {', '.join(different)} than that in {policy}; set "
+            "model.path to the run's own, or --config.workdir to a new folder."
         )
 
 

@@ -29,17 +29,21 @@ from poly_epo_jax.update import PolicyUpdate, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Unlogged:
-    """What is to be logged of a step, less its evaluation: its metrics, and rows of its generations."""
+    """What is to be logged of a step: its metrics, rows of its generations, and its evaluation.
+
+    `held_out` is None if the evaluation is still to be done, and empty if none is due.
+    """
 
     metrics: Metrics
     generations: list[Row]
+    held_out: Metrics | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
     """What a run can go on from: the number of steps done, the state after them, and where the data stands.
 
-    `unlogged` is of the last of these steps, where its evaluation is still to be done.
+    `unlogged` is of the last of these steps, if its evaluation is still to be done or its rows could not be written.
     """
 
     step: int
@@ -193,8 +197,11 @@ async def _begin(
     assert trained is not None
     await trainer.experience.wait_until_ready()
     await trainer.push_weights(trained.step)
-    if trained.unlogged is not None:
-        await _log(tracker, trained.step, trained.unlogged, await evaluate(), {})
+    unlogged = trained.unlogged
+    if unlogged is not None:
+        held_out = await evaluate() if unlogged.held_out is None else unlogged.held_out
+        await _log(tracker, trained.step, unlogged, held_out, {})
+        trainer.trained = dataclasses.replace(trained, unlogged=None)
     elif not trained.step and plan.evaluate:
         await _log(tracker, 0, Unlogged({}, []), await evaluate(), {})
     trainer.timeline.cut(trained.step)  # so that all this is in no step's time
@@ -225,13 +232,13 @@ async def _step(
             assert trained is not None
             due = plan.is_due(plan.log_generations, step)
             rows = logged_generations(result.batch.graded, result.batch.usable, result.advantages) if due else []
-            unlogged = Unlogged({name: float(value) for name, value in result.metrics.items()}, rows)
-            if held_out is None:
-                trainer.trained = dataclasses.replace(trained, unlogged=unlogged)
-            else:
+            unlogged = Unlogged({name: float(value) for name, value in result.metrics.items()}, rows, held_out)
+            trainer.trained = dataclasses.replace(trained, unlogged=unlogged)
+            if held_out is not None:
                 timing = {"checkpoints/damaged": float(checkpoints.num_damaged)}
                 timing["attention/distrusted_kernels"] = float(len(attention.distrusted))
                 await _record(trainer, tracker, unlogged, held_out, timing)
+                trainer.trained = trained
 
 
 async def _record(

@@ -1,5 +1,6 @@
 """A checkpoint restores exactly the saved bits, on any mesh."""
 
+import errno
 import json
 import resource
 import shutil
@@ -233,6 +234,23 @@ def test_other_numbers_than_were_saved_are_refused(tmp_path, key):
     with pytest.raises(CheckpointError, match=r"No checkpoint in \S+ is whole: bring one back from a copy, or delete"):
         checkpoints.newest(lambda step: restore_small(checkpoints, step))
     assert steps_on_disk(tmp_path) == [3]
+
+
+def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_damaged(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (3, 6):
+        save_small(checkpoints, step)
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path)
+
+    def restore(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ocp.CheckpointManager, "restore", restore)
+        with pytest.raises(OSError, match=r"6 cannot be read \(Too many open files\); mend that, and the same command"):
+            checkpoints.newest(lambda step: restore_small(checkpoints, step))
+    assert checkpoints.newest(lambda step: restore_small(checkpoints, step)) == (6, ([6] * 4, {"step": 6}))
 
 
 def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, capfd):

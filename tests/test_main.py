@@ -25,10 +25,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from configs import polynomial
 from poly_epo_jax import base_policy, export, main
 from poly_epo_jax.choices import read_config
+from poly_epo_jax.config import ConfigError
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.report import build as report
 from poly_epo_jax.run_folder import LOGGED_GENERATION, read_method, read_rows
+from poly_epo_jax.same_run import check_same_model
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 
@@ -188,6 +190,18 @@ def test_a_run_folder_is_not_resumed_under_other_settings(tmp_path: Path, senten
     text = sentence(FILE, "--config.optimizer.schedule=constant", *changed)
     assert "holds a run with another optimizer.learning_rate, seed; set that back, " in text
     assert str(tmp_path / "run") in text
+
+
+def test_a_run_is_not_resumed_from_a_model_of_other_shapes(tmp_path: Path):
+    saved_run(tmp_path / "run")
+    for folder in (tmp_path / "run" / "policy", tmp_path / "other"):
+        hf.save_pretrained(folder, tiny_params(), TINY, dtype="float32")
+    description = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(description | {"num_hidden_layers": 3}))
+    check_same_model(tmp_path / "run", tmp_path / "run" / "policy")
+    check_same_model(tmp_path / "new", tmp_path / "other")
+    with pytest.raises(ConfigError, match="a run of a model with another num_layers than that in .*; set model.path"):
+        check_same_model(tmp_path / "run", tmp_path / "other")
 
 
 @pytest.mark.parametrize(

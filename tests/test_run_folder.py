@@ -108,7 +108,7 @@ def test_generations_have_the_columns_of_the_schema():
 def test_a_run_is_resumable_once_it_has_a_checkpoint(tmp_path: Path):
     assert run_folder.resumable_config(tmp_path) is None
     json_files.write_json(tmp_path / run_folder.CONFIG, {"seed": 1})
-    (tmp_path / run_folder.CHECKPOINTS / "half.tmp").mkdir(parents=True)
+    (tmp_path / run_folder.CHECKPOINTS / "50.orbax-checkpoint-tmp-1700000000").mkdir(parents=True)
     assert run_folder.resumable_config(tmp_path) is None
     (tmp_path / run_folder.CHECKPOINTS / "50").mkdir()
     assert run_folder.resumable_config(tmp_path) == {"seed": 1}

@@ -24,10 +24,11 @@ from poly_epo_jax.grading import JudgeError
 from poly_epo_jax.http_client import ServerError
 from poly_epo_jax.objective import DivergenceError
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.progress import TrainingProgress
 from poly_epo_jax.run_folder import read_rows
 from poly_epo_jax.step_metrics import logged_generations
 from poly_epo_jax.timeline import Timeline
-from poly_epo_jax.types import Completion, GradedGroup, Params, Problem, Request, Sampling
+from poly_epo_jax.types import Completion, GradedGroup, Metrics, Params, Problem, Request, Sampling
 
 
 def changed(before: Params, after: Params) -> list[bool]:
@@ -306,6 +307,23 @@ def test_batches_are_begun_when_they_should_be(staleness: int):
         await experience.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_step_whose_rows_cannot_be_written_is_saved_with_them(tmp_path: Path, monkeypatch, evaluates: bool):
+    """Such as where the terminal is gone that shows its progress."""
+
+    def show(self: TrainingProgress, step: int, *_: Metrics) -> None:
+        if step == 2:
+            raise BrokenPipeError("no one reads this")
+
+    monkeypatch.setattr(TrainingProgress, "show", show)
+    with pytest.raises(BrokenPipeError):
+        train_tiny(tmp_path, changes={"train.num_steps": 3, "eval.every": 2 if evaluates else 0})
+    content = json.loads((tmp_path / "checkpoints" / "2" / "data" / "metadata").read_text())
+    unlogged = content["data"]["unlogged"]
+    assert len(unlogged["generations"]) == 3 * 8 and unlogged["metrics"]["reward"] >= 0
+    assert ("eval/reward" in unlogged["held_out"]) is evaluates
 
 
 class Waiting(RandomLetters):

@@ -13,7 +13,7 @@ from poly_epo_jax.types import Sampling
 def about_evaluation(
     config: Config, benchmark: str, weights: str, num_generations: int, judged: bool
 ) -> dict[str, Any]:
-    """The description, as it is read back from the file: generations with equal descriptions come from one distribution.
+    """The description as it is read back from the file. Generations with equal descriptions have one distribution.
 
     The number of grading processes and the address of the judge's server are left out, as they change nothing.
 

@@ -206,7 +206,7 @@ def token_weights(
         divisors = jnp.full(lengths.shape, max_length)
     else:
         raise ValueError(f'length_normalization is "{length_normalization}", but must be "own" or "max".')
-    return 1 / (lengths.size * divisors)
+    return 1 / (float(lengths.size) * divisors)  # int32 would overflow at 2^31 tokens
 
 
 def sequence_means(values: Shaped[Array, "*rows T"], tokens: Tokens) -> Float[Array, "*rows T"]:

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from poly_epo_jax.config import ConfigError
+from poly_epo_jax.file_lock import exclusive
 from poly_epo_jax.first_line import first_line
 from poly_epo_jax.json_files import write_json
 from poly_epo_jax.model import attention
@@ -146,8 +147,9 @@ def _remembered_check(implementation: str, device: Any, shape: ModelConfig, cach
         return AttentionCheck(implementation, device.device_kind, values, gradients, TOLERANCE[shape.dtype])
     check = check_attention(implementation, device, shape)
     if check.passed:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        write_json(cache, _read(cache) | {name: [check.values, check.gradients]})
+        # Every host of a run writes it, and other runs do.
+        with exclusive(cache.with_suffix(".lock"), f"the file {cache}", wait=True):
+            write_json(cache, _read(cache) | {name: [check.values, check.gradients]})
     return check
 
 
