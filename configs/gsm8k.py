@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from poly_epo_jax import default_config
 
 MODELS = {"0.6b": "Qwen/Qwen3-0.6B-Base", "1.7b": "Qwen/Qwen3-1.7B-Base"}
-"""By the word after the file's name."""
+"""The models by the word after the file's name."""
 
 
 def get_config(words: str = "0.6b") -> ConfigDict:
@@ -36,7 +36,7 @@ def get_config(words: str = "0.6b") -> ConfigDict:
 
     config.judge.name = "answer"
 
-    config.rollouts.max_concurrent = 48  # of a 24 GB card; with more memory more
+    config.rollouts.max_concurrent = 48  # for a 24 GB card; more memory allows more
 
     config.sampling.max_tokens = 512
     config.train.max_prompt_tokens = 256

@@ -3,7 +3,7 @@
 python -m poly_epo_jax.main --config=configs/polaris.py              (or :grpo, :grpo_div, :h200x8 after the file name)
 
 The policy's and the judge's servers must run; `bash launch/node.sh` starts them, and this, on one node, and says which
-GPU does what. 850 steps of 1,024 responses are two epochs. docs/polaris.md puts every row of the paper's table beside
+GPU does what. 850 steps of 1,024 responses are two epochs. docs/polaris.md lists every row of the paper's table with
 the key that holds it.
 """
 

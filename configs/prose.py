@@ -3,9 +3,9 @@
 python -m poly_epo_jax.main --config=configs/prose.py                (or :grpo, :grpo_div, :h200x2 after the file name)
 python -m poly_epo_jax.main --config=configs/prose.py --config.task.name=multiplication_prose
 
-Strategies are exact: the point on the curve, or how the operands are taken apart. The paper has Gemini-2.0-Flash
-cluster multiplications instead: docs/synthetic.md says with which flags. It states no other setting of these runs, so
-they are ours.
+Strategies are exact: the point on the curve, or how the operands are taken apart. The paper instead has
+Gemini-2.0-Flash cluster multiplications; docs/synthetic.md has the flags for that. The paper states no other setting of
+these runs, so they are ours.
 """
 
 from ml_collections import ConfigDict

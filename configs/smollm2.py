@@ -5,7 +5,7 @@ python -m poly_epo_jax.main --config=configs/smollm2.py              (or :grpo, 
 python -m poly_epo_jax.main --config=configs/smollm2.py --config.model.path=runs/models/smollm2-135m-instruct
 python -m poly_epo_jax.main --config=configs/smollm2.py --config.task.name=prefixes --config.train.max_prompt_tokens=32
 
-A response ends at the end of its line, and its strategy is the word that it says. docs/smollm2.md has what one sees.
+A response ends at the end of its line, and its strategy is the word that it says. docs/smollm2.md has the results.
 """
 
 from ml_collections import ConfigDict

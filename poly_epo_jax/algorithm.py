@@ -1,4 +1,4 @@
-"""From the `algo` section of a configuration to functions: the advantages of a batch, and the loss of its tokens."""
+"""Turns the `algo` section of a configuration into functions: the advantages of a batch and the loss of its tokens."""
 
 import inspect
 import math
@@ -15,17 +15,17 @@ from poly_epo_jax.config import AlgoSection
 from poly_epo_jax.registry import Registry
 
 Features = Mapping[str, jax.Array | np.ndarray]
-"""Of P prompts with N generations each, [P, N, ...] by name: see features.py."""
+"""Arrays [P, N, ...] by name, for P prompts with N generations each; see features.py."""
 
 OWN_FEATURES = ("rewards", "lengths", "mean_logprob")
-"""Those that every generation has; all others are the judge's."""
+"""The features that every generation has; all others come from the judge."""
 
 
 class Estimator(NamedTuple):
-    """An advantage estimator, as the configuration has set it up.
+    """An advantage estimator, set up from the configuration.
 
-    `advantages` maps a random key and the features that `reads` names to advantages [P, N]; the key is another one for
-    every step. `title` is the method's name in reports. A prompt must have `least_generations`.
+    `advantages` maps a random key and the features that `reads` names to advantages [P, N]; every step has a key of its
+    own. `title` is the method's name in reports. A prompt must have at least `least_generations` generations.
     """
 
     advantages: Callable[[jax.Array, Features], jax.Array]
@@ -35,7 +35,7 @@ class Estimator(NamedTuple):
 
     @property
     def reads_judge(self) -> bool:
-        """Whether a prompt that the judge failed on has no advantages; else the judge is for logging only."""
+        """Whether the judge is read: a prompt that it failed on then has no advantages. If not, it is only logged."""
         return not set(self.reads) <= set(OWN_FEATURES)
 
 
@@ -45,15 +45,15 @@ def make_estimator(algo: AlgoSection) -> Estimator:
 
 
 def method_title(algo: AlgoSection) -> str:
-    """What reports call the method."""
+    """The method's name in reports."""
     return make_estimator(algo).title
 
 
 def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], np.ndarray]:
-    """(step, features) -> advantages [P, N] by the estimator that `algo.advantages` names, compiled.
+    """The compiled estimator that `algo.advantages` names: (step, features) -> advantages [P, N].
 
     Raises, when called:
-      ValueError: the estimator reads a feature that is not there, or gives an advantage that is not finite.
+      ValueError: the estimator reads a missing feature, or returns an advantage that is not finite.
     """
     estimator = make_estimator(algo)
     compiled = jax.jit(estimator.advantages)
@@ -79,13 +79,13 @@ def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], n
 
 
 def make_loss(algo: AlgoSection) -> set_rl.Loss:
-    """The loss that `algo.loss` names; its keywords are bound to the keys of `algo` that have their names."""
+    """The loss that `algo.loss` names, with its keyword arguments bound to the keys of `algo` of the same names."""
     loss = set_rl.LOSSES[algo.loss]
     return partial(loss, **{name: algo[name] for name in inspect.signature(loss).parameters if name in algo})
 
 
 def skips_zero_advantages(algo: AlgoSection) -> bool:
-    """Whether sequences of advantage 0 add nothing to the gradient."""
+    """Whether sequences with advantage 0 add nothing to the gradient."""
     return algo.loss in set_rl.SILENT_AT_ZERO and not (algo.kl_coef or algo.entropy_coef)
 
 
@@ -118,7 +118,7 @@ def _of_features(
     least_generations: int = 1,
     **numbers: int | float,
 ) -> Estimator:
-    """An estimator that is a function of features, in the order of `reads`, and of numbers."""
+    """An estimator whose `advantages` takes the features in `reads`, in that order, and `numbers` as keywords."""
 
     def of_batch(key: jax.Array, features: Features) -> jax.Array:
         return advantages(*(features[name] for name in reads), **numbers)
@@ -217,4 +217,4 @@ ADVANTAGES: Registry[Callable[..., Estimator]] = Registry(
     set_dpp=_set_dpp,
     set_po=_set_po,
 )
-"""By name, what makes an estimator of the `algo` section. Further arguments are `algo.options`."""
+"""By name, functions that make an estimator from the `algo` section. Their further arguments are `algo.options`."""

@@ -1,7 +1,7 @@
-"""The recipe of a tiny base policy: a Qwen3 of some 100,000 weights, fitted to a task's synthetic demonstrations.
+"""The recipe for a tiny base policy: a Qwen3 of some 100,000 weights, fitted to a task's synthetic demonstrations.
 
-It is trained by the same update as RL: with advantage 1 and no clipping the policy gradient is maximum likelihood.
-Right demonstrations come first, then a few with deliberate mistakes, which leave doubts that RL can later settle.
+It is trained by the same update as RL: with advantage 1 and no clipping, the policy gradient is maximum likelihood.
+Correct demonstrations come first, then a few with deliberate mistakes, which leave uncertainty for RL to resolve.
 """
 
 import dataclasses
@@ -50,20 +50,20 @@ OPTIMIZER = {
 
 @runtime_checkable
 class DemonstratedTask(Task, Protocol):
-    """A task that can show how it is done."""
+    """A task that can demonstrate its solutions."""
 
     alphabet: str  # every character of its prompts and responses
 
     def demonstration(self, problem: Problem, rng: np.random.Generator, style: Demonstrations) -> str | tuple[str, ...]:
-        """One response to the problem; where the task replies, its turns: the policy's, the reply, and so on."""
+        """One response to the problem or, if the task replies, its turns: the policy's, the reply, and so on."""
         ...
 
 
 def base_policy(config: Config, task: Task, mesh: Mesh) -> Path:
-    """The Hugging Face folder of the policy that `config.base` describes; made now unless the cache holds it.
+    """The Hugging Face folder of the policy that `config.base` describes; it is made now unless the cache holds it.
 
-    The cache is keyed by recipe and task, so a changed recipe makes a new policy. It learns from the training and the
-    held-out problems alike: held out means out of RL.
+    The cache is keyed by recipe and task, so a changed recipe makes a new policy. The policy learns from the training
+    and the held-out problems alike: held out means held out of RL.
 
     Raises:
       ValueError: the task has no demonstrations.
@@ -71,7 +71,7 @@ def base_policy(config: Config, task: Task, mesh: Mesh) -> Path:
     if not isinstance(task, DemonstratedTask):
         raise ValueError(f"{type(task).__name__} has no demonstrations to fit a base policy to; set model.path.")
     folder = base_policy_folder(config.base, config.task)
-    # A second run that needs the same one waits for the first to make it.
+    # A second run that needs the same policy waits until the first has made it.
     with exclusive(folder.with_name(f".{folder.name}.lock"), f"the base policy {folder}", wait=True):
         if folder.exists() and _is_damaged(folder):
             shutil.rmtree(folder)
@@ -158,7 +158,7 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
 def _sequences(
     tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], demonstrations: Sequence[str | tuple[str, ...]]
 ) -> list[TrainingSequence]:
-    """Every token that the policy is to write weighs the same; those of replies, each other turn, weigh nothing."""
+    """Every token of the policy's own turns has the same weight; those of replies (every other turn) have none."""
     prompts = tokenizer([problem.prompt for problem in problems])["input_ids"]
     turns = [(shown,) if isinstance(shown, str) else shown for shown in demonstrations]
     encoded = iter(tokenizer([text for texts in turns for text in texts])["input_ids"])

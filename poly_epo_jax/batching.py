@@ -1,4 +1,4 @@
-"""Packs sequences of any length into rows of a fixed one, so that the device sees few shapes and little padding."""
+"""Packs sequences of any length into rows of a fixed length, so that the device sees few shapes and little padding."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,24 +11,24 @@ from jaxtyping import Bool, Float, Int
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainingSequence:
-    """A prompt of L tokens with one response of T: each token that is trained carries the same advantage and weight."""
+    """A prompt of L tokens with one response of T tokens; all trained tokens have the same advantage and weight."""
 
     prompt_ids: Int[np.ndarray, " L"]
     response_ids: Int[np.ndarray, " T"]
     sampler_logprobs: Float[np.ndarray, " T"]
     loss_mask: Bool[np.ndarray, " T"]  # which tokens are trained
     advantage: float
-    weight: float  # of each of these in J, see set_rl.token_weights
+    weight: float  # of each trained token in J, see set_rl.token_weights
 
 
 class PackedBatch(NamedTuple):
-    """Rows of packed sequences, all arrays [rows, length]. Position t holds what concerns the prediction of t + 1.
+    """Rows of packed sequences, all arrays [rows, length]. Position t holds the values for predicting token t + 1.
 
-    `segment_ids` counts a row's sequences from 1, 0 is padding. Where sequences share their prompt, it is a segment of
-    its own, and `positions` of the others go on from it. `weights` is positive where `targets` is a trained
-    token and 0 elsewhere. `old_logprobs` are those of the policy before the step's first update; while `on_policy` (a
-    scalar) holds, the present policy is that policy, and they are not read. `reference_logprobs` are those of the
-    initial policy, read only where a KL term asks for them.
+    `segment_ids` numbers a row's sequences from 1; 0 is padding. Where sequences share their prompt, the prompt is a
+    segment of its own, and the `positions` of their own segments continue from it. `weights` is positive where
+    `targets` is a trained token and 0 elsewhere. `old_logprobs` are those of the policy before the step's first update;
+    they are not read while `on_policy` (a scalar) is true, because the current policy is then that policy.
+    `reference_logprobs` are those of the initial policy, and are read only by a KL term.
     """
 
     tokens: Int[np.ndarray | jax.Array, "R T"]
@@ -44,7 +44,7 @@ class PackedBatch(NamedTuple):
 
 
 class SilentBatch(PackedBatch):
-    """One that gives no gradient, for all its advantages are 0: it is measured, and not trained on."""
+    """A batch without a gradient, because all its advantages are 0: it is measured but not trained on."""
 
 
 def pack(
@@ -55,11 +55,12 @@ def pack(
 ) -> list[PackedBatch]:
     """The sequences as microbatches of one shape [rows_per_microbatch, row_tokens]; the last is filled with padding.
 
-    Longest first, each into the first row with room (first-fit decreasing).
+    The longest sequences come first, and each goes into the first row with room (first-fit decreasing).
 
     Args:
-      share_prompts: sequences whose `prompt_ids` are one array have their prompt once in a row. Its last token, which
-        predicts another one for each of them, begins their own segments, and their last token is left out.
+      share_prompts: store the prompt once per row for sequences whose `prompt_ids` are the same array. The prompt's
+        last token predicts a different token in each of them, so it begins each one's own segment; each sequence's last
+        token is left out.
 
     Raises:
       ValueError: a sequence is longer than a row.
@@ -77,7 +78,7 @@ def pack(
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
-    """Sequences in one row: `shared` tokens of their prompt, which are there once, and what each has of its own."""
+    """Sequences in one row: `shared` tokens of their prompt, stored once, and each sequence's own tokens."""
 
     shared: int
     sequences: list[TrainingSequence]
@@ -88,7 +89,7 @@ def _own_tokens(sequence: TrainingSequence, shared: int) -> int:
 
 
 def _families(sequences: Sequence[TrainingSequence], share_prompts: bool) -> list[_Family]:
-    """Sequences by their prompt, or each by itself, and the longest first."""
+    """Sequences grouped by prompt, or each by itself; the longest come first."""
     by_prompt: dict[int, list[TrainingSequence]] = {}
     for place, sequence in enumerate(sequences):
         is_shared = share_prompts and len(sequence.prompt_ids) > 1
@@ -103,7 +104,7 @@ def _families(sequences: Sequence[TrainingSequence], share_prompts: bool) -> lis
 
 
 def _first_fit(families: Sequence[_Family], length: int) -> list[list[_Family]]:
-    """Rows of families. What does not fit into a row with its prompt goes to the next one with room for both."""
+    """Rows of families. A sequence that fits into no row with its prompt goes to the first with room for both."""
     rows: list[list[_Family]] = []
     room: list[int] = []
     for family in families:
@@ -126,7 +127,7 @@ def _first_fit(families: Sequence[_Family], length: int) -> list[list[_Family]]:
 
 
 def empty_batch(num_rows: int, row_tokens: int) -> PackedBatch:
-    """Padding only."""
+    """A batch of padding only."""
     ids = (np.zeros((num_rows, row_tokens), np.int32) for _ in range(4))
     values = (np.zeros((num_rows, row_tokens), np.float32) for _ in range(5))
     return PackedBatch(*ids, *values, on_policy=np.array(True))
@@ -150,7 +151,7 @@ def _fill(rows: list[list[_Family]], row_tokens: int, num_rows: int) -> PackedBa
 
 
 def _fill_own(batch: PackedBatch, r: int, start: int, segment: int, sequence: TrainingSequence, shared: int) -> int:
-    """Writes what a sequence has of its own into row r, from `start` on; returns where that ends."""
+    """Writes a sequence's own tokens into row r, from `start` on; returns where they end."""
     ids = np.concatenate([sequence.prompt_ids, sequence.response_ids])[shared:]
     num_targets, end = len(ids) - 1, start + _own_tokens(sequence, shared)
     batch.tokens[r, start:end] = ids[: end - start]

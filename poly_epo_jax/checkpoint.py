@@ -1,6 +1,6 @@
-"""Checkpoints of everything a run needs to go on bit for bit: policy, optimizer, step and data position (Orbax).
+"""Checkpoints of everything that a run needs to continue bit for bit: policy, optimizer, step, data position (Orbax).
 
-Each says what it should hold (fingerprint.py), so that a damaged one is never taken for whole.
+Each records fingerprints of its content (fingerprint.py), so that a damaged checkpoint is never taken for intact.
 """
 
 import contextlib
@@ -39,22 +39,22 @@ class CheckpointError(ValueError):
 
 
 class Checkpoints:
-    """Saves in the background, keeps the newest few.
+    """Saves in the background and keeps the newest few.
 
     Args:
-      directory: made if it does not exist.
-      keep: how many checkpoints stay; None: all.
-      read_only: whether they are another process's, which may be saving and deleting at this moment.
-      with_frozen: whether they hold frozen weights, too. Otherwise who reads one has these from elsewhere.
+      directory: created if it does not exist.
+      keep: how many checkpoints to keep; None: all.
+      read_only: whether the checkpoints belong to another process, which may be saving and deleting them meanwhile.
+      with_frozen: whether checkpoints also hold the frozen weights. If not, the reader gets these from elsewhere.
     """
 
     def __init__(self, directory: Path, keep: int | None = None, read_only: bool = False, with_frozen: bool = True):
-        # Orbax tells of every file at INFO, and of every error that it also raises.
+        # Orbax logs every file at INFO, and every error that it also raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             read_only=read_only,
-            cleanup_tmp_directories=not read_only,  # of saves that a crash cut short
+            cleanup_tmp_directories=not read_only,  # left by saves that a crash cut short
             enable_async_checkpointing=True,
         )
         _drop_late_callbacks()
@@ -65,7 +65,7 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """The newest complete checkpoint's step; one that a crash cut short does not count."""
+        """The step of the newest complete checkpoint; one that a crash cut short does not count."""
         return self._manager.latest_step()
 
     @property
@@ -75,14 +75,14 @@ class Checkpoints:
 
     @property
     def num_damaged(self) -> int:
-        """How many checkpoints of this run were found damaged and set aside so far."""
+        """How many checkpoints of this run have been found damaged and set aside so far."""
         return sum(1 for _ in self._damaged.glob("[0-9]*"))
 
     def save(self, step: int, state: Any, data_state: dict[str, Any]) -> None:
         """Starts saving; `state` may be donated as soon as this returns.
 
         Raises:
-          OSError: it cannot be written, or the one before could not.
+          OSError: this checkpoint cannot be written, or the previous one could not be.
         """
         content = {"data": data_state, "fingerprints": fingerprints(state)}
         state = state if self._with_frozen else dataclasses.replace(state, frozen={})
@@ -94,11 +94,11 @@ class Checkpoints:
         """The state and data position at `step`, laid out by `shardings`, whatever mesh they were saved from.
 
         Args:
-          frozen: the frozen weights, where the checkpoint holds none.
+          frozen: the frozen weights, if the checkpoint does not hold them.
 
         Raises:
-          CheckpointError: it is damaged.
-          ConfigError: `frozen` are not those that the state was saved with.
+          CheckpointError: the checkpoint is damaged.
+          ConfigError: `frozen` are not the weights that the state was saved with.
         """
         if frozen is not None:
             like, shardings = (dataclasses.replace(part, frozen={}) for part in (like, shardings))
@@ -112,11 +112,11 @@ class Checkpoints:
 
         Args:
           trainable: the pattern of the weights that were trained, see `split_params`.
-          frozen: the others, where the checkpoint does not hold them.
+          frozen: the other weights, if the checkpoint does not hold them.
 
         Raises:
-          CheckpointError: they are damaged.
-          ConfigError: `frozen` are not those that the state was saved with.
+          CheckpointError: the weights are damaged.
+          ConfigError: `frozen` are not the weights that the state was saved with.
         """
         parts = split_params(_abstract(like, shardings), trainable)
         weights = {name: part for name, part in zip(("trainable", "frozen"), parts, strict=True) if part}
@@ -128,12 +128,12 @@ class Checkpoints:
         return merge_params(restored["trainable"], restored.get("frozen", {}) if frozen is None else frozen)
 
     def newest(self, restore: Callable[[int], T]) -> tuple[int, T] | None:
-        """The newest checkpoint that is whole: its step and what `restore` makes of it; None if there is none at all.
+        """The newest intact checkpoint: its step and the result of `restore`; None if there is no checkpoint at all.
 
-        Newer ones, which are damaged, are named on stderr, and set aside where this process is the one that saves.
+        Damaged newer checkpoints are named on stderr, and set aside if this process is the one that saves.
 
         Raises:
-          CheckpointError: all are damaged; they are left where they are.
+          CheckpointError: all checkpoints are damaged; they are left where they are.
         """
         damaged: dict[int, CheckpointError] = {}
         while left := [step for step in self.steps if step not in damaged]:
@@ -142,7 +142,7 @@ class Checkpoints:
                 restored = hosts.on_all(partial(restore, step))
             except (CheckpointError, hosts.HostError) as error:
                 damaged[step] = CheckpointError(error)
-                self._manager.reload()  # the process that saves may have deleted it meanwhile, and saved another
+                self._manager.reload()  # the process that saves may have deleted it and saved another meanwhile
                 continue
             hosts.on_first(partial(self._set_aside, damaged, step))
             self._manager.reload()
@@ -156,17 +156,17 @@ class Checkpoints:
         return None
 
     def close(self) -> None:
-        """Waits until what was begun is on disk.
+        """Waits until every save that was started is on disk.
 
         Raises:
-          OSError: it cannot be written.
+          OSError: one cannot be written.
         """
         with self._saving():
             self._manager.wait_until_finished()
             self._manager.close()
 
     def _checked(self, step: int, args: Any, frozen: Params | None) -> tuple[Any, dict[str, Any]]:
-        """The state and the data position, if they are what was saved, and saved with these frozen weights."""
+        """The state and data position, verified to be what was saved, and saved with these frozen weights."""
         reason, content, state = "it holds other numbers than were saved", {}, None
         with _quiet():
             try:
@@ -191,7 +191,7 @@ class Checkpoints:
         return state, content["data"]
 
     def _set_aside(self, damaged: dict[int, CheckpointError], step: int) -> None:
-        """Makes room for the checkpoints that will be saved at these steps again."""
+        """Moves damaged checkpoints away, to make room for those that will be saved at the same steps again."""
         for number, error in damaged.items():
             print(f"Warning: {error} Going on from that of step {step}.", file=sys.stderr)
             if (self._directory / str(number)).exists() and not self._read_only:
@@ -203,7 +203,7 @@ class Checkpoints:
     def _saving(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a full disk is an error of TensorStore's, the thread's or the file's
+        except Exception as error:  # on a full disk TensorStore, the thread or the file may raise
             raise OSError(
                 f"The checkpoint cannot be written to {self._directory} ({_reason(error)}); make room or choose a "
                 "writable folder. What was saved before is whole, and the same command goes on from there."
@@ -216,7 +216,7 @@ def _abstract(like: Any, shardings: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Where reading fails, Orbax leaves coroutines behind, each of which would tell of it once it is collected."""
+    """Silences the coroutines that Orbax leaves behind when reading fails: each would complain once it is collected."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         yield
@@ -226,7 +226,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _drop_late_callbacks() -> None:
-    """Where writing fails, Orbax closes its loop, and each thread of TensorStore's prints that it cannot reach it."""
+    """Silences TensorStore's threads: when writing fails, Orbax closes its loop, and each prints that it is closed."""
     before = sys.unraisablehook
 
     def hook(raised: Any) -> None:

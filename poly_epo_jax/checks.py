@@ -1,4 +1,4 @@
-"""What a value of the configuration may be: types, ranges, forms; and the sentence where it is something else."""
+"""What a configuration value may be: types, ranges and forms; and the error message if it is something else."""
 
 import dataclasses
 import difflib
@@ -14,7 +14,7 @@ class ConfigError(ValueError):
 
 
 class Check(NamedTuple):
-    """What a value must meet; `rule` completes the sentence `train.num_steps=0 ...`."""
+    """A condition on a value; `rule` completes the sentence `train.num_steps=0 ...`."""
 
     holds: Callable[[Any], bool]
     rule: str
@@ -22,9 +22,9 @@ class Check(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """A check of numbers: the least and the most that can be meant, and `other`, a value with a meaning of its own.
+    """A check of numbers: the least and the most that make sense, and `other`, a value with a meaning of its own.
 
-    Both limits are finite, so what is not is refused, too.
+    Both limits are finite, so numbers that are not finite are refused too.
     """
 
     least: int | float
@@ -64,7 +64,7 @@ def _is_pattern(text: str) -> bool:
 
 PATTERN = Check(_is_pattern, "must be a regular expression")
 
-# The host's letters, or an IPv6 address in brackets; and a port.
+# A host's name, or an IPv6 address in brackets; and a port.
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?")
 
 
@@ -74,7 +74,7 @@ def _is_address(text: str, needs_port: bool = False) -> bool:
 
 
 def is_url(text: str) -> bool:
-    """Whether a server can have this address, to which paths such as /v1/models are added. It holds no password."""
+    """Whether this can be a server's address, to which paths such as /v1/models are added. It holds no password."""
     match = re.fullmatch(r"https?://([^\s/?#@]+)(?:/[^\s?#@]*)?", text)
     return match is not None and _is_address(match[1]) and not text.rstrip("/").endswith("/v1")
 
@@ -110,11 +110,11 @@ TYPES = {
     ),
     type(None): Check(lambda value: value is None, "must be None"),
 }
-"""By the type that a key is declared with."""
+"""The check for each type that a key may be declared with."""
 
 
 def check_of_type(declared: Any) -> Check:
-    """That a value is of a type: one of TYPES, or tuples, sequences and alternatives of those. Others are not checked.
+    """Checks that a value has a type: one of TYPES, or a tuple, sequence or union of those. Others are not checked.
 
     A tuple may be written as a list.
     """
@@ -165,13 +165,13 @@ def require(value: Any, key: str, check: Check | Range) -> None:
 
 
 def _shown(value: Any) -> str:
-    # Python writes no number of thousands of digits but in hexadecimals.
+    # Python refuses to print a number of thousands of digits, except in hexadecimal.
     text = hex(value) if isinstance(value, int) and value.bit_length() > 1000 else repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a name that is not known: the one that may be meant, and all there are."""
+    """The end of a sentence about an unknown name: the name that may be meant, and all known names."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, 1)
     listed = ", ".join(names) or "none"

@@ -1,7 +1,7 @@
-"""From what a user has written to a configuration that can run: the one check of every command.
+"""Turns what a user has written into a configuration that can run: the one check shared by all commands.
 
-Sections check their own keys (config.py). Here names of parts are looked up in their registries, options are compared
-with what the named part takes, and combinations of sections are checked.
+Sections check their own keys (config.py). Here the names of parts are looked up in their registries, options are
+compared with what the named part takes, and combinations of sections are checked.
 """
 
 import math
@@ -39,7 +39,7 @@ CHOICES: dict[str, Collection[str]] = {
     "mesh.device": ("", *DEVICES),
     "optimizer.schedule": SCHEDULES,
 }
-"""Names that a key may have, which a user's own file can add to: read when a configuration is."""
+"""The names that a key may have. A user's own file can add to them, so they are read when a configuration is."""
 
 MAX_SETS = 10**6  # per prompt
 MAX_UPDATES = 10**9  # they are counted in 32 bits
@@ -49,7 +49,7 @@ def read_config(config: ConfigDict, training: bool = True) -> Config:
     """The typed configuration.
 
     Args:
-      training: whether it is to train with; an evaluation needs less.
+      training: whether it is for training; an evaluation needs less.
 
     Raises:
       ConfigError: at the first key that is wrong; the message names it, its value and what it may be.
@@ -79,7 +79,7 @@ def make_judge(section: JudgeSection, task: Task) -> Judge:
     """The judge that the section names, with its options.
 
     Raises:
-      ConfigError: the task has not what the judge clusters by.
+      ConfigError: the task lacks what the judge clusters by.
     """
     entry = JUDGES[section.name]
     if not isinstance(task, entry.task):
@@ -90,7 +90,7 @@ def make_judge(section: JudgeSection, task: Task) -> Judge:
 
 
 def parts(config: Config) -> dict[str, tuple[str, Callable[..., Any], int]]:
-    """By section with options: the part it names, what makes it, and how many arguments of that are not options."""
+    """By section with options: the named part, its maker, and how many of the maker's arguments are not options."""
     return {
         "task": (config.task.name, TASKS[config.task.name], 0),
         "judge": (config.judge.name, JUDGES[config.judge.name].open, 2),
@@ -100,7 +100,7 @@ def parts(config: Config) -> dict[str, tuple[str, Callable[..., Any], int]]:
 
 
 def refuse_passwords(value: Any, key: str = "") -> None:
-    """Refuses addresses with a password in them, without showing it; what is accepted is printed and stored.
+    """Refuses addresses that contain a password, without showing it; accepted values are printed and stored.
 
     Raises:
       ConfigError: naming the key.
@@ -119,7 +119,7 @@ def refuse_passwords(value: Any, key: str = "") -> None:
 
 
 def check_judge(judge: JudgeSection, key: str, num_generations: int) -> None:
-    """Refuses more generations of a prompt, as `key` says, than the judge can cluster.
+    """Refuses a value of `key` that asks for more generations of a prompt than the judge can cluster.
 
     Raises:
       ConfigError: naming the key, and how many there may be.

@@ -1,4 +1,4 @@
-"""What the commands share: --config and its overrides, --help, --print_config, and one sentence where one is wrong."""
+"""What the commands share: --config and its overrides, --help, --print_config, and errors of one sentence."""
 
 import atexit
 import copy
@@ -25,7 +25,7 @@ CONFIG = config_flags.DEFINE_config_file(
     None,
     "The configuration file, with :method after its name.",
     lock_config=False,
-    accept_new_attributes=True,  # options; other keys that there are not are refused
+    accept_new_attributes=True,  # for options; other unknown keys are refused
 )
 PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Only print the configuration, a key on each line.")
 _LOADER = flags.FLAGS["config"].parser
@@ -35,18 +35,18 @@ HELP = {"-h", "--h", "-help", "--help", "-helpshort", "--helpshort", "-helpfull"
 def run_command(
     run: Callable[[Config], None], argv: Sequence[str], *errors: type[Exception], training: bool = True
 ) -> None:
-    """Runs a command on the configuration of its command line; what is refused costs one sentence.
+    """Runs a command on the configuration of its command line; an error is reported in one sentence.
 
     Args:
-      argv: what `parse_flags` has left.
-      errors: of the command, besides the usual ones; their messages say what to do.
-      training: whether the configuration must be fit to train with.
+      argv: the arguments that `parse_flags` has left over.
+      errors: the command's own errors, besides the usual ones; their messages say what to do.
+      training: whether the configuration must be fit for training.
     """
     if len(argv) > 1:
         name, _, value = argv[1].partition("=")
         sys.exit(f"Error: unknown argument {_without_password(argv[1])}; {_hint(name, value)}.")
     logging.set_verbosity(logging.WARNING)
-    # By then everything is written, and Ctrl-C would only print tracebacks of what libraries clean up.
+    # At exit everything is written, and Ctrl-C would only print tracebacks from libraries that are cleaning up.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:
         with heard_ctrl_c():
@@ -59,9 +59,9 @@ def run_command(
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
-    """absl's flag parser, with one sentence in place of a traceback where a key or value is wrong.
+    """absl's flag parser, with one sentence instead of a traceback if a key or value is wrong.
 
-    With --help or --print_config it prints, and ends the process.
+    With --help or --print_config it prints and ends the process.
     """
     parser = _ConfigFile()
     flags.FLAGS["config"].parser = parser
@@ -88,7 +88,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
 
 
 def read_arguments(arguments: Sequence[str]) -> Config:
-    """The configuration that a training command of these arguments would have, without running it.
+    """The configuration that a training command with these arguments would have, without running it.
 
     Args:
       arguments: --config=FILE and its overrides, nothing else.
@@ -114,12 +114,12 @@ def _define(values: flags.FlagValues, argv: list[str]) -> flags.FlagHolder:
 
 
 def _sentence(error: Exception) -> str:
-    """Where a configuration file fails, its traceback comes first."""
+    """The last line of the error: if a configuration file fails, its traceback comes first."""
     return re.sub(r"^[A-Za-z]+Error: ", "", str(error).splitlines()[-1].strip())
 
 
 class _ConfigFile(flags.ArgumentParser):
-    """Executes a configuration file once, though its flag is parsed twice: the parts that it registers come once."""
+    """Executes a configuration file once although its flag is parsed twice, so that it registers its parts once."""
 
     def __init__(self):
         self._configs: dict[str, ConfigDict] = {}
@@ -136,14 +136,14 @@ class _ConfigFile(flags.ArgumentParser):
 
 
 _FILES = _ConfigFile()
-"""Those that `read_arguments` has executed."""
+"""The files that `read_arguments` has executed."""
 
 
 def _check_keys(argv: Sequence[str], parser: _ConfigFile) -> ConfigDict | None:
     """The configuration without its overrides, None if no file is named.
 
     Raises:
-      ConfigError: an override is of a key that the configuration does not have.
+      ConfigError: an override names a key that the configuration does not have.
     """
     alone = flags.FlagValues()
     flag = config_flags.DEFINE_config_file("config", None, flag_values=alone, sys_argv=[])
@@ -170,7 +170,7 @@ def _keys(config: ConfigDict, section: str = "config") -> Iterator[str]:
 
 
 def _hint(name: str, value: str) -> str:
-    """How to write a flag that there is not: a key without --config and its section, or a mistyped flag."""
+    """How to write an unknown flag: a key without --config and its section, or a mistyped flag."""
     keys = [key for key, _, _ in Config().flat() if f".{key}".endswith(f".{name}")]
     shown = _without_password(value) or "..."
     near = [f"config.{key}={shown}" for key in keys] or difflib.get_close_matches(name, list(flags.FLAGS), 1)
@@ -178,7 +178,7 @@ def _hint(name: str, value: str) -> str:
 
 
 def _without_password(text: str) -> str:
-    """Of a server's address, what comes after the user and the password, if these are in it."""
+    """The text with any user and password before an @ replaced, as in a server's address."""
     return re.sub(r"\S*@", "...@", text)
 
 

@@ -1,10 +1,10 @@
-"""Every configuration key, declared once: its type, its default, its meaning and what it may be.
+"""Every configuration key, declared once: its type, its default, its meaning and its allowed values.
 
 The defaults train polynomial solving well on a laptop. A configuration file states only what differs, and builds on
 `default_config.get_config`. The command line overrides both: --config.optimizer.learning_rate=1e-4
 
-The sections are typed and frozen; `choices.read_config` makes them of what a user has written. It also checks the
-names of parts against their registries, and what the sections say together.
+The sections are typed and frozen; `choices.read_config` builds them from what a user has written. It also checks the
+names of parts against their registries, and combinations of sections.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ class BaseSection(Section, name="base"):
 
 @dataclasses.dataclass(frozen=True)
 class TaskSection(Section, name="task"):
-    """The problems, and what their responses earn."""
+    """The problems, and the rewards of their responses."""
 
     name: str = key("polynomial", "the task")
     options: Mapping[str, Any] = key({}, "keyword arguments of that task, such as --config.task.options.seed=1")
@@ -76,7 +76,7 @@ class TaskSection(Section, name="task"):
 
 @dataclasses.dataclass(frozen=True)
 class JudgeSection(Section, name="judge"):
-    """Who clusters the responses to a prompt. Keys from `url` to `wait_seconds` are for judges behind a server."""
+    """What clusters the responses to a prompt. Keys from `url` to `wait_seconds` are for judges behind a server."""
 
     name: str = key("exact", "the judge; none: no clusters, for methods that read none")
     options: Mapping[str, Any] = key({}, "keyword arguments of that judge, such as --config.judge.options.attempts=2")
@@ -126,7 +126,7 @@ class SamplingSection(Section, name="sampling"):
 
 @dataclasses.dataclass(frozen=True)
 class AlgoSection(Section, name="algo"):
-    """From rewards and clusters to advantages, and from those to the loss."""
+    """How rewards and clusters become advantages, and advantages the loss."""
 
     advantages: str = key("marginal_set", "the advantage estimator")
     options: Mapping[str, Any] = key({}, "numbers of the advantage estimator, such as --config.algo.options.k=8")
@@ -184,7 +184,7 @@ class TrainSection(Section, name="train"):
 
 @dataclasses.dataclass(frozen=True)
 class LoraSection(Section, name="lora"):
-    """Low-rank adapters (LoRA), which are trained in float32 while the weights of the model stay as they are."""
+    """Low-rank adapters (LoRA), which are trained in float32 while the model's own weights stay unchanged."""
 
     rank: int = key(0, "inner width of the adapters; 0: none, and the model's own weights are trained", RANK)
     alpha: float = key(32.0, "adapters are scaled by alpha / rank", Range(1e-6, 10**6))
@@ -209,7 +209,7 @@ class OptimizerSection(Section, name="optimizer"):
 
 @dataclasses.dataclass(frozen=True)
 class MeshSection(Section, name="mesh"):
-    """Devices along each axis; one of the axes may be -1, for all that are left."""
+    """Devices along each axis; one of the axes may be -1, for all remaining devices."""
 
     data: int = key(1, "replicas of the weights", Range(1, 10**5, other=-1))
     fsdp: int = key(-1, "shards of each weight along its embedding axis", Range(1, 10**5, other=-1))
@@ -220,7 +220,7 @@ class MeshSection(Section, name="mesh"):
 
 @dataclasses.dataclass(frozen=True)
 class HostsSection(Section, name="hosts"):
-    """Several processes that train as one, with the same configuration but for the index."""
+    """Several processes that train as one, with the same configuration except for the index."""
 
     coordinator: str = key(
         "", "HOST:PORT of the first; auto: SLURM or the TPU pod knows; empty: a single process", COORDINATOR
@@ -257,7 +257,7 @@ class LogSection(Section, name="log"):
 
 @dataclasses.dataclass(frozen=True)
 class Config(Section):
-    """The whole; a part gets its own section of it."""
+    """The whole configuration; each part gets its own section of it."""
 
     workdir: str = key("runs/default", "the run folder; a checkpoint found in it is resumed", NOT_EMPTY)
     compilation_cache: str = key("runs/compiled", "compiled programs are kept here and reused by later runs", NOT_EMPTY)
@@ -281,7 +281,7 @@ class Config(Section):
 
 
 def longest_sequence(config: Config) -> int:
-    """The tokens that a prompt and its response have at most."""
+    """The most tokens that a prompt and its response can have together."""
     return config.train.max_prompt_tokens + config.sampling.max_tokens
 
 

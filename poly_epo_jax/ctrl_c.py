@@ -1,4 +1,4 @@
-"""Ctrl-C that nothing swallows."""
+"""Handles Ctrl-C so that nothing swallows it."""
 
 import contextlib
 import gc
@@ -14,10 +14,11 @@ _collecting = False
 
 @contextlib.contextmanager
 def heard_ctrl_c() -> Iterator[None]:
-    """Meanwhile Ctrl-C raises KeyboardInterrupt as ever, but never where Python would report and forget it.
+    """Within this context Ctrl-C raises KeyboardInterrupt as usual, but never where Python would report and forget it.
 
-    That is so during a garbage collection, where JAX has a callback, and in what is called when an object goes. Where
-    Ctrl-C does something else, or nothing (nohup), it remains so, and so it does outside the main thread.
+    Python does that during a garbage collection, where JAX has a callback, and in code that runs when an object is
+    destroyed; Ctrl-C then waits. If Ctrl-C does something else, or nothing (nohup), that does not change, and neither
+    does anything outside the main thread.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -59,7 +60,7 @@ def _receive(_: int, frame: FrameType | None) -> None:
 
 
 def _is_called_in_passing(frame: FrameType | None) -> bool:
-    """Whether a frame or one that called it is a callback of the collector or of weak references, or a destructor."""
+    """Whether a frame or one of its callers is a callback of the collector or of a weak reference, or a destructor."""
     callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
     while frame is not None:
         code, module = frame.f_code, frame.f_globals.get("__name__")

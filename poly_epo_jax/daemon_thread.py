@@ -1,4 +1,4 @@
-"""A thread for code that may never return, such as a reward of a user's own: the process can end nevertheless."""
+"""A thread for code that may never return, such as a user's own reward; the process can end nevertheless."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """What the call returns or raises. Unlike with asyncio.to_thread, the process can end before the call does."""
+    """Returns or raises what the call does. Unlike with asyncio.to_thread, the process can end before the call."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -28,7 +28,7 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
             result = function()
         except Exception as raised:
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no one waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting any more
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=work, daemon=True).start()

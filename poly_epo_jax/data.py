@@ -1,4 +1,4 @@
-"""Problems with verifiable answers: read from files or data sets, cleaned, and the order in which they are seen."""
+"""Problems with verifiable answers: reads them from files or data sets, cleans them, and puts them in order."""
 
 import collections
 import dataclasses
@@ -18,7 +18,7 @@ from poly_epo_jax.types import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Dropped:
-    """How many problems were dropped, and why: of the rows, `duplicates`; of the rest, `conflicting` and `held_out`."""
+    """How many problems were dropped, and why: `duplicates` of the rows, `conflicting` and `held_out` of the rest."""
 
     duplicates: int = 0
     conflicting: int = 0
@@ -27,7 +27,7 @@ class Dropped:
 
 @runtime_checkable
 class Cleaned(Protocol):
-    """A task that left problems out: how many, by part (train, held_out)."""
+    """A task that left problems out and counts them by part (train, held_out)."""
 
     dropped: dict[str, Dropped]
 
@@ -35,8 +35,7 @@ class Cleaned(Protocol):
 def read_rows(source: str) -> list[dict[str, Any]]:
     """The rows of a `.jsonl` file, a `.parquet` file, or else a Hugging Face data set or a local folder of one.
 
-    The last two are written `name`, `name:split` or `name:configuration:split`; the split is `train` where none is
-    named.
+    The last two are written `name`, `name:split` or `name:configuration:split`; the split is `train` if none is named.
 
     Raises:
       ValueError, OSError: the source is missing, unreachable, malformed or empty; the message names it.
@@ -81,7 +80,7 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_data_set(source: str) -> list[dict[str, Any]]:
-    # Imported here as it takes seconds, and files need it not.
+    # Imported here because it takes seconds, and files do not need it.
     import datasets
 
     name, *configuration, split = source.split(":") if ":" in source else (source, "train")
@@ -128,13 +127,13 @@ def load_problems(
 
 
 def clean_problems(problems: Sequence[Problem], held_out: Sequence[Problem] = ()) -> tuple[list[Problem], Dropped]:
-    """Keeps the first of every problem, unless its answers conflict or it is among those held out.
+    """Keeps the first copy of every problem, unless its answers conflict or it is among the held-out problems.
 
-    Problems are the same if their prompts differ in whitespace only. Their answers conflict if these differ in more
-    than whitespace and dollar signs; then no one knows which is right, and none of them is kept.
+    Problems are the same if their prompts differ only in whitespace. Their answers conflict if they differ in more than
+    whitespace and dollar signs; it is then unknown which answer is right, and no copy is kept.
 
     Raises:
-      ValueError: an id names two of the problems.
+      ValueError: two of the problems have the same id.
     """
     for identifier, count in collections.Counter(problem.id for problem in problems).most_common(1):
         if count > 1:
@@ -160,7 +159,7 @@ def _squeeze(text: str) -> str:
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[Int[np.ndarray, " L"]]:
-    """The tokens of each prompt. Nothing is added to its text, but the tokenizer's chat template where it is a chat.
+    """The tokens of each prompt. Nothing is added to its text, except the tokenizer's chat template if it is a chat.
 
     Raises:
       ValueError: a prompt is a chat, and the tokenizer has no chat template.
@@ -172,7 +171,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Proble
             "The task's prompts are messages of a chat, but the policy's tokenizer has no chat template; give it one, "
             "or the task a prompt of its own, as task.options.template does for math."
         )
-    # All at once, as fast tokenizers then use every core.
+    # All at once, because fast tokenizers then use every core.
     encoded = tokenizer([_prompt_text(tokenizer, problem) for problem in problems], add_special_tokens=False)
     return [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
 
@@ -187,16 +186,16 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> str:
 def drop_long_prompts(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> tuple[list[Problem], int]:
-    """The problems whose prompts take at most `max_tokens` tokens, and how many others there were."""
+    """The problems whose prompts take at most `max_tokens` tokens, and how many were dropped."""
     encoded = encode_prompts(tokenizer, problems)
     kept = [problem for problem, ids in zip(problems, encoded, strict=True) if len(ids) <= max_tokens]
     return kept, len(problems) - len(kept)
 
 
 def problem_batches(problems: Sequence[Problem], batch_size: int, seed: int) -> DatasetIterator[list[Problem]]:
-    """Endless batches of problems; `get_state()` and `set_state()` move its exact position in and out.
+    """Endless batches of problems; `get_state()` and `set_state()` save and restore the exact position.
 
-    A batch that goes on into the next epoch may hold a problem twice; its `occurrence` tells the two apart.
+    A batch that continues into the next epoch may hold a problem twice; `occurrence` tells the two apart.
 
     Raises:
       ValueError: there are fewer problems than a batch takes.
@@ -213,7 +212,7 @@ def problem_batches(problems: Sequence[Problem], batch_size: int, seed: int) -> 
 
 
 def _with_occurrences(batch: Sequence[Problem]) -> list[Problem]:
-    """The problems, each of which says how often it stands before."""
+    """The problems, each with the number of its earlier occurrences in the batch."""
     before = collections.Counter[str]()
     counted = []
     for problem in batch:

@@ -1,6 +1,6 @@
 """The configuration that a user's file starts from: the defaults of config.py, with a method and a machine by name.
 
-Words after a file's name choose them: --config=configs/polaris.py:grpo,h200x8
+Words after the file's name choose the two: --config=configs/polaris.py:grpo,h200x8
 """
 
 from ml_collections import ConfigDict
@@ -13,14 +13,14 @@ METHODS = {
     "grpo": {"advantages": "grpo", "length_normalization": "own"},
     "grpo_div": {"advantages": "grpo_div", "length_normalization": "own"},
 }
-"""The paper's three (appendix "Implementation Details"), as keys of the `algo` section."""
+"""The paper's three methods (appendix "Implementation Details"), as keys of the `algo` section."""
 
 WORDS = {**METHODS, "max_rl": {"advantages": "max_rl", "length_normalization": "own"}}
-"""Methods that a word chooses: the paper's, and the rival that studies compare with most."""
+"""The methods that a word can choose: the paper's, and the rival that studies compare with most."""
 
 
 def parse_words(words: str) -> tuple[str, str]:
-    """(one of WORDS, one of MESHES or "") from `words`, which names at most one of each, with a comma between."""
+    """(one of WORDS, one of MESHES or "") from `words`, which names at most one of each, separated by a comma."""
     methods, meshes = [], []
     for word in filter(None, words.split(",")):
         if word not in WORDS and word not in MESHES:
@@ -44,5 +44,5 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.lock()
     for section in config.values():
         if isinstance(section, ConfigDict) and "options" in section:
-            section.options.unlock()  # the part that is named last says what they may be
+            section.options.unlock()  # the part that is named in the end decides what they may be
     return config

@@ -1,4 +1,4 @@
-"""Digests of a folder's files, kept beside them: what is read is what was written, or a sentence names the file."""
+"""Digests of a folder's files, kept next to them: a file that is not what was written is reported by name."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ _READERS = 4
 
 
 def write_digests(folder: Path) -> None:
-    """Adds the SHA-256 of each file that is in the folder now. It costs reading them."""
+    """Adds the SHA-256 of each file that is in the folder now. This reads all of them."""
     write_json(folder / DIGESTS, _digests(folder, [path.name for path in folder.iterdir() if path.is_file()]))
 
 
@@ -20,7 +20,7 @@ def check_digests(folder: Path) -> None:
     """Compares each file with its digest. A folder without digests, which others may have made, passes.
 
     Raises:
-      ValueError: one is missing or was changed.
+      ValueError: a file is missing or was changed.
     """
     if not (folder / DIGESTS).exists():
         return

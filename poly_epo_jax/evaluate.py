@@ -5,9 +5,10 @@
         --output=runs/evaluation
     python -m poly_epo_jax.report runs/evaluation
 
-A model is a run folder (its newest checkpoint), a Hugging Face folder or name, or the URL of an SGLang server; a
-benchmark a name of benchmarks.BENCHMARKS, a synthetic task, or a file. `label=` before either names it in the tables.
-Sampling, judge and the synthetic task are those of the configuration. Run again, the command goes on where it stopped.
+A model is a run folder (its newest checkpoint), a Hugging Face folder or name, or the URL of an SGLang server. A
+benchmark is a name in benchmarks.BENCHMARKS, a synthetic task, or a file. `label=` before either names it in the
+tables. Sampling, judge and synthetic task are those of the configuration. If the command is run again, it continues
+where it stopped.
 """
 
 import asyncio
@@ -58,7 +59,7 @@ OUTPUT = flags.DEFINE_string("output", "runs/evaluation", "Where the evaluation 
 
 @dataclasses.dataclass
 class Model:
-    """A model to evaluate: behind `url`, or `params` of a policy to sample from here; and which weights these are."""
+    """A model to evaluate: served at `url`, or `params` to sample from here. `weights` says which weights these are."""
 
     policy: Policy
     weights: str
@@ -67,10 +68,10 @@ class Model:
 
 
 def run(config: Config) -> None:
-    """Draws what is missing of every model's generations on every benchmark, and shows the results.
+    """Draws the missing generations of every model on every benchmark, and shows the results.
 
     Raises:
-      ValueError, OSError: a model or benchmark cannot be had, or a server fails; what has been drawn is kept.
+      ValueError, OSError: a model or benchmark cannot be found, or a server fails; generations drawn so far are kept.
     """
     _check_flags(config)
     mesh = make_mesh(**config.mesh)
@@ -128,7 +129,7 @@ async def _draw(
 
 
 def _columns(num_generations: int) -> dict[str, str]:
-    """The metrics of the table and what they are called there."""
+    """The metrics in the table, and their titles there."""
     most = names.sizes(num_generations)[-1]
     few = min(8, most)
     return {
@@ -189,7 +190,7 @@ def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
 
 
 def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mesh) -> Rollouts:
-    """Prompts of any length are taken, as a benchmark is not to be cut."""
+    """Takes prompts of any length, because a benchmark must not lose problems."""
     policy = model.policy
     longest = max(map(len, encode_prompts(policy.tokenizer, benchmark.problems)))
     if model.url:

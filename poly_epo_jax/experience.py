@@ -1,6 +1,6 @@
 """Generated, graded and judged batches: made when they are needed or, at staleness 1, one ahead of training.
 
-On several hosts each process makes its share of the prompts' groups, and has the whole batch in the end.
+On several hosts each process makes the groups of its share of the prompts, and all receive the whole batch.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from poly_epo_jax.types import Counting, GradedGroup, Judge, JudgeLoad, Metrics,
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A step's graded groups, what making them took on this host, and where the data stands after them."""
+    """A step's graded groups, the time that making them took on this host, and the data position after them."""
 
     graded: list[GradedGroup]
     timing: Metrics
@@ -30,7 +30,7 @@ class Batch:
 
     @property
     def usable(self) -> list[GradedGroup]:
-        """The groups that take part in the update: those that the judge failed on do not, where it is read."""
+        """The groups that take part in the update. If the judge is read, those that it failed on do not."""
         return judged(self.graded) if self.reads_judge else self.graded
 
 
@@ -40,16 +40,16 @@ class Experience:
 
     Args:
       batches: of problems.
-      num_generations: N, of each problem.
-      sampling: of a step.
-      last_step: no batch is made for a later one.
-      staleness: 0: a batch is begun when it is asked for, on the newest weights. 1: the next one is begun as soon as
-        one is handed out, on the weights of then, which training will have left by one step when it uses it.
-      reads_judge: whether the update reads what the judge says. If not, no failure of the judge changes it.
-      max_failed_share: of a batch's prompts; a judge that is read may fail on so many.
-      judge_load: the most that the judge is shown at once; None: nobody looks whether it fits.
-      timeline: told when each batch is generated, graded and judged.
-      stop: ends the waiting for judge and batches.
+      num_generations: N, per problem.
+      sampling: step -> how it samples.
+      last_step: no batch is made for a later step.
+      staleness: 0: a batch is started when it is requested, with the newest weights. 1: the next batch is started as
+        soon as one is handed out, with the weights of that moment, which are one step old when training uses it.
+      reads_judge: whether the update reads the judge's output. If not, failures of the judge do not change the update.
+      max_failed_share: the largest share of a batch's prompts on which a judge that is read may fail.
+      judge_load: the most that the judge is shown at once; None: whether it fits is not checked.
+      timeline: records when each batch is generated, graded and judged.
+      stop: ends the waiting for the judge and for batches.
     """
 
     rollouts: Rollouts
@@ -68,18 +68,18 @@ class Experience:
     _ahead: asyncio.Task[Batch] | None = None
 
     async def wait_until_ready(self) -> None:
-        """Returns once the judge's server, if it has one, answers; says what is too much for that judge."""
+        """Returns once the judge's server, if it has one, answers; reports what is too much for that judge."""
         if isinstance(self.judge, Served):
             await hosts.barrier(self.stop.interrupts(self.judge.wait_until_ready()))
         if self.judge_load and hosts.is_first():
             await say_shortfalls(self.judge, self.judge_load)
 
     async def batch(self, step: int) -> Batch:
-        """The batch of `step`, waited for.
+        """Waits for the batch of `step`, and returns it.
 
         Raises:
           JudgeError: the judge has failed on too many prompts.
-          Stopped: the run is to end.
+          Stopped: the run was asked to end.
         """
         own = asyncio.ensure_future(self.stop.interrupts(self._ahead or self._begin(step)))
         if hosts.count() > 1:
@@ -96,7 +96,7 @@ class Experience:
         return batch
 
     async def counts(self) -> Metrics:
-        """What task, judge and sampler counted since the last call, on all hosts."""
+        """What the task, judge and sampler have counted since the last call, on all hosts together."""
 
         async def own() -> Metrics:
             counts: Metrics = {}
@@ -108,7 +108,7 @@ class Experience:
         return hosts.total(await hosts.gather(own()))
 
     async def close(self) -> None:
-        """Drops what was begun and not asked for."""
+        """Cancels a batch that was started but not requested."""
         if self._ahead is not None:
             self._ahead.cancel()
             await asyncio.gather(self._ahead, return_exceptions=True)

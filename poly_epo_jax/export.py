@@ -1,6 +1,7 @@
 """Writes a trained policy as a Hugging Face folder: python -m poly_epo_jax.export RUN FOLDER [--step N]
 
-A policy that was trained with LoRA is written whole, its adapter merged; with --adapter, the adapter alone as PEFT's.
+A policy that was trained with LoRA is written whole, with its adapter merged; --adapter writes only the adapter, in
+PEFT's format.
 """
 
 import argparse
@@ -55,15 +56,15 @@ def export(
     adapter: bool = False,
     base: Path | None = None,
 ) -> None:
-    """Writes the policy of a run's checkpoint, weights, tokenizer and model card, to `folder`.
+    """Writes the policy of a run's checkpoint to `folder`: weights, tokenizer and model card.
 
     Args:
-      adapter: write its adapter alone.
-      base: the base policy's folder, where a run with an adapter no longer has it.
+      adapter: write only its adapter.
+      base: the base policy's folder, if a run with an adapter no longer finds it.
 
     Raises:
       FileNotFoundError: the run has no such checkpoint, or its base policy is gone.
-      FileExistsError: `folder` is there already.
+      FileExistsError: `folder` exists already.
       CheckpointError: the checkpoint is damaged.
       ValueError: the run has no adapter.
     """

@@ -1,4 +1,4 @@
-"""What advantage estimators read of a batch: arrays [P, N, ...] over its prompts and their generations, by name."""
+"""What advantage estimators read from a batch: arrays [P, N, ...] over its prompts and their generations, by name."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ from poly_epo_jax.types import Clustering, Generation, GradedGroup
 def batch_features(groups: Sequence[GradedGroup], num_generations: int) -> dict[str, Shaped[np.ndarray, "P N ..."]]:
     """The features of P groups, each of N generations.
 
-    rewards       what the task gave, in [0, 1]
+    rewards       the task's rewards, in [0, 1]
     lengths       how many tokens the policy wrote
-    mean_logprob  of these tokens, under the sampler's policy, in nats
-    clusters      cluster ids, where every group has them
-    and then whatever the judge added, under the judge's own names.
+    mean_logprob  the mean log-probability of these tokens under the sampler's policy, in nats
+    clusters      cluster ids, if every group has them
+    and whatever the judge added, under the judge's own names.
 
     Raises:
-      ValueError: the judge added a feature to some groups only, or one with a name that is taken.
+      ValueError: the judge added a feature to only some groups, or under a name that is taken.
     """
     shape = len(groups), num_generations
     generations = [group.group.generations for group in groups]

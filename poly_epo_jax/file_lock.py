@@ -1,4 +1,4 @@
-"""A folder for one process at a time: a lock on a file in it or beside it, which ends with its holder."""
+"""Reserves a folder for one process at a time: a lock on a file in it or next to it, which ends with its holder."""
 
 import contextlib
 import errno
@@ -18,21 +18,21 @@ class InUseError(OSError):
 
 @contextlib.contextmanager
 def exclusive(path: Path, what: str, wait: bool = False) -> Iterator[None]:
-    """Holds the lock, on the file `path`, which is made if missing and stays.
+    """Holds a lock on the file `path`, which is created if missing and stays.
 
-    It is the kernel's (flock): it ends with the process, also by kill -9. On NFS it holds between hosts. Where a disk
-    has no locks, this says so on stderr, and nothing keeps others out.
+    It is a kernel lock (flock), so it ends with the process, even after kill -9. On NFS it holds between hosts. On a
+    disk without locks, this says so on stderr, and nothing keeps others out.
 
     Args:
-      what: is locked, for messages: "the run folder runs/default".
-      wait: for the other process to end, instead of giving up.
+      what: what is locked, for messages: "the run folder runs/default".
+      wait: wait for the other process to end, instead of giving up.
 
     Raises:
-      InUseError: another process holds it.
+      InUseError: another process holds the lock.
       OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:  # not only to read: NFS wants it so
+    with path.open("a+") as file:  # not read-only: NFS requires this
         try:
             _lock(file.fileno(), wait, f"{what} is in use by {_holder(path)}")
         except OSError as error:

@@ -25,15 +25,15 @@ __all__ = ["get_config", "run"]
 
 
 def run(config: ConfigDict) -> Path:
-    """Trains to the end, or goes on where the run in `config.workdir` was broken off.
+    """Trains to the end; continues the run in `config.workdir` if there is one to resume.
 
     Returns:
       The run folder, see run_folder.py.
 
     Raises:
       ValueError, OSError, ImportError: the configuration cannot run; the message says why and what to do.
-      SystemExit: on a signal, in a script, once what is trained is saved.
-      KeyboardInterrupt: likewise in a notebook, where the kernel was interrupted.
+      SystemExit: in a script, on a signal, once the steps trained so far are saved.
+      KeyboardInterrupt: likewise in a notebook, when its kernel is interrupted.
     """
     checked = read_config(config)
     with heard_ctrl_c():
@@ -45,7 +45,7 @@ def run(config: ConfigDict) -> Path:
 
 
 def _run_in_thread(config: Config) -> None:
-    """Ctrl-C comes to this thread, which passes it on, and waits until what is trained is saved."""
+    """Trains in another thread. Ctrl-C reaches this one, which passes it on and waits until training is saved."""
     stop = Stop()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(main.run, config, stop)
@@ -58,7 +58,7 @@ def _run_in_thread(config: Config) -> None:
 
 
 def _in_event_loop() -> bool:
-    """Whether this thread runs one already, as notebooks do: it cannot run another."""
+    """Whether this thread already runs an event loop, as notebooks do: it cannot run another."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Rewards and clusters for groups as they arrive: grading and judging overlap the generation of the other prompts."""
+"""Rewards and clusters for groups as they arrive: grading and judging overlap the generation of other prompts."""
 
 import asyncio
 from collections import Counter
@@ -24,7 +24,7 @@ from poly_epo_jax.types import (
 
 
 class JudgeError(RuntimeError):
-    """The judge fails so often that training on the rest would be another experiment."""
+    """The judge fails so often that training on the other prompts would be a different experiment."""
 
 
 async def grade_groups(
@@ -38,11 +38,11 @@ async def grade_groups(
     """Grades and judges each group as soon as it is complete, and hands it to `then`, if given.
 
     Args:
-      clock: remembers when anything was generated, graded or judged.
+      clock: records when groups were generated, graded or judged.
 
     Returns:
       The graded groups in the order of `problems`; and timing: the seconds of these three stages, and `judge/hidden`,
-      the share of the judge's seconds that passed while other groups were still generated.
+      the share of the judge's seconds that passed while other groups were still being generated.
     """
     clock = clock or StageClock()
     running = []
@@ -112,7 +112,7 @@ def cluster_ids(graded: Sequence[GradedGroup]) -> Int[np.ndarray, "P N"]:
 
 
 def judge_failures(graded: Sequence[GradedGroup]) -> list[JudgeFailure]:
-    """Why the other groups have none."""
+    """The failures of the groups that the judge could not cluster."""
     return [group.clustering for group in graded if isinstance(group.clustering, JudgeFailure)]
 
 

@@ -1,7 +1,7 @@
-"""What every client of a server needs: answers that are whole, bounded and believed only field by field; a back-off.
+"""What every client of a server needs: answers that are complete, bounded and checked field by field; a back-off.
 
-An answer that is not what was asked for is a WrongAnswer, which is one of httpx's errors: who waits for a server that
-does not answer also withstands one that answers nonsense. Errors are phrases that end a sentence about the server.
+An answer that is not what was requested raises WrongAnswer, which is an httpx error: code that waits for a server that
+does not answer also survives one that answers nonsense. Errors are phrases that end a sentence about the server.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 MAX_BACKOFF_SECONDS = 20.0
 MAX_BYTES = 10**7
-"""Of an answer, where nothing longer was asked for. Python's objects take up to thirty times as much."""
-MAX_QUOTED = 500  # characters of what a server says, in an error
+"""The longest answer, unless a longer one was requested. As Python objects it takes up to thirty times as much."""
+MAX_QUOTED = 500  # characters of a server's text in an error
 
 _KINDS: dict[type, str] = {
     str: "printable text",
@@ -32,17 +32,17 @@ _KINDS: dict[type, str] = {
 
 
 class ServerError(ConnectionError):
-    """A server that cannot be worked with; the message names its address and what to do."""
+    """A server that cannot be used; the message names its address and what to do."""
 
 
 class WrongAnswer(httpx.HTTPError):
-    """An answer that is not what was asked for; the message says what about it, and names the field."""
+    """An answer that is not what was requested; the message says what is wrong, and names the field."""
 
 
 class _Bounded(httpx.AsyncBaseTransport):
-    """Passes answers on whole, without their headers: nothing is decompressed, decoded or followed as those would say.
+    """Passes on complete answers without their headers, so no header has them decompressed, decoded or redirected.
 
-    httpx's own timeouts are for each piece of an answer; `seconds` is for all of it.
+    httpx's own timeouts apply to each piece of an answer; `seconds` applies to the whole.
     """
 
     def __init__(self, transport: httpx.AsyncBaseTransport, seconds: float, max_bytes: int):
@@ -81,13 +81,13 @@ def _certificates() -> ssl.SSLContext:
 
 
 def open_transport() -> httpx.AsyncBaseTransport:
-    """What carries requests, any number at once."""
+    """A transport for any number of requests at once."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncHTTPTransport(verify=_certificates(), limits=limits, trust_env=False)
 
 
 def open_client(timeout_seconds: float, max_bytes: int = MAX_BYTES) -> httpx.AsyncClient:
-    """A client of any number of requests at once, each answered whole in time and by so many bytes at most."""
+    """A client for any number of requests at once, with limits on the time and the bytes of each whole answer."""
     return httpx.AsyncClient(
         transport=_Bounded(open_transport(), timeout_seconds, max_bytes),
         timeout=httpx.Timeout(None, connect=10.0),
@@ -97,22 +97,22 @@ def open_client(timeout_seconds: float, max_bytes: int = MAX_BYTES) -> httpx.Asy
 
 
 def read_json(answer: httpx.Response) -> Any:
-    """What a good answer holds.
+    """The JSON content of a successful answer.
 
     Raises:
-      httpx.HTTPError: it is no good answer, or no JSON.
+      httpx.HTTPError: the answer is not successful, or not JSON.
     """
     try:
         return answer.raise_for_status().json()
-    except (ValueError, RecursionError):  # of whatever depth and with whatever bytes
+    except (ValueError, RecursionError):  # whatever its depth and bytes
         raise WrongAnswer(f"its answer is not JSON but {_brief(answer.text)}") from None
 
 
 def field(answer: Any, path: str, kind: type[T]) -> T:
-    """The value at a dotted path of an answer; the whole of it at an empty one.
+    """The value at a dotted path of an answer; the whole answer if the path is empty.
 
     Raises:
-      WrongAnswer: it is missing or of another kind. `True` is no whole number, and text is printable.
+      WrongAnswer: it is missing or of another type. `True` is not a whole number, and text must be printable.
     """
     value = answer
     for name in filter(None, path.split(".")):
@@ -124,7 +124,7 @@ def field(answer: Any, path: str, kind: type[T]) -> T:
 
 
 def printable(text: str) -> str:
-    """A text of a server on one line, with escapes for all that a terminal might obey, and cut."""
+    """A server's text on one line, cut to length, with everything escaped that a terminal might obey."""
     line = " ".join(text[: 2 * MAX_QUOTED].split())
     shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
     return shown[:MAX_QUOTED]
@@ -136,7 +136,7 @@ def backoff_seconds(attempt: int) -> float:
 
 
 def describe(error: Exception) -> str:
-    """A phrase for what went wrong between us and a server; httpx leaves many of its errors without words."""
+    """A phrase for what went wrong between us and a server; many of httpx's errors have no message."""
     match error:
         case WrongAnswer():
             return str(error)
@@ -151,10 +151,10 @@ def describe(error: Exception) -> str:
 
 
 async def wait_until_healthy(url: str, seconds: float, name: str, headers: Mapping[str, str] | None = None) -> None:
-    """Returns once `url` answers 200, and says on stderr that it waits where that takes longer than a moment.
+    """Returns once `url` answers 200; says on stderr that it is waiting if that takes longer than a moment.
 
     Raises:
-      ServerError: it did not within `seconds`, or it wants another key.
+      ServerError: the server did not answer so within `seconds`, or it wants another key.
     """
     start, announced, status = time.monotonic(), False, 0
     async with open_client(10.0) as client:

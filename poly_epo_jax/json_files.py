@@ -1,6 +1,6 @@
-"""JSON on disk: files of rows, one object per line, and files that are replaced whole. Needs nothing but Python.
+"""JSON on disk: files of rows, one object per line, and files that are replaced whole. Needs only Python.
 
-A row counts once its line is complete, so a line that a crash cut short is no row.
+A row counts once its line is complete, so a line that a crash cut short is not a row.
 """
 
 import json
@@ -13,20 +13,20 @@ from typing import Any
 
 Row = dict[str, Any]
 Columns = Mapping[str, type | UnionType]
-"""The columns that every row of a file has, and the type of each."""
+"""The columns of every row of a file, and the type of each."""
 
 
 def read_rows(path: Path, columns: Columns) -> Iterator[Row]:
     """The complete rows of a file, one at a time; none if the file does not exist.
 
     Raises:
-      ValueError: a complete line is no JSON object, or lacks one of the columns.
+      ValueError: a complete line is not a JSON object, or lacks one of the columns.
     """
     return (row for _, row in _lines_and_rows(path, columns))
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Adds rows to the end of a file, made if missing: `step` comes first, the other keys in alphabetical order.
+    """Adds rows to the end of a file, created if missing: `step` comes first, the other keys in alphabetical order.
 
     Floats are written in full; null stands for a number that is not finite, as JSON has no NaN.
     """
@@ -35,31 +35,31 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def keep_rows(path: Path, columns: Columns, keep: Callable[[Row], bool]) -> None:
-    """Leaves only the complete rows that `keep` holds for, byte for byte; an empty file if there is none yet.
+    """Keeps only the complete rows for which `keep` is true, byte for byte; makes an empty file if there is none yet.
 
     Raises:
-      ValueError: as for `read_rows`; the file is then as it was.
+      ValueError: as for `read_rows`; the file is then unchanged.
     """
     replace_file(path, (line for line, row in _lines_and_rows(path, columns) if keep(row)))
 
 
 def sort_rows(path: Path, columns: Columns, key: Callable[[Row], Any]) -> None:
-    """Orders the complete rows of a file by `key`.
+    """Sorts the complete rows of a file by `key`.
 
     Raises:
-      ValueError: as for `read_rows`; the file is then as it was.
+      ValueError: as for `read_rows`; the file is then unchanged.
     """
     keyed = [(key(row), line) for line, row in _lines_and_rows(path, columns)]
     replace_file(path, (line for _, line in sorted(keyed)))
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replaces a file by indented JSON."""
+    """Replaces a file with indented JSON."""
     replace_file(path, [json.dumps(content, indent=2).encode(), b"\n"])
 
 
 def replace_file(path: Path, parts: Iterable[bytes]) -> None:
-    """Replaces a file at once: whatever ends the process, it holds the old content or the new."""
+    """Replaces a file atomically: however the process ends, the file holds the old content or the new."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
         file.writelines(parts)

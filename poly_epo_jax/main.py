@@ -3,7 +3,7 @@
 from poly_epo_jax.parallel.host_memory import keep_freed_memory
 
 if __name__ == "__main__":
-    keep_freed_memory()  # before what is imported below starts threads
+    keep_freed_memory()  # before the imports below start threads
 
 import asyncio
 import contextlib
@@ -54,7 +54,7 @@ from poly_epo_jax.versions import versions, versions_used
 
 
 def run(config: Config, stop: Stop | None = None) -> None:
-    """Builds what the configuration describes, and trains it to the end, or until `stop` is asked to.
+    """Builds what the configuration describes, and trains it to the end or until `stop` is asked to stop it.
 
     Raises:
       ValueError, OSError: the configuration cannot run; the message says why and what to do.
@@ -65,13 +65,13 @@ def run(config: Config, stop: Stop | None = None) -> None:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
         check_same_run(Path(config.workdir), config)
         mesh, task, judge = hosts.on_all(lambda: prepare(config))
-        # One of the hosts holds it for all of them.
+        # One host holds the run folder for all of them.
         hosts.on_first(lambda: held.enter_context(run_folder.in_use(Path(config.workdir))))
         _run(config, mesh, task, judge, stop)
 
 
 def _run(config: Config, mesh: Mesh, task: Task, judge: Judge, stop: Stop) -> None:
-    """What `run` does in a run folder of its own."""
+    """What `run` does once it holds the run folder."""
     workdir = Path(config.workdir)
     here = host_mesh(mesh)
     trust_attention(config.model.attention, model_shape(config), mesh, Path(config.compilation_cache) / CHECKED)
@@ -133,9 +133,9 @@ def _describe(config: Config, policy: Policy) -> None:
 
 
 def _initial_policy(config: Config, task: Task, mesh: Mesh) -> Policy:
-    """That of model.path or, where that is empty, the base policy, which one host makes.
+    """The policy in model.path or, if that is empty, the base policy, which one host makes.
 
-    What model.remat=auto stands for is one host's choice, too, so that all run the same program.
+    One host also decides what model.remat=auto stands for, so that all run the same program.
     """
     section = dataclasses.replace(config.model, remat=hosts.on_first(lambda: model_shape(config).remat))
     if config.model.path:
@@ -167,7 +167,7 @@ def _restored_or_new(
     checkpoints: Checkpoints,
     batches: DatasetIterator,
 ) -> Trained:
-    """Where the newest whole checkpoint stands, to which the data is moved; without one, where training begins."""
+    """The newest intact checkpoint, with `batches` moved to its position; without one, the start of training."""
     base = policy.load_base(mesh) if config.lora.rank else None  # which checkpoints do not hold
     newest = checkpoints.newest(lambda step: checkpoints.restore(step, update.abstract_state, update.shardings, base))
     if newest is None:
@@ -188,7 +188,7 @@ def _experience(
     stop: Stop,
 ) -> Experience:
     def sampling(step: int) -> Sampling:
-        """Another seed for every step, the same for every repetition of it."""
+        """A different seed for every step, the same whenever that step is repeated."""
         return _sampling(config, int(np.random.SeedSequence([config.seed, step]).generate_state(1)[0]))
 
     return Experience(
@@ -232,7 +232,7 @@ def _schedule(config: Config) -> Schedule:
 
 
 def _tracker(config: Config, resume_step: int) -> contextlib.AbstractContextManager[Tracker | NoTracker]:
-    """One host logs."""
+    """Only one host logs."""
     if not hosts.is_first():
         return contextlib.nullcontext(NoTracker())
     json_config = json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
@@ -242,7 +242,7 @@ def _tracker(config: Config, resume_step: int) -> contextlib.AbstractContextMana
 def _problems_that_fit(
     task: Task, policy: Policy, config: Config, workdir: Path
 ) -> tuple[Sequence[Problem], Sequence[Problem]]:
-    """The training and the held-out problems, but those with too long a prompt; data.json counts what was dropped."""
+    """The training and held-out problems whose prompts are not too long; data.json counts what was dropped."""
     counts, problems = {}, []
     for name, part in (("train", task.train_problems), ("held_out", task.held_out_problems)):
         kept, too_long = drop_long_prompts(part, policy.tokenizer, config.train.max_prompt_tokens)

@@ -1,4 +1,4 @@
-"""From a batch's generations and their advantages to minibatches, each a mean over its own prompts."""
+"""Turns a batch's generations and their advantages into minibatches, each a mean over its own prompts."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from poly_epo_jax.batching import PackedBatch, SilentBatch, TrainingSequence
 from poly_epo_jax.types import GradedGroup
 
 GRADIENT_COST = 3
-"""Of a token's gradient, in forward passes."""
+"""The cost of a token's gradient, in forward passes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +19,11 @@ class MinibatchPacker:
     """Makes minibatches of packed microbatches.
 
     Args:
-      num_minibatches: of a batch; each is one optimizer update.
+      num_minibatches: minibatches per batch; each is one optimizer update.
       pack: see batching.py.
       length_normalization, max_tokens: see `set_rl.token_weights`.
-      longest_sequence: prompt and response together have no more tokens; 0: than a row.
-      skip_silent: sequences of advantage 0 add nothing to the gradient: they may be in a `SilentBatch`.
+      longest_sequence: the most tokens that prompt and response have together; 0: as many as a row.
+      skip_silent: whether sequences with advantage 0 add nothing to the gradient, so they may be in a `SilentBatch`.
     """
 
     num_minibatches: int
@@ -34,9 +34,9 @@ class MinibatchPacker:
     skip_silent: bool = False
 
     def __call__(self, graded: Sequence[GradedGroup], advantages: Float[np.ndarray, "P N"]) -> list[list[PackedBatch]]:
-        """The minibatches of P groups, in order and as even as can be: where prompts were left out, all are smaller.
+        """Splits P groups into minibatches, in order and as evenly as possible: if prompts were left out, all shrink.
 
-        Of fewer groups than minibatches each has its own, and the last minibatches are empty.
+        With fewer groups than minibatches, each group has its own minibatch, and the last minibatches are empty.
         """
         places = np.array_split(np.arange(len(graded)), self.num_minibatches)
         return [self._minibatch([graded[i] for i in own.tolist()], advantages[own]) for own in places]
@@ -63,11 +63,11 @@ class MinibatchPacker:
             return whole
         trained = self.pack([s for s in sequences if s.advantage])
         silent = [SilentBatch(*batch) for batch in self.pack([s for s in sequences if not s.advantage])]
-        # Of few sequences there may be more padding than they save.
+        # With few sequences, the second packing may add more padding than the skipped gradients save.
         saves = GRADIENT_COST * (_num_tokens(whole) - _num_tokens(trained)) > _num_tokens(silent)
         return [*trained, *silent] if saves else whole
 
 
 def _num_tokens(batches: Sequence[PackedBatch]) -> int:
-    """With padding."""
+    """Including padding."""
     return sum(batch.tokens.size for batch in batches)

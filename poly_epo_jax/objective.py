@@ -1,6 +1,6 @@
 """What an update minimises, as pure functions of one microbatch: J's loss, the KL and entropy terms, and their metrics.
 
-Metrics are sums over response tokens, so that those of microbatches add up; `summarize` makes means of them.
+Metrics are sums over response tokens, so that they add up over microbatches; `summarize` turns them into means.
 """
 
 import dataclasses
@@ -20,24 +20,24 @@ DeviceMetrics = dict[str, jax.Array]
 
 
 class DivergenceError(RuntimeError):
-    """An update came of, or made, numbers that are not finite: weights that are worth nothing."""
+    """An update started from or produced numbers that are not finite, so its weights are worthless."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The update's objective: `loss`, one of set_rl.LOSSES with its keywords bound, and what is added to it.
+    """The update's objective: `loss`, one of set_rl.LOSSES with its keywords bound, and the terms added to it.
 
-    Probability ratios are to the policy before the step's first update, as the trainer computes it: `old`. What the
-    sampler generated with differs from it by its arithmetic, or is older. Two corrections are offered for that: a
-    token's weight is multiplied by min(p_old / p_sampler, cap), and a response that is too unlikely to be one of the
-    policy's own is masked, in all terms of the objective.
+    Probability ratios are relative to the policy before the step's first update, as the trainer computes it: `old`. The
+    policy that the sampler generated with differs from it in arithmetic, or is older. Two optional corrections account
+    for this: a token's weight is multiplied by min(p_old / p_sampler, cap), and a response that is too unlikely to be
+    one of the policy's own is masked in all terms of the objective.
 
     Args:
       temperature: of the sampling distribution whose log-probabilities are trained.
       kl_coef, entropy_coef: weights of KL(policy || reference) and of the entropy bonus.
-      importance_cap: that cap (truncated importance sampling); 0: no such weights.
-      max_mismatch: responses are masked where the geometric mean of p_old / p_sampler over their tokens is above this,
-        or below 1 / this; 0: none.
+      importance_cap: the cap (truncated importance sampling); 0: no such weights.
+      max_mismatch: responses are masked if the geometric mean of p_old / p_sampler over their tokens is above this, or
+        below 1 / this; 0: none are.
     """
 
     loss: Loss
@@ -50,7 +50,7 @@ class Objective:
     def __call__(
         self, logprobs: Float[Array, "R T"], entropy: Float[Array, "R T"], batch: PackedBatch
     ) -> tuple[Float[Array, ""], DeviceMetrics]:
-        """The microbatch's loss and sums of metrics, from the present policy's log-probabilities and entropies."""
+        """The microbatch's loss and sums of metrics, from the current policy's log-probabilities and entropies."""
         old_logprobs = jnp.where(batch.on_policy, jax.lax.stop_gradient(logprobs), batch.old_logprobs)
         generated = Tokens(
             logprobs, old_logprobs, *map(jnp.asarray, (batch.advantages, batch.weights, batch.segment_ids))
@@ -75,7 +75,7 @@ class Objective:
         return total, metrics
 
     def _corrected(self, tokens: Tokens, difference: Float[Array, "R T"]) -> tuple[Tokens, DeviceMetrics]:
-        """The tokens with corrected weights, and what was truncated and masked.
+        """The tokens with corrected weights, and counts of what was truncated and masked.
 
         Args:
           difference: log(p_old / p_sampler) of response tokens.
@@ -93,7 +93,7 @@ class Objective:
 
 
 def _num_segments(of_token: Bool[Array, " T"], ids: Int[Array, " T"]) -> Int[Array, ""]:
-    """How many of a row's sequences have such a token."""
+    """How many of a row's sequences have a token for which `of_token` is true."""
     return jnp.sum(jnp.zeros(len(ids) + 1, bool).at[ids].max(of_token))
 
 
@@ -111,11 +111,11 @@ def _mismatch(difference: Float[Array, "R T"], measured: Bool[Array, "R T"]) -> 
 
 
 def summarize(sums: Sequence[dict[str, Any]], applied: Sequence[dict[str, Any]]) -> Metrics:
-    """A step's metrics: means over trained tokens of what microbatches counted, means over updates of the norms.
+    """A step's metrics: the microbatches' sums as means over trained tokens, and the norms as means over updates.
 
     Args:
-      sums: of each microbatch, from `Objective`.
-      applied: of each optimizer update.
+      sums: the metrics of each microbatch, from `Objective`.
+      applied: the metrics of each optimizer update.
     """
     if not applied:
         return {}
@@ -141,10 +141,10 @@ def summarize(sums: Sequence[dict[str, Any]], applied: Sequence[dict[str, Any]])
 
 
 def check_finite(metrics: Metrics, where: str) -> None:
-    """Called before anything of an update is logged or saved. Its metrics hold the norm of the new weights.
+    """Called before anything of an update is logged or saved. The metrics include the norm of the new weights.
 
     Raises:
-      DivergenceError: naming the metrics that are not finite, and `where` that was.
+      DivergenceError: naming the metrics that are not finite, and `where` that happened.
     """
     wrong = [f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value)]
     if wrong:

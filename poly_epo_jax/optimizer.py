@@ -1,4 +1,4 @@
-"""AdamW with clipped gradients and a learning-rate schedule, as the `optimizer` section of a configuration says."""
+"""AdamW with clipped gradients and a learning-rate schedule, as set by the `optimizer` section of a configuration."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def make_schedule(config: OptimizerSection, total_updates: int) -> optax.Schedul
     decay = SCHEDULES[config.schedule](peak, peak * config.final_fraction, max(total_updates - warmup, 1))
     if not warmup:
         return decay
-    # Counted from one, so that the first update already moves.
+    # Counted from one, so that the first update already changes the weights.
     return optax.join_schedules([lambda update: peak * (update + 1) / (warmup + 1), decay], [warmup])
 
 
@@ -45,7 +45,7 @@ def make_optimizer(config: OptimizerSection, schedule: optax.Schedule) -> optax.
 
 
 def skip_update(opt_state: optax.OptState) -> optax.OptState:
-    """The state after an update that has nothing to train on: its learning rate is spent, moments stay as they are."""
+    """The state after an update with nothing to train on: the schedule advances, the moments stay as they are."""
 
     def is_schedule(state: optax.OptState) -> bool:
         return isinstance(state, optax.ScaleByScheduleState)

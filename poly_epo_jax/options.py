@@ -1,4 +1,4 @@
-"""The `options` of a part: the keyword arguments of what its registry holds, checked before anything is built."""
+"""The `options` of a part: the keyword arguments of its registry entry, checked before anything is built."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -8,12 +8,12 @@ from poly_epo_jax.checks import PLAIN, Check, ConfigError, Range, check_of_type,
 
 
 def options_of(make: Callable[..., Any], num_given: int) -> dict[str, inspect.Parameter]:
-    """What may be said in options: the parameters of `make` after the first `num_given`, which a run fills itself."""
+    """The options that may be set: the parameters of `make` after the first `num_given`, which the run fills itself."""
     return dict(list(inspect.signature(make).parameters.items())[num_given:])
 
 
 def checks_of(parameter: inspect.Parameter) -> list[Check | Range]:
-    """What an option must meet: its type, and the checks that stand beside that in `Annotated[int, Range(1, 10)]`."""
+    """The checks of an option: its type, and any checks given with the type, as in `Annotated[int, Range(1, 10)]`."""
     declared, checks = parameter.annotation, ()
     if get_origin(declared) is Annotated:
         declared, *checks = get_args(declared)
@@ -21,16 +21,16 @@ def checks_of(parameter: inspect.Parameter) -> list[Check | Range]:
 
 
 def check_options(key: str, name: str, options: Mapping[str, Any], make: Callable[..., Any], num_given: int) -> None:
-    """Refuses options that the part does not take, or lacks.
+    """Refuses options that the part does not take, and missing options that it needs.
 
     Args:
-      key: where they stand, such as `judge.options`.
-      name: of the part.
+      key: where the options are set, such as `judge.options`.
+      name: the part's name.
       make: its constructor or function.
       num_given: how many of its first parameters are not options.
 
     Raises:
-      ConfigError: naming the option, and those that there are.
+      ConfigError: naming the option and, if it is unknown, the known ones.
     """
     known = options_of(make, num_given)
     named = {option: parameter for option, parameter in known.items() if parameter.kind is not parameter.VAR_KEYWORD}

@@ -1,4 +1,4 @@
-"""A policy is model, weights, tokenizer and stop tokens: those of a Hugging Face folder, or of a run's checkpoint."""
+"""A policy: model, weights, tokenizer and stop tokens, from a Hugging Face folder or a run's checkpoint."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ NO_ADAPTER = LoraSection()
 
 @dataclasses.dataclass
 class Policy:
-    """A model's structure, without weights, and what turns text into its tokens."""
+    """A model's structure without its weights, its tokenizer and its stop tokens."""
 
     path: Path
     config: ModelConfig
@@ -41,11 +41,11 @@ class Policy:
     stop_ids: tuple[int, ...]
 
     def load_params(self, mesh: Mesh, seed: int = 0, base: Params | None = None) -> Params:
-        """The weights in the folder, laid out on the mesh; beside them a new adapter, if the policy has one.
+        """The weights in the folder, laid out on the mesh, together with a new adapter if the policy has one.
 
         Args:
-          seed: of the adapter.
-          base: the former, if they are loaded already.
+          seed: the adapter's seed.
+          base: the weights in the folder, if they are loaded already.
         """
         adapter = first_adapter(self.config, seed, param_shardings(self.model, mesh))
         return merge_params(adapter, self.load_base(mesh) if base is None else base)
@@ -56,11 +56,11 @@ class Policy:
         return hf.load_params(self.path, without_adapter(self.config), shardings)
 
     def load_reference(self, mesh: Mesh, seed: int) -> Params:
-        """What training changes, as it was before: all weights, or an adapter that adds nothing yet."""
+        """The weights that training changes, as they were before: all weights, or an adapter that adds nothing yet."""
         return first_adapter(self.config, seed, param_shardings(self.model, mesh)) or self.load_base(mesh)
 
     def save_description(self, folder: Path) -> None:
-        """Copies what the folder holds besides weights, so that a run can be exported wherever its base policy went."""
+        """Copies what the folder holds besides weights, so that a run can be exported even if its base policy moves."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / DIGESTS).unlink(missing_ok=True)
         for name in ("config.json", "generation_config.json"):
@@ -71,13 +71,13 @@ class Policy:
 
 
 def find_model(path: str, download: bool = True) -> Path:
-    """The local folder of a model that is named by its folder or, as `organisation/name`, by its place on the hub.
+    """The local folder of a model that is given by its folder or, as `organisation/name`, by its name on the hub.
 
     Args:
-      download: whether to have it from there where it is not here yet.
+      download: whether to download the model from the hub if it is not here yet.
 
     Raises:
-      OSError: it is neither here nor to be had from there.
+      OSError: the model is not here and cannot be downloaded.
     """
     if Path(path).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         return Path(path)
@@ -92,11 +92,11 @@ def find_model(path: str, download: bool = True) -> Path:
 
 
 def open_policy(path: Path, section: ModelSection, longest_sequence: int = 0, lora: LoraSection = NO_ADAPTER) -> Policy:
-    """The policy in a Hugging Face folder, computed with as the `model` section of the configuration says.
+    """The policy in a Hugging Face folder, to be computed as the `model` section of the configuration says.
 
     Args:
       lora: the `lora` section, for a policy with an adapter.
-      longest_sequence: the tokens of what it is trained on, see ModelConfig.
+      longest_sequence: the most tokens of a sequence that it is trained on, see ModelConfig.
 
     Raises:
       ValueError, FileNotFoundError: the folder is missing, damaged, or holds what this code cannot run.
@@ -106,7 +106,7 @@ def open_policy(path: Path, section: ModelSection, longest_sequence: int = 0, lo
     config = hf.read_config(path, longest_sequence=longest_sequence, **compute, **lora_fields(lora))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # tokenizers and transformers have many kinds, and few that say which file it is
+    except Exception as error:  # tokenizers and transformers raise many types, and few of them name the file
         raise ValueError(
             f"{path} has no tokenizer that can be read ({first_line(error)}); make or download the folder again."
         ) from error
@@ -116,20 +116,20 @@ def open_policy(path: Path, section: ModelSection, longest_sequence: int = 0, lo
 def open_trained_policy(
     run: Path, section: ModelSection, mesh: Mesh, step: int | None = None, base: Path | None = None
 ) -> tuple[Policy, Params, int]:
-    """The policy of a run folder, its weights at `step` (None: the newest checkpoint) laid out on the mesh, that step.
+    """The policy of a run folder, its weights at `step` (None: the newest) laid out on the mesh, and that step.
 
     Args:
       section: the `model` section of a configuration: how to compute.
-      base: the base policy's folder, where the run trained an adapter and that folder is not where it was then.
+      base: the base policy's folder, if the run trained an adapter and that folder has moved since.
 
     Raises:
       FileNotFoundError: the run has no such checkpoint.
-      CheckpointError: it is damaged; or, where it is the newest, all are.
+      CheckpointError: the checkpoint is damaged; or, if the newest is asked for, all are.
     """
     if not (run / CHECKPOINTS).is_dir():
         raise FileNotFoundError(f"{run} has no checkpoints; give the run folder of a training run.")
     saved, checkpoints = read_config(run), Checkpoints(run / CHECKPOINTS, read_only=True)
-    # Checkpoints are told by their bits, so they are read in the type that they have.
+    # Checkpoints are verified bit for bit, so they are read in the type that they were saved in.
     section = dataclasses.replace(section, param_dtype=saved["model"]["param_dtype"])
     lora = NO_ADAPTER
     if "lora" in saved:  # as in runs of this version
@@ -153,10 +153,10 @@ def open_trained_policy(
 
 
 def base_folder(run: Path, moved: Path | None = None) -> Path:
-    """The folder of the policy beside which a run trained an adapter: where the run had it, or where it was `moved`.
+    """The folder of the policy that a run trained an adapter for: where the run had it, or where it was `moved`.
 
     Raises:
-      FileNotFoundError: it is not there.
+      FileNotFoundError: the folder is not there.
     """
     folder = moved or Path(read_about(run)["base"])
     if not folder.is_dir():
@@ -168,7 +168,7 @@ def base_folder(run: Path, moved: Path | None = None) -> Path:
 
 
 def base_name(run: Path, moved: Path | None = None) -> str:
-    """What others load that policy by: its name on the hub, if the run has it from there, or its folder."""
+    """What others load that policy by: its name on the hub if the run has it from there, otherwise its folder."""
     named = str(read_config(run)["model"]["path"])
     return str(moved or (named if named and not Path(named).is_dir() else base_folder(run)))
 
@@ -177,7 +177,7 @@ def _stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase, strings: Sequence[
     """The end-of-sequence tokens of generation_config.json and of the tokenizer, which differ for base models.
 
     Raises:
-      ValueError: one of the strings is in no token.
+      ValueError: no token contains one of the strings.
     """
     file = path / "generation_config.json"
     eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None

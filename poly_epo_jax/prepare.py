@@ -1,4 +1,4 @@
-"""What a run is built on, and whether it can run here: all that is refused before anything is computed."""
+"""What a run is built on, and whether it can run here: everything that is checked before anything is computed."""
 
 import dataclasses
 import os
@@ -28,14 +28,14 @@ from poly_epo_jax.rows import row_tokens
 from poly_epo_jax.types import Judge, Task
 
 TOLERANCE = 1.1
-"""What a plan needs beyond the memory before it is refused: plans are within 10% of compiled programs."""
+"""A plan is refused if it needs more than this times the memory: plans are within 10% of compiled programs."""
 
 
 def prepare(config: Config) -> tuple[Mesh, Task, Judge]:
-    """The mesh, the task and the judge of a run that is fit to begin.
+    """The mesh, the task and the judge of a run, once it is certain that the run can begin.
 
     Raises:
-      ValueError, OSError: it is not: folders, data, lengths, mesh or memory do not fit what is asked for.
+      ValueError, OSError: it cannot: folders, data, lengths, mesh or memory do not fit what is asked for.
     """
     for key, folder in _written(config).items():
         check_writable(key, Path(folder))
@@ -58,9 +58,9 @@ def prepare(config: Config) -> tuple[Mesh, Task, Judge]:
 
 
 def model_shape(config: Config) -> ModelConfig:
-    """The model's shape: from its folder, from its preset where it is not here, or from `config.base`.
+    """The model's shape: from its folder, from its preset if the folder is not here, or from `config.base`.
 
-    With model.remat=auto its `remat` is what the memory plan chooses.
+    With model.remat=auto, the memory plan chooses its `remat`.
 
     Raises:
       ValueError, OSError: there is no such model; or the mesh does not fit the devices or, with auto, the model.
@@ -80,7 +80,7 @@ def _stated_shape(config: Config) -> ModelConfig:
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """Refuses a folder, which need not exist, that cannot be written to; nothing is left there.
+    """Refuses a folder that cannot be written to. The folder need not exist, and nothing is left there.
 
     Raises:
       ConfigError: naming the key, the folder and the reason.
@@ -95,7 +95,7 @@ def check_writable(key: str, folder: Path) -> None:
 
 
 def check_memory(config: Config, shape: ModelConfig) -> None:
-    """Refuses what the memory plan cannot hold.
+    """Refuses a configuration whose memory plan does not fit.
 
     Raises:
       ConfigError: naming what takes the memory, and what to lower.

@@ -1,4 +1,4 @@
-"""What is shown while long work runs: on a terminal a live screen or a bar, elsewhere a line every ten seconds."""
+"""Shows the progress of long work: on a terminal a live screen or a bar, elsewhere a line every ten seconds."""
 
 import contextlib
 import datetime
@@ -30,14 +30,14 @@ _HELD_OUT = {
     names.HELD_OUT_CORRECT_CLUSTERS: "correct clusters",
 }
 _SECONDS_BETWEEN_LINES = 10.0
-_SPEED = 3600.0  # seconds it is estimated from; Rich's default forgets steps of more than 30 s
+_SPEED = 3600.0  # seconds that it is estimated from; Rich's default forgets steps of more than 30 s
 
 
 @contextlib.contextmanager
 def counted(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows how much of some long work is done, and how long the rest will take.
 
-    Yields `show(done)`, to be called as the work goes on. Where the output is no terminal, it prints a line at the
+    Yields `show(done)`, to be called as the work proceeds. If the output is not a terminal, it prints a line at the
     first call, then every ten seconds, and when all is done.
     """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -115,7 +115,7 @@ class TrainingProgress:
 
 
 class _Lines:
-    """When to print a line: at first, whenever one is wanted, and ten seconds after the last."""
+    """Decides when to print a line: at first, whenever one is wanted, and ten seconds after the last."""
 
     def __init__(self) -> None:
         self._next_at = -math.inf
@@ -128,7 +128,7 @@ class _Lines:
 
 
 def _time_left(progress: Progress) -> list[str]:
-    """How long the only task will still take, in words; nothing while that is unknown."""
+    """The remaining time of the only task, in words; nothing while it is unknown."""
     left = progress.tasks[0].time_remaining
     return [f"{datetime.timedelta(seconds=int(left))} left"] if left else []
 

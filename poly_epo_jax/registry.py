@@ -6,7 +6,7 @@ Part = TypeVar("Part")
 
 
 class Registry(dict[str, Part]):
-    """A dict in which a name that is taken cannot be given to another part: runs that name it would silently change."""
+    """A dict in which a taken name cannot be given to another part, as runs that name it would silently change."""
 
     def __setitem__(self, name: str, part: Part) -> None:
         """Registers a part.

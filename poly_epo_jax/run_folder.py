@@ -1,30 +1,30 @@
 """A run folder: the names of its files, what their rows hold, how they are read and written. Needs no JAX.
 
     config.json          the run's whole configuration
-    about.json           {"method": "Poly-EPO", "remat": "full", "versions": [{"python": "3.12.3", "jax": ...}]}: what
-                         the method is called in figures and tables; what the backward pass recomputes, as model.remat
-                         says or, with auto, the memory plan; what the run has been trained with, see versions.py; and
-                         "base", the base policy's folder, where checkpoints hold an adapter alone
+    about.json           {"method": "Poly-EPO", "remat": "full", "versions": [{"python": "3.12.3", "jax": ...}]}: the
+                         method's name in figures and tables; what the backward pass recomputes, as set by model.remat
+                         or, with auto, by the memory plan; the versions that the run has been trained with, see
+                         versions.py; and "base", the base policy's folder, if checkpoints hold only an adapter
     data.json            how many problems there are, and how many were left out and why
     metrics.jsonl        one row per step, {"step": 12, "reward": 0.61, ...}: numbers that follow from configuration
-                         and seed alone, so an interrupted and resumed run leaves the bytes of one that never was
-    timing.jsonl         one row per step, {"step": 12, "seconds/generate": 3.2, "tokens_per_second": 5100.0, ...}: what
-                         depends on the machine. seconds/STAGE: how long the stage of this step's batch was under way;
-                         critical/STAGE: how long it was the only one, in this step; sync/share: of the step;
-                         memory/peak_bytes: the most that a device held so far or, of CPUs, the process
+                         and seed alone, so a resumed run leaves the same bytes as one that was never interrupted
+    timing.jsonl         one row per step, {"step": 12, "seconds/generate": 3.2, "tokens_per_second": 5100.0, ...}:
+                         numbers that depend on the machine. seconds/STAGE: how long the stage of this step's batch was
+                         under way; critical/STAGE: how long it was the only one in this step; sync/share: the share of
+                         the step; memory/peak_bytes: the most that a device or, for CPUs, the process has held so far
     timeline.jsonl       one row per step, {"step": 3, "seconds": 4.1, "spans": [["generate", 0.0, 1.2, 3], ...],
-                         "start": 12.5}: what was under way since the row before, `start` seconds after training began
-                         (or went on), for `seconds`. A span is a stage, its start and end in that time, and the step
-                         whose batch it is for: the next one's, where that is generated ahead, or the last one's, which
-                         is checkpointed
+                         "start": 12.5}: what was under way since the previous row, from `start` seconds after training
+                         began (or resumed), for `seconds`. A span is a stage, its start and end in that time, and the
+                         step whose batch it is for: the next one if its batch is generated ahead, or the last one,
+                         which is being checkpointed
     generations.jsonl    one row per logged generation, with the columns of `LOGGED_GENERATION`
     tensorboard/         metrics and timing as TensorBoard events
     checkpoints/         see checkpoint.py
-    checkpoints.damaged/ those that were found damaged, and not gone on from
+    checkpoints.damaged/ checkpoints that were found damaged and skipped
     lock                 held by the process that trains; others may read meanwhile
     policy/              the base policy's Hugging Face folder, without weights
     report/              see report/
-    log.txt              what the run has printed, where a study has started it
+    log.txt              what the run has printed, if a study has started it
 
 In JSON, null stands for a number that is not finite (TensorBoard keeps it).
 """
@@ -59,9 +59,9 @@ LOGGED_GENERATION: Columns = {
     **GENERATION,
     "step": int,
     "occurrence": int,  # which of the step's prompts with this problem, from 0: an epoch's end may bring it twice
-    "advantage": int | float | None,  # null where the prompt took no part in the update
+    "advantage": int | float | None,  # null if the prompt took no part in the update
 }
-"""Those of a run's generations.jsonl. Step, problem, occurrence and generation together name one row."""
+"""The columns of a run's generations.jsonl. Step, problem, occurrence and generation together name one row."""
 
 _OLD_GENERATIONS = "samples.jsonl"
 
@@ -76,7 +76,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def drop_rows_after(folder: Path, step: int) -> None:
-    """Takes back what a killed run wrote after the checkpoint of `step`; -1 takes back everything.
+    """Removes the rows that a killed run wrote after the checkpoint of `step`; -1 removes all rows.
 
     Raises:
       ValueError: a row is damaged.
@@ -89,7 +89,7 @@ def resumable_config(folder: Path) -> dict[str, Any] | None:
     """The configuration of the run that a checkpoint in the folder belongs to; None if there is none to resume.
 
     Raises:
-      ValueError: the folder is an earlier version's.
+      ValueError: the folder was written by an earlier version.
     """
     check_version(folder)
     begun = (folder / CONFIG).exists()
@@ -100,17 +100,17 @@ def resumable_config(folder: Path) -> dict[str, Any] | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The run's configuration, as it is in config.json."""
+    """The run's configuration, from config.json."""
     return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """What is in about.json."""
+    """The content of about.json."""
     return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
 
 
 def read_method(folder: Path) -> str:
-    """What the run's method is called.
+    """The name of the run's method.
 
     Raises:
       ValueError: the folder does not say it.
@@ -174,7 +174,7 @@ def in_use(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Around whatever writes to the folder: says in one sentence why it cannot.
+    """Surrounds whatever writes to the folder; if that fails, says in one sentence why.
 
     Raises:
       OSError: of the same kind as the one caught.

@@ -1,4 +1,4 @@
-"""A run is resumed as it was begun: which settings may change on the way, and which would make it another run."""
+"""Which settings may change when a run is resumed, and which would make it another run."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from poly_epo_jax.config import Config, changed_keys
 from poly_epo_jax.model import hf
 from poly_epo_jax.optimizer import decays
 
-RESUME_MAY_CHANGE = (  # but for what `_bound` says
+RESUME_MAY_CHANGE = (  # except for the keys of `_bound`
     "workdir",
     "compilation_cache",
     "train.num_steps",

@@ -1,4 +1,4 @@
-"""What a section of the configuration is: keys, each declared once, with a type, a default, a meaning and a check."""
+"""The sections of a configuration: keys, each declared once with a type, a default, a meaning and a check."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ class Section(Mapping[str, Any]):
     """Base of the sections, which are frozen dataclasses. A section is also a mapping of its keys: `f(**section)`.
 
     Raises:
-      ConfigError: a value has another type than its key, or is not one that the key may have.
+      ConfigError: a value does not have its key's type, or is not one that the key may have.
     """
 
     NAME: ClassVar[str] = ""
@@ -49,11 +49,11 @@ class Section(Mapping[str, Any]):
 
     @classmethod
     def dotted(cls, name: str) -> str:
-        """`train.num_steps` of `num_steps`."""
+        """The dotted name of a key, such as `train.num_steps` for `num_steps`."""
         return f"{cls.NAME}.{name}" if cls.NAME else name
 
     def flat(self) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-        """Each key by its dotted name, how it is declared, and its value, in the order of the declarations."""
+        """Each key's dotted name, declaration and value, in the order of the declarations."""
         for field in dataclasses.fields(self):
             value = self[field.name]
             if isinstance(value, Section):
@@ -67,7 +67,7 @@ class Section(Mapping[str, Any]):
 
 
 def read_section(kind: type[S], values: Mapping[str, Any]) -> S:
-    """A section of a kind, with these values, and defaults for the keys that are not among them.
+    """A section of the given kind with these values, and with defaults for all other keys.
 
     Raises:
       ConfigError: there is no such key, or its value is wrong.

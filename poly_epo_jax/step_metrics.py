@@ -1,4 +1,4 @@
-"""What a training step leaves behind: its metrics, and a row for each of its generations."""
+"""What a training step records: its metrics, and a row for each of its generations."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from poly_epo_jax.types import GradedGroup, Metrics
 
 
 def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Metrics:
-    """What a step's generations were like."""
+    """Metrics of a step's generations."""
     return rollout_metrics(groups, step) | cluster_metrics(clustered(groups), set_size)
 
 
@@ -29,7 +29,7 @@ def rollout_metrics(groups: Sequence[GradedGroup], step: int) -> Metrics:
         "solved": float(np.mean([graded.correct.any() for graded in groups])),
         "response/length": float(np.mean([generation.loss_mask.sum() for generation in generations])),
         "response/truncated": float(np.mean([generation.finish_reason == "length" for generation in generations])),
-        # Steps that the sampling weights were behind the policy which is trained now.
+        # How many steps the sampling weights were behind the policy that is trained now.
         "response/staleness": float(np.mean([step - 1 - generation.weight_version for generation in generations])),
         "judge/failed_prompts": float(failures.total()),
     } | {f"judge/failed/{kind}": float(count) for kind, count in failures.items()}
@@ -54,11 +54,11 @@ def cluster_metrics(groups: Sequence[GradedGroup], set_size: int) -> Metrics:
 def logged_generations(
     groups: Sequence[GradedGroup], usable: Sequence[GradedGroup], advantages: Float[np.ndarray, "P N"]
 ) -> list[Row]:
-    """A row of generations.jsonl for each generation, less the step.
+    """A row of generations.jsonl for each generation, without the step.
 
     Args:
       usable: the groups that take part in the update.
-      advantages: theirs.
+      advantages: the advantages of these groups.
     """
     advantages_of = dict(zip(usable, advantages.tolist(), strict=True))
     rows = []

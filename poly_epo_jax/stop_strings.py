@@ -1,4 +1,4 @@
-"""Responses that end at a text, such as a line break, however the tokenizer spells it."""
+"""Ends responses at a text, such as a line break, whichever token of the tokenizer spells it."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,13 @@ from transformers import PreTrainedTokenizerBase
 
 
 def stop_string_ids(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> set[int]:
-    """Every token of the vocabulary whose text holds one of the strings; a control token's text is its name.
+    """Every token of the vocabulary whose text contains one of the strings; a control token's text is its name.
 
-    A line break is held by ".\\n" and "\\n\\n" as well as by "\\n". A string that is only spelled by several tokens
-    together ends nothing.
+    A line break is contained in ".\\n" and "\\n\\n" as well as in "\\n". A string that only several tokens together
+    spell ends nothing.
 
     Raises:
-      ValueError: a string is in no token.
+      ValueError: no token contains a string.
     """
     if not strings:
         return set()
@@ -30,13 +30,13 @@ def stop_string_ids(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) 
 
 
 def text_before(text: str, strings: Sequence[str]) -> str:
-    """What a stop token, which `text` is the text of, says before the first of the strings; nothing without one."""
+    """The part of a stop token's `text` before the first of the strings; empty if it contains none of them."""
     places = [place for string in strings if (place := text.find(string)) >= 0]
     return text[: min(places)] if places else ""
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """The text of each token alone. Tokenizers in Rust decode all at once, which takes a second and not ten."""
+    """The text of each token alone. Tokenizers in Rust decode all at once, which takes a second instead of ten."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return [str(tokenizer.decode([index])) for index in ids]

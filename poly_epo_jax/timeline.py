@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 
 from poly_epo_jax.types import Metrics
 
-MERGED_GAP = 0.005  # of a step: what lies closer together is one span of its row
+MERGED_GAP = 0.005  # of a step: spans that lie closer together are one span of its row
 Interval = tuple[float, float]
 """Start and end, in seconds."""
 
 
 def total_seconds(intervals: Iterable[Interval]) -> float:
-    """How long they are together."""
+    """The sum of their lengths."""
     return sum((end - start for start, end in intervals), 0.0)
 
 
 class BusyTime:
-    """When at least one of several overlapping pieces of work was under way."""
+    """Records when at least one of several overlapping pieces of work was under way."""
 
     def __init__(self) -> None:
         self._running = 0
@@ -40,11 +40,11 @@ class BusyTime:
             self._end()
 
     def intervals(self) -> list[Interval]:
-        """In order, without overlap, in `time.perf_counter`'s seconds; what is under way now ends now."""
+        """In order, without overlap, in `time.perf_counter`'s seconds; work that is still under way ends now."""
         return [*self._past, (self._since, time.perf_counter())] if self._running else list(self._past)
 
     def seconds(self) -> float:
-        """So far, what is under way now included."""
+        """The total so far, including work that is still under way."""
         return total_seconds(self.intervals())
 
     def _begin(self) -> None:
@@ -63,7 +63,7 @@ _work: ContextVar[BusyTime | None] = ContextVar("_work", default=None)
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Pauses the clock of the work around it: the time belongs to what is waited for."""
+    """Pauses the clock of the surrounding work: the time belongs to what is waited for."""
     work = _work.get()
     if work is not None:
         work._end()
@@ -105,9 +105,9 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """All that was under way during one step, for whichever step's batch.
+    """Everything that was under way during one step, for any step's batch.
 
-    `start` is in seconds since training began; the spans count from there, and end within `seconds`.
+    `start` is in seconds since training began; the spans are relative to it, and end within `seconds`.
     """
 
     start: float
@@ -119,36 +119,36 @@ class Window:
         """The window that `row` was made from.
 
         Raises:
-          ValueError, KeyError, TypeError: it was made from none.
+          ValueError, KeyError, TypeError: `row` was not made from a window.
         """
         spans = [Span(str(stage), float(start), float(end), int(step)) for stage, start, end, step in row["spans"]]
         return cls(float(row["start"]), max(float(row["seconds"]), 1e-4), spans)
 
     def critical_seconds(self) -> Metrics:
-        """For each stage the seconds in which nothing else was under way: what speeding it up is sure to save."""
+        """For each stage, the seconds in which nothing else was under way: time that speeding it up is sure to save."""
         alone = alone_intervals(self.spans)
         return {f"critical/{stage}": total_seconds(intervals) for stage, intervals in alone.items()}
 
     def row(self) -> dict[str, Any]:
-        """Ready for JSON, to a tenth of a millisecond; spans that nearly touch are one, which bounds their number."""
+        """For JSON, to a tenth of a millisecond; spans that nearly touch are merged, which bounds their number."""
         merged = merge(self.spans, MERGED_GAP * self.seconds)
         spans = [[span.stage, round(span.start, 4), round(span.end, 4), span.step] for span in merged]
         return {"start": round(self.start, 4), "seconds": round(self.seconds, 4), "spans": spans}
 
 
 class Timeline:
-    """The clocks of all steps, cut into one window after the other without a gap. Starts when made."""
+    """The clocks of all steps, cut into consecutive windows without gaps. Starts when created."""
 
     def __init__(self) -> None:
         self._start = self._cut = time.perf_counter()
         self._clocks: dict[int, StageClock] = {}
 
     def clock(self, step: int) -> StageClock:
-        """The clock of a step, made on first use."""
+        """The clock of a step, created on first use."""
         return self._clocks.setdefault(step, StageClock())
 
     def cut(self, step: int) -> Window:
-        """What was under way since the last cut. Steps before `step` are over, and forgotten afterwards."""
+        """What was under way since the last cut. Steps before `step` are over, and are forgotten afterwards."""
         start, end = self._cut, time.perf_counter()
         spans = [
             Span(stage, max(begun, start) - start, min(ended, end) - start, batch_step)
@@ -175,7 +175,7 @@ def merge(spans: Iterable[Span], gap: float) -> list[Span]:
 
 
 def alone_intervals(spans: Iterable[Span]) -> dict[str, list[Interval]]:
-    """For each stage when it was the only one under way."""
+    """For each stage, the intervals in which it was the only one under way."""
     spans = list(spans)
     changes = [(span.start, 1, span.stage) for span in spans] + [(span.end, -1, span.stage) for span in spans]
     alone: dict[str, list[Interval]] = {span.stage: [] for span in spans}

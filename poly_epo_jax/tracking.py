@@ -1,4 +1,4 @@
-"""Writes what a training run leaves behind: its run folder (see run_folder.py), TensorBoard and Weights & Biases."""
+"""Writes the records of a training run: its run folder (see run_folder.py), TensorBoard and Weights & Biases."""
 
 import json
 import time
@@ -17,17 +17,17 @@ from poly_epo_jax.progress import TrainingProgress
 from poly_epo_jax.types import Metrics
 
 WANDB_COLUMNS = ("prompt", "response", "reward", "cluster", "advantage")
-"""Of the table of a step's generations in Weights & Biases."""
+"""The columns of the table of a step's generations in Weights & Biases."""
 
 
 class Tracker:
     """Writes a run folder and shows the run's progress.
 
-    Opening it takes back whatever a killed run wrote after the checkpoint that is being resumed, so that the steps
-    which run again are not recorded twice.
+    Opening it removes whatever a killed run wrote after the checkpoint that is being resumed, so that steps which run
+    again are not recorded twice.
 
     Args:
-      folder: the run folder, made if missing.
+      folder: the run folder, created if missing.
       config_json: the whole config, written to config.json as it is.
       total_steps: the step at which training ends.
       resume_step: the restored checkpoint's step: rows up to and including it stay. -1 for a fresh start: none stay.
@@ -48,7 +48,7 @@ class Tracker:
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / run_folder.CONFIG, [config_json.encode()])
             run_folder.drop_rows_after(folder, resume_step)
-            # Not SummaryWriter: it writes from a thread, which a full disk ends, and then its queue blocks the caller.
+            # Not SummaryWriter: it writes from a thread; a full disk ends that thread, and its queue blocks the caller.
             (folder / run_folder.TENSORBOARD).mkdir(exist_ok=True)
             self._events = EventsWriter(str(folder / run_folder.TENSORBOARD / "events"))
             # A session start makes TensorBoard forget the events from this step on.
@@ -56,7 +56,7 @@ class Tracker:
         self._progress = TrainingProgress(total_steps, max(resume_step, 0))
 
     def log(self, step: int, metrics: Metrics, timing: Metrics) -> None:
-        """Records one finished step. `metrics` must not depend on the machine; what does belongs in `timing`."""
+        """Records one finished step. `metrics` must not depend on the machine; values that do belong in `timing`."""
         self._append(run_folder.METRICS, [{"step": step, **metrics}])
         self._append(run_folder.TIMING, [{"step": step, **timing}])
         values = [Summary.Value(tag=name, simple_value=value) for name, value in {**metrics, **timing}.items()]
@@ -67,11 +67,11 @@ class Tracker:
         self._progress.show(step, metrics, timing)
 
     def log_timeline(self, step: int, row: Mapping[str, Any]) -> None:
-        """Records what was under way during this step: a row of timeline.jsonl, less the step."""
+        """Records what was under way during this step: a row of timeline.jsonl without the step."""
         self._append(run_folder.TIMELINE, [{"step": step, **row}])
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Records generations of this step, one row each, with the columns of `LOGGED_GENERATION` less the step."""
+        """Records generations of this step, one row each, with the columns of `LOGGED_GENERATION` except the step."""
         self._append(run_folder.GENERATIONS, [{"step": step, **row} for row in rows])
         if self._wandb is not None and rows:
             self._wandb.log({"generations": _wandb_table(rows)}, step=step)
@@ -102,7 +102,7 @@ class Tracker:
 
 
 class NoTracker:
-    """In the place of a Tracker, on the hosts that do not log."""
+    """Takes the place of a Tracker on the hosts that do not log."""
 
     def log(self, step: int, metrics: Metrics, timing: Metrics) -> None: ...
 
@@ -124,6 +124,6 @@ def _open_wandb(folder: Path, config_json: str, project: str) -> Any:
         raise ImportError(
             f"wandb_project is {project!r} but wandb is not installed: install wandb or leave wandb_project empty."
         ) from error
-    # The id makes a resumed run go on in the same place.
+    # The id makes a resumed run continue in the same place.
     name = folder.name
     return wandb.init(project=project, name=name, id=name, resume="allow", config=json.loads(config_json))

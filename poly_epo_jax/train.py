@@ -41,7 +41,7 @@ class Unlogged:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a run can go on from: the number of steps done, the state after them, and where the data stands.
+    """What a run can continue from: the number of steps done, the state after them, and the data position.
 
     `unlogged` is of the last of these steps, if its evaluation is still to be done or its rows could not be written.
     """
@@ -54,7 +54,7 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """A step's batch, what its generations were worth [P, N] over the prompts that are trained on, and metrics."""
+    """A step's batch, the advantages [P, N] of the prompts that are trained on, and metrics."""
 
     batch: Batch
     advantages: np.ndarray
@@ -67,10 +67,10 @@ class Trainer:
 
     Args:
       advantages: (step, features of a batch) -> advantages, see algorithm.py.
-      packer: from generations and advantages to minibatches.
-      trained: where training stands; None while an update has consumed the state and not returned another.
-      reference: the initial policy's weights, at least the trainable ones, where the update has a KL term.
-      set_size: n, for the metrics of clusters.
+      packer: makes minibatches of generations and advantages.
+      trained: the progress so far; None while an update has consumed the state and not yet returned a new one.
+      reference: the initial policy's weights, at least the trainable ones, if the update has a KL term.
+      set_size: n, for the cluster metrics.
     """
 
     experience: Experience
@@ -84,7 +84,7 @@ class Trainer:
     result: StepResult | None = None
 
     async def step(self, step: int) -> None:
-        """Trains on one batch and gives the sampler the new weights; `result` says what it did, also if that fails."""
+        """Trains on one batch, and pushes the new weights to the sampler; `result` is set even if the push fails."""
         clock, self.result = self.timeline.clock(step), None
         batch = await self.experience.batch(step)
         counts = await self.experience.counts()
@@ -98,7 +98,7 @@ class Trainer:
         with clock.stage("update"):
             state, self.trained = self.state, None
             state, metrics = await self._compute(self.update, state, minibatches)
-            check_finite(metrics, f"Step {step}")  # on all hosts alike, as all have the same numbers
+            check_finite(metrics, f"Step {step}")  # the same on all hosts, as all have the same numbers
             self.trained = Trained(step, state, batch.data_state)
         skipped = {"judge/skipped_updates": float(sum(not minibatch for minibatch in minibatches))}
         metrics = step_metrics(batch.graded, step, self.set_size) | metrics | counts | skipped
@@ -107,7 +107,7 @@ class Trainer:
             await self.push_weights(step)
 
     async def push_weights(self, version: int) -> None:
-        """Gives every host's sampler the present weights."""
+        """Pushes the current weights to every host's sampler."""
         weights = {"trainable": self.state.trainable, "frozen": self.state.frozen}
         here = await self._compute(params_on_host, weights, self.update.mesh)
         push = self.experience.rollouts.push_weights(here["trainable"], here["frozen"], version)
@@ -115,18 +115,18 @@ class Trainer:
 
     @property
     def state(self) -> TrainState:
-        """The present one."""
+        """The current state."""
         assert self.trained is not None, "an update has failed, and with it went the state"
         return self.trained.state
 
     async def _compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls it on all hosts, in a thread: the next batch is received, graded and clustered meanwhile."""
+        """Calls the function on all hosts, in a thread: meanwhile the next batch is received, graded and clustered."""
         return await hosts.collective(asyncio.to_thread(function, *arguments))
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How many steps a run has, and after how many it does what is not done after each; the last step does all."""
+    """How many steps a run has, and how many lie between evaluations, checkpoints and logs; the last step has all."""
 
     num_steps: int
     evaluate: int  # 0: never
@@ -144,13 +144,13 @@ async def train(
     tracker: Tracker | NoTracker,
     plan: Schedule,
 ) -> None:
-    """Runs the steps that are left. Whatever ends it, the steps that are trained are saved.
+    """Runs the remaining steps. However it ends, the steps that have been trained are saved.
 
     Args:
-      evaluate: what the policy does on held-out problems.
+      evaluate: evaluates the policy on held-out problems.
 
     Raises:
-      SystemExit: on SIGTERM, SIGHUP or Ctrl-C, on whichever host: once what waits is left, and what computes is done.
+      SystemExit: on SIGTERM, SIGHUP or Ctrl-C on any host, once waits are abandoned and computations have finished.
       JudgeError: the judge fails more often than `judge.max_failed_share`.
       DivergenceError: an update is not finite; nothing of its step is saved.
       HostError: another host failed.
@@ -186,13 +186,13 @@ async def train(
             if hosts.is_first():
                 kept = f"saved after step {saved}" if saved else "no step is trained yet"
                 print(f"{stopped}: {kept}; the same command goes on from there.", file=sys.stderr)
-            sys.exit(128 + stopped.number)  # as a shell gives it to what a signal ended
+            sys.exit(128 + stopped.number)  # as shells report a process that a signal ended
 
 
 async def _begin(
     trainer: Trainer, evaluate: Callable[[], Awaitable[Metrics]], tracker: Tracker | NoTracker, plan: Schedule
 ) -> None:
-    """Waits for servers, and evaluates: the policy before the first step, or that of a step which was left before."""
+    """Waits for servers, and evaluates the policy before the first step, or after one that was left unevaluated."""
     trained = trainer.trained
     assert trained is not None
     await trainer.experience.wait_until_ready()
@@ -204,7 +204,7 @@ async def _begin(
         trainer.trained = dataclasses.replace(trained, unlogged=None)
     elif not trained.step and plan.evaluate:
         await _log(tracker, 0, Unlogged({}, []), await evaluate(), {})
-    trainer.timeline.cut(trained.step)  # so that all this is in no step's time
+    trainer.timeline.cut(trained.step)  # so that none of this counts as a step's time
 
 
 async def _step(
@@ -215,10 +215,10 @@ async def _step(
     plan: Schedule,
     step: int,
 ) -> None:
-    """Trains, evaluates if that is due, and logs the step, whatever ends it once it is trained.
+    """Trains, evaluates if that is due, and logs the step, however it ends once it is trained.
 
-    Its rows are on disk before a checkpoint counts it as done: a crash can repeat but not lose them. Those of a step
-    whose evaluation is broken off go into the checkpoint: who resumes evaluates, and logs them.
+    Its rows are on disk before a checkpoint counts it as done: a crash can repeat but not lose them. If the evaluation
+    is interrupted, the rows go into the checkpoint, and the resumed run evaluates and logs them.
     """
     held_out: Metrics | None = None if plan.is_due(plan.evaluate, step) else {}
     try:
@@ -267,7 +267,7 @@ async def _log(
     timing: Metrics,
     window: Window | None = None,
 ) -> None:
-    """Writes a step's rows; one host does."""
+    """Writes a step's rows, on one host only."""
 
     def write() -> None:
         tracker.log(step, unlogged.metrics | held_out, timing)

@@ -1,4 +1,4 @@
-"""The nouns that travel through a training step, and the three seams where a user plugs in: Sampler, Task, Judge.
+"""The types that pass through a training step, and the three interfaces that users implement: Sampler, Task, Judge.
 
 `Problem -> Group of N Generations -> GradedGroup (rewards, clusters)`; everything after that is arrays.
 """
@@ -14,7 +14,7 @@ Params = dict[str, Any]
 """A policy's weights: a nested dict of arrays, the state of `model.qwen3.Qwen3`."""
 
 DEGENERATE_CLUSTER = 100
-"""Cluster of generations that are no attempt at reasoning (paper appendix, LM-Judge and Diversity Function)."""
+"""The cluster of generations that are no attempt at reasoning (paper appendix, LM-Judge and Diversity Function)."""
 
 
 FinishReason = Literal["stop", "length"]
@@ -25,9 +25,9 @@ FinishReason = Literal["stop", "length"]
 class Problem:
     """One task instance: `prompt` is the text the policy reads, `answer` whatever the task checks against.
 
-    Where `chat` holds, `prompt` is a user's message, which the tokenizer's own chat template turns into that text.
-    `occurrence` counts from 0 how often the problem stands in a batch before: where an epoch ends, it may be there
-    twice. It is the same problem, but has other generations.
+    If `chat` is true, `prompt` is a user's message, which the tokenizer's own chat template turns into that text.
+    `occurrence` counts, from 0, the problem's earlier occurrences in the batch: at the end of an epoch a batch may hold
+    it twice. Both are the same problem, but have different generations.
     """
 
     id: str
@@ -39,13 +39,13 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Generation:
-    """One response y_i of T tokens, of one turn or several.
+    """One response y_i of T tokens, in one turn or several.
 
     `loss_mask` [T] marks what the policy wrote and may be trained on; the rest are the task's replies, whose logprobs
-    are 0. `token_ids` and `logprobs` [T] include the stop token of each of the policy's turns, `text` does not, save
-    what it says before a stop string.
+    are 0. `token_ids` and `logprobs` [T] include the stop token of each of the policy's turns; `text` does not, except
+    for the part of that token's text before a stop string.
     `logprobs` are log-softmax(logits / temperature) of the chosen tokens, not renormalised for top-p or top-k: with
-    these a generation is for evaluation only.
+    either of these, a generation is for evaluation only.
     `turns` are the policy's text, the task's reply, the policy's next text and so on. `weight_version` is the number of
     training steps that the sampling weights had seen.
     """
@@ -74,7 +74,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Clustering:
-    """Cluster ids [N], `DEGENERATE_CLUSTER` for what is no attempt at reasoning; why, where the judge says.
+    """Cluster ids [N], `DEGENERATE_CLUSTER` for what is no attempt at reasoning; and the judge's reasons, if any.
 
     `features` are arrays [N, ...] by name, such as embeddings, that the judge adds for advantage estimators.
     """
@@ -86,9 +86,9 @@ class Clustering:
 
 @dataclasses.dataclass(frozen=True)
 class JudgeFailure:
-    """A judge that could not cluster a group says why. There is never an invented clustering in its place.
+    """Why a judge could not cluster a group. A clustering is never invented in its place.
 
-    `kind` is one word, by which failures are counted; `reason` a sentence.
+    `kind` is one word, by which failures are counted; `reason` is a sentence.
     """
 
     kind: str
@@ -99,7 +99,7 @@ class JudgeFailure:
 class GradedGroup:
     """A group with its rewards [N], which of them count as correct [N], and its clustering or why it has none.
 
-    `clustering` is None where no judge is asked for one.
+    `clustering` is None if no judge is asked for one.
     """
 
     group: Group
@@ -126,7 +126,7 @@ class Sampling:
 class Request:
     """A prompt of L tokens to be completed N times, once with each seed, by at most `max_tokens` tokens each.
 
-    A completion depends on its prompt and seed, not on what is sampled beside it. `problem_id` is for messages.
+    A completion depends on its prompt and seed, not on what is sampled alongside it. `problem_id` is for messages.
     """
 
     problem_id: str
@@ -137,7 +137,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Completion:
-    """What came of one seed: `request` is the place of its request, `index` that of its seed; see Generation."""
+    """The completion of one seed: `request` is the index of its request, `index` that of its seed; see Generation."""
 
     request: int
     index: int
@@ -152,14 +152,14 @@ class Sampler(Protocol):
     """Where completions come from: token ids in, token ids out."""
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-        """Yields every completion of every request, in any order. All of one call are from weights of one version.
+        """Yields every completion of every request, in any order. Those of one call are from weights of one version.
 
         `sampling` says how tokens are sampled; the requests say how many, and with which seeds.
         """
         ...
 
     async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
-        """From here on samples from the policy after `version` training steps, which the two parts make up."""
+        """From now on samples from the policy after `version` training steps; the two parts are all its weights."""
         ...
 
     def close(self) -> None:
@@ -172,13 +172,13 @@ class Judge(Protocol):
     """Clusters the generations of one prompt by reasoning strategy (paper §4)."""
 
     async def cluster(self, group: Group) -> Clustering | JudgeFailure | None:
-        """Which generations share a strategy, or why that could not be told; None from no judge."""
+        """Which generations share a strategy, or why that could not be determined; None from the judge `none`."""
         ...
 
 
 @runtime_checkable
 class Task(Protocol):
-    """Problems and their verifiable reward. What else a task may offer stands in the protocols below."""
+    """Problems and their verifiable reward. The protocols below describe what else a task may offer."""
 
     train_problems: Sequence[Problem]
     held_out_problems: Sequence[Problem]
@@ -190,7 +190,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class PartialCredit(Task, Protocol):
-    """A task that counts a response as correct from a reward of `correct_from` on; others do from 1 on."""
+    """A task whose responses count as correct from a reward of `correct_from` on; for other tasks, from 1 on."""
 
     correct_from: float
 
@@ -200,7 +200,7 @@ class Strategic(Task, Protocol):
     """A task that knows the strategies of its responses."""
 
     def strategy(self, problem: Problem, generation: Generation) -> Hashable | None:
-        """Equal for responses of one strategy, None for what is no attempt."""
+        """A value that is equal for responses of one strategy; None for what is no attempt."""
         ...
 
 
@@ -213,16 +213,16 @@ class Voting(Task, Protocol):
         ...
 
     def same_answer(self, problem: Problem, first: str, second: str) -> bool:
-        """Whether two answers are one vote."""
+        """Whether two answers count as the same vote."""
         ...
 
 
 @runtime_checkable
 class Conversational(Task, Protocol):
-    """A task of several turns: it replies to what the policy wrote, and the policy goes on."""
+    """A task of several turns: it replies to what the policy wrote, and the policy continues."""
 
     def reply(self, problem: Problem, generation: Generation) -> str | None:
-        """What the policy reads next, as it stands, control tokens included; None where the response is complete."""
+        """The exact text that the policy reads next, control tokens included; None if the response is complete."""
         ...
 
 
@@ -237,7 +237,7 @@ class Served(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class JudgeLoad:
-    """The most that a judge is shown at once: so many responses, of so many tokens, to a prompt of so many."""
+    """The most that a judge is shown at once: how many responses, and how many tokens in the prompt and in each."""
 
     num_responses: int
     prompt_tokens: int
@@ -246,19 +246,19 @@ class JudgeLoad:
 
 @runtime_checkable
 class Limited(Protocol):
-    """A judge that cannot read or write any amount."""
+    """A judge that can read and write only a limited amount."""
 
     async def shortfalls(self, load: JudgeLoad) -> list[str]:
-        """What would not fit, a sentence each; called before the first step."""
+        """What would not fit, one sentence each; called before the first step."""
         ...
 
 
 @runtime_checkable
 class Sleeping(Protocol):
-    """A sampler that can leave its memory to the update."""
+    """A sampler that can give up its memory for the update."""
 
     async def sleep(self) -> None:
-        """Called when a batch is complete; ends when weights are pushed. Nothing is sampled between."""
+        """Called when a batch is complete; the sleep ends when weights are pushed. Nothing is sampled in between."""
         ...
 
 

@@ -1,6 +1,6 @@
 """The policy update: gradients of packed microbatches, accumulated, clipped, and given to AdamW.
 
-It knows per-token advantages and an objective, and no method's name.
+It sees per-token advantages and an objective, and does not know which method they come from.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ from poly_epo_jax.types import Metrics, Params
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a checkpoint holds: weights that are trained and weights that are not, as Params, the optimizer's moments
-    for the former, and the number of optimizer updates made (int32).
+    """What a checkpoint holds: trainable and frozen weights as Params, the optimizer's moments for the trainable ones,
+    and the number of optimizer updates made (int32).
 
-    In the place of its leaves a state may hold anything, such as their shapes; Orbax puts a leaf for an empty `frozen`.
+    The leaves of a state may be replaced by anything, such as their shapes; Orbax puts a leaf for an empty `frozen`.
     """
 
     trainable: Any
@@ -53,7 +53,7 @@ class PolicyUpdate:
     Args:
       model: the policy, possibly abstract: only its structure is used.
       config: the `optimizer` section of the configuration.
-      total_updates: after which the learning-rate schedule ends.
+      total_updates: the number of updates after which the learning-rate schedule ends.
       trainable: a pattern of the weights to train, see `split_params`; empty: all.
     """
 
@@ -85,7 +85,7 @@ class PolicyUpdate:
         self._skip = jax.jit(_without_gradient, donate_argnums=0, out_shardings=self.shardings)
 
     def _state_shardings(self, weights: Params) -> TrainState:
-        """Moments lie as their weights do, all else is replicated."""
+        """Moments are laid out like their weights; everything else is replicated."""
         trainable, frozen = self._split(weights)
         scalar = replicated(self.mesh)
         opt_state = optax.tree_map_params(
@@ -113,7 +113,7 @@ class PolicyUpdate:
         def loss(trainable: Params) -> tuple[jax.Array, DeviceMetrics]:
             return self.objective(*self._forward(merge_params(trainable, frozen), batch), batch)
 
-        # Each layer's gradient is added in place as the backward pass makes it: there is no second tree of them.
+        # Each layer's gradient is added in place as the backward pass produces it: there is no second tree of them.
         total, pullback, metrics = jax.vjp(loss, trainable, has_aux=True)
         sums = jax.tree.map(jax.new_ref, gradients)
         pullback.with_refs(sums)(jnp.ones_like(total))  # pyright: ignore[reportFunctionMemberAccess]
@@ -138,7 +138,7 @@ class PolicyUpdate:
 
         The mesh's devices need not be here.
 
-        `logprobs` makes old log-probabilities, `gradient` adds a microbatch's to the sum, `optimizer` takes the sum.
+        `logprobs` computes old log-probabilities, `gradient` adds a microbatch's to the sum, `optimizer` uses the sum.
         """
 
         def abstract(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -167,12 +167,12 @@ class PolicyUpdate:
     def with_old_logprobs(
         self, state: TrainState, minibatches: Sequence[Sequence[PackedBatch]], reference: Params | None = None
     ) -> list[list[PackedBatch]]:
-        """The minibatches with the log-probabilities that later updates compare with, made before the first of them.
+        """The minibatches with the log-probabilities that later updates compare with, computed before the first update.
 
         The first minibatch needs none: weights do not change before it, so its ratios are exactly one.
 
         Args:
-          reference: the reference policy's weights, where the objective has a KL term; frozen ones may be left out.
+          reference: the reference policy's weights, if the objective has a KL term; frozen ones may be left out.
         """
         params, objective = state.params, self.objective
         with jax.set_mesh(self.mesh):
@@ -188,7 +188,7 @@ class PolicyUpdate:
             return filled
 
     def gradient(self, state: TrainState, minibatch: Sequence[PackedBatch]) -> tuple[Params, list[DeviceMetrics]]:
-        """The loss's gradient over a minibatch, summed over its microbatches, and each one's sums of metrics."""
+        """The loss's gradient over a minibatch, summed over its microbatches, and each microbatch's sums of metrics."""
         gradients, metrics = self.zero_gradients(state), []
         with jax.set_mesh(self.mesh):
             for batch in minibatch:
@@ -201,14 +201,14 @@ class PolicyUpdate:
             return gradients, metrics
 
     def zero_gradients(self, state: TrainState) -> Params:
-        """What gradients are added to: float32, laid out as the weights are."""
+        """Zeros to which gradients are added: float32, laid out like the weights."""
         with jax.set_mesh(self.mesh):
             return self._zeros(state.trainable)
 
     def __call__(self, state: TrainState, minibatches: Sequence[Sequence[PackedBatch]]) -> tuple[TrainState, Metrics]:
         """One optimizer update per minibatch, in order. `state` is consumed.
 
-        An empty minibatch changes no weight; the learning rate's schedule goes on.
+        An empty minibatch changes no weight, but the learning-rate schedule advances.
         """
         sums: list[DeviceMetrics] = []
         applied: list[DeviceMetrics] = []
@@ -228,7 +228,7 @@ class PolicyUpdate:
         """The microbatch on the mesh."""
 
         def put(x: Any) -> jax.Array:
-            # Every host has the whole batch, and takes its devices' part.
+            # Every host has the whole batch, and takes the part for its own devices.
             sharding = self._batch_sharding(x)
             return x if isinstance(x, jax.Array) else jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 

@@ -1,4 +1,4 @@
-"""Polynomial solving: what three methods keep of reward and of diversity, over learning rates.
+"""Polynomial solving: how much reward and diversity three methods keep, over learning rates.
 
 python -m poly_epo_jax.study studies/polynomial.py
 """

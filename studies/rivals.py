@@ -1,4 +1,4 @@
-"""Where does Poly-EPO part from other ways to keep exploring? Seven methods on two tasks, over five seeds.
+"""How does Poly-EPO differ from other ways to keep exploring? Seven methods on two tasks, over five seeds.
 
 python -m poly_epo_jax.study studies/rivals.py
 """

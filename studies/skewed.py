@@ -1,4 +1,4 @@
-"""Polynomial solving from a base policy that has almost lost most of its answers: who brings them back?
+"""Polynomial solving from a base policy that has almost lost most of its answers: which method brings them back?
 
 python -m poly_epo_jax.study studies/skewed.py
 """

@@ -1,4 +1,4 @@
-"""How far a mean over problems would move, had the benchmark held other problems of its kind."""
+"""How much a mean over problems would vary if the benchmark held other problems of its kind."""
 
 from statistics import NormalDist
 
@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 _NORMAL = NormalDist()
 _COUNTS_AT_ONCE = 2**22
-"""Bounds what is held at once to tens of megabytes, for any number of problems."""
+"""Limits the memory that is used at once to tens of megabytes, for any number of problems."""
 
 
 def bootstrap_interval(
@@ -26,8 +26,8 @@ def bootstrap_interval(
         correction equals its acceleration a to this order, and needs no second estimate).
     The studentized bootstrap covers still better when nearly all values are equal, but its ends then run to infinity.
 
-    Only the choice of problems is resampled: that a problem's own value comes from finitely many generations is part of
-    the spread between problems, and so is counted.
+    Only the choice of problems is resampled. The error of a problem's own value, which comes from finitely many
+    generations, is part of the spread between problems, and so is counted.
 
     Args:
       values: a number for each problem and metric, say pass@k for each k.
@@ -57,7 +57,8 @@ def bootstrap_interval(
     ends = []
     for z in (-widest, widest):
         shifted = acceleration + z
-        # Not positive only for a handful of problems and a level near 1: the end is then the outermost resample.
+        # The denominator is not positive only for a handful of problems and a level near 1: the end is then the
+        # outermost resample.
         corrected = acceleration + shifted / np.maximum(1 - acceleration * shifted, np.finfo(np.float64).eps)
         quantiles = np.array([_NORMAL.cdf(x) for x in corrected])
         rows = np.rint(quantiles * (num_resamples - 1)).astype(int)
@@ -68,7 +69,7 @@ def bootstrap_interval(
 def _resampled_means(
     values: Float[np.ndarray, "problems metrics"], num_resamples: int, rng: np.random.Generator
 ) -> Float[np.ndarray, "resamples metrics"]:
-    """How often each problem was drawn is all that matters: resampled means are one matrix product."""
+    """Only how often each problem is drawn matters, so the resampled means are one matrix product."""
     num_problems, num_metrics = values.shape
     uniform = np.full(num_problems, 1 / num_problems)
     at_once = max(1, _COUNTS_AT_ONCE // num_problems)
@@ -83,8 +84,8 @@ def _resampled_means(
 def student_quantile(probability: float, degrees: int) -> float:
     """Quantile of Student's t from the normal one (Cornish and Fisher 1938; Abramowitz and Stegun 26.7.5).
 
-    Within 1% from 5 degrees of freedom on for levels up to 0.99; for fewer the interval spans nearly all resamples
-    either way.
+    It is within 1% from 5 degrees of freedom on for levels up to 0.99; with fewer, the interval spans nearly all
+    resamples either way.
     """
     z = _NORMAL.inv_cdf(probability)
     return (

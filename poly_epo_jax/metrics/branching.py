@@ -33,7 +33,7 @@ def active_branches(
         max_position = max(map(len, token_ids), default=0)
     if max_position < 0:
         raise ValueError(f"max_position is {max_position}, but must not be negative.")
-    # Any order in which a prefix stays together will do, so bytes are compared: it is the fastest.
+    # Any order that keeps equal prefixes together will do, so bytes are compared, which is fastest.
     ordered = sorted((ids[:max_position].astype(np.int64) for ids in token_ids), key=lambda ids: ids.tobytes())
     change = np.zeros(max_position + 1, dtype=np.int64)
     previous = np.zeros(0, dtype=np.int64)

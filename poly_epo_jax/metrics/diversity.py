@@ -30,7 +30,7 @@ def cluster_estimates(
 
 
 def degenerate_share(clusters: Int[np.ndarray, "P m"]) -> float:
-    """Of all generations, those that are no attempt at reasoning."""
+    """The share of all generations that are no attempt at reasoning."""
     return float(1 - (clusters != DEGENERATE_CLUSTER).mean())
 
 

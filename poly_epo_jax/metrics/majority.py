@@ -21,17 +21,17 @@ def majority_at_k(
 
     Self-consistency (Wang et al. 2023, arXiv:2203.11171; paper §6.1, majority voting), as the mean over k-subsets of a
     problem's generations, drawn without replacement:
-      accuracy = (correct ones among the tied winners) / (tied winners), what breaking ties at random would expect;
+      accuracy = (correct ones among the tied winners) / (tied winners), the expectation of breaking ties at random;
       vote share = (votes of a winner) / k.
     A generation without an answer casts no vote, but is one of the k. If nobody votes, both are 0.
 
-    All subsets are taken where there are at most `num_subsets`, so that the result is exact, and `num_subsets` random
-    ones otherwise.
+    If there are at most `num_subsets` subsets, all are used and the result is exact; otherwise, `num_subsets` random
+    ones are used.
 
     Args:
-      answers: ids under which the task's grader holds answers equal, from 0 on, or `NO_ANSWER`. An id has a meaning
-        within its problem only.
-      correct: whether each answer is, the same for equal answers. It is not read where there is none.
+      answers: ids from 0 on, equal for answers that the task's grader considers equal, or `NO_ANSWER`. An id has a
+        meaning only within its problem.
+      correct: whether each answer is correct, the same for equal answers. It is not read where there is no answer.
       k: how many generations vote, at most all.
       num_subsets: how many subsets are drawn for each problem, and the most that are enumerated.
       seed: equal seeds give equal estimates.

@@ -1,4 +1,4 @@
-"""Names of metrics that several files speak of: of held-out problems during training, and of evaluations.
+"""Names of metrics that several files use: for held-out problems during training, and for evaluations.
 
 `STEM@k` is what k generations of a problem are expected to show.
 """
@@ -15,13 +15,13 @@ def at(stem: str, k: int) -> str:
 
 
 def split(name: str) -> tuple[str, int | None]:
-    """The inverse of `at`: ("pass", 8); (name, None) for a metric of no k."""
+    """The inverse of `at`: ("pass", 8); (name, None) for a metric without a k."""
     stem, _, k = name.partition("@")
     return (stem, int(k)) if k.isdigit() else (name, None)
 
 
 def held_out(name: str) -> str:
-    """The metric on held-out problems, in the rows of a run."""
+    """The name of the metric on held-out problems, in the rows of a run."""
     return _HELD_OUT + name
 
 

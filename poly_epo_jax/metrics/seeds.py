@@ -1,4 +1,4 @@
-"""How far a mean over training seeds would move, had other seeds been drawn."""
+"""How much a mean over training seeds would vary if other seeds had been drawn."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class Interval(NamedTuple):
 
 
 def mean_interval(values: Float[np.ndarray, " seeds"]) -> Interval:
-    """Student's interval of the mean: exact where runs of other seeds are normally distributed around it.
+    """Student's interval of the mean: exact if runs with other seeds are normally distributed around it.
 
     With two seeds it is 9 standard deviations wide to each side: that is how little two seeds say.
 
@@ -38,9 +38,9 @@ def mean_interval(values: Float[np.ndarray, " seeds"]) -> Interval:
 
 
 def paired_difference(values: dict[int, float], baseline: dict[int, float]) -> tuple[Interval | None, int]:
-    """Mean difference from the baseline over the seeds that both have, and how many these are; None without any.
+    """Mean difference from the baseline over the seeds that both have (None if there are none), and their number.
 
-    Runs of one seed see the same prompts in the same order, so what a seed does to both of them cancels.
+    Runs with the same seed see the same prompts in the same order, so what a seed does to both of them cancels.
     """
     shared = sorted(values.keys() & baseline.keys())
     if not shared:

@@ -1,12 +1,12 @@
-"""The model families by Hugging Face's model_type: how each names its settings and its weights, and what it lacks here.
+"""The model families by Hugging Face's model_type: how each names its settings and weights, and what is refused here.
 
-Another family of the same network is one entry, which may stand in a configuration file of your own:
+Another family with the same network is one entry, which may be in a configuration file of your own:
 
     ARCHITECTURES["mistral"] = dataclasses.replace(
         LLAMA, class_name="MistralForCausalLM", refuses=LLAMA.refuses | {"sliding_window": bool}
     )
 
-Where its network differs, the difference is a further switch of ModelConfig, which qwen3.py and decoding.py read.
+If its network differs, the difference is a further switch of ModelConfig, which qwen3.py and decoding.py read.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from poly_epo_jax.registry import Registry
 class Weight:
     """One weight in both layouts: a letter per axis of ours (without the layers), a word per axis of Hugging Face's.
 
-    "dnh" and "nh d" say that ours is [embed, heads, head_dim] and theirs [heads * head_dim, embed]. In the name, {}
+    "dnh" and "nh d" mean that ours is [embed, heads, head_dim] and theirs [heads * head_dim, embed]. In the name, {}
     stands for the number of the layer.
     """
 
@@ -32,17 +32,17 @@ class Weight:
     theirs: str
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """Their shape, given ours."""
+        """Hugging Face's shape, given ours."""
         size = dict(zip(self.ours, ours, strict=True))
         return tuple(math.prod(size[letter] for letter in word) for word in self.theirs.split())
 
     def export(self, ours: Any) -> Any:
-        """Theirs, an array of the same library."""
+        """The weight in Hugging Face's layout, as an array of the same library."""
         order = [self.ours.index(letter) for letter in self._letters]
         return ours.transpose(order).reshape(self.shape(ours.shape))
 
     def restore(self, theirs: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Ours, of the given shape: the inverse of `export`."""
+        """The weight in our layout, of the given shape: the inverse of `export`."""
         size = dict(zip(self.ours, shape, strict=True))
         order = [self._letters.index(letter) for letter in self.ours]
         return theirs.reshape([size[letter] for letter in self._letters]).transpose(order)
@@ -57,11 +57,11 @@ class Architecture:
     """A family.
 
     Attributes:
-      class_name: of its language model in transformers.
-      switches: the fields of ModelConfig that tell its network from the others'.
+      class_name: the class of its language model in transformers.
+      switches: the fields of ModelConfig that distinguish its network from the others'.
       config_keys: config.json's key for each shape of ModelConfig.
       weights: by the dotted path in our parameters.
-      refuses: by a key of config.json: whether our network cannot compute what its value asks for.
+      refuses: by key of config.json, a function of its value: whether our network cannot compute what it asks for.
     """
 
     class_name: str

@@ -14,8 +14,8 @@ class ModelConfig:
       remat: what the backward pass recomputes, a key of qwen3.REMAT_POLICIES; or "auto", before one is chosen.
       scan_unroll: layers per step of the layer scan.
       attention: a key of attention.IMPLEMENTATIONS, or "auto".
-      longest_sequence: in a packed row; 0: as long as the row. Some kernels do not look farther.
-      lora_rank, lora_scale, lora_targets: of the adapter, see lora.py; no targets, such as "q": there is none.
+      longest_sequence: the longest in a packed row; 0: as long as the row. Some kernels do not look farther.
+      lora_rank, lora_scale, lora_targets: of the adapter, see lora.py. Without targets, such as "q", there is none.
     """
 
     vocab_size: int

@@ -1,8 +1,8 @@
 """The network of qwen3.py one token at a time, laid out for matmuls with few columns.
 
-Decoding reads every weight once for a handful of tokens. The matmul W x of a weight [out, in] and tokens as columns
+Decoding reads every weight once for a handful of tokens. The matmul W x, of a weight [out, in] and tokens as columns,
 then takes at most half the time of the training path's x W. So activations are [features, tokens] here, and each layer
-has arrays of its own, because a slice of a stack would be copied before every matmul.
+has its own arrays, because a slice of a stack would be copied before every matmul.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class KVCache(NamedTuple):
         return self.v[0].shape[2]
 
     def resized(self, length: int) -> "KVCache":
-        """Cut off, or padded with zeros, to this length."""
+        """The cache cut off, or padded with zeros, to this length."""
 
         def along(axis: int, x: jax.Array) -> jax.Array:
             x = jax.lax.slice_in_dim(x, 0, min(length, x.shape[axis]), axis=axis)
@@ -44,7 +44,7 @@ class KVCache(NamedTuple):
         return KVCache(tuple(along(3, x) for x in self.k), tuple(along(2, x) for x in self.v))
 
     def with_rows(self, rows: Int[Array, " R"], other: "KVCache", other_rows: Int[Array, " R"]) -> "KVCache":
-        """With `rows` replaced by rows of another cache, up to the shorter length; a row out of bounds is skipped."""
+        """The cache with `rows` taken from another, up to the shorter length; a row out of bounds is skipped."""
         length = min(self.length, other.length)
         other = other.resized(length)
         k = (x.at[rows, :, :, :length].set(y[other_rows], mode="drop") for x, y in zip(self.k, other.k, strict=True))
@@ -61,7 +61,7 @@ def init_cache(config: ModelConfig, rows: int, length: int) -> KVCache:
 
 
 def decoding_weights(config: ModelConfig, params: Params) -> Params:
-    """The weights in the compute type, each layer's matrices as [out, in], split as the trainer's own.
+    """The weights in the compute type, each layer's matrices as [out, in], split like the trainer's own.
 
     An adapter is merged into them.
     """
@@ -87,11 +87,12 @@ def decoding_weights(config: ModelConfig, params: Params) -> Params:
 
 
 def whole_weights(weights: Params) -> Params:
-    """`decoding_weights` gathered from their fsdp shards: a whole copy on every device, but for what tensor splits.
+    """`decoding_weights` gathered from their fsdp shards: a whole copy on every device, except for what tensor splits.
 
-    Decoding reads every weight once a token. Gathered for each token, they would pass the links between devices, which
-    are slower than memory by an order of magnitude; gathered by `decode`, once in at most MAX_STEPS tokens. Made once
-    for all generations of a call, the copy costs one gather, and its memory is free again while the policy is trained.
+    Decoding reads every weight once per token. If weights were gathered for each token, they would cross the links
+    between devices, which are an order of magnitude slower than memory; if `decode` gathered them, they would cross
+    once in at most MAX_STEPS tokens. This copy is made once for all generations of a call: it costs one gather, and its
+    memory is free again while the policy is trained.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return weights if mesh.empty or mesh.shape["fsdp"] == 1 else _gather(weights)
@@ -103,7 +104,7 @@ def _gather(weights: Params) -> Params:
 
 
 def _pinned(name: str, weight: jax.Array, fsdp: str | None) -> jax.Array:
-    """A weight's layout: heads, MLP and vocabulary are split over tensor, the side of the stream over `fsdp`."""
+    """Pins a weight's layout: heads, MLP and vocabulary are split over tensor, the residual stream over `fsdp`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or weight.ndim == 1:
         return weight
@@ -156,12 +157,12 @@ def _run(
     positions: Int[Array, " M"],
     attend: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array],
 ) -> Float[Array, "D M"]:
-    """Final hidden states; `attend(q, k, v, layer)` takes [M, heads, head_dim] and returns such."""
+    """Final hidden states; `attend(q, k, v, layer)` takes and returns arrays [M, heads, head_dim]."""
 
     def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
         return rms_norm(x.T, weight, config.norm_eps).T
 
-    # Rotary angles once for all layers; without the barrier the compiler computes their cosines and sines in each.
+    # Rotary angles, once for all layers; without the barrier the compiler computes their cosines and sines in each.
     half = config.head_dim // 2
     frequencies = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None]
@@ -190,6 +191,6 @@ def _run(
 def _columns(x: jax.Array) -> jax.Array:
     """Pins an activation [features, tokens] to the batch layout, as `constrain_rows` does for the training path."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:  # there it is this device's own rows
+    if mesh.empty or mesh.manual_axes:  # with manual axes, x holds this device's own rows
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(None, ROWS))

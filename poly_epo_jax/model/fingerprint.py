@@ -1,8 +1,8 @@
-"""A number for each array of a tree that tells whether it holds the very bits of another, on whatever mesh it lies.
+"""A number for each array of a tree that tells whether it holds exactly the bits of another, on any mesh.
 
-It is the sum, modulo 2^32, of a hash of each word and its place. The hash never takes two words for one, so that one
-changed word always changes the sum, and other changes escape it once in four billion times. Whole numbers add up to the
-same in any order, no device sends more than its own sum, and the cost is that of reading the array once.
+It is the sum, modulo 2^32, of a hash of each word and its place. In one place, different words never have the same
+hash, so a single changed word always changes the sum; other changes escape it once in four billion times. Integers have
+the same sum in any order, no device sends more than its own sum, and the cost is that of reading the array once.
 """
 
 import math
@@ -16,7 +16,7 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def fingerprints(tree: Any) -> dict[str, int]:
-    """By the dotted path of each array in the tree. Every process of a mesh must call this."""
+    """The fingerprints by the dotted path of each array in the tree. Every process of a mesh must call this."""
     found = jax.device_get(_fingerprints(tree))
     leaves = jax.tree.leaves_with_path(found)
     return {jax.tree_util.keystr(path, simple=True, separator="."): int(leaf) for path, leaf in leaves}

@@ -21,7 +21,7 @@ def total_weights(config: ModelConfig) -> int:
 
 
 def matrix_sizes(config: ModelConfig) -> dict[str, int]:
-    """Elements of each matrix, or stack of one from every layer, by its path: of what reads or writes the stream.
+    """Elements of each matrix that reads or writes the residual stream, by its path; layers' matrices are stacked.
 
     Adapters are left out.
     """
@@ -38,7 +38,8 @@ def adapter_sizes(config: ModelConfig) -> dict[str, int]:
 def forward_flops(
     config: ModelConfig, prompt_lengths: Int[np.ndarray, " S"], response_lengths: Int[np.ndarray, " S"]
 ) -> float:
-    """Of one forward pass over S sequences, with the head on response tokens only; a backward pass costs twice that.
+    """FLOPs of a forward pass over S sequences, with the head on response tokens only; a backward pass costs twice as
+    much.
 
     Attention counts each query's earlier tokens of its own sequence: two matmuls over the head dimension.
     """

@@ -1,7 +1,7 @@
-"""Hugging Face model folders, read and written by what architectures.py says of each family.
+"""Reads and writes Hugging Face model folders, as architectures.py describes each family.
 
-A model folder is what transformers writes: config.json beside model.safetensors, or beside several such files and
-their index (hf_files.py). Weights pass through the host one stacked tensor (loading) or a few files (saving) at a time.
+A model folder is what transformers writes: config.json with model.safetensors, or with several such files and their
+index (hf_files.py). Weights pass through the host one stacked tensor (loading) or a few files (saving) at a time.
 """
 
 import json
@@ -27,7 +27,7 @@ from poly_epo_jax.types import Params
 
 
 class Tensor(NamedTuple):
-    """Where a tensor of theirs lies in our tree: a weight, its path, the index there (a layer, or all), our shape."""
+    """Where a Hugging Face tensor lies in our tree: a weight, its path, the index there (a layer or all), our shape."""
 
     weight: Weight
     path: str
@@ -69,7 +69,7 @@ def read_config(path: str | Path, **overrides: Any) -> ModelConfig:
 def load_params(path: str | Path, config: ModelConfig, shardings: Params | None = None) -> Params:
     """The weights in the folder `path`, as `config.param_dtype`, laid out by `shardings` (else on the default device).
 
-    There is no adapter among them, whatever `config` says.
+    They include no adapter, whatever `config` says.
 
     Raises:
       FileNotFoundError: `path` is not a folder with safetensors files.
@@ -111,10 +111,10 @@ def save_pretrained(
 ) -> None:
     """Writes a model folder that transformers and the servers read. It appears whole or, after a crash, not at all.
 
-    An adapter is merged into the weights that it stands beside.
+    An adapter is merged into the weights that it adapts.
 
     Args:
-      tokenizer: written too; such a folder is there to stay, and gets digests of its files.
+      tokenizer: written too. A folder with a tokenizer is there to stay, and gets digests of its files.
       card: the text of its README.md; empty: none.
 
     Raises:
@@ -143,7 +143,7 @@ def save_pretrained(
 def exported_tensors(params: Params, config: ModelConfig, dtype: str) -> Iterator[tuple[str, jax.Array]]:
     """Every tensor by its Hugging Face name and in that layout, as `dtype`, whole on the first device.
 
-    An adapter is merged into the weights that it stands beside.
+    An adapter is merged into the weights that it adapts.
     """
     device = jax.local_devices()[0]
     for name, tensor in _tensors(config).items():
@@ -169,7 +169,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def _shapes(file: Path, written: Mapping[str, Any], config_keys: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of ModelConfig that config.json says, with transformers' defaults for what old files leave out."""
+    """The fields of ModelConfig that config.json sets, with transformers' defaults for what old files leave out."""
     found = {field: written[key] for field, key in config_keys.items() if key in written}
     heads = found.get("num_heads", 1)
     defaults = {
@@ -190,7 +190,7 @@ def _dotted(key_path: Any) -> str:
 
 
 def _tensors(config: ModelConfig) -> dict[str, Tensor]:
-    """Every tensor of the model by its name in Hugging Face's; an adapter has no place of its own there."""
+    """Every tensor of the model by its Hugging Face name; an adapter has no place of its own there."""
     tensors, weights = {}, ARCHITECTURES[config.family].weights
     for path, param in declared_weights(without_adapter(config)).items():
         weight = weights[path]
@@ -231,10 +231,10 @@ def _config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "use_sliding_window": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "dtype": dtype,
-        # The same for transformers 4 and servers of its time.
+        # The same for transformers 4 and the servers of its time.
         "rope_theta": config.rope_theta,
         "torch_dtype": dtype,
-        # Llama's default is a token.
+        # Stated because Llama's default is a token.
         "bos_token_id": None,
     }
 

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face model folder: opens them, and writes them several at a time."""
+"""Opens the safetensors files of a Hugging Face model folder, and writes them several at a time."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from poly_epo_jax.json_files import write_json
 
 WRITERS = 4
-"""Files written at once. The host holds the tensors of these and of the next one."""
+"""Files that are written at once. The host holds the tensors of these and of the next one."""
 SMALLEST_SHARD = 32 * 2**20  # bytes; smaller files cost more time than they save
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -48,7 +48,7 @@ def open_tensors(folder: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: the folder has no safetensors files, or lacks one.
-      ValueError: one is cut short, or is none.
+      ValueError: a file is cut short, or is not a safetensors file.
     """
     if (folder / _INDEX).is_file():
         files = _files(folder / _INDEX)
@@ -86,8 +86,8 @@ def write_tensors(
       sizes: of every tensor in bytes, by name, in the order in which they are written.
       fetch: copies one file's tensors to the host while others are written. It is called from this thread alone,
         because programs on several devices must not be started from several threads.
-      max_shard_bytes: of the largest file, unless it holds a single tensor. Large models are cut into smaller files, so
-        that all writers have an even share.
+      max_shard_bytes: the size of the largest file, unless it holds a single tensor. Large models are cut into smaller
+        files, so that all writers have an even share.
 
     Raises:
       OSError, SafetensorError: a file cannot be written; the files in progress are waited for.

@@ -1,7 +1,7 @@
-"""Log-probability and entropy of the response tokens, never holding the [tokens, vocabulary] logits.
+"""Log-probability and entropy of the response tokens, without ever holding the [tokens, vocabulary] logits.
 
 Only the wanted tokens go through the head, in chunks. The backward pass recomputes each chunk's logits, and accumulates
-the head's gradient in float32 whatever the weights' type.
+the head's gradient in float32, whatever the weights' type.
 """
 
 import functools
@@ -16,16 +16,16 @@ from poly_epo_jax.model.sharding import ROWS, platform
 from poly_epo_jax.parallel.devices import DEVICES, device_name
 
 LOGITS_SHARE = 0.02
-"""The most of an accelerator's memory that a chunk's float32 logits take, beside what is made of them."""
+"""The largest share of an accelerator's memory for a chunk's float32 logits, besides what is computed from them."""
 
 
 def chunk_size(device: str, vocab_size: int) -> int:
-    """Tokens per chunk on a device: a key of DEVICES, or the name of another.
+    """Tokens per chunk on a device, which is a key of DEVICES or the name of another.
 
-    On a CPU so few that the logits stay in cache. For every chunk an accelerator reads the head, and reads and writes
-    the float32 sum of its gradient: by the makers' figures, at 1,024 tokens this takes as long as the chunk's matmuls
-    on a v6e and a third as long on a v5p, and half of that at twice as many. So chunks are the largest power of two
-    within LOGITS_SHARE of the memory that JAX may use; 1,024 tokens on a device that is not known.
+    On a CPU there are so few that the logits stay in cache. For every chunk an accelerator reads the head, and reads
+    and writes the float32 sum of its gradient: by the makers' figures, at 1,024 tokens this takes as long as the
+    chunk's matmuls on a v6e and a third as long on a v5p, and half of that with twice as many. So chunks are the
+    largest power of two within LOGITS_SHARE of the memory that JAX may use; on an unknown device they are 1,024 tokens.
     """
     if device == "cpu":
         return 128
@@ -37,7 +37,7 @@ def chunk_size(device: str, vocab_size: int) -> int:
 
 
 def _default_chunk(vocab_size: int) -> int:
-    """For the devices of the mesh that is set."""
+    """The chunk size for the devices of the current mesh."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return chunk_size(device_name(device.device_kind) if device else platform(), vocab_size)
 
@@ -68,7 +68,7 @@ GATHERED = {"fsdp": 1, "tensor": 0}
 
 
 def _on_each_device(function, in_specs, out_specs):
-    """`function` of each device's own part under a mesh, else `function` itself.
+    """`function` applied to each device's own part under a mesh, else `function` itself.
 
     shard_map is not differentiated: both passes are written here, with the collectives that they need.
     """
@@ -165,7 +165,7 @@ def _backward(temperature, chunk_tokens, residuals, cotangents):
             mean, normalizer, d_logprobs, d_entropy = (_take(x, at)[:, None] for x in columns)
             log_p = _logits(x, whole, temperature) - normalizer
             d_logits = -jnp.exp(log_p) * (d_logprobs + d_entropy * (log_p + mean))
-            # A comparison is computed with the rest of the line above; a scatter would be a pass of its own.
+            # The comparison is fused with the line above; a scatter would be a pass of its own.
             is_target = jnp.arange(len(whole))[None] == _take(targets, at)[:, None]
             d_logits = jnp.where(is_target, d_logits + d_logprobs, d_logits)
             d_logits = (d_logits / temperature).astype(hidden.dtype)
@@ -175,7 +175,7 @@ def _backward(temperature, chunk_tokens, residuals, cotangents):
 
         gradients = jnp.zeros_like(hidden), jnp.zeros(whole.shape[::-1], jnp.float32)
         d_hidden, d_head = _for_each_chunk(indices, count, chunk, one_chunk, gradients)
-        # Transposed once it is a part: of the whole, it would be a second copy.
+        # Transposed only after it is scattered: transposing the whole gradient would make a second copy of it.
         return d_hidden.reshape(shape), _scatter_head(d_head).T.astype(head.dtype)
 
     in_specs = (HIDDEN, HEAD, TOKENS, TOKENS, TOKENS, TOKENS, TOKENS, TOKENS)

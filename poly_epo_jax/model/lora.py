@@ -1,8 +1,8 @@
-"""LoRA (Hu et al., 2021): low-rank adapters, trained beside frozen weights.
+"""LoRA (Hu et al., 2021): low-rank adapters, trained alongside frozen weights.
 
-A weight W [*in, *out] that has one stands for W + (alpha / rank) A B, with A [*in, rank] and B [rank, *out]. Training
-computes x W + (alpha / rank) (x A) B, so that nothing of W's size has a gradient (qwen3.py); whoever generates or
-exports reads the sum, `merged`. The parts of an adapter lie in the tree beside their weight: q_lora_a and q_lora_b.
+A weight W [*in, *out] with an adapter stands for W + (alpha / rank) A B, with A [*in, rank] and B [rank, *out].
+Training computes x W + (alpha / rank) (x A) B, so that nothing of W's size has a gradient (qwen3.py); generating and
+exporting read the sum, `merged`. The parts of an adapter lie next to their weight in the tree: q_lora_a and q_lora_b.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def lora_fields(section: LoraSection) -> dict[str, Any]:
 
 
 def trained_pattern(config: Config) -> str:
-    """Of the weights that a run trains, see `split_params`."""
+    """The pattern of the weights that a run trains, see `split_params`."""
     return ADAPTER if config.lora.rank else config.train.trainable
 
 
@@ -43,17 +43,17 @@ def is_adapter(name: str) -> bool:
 
 
 def without_adapter(config: ModelConfig) -> ModelConfig:
-    """The base policy's shape."""
+    """The base policy's shape, without the adapter."""
     return dataclasses.replace(config, lora_rank=0, lora_scale=0.0, lora_targets=())
 
 
 def split_adapter(config: ModelConfig, params: Params) -> tuple[Params, Params]:
-    """(adapter, base policy); the former is empty where the model has none."""
+    """(adapter, base policy); the adapter is empty if the model has none."""
     return split_params(params, ADAPTER) if config.lora_targets else ({}, params)
 
 
 def first_adapter(config: ModelConfig, seed: int, shardings: Params) -> Params:
-    """The adapter before training, on whatever mesh the same; {} where the model has none.
+    """The adapter before training, the same on any mesh; {} if the model has none.
 
     Args:
       shardings: of all weights.
@@ -68,10 +68,10 @@ def first_adapter(config: ModelConfig, seed: int, shardings: Params) -> Params:
 
 
 def merged(config: ModelConfig, layers: Mapping[str, Any], name: str, layer: int) -> Any:
-    """A layer's weight, [*in, *out]: where it has an adapter, W + (alpha / rank) A B, both taken in float32.
+    """A layer's weight [*in, *out]; if it has an adapter, W + (alpha / rank) A B, with both terms in float32.
 
     Args:
-      layers: all layers' weights, those of adapters too.
+      layers: all layers' weights, including those of adapters.
     """
     weight = layers[name][layer]
     if name not in config.lora_targets:

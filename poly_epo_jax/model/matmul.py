@@ -1,7 +1,7 @@
 """The matmul of a layer on a mesh: its weight is gathered in the compute type, its gradient scattered in float32.
 
-Left to itself, the compiler sums gradients over devices in the type that activations have, bfloat16, and on TPUs sums
-all of some of them on every device before each keeps its part.
+Left to itself, the compiler sums gradients over devices in the activations' type, bfloat16; and on TPUs it sums some of
+them in full on every device before each device keeps its part.
 """
 
 import functools
@@ -18,7 +18,7 @@ def matmul(x: Float[Array, "M ..."], weight: Float[Array, "..."], axes: tuple[st
     """x [M, *in] times a weight [*in, *out], which is cast to the type of x: [M, *out].
 
     Args:
-      axes: the weight's, as it is declared: fields of ModelConfig.
+      axes: the weight's axes as declared: fields of ModelConfig.
     """
     return _forward(x, weight, axes)[0]
 

@@ -1,4 +1,4 @@
-"""A policy's weights in two parts, those that training changes and those that it leaves alone."""
+"""Splits a policy's weights into those that training changes and those that it leaves alone."""
 
 import re
 from typing import Any
@@ -7,12 +7,12 @@ from poly_epo_jax.types import Params
 
 
 def is_trainable(path: str, pattern: str) -> bool:
-    """Whether a dotted path, `layers.q`, matches the whole pattern; an empty pattern means all."""
+    """Whether a dotted path such as `layers.q` matches the whole pattern; an empty pattern means all."""
     return not pattern or re.fullmatch(pattern, path) is not None
 
 
 def split_params(params: Params, pattern: str) -> tuple[Params, Params]:
-    """(trainable, frozen), as `is_trainable` says of each weight's path. The leaves may be anything, shardings too.
+    """(trainable, frozen), as `is_trainable` decides by each weight's path. Leaves may be anything, such as shardings.
 
     Raises:
       ValueError: no weight matches.
@@ -35,7 +35,7 @@ def split_params(params: Params, pattern: str) -> tuple[Params, Params]:
 
 
 def merge_params(trainable: Params, frozen: Params) -> Params:
-    """The whole: the inverse of `split_params`."""
+    """All weights together: the inverse of `split_params`."""
     merged = dict(trainable)
     for name, child in frozen.items():
         merged[name] = merge_params(merged.get(name, {}), child) if isinstance(child, dict) else child

@@ -1,4 +1,4 @@
-"""Adapters as PEFT, Hugging Face's library for them, keeps them: adapter_config.json beside adapter_model.safetensors.
+"""Adapters in the format of PEFT, Hugging Face's adapter library: adapter_config.json and adapter_model.safetensors.
 
 Servers that take a base model and adapters (SGLang's --lora-paths, vLLM's --lora-modules) read the same folder.
 """
@@ -20,7 +20,7 @@ from poly_epo_jax.model.hf_files import new_folder
 from poly_epo_jax.types import Params
 
 PREFIX = "base_model.model."
-"""Of every name: PEFT's model holds the base model in two shells."""
+"""The start of every name: PEFT's model wraps the base model twice."""
 
 
 def save_adapter(
@@ -29,7 +29,7 @@ def save_adapter(
     """Writes a policy's adapter. The folder appears whole or, after a crash, not at all.
 
     Args:
-      base: the base policy's folder or name on the hub, which the adapter's description gives.
+      base: the base policy's folder or name on the hub, which is written to the adapter's description.
       card: the text of its README.md; empty: none.
 
     Raises:
@@ -50,7 +50,7 @@ def save_adapter(
 
 
 def peft_tensors(params: Params, config: ModelConfig, dtype: str) -> dict[str, jax.Array]:
-    """The adapter by PEFT's names: of each projection lora_A [rank, in] and lora_B [out, rank]."""
+    """The adapter by PEFT's names: lora_A [rank, in] and lora_B [out, rank] of each projection."""
     weights, layers, tensors = ARCHITECTURES[config.family].weights, params["layers"], {}
     for name in config.lora_targets:
         for layer in range(config.num_layers):
@@ -79,5 +79,5 @@ def _adapter_config(config: ModelConfig, base: str) -> dict[str, Any]:
 
 
 def _module(name: str) -> str:
-    """The module that a weight of Hugging Face's belongs to."""
+    """The module that a Hugging Face weight belongs to."""
     return name.removesuffix(".weight")

@@ -1,8 +1,8 @@
 """Qwen3 in flax.nnx: stacked layers run by one scan, remat by one word, packed training (`decoding` decodes).
 
-Two switches make the same code read its relatives: without `qk_norm` it is Llama, with `attention_bias` it is Qwen2.
-Each weight is declared once, with its initial scale and its axes. These are named after the fields of ModelConfig that
-say their size, so that they are its shape too; parallel.mesh.RULES maps them to the mesh.
+Two switches turn the same code into its relatives: without `qk_norm` it is Llama, and with `attention_bias` Qwen2.
+Each weight is declared once, with its initial scale and its axes. The axes are named after the fields of ModelConfig
+that give their sizes, so they also define the weight's shape; parallel.mesh.RULES maps them to the mesh.
 """
 
 import functools
@@ -28,10 +28,10 @@ REMAT_POLICIES = {
     "attention": jax.checkpoint_policies.save_only_these_names("attention"),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-"""What the backward pass finds kept, the most first; what it does not find it recomputes."""
+"""What is kept for the backward pass, the most first; it recomputes the rest."""
 
 AUTO = "auto"
-"""Stands for one of them in a configuration, until a memory plan has chosen it (memory_plan.plan.make_plan)."""
+"""Stands for one of these in a configuration, until a memory plan has chosen it (memory_plan.plan.make_plan)."""
 
 
 class Layer(nnx.Module):
@@ -39,7 +39,8 @@ class Layer(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
-        d, residual = config.hidden_size, (2 * config.num_layers) ** -0.5  # its variance stays near one at any depth
+        # `residual` keeps the variance of the residual stream near one at any depth.
+        d, residual = config.hidden_size, (2 * config.num_layers) ** -0.5
 
         def weight(*axes: str, scale: float) -> nnx.Param:
             return _weight(config, rngs, ("num_layers", *axes), scale)
@@ -119,7 +120,7 @@ class Qwen3(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Final hidden states of packed rows: causal, and only within equal `segment_ids` (0 is padding).
 
-        Segments of one prompt may share it, where the attention does: see `packed_attention`.
+        Segments of one prompt may share it, if the attention supports this: see `packed_attention`.
         """
         config = self.config
         layer_def, weights = nnx.split(self.layers)
@@ -141,7 +142,7 @@ def abstract_model(config: ModelConfig) -> Qwen3:
 
 @functools.cache
 def declared_weights(config: ModelConfig) -> dict[str, nnx.Param]:
-    """What is declared of each weight, its shape and axes, by its dotted path: `layers.q`."""
+    """Each weight's declaration, its shape and axes, by its dotted path, such as `layers.q`."""
     state = nnx.split(abstract_model(config))[1]
     leaves = jax.tree.leaves_with_path(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     return {jax.tree_util.keystr(path, simple=True, separator="."): param for path, param in leaves}
@@ -154,12 +155,12 @@ def _weight(config: ModelConfig, rngs: nnx.Rngs, axes: tuple[str, ...], scale: f
 
 
 def _adapter(config: ModelConfig, rngs: nnx.Rngs, axes: tuple[str, ...]) -> tuple[nnx.Param, nnx.Param]:
-    """A [*in, rank] and B [rank, *out] beside weights [*in, *out], both with the layers' axis first, in float32.
+    """A [*in, rank] and B [rank, *out] for weights [*in, *out], both with the layers' axis first, in float32.
 
     A is random and B zero, so that training begins with the base policy (LoRA, section 4.1).
     """
     layers, *rest = axes
-    num_inputs = 1 if rest[0] == "hidden_size" else len(rest) - 1  # one side of each weight is the stream
+    num_inputs = 1 if rest[0] == "hidden_size" else len(rest) - 1  # one side of each weight is the residual stream
     inputs, outputs = rest[:num_inputs], rest[num_inputs:]
     scale = math.prod(getattr(config, axis) for axis in inputs) ** -0.5
     a = _weight(config, rngs, (layers, *inputs, "lora_rank"), scale, "float32")

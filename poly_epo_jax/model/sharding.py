@@ -1,4 +1,4 @@
-"""How arrays lie on the mesh: its axes `data`, `fsdp` and `tensor`, and parallel.mesh.RULES for the axes of weights.
+"""How arrays are laid out on the mesh: its axes `data`, `fsdp`, `tensor`, and parallel.mesh.RULES for weights' axes.
 
 `data` replicates the weights, `fsdp` splits each weight along its embedding axis, `tensor` splits heads, MLP and
 vocabulary. Rows of a batch are split over `data` and `fsdp` together.
@@ -30,7 +30,7 @@ def make_mesh(
     devices: int = 0,
     available: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh over the first data * fsdp * tensor devices; one of the three may be -1 and takes what is left.
+    """A mesh over the first data * fsdp * tensor devices; one of the three may be -1 and takes the rest.
 
     Neighbours along `tensor`, then along `fsdp`, are close to each other: on TPUs in the torus, on GPUs in a node.
 
@@ -40,7 +40,7 @@ def make_mesh(
       available: the jax.Devices to choose from, which need not be here; None: those of this process.
 
     Raises:
-      ConfigError: the devices cannot be arranged so.
+      ConfigError: the devices cannot be arranged like this.
     """
     available = jax.devices() if available is None else available
     kind = available[0].device_kind
@@ -78,7 +78,7 @@ def param_shardings(model: nnx.Module, mesh: Mesh) -> dict[str, Any]:
 def platform() -> str:
     """`cpu`, `gpu` or `tpu`: where the program that is being traced will run.
 
-    The devices of the mesh that is set say so, as programs are also compiled for devices that are not here.
+    This is read from the devices of the current mesh, because programs are also compiled for devices that are not here.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()
@@ -103,16 +103,16 @@ def constrain_rows(x: jax.Array) -> jax.Array:
 def gather_weight(weight: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """A weight gathered from its fsdp shards, so that its matmuls are split over rows and tensor only.
 
-    Left to itself, the compiler gathers the activations of all rows instead where both axes are split, and gathers a
+    Left to itself, the compiler instead gathers the activations of all rows if both axes are split, and gathers a
     weight once for each use of it.
     """
     return _constrain(weight, [None if RULES[axis] == "fsdp" else RULES[axis] for axis in axes])
 
 
 def split_outputs(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Outputs [rows, out], split over tensor where a weight's output axes are, as its gradient will read them.
+    """Outputs [rows, out], split over tensor if the weight's output axes are, as the weight's gradient will read them.
 
-    Left to itself, the compiler may keep them for the backward pass split over rows, and exchange those of all layers.
+    Left to itself, the compiler may keep them split over rows for the backward pass, and exchange those of all layers.
     """
     if "tensor" not in [RULES[axis] for axis in axes] or jax.sharding.get_abstract_mesh().empty:
         return x
@@ -124,7 +124,7 @@ def summed_over_rows(
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A weight's gradient from all rows: each device takes the product of its own, then they are summed and split.
 
-    Only so is it certain that gradients are scattered, in the type of the product. Left to itself, the compiler may
+    Only this guarantees that gradients are scattered, in the type of the product. Left to itself, the compiler may
     gather the activations of all rows, or all heads of the gradient, or give every device the sum of all.
 
     Args:
@@ -156,7 +156,7 @@ def _constrain(x: jax.Array, spec: Sequence[str | None]) -> jax.Array:
 
 
 def host_mesh(mesh: Mesh) -> Mesh:
-    """A mesh of this process's devices alone; where all are of one process, the same mesh.
+    """A mesh of this process's devices alone; if all devices belong to one process, the same mesh.
 
     Its `tensor` axis, then its `fsdp` axis, is as large as the host allows; the rest is `data`.
     """

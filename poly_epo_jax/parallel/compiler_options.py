@@ -1,4 +1,4 @@
-"""The options of parallel.presets that XLA takes when it compiles for a mesh's devices."""
+"""The options of parallel.presets that XLA accepts when it compiles for a mesh's devices."""
 
 import functools
 import warnings
@@ -13,7 +13,7 @@ from poly_epo_jax.parallel.presets import COMPILER_OPTIONS
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
-    """For jax.jit: the options of the mesh's kind of device; those that this compiler refuses are left out and told."""
+    """For jax.jit: the options of the mesh's kind of device; a warning names those that this compiler refuses."""
     device = mesh.devices.flat[0]
     return dict(_accepted(device_name(device.device_kind), device))
 
@@ -35,7 +35,7 @@ def _accepted(name: str, device: Any) -> tuple[tuple[str, bool | str], ...]:
 
 
 def _refusal(device: Any, options: dict[str, bool | str]) -> str | None:
-    """Why a program of nothing cannot be compiled with the options; None: it can."""
+    """Why an empty program cannot be compiled with the options; None: it can."""
     nothing = jax.ShapeDtypeStruct((), "float32", sharding=SingleDeviceSharding(device))
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(nothing).compile()

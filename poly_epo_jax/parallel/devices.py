@@ -1,10 +1,10 @@
-"""What makers state of their devices: memory, bf16 arithmetic, and bandwidths."""
+"""What makers state about their devices: memory, bf16 arithmetic, and bandwidths."""
 
 from typing import NamedTuple
 
 
 class Device(NamedTuple):
-    """One GPU or TPU chip; None where it differs from machine to machine. GB are 10^9 bytes."""
+    """One GPU or TPU chip; None for values that differ from machine to machine. GB are 10^9 bytes."""
 
     kinds: tuple[str, ...]  # what jax.Device.device_kind begins with
     memory_bytes: int | None
@@ -26,7 +26,7 @@ DEVICES = {
 
 
 def device_name(kind: str) -> str:
-    """The key in DEVICES of what JAX calls `kind`; "" where it is none of them."""
-    if kind == "TPU v5":  # what some versions call v5p; other devices' names begin so too
+    """The key in DEVICES of the device that JAX calls `kind`; "" if it is none of them."""
+    if kind == "TPU v5":  # some versions' name for v5p; other devices' names begin like this too
         return "v5p"
     return next((name for name, device in DEVICES.items() if kind.startswith(device.kinds)), "")

@@ -1,8 +1,9 @@
-"""Keeps the memory that a CPU's programs free, instead of giving it back and having it cleared anew at every step.
+"""Keeps the memory that programs on a CPU free, instead of returning it and having it cleared again at every step.
 
-Every run of a compiled program takes its temporary arrays by malloc. glibc maps each large one from the kernel, page by
-page, and unmaps it afterwards. What is kept is used again by the next program: in updates of a language model this
-saved all minor faults, and the system time of them, a third of what the update took. Imports nothing that has threads.
+Every run of a compiled program allocates its temporary arrays by malloc. glibc maps each large one from the kernel,
+page by page, and unmaps it afterwards. Memory that is kept is reused by the next program: in updates of a language
+model this saved all minor faults and their system time, a third of what the update took. This module imports nothing
+that has threads.
 """
 
 import ctypes
@@ -14,10 +15,10 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of <malloc.h>
 
 
 def keep_freed_memory() -> bool:
-    """Has malloc keep what is freed, where JAX has no device but the CPU; returns whether it does.
+    """Makes malloc keep freed memory if the CPU is JAX's only device; returns whether it does.
 
-    Comes before JAX and NumPy are imported: threads that exist keep arenas of their own, and large arrays of theirs are
-    always mapped. The process then holds what it held at its peak.
+    It must be called before JAX and NumPy are imported: threads that exist already keep their own arenas, and their
+    large arrays are always mapped. Afterwards the process holds what it held at its peak.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's own; other systems do without
     if mallopt is None or not _cpu_only():
@@ -26,7 +27,7 @@ def keep_freed_memory() -> bool:
 
 
 def _cpu_only() -> bool:
-    """Asked without JAX."""
+    """Whether the CPU is JAX's only device, determined without JAX."""
     platforms = os.environ.get("JAX_PLATFORMS")
     if platforms:
         return platforms == "cpu"

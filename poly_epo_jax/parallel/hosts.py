@@ -1,9 +1,9 @@
 """Several processes, one per host, that train as one; with a single process everything here is trivial.
 
-Each has a share of the prompts to generate, grade and judge. They exchange what they made, and from there on all do the
-same with the same, so that the collectives of one process always meet those of the others. What may fail on one alone
-goes through `barrier`, `gather` or `on_first`, which raise on every process what was raised on one; what holds
-collectives itself goes through `collective`, for the others could be waiting inside of it.
+Each process generates, grades and judges a share of the prompts. They exchange the results, and from there on all do
+the same work on the same data, so that the collectives of one process always meet those of the others. Work that may
+fail on one process alone goes through `barrier`, `gather` or `on_first`, which raise on every process what was raised
+on one. Work that contains collectives goes through `collective`, because the others could be waiting inside it.
 """
 
 import asyncio
@@ -30,20 +30,20 @@ from poly_epo_jax.parallel.stop import Stopped
 T = TypeVar("T")
 
 HEARTBEAT_SECONDS = 30
-"""A process that is silent for so long is dead, and JAX's runtime ends the others."""
+"""A process that is silent for this long counts as dead, and JAX's runtime ends the others."""
 GOODBYE_SECONDS = 10
-"""How long one that ends waits for the others to end as well."""
+"""How long a process that ends waits for the others to end as well."""
 
 
 class HostError(RuntimeError):
-    """What was raised on another process."""
+    """An error that was raised on another process."""
 
 
 def join(section: HostsSection) -> None:
-    """Connects this process with the others, as `config.hosts` says. Comes before anything that uses a device.
+    """Connects this process with the others, as `config.hosts` says. Must come before anything that uses a device.
 
     Raises:
-      ValueError: the section is wrong, or nothing tells who the others are.
+      ValueError: the section is wrong, or nothing says who the others are.
     """
     coordinator = section.coordinator
     if not coordinator:
@@ -58,9 +58,9 @@ def join(section: HostsSection) -> None:
         _check(section)
         explicit = {"coordinator_address": coordinator, "num_processes": section.count, "process_id": section.index}
         explicit["coordinator_bind_address"] = _bind_address(coordinator)
-    # On CPUs the collectives of programs that run at the same time would meet each other's.
+    # On CPUs the collectives of programs that run at the same time would be mixed up.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    # Until training catches it, Ctrl-C has nothing to save, and waits in vain for those that compute together.
+    # Until training catches it, Ctrl-C has nothing to save, and would wait in vain for the other processes.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     all_is_well = _watchdog(section)
     try:
@@ -93,10 +93,10 @@ def _check(section: HostsSection) -> None:
 
 
 def _bind_address(coordinator: str) -> str | None:
-    """Where the first process listens for the others, who need no password: at the address they are told.
+    """Where the first process listens for the others, which need no password: only at the address that they are given.
 
-    None, which is at every address it has, where they are told a name, which may mean another address elsewhere, or an
-    address that is not its own but leads to it.
+    None, which means every address that it has, if they are given a name, which may mean another address elsewhere, or
+    an address that is not its own but leads to it.
     """
     host = coordinator.rpartition(":")[0].strip("[]")
     try:
@@ -113,7 +113,7 @@ def count() -> int:
 
 
 def is_first() -> bool:
-    """Whether this is the process that logs, shows and writes what there should be one of."""
+    """Whether this is the process that logs, shows and writes what should exist only once."""
     return index() == 0
 
 
@@ -123,7 +123,7 @@ def index() -> int:
 
 
 def share(items: Sequence[T]) -> Sequence[T]:
-    """This process's part; the parts of all, in their order, are the whole."""
+    """This process's part of the items; the parts of all processes, in order, are the whole."""
     return items[len(items) * index() // count() : len(items) * (index() + 1) // count()]
 
 
@@ -131,7 +131,7 @@ async def barrier(work: Awaitable[T]) -> T:
     """Does this process's part of what all do, and returns its own result once all are done.
 
     Raises:
-      HostError: another process failed at its part. Where this one did, its own error is raised.
+      HostError: another process failed at its part. If this one did, its own error is raised.
     """
     result, error = await _attempt(work)
     await asyncio.to_thread(_agree, None, error)
@@ -139,16 +139,16 @@ async def barrier(work: Awaitable[T]) -> T:
 
 
 async def gather(work: Awaitable[T]) -> list[T]:
-    """Does this process's part, and returns everyone's results, in the order of processes.
+    """Does this process's part, and returns the results of all, in the order of processes.
 
     Raises:
-      HostError: another process failed at its part. Where this one did, its own error is raised.
+      HostError: another process failed at its part. If this one did, its own error is raised.
     """
     return await asyncio.to_thread(_agree, *await _attempt(work))
 
 
 async def collective(work: Awaitable[T]) -> T:
-    """Does what all do with collectives. Where that fails on one of several processes, all of them end at once."""
+    """Does what all do with collectives. If that fails on one of several processes, all of them end at once."""
     try:
         return await work
     except Exception as error:
@@ -159,7 +159,7 @@ async def collective(work: Awaitable[T]) -> T:
 
 
 def on_first(function: Callable[[], T]) -> T:
-    """What the first process's call returns or raises, on all processes; the others wait for it."""
+    """Returns or raises, on all processes, what the first process's call does; the others wait for it."""
     if count() == 1:
         return function()
 
@@ -170,10 +170,10 @@ def on_first(function: Callable[[], T]) -> T:
 
 
 def on_all(function: Callable[[], T]) -> T:
-    """What the call returns here, once it has returned on all processes.
+    """Returns what the call returns here, once it has returned on all processes.
 
     Raises:
-      HostError: it raised on another process. Where it did on this one, its own error is raised.
+      HostError: the call raised on another process. If it did on this one, its own error is raised.
     """
     if count() == 1:
         return function()
@@ -185,10 +185,10 @@ def on_all(function: Callable[[], T]) -> T:
 
 
 def on_each(function: Callable[[], T]) -> list[T]:
-    """What the call returns on every process, in their order.
+    """Returns what the call returns on every process, in the order of processes.
 
     Raises:
-      HostError: it raised on another process. Where it did on this one, its own error is raised.
+      HostError: the call raised on another process. If it did on this one, its own error is raised.
     """
 
     async def call() -> T:
@@ -234,22 +234,22 @@ def _exchange(own: bytes) -> list[bytes]:
         padded = np.zeros(int(lengths.max()), np.uint8)
         padded[: len(own)] = np.frombuffer(own, np.uint8)
         rows = multihost_utils.process_allgather(padded)
-    except (ValueError, RuntimeError) as error:  # which of them, and what it says, depends on the backend
+    except (ValueError, RuntimeError) as error:  # the type and the message depend on the backend
         _end(f"lost touch with the others: {first_line(error)}")
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
 def _end(why: str) -> NoReturn:
-    """At once, as there is no one to save with or to say goodbye to. The last word is _watchdog's."""
+    """Ends at once, as there is no one to save with or to say goodbye to. _watchdog prints the last word."""
     print(f"Process {index()} {why}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def _watchdog(section: HostsSection) -> Callable[[], None]:
-    """Has a sentence written should this process not end by itself: JAX's runtime aborts it if it loses the others.
+    """Has a message printed if this process does not end by itself: JAX's runtime aborts it if it loses the others.
 
-    A shell waits at the end of a pipe that only this process holds, for the line that says that all is well; the
-    function returned says so.
+    A shell reads from a pipe that only this process holds, and waits for the line that says that all is well; the
+    function that is returned writes this line.
     """
     name = "this process" if section.coordinator == "auto" else f"process {section.index} of {section.count}"
     message = (
@@ -266,6 +266,6 @@ def _watchdog(section: HostsSection) -> Callable[[], None]:
         if watcher.poll() is None:
             watcher.communicate(b"ended\n")
 
-    # Before JAX says goodbye to the others, which it does at exit as well.
+    # This runs before JAX says goodbye to the others, which it does at exit as well.
     atexit.register(end)
     return end

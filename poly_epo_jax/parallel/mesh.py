@@ -1,4 +1,4 @@
-"""Which meshes fit a number of devices and a model, and the nearest one that does where one does not."""
+"""Which meshes fit a number of devices and a model, and the nearest one that does if a mesh does not fit."""
 
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
@@ -18,17 +18,18 @@ RULES: dict[str, str | None] = {
     "norm": None,
     "lora_rank": None,
 }
-"""Which mesh axis splits each axis of a weight. The latter is named after the field of ModelConfig that is its size."""
+"""Which mesh axis splits each axis of a weight. A weight's axes are named after the fields of ModelConfig that give
+their sizes."""
 
 
 def fill_mesh(asked: Mapping[str, Any], num_devices: int) -> dict[str, int]:
-    """The sizes of AXES, with what is left of the devices in place of -1.
+    """The sizes of AXES, with -1 replaced by the number of devices that remain.
 
     Args:
       asked: the `mesh` section of a configuration, or a size for each of AXES.
 
     Raises:
-      ConfigError: the devices cannot be arranged so.
+      ConfigError: the devices cannot be arranged like this.
     """
     sizes = {axis: asked[axis] for axis in AXES}
     stated = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
@@ -77,7 +78,7 @@ def check_mesh(
 def nearest_mesh(
     wanted: Mapping[str, int], num_devices: int, works: Callable[[Mapping[str, int]], bool]
 ) -> dict[str, int]:
-    """Of the meshes of so many devices that work, the one with the smallest total change of the wanted axes.
+    """Of the meshes of `num_devices` devices that work, the one with the smallest total change of the wanted axes.
 
     Ties go to more fsdp, then to less tensor. A mesh of data alone must work.
     """

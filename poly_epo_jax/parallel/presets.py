@@ -1,7 +1,7 @@
 """Meshes by the names of machines, chosen by a word after the configuration file: --config=configs/polaris.py:h200x8
 
-`device` is the kind of the devices and `devices` their number. Of TPUs these are chips, but a v5p slice is named by its
-cores, two to a chip. `processes` is the number of hosts that run the command. default_config.py explains the rest.
+`device` is the kind of the devices and `devices` their number. For TPUs these are chips, but a v5p slice is named by
+its cores, two to a chip. `processes` is the number of hosts that run the command. config.py explains the rest.
 """
 
 MESHES = {
@@ -28,12 +28,12 @@ MESHES = {
 
 _TPU_OPTIONS: dict[str, bool | str] = {
     # By default a large gather becomes a ring of partial products, which on eight chips are too thin to fill a matrix
-    # unit: by XLA's own estimate a forward layer of Qwen3-4B takes 20.0 ms so on a v6e-8, and 8.6 ms without.
+    # unit: by XLA's own estimate a forward layer of Qwen3-4B takes 20.0 ms with it on a v6e-8, and 8.6 ms without.
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
 }
-# Gathers of weights are waited for: 2% of an update, by arithmetic. xla_tpu_enable_async_collective_fusion would run
-# them beside products. But newer compilers refuse it on all TPUs but the v5e, because results may be wrong, and beside
-# splash it was seen to make NaN on a v6e (jax-ml/jax#38741).
+# Updates wait for gathers of weights: 2% of an update, by arithmetic. xla_tpu_enable_async_collective_fusion would
+# overlap them with products. But newer compilers refuse it on all TPUs except the v5e, because results may be wrong,
+# and together with splash it was seen to make NaN on a v6e (jax-ml/jax#38741).
 
 COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {"v5p": _TPU_OPTIONS, "v6e": _TPU_OPTIONS}
-"""Of XLA, by device: what its defaults lose on the programs of an update."""
+"""XLA's options by device, where its defaults lose time on the programs of an update."""

@@ -1,4 +1,4 @@
-"""The wish to end a run: SIGTERM, SIGHUP or Ctrl-C. What waits for something is left at once, what computes is not."""
+"""Requests to end a run: SIGTERM, SIGHUP or Ctrl-C. Waits are abandoned at once, computations are not."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Remembers the first signal. Outside `on_signals` signals do what they do anyway."""
+    """Remembers the first signal. Outside `on_signals`, signals have their usual effect."""
 
     def __init__(self):
         self._number: int | None = None
@@ -33,7 +33,7 @@ class Stop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def ask(self, number: int) -> None:
-        """Does what a signal does; may be called from any thread."""
+        """Has the effect of a signal; may be called from any thread."""
         if self._number is None:
             self._number = number
         loop = self._loop
@@ -44,9 +44,9 @@ class Stop:
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Catches them meanwhile, in a running loop. One that is ignored (nohup) remains so.
+        """Catches signals within this context, in a running loop. A signal that is ignored (nohup) remains so.
 
-        Signals come to the main thread alone; a loop in another is asked by `ask`.
+        Signals reach only the main thread; a loop in another thread is stopped by `ask`.
         """
         self._loop = asyncio.get_running_loop()
         if self._number is not None:  # asked before there was a loop
@@ -58,7 +58,7 @@ class Stop:
 
         def receive(number: int, _: object) -> None:
             for descriptor in terminals:
-                if not os.isatty(descriptor):  # it hung up, and whatever is shown there would be an error
+                if not os.isatty(descriptor):  # it hung up, and any output to it would be an error
                     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
             self.ask(number)
 
@@ -80,7 +80,7 @@ class Stop:
             raise Stopped(self._number)
 
     async def interrupts(self, work: Awaitable[T]) -> T:
-        """What the work returns. It must be safe to leave at any moment.
+        """Returns what the work returns. The work must be safe to cancel at any moment.
 
         Raises:
           Stopped: a signal came first; the work is cancelled.

@@ -33,18 +33,17 @@ def marginal_set_advantages(
     """Mean advantage of the sets that hold a generation (paper §3, algorithm 1).
 
     A(G) = f(G) - mean of f over the K sets, and A_marg(y) = mean of A(G) over the constructed sets that hold y, or 0
-    where none does.
+    if none does.
 
     Args:
-      objective: f, maps gathered features [K, n, ...] of one prompt to scores [K]; see `objectives`. It gets those
+      objective: f, maps gathered features [K, n, ...] of one prompt to scores [K]; see `objectives`. It gets the
         features that its parameters name.
       sets: generation indices, shared by all prompts or one [K, n] table per prompt.
       **features: of each of the N generations of P prompts: rewards, clusters, or your own.
 
     Raises:
-      ValueError: features that hold NaN (seen outside jit only) or disagree on [P, N], a feature that the objective
-        names and that is not there, sets of another shape or as large as N, an objective that does not return one score
-        per set.
+      ValueError: features that hold NaN (detected outside jit only) or disagree on [P, N]; a missing feature that the
+        objective names; sets of another shape or as large as N; an objective that does not return one score per set.
     """
     num_prompts, num_generations = check_features(**features)
     if sets.ndim not in (2, 3) or (sets.ndim == 3 and len(sets) != num_prompts):
@@ -75,10 +74,10 @@ def polychromic_advantages(
     """Marginal set advantages of the polychromic objective over all C(N, n) sets, without forming a set (paper §4).
 
     Equal to `marginal_set_advantages(polychromic, enumerate_sets(N, n), ...)` in O(P N^2), whatever C(N, n) is, and
-    more exact: also where n is close to N, and advantages are small, no large terms cancel.
+    more exact: no large terms cancel, even where n is close to N and advantages are small.
 
     Raises:
-      ValueError: unless 1 <= set_size < N; on NaN rewards (seen outside jit only); on mismatched shapes.
+      ValueError: unless 1 <= set_size < N; on NaN rewards (detected outside jit only); on mismatched shapes.
     """
     return _effects(rewards, clusters, set_size).score
 
@@ -123,7 +122,7 @@ def grpo_advantages(rewards: Float[Array | np.ndarray, "P N"]) -> Float[Array, "
     """Reward above the prompt's mean, A_i = r_i - mean r, not divided by a standard deviation (paper appendix).
 
     Raises:
-      ValueError: on NaN rewards (seen outside jit only).
+      ValueError: on NaN rewards (detected outside jit only).
     """
     check_features(rewards=rewards)
     return centred(jnp.asarray(rewards))
@@ -135,18 +134,18 @@ def grpo_div_advantages(
     """GRPO with a bonus for small clusters: centred r_i + lambda d_i (paper §6.1, GRPO+DIV).
 
     d_i is `rarity`: from 0 where all agree to 1 for a cluster of one, and 0 for a generation in `DEGENERATE_CLUSTER`.
-    This is the reward shaping of §5, too, with which the paper compares the polychromic objective.
+    This is also the reward shaping of §5, with which the paper compares the polychromic objective.
 
     Raises:
-      ValueError: on NaN rewards (seen outside jit only); on mismatched shapes.
+      ValueError: on NaN rewards (detected outside jit only); on mismatched shapes.
     """
     check_features(rewards=rewards, clusters=clusters)
     return centred(jnp.asarray(rewards) + div_coef * rarity(jnp.asarray(clusters)))
 
 
 class _Effects(NamedTuple):
-    """What a generation y does to the sets G of n that hold it: E[. | y in G] - E[.] of a set's score f, mean reward R
-    and diversity d, each [P, N]; and E[R] and E[d] themselves, each [P, 1]."""
+    """The effect of a generation y on the sets G of n that hold it: E[. | y in G] - E[.] of a set's score f, its mean
+    reward R and its diversity d, each [P, N]; and E[R] and E[d] themselves, each [P, 1]."""
 
     score: Array
     reward: Array
@@ -158,11 +157,11 @@ class _Effects(NamedTuple):
 def _effects(
     rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], set_size: int
 ) -> _Effects:
-    """Over all sets of n, from the chances that a set that holds y misses a cluster of s other generations.
+    """The effects over all sets of n, from the chances that a set holding y misses a cluster of s other generations.
 
-    Let missed(s) be that chance, beside(s) that such a set misses the cluster and holds one given other generation, and
-    apart(s) that it misses both. Let r' be the rewards above their mean r. By linearity over clusters c and members i,
-    and up to what all y share, with s the size of y's own cluster,
+    Let missed(s) be that chance, beside(s) the chance that such a set misses the cluster and holds one given other
+    generation, and apart(s) the chance that it misses both. Let r' be the rewards above their mean r. By linearity over
+    clusters c and members i, and up to terms that all y share, with s the size of y's own cluster,
       n d = missed(s)
       n^2 f = n r missed(s) + r'_y (sum_c [apart(0) - apart(|c|)] + apart(s)) - beside(s) sum_{i in y's cluster} r'_i
     where degenerate clusters contribute nothing. None of the terms is a small difference of large ones.

@@ -1,4 +1,4 @@
-"""What estimators have in common: features are checked, a prompt's values centred, its clusters compared."""
+"""What estimators share: checking features, centring a prompt's values, and comparing its clusters."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ def check_features(**features: Array | np.ndarray) -> tuple[int, int]:
     """Returns the (P, N) that all features share.
 
     Raises:
-      ValueError: they share none, or hold NaN (seen outside jit only).
+      ValueError: they share none, or hold NaN (detected outside jit only).
     """
     shapes = {name: feature.shape[:2] for name, feature in features.items()}
     if len(set(shapes.values())) != 1 or min(map(len, shapes.values())) < 2:
@@ -26,7 +26,7 @@ def check_features(**features: Array | np.ndarray) -> tuple[int, int]:
 
 
 def centred(values: Shaped[Array, "P N"]) -> Float[Array, "P N"]:
-    """Less their mean: exactly 0 where all are equal, as differences to one of them are exact."""
+    """The values minus their mean: exactly 0 where all are equal, because differences to one of them are exact."""
     differences = values - values[..., :1]
     return differences - differences.mean(axis=-1, keepdims=True)
 
@@ -44,7 +44,7 @@ def cluster_sizes(clusters: Int[Array, "P N"]) -> Int[Array, "P N"]:
 def rarity(clusters: Int[Array, "P N"]) -> Float[Array, "P N"]:
     """d_i = (N / |cluster of i| - 1) / (N - 1): 0 where all agree, 1 for a cluster of one (paper §6.1, GRPO+DIV).
 
-    A generation in `DEGENERATE_CLUSTER` gets 0, our choice: a rare kind of gibberish must not be paid for being rare.
+    A generation in `DEGENERATE_CLUSTER` gets 0, our choice: gibberish must not be rewarded for being rare.
     """
     num_generations = clusters.shape[-1]
     rare = (num_generations / cluster_sizes(clusters) - 1) / max(num_generations - 1, 1)

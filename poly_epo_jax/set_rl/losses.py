@@ -1,9 +1,9 @@
 """The update rules that accept any advantage: per-token terms in, a scalar loss and metrics out (paper appendix).
 
 A loss reads `Tokens` and returns -sum(weights * term), so that the losses of microbatches add up to the loss of the
-batch; its metrics are sums over response tokens, to be added up and divided by the token count. What masked tokens
-hold never matters. A keyword that a loss names, such as clip_low, is a key of the configuration's `algo` section.
-`clip_cov` and `kl_cov` compare a token with those of its microbatch, and so depend on how large that is.
+batch; its metrics are sums over response tokens, to be added up and divided by the token count. The values of masked
+tokens never matter. A keyword that a loss names, such as clip_low, is a key of the configuration's `algo` section.
+`clip_cov` and `kl_cov` compare a token with the others of its microbatch, and so depend on the microbatch's size.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from poly_epo_jax.registry import Registry
 
 
 class Tokens(NamedTuple):
-    """What a loss reads of each token, all of one shape, rows of T tokens.
+    """What a loss reads for each token: arrays of one shape, rows of T tokens.
 
     `old_logprobs` are those of the policy that generated the token. `weights` is the token's share of the objective J,
     from `token_weights` on response tokens and 0 on prompt and padding tokens. `sequence_ids` tells a row's sequences
@@ -95,8 +95,8 @@ def gspo_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28)
     """GSPO (Zheng et al., arXiv 2507.18071): PPO's clipped surrogate with one ratio for each sequence.
 
     The ratio is s = exp(mean over the sequence's tokens of log w), the geometric mean of theirs. Each token's log-prob
-    gets its gradient by that token's own weight and advantage, as in the paper's GSPO-token and in verl, which is the
-    same where they are equal within a sequence. The paper clips to 1 - 3e-4 and 1 + 4e-4.
+    gets its gradient from that token's own weight and advantage, as in the paper's GSPO-token and in verl; this is the
+    same if they are equal within a sequence. The paper clips to 1 - 3e-4 and 1 + 4e-4.
 
     Returns:
       As `ppo_clip_loss`; here `ratio` and `clip_fraction` are those of the token's sequence.
@@ -126,9 +126,9 @@ def clip_cov_loss(
     cov_t = (A_t - mean A) (log p_t - mean log p) over the microbatch's response tokens. Of those with cov_t between
     cov_low and cov_high that the clip lets through, a random `cov_fraction` of all tokens, at least one, is detached.
 
-    verl draws exactly that number; here each candidate is drawn by itself with the chance that makes it so many on
-    average, from bits of the log-probabilities: equal inputs give equal draws, as resuming needs. Detached tokens count
-    in the loss's value here, as in the paper, and not in verl; the gradient is the same.
+    verl draws exactly that number; here each candidate is drawn independently, with the chance that gives this number
+    on average, from bits of the log-probabilities: equal inputs give equal draws, as resuming requires. Detached tokens
+    count in the loss's value here, as in the paper but not in verl; the gradient is the same.
 
     Returns:
       As `ppo_clip_loss`, and `covariance_fraction`, the tokens that were detached.
@@ -150,8 +150,8 @@ def clip_cov_loss(
 def kl_cov_loss(tokens: Tokens, *, cov_fraction: float = 2e-4, cov_kl_coef: float = 1.0) -> LossAndMetrics:
     """KL-Cov (Cui et al., arXiv 2505.22617): w A without a clip, and a penalty |log w| on a few tokens.
 
-    The penalty, times `cov_kl_coef`, is on the `cov_fraction` of tokens, at least one, with the largest cov_t (see
-    `clip_cov_loss`), and on what ties with the last of them. As in verl.
+    The penalty, times `cov_kl_coef`, applies to the `cov_fraction` of tokens, at least one, with the largest cov_t (see
+    `clip_cov_loss`), and to those that tie with the last of them, as in verl.
 
     Returns:
       As `ppo_clip_loss`; here nothing is clipped, and `covariance_fraction` counts the tokens that are penalised.
@@ -181,7 +181,7 @@ LOSSES: Registry[Loss] = Registry(
 
 SILENT_AT_ZERO = {"ppo_clip", "cispo", "policy_gradient", "gspo"}
 """Losses to which a sequence of advantage 0 adds nothing, neither to their value nor to any gradient, so that the
-update need not take its gradient. `clip_cov` and `kl_cov` compare a token with those of other sequences."""
+update need not compute its gradient. `clip_cov` and `kl_cov` compare a token with those of other sequences."""
 
 
 def token_weights(
@@ -210,7 +210,7 @@ def token_weights(
 
 
 def sequence_means(values: Shaped[Array, "*rows T"], tokens: Tokens) -> Float[Array, "*rows T"]:
-    """The mean of `values` over the response tokens of a token's sequence, at each of them; 0 on masked tokens."""
+    """At each response token, the mean of `values` over the response tokens of its sequence; 0 on masked tokens."""
     length = values.shape[-1]
 
     def of_row(values: Array, ids: Array, is_response: Array) -> Array:
@@ -257,7 +257,7 @@ def _few(fraction: float, tokens: Tokens) -> Int[Array, ""]:
 
 
 def _key_of(tokens: Tokens) -> Key[Array, ""]:
-    """A random key of the log-probabilities: their bits, added up."""
+    """A random key made from the log-probabilities: the sum of their bits."""
     logprobs = jnp.where(tokens.is_response, jax.lax.stop_gradient(tokens.logprobs), 0).astype(jnp.float32)
     return jax.random.key(jnp.sum(jax.lax.bitcast_convert_type(logprobs, jnp.uint32), dtype=jnp.uint32))
 

@@ -1,7 +1,7 @@
 """Set objectives f(x, y_1..y_n): what a set of n generations is worth as a whole (paper §3 and §4).
 
 An objective maps features gathered over sets, each [..., K, n] or [..., K, n, D], to scores [..., K]. It is symmetric
-in the n generations, and its parameters name the features it reads. Any such JAX function serves; OBJECTIVES are those
+in the n generations, and its parameters name the features it reads. Any such JAX function will do; OBJECTIVES are those
 that have a name in a configuration.
 """
 
@@ -42,8 +42,8 @@ def reward_plus_diversity(
 ) -> Float[Array, "*prompts K"]:
     """The sum in place of polychromic's product: f = 1/n sum_i r_i + |{C(y_1), .., C(y_n)}| / n.
 
-    Its marginal advantages are those of the two terms alone: reward shaping (paper §5) over sets. What polychromic has
-    beyond it comes of the product. Over single generations, sum and product are GRPO+DIV and `shaped_product`.
+    Its marginal advantages are those of the two terms alone: reward shaping (paper §5) over sets. Whatever polychromic
+    adds to this comes from the product. Over single generations, sum and product are GRPO+DIV and `shaped_product`.
     """
     return jnp.mean(rewards, axis=-1) + diversity(clusters)
 
@@ -52,17 +52,17 @@ def determinant(
     rewards: Float[Array | np.ndarray, "*prompts K n"],
     embeddings: Float[Array | np.ndarray, "*prompts K n D"],
 ) -> Float[Array, "*prompts K"]:
-    """Mean reward times the volume of embeddings: f = (1/n sum_i r_i) * log2 det(I + K) / n, K their cosines.
+    """Mean reward times the volume of embeddings: f = (1/n sum_i r_i) * log2 det(I + K) / n, with K their cosines.
 
-    The second factor is 1 where all are orthogonal and log2(1 + n) / n where all are alike. If embeddings say no more
-    than the cluster, it is the sum over clusters c of log2(1 + |c|), over n: a repetition counts, but less.
+    The second factor is 1 if all are orthogonal and log2(1 + n) / n if all are alike. If embeddings say no more than
+    the cluster, it is the sum over clusters c of log2(1 + |c|), divided by n: a repetition counts, but less.
     """
     volume = log_volume(cosines(embeddings)) / (embeddings.shape[-2] * math.log(2))
     return jnp.mean(rewards, axis=-1) * volume
 
 
 def diversity(clusters: Int[Array | np.ndarray, "*prompts K n"]) -> Float[Array, "*prompts K"]:
-    """Distinct clusters of a set over its size: d(G) of §4, without `DEGENERATE_CLUSTER`."""
+    """Distinct clusters of a set divided by its size: d(G) of §4, without `DEGENERATE_CLUSTER`."""
     clusters = jnp.asarray(clusters)
     seen_before = jnp.tril(clusters[..., :, None] == clusters[..., None, :], -1).any(axis=-1)
     return (~seen_before & (clusters != DEGENERATE_CLUSTER)).mean(axis=-1)
@@ -84,8 +84,8 @@ def mean_reward(rewards: Float[Array | np.ndarray, "*prompts K n"]) -> Float[Arr
 class Objective(NamedTuple):
     """An entry of OBJECTIVES: f as `score`, and the method's title in reports.
 
-    `closed_form`, where a formula gives the advantages [P, N] over all sets, takes the features by name and set_size,
-    as `polychromic_advantages` does; without it every set is scored.
+    `closed_form` is a formula for the advantages [P, N] over all sets, if there is one. It takes the features by name
+    and set_size, as `polychromic_advantages` does; without it every set is scored.
     """
 
     score: SetObjective

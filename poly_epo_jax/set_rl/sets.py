@@ -58,7 +58,7 @@ def sample_sets(
         raise ValueError(
             f"num_sets is {num_sets}, but between 1 and C({num_generations}, {set_size}) = {total} sets can be drawn."
         )
-    # A table of all sets is the fast way where it is small, or at most twice as long as what is returned.
+    # A table of all sets is the fast way if it is small, or at most twice as long as the result.
     if total <= max(_SMALL_TABLE, 2 * num_sets):
         rows = jax.random.choice(key, total, (num_sets,), replace=False)
         return jnp.asarray(enumerate_sets(num_generations, set_size))[rows]

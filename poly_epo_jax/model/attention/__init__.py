@@ -1,4 +1,4 @@
-"""Causal attention within packed segments, behind one function: a kernel for GPUs, one for TPUs, else a plain form."""
+"""Causal attention within packed segments, behind one function: a kernel for GPUs, one for TPUs, and a plain form."""
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +12,17 @@ from poly_epo_jax.model.attention.triton import triton_attention
 from poly_epo_jax.model.sharding import ROWS, platform
 
 IMPLEMENTATIONS = {"blockwise": blockwise_attention, "triton": triton_attention, "splash": splash_attention}
-"""(q, k, v, segments) -> the attention's result. All give their result and what else the backward pass needs the name
-"attention", so that remat can keep them."""
+"""(q, k, v, segments) -> the attention's result. All give the name "attention" to their result and to whatever else the
+backward pass needs, so that remat can keep them."""
 
 SHARES_PROMPTS = ("blockwise",)
-"""Those that read `Segments.prompt`. The others need rows in which each sequence has its prompt to itself."""
+"""The implementations that read `Segments.prompt`. The others need rows in which each sequence has its own prompt."""
 
 KERNELS = {"cpu": "blockwise", "gpu": "triton", "tpu": "splash"}
-"""The fastest form on each platform; on others there is no kernel."""
+"""The fastest form on each platform; there is no kernel for other platforms."""
 
 distrusted: set[str] = set()
-"""Kernels that have failed the self-check on this process's devices, which "auto" does not take."""
+"""Kernels that have failed the self-check on this process's devices; "auto" does not use them."""
 
 
 def packed_attention(
@@ -40,9 +40,9 @@ def packed_attention(
 
     Args:
       implementation: a key of IMPLEMENTATIONS, or "auto": the platform's own.
-      longest: no segment has more tokens, which must hold; 0: none is longer than its row.
-      positions: of the tokens in their sequences; with one of SHARES_PROMPTS a segment that begins at a later position
-        than 0 sees the segment that it goes on from, see `make_segments`.
+      longest: no segment may have more tokens; the caller must ensure this. 0: none is longer than its row.
+      positions: of the tokens in their sequences. With one of SHARES_PROMPTS, a segment that begins at a position above
+        0 sees the segment that it continues, see `make_segments`.
     """
     attend, segments = IMPLEMENTATIONS[fastest(implementation)], make_segments(segment_ids, longest, positions)
     if not jax.sharding.get_abstract_mesh().empty:
@@ -70,7 +70,7 @@ def cached_attention(
 
 
 def fastest(implementation: str) -> str:
-    """The implementation itself or, of "auto", the one for the platform that is traced for, unless it is distrusted."""
+    """The implementation itself or, for "auto", that of the platform being traced for, unless it is distrusted."""
     if implementation != "auto":
         return implementation
     kernel = KERNELS.get(platform(), "blockwise")

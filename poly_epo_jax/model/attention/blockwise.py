@@ -1,8 +1,8 @@
-"""Attention in plain JAX that never holds the [T, T] scores, but blocks of them (FlashAttention-2, Dao 2023).
+"""Attention in plain JAX that never holds all [T, T] scores, only blocks of them (FlashAttention-2, Dao 2023).
 
-A block of queries visits only the blocks of keys from the start of its earliest segment to itself, and before these
-those of the prompts that it shares, so that time depends on the lengths of the packed sequences and not of the row. On
-a CPU it takes a third of the time of the whole matrix.
+A block of queries visits only the blocks of keys from the start of its earliest segment to itself, and before them the
+blocks of the prompts that it shares, so time depends on the lengths of the packed sequences and not of the row. On a
+CPU it takes a third of the time of the whole matrix.
 """
 
 import functools
@@ -22,7 +22,7 @@ NEVER = -1e30  # the score of an invisible key; finite, so that a block without 
 def blockwise_attention(
     q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], segments: Segments
 ) -> Float[Array, "B T H D"]:
-    """As `packed_attention`; the backward pass recomputes each block's scores."""
+    """Like `packed_attention`; the backward pass recomputes each block's scores."""
     length, block = q.shape[1], min(BLOCK, q.shape[1])
     q, k, v = whole_blocks(block, q * q.shape[-1] ** -0.5, k, v)
     seen = segments.lengthened(block)

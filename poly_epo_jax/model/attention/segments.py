@@ -1,4 +1,4 @@
-"""What the tokens of packed rows see. From this every form of the attention knows which blocks it must visit."""
+"""What the tokens of packed rows see, from which every form of the attention derives the blocks that it must visit."""
 
 import dataclasses
 from typing import Any
@@ -11,13 +11,13 @@ from jaxtyping import Array, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """A token sees the tokens from `first` to itself, and those of a prompt before, which others see too.
+    """A token sees the tokens from `first` to itself, and those of an earlier prompt, which other segments see too.
 
     Attributes:
-      first: the start of the token's segment, a run of equal ids; of padding, the token itself. It never decreases
+      first: the start of the token's segment, a run of equal ids; for padding, the token itself. It never decreases
         along a row.
-      prompt, prompt_end: the prompt's first token and the one after its last; equal where nothing is shared.
-      longest: no segment has more tokens; 0: the row alone bounds them. It is the promise of who packs the rows:
+      prompt, prompt_end: the prompt's first token and the one after its last; equal if nothing is shared.
+      longest: no segment has more tokens; 0: only the row bounds them. It is a promise of the code that packs the rows:
         a form that lays out its work by it does not see what is farther away.
     """
 
@@ -27,18 +27,18 @@ class Segments:
     longest: int = dataclasses.field(default=0, metadata={"static": True})
 
     def lengthened(self, block: int) -> "Segments":
-        """Rows of whole blocks, by padding at their ends."""
+        """The rows padded at their ends to whole blocks."""
         rows, length = self.first.shape
         end = jnp.arange(length, length + -length % block, dtype=self.first.dtype)
         end = jnp.broadcast_to(end, (rows, len(end)))
         return jax.tree.map(lambda x: jnp.concatenate([x, end], axis=1), self)
 
     def first_key_blocks(self, query_block: int, key_block: int) -> Int[Array, "B I"]:
-        """Of each block of queries, the first block of keys that one of them sees; they see all from there on."""
+        """For each block of queries, the first block of keys that one of them sees; they see all from there on."""
         return self.first[:, ::query_block] // key_block
 
     def last_query_blocks(self, query_block: int, key_block: int) -> Int[Array, "B J"]:
-        """Of each block of keys, the last block of queries that sees one of them; all up to there do."""
+        """For each block of keys, the last block of queries that sees one of them; all up to there do."""
         ends = jnp.arange(key_block - 1, self.first.shape[1], key_block)
         last = jnp.sum(self.first[:, None] <= ends[None, :, None], axis=-1, dtype=jnp.int32) - 1
         return last // query_block
@@ -47,11 +47,12 @@ class Segments:
 def make_segments(
     segment_ids: Int[Array, "B T"], longest: int = 0, positions: Int[Array, "B T"] | None = None
 ) -> Segments:
-    """What rows of such ids see; 0 is padding.
+    """What the tokens of rows with these ids see; 0 is padding.
 
     Args:
-      positions: of the tokens in their sequences. A segment that begins at a later one than 0 goes on from the nearest
-        segment to its left that begins at 0, and sees as much of that as it leaves out. None: no segment does.
+      positions: of the tokens in their sequences. A segment that begins at a position above 0 continues the nearest
+        segment to its left that begins at 0, and sees the part of it that comes before its own first position. None: no
+        segment does.
     """
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
     begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], [(0, 0), (1, 0)], constant_values=True)

@@ -1,7 +1,7 @@
-"""Whether an attention kernel computes what the plain form computes, on the very device that it will run on.
+"""Checks that an attention kernel computes what the plain form computes, on the very device that it will run on.
 
-A compiler, a driver or an inner interface that has changed can make a kernel wrong without any error, and training on
-it would look like a poor learning rate. The case is a small one, and what has passed is remembered.
+A changed compiler, driver or internal interface can make a kernel wrong without any error, and training with it would
+look like a poor learning rate. The test case is small, and checks that have passed are remembered.
 """
 
 import dataclasses
@@ -27,24 +27,24 @@ from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.mesh import AXES
 
 CHECKED = "attention.json"
-"""The file in the folder of compiled programs that says what has passed."""
+"""The file in the folder of compiled programs that records which checks have passed."""
 
-# Segments of a row of packed sequences, then padding; and a row that is one sequence. They begin and end inside blocks,
-# and whole blocks are skipped, whatever the kernel's blocks.
+# The segments of a row of packed sequences, followed by padding; and a row that is one sequence. They begin and end
+# inside blocks, and whole blocks are skipped, whatever the kernel's blocks.
 SEGMENTS = ((1, 100, 413, 6, 250, 300), (1280,))
-# Largest relative error of a token: above what rounding does to numbers of 8 bits, or of 11, as those of TF32 are, in
-# which GPUs multiply float32; below what one key too many or too few does in a sequence of 250 tokens, 0.06.
+# The largest relative error of a token: above the error from rounding to 8 bits, or to 11 as in TF32, in which GPUs
+# multiply float32; below the error from one key too many or too few in a sequence of 250 tokens, 0.06.
 TOLERANCE = {"bfloat16": 0.04, "float16": 0.01, "float32": 0.01}
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCheck:
-    """What a kernel's values and gradients differ by from those of the plain form in float32.
+    """By how much a kernel's values and gradients differ from those of the plain form in float32.
 
     Attributes:
-      values, gradients: the largest relative error of a token; infinite where the kernel cannot be run.
-      tolerance: of both.
-      error: why the kernel cannot be run; empty where it can.
+      values, gradients: the largest relative error of a token; infinite if the kernel cannot be run.
+      tolerance: the limit for both.
+      error: why the kernel cannot be run; empty if it can.
     """
 
     implementation: str
@@ -69,7 +69,7 @@ class AttentionCheck:
 
 
 def check_attention(implementation: str, device: Any, shape: ModelConfig) -> AttentionCheck:
-    """Runs a key of attention.IMPLEMENTATIONS on a jax.Device, with heads and types as those of a model."""
+    """Runs a key of attention.IMPLEMENTATIONS on a jax.Device, with the heads and types of a model."""
     rows, length = len(SEGMENTS), max(map(sum, SEGMENTS))
     ids = np.zeros((rows, length), np.int32)
     for row, sizes in zip(ids, SEGMENTS, strict=True):
@@ -103,20 +103,20 @@ def check_attention(implementation: str, device: Any, shape: ModelConfig) -> Att
 
 
 def _relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Of the worst token and head; of small vectors, relative to the root mean square of all."""
+    """The error of the worst token and head; for small vectors, relative to the root mean square of all."""
     norms = np.linalg.norm(expected, axis=-1)
     errors = np.linalg.norm(found - expected, axis=-1) / np.maximum(norms, np.sqrt(np.mean(norms**2)))
     return float(np.max(errors)) if np.isfinite(errors).all() else np.inf
 
 
 def trust_attention(asked: str, shape: ModelConfig, mesh: Mesh, cache: Path) -> None:
-    """Checks the kernel that `asked`, the value of model.attention, leads to on a mesh, on every host.
+    """Checks on every host the kernel that `asked`, the value of model.attention, selects on a mesh.
 
-    With "auto", a kernel that fails is not used from here on, which is said. What has passed is kept in `cache`, a JSON
-    file, for each kernel, device, shape of heads and version of the libraries.
+    With "auto", a kernel that fails is not used from here on, and a warning says so. Checks that have passed are kept
+    in `cache`, a JSON file, for each kernel, device, shape of heads and version of the libraries.
 
     Raises:
-      ConfigError: the kernel that is asked for by name fails.
+      ConfigError: a kernel that was requested by name fails.
     """
     with jax.set_mesh(mesh):
         implementation = attention.fastest(asked)
@@ -154,7 +154,7 @@ def _remembered_check(implementation: str, device: Any, shape: ModelConfig, cach
 
 
 def _read(cache: Path) -> dict[str, list[float]]:
-    """By what was checked, its two errors; what is missing or damaged is checked anew."""
+    """The two errors of each check by its name; what is missing or damaged is checked anew."""
     try:
         content = json.loads(cache.read_text())
     except (FileNotFoundError, ValueError):

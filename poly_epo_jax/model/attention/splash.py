@@ -1,8 +1,8 @@
-"""JAX's splash attention for TPUs, told to visit only the blocks of packed sequences' own triangles, both ways.
+"""JAX's splash attention for TPUs, made to visit only the blocks of packed sequences' own triangles, in both passes.
 
-Its causal mask walks a row's whole triangle, and segment ids only mask inside: seven times the work at a mean of 1,700
-tokens in rows of 16,384. But the kernels are told by arrays which block comes at each step of their grid and whether to
-work on it, and these may be computed from the segments as the program runs.
+Its causal mask visits a row's whole triangle, and segment ids only mask within it: seven times the work at a mean of
+1,700 tokens in rows of 16,384. But arrays tell the kernels which block comes at each step of their grid and whether to
+work on it, and these arrays may be computed from the segments while the program runs.
 """
 
 import inspect
@@ -16,22 +16,22 @@ from jaxtyping import Array, Float
 from poly_epo_jax.model.attention.segments import Segments, whole_blocks
 from poly_epo_jax.model.sharding import platform
 
-# Tokens per block. At the lengths above, blocks of 512 have 1.67 times the area of the segments' own triangles, and of
-# 256 only 1.33 times; but these take 3.7 times as many steps, and a step costs some tenths of a microsecond, about as
-# much as a block of 512 takes to compute. Neither has been measured.
+# Tokens per block. At the lengths above, blocks of 512 have 1.67 times the area of the segments' own triangles, and
+# blocks of 256 only 1.33 times; but blocks of 256 take 3.7 times as many steps, and a step costs some tenths of a
+# microsecond, about as much as a block of 512 takes to compute. Neither has been measured.
 BLOCK = 512
 LANES = 128  # blocks are whole multiples of it
-# The arrays lie in a megabyte of scalar memory, where each of these numbers of grid rows takes two lines of 512 bytes.
+# The arrays lie in a megabyte of scalar memory, in which each of these grid rows takes two lines of 512 bytes.
 MAX_GRID_ROWS = 1023
 
 
 def splash_attention(
     q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], segments: Segments
 ) -> Float[Array, "B T H D"]:
-    """As `packed_attention`; on a CPU interpreted, which is slow.
+    """Like `packed_attention`; on a CPU it is interpreted, which is slow.
 
     Raises:
-      ImportError: JAX's kernel, whose inner interface this uses, is not the one known here.
+      ImportError: JAX's kernel, whose internal interface this uses, is not the one known here.
     """
     length, heads, width = q.shape[1:]
     block = min(BLOCK, length + -length % LANES)
@@ -43,7 +43,7 @@ def splash_attention(
         out = _kernel(infos, block)(*(x.swapaxes(0, 1) for x in (q, k, v)), splash.SegmentIds(first, first))
         return out.swapaxes(0, 1)  # pyright: ignore[reportAttributeAccessIssue]
 
-    # Rows are laid end to end, as blocks of other rows are never visited. The axis of groups is there even if it is 1:
+    # Rows are laid end to end, as blocks of other rows are never visited. The axis of groups is kept even if it is 1:
     # without it XLA transposes the kernel's log-normalizers, 128 copies of each, before it takes one of them.
     joined = (x.reshape(groups, -1, *x.shape[2:]) for x in (q, k, v, segments.first))
     out = jax.vmap(one_group)(mask_infos(segments, block, groups), *joined)
@@ -51,7 +51,7 @@ def splash_attention(
 
 
 def _groups(rows: int, num_steps: int, blocks: int) -> int:
-    """How many kernels, one after another, take the rows: as few as the scalar memory allows."""
+    """How many kernels process the rows, one after another: as few as the scalar memory allows."""
     lines = blocks * -(-num_steps // LANES)
     return next(n for n in range(1, rows + 1) if rows % n == 0 and (rows // n * lines <= MAX_GRID_ROWS or n == rows))
 
@@ -93,16 +93,16 @@ def _causal(queries: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def steps(segments: Segments, block: int) -> int:
-    """The most blocks of keys that any block of queries sees; of a whole row, where nothing bounds its segments."""
+    """The most blocks of keys that any block of queries sees; those of a whole row if nothing bounds its segments."""
     blocks = segments.first.shape[1] // block
     return min(blocks, -(-(segments.longest - 1) // block) + 1) if segments.longest else blocks
 
 
 def mask_infos(segments: Segments, block: int, groups: int) -> tuple[MaskInfo, MaskInfo]:
-    """What the kernels of queries, and that of keys, visit: [groups, ...], each of rows laid end to end.
+    """What the kernels of queries, and the kernel of keys, visit: [groups, ...], each of rows laid end to end.
 
-    A line of the grid is filled from its end: its last step is its last block. The steps before its first block hold
-    that block already, so that it is fetched while the line before it ends, and nothing else is.
+    A line of the grid is filled from its end: its last step is its last block. The steps before its first block already
+    hold that block, so it is fetched while the previous line ends, and nothing else is fetched.
     """
     rows, length = segments.first.shape
     blocks, num_steps = length // block, steps(segments, block)
@@ -117,7 +117,7 @@ def mask_infos(segments: Segments, block: int, groups: int) -> tuple[MaskInfo, M
 
     def info(at, begin):
         nearest, is_visited = jnp.maximum(at, begin), (at >= begin).astype(jnp.int32)
-        # All heads share it, which the axis of 1 says.
+        # All heads share it, as the axis of 1 says.
         infos = nearest[:, None], None, is_visited[:, None], None, positions
         return MaskInfo(*infos)  # pyright: ignore[reportArgumentType]
 

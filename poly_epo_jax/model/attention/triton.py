@@ -1,8 +1,8 @@
-"""Attention for GPUs in Pallas' Triton dialect (FlashAttention-2, Dao 2023) that skips other sequences, both ways.
+"""Attention for GPUs in Pallas' Triton dialect (FlashAttention-2, Dao 2023) that skips other sequences in both passes.
 
-Each program has a block of queries and walks the blocks of keys from the start of its first segment to itself; for the
-gradients of keys and values it has a block of keys, and walks the blocks of queries that see it. No two programs write
-to one place, so that results do not depend on their order. Scores are in units of log 2, where exponentials are
+Each program has a block of queries and visits the blocks of keys from the start of its first segment to itself; for the
+gradients of keys and values it has a block of keys, and visits the blocks of queries that see it. No two programs write
+to the same place, so results do not depend on their order. Scores are in units of log 2, in which exponentials are
 cheapest.
 """
 
@@ -22,7 +22,7 @@ from poly_epo_jax.model.sharding import platform
 
 
 class Blocks(NamedTuple):
-    """Tokens of the block that a program keeps, and of those that it walks over, which divide it; and its warps."""
+    """Tokens of the block that a program keeps, and of those that it visits, which divide it; and its warps."""
 
     own: int
     step: int
@@ -40,7 +40,7 @@ NEVER = -1e30  # the score of an invisible key; finite, so that a block without 
 def triton_attention(
     q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], segments: Segments
 ) -> Float[Array, "B T H D"]:
-    """As `packed_attention`; on a CPU interpreted, which is slow. float32 is multiplied as XLA does it: in TF32."""
+    """Like `packed_attention`; on a CPU it is interpreted, which is slow. float32 is multiplied in TF32, as by XLA."""
     length, width, block = q.shape[1], q.shape[3], FORWARD[q.dtype.itemsize].own
     padding = max(MIN_WIDTH, pl.next_power_of_2(width)) - width
     q, k, v = (
@@ -110,7 +110,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _query_specs(block, width):
-    """A block of queries of one head, and of what is one number for each of them: [B, H, T] and [B, T]."""
+    """Specs of a block of queries of one head, and of arrays with one number per query: [B, H, T] and [B, T]."""
     own = pl.BlockSpec((None, block, None, width), lambda i, h, b: (b, i, h, 0))
     row = pl.BlockSpec((None, None, block), lambda i, h, b: (b, h, i))
     return own, row, pl.BlockSpec((None, block), lambda i, h, b: (b, i))
@@ -130,7 +130,7 @@ def _call(kernel, blocks, grid, in_specs, out_specs, results):
 
 
 def _dot(a, b, contract):
-    """a and b multiplied over these axes of theirs, and summed in float32."""
+    """a and b contracted over these axes, summed in float32."""
     return jax.lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
 
 
@@ -138,7 +138,7 @@ ROWS_BY_ROWS, ROWS_BY_COLUMNS = ((1,), (1,)), ((1,), (0,))
 
 
 def _positions(block, size):
-    """Those of the tokens of a block."""
+    """The positions of the tokens of a block."""
     return block * size + jnp.arange(size, dtype=jnp.int32)
 
 

@@ -1,1 +1,1 @@
-"""Rivals of the paper's method, a file for each kind, told apart by what they read. docs/methods.md lists them."""
+"""Rivals of the paper's method, in files by the features that they read. docs/methods.md lists them."""

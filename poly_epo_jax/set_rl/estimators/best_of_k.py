@@ -1,8 +1,8 @@
 """Estimators of pass@k, or max@k of graded rewards: a set of k generations is worth its best one.
 
-All are exact over every one of the C(N, k) sets, at any N, without forming one. Sort a prompt's rewards,
-r_(0) <= .. <= r_(N-1). What a generation gets is a sum over the steps r_(j) - r_(j-1) that lie below its own reward,
-each times a share of sets, which is a ratio of binomials. No term is negative, so that nothing cancels.
+All are exact over all C(N, k) sets, for any N, without forming a set. Sort a prompt's rewards, r_(0) <= .. <= r_(N-1).
+A generation gets a sum over the steps r_(j) - r_(j-1) that lie below its own reward, each times a share of sets, which
+is a ratio of binomials. No term is negative, so nothing cancels.
 """
 
 import functools
@@ -20,11 +20,11 @@ from poly_epo_jax.set_rl.sets import check_set_size
 def pass_at_n_advantages(rewards: Float[Array | np.ndarray, "P N"], set_size: int) -> Float[Array, "P N"]:
     """Marginal set advantages of `pass_at_n` over all C(N, n) sets, without forming a set (paper §3).
 
-    A = T - mean T, with T_(i) = sum_{j=1..i} (r_(j) - r_(j-1)) C(j-1, n-1) / C(N-1, n-1): a step counts as often as the
-    n - 1 others of a set that holds the generation are all below it.
+    A = T - mean T, with T_(i) = sum_{j=1..i} (r_(j) - r_(j-1)) C(j-1, n-1) / C(N-1, n-1): the weight of a step is the
+    share of the sets with a given generation below the step whose n - 1 others are all below it too.
 
     Raises:
-      ValueError: unless 1 <= set_size < N; on NaN rewards (seen outside jit only).
+      ValueError: unless 1 <= set_size < N; on NaN rewards (detected outside jit only).
     """
     _, num_generations = check_features(rewards=rewards)
     check_set_size(num_generations, set_size)
@@ -32,17 +32,17 @@ def pass_at_n_advantages(rewards: Float[Array | np.ndarray, "P N"], set_size: in
 
 
 def passk_advantages(rewards: Float[Array | np.ndarray, "P N"], k: int) -> Float[Array, "P N"]:
-    """Pass@k training (Chen et al., arXiv 2508.10751): sets of k are scored by their best, and scores standardised.
+    """Pass@k training (Chen et al., arXiv 2508.10751): a set of k scores its best reward; scores are standardised.
 
     A_i = (E[max | i in the set] - E[max]) / std max, over all C(N, k) sets. For 0/1 rewards with c correct ones, with
     R = 1 - C(N-c, k) / C(N, k) and s = sqrt(R (1 - R)), that is (1 - R) / s for a correct generation and
     (1 - R - C(N-c-1, k-1) / C(N-1, k-1)) / s for an incorrect one. Without the division it is `pass_at_n_advantages`.
 
-    The authors' code (RUCAIBox/Passk_Training) adds 1e-6 to s and passes graded rewards through as advantages. Here
-    graded rewards get what the definition says, and a prompt whose sets are all worth the same gets 0.
+    The authors' code (RUCAIBox/Passk_Training) adds 1e-6 to s and passes graded rewards through as advantages. Here the
+    definition also applies to graded rewards, and a prompt whose sets are all worth the same gets 0.
 
     Raises:
-      ValueError: unless 1 <= k < N; on NaN rewards (seen outside jit only).
+      ValueError: unless 1 <= k < N; on NaN rewards (detected outside jit only).
     """
     advantages = pass_at_n_advantages(rewards, k)
     ascending = jnp.sort(jnp.asarray(rewards, float), axis=-1)
@@ -60,11 +60,12 @@ def pkpo_advantages(rewards: Float[Array | np.ndarray, "P N"], k: int) -> Float[
     leave-one-out baseline of k - 1 generations. Sorted, s_(i) = sum_{j=1..i} (r_(j) - r_(j-1)) C(j, k-1) / C(N, k).
     Sum_i s_i grad log pi(y_i) is an unbiased estimate of grad E[max of k]. No s_i is negative; the worst gets 0.
 
-    The paper's listing takes the difference of two such transforms to the same end. In tajwarfahim/maxrl, by others,
-    rewards are rounded to 0 and 1, s is multiplied by N / k, and the mean of the others' is subtracted.
+    The paper's listing takes the difference of two such transforms, with the same result. In tajwarfahim/maxrl, by
+    other authors, rewards are rounded to 0 and 1, s is multiplied by N / k, and the mean of the others' s is
+    subtracted.
 
     Raises:
-      ValueError: unless 2 <= k <= N; on NaN rewards (seen outside jit only).
+      ValueError: unless 2 <= k <= N; on NaN rewards (detected outside jit only).
     """
     _, num_generations = check_features(rewards=rewards)
     if not 2 <= k <= num_generations:
@@ -82,23 +83,23 @@ def _climb(rewards: Array | np.ndarray, shares: Float[np.ndarray, " steps"]) -> 
     return jnp.take_along_axis(climbed, jnp.argsort(order, axis=-1), axis=-1)
 
 
-# By a step's or generation's place in ascending order, exact integers until the last division: binomials of large N
-# overflow any float.
+# Shares by a step's or generation's place in ascending order. Integers are exact until the last division, because
+# binomials of large N overflow any float.
 
 
 @functools.cache
 def _beaten(N: int, k: int) -> Float[np.ndarray, " steps"]:
-    """Of the sets that hold a generation, those whose k - 1 others are among the j - 1 lowest; j = 1..N-1."""
+    """Of the sets that hold a generation, the share whose k - 1 others are among the j - 1 lowest; j = 1..N-1."""
     return np.array([math.comb(j - 1, k - 1) / math.comb(N - 1, k - 1) for j in range(1, N)], float)
 
 
 @functools.cache
 def _overtaken(N: int, k: int) -> Float[np.ndarray, " steps"]:
-    """Of all sets, those of a generation at or above place j with k - 1 of the j lowest; j = 1..N-1."""
+    """Of all sets, the share that joins a given generation from place j on with k - 1 of the j lowest; j = 1..N-1."""
     return np.array([math.comb(j, k - 1) / math.comb(N, k) for j in range(1, N)], float)
 
 
 @functools.cache
 def _best(N: int, k: int) -> Float[np.ndarray, " N"]:
-    """Of all sets, those whose best generation has place j; j = 0..N-1."""
+    """Of all sets, the share whose best generation has place j; j = 0..N-1."""
     return np.array([math.comb(j, k - 1) / math.comb(N, k) for j in range(N)], float)

@@ -1,4 +1,4 @@
-"""Estimators that pay a generation of a small cluster more. `grpo_div_advantages` is the paper's own of this kind."""
+"""Estimators that reward generations of small clusters more; `grpo_div_advantages` is the paper's own of this kind."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,12 +16,12 @@ def shaped_product_advantages(
 ) -> Float[Array, "P N"]:
     """Reward times diversity of single generations: centred r_i d_i (paper §5, which argues against it).
 
-    d_i is `rarity`. The polychromic objective multiplies the same two things, but of a set: so only there has the
-    advantage a covariance term, and only there can an incorrect generation earn from the correct ones beside it.
-    `grpo_div_advantages` is the sum in place of the product.
+    d_i is `rarity`. The polychromic objective multiplies the same two things, but of a set: only there does the
+    advantage have a covariance term, and only there can an incorrect generation benefit from the correct ones next to
+    it. `grpo_div_advantages` is the sum in place of the product.
 
     Raises:
-      ValueError: on NaN rewards (seen outside jit only); on mismatched shapes.
+      ValueError: on NaN rewards (detected outside jit only); on mismatched shapes.
     """
     check_features(rewards=rewards, clusters=clusters)
     return centred(jnp.asarray(rewards) * rarity(jnp.asarray(clusters)))
@@ -33,10 +33,10 @@ def darling_advantages(
     """DARLING (arXiv 2509.02534): centred r_i max(0.1, (N - |cluster of i|) / (N - 1)), without a standard deviation.
 
     As in the authors' code (facebookresearch/darling, `partition` and `multiplicative`). A generation in
-    `DEGENERATE_CLUSTER` gets the floor of 0.1, our choice: gibberish is not distinct for being rare.
+    `DEGENERATE_CLUSTER` gets the floor of 0.1, our choice: being rare does not make gibberish distinct.
 
     Raises:
-      ValueError: on NaN rewards (seen outside jit only); on mismatched shapes.
+      ValueError: on NaN rewards (detected outside jit only); on mismatched shapes.
     """
     _, num_generations = check_features(rewards=rewards, clusters=clusters)
     clusters = jnp.asarray(clusters)
@@ -50,13 +50,13 @@ def uniqueness_advantages(
 ) -> Float[Array, "P N"]:
     """Uniqueness-aware RL (Hu et al., arXiv 2601.08763): (r_i - mean r) / |cluster of i|^alpha.
 
-    The weight also multiplies negative advantages, so that an incorrect generation of a common strategy is held back
-    less, as in the paper. There is no authors' code, and no alpha of their runs is known to us; the paper standardises
-    rewards, which we never do. A generation in `DEGENERATE_CLUSTER` gets, of the weights for a cluster of one and of N,
-    the worse for it: our choice.
+    The weight also multiplies negative advantages, so that an incorrect generation of a common strategy is penalised
+    less, as in the paper. There is no code by the authors, and we do not know the alpha of their runs; the paper
+    standardises rewards, which we never do. A generation in `DEGENERATE_CLUSTER` gets the weight for a cluster of one
+    or of N, whichever is worse for it: our choice.
 
     Raises:
-      ValueError: on NaN rewards (seen outside jit only); on mismatched shapes.
+      ValueError: on NaN rewards (detected outside jit only); on mismatched shapes.
     """
     _, num_generations = check_features(rewards=rewards, clusters=clusters)
     advantages, clusters = centred(jnp.asarray(rewards)), jnp.asarray(clusters)

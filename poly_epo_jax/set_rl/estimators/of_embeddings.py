@@ -1,7 +1,7 @@
-"""Estimators that pay a generation for being unlike the others, by embeddings [P, N, D] that a judge adds.
+"""Estimators that reward a generation for being unlike the others, by embeddings [P, N, D] that a judge adds.
 
-Three of them take a response's gain: what a measure of the whole group loses without it. For log det(I + K) that is
--log of the i-th diagonal element of (I + K)^-1, so that one inverse gives the gains of all N.
+Three of them use a response's gain: what a measure of the whole group loses without it. For log det(I + K) this is
+-log of the i-th diagonal element of (I + K)^-1, so one inverse gives the gains of all N.
 """
 
 import jax.numpy as jnp
@@ -20,20 +20,20 @@ def rep_exp_advantages(
 ) -> Float[Array, "P N"]:
     """Representation-based exploration (arXiv 2510.11686): centred r_i + beta h_i, h the elliptical bonus.
 
-    h_i = e_i' (sum_j e_j e_j' + ridge I)^-1 e_i, with the prompt's embeddings e less their mean: from 0 for what is as
-    all others are to nearly 1 for what points where none does. A prompt without a reward earns no bonus.
+    h_i = e_i' (sum_j e_j e_j' + ridge I)^-1 e_i, with e the prompt's embeddings minus their mean: from 0 for one like
+    all others to nearly 1 for one that points where no other does. A prompt without a reward gets no bonus.
 
     As in the authors' runs (verl-project/verl-recipe, rep_exp: "leverage", no persistence), whose embeddings are the
-    mean hidden states of a response, drawn into 32 dimensions by a sparse random projection; with N <= D and a small
-    ridge all bonuses are alike. They divide by the standard deviation in the end, which we never do, and take an
-    inverse in float64, where float32 and N eigenvalues do here.
+    mean hidden states of a response, brought to 32 dimensions by a sparse random projection; with N <= D and a small
+    ridge all bonuses are alike. They finally divide by the standard deviation, which we never do, and take an inverse
+    in float64, where float32 and N eigenvalues suffice here.
 
     Args:
-      beta: the authors' is 0.01.
-      ridge: theirs is 0.01.
+      beta: the authors use 0.01.
+      ridge: the authors use 0.01.
 
     Raises:
-      ValueError: on NaN (seen outside jit only); on mismatched shapes.
+      ValueError: on NaN (detected outside jit only); on mismatched shapes.
     """
     _, num_generations = check_features(rewards=rewards, embeddings=embeddings)
     rewards, embeddings = jnp.asarray(rewards), jnp.asarray(embeddings, float)
@@ -41,7 +41,7 @@ def rep_exp_advantages(
     differences -= differences.mean(axis=1, keepdims=True)
     values, vectors = jnp.linalg.eigh(_inner_products(differences))
     resolved = num_generations * jnp.finfo(values.dtype).eps * values[:, -1:]
-    values = jnp.where(values > resolved, values, 0)  # those of no direction are rounding, and none may be negative
+    values = jnp.where(values > resolved, values, 0)  # smaller ones are rounding, and none may be negative
     bonus = (vectors**2 * (values / (values + ridge))[:, None, :]).sum(axis=-1)
     is_paid = (rewards > 0).any(axis=-1, keepdims=True)
     return centred(rewards + beta * jnp.where(is_paid, bonus, 0))
@@ -52,19 +52,19 @@ def dqo_advantages(
 ) -> Float[Array, "P N"]:
     """DQO (arXiv 2509.04784): centred r_i + weight g_i, g the gain in the volume that the embeddings span.
 
-    g_i = log det(I + K) - log det(I + K without i), K the cosines between the prompt's embeddings: log 2 for what is
-    orthogonal to all others, less the more others are like it. The paper's leave-one-out estimator of
-    sum r + weight log det K, made finite by I.
+    g_i = log det(I + K) - log det(I + K without i), K the cosines between the prompt's embeddings: log 2 for a response
+    that is orthogonal to all others, and less the more others are like it. This is the paper's leave-one-out estimator
+    of sum r + weight log det K, made finite by I.
 
     The paper leaves the length of embeddings to the encoder; cosines make it 1. We centre the sum, as GRPO does; the
     paper's estimator, log det(I + K) / det(I + K without i), has no further baseline. The authors' code
-    (fairytale9/diversity-quality-optimization) could not be had, and is not compared.
+    (fairytale9/diversity-quality-optimization) could not be obtained, and is not compared.
 
     Args:
-      weight: the paper's alpha; its main runs take 1, and its ablation 0.5 and 2.
+      weight: the paper's alpha; its main runs use 1, and its ablation 0.5 and 2.
 
     Raises:
-      ValueError: on NaN (seen outside jit only); on mismatched shapes.
+      ValueError: on NaN (detected outside jit only); on mismatched shapes.
     """
     check_features(rewards=rewards, embeddings=embeddings)
     return centred(jnp.asarray(rewards) + weight * _gains(cosines(embeddings)))
@@ -78,7 +78,7 @@ def set_dpp_advantages(
     g_i = [log det(I + scale L) - log det(I + scale L without i)] / log(1 + scale), with L_ij = sqrt(r_i r_j) cos_ij, as
     quality enters such a process (Kulesza and Taskar, arXiv 1207.6083). `dqo_advantages` adds reward and diversity;
     here they multiply: an incorrect response gains nothing, a correct one 1 if it is orthogonal to all other correct
-    ones. As scale goes to 0, or where all are orthogonal and rewards 0 or 1, it is GRPO.
+    ones. As scale goes to 0, or if all are orthogonal and rewards 0 or 1, it is GRPO.
 
     No paper that we know has this estimator; it is to DQO what `shaped_product` is to GRPO+DIV.
 
@@ -86,7 +86,7 @@ def set_dpp_advantages(
       scale: above 0; the larger, the less a repetition is worth.
 
     Raises:
-      ValueError: on NaN (seen outside jit only); on mismatched shapes.
+      ValueError: on NaN (detected outside jit only); on mismatched shapes.
     """
     check_features(rewards=rewards, embeddings=embeddings)
     quality = jnp.sqrt(jnp.maximum(jnp.asarray(rewards), 0))
@@ -103,12 +103,12 @@ def set_po_advantages(
     group whose members are redundant as far as others are like them, with the paper's functional and -log(1 + x).
 
     k is the cosine, or 0 where that is negative. In the paper D is the mean of g(mean k), for a bounded symmetric k and
-    a g that does not increase, and the gain is added to the advantage, not centred; we centre it, as GRPO does rewards.
-    A mean over S that includes i itself is that functional of the empirical distribution. The authors' code
-    (chenyili0818/SetPO) could not be had: their kernel and weight are not confirmed.
+    a non-increasing g, and the gain is added to the advantage, not centred; we centre it, as GRPO does rewards. A mean
+    over S that includes i itself is that functional of the empirical distribution. The authors' code
+    (chenyili0818/SetPO) could not be obtained: their kernel and weight are not confirmed.
 
     Raises:
-      ValueError: on NaN (seen outside jit only); on mismatched shapes.
+      ValueError: on NaN (detected outside jit only); on mismatched shapes.
     """
     _, num_generations = check_features(rewards=rewards, embeddings=embeddings)
     if num_generations == 1:
@@ -123,7 +123,7 @@ def set_po_advantages(
 
 
 def cosines(embeddings: Float[Array | np.ndarray, "*sets n D"]) -> Float[Array, "*sets n n"]:
-    """Between the embeddings of a set; 0 with an embedding that is 0."""
+    """The cosines between the embeddings of a set; 0 with an embedding that is 0."""
     embeddings = jnp.asarray(embeddings, float)
     lengths = jnp.linalg.norm(embeddings, axis=-1, keepdims=True)
     return _inner_products(embeddings / jnp.where(lengths > 0, lengths, 1))
@@ -139,7 +139,7 @@ def _gains(kernel: Float[Array, "P N N"]) -> Float[Array, "P N"]:
     """log det(I + K) - log det(I + K without i), from 0 to log(1 + K_ii)."""
     inverse = jnp.linalg.inv(_plus_identity(kernel))
     own, left = (jnp.diagonal(matrix, axis1=1, axis2=2) for matrix in (kernel, inverse))
-    return -jnp.log(jnp.clip(left, 1 / (1 + own), 1))  # these are its bounds, which rounding may leave
+    return -jnp.log(jnp.clip(left, 1 / (1 + own), 1))  # its bounds, which rounding may exceed
 
 
 def _plus_identity(kernel: Float[Array, "*sets n n"]) -> Float[Array, "*sets n n"]:

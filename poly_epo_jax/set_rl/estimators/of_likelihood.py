@@ -1,4 +1,4 @@
-"""Estimators that pay a correct generation more, the less likely the policy found it."""
+"""Estimators that reward a correct generation more the less likely it was under the policy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,17 +14,17 @@ def unlikeliness_advantages(
     """The unlikeliness reward (He et al., arXiv 2506.02355): centred r_i (1 - beta rank_i / N).
 
     rank_i counts the generations of the prompt, correct or not, that are less likely than i by the mean log-probability
-    of their tokens: 0 for the least likely one, N - 1 for the likeliest, which loses most of its reward.
+    of their tokens: 0 for the least likely one, N - 1 for the likeliest, which loses the largest part of its reward.
 
     The authors' code (AndreHe02/rewarding-unlikely-release) divides by the standard deviation of these rewards, as GRPO
-    at first did; we never do, as the paper of Poly-EPO does not. Equally likely generations share their mean rank here;
-    there a sort decides, which would pay one of two equal ones more.
+    originally did; we never do, and neither does the Poly-EPO paper. Equally likely generations share their mean rank
+    here; there a sort decides, which would reward one of two equal ones more.
 
     Args:
-      beta: at most 1; the authors' is 0.25.
+      beta: at most 1; the authors use 0.25.
 
     Raises:
-      ValueError: on NaN (seen outside jit only); on mismatched shapes.
+      ValueError: on NaN (detected outside jit only); on mismatched shapes.
     """
     _, num_generations = check_features(rewards=rewards, mean_logprobs=mean_logprobs)
     rewards, mean_logprobs = jnp.asarray(rewards), jnp.asarray(mean_logprobs)
@@ -37,21 +37,21 @@ def unlikeliness_advantages(
 def ucpo_advantages(
     rewards: Float[Array | np.ndarray, "P N"], mean_logprobs: Float[Array | np.ndarray, "P N"], tau: float
 ) -> Float[Array, "P N"]:
-    """UCPO (arXiv 2605.00365): the correct generations' advantage is shared out among them by 1 / likelihood.
+    """UCPO (arXiv 2605.00365): the correct generations' advantage is redistributed among them by 1 / likelihood.
 
     With GRPO's A, c correct generations, l_i the mean log-probability of i's tokens and q the softmax of l over the
     correct ones, a correct one gets A c [(1 - tau) / c + tau (1 / q_i) / sum_j 1 / q_j]; an incorrect one keeps its A.
-    As 1 / q_i over their sum is a softmax of -l, it is computed as that.
+    Since 1 / q_i over their sum is a softmax of -l, it is computed as one.
 
-    The authors' code (AnamikaLochab/UCPO, "iq") does so after a division by the standard deviation, which we leave out;
-    and it takes every reward above 0 for a correct one, and the first one's A for all. For graded rewards we share out
-    the advantages of those above the mean, in proportion to A_i / q_i: for 0/1 rewards it is the same.
+    The authors' code (AnamikaLochab/UCPO, "iq") does this after dividing by the standard deviation, which we leave out.
+    It also counts every reward above 0 as correct, and uses the first one's A for all. For graded rewards we
+    redistribute the advantages of those above the mean, in proportion to A_i / q_i: for 0/1 rewards it is the same.
 
     Args:
-      tau: 0 is GRPO, 1 shares out everything; the authors' runs have 0.2, their code 0.3.
+      tau: 0 is GRPO, 1 redistributes everything; the authors' runs use 0.2, their code 0.3.
 
     Raises:
-      ValueError: on NaN (seen outside jit only); on mismatched shapes.
+      ValueError: on NaN (detected outside jit only); on mismatched shapes.
     """
     check_features(rewards=rewards, mean_logprobs=mean_logprobs)
     advantages = centred(jnp.asarray(rewards))

@@ -1,4 +1,4 @@
-"""Estimators that read nothing but rewards, and lean to prompts or generations that are rarely solved."""
+"""Estimators that read only rewards, and favour prompts or generations that are rarely solved."""
 
 import math
 
@@ -15,13 +15,13 @@ _HALVINGS = 50
 
 
 def max_rl_advantages(rewards: Float[Array | np.ndarray, "P N"]) -> Float[Array, "P N"]:
-    """MaxRL (arXiv 2602.02710): A_i = (r_i - mean r) / mean r, so that a prompt weighs the more the harder it is.
+    """MaxRL (arXiv 2602.02710): A_i = (r_i - mean r) / mean r, so harder prompts weigh more.
 
-    The authors' code (tajwarfahim/maxrl) adds 1e-6 to the mean, and takes 0 for the mean of a single generation, which
+    The authors' code (tajwarfahim/maxrl) adds 1e-6 to the mean, and uses 0 as the mean of a single generation, which
     makes its advantage a million times its reward. Here both a prompt without a reward and a single generation get 0.
 
     Raises:
-      ValueError: on NaN rewards (seen outside jit only).
+      ValueError: on NaN rewards (detected outside jit only).
     """
     check_features(rewards=rewards)
     rewards = jnp.asarray(rewards)
@@ -32,14 +32,14 @@ def max_rl_advantages(rewards: Float[Array | np.ndarray, "P N"]) -> Float[Array,
 def rs_grpo_advantages(rewards: Float[Array | np.ndarray, "P N"], beta: float) -> Float[Array, "P N"]:
     """RS-GRPO (arXiv 2509.24261): A_i = (e^{beta r_i} / mean e^{beta r} - 1) / beta.
 
-    The gradient of (1/beta) log E[e^{beta r}], which lies between the mean reward, for beta to 0, and the best one, for
-    beta to infinity. The authors' code (Jackory/RS-GRPO) computes the same, from a log-sum-exp.
+    The gradient of (1/beta) log E[e^{beta r}], which lies between the mean reward, as beta goes to 0, and the best one,
+    as beta goes to infinity. The authors' code (Jackory/RS-GRPO) computes the same, from a log-sum-exp.
 
     Args:
-      beta: above 0; the paper's is 2.
+      beta: above 0; the paper uses 2.
 
     Raises:
-      ValueError: on NaN rewards (seen outside jit only).
+      ValueError: on NaN rewards (detected outside jit only).
     """
     _, num_generations = check_features(rewards=rewards)
     share = jax.nn.softmax(beta * centred(jnp.asarray(rewards)), axis=-1)
@@ -50,18 +50,18 @@ def entropic_advantages(rewards: Float[Array | np.ndarray, "P N"], kl: float) ->
     """The entropic objective of TTT-Discover (arXiv 2601.16175), with a beta of its own for every prompt.
 
     A_i = e^{beta r_i} / mean over the others of e^{beta r_j} - 1, where beta is such that softmax(beta r) is `kl` nats
-    away from the uniform distribution over the N generations. Where several are best, it may never get that far; beta
-    is then as good as infinite.
+    away from the uniform distribution over the N generations. If several are best, it may never get that far; beta is
+    then practically infinite.
 
-    The authors' code (test-time-training/discover, entropic_adaptive_beta) computes the same for N >= 4. A single best
-    generation has an advantage without bound as its share goes to 1, a million million there for N = 2; so the distance
-    here is at most half of log N, the farthest there is. Theirs is ln 2, which is half of log 4.
+    The authors' code (test-time-training/discover, entropic_adaptive_beta) computes the same for N >= 4. The advantage
+    of a single best generation grows without bound as its share goes to 1, and is a million million there for N = 2; so
+    the distance here is at most half of log N, the largest possible one. Theirs is ln 2, which is half of log 4.
 
     Args:
-      kl: above 0; the paper's is ln 2.
+      kl: above 0; the paper uses ln 2.
 
     Raises:
-      ValueError: on NaN rewards (seen outside jit only).
+      ValueError: on NaN rewards (detected outside jit only).
     """
     _, num_generations = check_features(rewards=rewards)
     rewards = jnp.asarray(rewards, float)
