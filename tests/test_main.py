@@ -200,7 +200,9 @@ def test_a_run_is_not_resumed_from_a_model_of_other_shapes(tmp_path: Path):
     (tmp_path / "other" / "config.json").write_text(json.dumps(description | {"num_hidden_layers": 3}))
     check_same_model(tmp_path / "run", tmp_path / "run" / "policy")
     check_same_model(tmp_path / "new", tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"a run of a model with another num_layers than that in \S+; set model\.path"):
+    with pytest.raises(
+        ConfigError, match=r"a run of a model with another num_layers than that in \S+; set model\.path"
+    ):
         check_same_model(tmp_path / "run", tmp_path / "other")
 
 
