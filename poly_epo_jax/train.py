@@ -218,7 +218,7 @@ async def _step(
     """Trains, evaluates if that is due, and logs the step, however it ends once it is trained.
 
     Its rows are on disk before a checkpoint counts it as done: a crash can repeat but not lose them. If the evaluation
-    is interrupted, the rows go into the checkpoint, and the resumed run evaluates and logs them.
+    is interrupted, or the rows cannot be written, they go into the checkpoint, and the resumed run logs them.
     """
     held_out: Metrics | None = None if plan.is_due(plan.evaluate, step) else {}
     try:
