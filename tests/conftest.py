@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from fork_server import ForkServer
 from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import install_import_hook
 
@@ -56,6 +57,14 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     mine = tmp_path_factory.getbasetemp()
     session = mine.parent if os.environ.get("PYTEST_XDIST_WORKER") else mine
     return {"base.cache_dir": session / "base", "compilation_cache": session / "compiled"}
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Runs commands in a moment."""
+    server = ForkServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +29,7 @@ IMPORTED = [
 
 
 class ForkServer:
-    """One command at a time: `start` it, send it signals by its id, and `wait` for its end."""
+    """One command at a time: `start` it, send it signals by its id, and `wait` for its end; or `run` it to its end."""
 
     def __init__(self):
         environment = os.environ | {
@@ -42,10 +43,16 @@ class ForkServer:
         self._server = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
         self._pid = 0
 
-    def start(self, module: str, arguments: Sequence[str], log: Path) -> int:
-        """Starts `python -m module arguments`, whose output is added to the log; returns its process id."""
+    def start(
+        self, module: str, arguments: Sequence[str], log: Path, errors: Path | None = None, folder: Path = ROOT
+    ) -> int:
+        """Starts `python -m module arguments` in a folder, and returns its process id.
+
+        Its output is added to the log, and so are its errors if there is no other file for them.
+        """
         assert self._server.stdin
-        self._server.stdin.write(json.dumps([module, list(arguments), str(log)]) + "\n")
+        files = [str(log), str(errors or log), str(folder)]
+        self._server.stdin.write(json.dumps([module, list(arguments), *files]) + "\n")
         self._server.stdin.flush()
         self._pid = int(self._line())
         return self._pid
@@ -53,6 +60,12 @@ class ForkServer:
     def wait(self) -> int:
         """Its exit code, negative where a signal ended it."""
         return int(self._line())
+
+    def run(self, module: str, arguments: Sequence[str], folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+        with tempfile.TemporaryDirectory() as files:
+            log, errors = Path(files, "log"), Path(files, "errors")
+            self.start(module, arguments, log, errors, folder)
+            return subprocess.CompletedProcess([module, *arguments], self.wait(), log.read_text(), errors.read_text())
 
     def kill(self) -> None:
         os.kill(self._pid, signal.SIGKILL)
@@ -68,15 +81,16 @@ class ForkServer:
         return self._server.stdout.readline()
 
 
-def _child(module: str, arguments: list[str], log: str) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def _child(module: str, arguments: list[str], log: str, errors: str, folder: str) -> None:
+    for stream, file in ((1, log), (2, errors)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes processes ignore it, and background shells the next
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if module == "poly_epo_jax.report":
         gc.callbacks.clear()  # JAX's, in which a Ctrl-C may get lost; this command itself loads no JAX
+    sys.modules.pop(module, None)  # it is run, not imported
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -1,11 +1,12 @@
 """What users type: --help, --print_config, and their own configuration files, which register parts."""
 
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
 
 from poly_epo_jax.config import Config
 from poly_epo_jax.tasks import TASKS
@@ -14,17 +15,17 @@ ROOT = Path(__file__).parents[1]
 FILE = "--config=configs/polynomial.py"
 
 
-def python(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+Python = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def python(fork_server: ForkServer) -> Python:
     """`python -m poly_epo_jax.MODULE ARGUMENTS` in a folder; one device."""
-    devices = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
-    return subprocess.run(
-        [sys.executable, "-m", f"poly_epo_jax.{module}", *arguments],
-        cwd=folder,
-        env=os.environ | {"XLA_FLAGS": devices, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+
+    def run(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+        return fork_server.run(f"poly_epo_jax.{module}", arguments, folder)
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def python(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.Comp
         ("bench", ["--config=configs/polaris.py"], "--plans", "How fast each stage"),
     ],
 )
-def test_help_lists_flags_and_keys(module: str, arguments: list[str], flag: str, says: str):
+def test_help_lists_flags_and_keys(python: Python, module: str, arguments: list[str], flag: str, says: str):
     ended = python(module, *arguments, "--help")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith(says)
@@ -50,7 +51,7 @@ def test_help_lists_flags_and_keys(module: str, arguments: list[str], flag: str,
         assert any(line.startswith("train.row_tokens = 16384 ") for line in lines)
 
 
-def test_print_config_shows_each_key_and_runs_nothing(tmp_path: Path):
+def test_print_config_shows_each_key_and_runs_nothing(python: Python, tmp_path: Path):
     ended = python("main", FILE + ":grpo", "--config.seed=3", "--print_config", f"--config.workdir={tmp_path / 'run'}")
     assert (ended.returncode, ended.stderr) == (0, "")
     values = dict(line.split(" = ", 1) for line in ended.stdout.splitlines())
@@ -80,7 +81,7 @@ def get_config(words=""):
 """
 
 
-def test_a_file_of_ones_own_registers_parts(tmp_path: Path):
+def test_a_file_of_ones_own_registers_parts(python: Python, tmp_path: Path):
     (tmp_path / "mine.py").write_text(MINE.format(task="easier"))
     options = "--config.task.options={'num_train': 20}", "--config.task.options.num_held_out=5"
     ended = python("main", "--config=mine.py:grpo", *options, "--print_config", folder=tmp_path)
@@ -94,7 +95,7 @@ def test_a_file_of_ones_own_registers_parts(tmp_path: Path):
     )
 
 
-def test_a_part_of_ones_own_takes_no_name_that_is_taken(tmp_path: Path):
+def test_a_part_of_ones_own_takes_no_name_that_is_taken(python: Python, tmp_path: Path):
     (tmp_path / "mine.py").write_text(MINE.format(task="math"))
     ended = python("main", "--config=mine.py", "--print_config", folder=tmp_path)
     assert ended.returncode == 1
@@ -104,14 +105,14 @@ def test_a_part_of_ones_own_takes_no_name_that_is_taken(tmp_path: Path):
     )
 
 
-def test_every_command_checks_the_configuration():
+def test_every_command_checks_the_configuration(python: Python):
     for module, flags in (("evaluate", ["--models=x", "--benchmarks=polynomial"]), ("bench", ["--plan"])):
         ended = python(module, FILE, "--config.judge.name=jury", *flags)
         assert ended.returncode == 1
         assert ended.stderr.startswith("Error: judge.name='jury' must be one of ")
 
 
-def test_a_plan_leaves_the_figures_of_bench_alone(tmp_path: Path):
+def test_a_plan_leaves_the_figures_of_bench_alone(python: Python, tmp_path: Path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "bench.json").write_text("figures")
     (tmp_path / "mine.py").write_text(MINE.format(task="easier"))

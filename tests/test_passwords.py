@@ -1,6 +1,5 @@
 """A password in a server's address is neither shown nor stored, whatever else is wrong."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,13 +7,6 @@ from fork_server import ForkServer
 
 SECRET = "hunter2"
 ADDRESS = f"http://me:{SECRET}@host:30000"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer()
-    yield server
-    server.close()
 
 
 @pytest.mark.parametrize(
@@ -30,11 +22,11 @@ def server() -> Iterator[ForkServer]:
     ],
 )
 def test_it_is_refused_without_a_word_of_it(
-    server: ForkServer, module: str, arguments: list[str], complaint: str, tmp_path: Path
+    fork_server: ForkServer, module: str, arguments: list[str], complaint: str, tmp_path: Path
 ):
     arguments = ["--config=configs/polynomial.py", f"--config.workdir={tmp_path / 'run'}", *arguments]
-    server.start(f"poly_epo_jax.{module}", arguments, tmp_path / "said")
-    ended, said = server.wait(), (tmp_path / "said").read_text()
-    assert ended == 1 and complaint in said
+    ended = fork_server.run(f"poly_epo_jax.{module}", arguments)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 1 and complaint in said
     assert SECRET not in said
     assert not list(tmp_path.rglob("*.json"))

@@ -1,12 +1,11 @@
 """The bench command on a tiny configuration: every stage, sound figures, and one sentence if it cannot run."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import tiny_bench
+from fork_server import ForkServer
 
 from configs import polaris, polynomial
 from poly_epo_jax.bench import __main__ as bench
@@ -69,8 +68,7 @@ def test_the_papers_batch_packs_with_less_than_five_percent_padding():
     assert workload.pad_share < 0.05
 
 
-def test_a_mesh_that_does_not_fit_is_one_sentence():
-    command = [sys.executable, "-m", "poly_epo_jax.bench", "--config=configs/polynomial.py", "--config.mesh.tensor=3"]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=600)
+def test_a_mesh_that_does_not_fit_is_one_sentence(fork_server: ForkServer):
+    outcome = fork_server.run("poly_epo_jax.bench", ["--config=configs/polynomial.py", "--config.mesh.tensor=3"])
     assert outcome.returncode == 1
     assert outcome.stderr.strip().splitlines()[-1].startswith("Error: mesh.")

@@ -1,19 +1,15 @@
 """The command as a user types it, on one device and two hosts. rollouts/test_sglang_training.py has real servers."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from sglang_servers import ROOT, free_port
-from training_runs import SETTINGS, as_flags
+from training_runs import SETTINGS, as_flags, environment
 
 pytestmark = pytest.mark.slow
-
-# Not the flags of conftest.py, which make compiling fast and everything else slow.
-ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
 
 
 def start(folder: Path, *flags: str, **settings) -> subprocess.Popen[str]:
@@ -21,7 +17,7 @@ def start(folder: Path, *flags: str, **settings) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "poly_epo_jax.doctor", "--config=configs/polynomial.py", *flags]
     command += as_flags(SETTINGS | folders | {key.replace("__", "."): value for key, value in settings.items()})
     return subprocess.Popen(
-        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 

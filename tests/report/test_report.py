@@ -139,6 +139,7 @@ def png_size(path: Path) -> tuple[int, int]:
     return struct.unpack(">II", header[16:24])
 
 
+@pytest.mark.slow
 def test_a_report_is_written_without_jax(two_runs: list[Path], tmp_path: Path):
     evaluation = reports.write_fake_evaluation(tmp_path / "evaluation", {"base": 0.5}, ("x",))
     arguments = [str(two_runs[0]), str(evaluation), "--output", str(tmp_path / "out")]
@@ -218,6 +219,7 @@ def test_a_flat_curve_has_ticks_that_say_its_value(value: float):
         assert text * scale == pytest.approx(tick, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_settings_tell_where_runs_differ_and_with_what_they_were_trained(tmp_path: Path):
     runs = [write_fake_run(tmp_path / name, seed=0, num_steps=3, evaluate_every=0) for name in ("a", "b")]
     for seed, run in enumerate(runs):
@@ -346,6 +348,7 @@ def test_steps_without_end_leave_the_first_and_the_last(tmp_path: Path):
     assert [one["part"] for one in report_generations.run_collections("run", run)] == ["step 5", "step 7"]
 
 
+@pytest.mark.slow
 def test_output_defaults_to_the_run_itself_or_to_beside_several(two_runs: list[Path], page: str, capsys):
     assert report_main.main([str(two_runs[0])]) == 0
     expected = two_runs[0] / "report" / "report.html"
@@ -354,6 +357,7 @@ def test_output_defaults_to_the_run_itself_or_to_beside_several(two_runs: list[P
     assert (two_runs[0].parent / "report" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_runs_of_one_name_are_told_apart(tmp_path: Path):
     runs = [write_fake_run(tmp_path / method / "seed0", seed=0, num_steps=2, evaluate_every=0) for method in ("a", "b")]
     page = report.write_report(runs, tmp_path / "out").read_text()

@@ -50,6 +50,7 @@ def test_every_figure_is_drawn_as_png_and_pdf(evaluation: Path, page: str):
     assert written == {f"{name}.{kind}" for name in FIGURES for kind in ("png", "pdf")} | {"report.html"}
 
 
+@pytest.mark.slow
 def test_a_reports_figures_are_the_same_bytes_again(evaluation: Path, page: str, tmp_path: Path):
     report.write_report([evaluation], tmp_path)
     for name in ("majority.png", "majority.pdf", "report.html"):
@@ -156,6 +157,7 @@ def test_hostile_names_are_text_too(tmp_path: Path):
     assert "<script>alert(1)" in Page(page).text and "&b instead of" not in page
 
 
+@pytest.mark.slow
 def test_models_can_be_chosen_and_ordered(evaluation: Path, tmp_path: Path, capsys):
     assert report_main.main([str(evaluation), "--models=poly_epo,base", "--output", str(tmp_path)]) == 0
     drawn = svgs((tmp_path / "report.html").read_text())["pass@k"]
@@ -164,6 +166,7 @@ def test_models_can_be_chosen_and_ordered(evaluation: Path, tmp_path: Path, caps
     assert "'qwen' is there: choose from base, grpo, poly_epo." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_runs_and_evaluations_share_a_page(evaluation: Path, tmp_path: Path):
     run = write_fake_run(tmp_path / "grpo", seed=0, num_steps=20, evaluate_every=10)
     other = write_fake_evaluation(tmp_path / "other", {"base": 0.3}, ("minerva",), clustered=False)
@@ -227,6 +230,7 @@ def test_an_evaluation_is_read_row_by_row(tmp_path: Path):
     assert most < 2_000_000
 
 
+@pytest.mark.slow
 def test_what_evaluations_write_is_read(tmp_path: Path):
     folder = write_fake_evaluation(tmp_path / "e", {"a": 0.5}, ("x",)) / "x" / "a"
     (folder / "results.json").write_text(json.dumps(compute_results(folder)))

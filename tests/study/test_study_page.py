@@ -174,6 +174,7 @@ def test_a_young_study_has_a_report_too(tmp_path: Path):
     assert "<b>0 of 3 runs finished</b>" in write_report(tmp_path).read_text()
 
 
+@pytest.mark.slow
 def test_one_method_and_one_seed_have_no_differences_and_no_intervals(tmp_path: Path):
     members = write_fake_study(tmp_path, rates=(1e-3,), seeds=(0,))
     plan = {"baseline": "grpo", "runs": [vars(members[1])]}
@@ -182,6 +183,7 @@ def test_one_method_and_one_seed_have_no_differences_and_no_intervals(tmp_path: 
     assert "[nan" not in page and "Difference from" not in svgs(page)["By learning rate: polynomial"]
 
 
+@pytest.mark.slow
 def test_it_is_written_without_jax_and_the_same_bytes_again(folder: Path, page: str):
     code = "import sys; from pathlib import Path; from poly_epo_jax.study.page import write_report"
     code += f"; write_report(Path({str(folder)!r}))"

@@ -82,24 +82,29 @@ def test_by_hand():
 
 
 def exact(rewards, k):
-    """(marginal set advantages, variance of the sets' best, PKPO) of one prompt as rationals, by counting sets."""
+    """(marginal set advantages, variance of the sets' best, PKPO) of one prompt as rationals, by counting sets.
+
+    Sums are of whole numbers, in the unit that divides every reward: sums of fractions would take minutes.
+    """
     N = len(rewards)
     rewards = [Fraction(float(reward)) for reward in rewards]
-    order = sorted(range(N), key=lambda i: rewards[i])
-    ranked = [rewards[i] for i in order]
+    unit = Fraction(1, max(reward.denominator for reward in rewards))
+    whole = [int(reward / unit) for reward in rewards]
+    order = sorted(range(N), key=lambda i: whole[i])
+    ranked = [whole[i] for i in order]
     total = math.comb(N, k)
-    share = [Fraction(math.comb(j, k - 1), total) for j in range(N)]  # of sets whose best has place j
-    mean = sum(p * r for p, r in zip(share, ranked, strict=True))
-    variance = sum(p * (r - mean) ** 2 for p, r in zip(share, ranked, strict=True))
+    having = [math.comb(j, k - 1) for j in range(N)]  # sets whose best has place j
+    mean = Fraction(sum(sets * r for sets, r in zip(having, ranked, strict=True)), total)
+    variance = Fraction(sum(sets * r * r for sets, r in zip(having, ranked, strict=True)), total) - mean**2
     marginal, added = [Fraction(0)] * N, [Fraction(0)] * N
     for place, i in enumerate(order):
         best = math.comb(place, k - 1) * ranked[place]
         best += sum(math.comb(j - 1, k - 2) * ranked[j] for j in range(place + 1, N)) if k > 1 else 0
-        marginal[i] = Fraction(best) / math.comb(N - 1, k - 1) - mean
+        marginal[i] = (Fraction(best, math.comb(N - 1, k - 1)) - mean) * unit
         if k > 1:
-            steps = (math.comb(j, k - 2) * (ranked[place] - ranked[j]) for j in range(place))
-            added[i] = sum(steps, Fraction(0)) / total
-    return marginal, variance, added
+            steps = sum(math.comb(j, k - 2) * (ranked[place] - ranked[j]) for j in range(place))
+            added[i] = Fraction(steps, total) * unit
+    return marginal, variance * unit**2, added
 
 
 def adversarial_rewards(rng, N):
