@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import LETTERS, TINY, ByLetter, LetterJudge, RandomLetters, Scripted, tiny_params, until
+from fork_server import ForkServer
+from training_runs import as_flags, environment
 
 from configs import polaris
 from poly_epo_jax.choices import read_config
@@ -258,19 +259,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(model: Path, output: Path, *more: str) -> list[str]:
+def flags(model: Path, output: Path) -> list[str]:
     settings = {"mesh.fsdp": 1, "rollouts.max_concurrent": 32, "sampling.max_tokens": 60}
-    flags = [f"--config.{key}={value}" for key, value in settings.items()]
-    arguments = ["--config=configs/polynomial.py", f"--models=tiny={model}", "--benchmarks=polynomial"]
-    arguments += ["--num_generations=8", f"--output={output}", *flags, *more]
-    return [sys.executable, "-m", "poly_epo_jax.evaluate", *arguments]
+    about = ["--config=configs/polynomial.py", f"--models=tiny={model}", "--benchmarks=polynomial"]
+    return [*about, "--num_generations=8", f"--output={output}", *as_flags(settings)]
+
+
+def command(model: Path, output: Path) -> list[str]:
+    return [sys.executable, "-m", "poly_epo_jax.evaluate", *flags(model, output)]
 
 
 @pytest.mark.slow
 def test_kill_in_the_middle_and_again_is_the_same_result(model: Path, tmp_path: Path):
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    subprocess.run(command(model, tmp_path / "whole"), cwd=ROOT, env=environment, check=True, timeout=300)
-    killed = subprocess.Popen(command(model, tmp_path / "killed"), cwd=ROOT, env=environment)
+    settings = environment()
+    subprocess.run(command(model, tmp_path / "whole"), cwd=ROOT, env=settings, check=True, timeout=300)
+    killed = subprocess.Popen(command(model, tmp_path / "killed"), cwd=ROOT, env=settings)
     path = tmp_path / "killed" / "polynomial" / "tiny" / GENERATIONS
     while not path.exists() or path.stat().st_size < 2000:
         assert killed.poll() is None
@@ -278,7 +281,7 @@ def test_kill_in_the_middle_and_again_is_the_same_result(model: Path, tmp_path: 
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert len(path.read_text().splitlines()) < 40 * 8
-    subprocess.run(command(model, tmp_path / "killed"), cwd=ROOT, env=environment, check=True, timeout=300)
+    subprocess.run(command(model, tmp_path / "killed"), cwd=ROOT, env=settings, check=True, timeout=300)
     for name in (GENERATIONS, "results.json"):
         whole = tmp_path / "whole" / "polynomial" / "tiny" / name
         assert path.with_name(name).read_bytes() == whole.read_bytes()
@@ -295,10 +298,10 @@ def test_kill_in_the_middle_and_again_is_the_same_result(model: Path, tmp_path: 
     ],
     ids=lambda value: value[0].removeprefix("--"),
 )
-def test_mistakes_cost_one_sentence(model: Path, tmp_path: Path, arguments: list[str], words: list[str]):
-    ended = subprocess.run(
-        command(model, tmp_path / "out", *arguments), cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+def test_mistakes_cost_one_sentence(
+    fork_server: ForkServer, model: Path, tmp_path: Path, arguments: list[str], words: list[str]
+):
+    ended = fork_server.run("poly_epo_jax.evaluate", [*flags(model, tmp_path / "out"), *arguments])
     assert ended.returncode == 1
     assert ended.stderr.startswith("Error: ") and len(ended.stderr.splitlines()) == 1, ended.stderr
     assert all(word in ended.stderr for word in words), ended.stderr
