@@ -62,7 +62,8 @@ def base(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> P
     """The base policy, which a run of one step leaves in its cache."""
     require_sglang()
     folder = tmp_path_factory.mktemp("embedded") / "run"
-    run(folder, "configs/polynomial.py", **{"train.num_steps": 1, "eval.every": 0}, **caches)
+    settings: dict[str, Any] = caches | {"train.num_steps": 1, "eval.every": 0}
+    run(folder, "configs/polynomial.py", **settings)
     used = read_config(folder)
     return base_policy_folder(BaseSection(**used["base"]), TaskSection(**used["task"]))
 
