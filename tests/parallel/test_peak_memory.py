@@ -23,9 +23,9 @@ def test_on_a_cpu_it_is_that_of_the_process():
     with mmap.mmap(-1, SIZE) as pages:
         np.frombuffer(pages, np.uint8)[:] = 1
         held = peak_bytes()
-    assert held is not None and held > before + 0.99 * SIZE  # Linux counts pages a few at a time
+    assert held is not None and held > before + 0.9 * SIZE  # other threads may free some meanwhile
     after = peak_bytes()
-    assert after is not None and after > 0.99 * held
+    assert after is not None and after > 0.99 * held  # Linux counts pages a few at a time
 
 
 def test_of_devices_it_is_that_of_the_fullest(monkeypatch: pytest.MonkeyPatch):

@@ -20,7 +20,7 @@ from poly_epo_jax.run_folder import read_config, read_rows
 
 pytestmark = pytest.mark.slow
 
-# A base policy that is right half of the time, and a rate at which 16 steps show whether it learns.
+# A base policy that is right half of the time, and a rate at which 20 steps show whether it learns.
 SMALL = SETTINGS | {
     "base.clean_steps": 300,
     "base.noisy_steps": 30,
@@ -92,15 +92,15 @@ def served(servers: list[SGLangServer], caches: dict[str, Path]) -> dict[str, An
 
 def test_it_learns_over_servers(served, tmp_path):
     """The laptop's run in small, by GRPO, whose reward rises within a few steps."""
-    settings = served | {"rollouts.weights_dir": tmp_path / "w", "train.num_steps": 16, "eval.every": 16}
+    settings = served | {"rollouts.weights_dir": tmp_path / "w", "train.num_steps": 20, "eval.every": 20}
     rows = run(tmp_path / "run", "configs/polynomial.py:grpo", **settings)
-    assert [row["step"] for row in rows] == list(range(17))
+    assert [row["step"] for row in rows] == list(range(21))
     # The servers' policy equals the trainer's token by token, so it learns as it does without them.
     assert max(row["mismatch/max"] for row in rows[1:]) < 1e-3
     assert {row["response/staleness"] for row in rows[1:]} == {0.0}
     assert sum(row["rollouts/resampled"] + row["rollouts/server_failures"] for row in rows[1:]) == 0
     rewards = [row["reward"] for row in rows[1:]]
-    assert np.mean(rewards[-5:]) - np.mean(rewards[:3]) > 0.1  # with the embedded sampler .19 to .22, of three seeds
+    assert np.mean(rewards[-5:]) - np.mean(rewards[:3]) > 0.1
     assert not any((tmp_path / "w").glob("*"))  # nothing is left where weights were handed over
 
 
