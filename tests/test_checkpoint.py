@@ -73,7 +73,7 @@ def test_what_is_donated_after_save_returns_is_saved_nevertheless(tmp_path, axes
     overwrite(donated)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
     saved, checkpoints = {}, Checkpoints(tmp_path, keep=5)
-    for step in range(1, 4):
+    for step in range(1, 6):
         state = random_state(update, step)
         saved[step] = jax.tree.map(np.array, state)
         checkpoints.save(step, state, {})

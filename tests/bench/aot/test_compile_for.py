@@ -21,7 +21,7 @@ from poly_epo_jax.parallel.presets import MESHES
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-tpu" / "bin" / "python"
 
-# Both compilers, and both ways of splitting a layer.
+# Both kinds of TPU, and both ways of splitting a layer.
 MACHINES = {"v6e-8": (), "v5p-8 over tensor": ("--config.mesh.fsdp=2", "--config.mesh.tensor=2")}
 NEEDED = {"logprobs": 1, "gradient": 2, "optimizer": 0}
 

@@ -84,7 +84,7 @@ def test_by_hand():
 def exact(rewards, k):
     """(marginal set advantages, variance of the sets' best, PKPO) of one prompt as rationals, by counting sets.
 
-    Sums are of whole numbers, in the unit that divides every reward: sums of fractions would take minutes.
+    Sums are of whole numbers, in the unit that divides every reward: sums of fractions take several times as long.
     """
     N = len(rewards)
     rewards = [Fraction(float(reward)) for reward in rewards]
