@@ -103,4 +103,4 @@ def gradient(function: Advantages, arms: Arms, num_generations: int) -> Gradient
     scores = np.eye(len(arms.chances))[groups] - arms.chances
     estimates = (advantages[:, :, None] * scores).sum(axis=1)
     mean = chances @ estimates
-    return Gradient(mean, chances @ ((estimates - mean) ** 2).sum(axis=1))
+    return Gradient(mean, float(chances @ ((estimates - mean) ** 2).sum(axis=1)))

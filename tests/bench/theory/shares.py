@@ -133,7 +133,7 @@ def _parts_of_policy(arms: Arms, reward: float, cluster: int) -> tuple[float, fl
             clusters = np.insert(clusters, 0, cluster, axis=1)
         mean_reward, distinct = rewards.mean(axis=1), np.asarray(diversity(clusters))
         product = (chances @ mean_reward) * (chances @ distinct)
-        return product, chances @ (mean_reward * distinct) - product
+        return float(product), float(chances @ (mean_reward * distinct) - product)
 
     beside = moments(*all_groups(arms.chances, SET_SIZE - 1), holds=True)
     usual = moments(*all_groups(arms.chances, SET_SIZE), holds=False)
