@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from poly_epo_jax.config import OptimizerSection
@@ -29,29 +30,19 @@ def decays(config: OptimizerSection) -> bool:
     return config.schedule != "constant"
 
 
-def make_optimizer(config: OptimizerSection, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Gradients longer than `max_grad_norm` are scaled down to it before Adam sees them; weight decay is decoupled."""
+def make_optimizer(config: OptimizerSection) -> optax.GradientTransformation:
+    """AdamW without its learning rate, by which the caller multiplies the result; weight decay is decoupled.
+
+    Gradients longer than `max_grad_norm` are scaled down to it before Adam sees them.
+    """
     return optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm),
-        optax.adamw(
-            schedule,
-            config.b1,
-            config.b2,
-            config.eps,
-            weight_decay=config.weight_decay,
-            mu_dtype=config.first_moment_dtype,
-        ),
+        optax.stateless(lambda gradients, _: _clip(gradients, config.max_grad_norm)),
+        optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=config.first_moment_dtype),
+        optax.add_decayed_weights(config.weight_decay),
     )
 
 
-def skip_update(opt_state: optax.OptState) -> optax.OptState:
-    """The state after an update with nothing to train on: the schedule advances, the moments stay as they are."""
-
-    def is_schedule(state: optax.OptState) -> bool:
-        return isinstance(state, optax.ScaleByScheduleState)
-
-    return jax.tree.map(
-        lambda state: state._replace(count=state.count + 1) if is_schedule(state) else state,
-        opt_state,
-        is_leaf=is_schedule,
-    )
+def _clip(gradients: optax.Updates, max_norm: float) -> optax.Updates:
+    """One factor for all: optax divides each gradient by the norm, which takes a CPU a pass of its own."""
+    factor = jnp.minimum(1.0, max_norm / optax.global_norm(gradients))
+    return jax.tree.map(lambda gradient: gradient * factor, gradients)

@@ -22,7 +22,7 @@ from poly_epo_jax.model.partition import merge_params, split_params
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import param_shardings, replicated, row_sharding
 from poly_epo_jax.objective import DeviceMetrics, Objective, summarize
-from poly_epo_jax.optimizer import make_optimizer, make_schedule, skip_update
+from poly_epo_jax.optimizer import make_optimizer, make_schedule
 from poly_epo_jax.parallel.compiler_options import compiler_options
 from poly_epo_jax.types import Metrics, Params
 
@@ -68,7 +68,7 @@ class PolicyUpdate:
     ):
         self.mesh, self.objective = mesh, objective
         self.schedule = make_schedule(config, total_updates)
-        self.optimizer = make_optimizer(config, self.schedule)
+        self.optimizer = make_optimizer(config)
         self._split = partial(split_params, pattern=trainable)
         self._model_def, state = nnx.split(model)
         self.abstract_state = jax.eval_shape(self._first_state, *self._split(nnx.to_pure_dict(state)))
@@ -123,12 +123,14 @@ class PolicyUpdate:
         return self.objective(*self._forward(params, batch), batch)[1]
 
     def _apply_gradient(self, state: TrainState, gradients: Params) -> tuple[TrainState, DeviceMetrics]:
-        updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.trainable)
+        directions, opt_state = self.optimizer.update(gradients, state.opt_state, state.trainable)
+        learning_rate = jnp.asarray(self.schedule(state.updates))
         metrics = {
             "gradient_norm": optax.global_norm(gradients),
-            "update_norm": optax.global_norm(updates),
-            "learning_rate": jnp.asarray(self.schedule(state.updates)),
+            "update_norm": learning_rate * optax.global_norm(directions),
+            "learning_rate": learning_rate,
         }
+        updates = jax.tree.map(lambda direction: -learning_rate * direction, directions)
         trainable = optax.apply_updates(state.trainable, updates)
         metrics["weight_norm"] = optax.global_norm(jax.tree.map(lambda weight: weight.astype(jnp.float32), trainable))
         return TrainState(trainable, state.frozen, opt_state, state.updates + 1), metrics
@@ -239,7 +241,7 @@ class PolicyUpdate:
 
 
 def _without_gradient(state: TrainState) -> TrainState:
-    return dataclasses.replace(state, opt_state=skip_update(state.opt_state), updates=state.updates + 1)
+    return dataclasses.replace(state, updates=state.updates + 1)
 
 
 def _float32_zeros(x: Any) -> jax.Array:

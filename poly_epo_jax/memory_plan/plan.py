@@ -14,7 +14,7 @@ import numpy as np
 
 from poly_epo_jax.config import Config
 from poly_epo_jax.memory_plan.setting import Setting
-from poly_epo_jax.memory_plan.trained import trained_elements, trained_sizes
+from poly_epo_jax.memory_plan.trained import trained_elements
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.logprobs import chunk_size
@@ -254,8 +254,7 @@ def _optimizer(config: Config, shape: ModelConfig, setting: Setting) -> dict[str
     On a CPU, the updates exist in full before they are added, because their norm is measured.
     """
     trained = trained_elements(config, shape, setting.mesh)
-    largest = max(trained_sizes(config, shape), default=0) // setting.weight_shards
-    updates = {"updates": (trained + largest) * FLOAT32} if setting.platform == "cpu" else {}
+    updates = {"updates": trained * FLOAT32} if setting.platform == "cpu" else {}
     return {"sum of gradients": trained * FLOAT32} | updates
 
 
