@@ -19,12 +19,18 @@ def arguments() -> tuple[str, Mapping[str, Sequence[str]]]:
         return folder, json.load(file)
 
 
-def report(seconds: Sequence[float], rewards: Sequence[float], setting: str) -> None:
-    """Prints a line of JSON: seconds and mean rewards of WARM_UPS + STEPS steps, of which the latter count."""
+def report(
+    seconds: Sequence[float], rewards: Sequence[float], setting: str, process: int = resource.RUSAGE_SELF
+) -> None:
+    """Prints a line of JSON: seconds and mean rewards of WARM_UPS + STEPS steps, of which the latter count.
+
+    Args:
+      process: whose peak memory counts, RUSAGE_SELF or RUSAGE_CHILDREN.
+    """
     line = {
         "case": CASE,
         "seconds": statistics.median(seconds[WARM_UPS:]),
-        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+        "peak_gb": resource.getrusage(process).ru_maxrss * 1024 / 1e9,
         "reward": statistics.mean(rewards[WARM_UPS:]),
         "setting": setting,
     }
