@@ -26,6 +26,7 @@ def get_config(words: str = "0.6b") -> ConfigDict:
     config.model.stop_strings = ("<|im_end|>", "<|endoftext|>")
     config.model.dtype = "bfloat16"
     config.model.remat = "auto"
+    config.model.scan_unroll = 1
 
     config.task.name = "math"
     config.task.options.train = "openai/gsm8k:main:train"

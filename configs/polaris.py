@@ -21,6 +21,7 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.model.stop_strings = ("<|im_end|>", "<|endoftext|>")
     config.model.dtype = "bfloat16"
     config.model.remat = "full"
+    config.model.scan_unroll = 1
 
     config.task.name = "math"
     config.task.options.train = "POLARIS-Project/Polaris-Dataset-53K"

@@ -72,10 +72,6 @@ def model_shape(config: Config) -> ModelConfig:
 def _stated_shape(config: Config) -> ModelConfig:
     compute = {name: value for name, value in config.model.items() if name not in ("path", "stop_strings")}
     compute |= {"longest_sequence": longest_sequence(config)} | lora_fields(config.lora)
-    # Tiny models are fastest without a loop. In a loop over several layers of a large one at a time, XLA's programs for
-    # CPUs copy all gradients at each step.
-    if not config.model.scan_unroll:
-        del compute["scan_unroll"]
     if not config.model.path:
         return dataclasses.replace(base_shape(config.base, make_task(config.task)), **compute)
     if not Path(config.model.path).is_dir() and has_preset(config.model.path):

@@ -12,7 +12,7 @@ class ModelConfig:
       qk_norm, attention_bias: the switches between the families' networks.
       dtype: of activations.
       remat: what the backward pass recomputes, a key of qwen3.REMAT_POLICIES; or "auto", before one is chosen.
-      scan_unroll: layers per step of the layer scan.
+      scan_unroll: layers per step of the layer scan; 0: one, or all of at most qwen3.FEW_LAYERS.
       attention: a key of attention.IMPLEMENTATIONS, or "auto".
       longest_sequence: the longest in a packed row; 0: as long as the row. Some kernels do not look farther.
       lora_rank, lora_scale, lora_targets: of the adapter, see lora.py. Without targets, such as "q", there is none.
