@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks everything: style, types, and every test, including the slow ones and those against real SGLang servers.
-# Arguments go to pytest; `-m "not slow"` leaves out tests that take more than about five seconds.
+# Arguments go to pytest; `-m "not slow"` leaves out tests that take more than about two seconds.
 #
 # If torch for CPUs or JetStream cannot be installed, or the environments of SGLang or of the TPU compiler cannot be
 # made, their tests are skipped and say so; with POLY_EPO_REQUIRE_TORCH=1, POLY_EPO_REQUIRE_JETSTREAM=1,

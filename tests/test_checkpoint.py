@@ -46,6 +46,7 @@ def assert_trees_equal(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.slow
 @needs_eight_devices
 def test_a_state_moves_between_meshes(tmp_path):
     update = make_update(2, 2, 2)
@@ -65,6 +66,7 @@ def test_a_state_moves_between_meshes(tmp_path):
         assert data_state == {"position": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(1, 1, 1), pytest.param((2, 2, 2), marks=needs_eight_devices)])
 def test_what_is_donated_after_save_returns_is_saved_nevertheless(tmp_path, axes):
     update = make_update(*axes)
@@ -86,6 +88,7 @@ def test_what_is_donated_after_save_returns_is_saved_nevertheless(tmp_path, axes
     checkpoints.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["", r"layers\..*"], ids=["all", "part"])
 def test_weights_alone_come_back_whole(tmp_path, pattern):
     update = make_update(1, 1, 1, trainable=pattern)
@@ -97,6 +100,7 @@ def test_weights_alone_come_back_whole(tmp_path, pattern):
     assert_trees_equal(restored, state.params)
 
 
+@pytest.mark.slow
 def test_without_frozen_weights_a_checkpoint_is_small_and_wants_the_same_ones_back(tmp_path):
     pattern = r"layers\.(q|o)"
     update = make_update(1, 1, 1, trainable=pattern)
@@ -169,6 +173,7 @@ def test_the_newest_stay(tmp_path):
     assert steps_on_disk(tmp_path) == [10, 11]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".orbax-checkpoint-tmp", ".orbax-checkpoint-tmp-1700000000000000"])
 def test_a_checkpoint_that_a_crash_cut_short_does_not_count(tmp_path, suffix):
     checkpoints = Checkpoints(tmp_path, keep=2)
@@ -196,6 +201,7 @@ def flip(file):
     file.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_set_aside_and_saved_again(tmp_path, capsys):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
     for step in (3, 6, 9):
@@ -236,6 +242,7 @@ def test_other_numbers_than_were_saved_are_refused(tmp_path, key):
     assert steps_on_disk(tmp_path) == [3]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_damaged(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path)
     for step in (3, 6):
@@ -253,6 +260,7 @@ def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_damaged(tmp_path,
     assert checkpoints.newest(lambda step: restore_small(checkpoints, step)) == (6, ([6] * 4, {"step": 6}))
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, capfd):
     """In place of a full disk: no file may grow beyond some size."""
     checkpoints = Checkpoints(tmp_path)

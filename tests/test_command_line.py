@@ -130,6 +130,7 @@ run_command(lambda config: print("done", flush=True), parse_flags(["main", "--co
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_after_everything_is_written_is_no_traceback():
     command = [sys.executable, "-c", CTRL_C_AT_THE_END]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -79,6 +79,7 @@ def test_a_response_is_cut_there_and_all_its_tokens_are_trained_on(
     assert y.token_ids.tolist() == ids and y.loss_mask.all() and len(y.logprobs) == len(ids)
 
 
+@pytest.mark.slow
 def test_the_vocabulary_of_qwen3():
     folder = os.environ.get("POLY_EPO_SHARED")
     if not folder:

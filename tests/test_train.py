@@ -35,6 +35,7 @@ def changed(before: Params, after: Params) -> list[bool]:
     return [not np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (before, after)), strict=True)]
 
 
+@pytest.mark.slow
 def test_a_step_whose_judgements_all_failed_changes_nothing(tmp_path: Path):
     before, after = train_tiny(tmp_path, failing=["p", "q", "r"])
     assert not any(changed(before, after))
@@ -53,6 +54,7 @@ def test_a_step_whose_judgements_all_failed_changes_nothing(tmp_path: Path):
     assert {row["reward"] for row in generations} == {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_one_failed_judgement_leaves_out_one_prompt(tmp_path: Path):
     before, after = train_tiny(tmp_path, failing=["q"])
     assert all(changed(before, after))
@@ -75,6 +77,7 @@ def test_one_failed_judgement_leaves_out_one_prompt(tmp_path: Path):
             np.testing.assert_allclose([[row["advantage"] for row in rows]], expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_method_that_reads_no_clusters_does_not_depend_on_the_judge(tmp_path: Path):
     settings: dict[str, Any] = {"algo.advantages": "grpo", "judge.max_failed_share": 0.0}
     before, after = train_tiny(tmp_path / "judged", changes=settings)
@@ -144,6 +147,7 @@ class SlowLetters(RandomLetters):
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_each_step_leaves_what_was_under_way_in_it(tmp_path: Path, staleness: int):
     settings = {"train.num_steps": 4, "train.staleness": staleness, "checkpoint.every": 2, "eval.every": 3}
@@ -193,6 +197,7 @@ class Failing(RandomLetters):
         self.count("push")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampler", "trained"),
     [(Failing(generation=1), 0), (Failing(generation=3), 2), (Failing(push=1), 0), (Failing(push=4), 3)],
@@ -343,6 +348,7 @@ class Waiting(RandomLetters):
 
 
 # Generations 1 and 4 are those of the evaluations, before the first step and after the second.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("generation", "number", "said"),
     [

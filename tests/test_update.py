@@ -131,6 +131,7 @@ def of_response(values, rows):
     return {name: np.asarray(value)[rows.is_response] for name, value in values.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [pytest.param({}, marks=pytest.mark.slow), REGULARISED], ids=["plain", "regularised"]
 )
@@ -154,6 +155,7 @@ def test_the_gradient_is_that_of_sequences_alone(options):
     assert sum(int(metrics["clip_fraction"]) for metrics in sums) == int(clipped.sum())
 
 
+@pytest.mark.slow
 def test_the_first_minibatchs_gradient_is_the_policy_gradient():
     """At ratio one: that of weight * advantage * log-probability, without a pass for old log-probabilities."""
     update, rows = make_update(), alone(SEQUENCES)
@@ -174,6 +176,7 @@ def test_the_first_minibatchs_ratio_is_exactly_one():
     assert (metrics["policy/ratio"], metrics["policy/clip_fraction"], metrics["policy/kl"]) == (1.0, 0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_nothing_depends_on_how_sequences_are_packed():
     update = make_update(**REGULARISED)
     gradients, metrics = [], []
@@ -193,6 +196,7 @@ def test_nothing_depends_on_how_sequences_are_packed():
         assert found == pytest.approx(metrics[0][1], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_silent", [1.0, 0.3], ids=["all", "some"])
 def test_what_shares_its_prompt_or_is_silent_changes_nothing_but_time(is_silent):
     """Weights after an update, and metrics, as of sequences in rows of their own that all have a gradient."""
@@ -219,6 +223,7 @@ def test_what_shares_its_prompt_or_is_silent_changes_nothing_but_time(is_silent)
     assert_trees_close(*states, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_metrics_are_means_over_response_tokens():
     """Of a step with two minibatches; the second is compared with the policy before the first's update."""
     update = make_update(**REGULARISED)
@@ -239,6 +244,7 @@ def test_metrics_are_means_over_response_tokens():
     assert metrics["mismatch/max"] == pytest.approx(largest, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [ppo_clip_loss, cispo_loss])
 @pytest.mark.parametrize("on_policy", [pytest.param(True, marks=pytest.mark.slow), False], ids=["on policy", "later"])
 def test_mismatch_is_corrected_beside_the_clip(loss, on_policy):
@@ -375,6 +381,7 @@ def test_without_minibatches_nothing_changes():
     jax.tree.map(np.testing.assert_array_equal, after.params, NOW)
 
 
+@pytest.mark.slow
 def test_a_run_compiles_each_program_once():
     """Steps differ in their number of microbatches, in lengths and in whether they are on policy; shapes do not."""
     update = make_update(entropy_coef=0.02)
@@ -387,6 +394,7 @@ def test_a_run_compiles_each_program_once():
     assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_an_update_without_prompts_changes_nothing_but_the_learning_rate():
     """The rate is nothing after the second update, be there something to train on or not."""
     config = optimizer_config(learning_rate=0.02, schedule="linear", final_fraction=0.0)
@@ -426,6 +434,7 @@ def moments_of(state):
     return next(part for part in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(part))
 
 
+@pytest.mark.slow
 def test_only_what_is_trainable_changes():
     """Attention's weights, with moments of their own; the gradient is the whole one's part, the rest is untouched."""
     pattern = r"layers\.(q|k|v|o)"

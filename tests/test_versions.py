@@ -43,6 +43,7 @@ def test_those_of_earlier_starts_are_kept_once_each(tmp_path: Path):
         assert versions_used(about, new) == [new]
 
 
+@pytest.mark.slow
 def test_they_are_read_without_importing_what_they_are_of():
     code = "import sys; from poly_epo_jax.versions import versions; versions(); print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

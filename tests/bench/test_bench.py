@@ -35,6 +35,7 @@ def figures(config, tmp_path):
     return json.loads((tmp_path / "bench.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_stage_of_a_run_with_the_embedded_sampler(small_roofline, tmp_path, capsys):
     found = figures(tiny_config(), tmp_path)
     stages = {stage["name"]: stage for stage in found["stages"]}

@@ -36,6 +36,7 @@ def test_the_lemma_holds_for_logits_and_to_first_order(module: Question, monkeyp
         assert row["A > 0, probability falls"] > 0.03 and row["A < 0, probability grows"] > 0.1
 
 
+@pytest.mark.slow
 def test_reward_shaping_has_the_papers_threshold_and_polychromic_one_of_its_own(
     module: Question, monkeypatch: pytest.MonkeyPatch
 ):
@@ -49,6 +50,7 @@ def test_reward_shaping_has_the_papers_threshold_and_polychromic_one_of_its_own(
         assert row["promised"] == row["at p = 0.1"] == row["at p = 0.9"] == row["set size"] - 2
 
 
+@pytest.mark.slow
 def test_sampled_sets_shrink_every_advantage_alike(module: Question, monkeypatch: pytest.MonkeyPatch):
     sampled_sets = module("sampled_sets")
     monkeypatch.setattr(sampled_sets, "NUM_SETS", (2, 8))

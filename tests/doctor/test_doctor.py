@@ -46,6 +46,7 @@ def statuses(findings):
     return {name: one.status for name, one in findings.items()}
 
 
+@pytest.mark.slow
 def test_a_run_on_one_device_passes(tmp_path):
     found = examined(tiny(tmp_path))
     absent = dict.fromkeys(("collectives", "servers", "judge"), "not there")
@@ -96,6 +97,7 @@ def test_a_broken_kernel_is_named(tmp_path, monkeypatch, dtype, break_it):
     assert found.seen.startswith("model.attention=broken is wrong by ") and "set --config.model.attention" in found.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "width"), [((4, 2), 64), ((8, 1), 128)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_rounding_allows_is_little_more_than_the_kernels_error(tmp_path, heads, width, dtype):
@@ -105,6 +107,7 @@ def test_what_rounding_allows_is_little_more_than_the_kernels_error(tmp_path, he
         assert 0 < error < most < {"float32": 1e-5, "bfloat16": 0.05}[dtype]
 
 
+@pytest.mark.slow
 def test_decoding_that_is_not_the_forward_pass_is_found(tmp_path, monkeypatch):
     from poly_epo_jax.model import decoding
 

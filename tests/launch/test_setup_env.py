@@ -194,6 +194,7 @@ def test_without_a_network_what_was_installed_before_is_left_alone(checkout: Che
     assert (checkout.folder / ".venv" / "mine").exists()
 
 
+@pytest.mark.slow
 def test_pip_without_a_network(checkout: Checkout):
     (checkout.path / "uv").unlink()
     index = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "1", "PIP_CONFIG_FILE": os.devnull}

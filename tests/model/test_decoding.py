@@ -51,6 +51,7 @@ def assert_logits_of_the_packed_forward(config, params, tokens, logits, atol):
         np.testing.assert_allclose(logits[row, length - 1 :], expected[length - 1 :], atol=atol, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_length", [TOTAL, TOTAL + 7])
 @pytest.mark.parametrize("name", RELATIVES)
 def test_decoding_equals_the_packed_forward(name, cache_length):
@@ -59,6 +60,7 @@ def test_decoding_equals_the_packed_forward(name, cache_length):
     assert_logits_of_the_packed_forward(config, params, tokens, logits, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_decoding_in_bfloat16():
     config, params, tokens = setting("qwen3")
     config = dataclasses.replace(config, dtype="bfloat16")

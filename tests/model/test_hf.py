@@ -43,6 +43,7 @@ def test_an_entry_names_every_weight_of_its_family_and_no_other(family):
     assert {field.name for field in dataclasses.fields(ModelConfig)} > set(entry.config_keys) | set(entry.switches)
 
 
+@pytest.mark.slow
 def test_params_have_the_models_own_structure(tmp_path):
     save_pretrained(tmp_path / "model", random_params(SMALL), SMALL)
     params = load_params(tmp_path / "model", SMALL)

@@ -96,6 +96,7 @@ def test_huge_logits_stay_finite():
         assert np.isfinite(x).all()
 
 
+@pytest.mark.slow
 def test_bfloat16_head_gradient_is_summed_in_float32():
     """Its error is one rounding's, whatever the number of chunks; summing chunks in bfloat16 is far off."""
     hidden, head, targets, cotangents = random_inputs(rows=8, length=512, vocab=64)

@@ -76,6 +76,7 @@ def start(update, params=None):
 # What it computes
 
 
+@pytest.mark.slow
 def test_an_adapted_layer_is_the_layer_of_the_merged_weights():
     found, expected = hidden_states(ADAPTED_MODEL, adapted_params()), hidden_states(TINY_MODEL, tiny_params())
     assert np.abs(found - expected).max() > 0.1
@@ -96,6 +97,7 @@ def test_merged_adds_in_float32_whatever_the_weights_are():
     assert merged(ADAPTED, params["layers"], "q_norm", 0) is not None
 
 
+@pytest.mark.slow
 def test_a_new_adapter_changes_nothing_and_is_the_same_on_every_mesh():
     shardings = [param_shardings(ADAPTED_MODEL, make_mesh(*axes)) for axes in ((1, 1, 1), (1, 2, 2))]
     first, on_mesh = (as_numpy(first_adapter(ADAPTED, 5, laid_out)) for laid_out in shardings)
@@ -137,6 +139,7 @@ def test_flops_and_sizes_count_it_apart():
 # How it is trained
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule():
     """d/dA = (alpha / rank) dW B' and d/dB = (alpha / rank) A' dW, with dW of the update that has no adapters."""
     params, (microbatches, _) = adapted_params(), minibatches()
@@ -159,6 +162,7 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule():
         np.testing.assert_allclose(d_b.reshape(b.shape), SCALE * a.swapaxes(1, 2) @ d_weight, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_the_adapter_alone_changes_and_has_moments():
     update = make_update()
     state = start(update)
@@ -171,6 +175,7 @@ def test_the_adapter_alone_changes_and_has_moments():
     assert sum(leaf.size for leaf in arrays) == 2 * sum(flops.adapter_sizes(ADAPTED).values())
 
 
+@pytest.mark.slow
 def test_the_reference_policy_is_the_base_for_nothing():
     """Given the new adapter alone, the update compares with the base policy, which the state has."""
     update = make_update(kl_coef=0.1)
@@ -192,6 +197,7 @@ def train_step(*axes):
     return gradient, *update(state, batches)
 
 
+@pytest.mark.slow
 @needs_eight_devices
 @pytest.mark.parametrize("axes", [(2, 2, 2), pytest.param((1, 8, 1), marks=pytest.mark.slow)], ids=str)
 def test_on_a_mesh_it_is_trained_as_on_one_device(axes):
@@ -214,6 +220,7 @@ def test_each_part_is_split_as_the_side_of_the_weight_that_it_has():
 # Who reads it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(1, 1, 1), pytest.param((2, 2, 2), marks=needs_eight_devices)], ids=str)
 def test_the_sampler_generates_from_the_merged_weights(axes):
     mesh = make_mesh(*axes)

@@ -72,6 +72,7 @@ def assert_trees_close(found, expected, atol):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol, rtol=1e-5), found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RELATIVES)
 def test_packed_sequences_do_not_see_each_other(name):
     config = RELATIVES[name]
@@ -94,6 +95,7 @@ def test_later_tokens_do_not_change_earlier_ones():
     assert (np.abs(before[:, 9:] - after[:, 9:]).max(-1) > 1e-3).all()
 
 
+@pytest.mark.slow
 def test_scanned_equals_unrolled():
     params, batch = random_params(QWEN3), pack(*sequences())
     unrolled = dataclasses.replace(QWEN3, scan_unroll=2)

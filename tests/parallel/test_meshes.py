@@ -82,6 +82,7 @@ SLOW = [pytest.param(axes, marks=pytest.mark.slow) for axes in ((8, 1, 1), (1, 8
 ON_MESHES = pytest.mark.parametrize("axes", [(2, 2, 2), *SLOW], ids="{0[0]}x{0[1]}x{0[2]}".format)
 
 
+@pytest.mark.slow
 @ON_MESHES
 def test_gradients_are_those_of_one_device(axes):
     gradient, sums, *_ = train_step(*axes)
@@ -166,6 +167,7 @@ def test_collectives_inside_of_loops_are_found():
     assert "all-reduce" in kinds
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_and_not_the_activations_of_all_rows():
     """Four rows of 52 tokens, one on each fsdp part: no product is of all 208 tokens."""
     update = PolicyUpdate(TINY_MODEL, make_mesh(1, 4, 2), Objective(ppo_clip_loss), optimizer_config(), total_updates=1)
@@ -175,6 +177,7 @@ def test_weights_are_gathered_and_not_the_activations_of_all_rows():
     assert [shape for shape in shapes if 208 in shape] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [9, 2])
 def test_greedy_generations_are_those_of_one_device(count):
     def generate(mesh):

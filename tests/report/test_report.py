@@ -148,6 +148,7 @@ def test_a_report_is_written_without_jax(two_runs: list[Path], tmp_path: Path):
     assert ran.stdout.splitlines()[-1] == "0 False"
 
 
+@pytest.mark.slow
 def test_figures_have_their_sizes_at_150_dpi(two_runs: list[Path], page: str):
     folder = two_runs[0].parent / "report"
     assert png_size(folder / "training_dynamics.png") == (2100, 1320)  # 4 x 3.5 in by 3 x 2.8 + 0.4 in
@@ -276,6 +277,7 @@ def data_of(page: str, parse: bool = True) -> Any:
     return json.loads(data) if parse else data
 
 
+@pytest.mark.slow
 def test_page_names_runs_and_escapes_their_names(tmp_path: Path):
     run = write_fake_run(tmp_path / "<b>&run", seed=0, num_steps=3, evaluate_every=0)
     page = report.write_report([run], tmp_path / "out").read_text()
@@ -364,6 +366,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path):
     assert all(str(run) in page for run in runs)
 
 
+@pytest.mark.slow
 def test_live_run_with_a_half_written_row_and_no_evaluation(tmp_path: Path):
     run = write_fake_run(tmp_path / "young", seed=0, num_steps=2, evaluate_every=0)
     (run / "generations.jsonl").unlink()

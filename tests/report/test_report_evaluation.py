@@ -45,6 +45,7 @@ def results_of(evaluation: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.slow
 def test_every_figure_is_drawn_as_png_and_pdf(evaluation: Path, page: str):
     written = {path.name for path in (evaluation / "report").iterdir()}
     assert written == {f"{name}.{kind}" for name in FIGURES for kind in ("png", "pdf")} | {"report.html"}
@@ -149,6 +150,7 @@ def test_summary_puts_each_model_beside_the_first():
     assert apart == "<b>new</b> instead of base: nothing in common."
 
 
+@pytest.mark.slow
 def test_hostile_names_are_text_too(tmp_path: Path):
     write_fake_evaluation(tmp_path / "e", {"<img src=x>": 0.5, "&b": 0.5}, ("<script>alert(1)", "x"))
     page = report.write_report([tmp_path / "e"], tmp_path / "out").read_text(encoding="utf-8")
@@ -219,6 +221,7 @@ def test_more_generations_are_cut_further(tmp_path: Path):
     assert nothing["problems"] == []
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_read_row_by_row(tmp_path: Path):
     write_fake_evaluation(tmp_path, {"a": 0.5}, ("x",), num_problems=40, num_generations=10, num_tokens=2000)
     path = tmp_path / "x" / "a"

@@ -52,6 +52,7 @@ BY_TENSOR = {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
 """A token's: after each half of a layer and after the embedding; and the logits, of which the whole row is sampled."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "expected"),
     [

@@ -47,6 +47,7 @@ def groups(rollouts):
     return generate(rollouts, PROBLEMS, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_are_the_trainers(rollouts, temperature):
     groups = generate(rollouts, PROBLEMS, 4, temperature=temperature)
@@ -85,6 +86,7 @@ def test_generations_of_a_prompt_differ(groups):
     assert len(set(long)) == len(long) > 10
 
 
+@pytest.mark.slow
 def test_a_generation_depends_on_its_seed_alone(rollouts, groups):
     few_at_once = make_rollouts(max_concurrent=10)  # a prompt's generations are not all decoded at once
     assert_same_generations(generate(few_at_once, PROBLEMS, 4), groups)
@@ -208,6 +210,7 @@ def number_of_programs():
     return programs.decode._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.slow
 def test_a_run_compiles_once():
     """Steps of one size share the decoding loop, whatever their prompts; so do instances."""
     problems = tiny_problems(12, MAX_PROMPT, seed=4)
@@ -218,6 +221,7 @@ def test_a_run_compiles_once():
     assert number_of_programs() == compiled
 
 
+@pytest.mark.slow
 def test_groups_come_as_they_complete_and_the_event_loop_is_free():
     rollouts = make_rollouts(max_concurrent=4)
     generate(rollouts, PROBLEMS, 4)  # compiles

@@ -106,6 +106,7 @@ def assert_same_groups(found, expected):
             assert (y.text, y.finish_reason, y.weight_version) == (z.text, z.finish_reason, z.weight_version)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_generations", "sampling"),
     [
@@ -125,6 +126,7 @@ def test_generations_are_those_of_the_embedded_sampler(rollouts, embedded, num_g
     assert isinstance(rollouts.sampler, Sampler)
 
 
+@pytest.mark.slow
 def test_later_turns_are_those_of_the_embedded_sampler(rollouts, embedded):
     """Their prompts are longer than max_prompt_tokens."""
 
@@ -140,6 +142,7 @@ def test_later_turns_are_those_of_the_embedded_sampler(rollouts, embedded):
     assert max(len(group.prompt_ids) + int((~y.loss_mask).argmax()) + 2 for group, y in generations) > MAX_PROMPT
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_the_trainers(rollouts):
     trainer, sampler = trainer_logprobs(0, generate(rollouts, temperature=0.7), 0.7)
     assert len(trainer) > 200 and trainer.std() > 0.5
@@ -151,6 +154,7 @@ def test_a_group_is_the_same_alone_and_among_others(rollouts):
     assert_same_groups([generate(rollouts, [problem])[0] for problem in PROBLEMS], together)
 
 
+@pytest.mark.slow
 def test_greedy_generations_are_those_of_one_device(make_rollouts, rollouts):
     mesh = make_mesh(2, 2, 2)
     sharded = make_rollouts(mesh=mesh)
@@ -163,6 +167,7 @@ def test_greedy_generations_are_those_of_one_device(make_rollouts, rollouts):
     )
 
 
+@pytest.mark.slow
 def test_new_weights_wait_for_the_generations_under_way(make_rollouts, embedded):
     """Also those that are asked for by whoever reads the generations, between two of them."""
     rollouts, params = make_rollouts(), on_mesh(tiny_params(1), MESH)
@@ -183,6 +188,7 @@ def test_new_weights_wait_for_the_generations_under_way(make_rollouts, embedded)
     np.testing.assert_allclose(sampler, trainer, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_calls_and_updates_take_turns(make_rollouts, embedded):
     rollouts, params = make_rollouts(), on_mesh(tiny_params(), MESH)
 
@@ -203,6 +209,7 @@ def test_calls_and_updates_take_turns(make_rollouts, embedded):
         assert token_ids == {g.problem.id: [y.token_ids.tolist() for y in g.generations] for g in expected}
 
 
+@pytest.mark.slow
 def test_generations_that_are_broken_off_leave_no_trace(make_rollouts, embedded):
     size = EngineSize(slots=2, samples_per_slot=4, max_prompt_tokens=MAX_PROMPT, max_tokens=2000)
     rollouts = make_rollouts(size)
@@ -310,6 +317,7 @@ def test_without_google_jetstream_one_sentence_says_what_to_run(monkeypatch, ins
         jetstream._check_version()
 
 
+@pytest.mark.slow
 def test_its_own_server_answers_a_client(embedded):
     import grpc  # pyright: ignore[reportMissingImports]
 

@@ -40,6 +40,7 @@ def random_logits(size, spread=1.0, ties=False, seed=0):
     return np.round(logits * 4) / 4 if ties else logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "spread", "ties", "temperature", "top_p", "top_k"),
     [

@@ -290,6 +290,7 @@ def test_a_generation_that_no_set_holds_gets_zero():
     np.testing.assert_allclose(advantages, [[0.25, 0.0, -0.25, 0.0]], atol=1e-7)
 
 
+@pytest.mark.slow
 def test_jit_changes_nothing():
     rewards, clusters = random_group(np.random.default_rng(6), 32, 8)
     eager = polychromic_advantages(rewards, clusters, 4)

@@ -116,6 +116,7 @@ def test_masked_tokens_never_matter(loss, pad):
     np.testing.assert_allclose(gradients[:6], gradient(loss, tokens())[:6], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [LOSSES[name] for name in LOSSES if name not in OF_MICROBATCHES])
 def test_microbatches_add_up(loss):
     rng = np.random.default_rng(0)

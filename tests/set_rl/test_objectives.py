@@ -94,6 +94,7 @@ def test_determinant_is_finite_without_embeddings():
     np.testing.assert_allclose(determinant(rewards=rewards, embeddings=embeddings), [0, 1 / 4], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, entry in OBJECTIVES.items() if entry.closed_form])
 @pytest.mark.parametrize("set_size", [1, 3, 6])
 def test_a_closed_form_is_that_of_every_set(name, set_size):

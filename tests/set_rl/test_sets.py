@@ -109,6 +109,7 @@ def test_refuses_an_impossible_number_of_sets(num_sets):
         sample_sets(jax.random.key(0), 8, 4, num_sets)
 
 
+@pytest.mark.slow
 def test_set_rl_stands_alone():
     """Importable with neither a model, an optimiser nor a tokenizer."""
     code = "import sys, poly_epo_jax.set_rl; print(*{name.split('.')[0] for name in sys.modules})"

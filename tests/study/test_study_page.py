@@ -57,6 +57,7 @@ def text_of(page: str) -> str:
     return re.sub(r"<[^>]+>", " ", page)
 
 
+@pytest.mark.slow
 def test_everything_measured_is_drawn_and_explained(page: str):
     drawn = svgs(page)
     logged = [one for metric, one in QUANTITIES.items() if metric != "policy/reference_kl"]

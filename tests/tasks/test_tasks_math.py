@@ -316,6 +316,7 @@ def test_tricky_pairs(verifier: Verifier, right: bool):
     assert {pair: outcome for pair, outcome in outcomes.items() if outcome is not expected} == {}
 
 
+@pytest.mark.slow
 def test_rewards(make: Callable[..., MathTask]):
     task = make([{"problem": "1?", "answer": r"\frac{1}{2}"}])
     (problem,) = task.train_problems
@@ -392,6 +393,7 @@ def test_golds_equal_themselves(shared: Path, make: Callable[..., MathTask], nam
     assert [identifier for identifier in unread if identifier not in STRINGS] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["minerva_math", "aime_2025"])
 def test_golds_differ_from_other_golds(shared: Path, verifier: Verifier, name: str):
     numbers = {p.answer: float(p.answer) for p in golds(shared, name) if NUMBER.fullmatch(p.answer)}

@@ -222,6 +222,7 @@ def test_clean_demonstrations_are_right_and_listed(settings):
         assert set(problem.prompt + text) <= set(task.alphabet)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, dict(digits=(2, 2)), dict(digits=(3, 1))])
 def test_every_problem_has_a_dozen_right_strategies(settings):
     task = MultiplicationTask(**settings)

@@ -52,6 +52,7 @@ def test_prompts(degree, answer, prompt):
     assert {p.answer: p.prompt for p in problems}[answer] == prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [1, 2, 3])
 def test_reward_is_one_exactly_on_the_curve(degree):
     task = PolynomialTask(degree=degree, seed=degree)

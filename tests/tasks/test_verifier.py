@@ -185,6 +185,7 @@ def test_memory_is_limited(pool: Verifier):
     assert resource.prlimit(pids(pool)[0], resource.RLIMIT_AS)[0] == 2**30
 
 
+@pytest.mark.slow
 def test_closing_ends_the_workers():
     pool = Verifier(2)
     pool.close()
@@ -276,6 +277,7 @@ runpy.run_path({str(WORKER)!r}, run_name="__main__")
     assert (done.returncode, done.stdout) == (-signal.SIGPROF, '"ready"\n')
 
 
+@pytest.mark.slow
 def test_a_worker_imports_neither_jax_nor_this_package():
     program = f"""
 import runpy, sys

@@ -45,6 +45,7 @@ def read():
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 
 
+@pytest.mark.slow
 def test_every_program_has_its_figures(read):
     figures, _, shape, _, _ = read
     assert list(figures.programs) == ["logprobs", "gradient", "optimizer", "weights for decoding", "decode"]

@@ -134,6 +134,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_splash_is_the_plain_form(monkeypatch):
     monkeypatch.setattr(splash, "BLOCK", 128)  # three blocks: some are skipped, and segments cross the others
     compare(1, *CASES[0])

@@ -50,6 +50,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[::3])
 def test_triton_is_the_plain_form(case, monkeypatch):
     monkeypatch.setattr(triton, "FORWARD", SMALL_FORWARD)

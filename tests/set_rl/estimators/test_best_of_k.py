@@ -125,6 +125,7 @@ def adversarial_rewards(rng, N):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_generations", [17, 64, 256])
 def test_exact_at_any_size(num_generations):
     """Within 1e-5 of a prompt's largest value, however small that is."""
