@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import quick_compiles
 from training_runs import SETTINGS, as_flags
 
 from poly_epo_jax import set_rl
@@ -209,10 +210,10 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[int,
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
     (copy / ".venv" / "bin" / "pip").symlink_to(programs / "pip")
-    # Users have no variable that conftest.py sets, except the one that leaves accelerators alone.
+    # Users have no variable that conftest.py sets, except that accelerators are left alone and compiling is quick.
     ours = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
-    environment |= VARIABLES | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    environment |= VARIABLES | {"PATH": f"{programs}:{os.environ['PATH']}", "XLA_FLAGS": quick_compiles.FLAGS}
 
     def types(command: str) -> tuple[int, str]:
         # `timeout` also ends the processes that the shell has started.
