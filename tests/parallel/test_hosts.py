@@ -66,7 +66,7 @@ def test_several_train_as_one(single: Run):
 
 @pytest.fixture(scope="module")
 def eventful(single: Run) -> tuple[Run, list[str]]:
-    """One run, by four processes until SIGTERM, twice by two until one is killed, and to its end by one.
+    """One run, by two processes until SIGTERM, twice by two until one is killed, and to its end by one.
 
     Beside it what the survivors said.
     """
@@ -74,8 +74,8 @@ def eventful(single: Run) -> tuple[Run, list[str]]:
     def by(count: int) -> Run:
         return run_of(single, "eventful", count)
 
-    preempted = by(4)
-    assert preempted.stop(1, 0.0, signal.SIGTERM, index=3) == [128 + signal.SIGTERM] * 4
+    preempted = by(2)
+    assert preempted.stop(1, 0.0, signal.SIGTERM, index=1) == [128 + signal.SIGTERM] * 2
     found = re.search(r"SIGTERM: saved after step (\d+); the same command", preempted.log())
     assert found and preempted.checkpoints()[-1] == int(found[1]) == preempted.rows_written() - 1
 
