@@ -210,7 +210,7 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[int,
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
     (copy / ".venv" / "bin" / "pip").symlink_to(programs / "pip")
-    # Users have no variable that conftest.py sets, except that accelerators are left alone and compiling is quick.
+    # Users have no variable that conftest.py sets. Here accelerators are left alone, and compiling is quick.
     ours = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     environment |= VARIABLES | {"PATH": f"{programs}:{os.environ['PATH']}", "XLA_FLAGS": quick_compiles.FLAGS}

@@ -1,5 +1,6 @@
 """The update for the real Qwen3-4B shape on four devices, compiled but not run: what its program holds and sends."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -71,3 +72,16 @@ def test_gradients_are_added_in_place():
     # Each layer's input is kept; this backend holds it in float32.
     kept_bytes = 4 * CONFIG.num_layers * ROW_TOKENS * CONFIG.hidden_size
     assert memory.temp_size_in_bytes < kept_bytes + 2 * head_bytes + gradient_bytes / 2
+
+
+@pytest.mark.parametrize(("scan_unroll", "copied"), [(0, False), (2, True)])
+def test_no_step_of_the_layers_loop_copies_all_gradients(scan_unroll: int, copied: bool):
+    """With two layers per step it does, so these copies are found; once it does not, FEW_LAYERS may go."""
+    sizes = {"num_layers": 6, "hidden_size": 64, "mlp_size": 160, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    computed = {"vocab_size": 96, "dtype": "float32", "remat": "none", "scan_unroll": scan_unroll}
+    config = dataclasses.replace(CONFIG, **sizes, **computed)
+    model = nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0)))
+    update = PolicyUpdate(model, make_mesh(1, 1, 1), Objective(ppo_clip_loss), optimizer_config(), total_updates=1)
+    text = update.lower(4, 32)["gradient"].compile().as_text() or ""
+    of_gate = re.compile(r"= f32\[6,64,160\]\S* copy\(")
+    assert any(of_gate.search(body) for body in loop_bodies(text)) == copied

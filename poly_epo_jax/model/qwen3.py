@@ -34,8 +34,8 @@ AUTO = "auto"
 """Stands for one of these in a configuration, until a memory plan has chosen it (memory_plan.plan.make_plan)."""
 
 FEW_LAYERS = 4
-"""So many are run without a loop, unless the configuration says otherwise: tiny models are a quarter faster so. It is
-never some layers per step: in such a loop, XLA's programs for CPUs copy all gradients at every step."""
+"""So many are run without a loop, unless the configuration says otherwise: tiny models are a quarter faster so. In a loop
+over several layers per step, XLA's programs for CPUs copy all gradients at every step."""
 
 
 class Layer(nnx.Module):

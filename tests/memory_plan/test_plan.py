@@ -87,7 +87,7 @@ LATER_JAX = jax.__version_info__ > (0, 10, 2)
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-@pytest.mark.parametrize("case", [SMALL, *(pytest.param(case, marks=pytest.mark.slow) for case in LARGE)], ids=str)
+@pytest.mark.parametrize("case", [SMALL, *LARGE], ids=str)
 def test_the_plan_is_what_compiled_programs_hold(case: Case):
     config, shape = case.config(), case.shape()
     setting = Setting("cpu", dict(zip(AXES, case.mesh, strict=True)))
@@ -123,8 +123,9 @@ LORA = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) for case in LORA], ids=str)
+@pytest.mark.parametrize("case", LORA, ids=str)
 def test_with_adapters_the_plan_is_what_compiled_programs_hold(case: Case):
     """Frozen weights have neither moments nor a sum of gradients."""
     config, shape = case.config(), case.shape()
