@@ -34,7 +34,7 @@ AUTO = "auto"
 """Stands for one of these in a configuration, until a memory plan has chosen it (memory_plan.plan.make_plan)."""
 
 FEW_LAYERS = 4
-"""So many are run without a loop, unless the configuration says otherwise: tiny models are a quarter faster so. In a loop
+"""So many run without a loop, unless the configuration says otherwise: tiny models are a quarter faster so. In a loop
 over several layers per step, XLA's programs for CPUs copy all gradients at every step."""
 
 
