@@ -39,9 +39,7 @@ class ModelSection(Section, name="model"):
     dtype: str = key("float32", "of activations and matrix products", FLOATS)
     param_dtype: str = key("float32", "of weights", FLOATS)
     remat: str = key("none", "what the backward pass recomputes; auto: as little as the memory plan allows")
-    scan_unroll: int = key(
-        0, "layers per step of the layer scan; 0: one, or all of a model with few layers", Range(0, 64)
-    )
+    scan_unroll: int = key(0, "layers per step of the layer scan; 0: one, or all of at most four", Range(0, 64))
     attention: str = key(
         "auto", "blockwise (anywhere), triton (GPU), splash (TPU); auto: the device's own, if its self-check holds"
     )

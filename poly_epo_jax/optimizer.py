@@ -31,9 +31,9 @@ def decays(config: OptimizerSection) -> bool:
 
 
 def make_optimizer(config: OptimizerSection) -> optax.GradientTransformation:
-    """AdamW without its learning rate, by which the caller multiplies the result; weight decay is decoupled.
+    """AdamW (Loshchilov & Hutter 2019) up to the learning rate: the caller subtracts this times the result.
 
-    Gradients longer than `max_grad_norm` are scaled down to it before Adam sees them.
+    Weight decay is decoupled. Gradients longer than `max_grad_norm` are scaled down to it before Adam sees them.
     """
     return optax.chain(
         optax.stateless(lambda gradients, _: _clip(gradients, config.max_grad_norm)),

@@ -132,9 +132,7 @@ def of_response(values, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), REGULARISED], ids=["plain", "regularised"]
-)
+@pytest.mark.parametrize("options", [{}, REGULARISED], ids=["plain", "regularised"])
 def test_the_gradient_is_that_of_sequences_alone(options):
     update, rows = make_update(**options), alone(SEQUENCES)
     minibatch = off_policy(update, pack(SEQUENCES, 40, rows_per_microbatch=2))
@@ -246,7 +244,7 @@ def test_metrics_are_means_over_response_tokens():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [ppo_clip_loss, cispo_loss])
-@pytest.mark.parametrize("on_policy", [pytest.param(True, marks=pytest.mark.slow), False], ids=["on policy", "later"])
+@pytest.mark.parametrize("on_policy", [True, False], ids=["on policy", "later"])
 def test_mismatch_is_corrected_beside_the_clip(loss, on_policy):
     """The plain formula, differentiated: min(pi_old / pi_sampler, cap) is data, and the clip is on pi / pi_old."""
     cap, limit, rng = 1.5, 1.2, np.random.default_rng(5)

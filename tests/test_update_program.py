@@ -1,4 +1,4 @@
-"""The update for the real Qwen3-4B shape on four devices, compiled but not run: what its program holds and sends."""
+"""The update, compiled but not run: what its program holds, sends and copies. Mostly for Qwen3-4B on four devices."""
 
 import dataclasses
 import functools

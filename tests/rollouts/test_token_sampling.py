@@ -47,9 +47,9 @@ def random_logits(size, spread=1.0, ties=False, seed=0):
         (32, 1.0, False, 1.0, 1.0, 0),
         (300, 1.0, False, 1.4, 1.0, 0),  # blocks, the last one cut short
         (40, 0.5, False, 1.0, 0.3, 0),  # rejected over and over
-        pytest.param(300, 0.5, True, 1.0, 0.5, 0, marks=pytest.mark.slow),
+        (300, 0.5, True, 1.0, 0.5, 0),
         (40, 1.0, True, 1.0, 1.0, 7),
-        pytest.param(300, 1.0, False, 1.3, 0.6, 60, marks=pytest.mark.slow),
+        (300, 1.0, False, 1.3, 0.6, 60),
     ],
 )
 def test_tokens_have_the_filtered_distribution(size, spread, ties, temperature, top_p, top_k):
