@@ -24,6 +24,7 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
 
     config.sampling.max_tokens = 8
     config.train.max_prompt_tokens = 24
+    config.train.row_tokens = 96  # two prompts with their responses fit, and leave less padding than in rows of 64
     config.train.num_steps = 30
     config.train.prompts_per_batch = 4
     config.train.prompts_per_minibatch = 4

@@ -26,6 +26,7 @@ from poly_epo_jax.checks import ConfigError
 from poly_epo_jax.first_line import first_line
 from poly_epo_jax.model.fingerprint import fingerprints
 from poly_epo_jax.model.partition import merge_params, split_params
+from poly_epo_jax.model.sharding import platform
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.types import Params
 
@@ -39,7 +40,7 @@ class CheckpointError(ValueError):
 
 
 class Checkpoints:
-    """Saves in the background and keeps the newest few.
+    """Saves, in the background unless the arrays are a CPU's, and keeps the newest few.
 
     Args:
       directory: created if it does not exist.
@@ -79,7 +80,7 @@ class Checkpoints:
         return sum(1 for _ in self._damaged.glob("[0-9]*"))
 
     def save(self, step: int, state: Any, data_state: dict[str, Any]) -> None:
-        """Starts saving; `state` may be donated as soon as this returns.
+        """Saves, or starts to; `state` may be donated as soon as this returns.
 
         Raises:
           OSError: this checkpoint cannot be written, or the previous one could not be.
@@ -89,6 +90,10 @@ class Checkpoints:
         data = ocp.args.JsonSave(content | {"digest": _digest(content)})
         with self._saving():
             self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=data))
+            if platform() == "cpu":
+                # Its arrays are written from where they are, not from a copy. An update that is donated them meanwhile
+                # would copy them all, and the process would hold the whole state twice.
+                self._manager.wait_until_finished()
 
     def restore(self, step: int, like: Any, shardings: Any, frozen: Params | None = None) -> tuple[Any, dict[str, Any]]:
         """The state and data position at `step`, laid out by `shardings`, whatever mesh they were saved from.

@@ -97,7 +97,7 @@ def make_plan(
         stages["generate"] = _generate(config, shape, setting, cache_growth)
         held = stages["generate"] if SAMPLERS[config.rollouts.name].has_slots else resident
         held["weights laid out for decoding"] = laid_out
-    besides = _besides(config, shape, setting) if setting.platform == "cpu" else {}
+    besides = _besides(stages["gradient"], setting) if setting.platform == "cpu" else {}
     return Plan(setting, rows, row_tokens(config), shape.remat, resident, stages, besides, memory_bytes)
 
 
@@ -133,14 +133,15 @@ def _resident(config: Config, shape: ModelConfig, setting: Setting) -> dict[str,
     return {"parameters": parameters} | adapter | {"optimizer moments": moments} | reference
 
 
-def _besides(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, int]:
-    """The bytes that the process takes besides: a checkpoint is copied before it is written, while steps continue."""
-    saved = _resident(config, shape, setting)
-    saved.pop("reference policy", None)
-    if shape.lora_targets:
-        del saved["parameters"]
+def _besides(gradient: Mapping[str, int], setting: Setting) -> dict[str, int]:
+    """The bytes that the process takes besides, on all devices.
+
+    A program for CPUs allocates what it computes in one piece. malloc keeps the piece that the largest of them frees,
+    but gives parts of it to others, so that the next time it is not whole, and another is taken.
+    """
+    largest = sum(gradient.values()) - gradient["sum of gradients"]
     return {
-        "checkpoint that is being written": sum(saved.values()) * setting.weight_shards,
+        "what malloc keeps in pieces": largest * setting.num_devices,
         "Python, libraries and programs": PROCESS,
     }
 

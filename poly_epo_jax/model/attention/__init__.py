@@ -1,17 +1,29 @@
 """Causal attention within packed segments, behind one function: a kernel for GPUs, one for TPUs, and a plain form."""
 
+import importlib
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from poly_epo_jax.model.attention.blockwise import blockwise_attention
-from poly_epo_jax.model.attention.segments import make_segments
-from poly_epo_jax.model.attention.splash import splash_attention
-from poly_epo_jax.model.attention.triton import triton_attention
+from poly_epo_jax.model.attention.segments import Segments, make_segments
 from poly_epo_jax.model.sharding import ROWS, platform
 
-IMPLEMENTATIONS = {"blockwise": blockwise_attention, "triton": triton_attention, "splash": splash_attention}
+
+def _kernel(name: str) -> Callable[[jax.Array, jax.Array, jax.Array, Segments], jax.Array]:
+    """`{name}_attention` of the module `name`. That is imported only where it runs, as Pallas takes time to import."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax.Array:
+        module = importlib.import_module(f"{__name__}.{name}")
+        return getattr(module, f"{name}_attention")(q, k, v, segments)
+
+    return attend
+
+
+IMPLEMENTATIONS = {"blockwise": blockwise_attention, "triton": _kernel("triton"), "splash": _kernel("splash")}
 """(q, k, v, segments) -> the attention's result. All give the name "attention" to their result and to whatever else the
 backward pass needs, so that remat can keep them."""
 
