@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 
 from poly_epo_jax.checks import ConfigError
 from poly_epo_jax.first_line import first_line
-from poly_epo_jax.model.fingerprint import fingerprints
+from poly_epo_jax.model.fingerprint import array_names, fingerprints
 from poly_epo_jax.model.partition import merge_params, split_params
 from poly_epo_jax.model.sharding import platform
 from poly_epo_jax.parallel import hosts
@@ -103,11 +103,12 @@ class Checkpoints:
 
         Raises:
           CheckpointError: the checkpoint is damaged.
-          ConfigError: `frozen` are not the weights that the state was saved with.
+          ConfigError: another version has saved other arrays, or `frozen` are not those of the state.
         """
         if frozen is not None:
             like, shardings = (dataclasses.replace(part, frozen={}) for part in (like, shardings))
-        state, data = self._checked(step, ocp.args.StandardRestore(_abstract(like, shardings)), frozen)
+        tree = _abstract(like, shardings)
+        state, data = self._checked(step, tree, ocp.args.StandardRestore(tree), frozen)
         return state if frozen is None else dataclasses.replace(state, frozen=frozen), data
 
     def restore_params(
@@ -121,7 +122,7 @@ class Checkpoints:
 
         Raises:
           CheckpointError: the weights are damaged.
-          ConfigError: `frozen` are not the weights that the state was saved with.
+          ConfigError: another version has saved other arrays, or `frozen` are not those of the state.
         """
         parts = split_params(_abstract(like, shardings), trainable)
         weights = {name: part for name, part in zip(("trainable", "frozen"), parts, strict=True) if part}
@@ -129,7 +130,7 @@ class Checkpoints:
             del weights["frozen"]
         restore_args = ocp.checkpoint_utils.construct_restore_args(weights)
         args = ocp.args.PyTreeRestore(item=weights, restore_args=restore_args, partial_restore=True)
-        restored, _ = self._checked(step, args, frozen)
+        restored, _ = self._checked(step, weights, args, frozen)
         return merge_params(restored["trainable"], restored.get("frozen", {}) if frozen is None else frozen)
 
     def newest(self, restore: Callable[[int], T]) -> tuple[int, T] | None:
@@ -170,15 +171,18 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._manager.close()
 
-    def _checked(self, step: int, args: Any, frozen: Params | None) -> tuple[Any, dict[str, Any]]:
+    def _checked(self, step: int, tree: Any, args: Any, frozen: Params | None) -> tuple[Any, dict[str, Any]]:
         """The state and data position, verified to be what was saved, and saved with these frozen weights."""
-        reason, content, state = "it holds other numbers than were saved", {}, None
+        reason, content, state, others = "it holds other numbers than were saved", {}, None, []
         with _quiet():
             try:
-                found = self._manager.restore(step, args=ocp.args.Composite(state=args, data=ocp.args.JsonRestore()))
-                content, state = dict(found.data), found.state
+                found = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
+                content = dict(found.data)
                 whole = content.pop("digest") == _digest(content)
-                whole = whole and fingerprints(state).items() <= content["fingerprints"].items()
+                others = _other_arrays(tree, content["fingerprints"]) if whole else []
+                if whole and not others:
+                    state = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
+                    whole = fingerprints(state).items() <= content["fingerprints"].items()
             except Exception as error:
                 if _os_error_code(error) in _PASSING:
                     raise OSError(
@@ -188,6 +192,11 @@ class Checkpoints:
                 whole, reason = False, _reason(error)  # of whatever kind: Orbax and TensorStore have many
         if not whole:
             raise CheckpointError(f"The checkpoint {self._directory / str(step)} is damaged ({reason}).")
+        if others:
+            raise ConfigError(
+                f"The checkpoint {self._directory / str(step)} is of another version of poly_epo_jax: it differs in "
+                f"{', '.join(others[:3])}. Go on with that version, or set --config.workdir to a new folder."
+            )
         if frozen is not None and not fingerprints({"frozen": frozen}).items() <= content["fingerprints"].items():
             raise ConfigError(
                 f"The checkpoint {self._directory / str(step)} holds what was trained beside the weights of another "
@@ -217,6 +226,13 @@ class Checkpoints:
 
 def _abstract(like: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, shardings)
+
+
+def _other_arrays(tree: Any, saved: Collection[str]) -> list[str]:
+    """The arrays that either the tree or what was saved of its parts has, and the other has not."""
+    names = set(array_names(tree))
+    parts = {name.partition(".")[0] for name in names}
+    return sorted(names ^ {name for name in saved if name.partition(".")[0] in parts})
 
 
 @contextlib.contextmanager

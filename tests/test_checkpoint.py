@@ -242,6 +242,21 @@ def test_other_numbers_than_were_saved_are_refused(tmp_path, key):
     assert steps_on_disk(tmp_path) == [3]
 
 
+@pytest.mark.parametrize("saved", [{"m": 1.0, "count": 2.0}, {}], ids=["more", "fewer"])
+def test_a_checkpoint_of_another_version_is_refused_and_not_called_damaged(tmp_path, saved):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, {"moments": {"v": np.ones(2)} | {name: np.ones(2) for name in saved}}, {})
+    like = {"moments": {"v": jax.ShapeDtypeStruct((2,), float), "m": jax.ShapeDtypeStruct((2,), float)}}
+    shardings = jax.tree.map(lambda _: ON_ONE_DEVICE, like)
+    differs = (
+        rf"3 is of another version of poly_epo_jax: it differs in moments\.{'count' if saved else 'm'}\. Go on with"
+    )
+    with pytest.raises(ConfigError, match=differs):
+        checkpoints.newest(lambda step: checkpoints.restore(step, like, shardings))
+    assert steps_on_disk(tmp_path) == [3]
+    checkpoints.close()
+
+
 @pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_damaged(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path)

@@ -16,12 +16,16 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def fingerprints(tree: Any) -> dict[str, int]:
-    """The fingerprints by the dotted path of each array in the tree. Every process of a mesh must call this.
+    """The fingerprints by each array's name. Every process of a mesh must call this.
 
     The arrays are read one after another, because a program for CPUs holds the hashes of all words that it is given.
     """
-    leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): int(_fingerprint(leaf)) for path, leaf in leaves}
+    return {name: int(_fingerprint(leaf)) for name, leaf in zip(array_names(tree), jax.tree.leaves(tree), strict=True)}
+
+
+def array_names(tree: Any) -> list[str]:
+    """The dotted path of each array in the tree, in the order of its leaves."""
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(tree)]
 
 
 @jax.jit
