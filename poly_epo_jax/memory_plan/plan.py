@@ -90,6 +90,7 @@ def make_plan(
         "gradient": _gradient(config, shape, setting, rows),
         "optimizer": _optimizer(config, shape, setting),
     }
+    besides = _besides(stages, setting) if setting.platform == "cpu" else {}
     resident = _resident(config, shape, setting)
     cache_growth = SAMPLERS[config.rollouts.name].cache_growth
     if cache_growth is not None:
@@ -97,7 +98,6 @@ def make_plan(
         stages["generate"] = _generate(config, shape, setting, cache_growth)
         held = stages["generate"] if SAMPLERS[config.rollouts.name].has_slots else resident
         held["weights laid out for decoding"] = laid_out
-    besides = _besides(stages["gradient"], setting) if setting.platform == "cpu" else {}
     return Plan(setting, rows, row_tokens(config), shape.remat, resident, stages, besides, memory_bytes)
 
 
@@ -133,15 +133,15 @@ def _resident(config: Config, shape: ModelConfig, setting: Setting) -> dict[str,
     return {"parameters": parameters} | adapter | {"optimizer moments": moments} | reference
 
 
-def _besides(gradient: Mapping[str, int], setting: Setting) -> dict[str, int]:
-    """The bytes that the process takes besides, on all devices.
+def _besides(update: Mapping[str, Mapping[str, int]], setting: Setting) -> dict[str, int]:
+    """The bytes that the process takes besides, on all devices; `update` are the stages of the update.
 
-    A program for CPUs allocates what it computes in one piece. malloc keeps the piece that the largest of them frees,
-    but gives parts of it to others, so that the next time it is not whole, and another is taken.
+    A program for CPUs allocates all that it computes with in one piece. malloc keeps the piece when it is freed, but
+    gives parts of it to others; so the next time it is no longer whole, and malloc takes another from the system.
     """
-    largest = sum(gradient.values()) - gradient["sum of gradients"]
+    pieces = sum(sum(terms.values()) - terms["sum of gradients"] for terms in update.values())
     return {
-        "what malloc keeps in pieces": largest * setting.num_devices,
+        "what malloc keeps in pieces": pieces * setting.num_devices,
         "Python, libraries and programs": PROCESS,
     }
 

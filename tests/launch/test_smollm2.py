@@ -209,8 +209,8 @@ def test_two_steps_of_training(model: Path, tmp_path: Path):
     planned = ended.stdout.replace("\n", " ").partition("Plan: ")[2]
     (gigabytes,) = re.findall(r" tokens: ([0-9.]+) GB of ", planned)
     held = read_rows(tmp_path / "run" / "timing.jsonl")[-1]["memory/peak_bytes"]
-    # Equal runs held 4.5 to 5.4 GB, depending on malloc's heap; the programs' arrays alone are 3.1 of the plan's 5.4.
-    assert 0.75 < float(gigabytes) * 1e9 / held < 1.4
+    # Equal runs differ by a tenth, depending on malloc's heap.
+    assert 0.85 < float(gigabytes) * 1e9 / held < 1.2
     generations = read_rows(tmp_path / "run" / "generations.jsonl")
     assert len(generations) == 2 * 4 * 8
     assert not any("\n" in row["response"] for row in generations)

@@ -182,9 +182,9 @@ def test_on_a_cpu_the_process_takes_something_besides():
     for mesh in (1, 1, 1), (2, 2, 1):
         setting = Setting("cpu", dict(zip(AXES, mesh, strict=True)))
         plan = make_plan(config, shape, setting, None)
-        gradient = plan.stages["gradient"]
-        pieces = (sum(gradient.values()) - gradient["sum of gradients"]) * setting.num_devices
-        assert plan.besides["what malloc keeps in pieces"] == pieces
+        programs = [plan.stages[name] for name in ("gradient", "optimizer")]
+        pieces = sum(size for terms in programs for term, size in terms.items() if term != "sum of gradients")
+        assert plan.besides["what malloc keeps in pieces"] == pieces * setting.num_devices
         assert plan.needed_bytes - plan.peak_bytes == sum(plan.besides.values()) // setting.num_devices
         for room, fits in (plan.needed_bytes, True), (plan.needed_bytes - 1, False):
             assert make_plan(config, shape, setting, room).fits == fits
