@@ -1,8 +1,5 @@
 """Causal attention within packed segments, behind one function: a kernel for GPUs, one for TPUs, and a plain form."""
 
-import importlib
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -13,17 +10,20 @@ from poly_epo_jax.model.attention.segments import Segments, make_segments
 from poly_epo_jax.model.sharding import ROWS, platform
 
 
-def _kernel(name: str) -> Callable[[jax.Array, jax.Array, jax.Array, Segments], jax.Array]:
-    """`{name}_attention` of the module `name`. That is imported only where it runs, as Pallas takes time to import."""
+# Kernels are imported only where they run, as Pallas takes time to import.
+def _triton(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax.Array:
+    from poly_epo_jax.model.attention.triton import triton_attention
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax.Array:
-        module = importlib.import_module(f"{__name__}.{name}")
-        return getattr(module, f"{name}_attention")(q, k, v, segments)
-
-    return attend
+    return triton_attention(q, k, v, segments)
 
 
-IMPLEMENTATIONS = {"blockwise": blockwise_attention, "triton": _kernel("triton"), "splash": _kernel("splash")}
+def _splash(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax.Array:
+    from poly_epo_jax.model.attention.splash import splash_attention
+
+    return splash_attention(q, k, v, segments)
+
+
+IMPLEMENTATIONS = {"blockwise": blockwise_attention, "triton": _triton, "splash": _splash}
 """(q, k, v, segments) -> the attention's result. All give the name "attention" to their result and to whatever else the
 backward pass needs, so that remat can keep them."""
 
