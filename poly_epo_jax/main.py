@@ -6,7 +6,7 @@ from poly_epo_jax.parallel.host_memory import keep_freed_memory
 
 if __name__ == "__main__":
     keep_freed_memory()  # before the imports below start threads
-    gc.disable()  # what they make stays, and searching it again and again takes a seventh of their time
+    gc.disable()  # what they make stays, and searching it again and again takes a tenth of their time
 
 import asyncio
 import contextlib
