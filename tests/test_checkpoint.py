@@ -242,15 +242,13 @@ def test_other_numbers_than_were_saved_are_refused(tmp_path, key):
     assert steps_on_disk(tmp_path) == [3]
 
 
-@pytest.mark.parametrize("saved", [{"m": 1.0, "count": 2.0}, {}], ids=["more", "fewer"])
-def test_a_checkpoint_of_another_version_is_refused_and_not_called_damaged(tmp_path, saved):
+@pytest.mark.parametrize(("saved", "other"), [(["m", "v", "count"], "count"), (["v"], "m")])
+def test_a_checkpoint_of_another_version_is_refused_and_not_called_damaged(tmp_path, saved, other):
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(3, {"moments": {"v": np.ones(2)} | {name: np.ones(2) for name in saved}}, {})
-    like = {"moments": {"v": jax.ShapeDtypeStruct((2,), float), "m": jax.ShapeDtypeStruct((2,), float)}}
+    checkpoints.save(3, {"moments": {name: np.ones(2) for name in saved}}, {})
+    like = {"moments": {name: jax.ShapeDtypeStruct((2,), float) for name in ("m", "v")}}
     shardings = jax.tree.map(lambda _: ON_ONE_DEVICE, like)
-    differs = (
-        rf"3 is of another version of poly_epo_jax: it differs in moments\.{'count' if saved else 'm'}\. Go on with"
-    )
+    differs = rf"3 is of another version of poly_epo_jax: it differs in moments\.{other}\. Go on with that version"
     with pytest.raises(ConfigError, match=differs):
         checkpoints.newest(lambda step: checkpoints.restore(step, like, shardings))
     assert steps_on_disk(tmp_path) == [3]
