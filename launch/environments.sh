@@ -34,8 +34,9 @@ make_env() { # ENV PYTHON: replaces what is there
   mkdir "$1" && touch "$1/unfinished"
   said=$("${tool[@]}" "$1" 2>&1) && return
   refuse_full_disk "$said"
-  fail "$2 cannot make a virtual environment: $(tail -n 1 <<<"$said") On Debian and Ubuntu, 'apt install python3-venv' \
-brings what is missing; then run this again."
+  refuse_no_index "$said" # uv fetches pip
+  fail "$2 cannot make a virtual environment: $(grep -vE '^(hint.*)?$' <<<"$said" | tail -n 1) On Debian and Ubuntu, \
+'apt install python3-venv' brings what is missing; then run this again."
 }
 
 install() { # ENV REQUIREMENTS AND OPTIONS
@@ -45,11 +46,9 @@ install() { # ENV REQUIREMENTS AND OPTIONS
   shift
   said=$("${tool[@]}" "$@" 2>&1) && return
   refuse_full_disk "$said"
-  if grep -qiE 'name resolution|name or service|dns error|failed to (connect|fetch)|connection (refused|reset|timed out)' \
-    <<<"$said"; then
+  if no_index "$said"; then
     rm -f "$env/unfinished" # nothing has been changed yet
-    fail "the package index cannot be reached; connect to a network, or name a mirror by PIP_INDEX_URL (UV_INDEX_URL for \
-uv), then run this again."
+    refuse_no_index "$said"
   fi
   printf '%s\n' "$said" >"$log"
   fail "installing into $env failed: $(grep -iE 'error' <<<"$said" | tail -n 1); all of it is in $log."
@@ -58,4 +57,18 @@ uv), then run this again."
 refuse_full_disk() { # OUTPUT
   ! grep -qiE 'no space left|disk quota' <<<"$1" ||
     fail "the disk is full; packages take 1.5 GB for a CPU and up to 7 GB for a GPU. Make room, then run this again."
+}
+
+no_index() { # OUTPUT: says that the package index cannot be reached
+  grep -qiE 'name resolution|name or service|dns error|failed to (connect|fetch)|connection (refused|reset|timed out)|certificate' \
+    <<<"$1"
+}
+
+refuse_no_index() { # OUTPUT
+  no_index "$1" || return 0
+  ! grep -qi certificate <<<"$1" ||
+    fail "the package index's certificate is not trusted; name your network's authority by SSL_CERT_FILE=... (PIP_CERT=... \
+for pip), then run this again."
+  fail "the package index cannot be reached; connect to a network, or name a mirror by PIP_INDEX_URL (UV_INDEX_URL for \
+uv), then run this again."
 }

@@ -34,13 +34,19 @@ TOOLS = (
 UV = """#!/bin/bash
 echo "$@" >>calls
 case $1 in
-  venv) "${@: -2:1}" -m venv --without-pip .venv ;;
+  venv) eval "${UV_MAKES:-true}" && "${@: -2:1}" -m venv --without-pip .venv ;;
   pip) eval "$UV_DOES" ;;
 esac
 """
 NO_DISK = "echo 'error: failed to write to file: No space left on device (os error 28)' >&2; exit 2"
 NO_NETWORK = "echo '  Caused by: dns error: failed to lookup address information' >&2; exit 2"
 NO_VERSION = "echo 'error: No solution found: there is no version of jax==9' >&2; exit 1"
+# As uv 0.13 words it, where a company's proxy has a certificate of its own.
+NO_CERTIFICATE = """echo 'error: Failed to install seed packages into virtual environment
+  cause: Failed to fetch: https://pypi.org/simple/pip/
+  cause: invalid peer certificate: UnknownIssuer
+
+hint: Consider enabling use of system TLS certificates' >&2; exit 2"""
 HANGS = "mkfifo hanging; cat hanging"
 
 
@@ -182,6 +188,24 @@ def test_without_the_venv_module(checkout: Checkout):
 )
 def test_an_installation_that_fails(checkout: Checkout, does: str, words: str):
     assert words in checkout.fails("", does)
+    checkout.works()
+
+
+@pytest.mark.parametrize(
+    ("makes", "words"),
+    [
+        (NO_DISK, "the disk is full"),
+        (NO_NETWORK, "the package index cannot be reached"),
+        (NO_CERTIFICATE, "the package index's certificate is not trusted; name your network's authority"),
+        (
+            "printf 'error: no\\n  cause: the reason\\n\\nhint: try' >&2; exit 2",
+            "virtual environment:   cause: the reason",
+        ),
+    ],
+    ids=["disk", "network", "certificate", "other"],
+)
+def test_uv_that_cannot_make_an_environment(checkout: Checkout, makes: str, words: str):
+    assert words in checkout.fails(UV_MAKES=makes)
     checkout.works()
 
 
