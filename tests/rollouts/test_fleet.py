@@ -73,6 +73,22 @@ def test_a_server_that_failed_is_asked_again_once_it_is_back():
     asyncio.run(main())
 
 
+def test_a_server_that_is_given_up_is_told_though_others_go_on(capsys):
+    async def main() -> None:
+        async def give_up(url: str) -> None:
+            raise ServerError(f"{url} has melted.")
+
+        fleet = Fleet(URLS, 100, give_up)
+        async with fleet.lease(4, 1) as server:
+            fleet.fail(server, "it died")
+            await until(lambda: server.failure is not None)
+        async with fleet.lease(4, 1) as other:
+            assert other.url == "http://b"
+
+    asyncio.run(main())
+    assert "The server http://a is given up for this batch: http://a has melted." in capsys.readouterr().err
+
+
 def test_when_every_server_is_given_up_the_reason_is_told():
     async def main() -> None:
         async def give_up(url: str) -> None:

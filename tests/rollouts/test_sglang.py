@@ -149,6 +149,21 @@ def test_a_cache_of_older_weights_is_found_out(servers, tmp_path, monkeypatch):
     assert_generated_by(2, collect(rollouts, problems, 8, sampling), version=3)
 
 
+def test_a_health_check_is_not_taken_for_an_old_cache(servers, tmp_path, monkeypatch):
+    """It generates after the same token as the check, and anyone may ask for one: routers do every minute."""
+    rollouts = rollouts_of(servers[:1], DiskSync(tmp_path, "a run", TINY, "float32"))
+    check, cached = ServedWeights._check, []
+
+    async def check_after_another(self, client, url):
+        (await client.get(f"{url}/health")).raise_for_status()
+        cached.append((await weight_sync.post(client, url, "generate", {"input_ids": [0] * 2}))["meta_info"])
+        await check(self, client, url)
+
+    monkeypatch.setattr(ServedWeights, "_check", check_after_another)
+    asyncio.run(rollouts.push_weights(weights(1), {}, 1))
+    assert cached[0]["cached_tokens"] == 1
+
+
 def test_weights_of_another_run_are_not_trained_on(servers, tmp_path):
     mine = rollouts_of(servers[:1], DiskSync(tmp_path, "mine", TINY, "float32"))
     theirs = rollouts_of(servers[:1], DiskSync(tmp_path, "theirs", TINY, "float32"))

@@ -101,5 +101,6 @@ class Fleet:
             print(f"The server {server.url} is back.", file=sys.stderr)
         except Exception as failure:  # of any kind: it is raised to the requests that wait for this server
             server.failure = failure
+            print(f"The server {server.url} is given up for this batch: {failure}", file=sys.stderr)
         async with self._changed:
             self._changed.notify_all()
