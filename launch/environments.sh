@@ -41,8 +41,10 @@ make_env() { # ENV PYTHON: replaces what is there
 
 install() { # ENV REQUIREMENTS AND OPTIONS
   local said env=$1 log=$1/install.log tool=("$1/bin/python" -m pip install --disable-pip-version-check)
-  # Compiles bytecode as pip does: otherwise, where PYTHONDONTWRITEBYTECODE is set, every start would take 6 s more.
-  if command -v uv >/dev/null; then tool=(uv pip install --python "$1/bin/python" --compile-bytecode); fi
+  # uv leaves compiling to the first import, which compiles only what is needed, unless it must not.
+  if command -v uv >/dev/null; then
+    tool=(uv pip install --python "$1/bin/python" ${PYTHONDONTWRITEBYTECODE:+--compile-bytecode})
+  fi
   shift
   said=$("${tool[@]}" "$@" 2>&1) && return
   refuse_full_disk "$said"

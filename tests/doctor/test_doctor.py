@@ -56,10 +56,9 @@ def test_a_run_on_one_device_passes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_on_a_mesh_passes(tmp_path, dtype):
+def test_a_run_on_a_mesh_passes(tmp_path):
     mesh = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
-    found = examined(tiny(tmp_path, model__dtype=dtype, **mesh), "devices", "kernel", "decoding", "collectives")
+    found = examined(tiny(tmp_path, model__dtype="bfloat16", **mesh), "devices", "kernel", "decoding", "collectives")
     assert set(statuses(found).values()) == {"passed"}, found
     # The two ways to compute a gradient differ.
     assert 0 < float(found["collectives"].figures["gradient error"]) < 0.02
