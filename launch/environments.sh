@@ -41,7 +41,7 @@ make_env() { # ENV PYTHON: replaces what is there
 
 install() { # ENV REQUIREMENTS AND OPTIONS
   local said env=$1 log=$1/install.log tool=("$1/bin/python" -m pip install --disable-pip-version-check)
-  # uv leaves compiling to the first import, which compiles only what is needed, unless it must not.
+  # Imports compile what they need; only where they must not write bytecode, all packages are compiled in advance.
   if command -v uv >/dev/null; then
     tool=(uv pip install --python "$1/bin/python" ${PYTHONDONTWRITEBYTECODE:+--compile-bytecode})
   fi

@@ -116,6 +116,7 @@ def test_the_plan_is_what_compiled_programs_hold(case: Case):
 
 LORA = [
     *(Case("Qwen3-0.6B", (1, 1, 1), 4096, remat, rank=16, dtype="float32") for remat in ("full", "dots", "none")),
+    *(Case("Qwen3-0.6B", (1, 1, 1), 4096, remat, rank=16) for remat in ("full", "dots", "none")),
     Case("Qwen3-4B", (1, 4, 2), 16_384, "full", rank=16),
     # If the head takes the most, programs for CPUs in bfloat16 hold up to 18% more: a copy of the head in float32.
     Case("Qwen3-0.6B", (1, 2, 2), 8192, "attention", rank=64),

@@ -170,7 +170,7 @@ class ServedWeights:
                 f"{url} generates from weights {version} after an update to {self.name}; see whether another run "
                 "updates it."
             )
-        if cached_tokens >= max(2, self._probe_tokens // 2):  # caches may work in pages, of 64 tokens for instance
+        if cached_tokens >= max(2, self._probe_tokens // 2):  # a health check leaves 1; pages of 64 tokens, half
             raise ServerError(
                 f"{url} kept the cache of its old weights through an update to {self.name}; start it again."
             )
