@@ -17,19 +17,19 @@ optional() { # NAME COMMAND...
   echo "Warning: without $name, its tests are skipped." >&2
 }
 
-# Kept apart from the packages of .venv: transformers imports torch if it finds it, and none of our runs needs it.
-install_torch() {
-  [ -d .venv/torch/torch ] || (install .venv --no-deps --target .venv/torch --requirement tests/requirements-torch.txt)
-}
-
-optional TORCH install_torch
+optional TORCH bash tests/torch.sh
 optional JETSTREAM bash third_party/jetstream/setup.sh
 ruff check .
 ruff format --check .
-pyright &
-types=$!
 optional SGLANG bash third_party/sglang/setup.sh cpu
 optional LIBTPU bash launch/compiler_env.sh tpu
-wait "$types"
+# Types take a minute on one core, so they are checked beside the tests, and told after them.
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+pyright >"$types" 2>&1 &
 # Three at a time keep two cores busy, as many tests wait for servers; the tests of one file share what they start.
-pytest --numprocesses=3 --dist=loadfile "$@"
+passed=0
+pytest --numprocesses=3 --dist=loadfile "$@" || passed=$?
+wait $! || passed=$?
+cat "$types"
+exit "$passed"

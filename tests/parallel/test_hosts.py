@@ -54,33 +54,25 @@ def assert_same(run: Run, single: Run) -> None:
     assert [[row[key] for key in SAMPLED] for row in samples] == [[row[key] for key in SAMPLED] for row in expected]
 
 
-@pytest.mark.slow
-def test_several_train_as_one(single: Run):
-    run = run_of(single, "of-4", 4, **{"mesh.data": 2, "mesh.fsdp": 2})
-    run.finish()
-    assert_same(run, single)
-    # One process logs.
-    assert f"Done: {run.folder}" in run.log(0)
-    assert all("step" not in run.log(index) for index in range(1, 4))
-
-
 @pytest.fixture(scope="module")
 def eventful(single: Run) -> tuple[Run, list[str]]:
-    """One run, by two processes until SIGTERM, twice by two until one is killed, and to its end by one.
+    """One run, by four processes until SIGTERM, twice by two until one is killed, and to its end by one.
 
     Beside it what the survivors said.
     """
 
-    def by(count: int) -> Run:
-        return run_of(single, "eventful", count)
+    def by(count: int, **changes: object) -> Run:
+        return run_of(single, "eventful", count, **changes)
 
-    preempted = by(2)
-    assert preempted.stop(1, 0.0, signal.SIGTERM, index=1) == [128 + signal.SIGTERM] * 2
+    preempted = by(4, **{"mesh.data": 2, "mesh.fsdp": 2})
+    assert preempted.stop(5, 0.0, signal.SIGTERM, index=1) == [128 + signal.SIGTERM] * 4
     found = re.search(r"SIGTERM: saved after step (\d+); the same command", preempted.log())
     assert found and preempted.checkpoints()[-1] == int(found[1]) == preempted.rows_written() - 1
+    # One process logs.
+    assert "step" in preempted.log(0) and all("step" not in preempted.log(index) for index in range(1, 4))
 
     others_died = []
-    for killed, step in ((1, CHECKPOINT_EVERY), (0, 2 * CHECKPOINT_EVERY)):
+    for killed, step in ((1, 7), (0, 2 * CHECKPOINT_EVERY)):
         pair = by(2)
         codes = pair.stop(step, 0.0, signal.SIGKILL, index=killed)
         assert codes[killed] == -signal.SIGKILL and codes[1 - killed] != 0
@@ -91,7 +83,7 @@ def eventful(single: Run) -> tuple[Run, list[str]]:
 
 
 @pytest.mark.slow
-def test_sigterm_on_one_saves_on_all_and_checkpoints_move(single: Run, eventful: tuple[Run, list[str]]):
+def test_several_train_as_one_and_checkpoints_move(single: Run, eventful: tuple[Run, list[str]]):
     assert_same(eventful[0], single)
 
 

@@ -2,9 +2,13 @@
 
 The torchvision on PyPI is linked against CUDA, so its operators do not load, and importing it fails for want of two of
 them. They are declared here before it is imported; serving text calls neither.
+
+SGLang spawns its scheduler and its detokenizer, as CUDA needs. Without CUDA they are forked, which spares both of them
+the import of all that their parent has imported: half of the time and of the work of a start.
 """
 
 import importlib.abc
+import multiprocessing
 import sys
 
 
@@ -22,3 +26,12 @@ class _DeclareOperators(importlib.abc.MetaPathFinder):
 
 
 sys.meta_path.insert(0, _DeclareOperators())
+
+_set_start_method = multiprocessing.set_start_method
+
+
+def _fork_instead_of_spawn(method, force=False):
+    _set_start_method("fork" if method == "spawn" else method, force)
+
+
+multiprocessing.set_start_method = _fork_instead_of_spawn
