@@ -170,6 +170,7 @@ def test_servers_that_serve_the_policy_pass(run, tmp_path):
     assert not any((tmp_path / "weights").iterdir()) and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_server_that_only_says_that_it_took_the_weights(run, tmp_path):
     config = read(run, ["http://127.0.0.1:1"])
     shape = make_policy(config, 0, base_policy_folder(config.base, config.task))

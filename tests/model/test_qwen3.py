@@ -103,6 +103,7 @@ def test_scanned_equals_unrolled():
     assert_trees_close(loss_gradients(unrolled, params, batch), loss_gradients(QWEN3, params, batch), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_remat_word_gives_the_same_gradients():
     params, batch = random_params(QWEN3), pack(*sequences())
     gradients = {word: loss_gradients(dataclasses.replace(QWEN3, remat=word), params, batch) for word in REMAT_POLICIES}

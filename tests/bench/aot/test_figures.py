@@ -42,10 +42,9 @@ def read():
     return figures, config, shape, setting, rates
 
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")]
 
 
-@pytest.mark.slow
 def test_every_program_has_its_figures(read):
     figures, _, shape, _, _ = read
     assert list(figures.programs) == ["logprobs", "gradient", "optimizer", "weights for decoding", "decode"]
