@@ -31,10 +31,11 @@ PROBLEMS = tiny_problems(10, MAX_PROMPT)
 
 
 def assert_same_generations(found, expected):
+    """Log-probabilities to what float32 rounds: in caches of other sizes, one of 2,800 tokens differed by 1.1e-5."""
     assert token_ids(found) == token_ids(expected)
     for one, other in zip(found, expected, strict=True):
         for y, z in zip(one.generations, other.generations, strict=True):
-            np.testing.assert_allclose(y.logprobs, z.logprobs, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(y.logprobs, z.logprobs, rtol=0, atol=2e-5)
 
 
 @pytest.fixture(scope="module")
