@@ -56,7 +56,7 @@ def assert_same(run: Run, single: Run) -> None:
 
 @pytest.fixture(scope="module")
 def eventful(single: Run) -> tuple[Run, list[str]]:
-    """One run, by four processes until SIGTERM, twice by two until one is killed, and to its end by one.
+    """One run, by four processes until SIGTERM, twice by two until one is killed, and by two to its end.
 
     Beside it what the survivors said.
     """
@@ -77,9 +77,10 @@ def eventful(single: Run) -> tuple[Run, list[str]]:
         codes = pair.stop(step, 0.0, signal.SIGKILL, index=killed)
         assert codes[killed] == -signal.SIGKILL and codes[1 - killed] != 0
         others_died.append(pair.log(1 - killed, until="from the last checkpoint."))
-    alone = by(1)
-    alone.finish()
-    return alone, others_died
+    ended = by(2)
+    ended.finish()
+    assert f"Done: {ended.folder}" in ended.log(0) and "Done" not in ended.log(1)
+    return ended, others_died
 
 
 @pytest.mark.slow

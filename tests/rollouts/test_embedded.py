@@ -30,12 +30,11 @@ from poly_epo_jax.types import Generation, Problem, Sampler, Sampling
 PROBLEMS = tiny_problems(10, MAX_PROMPT)
 
 
-def assert_same_generations(found, expected):
-    """Log-probabilities to what float32 rounds: in caches of other sizes, one of 2,800 tokens differed by 1.1e-5."""
+def assert_same_generations(found, expected, atol=1e-5):
     assert token_ids(found) == token_ids(expected)
     for one, other in zip(found, expected, strict=True):
         for y, z in zip(one.generations, other.generations, strict=True):
-            np.testing.assert_allclose(y.logprobs, z.logprobs, rtol=0, atol=2e-5)
+            np.testing.assert_allclose(y.logprobs, z.logprobs, rtol=0, atol=atol)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +178,9 @@ def test_refilled_slots_equal_single_requests(temperature):
     problems, sampling = tiny_problems(9, MAX_PROMPT, seed=3), {"max_tokens": 90, "temperature": temperature}
     busy, alone = make_rollouts(max_concurrent=5), make_rollouts(max_concurrent=1)
     found = generate(busy, problems, 4, **sampling)
-    assert_same_generations(found, [generate(alone, [problem], 4, **sampling)[0] for problem in problems])
+    expected = [generate(alone, [problem], 4, **sampling)[0] for problem in problems]
+    # In caches of other sizes float32 rounds otherwise: 99% differ by less than 2e-6, one of 2,800 by 1.1e-5.
+    assert_same_generations(found, expected, atol=2e-5)
     lengths = {len(y.token_ids) for group in found for y in group.generations}
     assert min(lengths) < 5 and max(lengths) > 40 and len(lengths) >= (9 if temperature else 4)
 
