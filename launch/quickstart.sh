@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains Poly-EPO and GRPO on polynomial solving, from the same base policy and with equal updates, and compares them.
-# It takes about seven minutes on two CPU cores, including installation. A second call resumes what the first left
+# It takes four to seven minutes on two CPU cores, including installation. A second call resumes what the first left
 # unfinished.
 #
 #   bash launch/quickstart.sh [--config.KEY=VALUE ...]     of both runs; --config.train.num_steps=20 is a quick look
