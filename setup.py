@@ -26,6 +26,7 @@ setup(
         "huggingface_hub>=1.0,<3",
         "jax>=0.10.2,<0.13",  # 0.10.2 is the last for Python 3.11
         "jaxtyping>=0.3,<0.4",
+        "jinja2>=3.1,<4",  # transformers requires it only for chat templates
         "math-verify[antlr4_13_2]>=0.9,<0.10",
         "matplotlib>=3.9,<4",
         "ml-collections>=1.1,<2",
@@ -42,11 +43,11 @@ setup(
     ],
     extras_require={
         # Without torch, the reference of tests/model/test_transformers.py: PyPI's brings 5 GB of CUDA, so
-        # launch/test.sh installs one for CPUs. jinja2 and networkx are what it imports besides.
+        # launch/test.sh installs one for CPUs. networkx is what it imports besides.
         "test": [
             "beartype>=0.22,<0.24",
-            "jinja2>=3.1,<4",
             "networkx>=3.4,<4",
+            "packaging>=24",
             "pyright>=1.1.400,<2",
             "pytest>=8.4,<10",
             "pytest-xdist>=3.6,<4",

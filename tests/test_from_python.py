@@ -61,7 +61,7 @@ def start(code: str, settings: dict, folder: Path, *cells: str) -> subprocess.Po
     return subprocess.Popen(
         [sys.executable, "-c", SMALL.format(settings=text) + code, json.dumps(cells)],
         cwd=folder,
-        env=environment() | {"PYTHONPATH": str(ROOT)},
+        env=environment(path=ROOT),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fakes import PATIENCE
 from sglang_servers import free_port
+from user_packages import user_variables
 
 from poly_epo_jax.config import ModelSection
 from poly_epo_jax.model.sharding import make_mesh
@@ -40,11 +41,18 @@ def as_flags(settings: Mapping[str, Any]) -> list[str]:
     return [f"--config.{key}={value}" for key, value in settings.items()]
 
 
-def environment(compile_fast: bool = True) -> dict[str, str]:
-    """Of a process with one device that compiles as the tests do, or as users do: long runs are shorter so."""
+def environment(compile_fast: bool = True, packages: Sequence[str] = (), path: str | Path = "") -> dict[str, str]:
+    """Of a process with one device, which has what a user's has: the requirements of the package.
+
+    Args:
+      compile_fast: it compiles as the tests do, or else as users do: long runs are shorter so.
+      packages: what this user has installed besides.
+      path: a folder from which it imports, too.
+    """
     flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "") if compile_fast else ""
     # Every program is cached, not only those that compile slowly: all processes except the first start fast.
-    return os.environ | {"XLA_FLAGS": flags, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    variables = {"XLA_FLAGS": flags, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return os.environ | variables | user_variables(*packages, path=str(path))
 
 
 class Run:

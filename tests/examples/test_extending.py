@@ -38,7 +38,7 @@ def train(folder: Path, caches: dict[str, Path]) -> Train:
 
     def run(name: str, run_dir: str, **settings: object) -> list[dict]:
         command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={name}", *as_flags(settings | caches)]
-        here = environment() | {"PYTHONPATH": str(ROOT)}
+        here = environment(path=ROOT)
         done = subprocess.run(command, cwd=folder, env=here, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         return read_rows(folder / "runs" / run_dir / METRICS)

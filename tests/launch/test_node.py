@@ -22,6 +22,7 @@ import pytest
 from fakes import PATIENCE
 from sglang_servers import ROOT, descendants, free_port, require_sglang
 from transformers import AutoTokenizer
+from user_packages import user_variables
 
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
@@ -457,7 +458,7 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
         "judge.options.max_tokens": 512,
     }
     flags = [f"--config.{key}={value}" for key, value in settings.items()]
-    models = {"DEVICE": "cpu", "POLICY": str(small_qwen), "JUDGE": str(small_qwen)}
+    models = {"DEVICE": "cpu", "POLICY": str(small_qwen), "JUDGE": str(small_qwen)} | user_variables()
     port = {} if not _is_open(POLICY) and not _is_open(JUDGE) else {"PORT": str(_free_ports())}
     process = node.start(*flags, "--config.train.num_steps=3", **models, **port)
     node.wait(process, lambda: "Done: " in node.said(), 1200)

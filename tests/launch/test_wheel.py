@@ -23,11 +23,9 @@ Python = Callable[..., str]
 pytestmark = pytest.mark.slow
 
 
-def run(command: list[str], folder: Path, **variables: str) -> str:
+def run(command: list[str], folder: Path, env: dict[str, str] | None = None) -> str:
     """What the command prints."""
-    ended = subprocess.run(
-        command, cwd=folder, env=environment() | variables, capture_output=True, text=True, timeout=300
-    )
+    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     return ended.stdout
 
@@ -69,7 +67,7 @@ def python(installed: Path, home: Path) -> Python:
     """Runs Python in that folder, where the package is the wheel's."""
 
     def run_python(*arguments: str) -> str:
-        return run([sys.executable, *arguments], home, PYTHONPATH=str(installed))
+        return run([sys.executable, *arguments], home, environment(path=installed))
 
     return run_python
 

@@ -372,7 +372,8 @@ def test_training_raises_the_reward(tmp_path, caches):
     flags = as_flags(SETTINGS | settings | caches)
     command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/polynomial.py:grpo", *flags]
     root = Path(__file__).parents[2]
-    ended = subprocess.run(command, cwd=root, env=environment(), capture_output=True, text=True, timeout=600)
+    env = environment(packages=["google-jetstream"])
+    ended = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-3000:]
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     rewards = [row["reward"] for row in rows[1:]]

@@ -30,8 +30,8 @@ SMALL = SETTINGS | {
 }
 
 
-def run(folder: Path, config: str, count: int = 1, pythonpath: str = "", **settings: Any) -> list[dict[str, Any]]:
-    """The metrics of a run in so many processes of its own."""
+def run(folder: Path, config: str, count: int = 1, torch: str = "", **settings: Any) -> list[dict[str, Any]]:
+    """The metrics of a run in so many processes of its own, which may import torch from its folder."""
     command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={config}"]
     command += as_flags(SMALL | {"workdir": folder} | settings)
     coordinator, processes = f"127.0.0.1:{free_port()}", []
@@ -41,7 +41,8 @@ def run(folder: Path, config: str, count: int = 1, pythonpath: str = "", **setti
             subprocess.Popen(
                 command + [f"--config.hosts.{key}={value}" for key, value in hosts.items()],
                 cwd=ROOT,
-                env=environment() | {"PYTHONPATH": pythonpath, "JAX_COORDINATOR_BIND_ADDRESS": coordinator},
+                env=environment(packages=["torch"] if torch else [], path=torch)
+                | {"JAX_COORDINATOR_BIND_ADDRESS": coordinator},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -126,12 +127,12 @@ def test_one_step_off_policy(served, tmp_path):
         "algo.importance_cap": 2.0,
         "rollouts.weight_sync": "tensor",
     }
-    rows = run(tmp_path / "run", "configs/polynomial.py", pythonpath=require_torch(), **settings)
+    rows = run(tmp_path / "run", "configs/polynomial.py", torch=require_torch(), **settings)
     assert [row["response/staleness"] for row in rows] == [0, 1, 1, 1, 1]
     # The sampler's policy is the trainer's in the first step, and one step behind it afterwards.
     assert rows[0]["mismatch/max"] < 1e-3 < min(row["mismatch/max"] for row in rows[1:])
     longer = settings | {"train.num_steps": 7}
-    rows = run(tmp_path / "run", "configs/polynomial.py", pythonpath=require_torch(), **longer)
+    rows = run(tmp_path / "run", "configs/polynomial.py", torch=require_torch(), **longer)
     assert [row["step"] for row in rows] == list(range(1, 8))
 
 

@@ -1,0 +1,45 @@
+"""What a user has installed: setup.py's requirements, without those of its extras."""
+
+import functools
+import importlib.metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+SITE = Path(__file__).parent / "user_install"
+"""A folder for PYTHONPATH, where a sitecustomize.py hides the modules that POLY_EPO_HIDDEN_MODULES names."""
+
+
+@functools.cache
+def hidden_modules(*also: str) -> frozenset[str]:
+    """The top-level modules that neither the package nor the packages in `also` require, such as the tests' own."""
+    has = {"pip"}.union(*(_required(name) for name in ("poly-epo-jax", *also)))
+    owners = importlib.metadata.packages_distributions()
+    return frozenset(module for module, names in owners.items() if has.isdisjoint(map(canonicalize_name, names)))
+
+
+def user_variables(*also: str, path: str = "") -> dict[str, str]:
+    """Environment variables of a process that finds what a user's does, and the modules in the folder `path`."""
+    hidden = " ".join(sorted(hidden_modules(*also)))
+    return {"POLY_EPO_HIDDEN_MODULES": hidden, "PYTHONPATH": f"{SITE}:{path}" if path else str(SITE)}
+
+
+def _required(name: str) -> set[str]:
+    """The names of a package and of all that it requires here, directly or not."""
+    # The last of each name: the repository's .egg-info, which comes first, may be older than what is installed.
+    installed: dict[str, importlib.metadata.Distribution] = {
+        canonicalize_name(found.name): found for found in importlib.metadata.distributions()
+    }
+    seen: set[tuple[str, str]] = set()
+    waiting = [(name, "")]
+    while waiting:
+        name, extra = waiting.pop()
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        lines = installed[name].requires if name in installed else None
+        for requirement in map(Requirement, lines or []):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                waiting += [(canonicalize_name(requirement.name), wanted) for wanted in ("", *requirement.extras)]
+    return {name for name, _ in seen}
