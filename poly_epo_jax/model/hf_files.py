@@ -106,9 +106,21 @@ def write_tensors(
             content = {name: np.ascontiguousarray(values) for name, values in fetch(names).items()}
             if len(writing) == WRITERS:
                 writing.popleft().result()
-            writing.append(pool.submit(save_file, content, folder / file, metadata={"format": "pt"}))
+            writing.append(pool.submit(save_tensors, content, folder / file))
         for shard in writing:
             shard.result()
+
+
+def save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
+    """Writes one file of contiguous arrays, which whoever may read this process's other files may read, too.
+
+    Raises:
+      OSError, SafetensorError: it cannot be written.
+    """
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)  # safetensors 0.8 makes files that only their owner can read (its issue 782)
 
 
 def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:

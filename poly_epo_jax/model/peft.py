@@ -10,13 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
 from poly_epo_jax.digests import write_digests
 from poly_epo_jax.json_files import write_json
 from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.hf_files import new_folder
+from poly_epo_jax.model.hf_files import new_folder, save_tensors
 from poly_epo_jax.types import Params
 
 PREFIX = "base_model.model."
@@ -43,7 +42,7 @@ def save_adapter(
     contiguous = {name: np.ascontiguousarray(values) for name, values in tensors.items()}
     with new_folder(Path(path)) as folder:
         write_json(folder / "adapter_config.json", _adapter_config(config, base))
-        save_file(contiguous, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_tensors(contiguous, folder / "adapter_model.safetensors")
         if card:
             (folder / "README.md").write_text(card, encoding="utf-8")
         write_digests(folder)

@@ -1,6 +1,8 @@
 """Several files at a time: who writes which, how much the host holds, and what happens if one cannot be written."""
 
 import errno
+import os
+import stat
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +40,17 @@ def test_all_writers_have_an_even_share_of_a_large_model(tmp_path: Path, monkeyp
     write_tensors(tmp_path, SIZES, fetch, 10**9)
     held = [sum(values.nbytes for values in load_file(file).values()) for file in tmp_path.glob("*.safetensors")]
     assert len(held) == 2 * WRITERS and set(held) == {sum(SIZES.values()) // (2 * WRITERS)}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_whoever_may_read_other_files_may_read_the_tensors(tmp_path: Path, umask: int):
+    before = os.umask(umask)
+    try:
+        write_tensors(tmp_path, SIZES, fetch, 2_000)
+    finally:
+        os.umask(before)
+    files = list(tmp_path.iterdir())
+    assert len(files) == 13 and {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o666 & ~umask}
 
 
 def test_files_are_written_side_by_side_while_the_next_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
