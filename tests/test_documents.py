@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import quick_compiles
 from training_runs import SETTINGS, as_flags
+from user_packages import user_variables
 
 from poly_epo_jax import set_rl
 
@@ -210,11 +211,11 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[int,
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
     (copy / ".venv" / "bin" / "pip").symlink_to(programs / "pip")
-    # Users have no variable that conftest.py sets. Here accelerators are left alone, and compiling is quick, but not
-    # where little is compiled and computed often.
-    ours = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE", "PYTHONPATH")
+    # Users have no variable that conftest.py sets, nor what only the tests install. Here accelerators are left alone,
+    # and compiling is quick, but not where little is compiled and computed often.
+    ours = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
-    environment |= VARIABLES | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    environment |= VARIABLES | user_variables("setuptools") | {"PATH": f"{programs}:{os.environ['PATH']}"}
 
     def types(command: str) -> tuple[int, str]:
         # `timeout` also ends the processes that the shell has started.
