@@ -1,4 +1,4 @@
-"""Python runs this first in a process of `training_runs.environment`: it hides what only the tests have installed."""
+"""Python runs this first in a process that has `user_packages.user_variables`: it hides what only tests install."""
 
 import importlib.machinery
 import os
