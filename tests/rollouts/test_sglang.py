@@ -204,10 +204,12 @@ def collect_over_a_restart(
     held, dying = servers
     asked: list[str] = []
 
-    def restart() -> None:
+    def kill() -> None:
         httpx.post(f"{held.url}/pause_generation", json={"mode": "retract"}).raise_for_status()
         dying.kill()
         asked.extend(dying.requests())
+
+    def restart() -> None:
         dying.start()
         deadline = time.monotonic() + STARTED_WITHIN
         while len(dying.requests()) < len(asked) + 4 or not is_back():  # pause, load, continue, check
@@ -220,6 +222,7 @@ def collect_over_a_restart(
         async for group in rollouts.generate(problems, 4, Sampling(300)):
             groups.append(group)
             if len(groups) == 2:
+                kill()  # while nothing else is asked for, so that most of the problems are left
                 action = asyncio.create_task(asyncio.to_thread(restart))
         assert action is not None
         await action

@@ -31,7 +31,7 @@ SMALL = SETTINGS | {
 
 
 def run(folder: Path, config: str, count: int = 1, torch: str = "", **settings: Any) -> list[dict[str, Any]]:
-    """The metrics of a run in so many processes of its own, which may import torch from its folder."""
+    """The metrics of a run in so many processes of its own; `torch` is a folder from which they import it."""
     command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={config}"]
     command += as_flags(SMALL | {"workdir": folder} | settings)
     coordinator, processes = f"127.0.0.1:{free_port()}", []
@@ -41,7 +41,7 @@ def run(folder: Path, config: str, count: int = 1, torch: str = "", **settings: 
             subprocess.Popen(
                 command + [f"--config.hosts.{key}={value}" for key, value in hosts.items()],
                 cwd=ROOT,
-                env=environment(packages=["torch"] if torch else [], path=torch)
+                env=environment(packages=["networkx"] if torch else [], path=torch)
                 | {"JAX_COORDINATOR_BIND_ADDRESS": coordinator},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
