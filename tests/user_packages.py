@@ -18,12 +18,12 @@ def user_variables(*also: str, path: str = "") -> dict[str, str]:
     Args:
       also: packages that this user has besides, such as those of an extra.
     """
-    hidden = " ".join(sorted(hidden_modules(*also)))
+    hidden = " ".join(sorted(_hidden_modules(*also)))
     return {"POLY_EPO_HIDDEN_MODULES": hidden, "PYTHONPATH": f"{SITE}:{path}" if path else str(SITE)}
 
 
 @functools.cache
-def hidden_modules(*also: str) -> frozenset[str]:
+def _hidden_modules(*also: str) -> frozenset[str]:
     """The top-level modules of installed packages that this user does not have."""
     installed = _installed()
     needless = installed.keys() - {"pip"}.union(*(_required(name, installed) for name in ("poly-epo-jax", *also)))

@@ -34,6 +34,7 @@ def run(folder: Path, config: str, count: int = 1, torch: str = "", **settings: 
     """The metrics of a run in so many processes of its own; `torch` is a folder from which they import it."""
     command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={config}"]
     command += as_flags(SMALL | {"workdir": folder} | settings)
+    packages = ["networkx"] if torch else []  # torch imports it
     coordinator, processes = f"127.0.0.1:{free_port()}", []
     for index in range(count):
         hosts = {"coordinator": coordinator, "count": count, "index": index} if count > 1 else {}
@@ -41,8 +42,7 @@ def run(folder: Path, config: str, count: int = 1, torch: str = "", **settings: 
             subprocess.Popen(
                 command + [f"--config.hosts.{key}={value}" for key, value in hosts.items()],
                 cwd=ROOT,
-                env=environment(packages=["networkx"] if torch else [], path=torch)
-                | {"JAX_COORDINATOR_BIND_ADDRESS": coordinator},
+                env=environment(packages=packages, path=torch) | {"JAX_COORDINATOR_BIND_ADDRESS": coordinator},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
