@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ Features = Mapping[str, jax.Array | np.ndarray]
 
 OWN_FEATURES = ("rewards", "lengths", "mean_logprob")
 """The features that every generation has; all others come from the judge."""
+FEATURES = (*OWN_FEATURES, "clusters", "embeddings")
 
 
 class Estimator(NamedTuple):
@@ -111,110 +112,54 @@ def _marginal_set(algo: AlgoSection) -> Estimator:
     return Estimator(advantages, set_rl.features_read(objective.score), objective.title)
 
 
-def _of_features(
-    advantages: Callable[..., jax.Array],
-    reads: tuple[str, ...],
-    title: str,
-    least_generations: int = 1,
-    **numbers: int | float,
-) -> Estimator:
-    """An estimator whose `advantages` takes the features in `reads`, in that order, and `numbers` as keywords."""
+def _maker(
+    advantages: Callable[..., jax.Array], title: str, least: Callable[..., int] = lambda **_: 1, **options: Any
+) -> Callable[..., Estimator]:
+    """Makes an entry of ADVANTAGES from a function of features, which its first parameters name, and of options.
 
-    def of_batch(key: jax.Array, features: Features) -> jax.Array:
-        return advantages(*(features[name] for name in reads), **numbers)
+    Args:
+      least: the fewest generations of a prompt, by the options.
+      options: each option's default and range.
+    """
+    reads = tuple(name for name in set_rl.features_read(advantages) if name in FEATURES)
 
-    return Estimator(of_batch, reads, title, least_generations)
+    def make(algo: AlgoSection, **given: int | float) -> Estimator:
+        numbers = {name: given.get(name, default) for name, (default, _) in options.items()}
 
+        def of_batch(key: jax.Array, features: Features) -> jax.Array:
+            return advantages(*(features[name] for name in reads), **numbers)
 
-REWARDS = ("rewards",)
-CLUSTERS = ("rewards", "clusters")
-LIKELIHOOD = ("rewards", "mean_logprob")
-EMBEDDINGS = ("rewards", "embeddings")
+        return Estimator(of_batch, reads, title, least(**numbers))
 
-
-def _grpo(algo: AlgoSection) -> Estimator:
-    return _of_features(set_rl.grpo_advantages, REWARDS, "GRPO")
+    parameters = [inspect.Parameter("algo", inspect.Parameter.POSITIONAL_OR_KEYWORD)] + [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[type(value), check])
+        for name, (value, check) in options.items()
+    ]
+    make.__signature__ = inspect.Signature(parameters)  # which options.py reads
+    return make
 
 
 def _grpo_div(algo: AlgoSection) -> Estimator:
-    return _of_features(set_rl.grpo_div_advantages, CLUSTERS, "GRPO+DIV", div_coef=algo.div_coef)
-
-
-def _shaped_product(algo: AlgoSection) -> Estimator:
-    return _of_features(set_rl.shaped_product_advantages, CLUSTERS, "Reward x diversity")
-
-
-def _passk(algo: AlgoSection, k: Annotated[int, Range(1, 4095)] = 4) -> Estimator:
-    return _of_features(set_rl.passk_advantages, REWARDS, "Pass@k training", k + 1, k=k)
-
-
-def _pkpo(algo: AlgoSection, k: Annotated[int, Range(2, 4096)] = 4) -> Estimator:
-    return _of_features(set_rl.pkpo_advantages, REWARDS, "PKPO", k, k=k)
-
-
-def _max_rl(algo: AlgoSection) -> Estimator:
-    return _of_features(set_rl.max_rl_advantages, REWARDS, "MaxRL")
-
-
-def _rs_grpo(algo: AlgoSection, beta: Annotated[float, Range(0.01, 100)] = 2.0) -> Estimator:
-    return _of_features(set_rl.rs_grpo_advantages, REWARDS, "RS-GRPO", beta=beta)
-
-
-def _entropic(algo: AlgoSection, kl: Annotated[float, Range(0.001, 10)] = math.log(2)) -> Estimator:
-    return _of_features(set_rl.entropic_advantages, REWARDS, "Entropic", kl=kl)
-
-
-def _darling(algo: AlgoSection) -> Estimator:
-    return _of_features(set_rl.darling_advantages, CLUSTERS, "DARLING")
-
-
-def _uniqueness(algo: AlgoSection, alpha: Annotated[float, Range(0, 10)] = 1.0) -> Estimator:
-    return _of_features(set_rl.uniqueness_advantages, CLUSTERS, "Uniqueness-aware", alpha=alpha)
-
-
-def _unlikeliness(algo: AlgoSection, beta: Annotated[float, Range(0, 1)] = 0.25) -> Estimator:
-    return _of_features(set_rl.unlikeliness_advantages, LIKELIHOOD, "Unlikeliness", beta=beta)
-
-
-def _ucpo(algo: AlgoSection, tau: Annotated[float, Range(0, 1)] = 0.3) -> Estimator:
-    return _of_features(set_rl.ucpo_advantages, LIKELIHOOD, "UCPO", tau=tau)
-
-
-def _rep_exp(
-    algo: AlgoSection, beta: Annotated[float, Range(0, 100)] = 0.01, ridge: Annotated[float, Range(1e-6, 1e6)] = 0.01
-) -> Estimator:
-    return _of_features(set_rl.rep_exp_advantages, EMBEDDINGS, "RepExp", beta=beta, ridge=ridge)
-
-
-def _dqo(algo: AlgoSection, weight: Annotated[float, Range(0, 100)] = 1.0) -> Estimator:
-    return _of_features(set_rl.dqo_advantages, EMBEDDINGS, "DQO", weight=weight)
-
-
-def _set_dpp(algo: AlgoSection, scale: Annotated[float, Range(0.001, 100)] = 1.0) -> Estimator:
-    return _of_features(set_rl.set_dpp_advantages, EMBEDDINGS, "Set DPP", scale=scale)
-
-
-def _set_po(algo: AlgoSection, weight: Annotated[float, Range(0, 100)] = 1.0) -> Estimator:
-    return _of_features(set_rl.set_po_advantages, EMBEDDINGS, "SetPO", weight=weight)
+    return _maker(set_rl.grpo_div_advantages, "GRPO+DIV", div_coef=(algo.div_coef, Range(0, 1000)))(algo)
 
 
 ADVANTAGES: Registry[Callable[..., Estimator]] = Registry(
     marginal_set=_marginal_set,
-    grpo=_grpo,
+    grpo=_maker(set_rl.grpo_advantages, "GRPO"),
     grpo_div=_grpo_div,
-    shaped_product=_shaped_product,
-    passk=_passk,
-    pkpo=_pkpo,
-    max_rl=_max_rl,
-    rs_grpo=_rs_grpo,
-    entropic=_entropic,
-    darling=_darling,
-    uniqueness=_uniqueness,
-    unlikeliness=_unlikeliness,
-    ucpo=_ucpo,
-    rep_exp=_rep_exp,
-    dqo=_dqo,
-    set_dpp=_set_dpp,
-    set_po=_set_po,
+    shaped_product=_maker(set_rl.shaped_product_advantages, "Reward x diversity"),
+    passk=_maker(set_rl.passk_advantages, "Pass@k training", lambda k: k + 1, k=(4, Range(1, 4095))),
+    pkpo=_maker(set_rl.pkpo_advantages, "PKPO", lambda k: k, k=(4, Range(2, 4096))),
+    max_rl=_maker(set_rl.max_rl_advantages, "MaxRL"),
+    rs_grpo=_maker(set_rl.rs_grpo_advantages, "RS-GRPO", beta=(2.0, Range(0.01, 100))),
+    entropic=_maker(set_rl.entropic_advantages, "Entropic", kl=(math.log(2), Range(0.001, 10))),
+    darling=_maker(set_rl.darling_advantages, "DARLING"),
+    uniqueness=_maker(set_rl.uniqueness_advantages, "Uniqueness-aware", alpha=(1.0, Range(0, 10))),
+    unlikeliness=_maker(set_rl.unlikeliness_advantages, "Unlikeliness", beta=(0.25, Range(0, 1))),
+    ucpo=_maker(set_rl.ucpo_advantages, "UCPO", tau=(0.3, Range(0, 1))),
+    rep_exp=_maker(set_rl.rep_exp_advantages, "RepExp", beta=(0.01, Range(0, 100)), ridge=(0.01, Range(1e-6, 1e6))),
+    dqo=_maker(set_rl.dqo_advantages, "DQO", weight=(1.0, Range(0, 100))),
+    set_dpp=_maker(set_rl.set_dpp_advantages, "Set DPP", scale=(1.0, Range(0.001, 100))),
+    set_po=_maker(set_rl.set_po_advantages, "SetPO", weight=(1.0, Range(0, 100))),
 )
 """By name, functions that make an estimator from the `algo` section. Their further arguments are `algo.options`."""

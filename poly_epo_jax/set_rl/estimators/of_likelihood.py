@@ -9,7 +9,7 @@ from poly_epo_jax.set_rl.groups import centred, check_features
 
 
 def unlikeliness_advantages(
-    rewards: Float[Array | np.ndarray, "P N"], mean_logprobs: Float[Array | np.ndarray, "P N"], beta: float
+    rewards: Float[Array | np.ndarray, "P N"], mean_logprob: Float[Array | np.ndarray, "P N"], beta: float
 ) -> Float[Array, "P N"]:
     """The unlikeliness reward (He et al., arXiv 2506.02355): centred r_i (1 - beta rank_i / N).
 
@@ -26,16 +26,16 @@ def unlikeliness_advantages(
     Raises:
       ValueError: on NaN (detected outside jit only); on mismatched shapes.
     """
-    _, num_generations = check_features(rewards=rewards, mean_logprobs=mean_logprobs)
-    rewards, mean_logprobs = jnp.asarray(rewards), jnp.asarray(mean_logprobs)
-    less_likely = mean_logprobs[:, None, :] < mean_logprobs[:, :, None]
-    as_likely = mean_logprobs[:, None, :] == mean_logprobs[:, :, None]
+    _, num_generations = check_features(rewards=rewards, mean_logprob=mean_logprob)
+    rewards, mean_logprob = jnp.asarray(rewards), jnp.asarray(mean_logprob)
+    less_likely = mean_logprob[:, None, :] < mean_logprob[:, :, None]
+    as_likely = mean_logprob[:, None, :] == mean_logprob[:, :, None]
     rank = less_likely.sum(axis=-1) + (as_likely.sum(axis=-1) - 1) / 2
     return centred(rewards * (1 - beta * rank / num_generations))
 
 
 def ucpo_advantages(
-    rewards: Float[Array | np.ndarray, "P N"], mean_logprobs: Float[Array | np.ndarray, "P N"], tau: float
+    rewards: Float[Array | np.ndarray, "P N"], mean_logprob: Float[Array | np.ndarray, "P N"], tau: float
 ) -> Float[Array, "P N"]:
     """UCPO (arXiv 2605.00365): the correct generations' advantage is redistributed among them by 1 / likelihood.
 
@@ -53,10 +53,10 @@ def ucpo_advantages(
     Raises:
       ValueError: on NaN (detected outside jit only); on mismatched shapes.
     """
-    check_features(rewards=rewards, mean_logprobs=mean_logprobs)
+    check_features(rewards=rewards, mean_logprob=mean_logprob)
     advantages = centred(jnp.asarray(rewards))
     is_above = advantages > 0
-    scores = jnp.where(is_above, jnp.log(jnp.where(is_above, advantages, 1)) - jnp.asarray(mean_logprobs), -jnp.inf)
+    scores = jnp.where(is_above, jnp.log(jnp.where(is_above, advantages, 1)) - jnp.asarray(mean_logprob), -jnp.inf)
     largest = jnp.where(is_above.any(axis=-1, keepdims=True), scores.max(axis=-1, keepdims=True), 0)
     shares = jnp.exp(scores - largest)
     shares /= jnp.maximum(shares.sum(axis=-1, keepdims=True), 1)  # the largest is 1, where there is one

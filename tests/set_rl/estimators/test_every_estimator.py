@@ -56,7 +56,7 @@ def random_features(num_prompts, num_generations, seed=0):
     return {
         "rewards": rewards,
         "clusters": clusters.astype(np.int32),
-        "mean_logprobs": -rng.random((num_prompts, num_generations)).astype(np.float32),
+        "mean_logprob": -rng.random((num_prompts, num_generations)).astype(np.float32),
         "embeddings": rng.normal(size=(num_prompts, num_generations, D)).astype(np.float32),
     }
 
@@ -85,11 +85,11 @@ def corners(num_generations):
         (np.where(one, DEGENERATE_CLUSTER, 1), np.where(one, -1e4, 0.0), np.where(one[:, None], 1e3, 1e-3) * spread),
     )
     rows = [(rewards, *kind) for rewards in all_rewards for kind in kinds]
-    rewards, clusters, mean_logprobs, embeddings = map(np.stack, zip(*rows, strict=True))
+    rewards, clusters, mean_logprob, embeddings = map(np.stack, zip(*rows, strict=True))
     return {
         "rewards": rewards.astype(np.float32),
         "clusters": clusters.astype(np.int32),
-        "mean_logprobs": mean_logprobs.astype(np.float32),
+        "mean_logprob": mean_logprob.astype(np.float32),
         "embeddings": embeddings.astype(np.float32),
     }
 
@@ -110,7 +110,7 @@ def test_nobody_is_better_where_all_are_alike(name):
         alike = {
             "rewards": rewards,
             "clusters": np.full((3, N), cluster, np.int32),
-            "mean_logprobs": np.full((3, N), -0.7, np.float32),
+            "mean_logprob": np.full((3, N), -0.7, np.float32),
             "embeddings": np.full((3, N, D), 0.2, np.float32),
         }
         np.testing.assert_allclose(advantages_of(name, alike), 0, atol=1e-6)
@@ -146,7 +146,7 @@ def test_refuses_nan_and_mismatched_shapes(name, monkeypatch):
     function = getattr(set_rl, f"{name}_advantages")
     features = random_features(2, N)
     read = [key for key in inspect.signature(function).parameters if key in features]
-    for key in set(read) & {"rewards", "mean_logprobs", "embeddings"}:
+    for key in set(read) & {"rewards", "mean_logprob", "embeddings"}:
         broken = {name: features[name] for name in read} | {key: np.full_like(features[key], np.nan)}
         with pytest.raises(ValueError, match=f"{key} hold NaN: give every generation a number"):
             function(**broken, **NUMBERS[name])
