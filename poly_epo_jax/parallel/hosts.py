@@ -160,13 +160,7 @@ async def collective(work: Awaitable[T]) -> T:
 
 def on_first(function: Callable[[], T]) -> T:
     """Returns or raises, on all processes, what the first process's call does; the others wait for it."""
-    if count() == 1:
-        return function()
-
-    async def call() -> Any:
-        return function() if is_first() else None
-
-    return asyncio.run(gather(call()))[0]
+    return on_each(lambda: function() if is_first() else None)[0]  # pyright: ignore[reportReturnType]
 
 
 def on_all(function: Callable[[], T]) -> T:
@@ -175,13 +169,9 @@ def on_all(function: Callable[[], T]) -> T:
     Raises:
       HostError: the call raised on another process. If it did on this one, its own error is raised.
     """
-    if count() == 1:
-        return function()
-
-    async def call() -> T:
-        return function()
-
-    return asyncio.run(barrier(call()))
+    result, error = _outcome(function)
+    _agree(None, error)
+    return result
 
 
 def on_each(function: Callable[[], T]) -> list[T]:
@@ -190,11 +180,7 @@ def on_each(function: Callable[[], T]) -> list[T]:
     Raises:
       HostError: the call raised on another process. If it did on this one, its own error is raised.
     """
-
-    async def call() -> T:
-        return function()
-
-    return asyncio.run(gather(call())) if count() > 1 else [function()]
+    return _agree(*_outcome(function))
 
 
 def total(counts: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -206,6 +192,14 @@ async def _attempt(work: Awaitable[T]) -> tuple[Any, Exception | None]:
     try:
         return await work, None
     except Exception as error:  # whatever it is, it is raised by _agree, here and everywhere
+        return None, error
+
+
+def _outcome(function: Callable[[], T]) -> tuple[Any, Exception | None]:
+    """Like `_attempt`."""
+    try:
+        return function(), None
+    except Exception as error:
         return None, error
 
 
