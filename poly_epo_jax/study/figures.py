@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from poly_epo_jax.metrics import names
-from poly_epo_jax.metrics.seeds import Interval
+from poly_epo_jax.metrics.intervals import Interval
 from poly_epo_jax.report import figures
 from poly_epo_jax.study.results import CORRECT_OF_8, CORRECT_OF_64, HELD_OUT, REWARD, Result, StudyResults
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from poly_epo_jax.metrics.seeds import Interval
+from poly_epo_jax.metrics.intervals import Interval
 from poly_epo_jax.report import figures
 from poly_epo_jax.study.figures import add_legend, looks
 from poly_epo_jax.study.results import CORRECT_OF_8, REWARD, Result, StudyResults

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from poly_epo_jax.metrics.seeds import Interval
+from poly_epo_jax.metrics.intervals import Interval
 from poly_epo_jax.report.document import document, table
 from poly_epo_jax.report.figures import save
 from poly_epo_jax.report.quantities import HELD_OUT, TRAINING

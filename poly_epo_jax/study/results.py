@@ -12,7 +12,7 @@ from poly_epo_jax import run_folder
 from poly_epo_jax.evaluation.folder import find_results
 from poly_epo_jax.json_files import Row
 from poly_epo_jax.metrics import names
-from poly_epo_jax.metrics.seeds import Interval, mean_interval, paired_difference
+from poly_epo_jax.metrics.intervals import Interval, mean_interval, paired_difference
 from poly_epo_jax.study.folder import EVALUATION, PLAN, Member, RunState, read_attempts, run_state
 
 REWARD, CORRECT_OF_8 = names.HELD_OUT_REWARD, names.HELD_OUT_CORRECT_CLUSTERS

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from poly_epo_jax.metrics.seeds import Interval
+from poly_epo_jax.metrics.intervals import Interval
 from poly_epo_jax.study.results import Cell, StudyResults
 
 

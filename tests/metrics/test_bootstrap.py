@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from poly_epo_jax.metrics import bootstrap
-from poly_epo_jax.metrics.bootstrap import bootstrap_interval
+from poly_epo_jax.metrics.intervals import bootstrap_interval
 
 
 def missed(num_problems: int, alpha: float, beta: float, num_benchmarks: int) -> tuple[float, float]:
@@ -46,13 +45,6 @@ def test_metrics_are_resampled_as_if_alone():
     for metric in np.ndindex(3, 2):
         alone = bootstrap_interval(values[:, *metric], seed=5)
         np.testing.assert_allclose([low[metric], high[metric]], alone, atol=1e-12)
-
-
-def test_many_problems_are_resampled_in_parts(monkeypatch):
-    values = np.random.default_rng(0).random((40, 3))
-    whole = bootstrap_interval(values)
-    monkeypatch.setattr(bootstrap, "_COUNTS_AT_ONCE", 40 * 7)
-    np.testing.assert_allclose(bootstrap_interval(values), whole, atol=1e-12)
 
 
 def test_the_interval_moves_with_the_unit_and_the_order_of_better():

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from poly_epo_jax.metrics.seeds import Interval, mean_interval, paired_difference
+from poly_epo_jax.metrics.intervals import Interval, mean_interval, paired_difference
 
 
 def test_by_hand():
     mean, low, high = mean_interval(np.array([1.0, 2.0, 3.0]))
     assert mean == 2.0
-    assert (low, high) == pytest.approx((2.0 - 4.303 / 3**0.5, 2.0 + 4.303 / 3**0.5))
+    assert (low, high) == pytest.approx((2.0 - 4.302653 / 3**0.5, 2.0 + 4.302653 / 3**0.5))
     assert mean_interval(np.array([0.5, 0.5])) == Interval(0.5, 0.5, 0.5)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fake_studies import NUM_STEPS, write_fake_evaluation, write_fake_run, write_fake_study
 
-from poly_epo_jax.metrics.seeds import mean_interval
+from poly_epo_jax.metrics.intervals import mean_interval
 from poly_epo_jax.study.folder import RunState, last_step, run_state
 from poly_epo_jax.study.results import CORRECT_OF_8, REWARD, read_results
 

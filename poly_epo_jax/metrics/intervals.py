@@ -1,13 +1,10 @@
-"""How much a mean over problems would vary if the benchmark held other problems of its kind."""
+"""How much a mean would vary if the benchmark held other problems of its kind, or other training seeds were drawn."""
 
-from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-
-_NORMAL = NormalDist()
-_COUNTS_AT_ONCE = 2**22
-"""Limits the memory that is used at once to tens of megabytes, for any number of problems."""
+from scipy.special import ndtr, stdtrit  # the normal distribution; quantiles of Student's
 
 
 def bootstrap_interval(
@@ -46,51 +43,58 @@ def bootstrap_interval(
     if not np.all(np.isfinite(values)):
         raise ValueError("values must be finite; leave out what was not measured.")
     table = values.reshape(num_problems, -1).astype(np.float64)
-    means = _resampled_means(table, num_resamples, np.random.default_rng(seed))
-    means.sort(axis=0)
+    # Only how often each problem is drawn matters, so the resampled means are one matrix product.
+    uniform = np.full(num_problems, 1 / num_problems)
+    counts = np.random.default_rng(seed).multinomial(num_problems, uniform, size=num_resamples)
+    means = np.sort(counts / num_problems @ table, axis=0)
 
     centred = table - table.mean(axis=0)
     deviation = np.maximum(np.sqrt(np.mean(centred**2, axis=0)), np.finfo(np.float64).tiny)
     acceleration = np.mean((centred / deviation) ** 3, axis=0) / (6 * np.sqrt(num_problems))
 
-    widest = student_quantile((1 + level) / 2, num_problems - 1) * np.sqrt(num_problems / (num_problems - 1))
+    widest = stdtrit(num_problems - 1, (1 + level) / 2) * np.sqrt(num_problems / (num_problems - 1))
     ends = []
     for z in (-widest, widest):
         shifted = acceleration + z
         # The denominator is not positive only for a handful of problems and a level near 1: the end is then the
         # outermost resample.
         corrected = acceleration + shifted / np.maximum(1 - acceleration * shifted, np.finfo(np.float64).eps)
-        quantiles = np.array([_NORMAL.cdf(x) for x in corrected])
-        rows = np.rint(quantiles * (num_resamples - 1)).astype(int)
+        rows = np.rint(ndtr(corrected) * (num_resamples - 1)).astype(int)
         ends.append(means[rows, np.arange(means.shape[1])].reshape(metrics))
     return ends[0], ends[1]
 
 
-def _resampled_means(
-    values: Float[np.ndarray, "problems metrics"], num_resamples: int, rng: np.random.Generator
-) -> Float[np.ndarray, "resamples metrics"]:
-    """Only how often each problem is drawn matters, so the resampled means are one matrix product."""
-    num_problems, num_metrics = values.shape
-    uniform = np.full(num_problems, 1 / num_problems)
-    at_once = max(1, _COUNTS_AT_ONCE // num_problems)
-    means = np.empty((num_resamples, num_metrics))
-    for start in range(0, num_resamples, at_once):
-        stop = min(start + at_once, num_resamples)
-        counts = rng.multinomial(num_problems, uniform, size=stop - start)
-        np.matmul(counts / num_problems, values, out=means[start:stop])
-    return means
+class Interval(NamedTuple):
+    """A mean over seeds and its 95% bounds, both NaN where there is a single seed."""
+
+    mean: float
+    low: float
+    high: float
 
 
-def student_quantile(probability: float, degrees: int) -> float:
-    """Quantile of Student's t from the normal one (Cornish and Fisher 1938; Abramowitz and Stegun 26.7.5).
+def mean_interval(values: Float[np.ndarray, " seeds"]) -> Interval:
+    """Student's interval of the mean: exact if runs with other seeds are normally distributed around it.
 
-    It is within 1% from 5 degrees of freedom on for levels up to 0.99; with fewer, the interval spans nearly all
-    resamples either way.
+    With two seeds it is 9 standard deviations wide to each side: that is how little two seeds say.
+
+    Raises:
+      ValueError: there is no value, or one that is not finite.
     """
-    z = _NORMAL.inv_cdf(probability)
-    return (
-        z
-        + (z**3 + z) / (4 * degrees)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * degrees**3)
-    )
+    if not len(values) or not np.all(np.isfinite(values)):
+        raise ValueError("A mean over seeds needs a finite value of each.")
+    mean, degrees = float(values.mean()), len(values) - 1
+    if not degrees:
+        return Interval(mean, float("nan"), float("nan"))
+    half = float(stdtrit(degrees, 0.975)) * float(values.std(ddof=1)) / len(values) ** 0.5
+    return Interval(mean, mean - half, mean + half)
+
+
+def paired_difference(values: dict[int, float], baseline: dict[int, float]) -> tuple[Interval | None, int]:
+    """Mean difference from the baseline over the seeds that both have (None if there are none), and their number.
+
+    Runs with the same seed see the same prompts in the same order, so what a seed does to both of them cancels.
+    """
+    shared = sorted(values.keys() & baseline.keys())
+    if not shared:
+        return None, 0
+    return mean_interval(np.array([values[seed] - baseline[seed] for seed in shared])), len(shared)
