@@ -131,9 +131,7 @@ def open_trained_policy(
     saved, checkpoints = read_config(run), Checkpoints(run / CHECKPOINTS, read_only=True)
     # Checkpoints are verified bit for bit, so they are read in the type that they were saved in.
     section = dataclasses.replace(section, param_dtype=saved["model"]["param_dtype"])
-    lora = NO_ADAPTER
-    if "lora" in saved:  # as in runs of this version
-        lora = LoraSection(**saved["lora"] | {"targets": tuple(saved["lora"]["targets"])})
+    lora = LoraSection(**saved["lora"] | {"targets": tuple(saved["lora"]["targets"])})
     policy = open_policy(run / POLICY, section, lora=lora)
     abstract, shardings = nnx.to_pure_dict(nnx.split(policy.model)[1]), param_shardings(policy.model, mesh)
     trainable = ADAPTER if lora.rank else saved["train"]["trainable"]

@@ -63,8 +63,6 @@ LOGGED_GENERATION: Columns = {
 }
 """The columns of a run's generations.jsonl. Step, problem, occurrence and generation together name one row."""
 
-_OLD_GENERATIONS = "samples.jsonl"
-
 
 def read_rows(path: Path) -> list[Row]:
     """The complete rows of a .jsonl file of a run; none if it does not exist (yet).
@@ -86,12 +84,7 @@ def drop_rows_after(folder: Path, step: int) -> None:
 
 
 def resumable_config(folder: Path) -> dict[str, Any] | None:
-    """The configuration of the run that a checkpoint in the folder belongs to; None if there is none to resume.
-
-    Raises:
-      ValueError: the folder was written by an earlier version.
-    """
-    check_version(folder)
+    """The configuration of the run that a checkpoint in the folder belongs to; None if there is none to resume."""
     begun = (folder / CONFIG).exists()
     # What Orbax has not finished is called 50.orbax-checkpoint-tmp, for example.
     if not begun or not any(path.name.isdigit() for path in (folder / CHECKPOINTS).glob("[0-9]*")):
@@ -121,18 +114,6 @@ def read_method(folder: Path) -> str:
         raise ValueError(
             f'{folder / ABOUT} does not name the method of the run; write one there, such as {{"method": "Poly-EPO"}}.'
         ) from None
-
-
-def check_version(folder: Path) -> None:
-    """Refuses a folder in which generations are still called samples.
-
-    Raises:
-      ValueError: it is one.
-    """
-    if (folder / _OLD_GENERATIONS).exists():
-        raise ValueError(
-            f"{folder} holds {_OLD_GENERATIONS}, of an earlier version; use that version on it, or make a new folder."
-        )
 
 
 def generation_rows(graded: GradedGroup) -> list[Row]:

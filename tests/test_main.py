@@ -227,13 +227,6 @@ def test_what_the_schedule_or_the_kl_term_reads_is_not_changed(tmp_path: Path, s
     assert words in sentence(FILE, *flags)
 
 
-def test_a_run_folder_of_an_earlier_version_is_not_resumed(tmp_path: Path, sentence):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "samples.jsonl").write_text("")
-    text = sentence(FILE)
-    assert f"{tmp_path / 'run'} holds samples.jsonl, of an earlier version; use that version on it, or make" in text
-
-
 def test_a_run_folder_of_another_version_is_not_resumed(tmp_path: Path, sentence):
     config = read_config(polynomial.get_config()).to_dict()
     config["judge"]["attempts"] = config["judge"].pop("max_failed_share")

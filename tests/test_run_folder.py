@@ -112,12 +112,3 @@ def test_a_run_is_resumable_once_it_has_a_checkpoint(tmp_path: Path):
     assert run_folder.resumable_config(tmp_path) is None
     (tmp_path / run_folder.CHECKPOINTS / "50").mkdir()
     assert run_folder.resumable_config(tmp_path) == {"seed": 1}
-
-
-def test_a_folder_of_an_earlier_version_says_what_to_do(tmp_path: Path):
-    (tmp_path / "samples.jsonl").write_text("")
-    for read in (run_folder.check_version, run_folder.resumable_config):
-        with pytest.raises(
-            ValueError, match=r"holds samples\.jsonl, of an earlier version; use that version on it, or"
-        ):
-            read(tmp_path)

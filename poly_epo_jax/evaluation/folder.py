@@ -12,7 +12,7 @@ from typing import Any
 
 from poly_epo_jax.config import changed_keys
 from poly_epo_jax.json_files import Columns, Row, read_rows, write_json
-from poly_epo_jax.run_folder import GENERATION, check_version
+from poly_epo_jax.run_folder import GENERATION
 
 ABOUT, GENERATIONS, RESULTS = "about.json", "generations.jsonl", "results.json"
 
@@ -30,9 +30,8 @@ def open_folder(folder: Path, about: dict[str, Any]) -> None:
     """Creates the folder, or checks that its content has the same model, benchmark, sampling and judge.
 
     Raises:
-      ValueError: one of them differs, or the folder is an earlier version's.
+      ValueError: one of them differs.
     """
-    check_version(folder)
     file = folder / ABOUT
     if file.exists():
         changed = changed_keys(json.loads(file.read_text()), about)
@@ -48,9 +47,8 @@ def read_generations(folder: Path) -> Iterator[Row]:
     """The complete rows of generations.jsonl, one at a time; none if it does not exist.
 
     Raises:
-      ValueError: a row is damaged, or the folder is an earlier version's.
+      ValueError: a row is damaged.
     """
-    check_version(folder)
     return read_rows(folder / GENERATIONS, EVALUATED_GENERATION)
 
 

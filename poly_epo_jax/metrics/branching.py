@@ -64,12 +64,6 @@ def mean_active_branches(
     return total / len(problems)
 
 
-def first_branching_position(token_ids: Sequence[Int[np.ndarray, " _"]]) -> int | None:
-    """The least h at which two generations branch; None if none do, so that a mean over problems can say how many."""
-    branched = np.flatnonzero(active_branches(token_ids) > 1)
-    return int(branched[0]) + 1 if len(branched) else None
-
-
 @dataclasses.dataclass(frozen=True)
 class Segment:
     """An edge of the rollout tree: a stretch of tokens that the same generations share.

@@ -17,7 +17,7 @@ import numpy as np
 
 from poly_epo_jax.evaluation.folder import read_generations
 from poly_epo_jax.json_files import Row, read_rows
-from poly_epo_jax.run_folder import GENERATIONS, LOGGED_GENERATION, check_version
+from poly_epo_jax.run_folder import GENERATIONS, LOGGED_GENERATION
 
 Collection = dict[str, Any]
 # Characters that are invisible, or that change the direction of the text around them, are escaped as in Python strings.
@@ -49,9 +49,8 @@ def run_collections(label: str, folder: Path) -> list[Collection]:
     """The generations of a run's first and last logged steps; empty if no step was logged.
 
     Raises:
-      ValueError: a row is damaged, or the run was written by an earlier version.
+      ValueError: a row is damaged.
     """
-    check_version(folder)
     first: _Shown | None = None
     last: _Shown | None = None
     step = None
@@ -79,7 +78,7 @@ def evaluation_collection(
       generations of `tree_problem`, by number.
 
     Raises:
-      ValueError: a row is damaged, or the evaluation was written by an earlier version.
+      ValueError: a row is damaged.
     """
     shown = _Shown({problem: None for problem in problems[: WIDEST.problems]})
     rollouts: dict[int, tuple[np.ndarray, bool]] = {}

@@ -12,7 +12,6 @@ from poly_epo_jax.report.quantities import HELD_OUT
 from poly_epo_jax.run_folder import ABOUT, METRICS, read_config, read_method, read_rows
 from poly_epo_jax.section import changed_keys
 
-CARD = "README.md"
 FOLDERS = ("workdir", "compilation_cache", "base.cache_dir", "rollouts.weights_dir")
 """Keys that say only where files were kept, which says nothing about the policy."""
 _TAGS = ("poly_epo_jax", "reinforcement-learning", "set-rl")

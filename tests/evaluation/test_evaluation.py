@@ -134,12 +134,6 @@ def test_about_an_evaluation_is_all_that_its_figures_follow_from():
     assert json.loads(json.dumps(about())) == about()
 
 
-def test_an_evaluation_of_an_earlier_version_is_not_gone_on_with(tmp_path: Path):
-    (tmp_path / "samples.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"holds samples\.jsonl, of an earlier version; use that version"):
-        open_folder(tmp_path, {})
-
-
 def test_rows_have_every_column(tmp_path: Path):
     draw(tmp_path, SeededLetters(), PROBLEMS[:3])
     rows = list(read_generations(tmp_path))

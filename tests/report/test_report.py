@@ -400,16 +400,6 @@ def test_nothing_to_report_is_one_sentence_and_exit_code_2(tmp_path: Path, capsy
     assert not (run / "report").exists()
 
 
-def test_a_run_of_an_earlier_version_is_one_sentence(tmp_path: Path, capsys):
-    run = write_fake_run(tmp_path / "run", seed=0, num_steps=2, evaluate_every=0)
-    (run / "generations.jsonl").rename(run / "samples.jsonl")
-    assert report_main.main([str(run)]) == 2
-    captured = capsys.readouterr()
-    assert captured.err == f"Error: {run} holds samples.jsonl, of an earlier version; use that version on it, " + (
-        "or make a new folder.\n"
-    )
-
-
 def test_no_run_named_is_exit_code_2(capsys):
     with pytest.raises(SystemExit) as exit:
         report_main.main([])

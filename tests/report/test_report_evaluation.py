@@ -260,7 +260,6 @@ def test_without_generations_there_is_no_browser(tmp_path: Path):
         (lambda folder: _append(folder / "generations.jsonl", '{"problem": 3}\n'), "line 49, is not a row: mend or"),
         (lambda folder: _append(folder / "generations.jsonl", "[" * 100_000 + "\n"), "line 49, is not a row"),
         (lambda folder: _append(folder / "generations.jsonl", b"\xff\n"), "line 49, is not a row"),
-        (lambda folder: (folder / "generations.jsonl").rename(folder / "samples.jsonl"), "of an earlier version; use"),
         (lambda folder: _append(folder / "results.json", "x"), "results.json does not hold the results"),
         (lambda folder: (folder / "results.json").write_text("[]"), "results.json does not hold the results"),
         (lambda folder: (folder / "results.json").write_text("{}"), "results.json does not hold the results"),

@@ -55,14 +55,6 @@ class Program(NamedTuple):
     entry: str
 
 
-class Schedule(NamedTuple):
-    """Instructions that run one after another, `times` times in all, inside `loops` nested loops."""
-
-    instructions: list[Instruction]
-    times: int
-    loops: int
-
-
 def parse(text: str) -> Program:
     """The program of `Compiled.as_text()`."""
     computations: dict[str, list[Instruction]] = {}
@@ -113,27 +105,6 @@ def array_bytes(shape: str) -> int:
     """The bytes of all arrays in a shape, which may be a tuple."""
     arrays = ((kind, [int(size) for size in sizes.split(",") if size]) for kind, sizes in ARRAY.findall(shape))
     return sum(BYTES[kind] * math.prod(sizes) for kind, sizes in arrays)
-
-
-def schedules(program: Program, open_trips: int = 1) -> Iterator[Schedule]:
-    """The entry, the bodies of loops and the branches. For the content of a fusion, see `nested`.
-
-    Args:
-      open_trips: trips assumed for a loop whose number of trips depends on the data.
-    """
-
-    def visit(name: str, times: int, loops: int) -> Iterator[Schedule]:
-        instructions = program.computations[name]
-        yield Schedule(instructions, times, loops)
-        for one in instructions:
-            if one.opcode == "while":
-                trips = loop_trips(program, one) or open_trips
-                yield from visit(one.named("body"), times * trips, loops + 1)
-            elif one.opcode in ("call", "conditional"):
-                for called in one.called():
-                    yield from visit(called, times, loops)
-
-    return visit(program.entry, 1, 0)
 
 
 def nested(program: Program, instruction: Instruction) -> Iterator[tuple[Instruction, list[Instruction]]]:
