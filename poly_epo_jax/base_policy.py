@@ -15,19 +15,17 @@ from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from poly_epo_jax import set_rl
 from poly_epo_jax.batching import TrainingSequence
 from poly_epo_jax.config import BaseSection, Config, OptimizerSection, TaskSection
 from poly_epo_jax.digests import check_digests
 from poly_epo_jax.file_lock import exclusive
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
-from poly_epo_jax.objective import Objective, check_finite
+from poly_epo_jax.model.qwen3 import abstract_model, first_params
+from poly_epo_jax.objective import check_finite
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.progress import counted
 from poly_epo_jax.rows import make_pack, row_tokens
@@ -127,7 +125,7 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
     shape = base_shape(base, task)
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), row_tokens(config))
     model = abstract_model(shape)
-    params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(base.seed)))[1]))()
+    params = jax.jit(lambda: first_params(shape, base.seed))()
     problems = [*task.train_problems, *task.held_out_problems]
     rng = np.random.default_rng(base.seed)
 
@@ -142,7 +140,7 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
     pack = make_pack(config, mesh.shape)
     for name, steps, learning_rate, style in phases:
         optimizer = OptimizerSection(**OPTIMIZER, learning_rate=learning_rate, warmup_updates=min(50, steps // 4))
-        update = PolicyUpdate(model, mesh, Objective(set_rl.policy_gradient_loss), optimizer, steps)
+        update = PolicyUpdate(model, mesh, config=optimizer, total_updates=steps)
         state = update.init(params)
         with counted(f"base policy, {name}", steps) as show:
             for step in range(1, steps + 1):

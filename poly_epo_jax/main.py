@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from poly_epo_jax import run_folder
-from poly_epo_jax.algorithm import make_advantages, make_estimator, make_loss, method_title, skips_zero_advantages
+from poly_epo_jax.algorithm import make_advantages, make_estimator, method_title, skips_zero_advantages
 from poly_epo_jax.base_policy import base_policy
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.command_line import parse_flags, run_command
@@ -37,9 +37,8 @@ from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.model.attention import SHARES_PROMPTS, fastest
 from poly_epo_jax.model.attention.self_check import CHECKED, trust_attention
-from poly_epo_jax.model.lora import trained_pattern
 from poly_epo_jax.model.sharding import host_mesh
-from poly_epo_jax.objective import DivergenceError, Objective
+from poly_epo_jax.objective import DivergenceError
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.stop import Stop
 from poly_epo_jax.policy import Policy, find_model, open_policy
@@ -52,7 +51,7 @@ from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.tracking import NoTracker, Tracker
 from poly_epo_jax.train import Schedule, Trained, Trainer, Unlogged, train
 from poly_epo_jax.types import Judge, JudgeLoad, Metrics, Problem, Sampling, Task
-from poly_epo_jax.update import PolicyUpdate
+from poly_epo_jax.update import PolicyUpdate, make_update
 from poly_epo_jax.versions import versions, versions_used
 
 
@@ -89,7 +88,7 @@ def _run(config: Config, mesh: Mesh, task: Task, judge: Judge, stop: Stop) -> No
             "set eval.every=0."
         )
     batches = problem_batches(train_problems, config.train.prompts_per_batch, config.seed)
-    update = _policy_update(config, policy, mesh)
+    update = make_update(config, policy.model, mesh)
     checkpoints = Checkpoints(
         workdir / run_folder.CHECKPOINTS, config.checkpoint.keep, with_frozen=not config.lora.rank
     )
@@ -146,20 +145,6 @@ def _initial_policy(config: Config, task: Task, mesh: Mesh) -> Policy:
     else:
         folder = hosts.on_first(lambda: base_policy(config, task, mesh))
     return open_policy(folder, section, longest_sequence(config), config.lora)
-
-
-def _policy_update(config: Config, policy: Policy, mesh: Mesh) -> PolicyUpdate:
-    algo, train = config.algo, config.train
-    objective = Objective(
-        make_loss(algo),
-        temperature=config.sampling.temperature,
-        kl_coef=algo.kl_coef,
-        entropy_coef=algo.entropy_coef,
-        importance_cap=algo.importance_cap,
-        max_mismatch=algo.max_mismatch,
-    )
-    total_updates = train.num_steps * updates_per_step(train)
-    return PolicyUpdate(policy.model, mesh, objective, config.optimizer, total_updates, trained_pattern(config))
 
 
 def _restored_or_new(

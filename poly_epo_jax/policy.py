@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from flax import nnx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from jax.sharding import Mesh
@@ -21,7 +20,7 @@ from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import ADAPTER, first_adapter, lora_fields, split_adapter, without_adapter
 from poly_epo_jax.model.partition import merge_params
-from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
+from poly_epo_jax.model.qwen3 import Qwen3, abstract_model, param_shapes
 from poly_epo_jax.model.sharding import param_shardings
 from poly_epo_jax.run_folder import CHECKPOINTS, POLICY, read_about, read_config
 from poly_epo_jax.stop_strings import stop_string_ids
@@ -133,7 +132,7 @@ def open_trained_policy(
     section = dataclasses.replace(section, param_dtype=saved["model"]["param_dtype"])
     lora = LoraSection(**saved["lora"] | {"targets": tuple(saved["lora"]["targets"])})
     policy = open_policy(run / POLICY, section, lora=lora)
-    abstract, shardings = nnx.to_pure_dict(nnx.split(policy.model)[1]), param_shardings(policy.model, mesh)
+    abstract, shardings = param_shapes(policy.model), param_shardings(policy.model, mesh)
     trainable = ADAPTER if lora.rank else saved["train"]["trainable"]
     frozen = None
     if lora.rank:

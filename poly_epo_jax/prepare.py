@@ -5,7 +5,6 @@ import os
 import tempfile
 from pathlib import Path
 
-from flax import nnx
 from jax.sharding import Mesh
 
 from poly_epo_jax.base_policy import base_shape
@@ -19,7 +18,7 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import lora_fields, trained_pattern
 from poly_epo_jax.model.partition import split_params
 from poly_epo_jax.model.presets import has_preset, preset_config
-from poly_epo_jax.model.qwen3 import AUTO, abstract_model
+from poly_epo_jax.model.qwen3 import AUTO, abstract_model, param_shapes
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.policy import find_model
@@ -51,7 +50,7 @@ def prepare(config: Config) -> tuple[Mesh, Task, Judge]:
     judge = make_judge(config.judge, task)
     shape = model_shape(config)
     _check_lengths(config, shape)
-    split_params(nnx.to_pure_dict(nnx.split(abstract_model(shape))[1]), trained_pattern(config))
+    split_params(param_shapes(abstract_model(shape)), trained_pattern(config))
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), row_tokens(config))
     check_memory(config, shape)
     return mesh, task, judge

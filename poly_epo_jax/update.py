@@ -15,16 +15,21 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from poly_epo_jax.algorithm import make_loss
 from poly_epo_jax.batching import PackedBatch, SilentBatch, empty_batch
-from poly_epo_jax.config import OptimizerSection
+from poly_epo_jax.config import Config, OptimizerSection, updates_per_step
 from poly_epo_jax.model.logprobs import token_logprobs
+from poly_epo_jax.model.lora import trained_pattern
 from poly_epo_jax.model.partition import merge_params, split_params
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.model.sharding import param_shardings, replicated, row_sharding
 from poly_epo_jax.objective import DeviceMetrics, Objective, summarize
 from poly_epo_jax.optimizer import make_optimizer, make_schedule
 from poly_epo_jax.parallel.compiler_options import compiler_options
+from poly_epo_jax.set_rl import policy_gradient_loss
 from poly_epo_jax.types import Metrics, Params
+
+LIKELIHOOD, DEFAULTS = Objective(policy_gradient_loss), OptimizerSection()
 
 
 @jax.tree_util.register_dataclass
@@ -61,9 +66,9 @@ class PolicyUpdate:
         self,
         model: Qwen3,
         mesh: Mesh,
-        objective: Objective,
-        config: OptimizerSection,
-        total_updates: int,
+        objective: Objective = LIKELIHOOD,
+        config: OptimizerSection = DEFAULTS,
+        total_updates: int = 1,
         trainable: str = "",
     ):
         self.mesh, self.objective = mesh, objective
@@ -238,6 +243,21 @@ class PolicyUpdate:
 
     def _batch_sharding(self, x: Any) -> jax.sharding.NamedSharding:
         return row_sharding(self.mesh) if x.ndim else replicated(self.mesh)
+
+
+def make_update(config: Config, model: Qwen3, mesh: Mesh) -> PolicyUpdate:
+    """The update of a run with this configuration."""
+    algo = config.algo
+    objective = Objective(
+        make_loss(algo),
+        config.sampling.temperature,
+        algo.kl_coef,
+        algo.entropy_coef,
+        algo.importance_cap,
+        algo.max_mismatch,
+    )
+    total_updates = config.train.num_steps * updates_per_step(config.train)
+    return PolicyUpdate(model, mesh, objective, config.optimizer, total_updates, trained_pattern(config))
 
 
 def _without_gradient(state: TrainState) -> TrainState:

@@ -11,11 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from poly_epo_jax.algorithm import make_loss
 from poly_epo_jax.bench.roofline import Roofline, first_and_median_seconds
 from poly_epo_jax.bench.workload import Workload
 from poly_epo_jax.config import Config
@@ -23,15 +21,13 @@ from poly_epo_jax.memory_plan.trained import gradient_passes
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
-from poly_epo_jax.model.lora import trained_pattern
-from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
+from poly_epo_jax.model.qwen3 import Qwen3, abstract_model, first_params
 from poly_epo_jax.model.sharding import param_shardings
-from poly_epo_jax.objective import Objective
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.embedded.slots import Job, Slots, capacity
 from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync
 from poly_epo_jax.types import Params, Sampling
-from poly_epo_jax.update import PolicyUpdate
+from poly_epo_jax.update import make_update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +65,7 @@ def time_stages(config: Config, shape: ModelConfig, mesh: Mesh, workload: Worklo
     """Runs the stages one after another. The update runs on one microbatch, and its time is scaled to all of them."""
     model = abstract_model(shape)
     shardings = param_shardings(model, mesh)
-    make_params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(0)))[1]), out_shardings=shardings)
-    params = make_params()
+    params = jax.jit(functools.partial(first_params, shape), out_shardings=shardings)()
     sampler = SAMPLERS[config.rollouts.name]
     if sampler.has_slots:
         yield _generate(config, shape, mesh, params, workload)
@@ -136,14 +131,7 @@ class _Update:
 
     def __init__(self, config: Config, model: Qwen3, mesh: Mesh, params: Params, workload: Workload):
         self._minibatches, self._num_devices = workload.minibatches, mesh.size
-        update = PolicyUpdate(
-            model,
-            mesh,
-            Objective(make_loss(config.algo), config.sampling.temperature, entropy_coef=config.algo.entropy_coef),
-            config.optimizer,
-            total_updates=config.train.num_steps,
-            trainable=trained_pattern(config),
-        )
+        update = make_update(config, model, mesh)
         self._programs: dict[str, tuple[Any, float]] = {}
         for name, lowered in update.lower(*self._minibatches[0][0].tokens.shape).items():
             start = time.perf_counter()

@@ -11,7 +11,6 @@ from jaxtyping import Float
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.batching import PackedBatch, TrainingSequence, pack
-from poly_epo_jax.config import OptimizerSection
 from poly_epo_jax.doctor.finding import Failed, Seen
 from poly_epo_jax.doctor.rounding import allowed, exactly
 from poly_epo_jax.model.config import ModelConfig
@@ -46,7 +45,7 @@ class Trainer:
         if dtype not in self._updates:
             model = abstract_model(dataclasses.replace(self.shape, dtype=dtype))
             objective = Objective(set_rl.policy_gradient_loss, self._temperature)
-            self._updates[dtype] = PolicyUpdate(model, self._mesh, objective, OptimizerSection(), total_updates=1)
+            self._updates[dtype] = PolicyUpdate(model, self._mesh, objective)
         # The first minibatch needs no old log-probabilities, so these batches are the second.
         _, filled = self._updates[dtype].with_old_logprobs(self._state, [[], batches])
         return _trained([batch.old_logprobs for batch in filled], batches)

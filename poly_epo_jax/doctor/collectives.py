@@ -9,16 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from poly_epo_jax import set_rl
 from poly_epo_jax.batching import PackedBatch, pack
-from poly_epo_jax.config import OptimizerSection
 from poly_epo_jax.doctor.finding import Failed, Missing, Seen, Subject
 from poly_epo_jax.doctor.rounding import allowed, exactly
 from poly_epo_jax.doctor.small_model import random_params, random_sequences, small_shape
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import trained_pattern
 from poly_epo_jax.model.qwen3 import abstract_model
-from poly_epo_jax.objective import Objective
 from poly_epo_jax.parallel.mesh import AXES
 from poly_epo_jax.types import Params
 from poly_epo_jax.update import PolicyUpdate
@@ -60,8 +57,7 @@ def check_collectives(subject: Subject) -> Seen:
 
 def _gradient(shape: ModelConfig, mesh: Mesh, batch: PackedBatch, trainable: str) -> tuple[Params, float]:
     """(gradient on the mesh, loss)."""
-    objective = Objective(set_rl.policy_gradient_loss)
-    update = PolicyUpdate(abstract_model(shape), mesh, objective, OptimizerSection(), 1, trainable)
+    update = PolicyUpdate(abstract_model(shape), mesh, trainable=trainable)
     state = update.init(random_params(shape, mesh))
     gradients, (metrics,) = update.gradient(state, [batch])
     return gradients, float(metrics["loss"])

@@ -8,24 +8,20 @@ from typing import Any
 
 import jax
 
-from poly_epo_jax import set_rl
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.doctor.finding import Failed, Seen, Subject
 from poly_epo_jax.doctor.small_model import random_params, small_shape
 from poly_epo_jax.model.fingerprint import fingerprints
-from poly_epo_jax.model.lora import trained_pattern
 from poly_epo_jax.model.qwen3 import abstract_model
-from poly_epo_jax.objective import Objective
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.update import PolicyUpdate, TrainState
+from poly_epo_jax.update import PolicyUpdate, TrainState, make_update
 
 
 def check_checkpoint(subject: Subject) -> Seen:
     """Saves the state of a small model in a temporary folder on the run's disk. All hosts take part."""
     mesh, config = subject.mesh, subject.config
     shape = small_shape(subject.shape, mesh)
-    objective = Objective(set_rl.policy_gradient_loss)
-    update = PolicyUpdate(abstract_model(shape), mesh, objective, config.optimizer, 1, trained_pattern(config))
+    update = make_update(config, abstract_model(shape), mesh)
     state = update.init(random_params(shape, mesh))
     workdir = Path(config.workdir).absolute()
     disk = next(path for path in (workdir, *workdir.parents) if path.is_dir())

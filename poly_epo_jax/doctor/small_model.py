@@ -4,12 +4,11 @@ import dataclasses
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from poly_epo_jax.batching import TrainingSequence
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
+from poly_epo_jax.model.qwen3 import abstract_model, first_params
 from poly_epo_jax.model.sharding import param_shardings
 from poly_epo_jax.types import Params
 
@@ -32,7 +31,7 @@ def small_shape(shape: ModelConfig, mesh: Mesh) -> ModelConfig:
 def random_params(shape: ModelConfig, mesh: Mesh) -> Params:
     """Random weights of such a model, the same on every mesh."""
     shardings = param_shardings(abstract_model(shape), mesh)
-    params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(0)))[1]))()
+    params = jax.jit(lambda: first_params(shape))()
     return jax.device_put(jax.device_get(params), shardings)
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.digests import write_digests
@@ -22,7 +21,7 @@ from poly_epo_jax.model.architectures import ARCHITECTURES, Weight
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import new_folder, open_tensors, write_tensors
 from poly_epo_jax.model.lora import merged, without_adapter
-from poly_epo_jax.model.qwen3 import abstract_model, declared_weights
+from poly_epo_jax.model.qwen3 import abstract_model, declared_weights, param_shapes
 from poly_epo_jax.types import Params
 
 
@@ -93,7 +92,7 @@ def load_params(path: str | Path, config: ModelConfig, shardings: Params | None 
             raise ValueError(f"{path}: {_dotted(key_path)} holds NaN or infinity; get or save the model anew.")
         return weight
 
-    shapes = nnx.to_pure_dict(nnx.split(abstract_model(config))[1])
+    shapes = param_shapes(abstract_model(config))
     return jax.tree.map_with_path(load, shapes, *([] if shardings is None else [shardings]))
 
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from poly_epo_jax.config import Config, LoraSection
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.partition import split_params
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.qwen3 import first_params
 from poly_epo_jax.types import Params
 
 ADAPTER = r"layers\.\w+_lora_[ab]"
@@ -62,7 +61,7 @@ def first_adapter(config: ModelConfig, seed: int, shardings: Params) -> Params:
         return {}
 
     def draw() -> Params:  # the compiler leaves out what is not returned
-        return split_adapter(config, nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(seed)))[1]))[0]
+        return split_adapter(config, first_params(config, seed))[0]
 
     return jax.jit(draw, out_shardings=split_adapter(config, shardings)[0])()
 

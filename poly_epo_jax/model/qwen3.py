@@ -18,6 +18,7 @@ from poly_epo_jax.model.attention import packed_attention
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.matmul import matmul
 from poly_epo_jax.model.sharding import constrain_rows
+from poly_epo_jax.types import Params
 
 REMAT_POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,
@@ -143,6 +144,16 @@ class Qwen3(nnx.Module):
 def abstract_model(config: ModelConfig) -> Qwen3:
     """The model's structure, with the shapes and axes of its weights in place of arrays."""
     return nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0)))
+
+
+def param_shapes(model: Qwen3) -> Params:
+    """The shape and type of each weight of a (possibly abstract) model."""
+    return nnx.to_pure_dict(nnx.split(model)[1])
+
+
+def first_params(config: ModelConfig, seed: int = 0) -> Params:
+    """Random weights."""
+    return nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(seed)))[1])
 
 
 @functools.cache

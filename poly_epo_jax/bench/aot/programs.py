@@ -6,34 +6,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
 
-from poly_epo_jax.algorithm import make_loss
 from poly_epo_jax.config import Config
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
-from poly_epo_jax.model.lora import trained_pattern
-from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.model.qwen3 import abstract_model, param_shapes
 from poly_epo_jax.model.sharding import host_mesh, param_shardings, replicated
-from poly_epo_jax.objective import Objective
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.slots import TURNOVER, cache_sizes, capacity
 from poly_epo_jax.rows import microbatch_rows, row_tokens
-from poly_epo_jax.update import PolicyUpdate
+from poly_epo_jax.update import make_update
 
 
 def compile_update(config: Config, shape: ModelConfig, mesh: Mesh) -> Iterator[tuple[str, Any]]:
     """(name, compiled program) for the log-probabilities, the gradient of a microbatch, and the optimizer."""
-    update = PolicyUpdate(
-        abstract_model(shape),
-        mesh,
-        Objective(make_loss(config.algo), config.sampling.temperature, entropy_coef=config.algo.entropy_coef),
-        config.optimizer,
-        total_updates=config.train.num_steps,
-        trainable=trained_pattern(config),
+    lowered = make_update(config, abstract_model(shape), mesh).lower(
+        microbatch_rows(config, mesh.shape), row_tokens(config)
     )
-    lowered = update.lower(microbatch_rows(config, mesh.shape), row_tokens(config))
     return ((name, program.compile()) for name, program in lowered.items())
 
 
@@ -48,7 +38,7 @@ def compile_decoding(config: Config, shape: ModelConfig, mesh: Mesh) -> Iterator
     size = cache_sizes(train.max_prompt_tokens + config.sampling.max_tokens)[-1]
     with jax.set_mesh(here):
         model = abstract_model(shape)
-        params = _laid_out(nnx.to_pure_dict(nnx.split(model)[1]), param_shardings(model, here))
+        params = _laid_out(param_shapes(model), param_shardings(model, here))
         push = jax.jit(partial(decoding_weights, shape)).lower(params)
         compiled = push.compile()
         yield "weights for decoding", compiled
