@@ -11,12 +11,11 @@ from rich.console import Console
 from poly_epo_jax.config import Config
 from poly_epo_jax.doctor.collectives import check_collectives
 from poly_epo_jax.doctor.decoding import check_decoding
-from poly_epo_jax.doctor.devices import check_devices
+from poly_epo_jax.doctor.devices import check_devices, check_kernel
 from poly_epo_jax.doctor.disk import check_checkpoint
 from poly_epo_jax.doctor.examine import Examination
 from poly_epo_jax.doctor.finding import Check, Finding, Subject
 from poly_epo_jax.doctor.judge import check_judge
-from poly_epo_jax.doctor.kernels import check_kernel
 from poly_epo_jax.doctor.servers import check_answers, check_weights
 from poly_epo_jax.doctor.settings import check_settings
 from poly_epo_jax.doctor.step import check_step

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from poly_epo_jax.doctor.finding import Failed, Seen, Subject
 from poly_epo_jax.memory_plan.tables import amount, setting_of
+from poly_epo_jax.model.attention.self_check import check_attention
 from poly_epo_jax.parallel import hosts
 
 SIZE = 512  # of the matrices that each device multiplies
@@ -27,3 +28,11 @@ def check_devices(subject: Subject) -> Seen:
     room = f", {amount(memory_bytes)} each for JAX" if memory_bytes else ""
     where = f" on {hosts.count()} hosts" if hosts.count() > 1 else ""
     return f"{mesh.size} x {kind}{where}{room}; mesh {axes}", {"devices": mesh.size, "kind": kind}
+
+
+def check_kernel(subject: Subject) -> Seen:
+    """Compares the run's attention with its definition: values and gradients, on the run's mesh."""
+    found = check_attention(subject.shape.attention, subject.here, subject.shape)
+    if not found.passed:
+        raise Failed(f"{found}; set --config.model.attention=blockwise, which is slower, and report the kernel")
+    return str(found), {f"error of {name}": error for name, (error, _) in found.errors.items()}

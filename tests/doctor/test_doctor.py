@@ -16,9 +16,7 @@ from poly_epo_jax.doctor import collectives, disk, step
 from poly_epo_jax.doctor import command as doctor
 from poly_epo_jax.doctor.examine import Examination
 from poly_epo_jax.doctor.finding import Check, Failed, Finding, Missing, Subject
-from poly_epo_jax.doctor.kernels import kernel_errors, packed_ids, plain_attention
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
-from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel import hosts
 
 COMPILED = os.environ["JAX_COMPILATION_CACHE_DIR"]  # as it is
@@ -64,27 +62,15 @@ def test_a_run_on_a_mesh_passes(tmp_path):
     assert 0 < float(found["collectives"].figures["gradient error"]) < 0.02
 
 
-def all_one(q, k, v):
-    """As if a row were one sequence."""
-    return plain_attention(q, k, v, jnp.ones(q.shape[:2], jnp.int32))
-
-
-def joined(q, k, v):
-    """As if two sequences of a row were one."""
-    return plain_attention(q, k, v, jnp.asarray(packed_ids(len(q)) // 2))
-
-
 @pytest.mark.parametrize(
     ("dtype", "break_it"),
     [
         ("float32", lambda out, q, k, v: out * 1.0001),
         ("bfloat16", lambda out, q, k, v: out * jnp.asarray(1.05, out.dtype)),
-        ("float32", lambda out, q, k, v: all_one(q, k, v)),
-        ("bfloat16", lambda out, q, k, v: joined(q, k, v)),
         ("float32", lambda out, q, k, v: jax.lax.stop_gradient(out)),
         ("float32", lambda out, q, k, v: out.at[0, 3, 0, 0].set(jnp.nan)),
     ],
-    ids=["a little too large", "larger", "no segments", "joined segments", "no gradient", "NaN"],
+    ids=["a little too large", "larger", "no gradient", "NaN"],
 )
 def test_a_broken_kernel_is_named(tmp_path, monkeypatch, dtype, break_it):
     whole = IMPLEMENTATIONS["blockwise"]
@@ -93,17 +79,7 @@ def test_a_broken_kernel_is_named(tmp_path, monkeypatch, dtype, break_it):
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="broken"))
     (found,) = examined(config, "kernel").values()
     assert found.status == "failed"
-    assert found.seen.startswith("model.attention=broken is wrong by ") and "set --config.model.attention" in found.seen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("heads", "width"), [((4, 2), 64), ((8, 1), 128)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_rounding_allows_is_little_more_than_the_kernels_error(tmp_path, heads, width, dtype):
-    shape = dataclasses.replace(Subject(tiny(tmp_path, model__dtype=dtype)).shape, head_dim=width)
-    shape = dataclasses.replace(shape, num_heads=heads[0], num_kv_heads=heads[1])
-    for error, most in kernel_errors(shape, make_mesh(1, 1, 1)).values():
-        assert 0 < error < most < {"float32": 1e-5, "bfloat16": 0.05}[dtype]
+    assert found.seen.startswith("the attention kernel broken is wrong on cpu") and "set --config" in found.seen
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def raises(attend):
 
 
 def check() -> AttentionCheck:
-    return check_attention("copy", jax.devices()[0], SHAPE)
+    return check_attention("copy", make_mesh(1, 1, 1), SHAPE)
 
 
 def trust(tmp_path: Path, asked: str = "auto") -> None:
@@ -76,8 +76,8 @@ def trust(tmp_path: Path, asked: str = "auto") -> None:
 
 def test_a_right_kernel_passes():
     found = check()
-    assert found.passed and found.values < 1e-5 and found.gradients < 1e-5
-    assert str(found).startswith("the attention kernel copy is right on cpu: relative errors of values ")
+    assert found.passed and all(0 < error < most < 1e-4 for error, most in found.errors.values())
+    assert str(found).startswith("the attention kernel copy is right on cpu: relative errors, of allowed: values ")
 
 
 @pytest.mark.parametrize("broken", [without_segments, one_key_too_few, wrong_gradient])
@@ -85,7 +85,7 @@ def test_a_wrong_kernel_is_found(broken, monkeypatch):
     break_kernel(monkeypatch, broken)
     found = check()
     assert not found.passed and not found.error
-    assert (found.values < 1e-5) == (broken is wrong_gradient)
+    assert (found.errors["values"][0] < 1e-5) == (broken is wrong_gradient)
 
 
 def test_a_kernel_that_cannot_run_says_why(monkeypatch):
@@ -95,7 +95,7 @@ def test_a_kernel_that_cannot_run_says_why(monkeypatch):
 
 def test_nan_is_wrong(monkeypatch):
     break_kernel(monkeypatch, lambda attend: lambda *inputs: np.nan * attend(*inputs))
-    assert check().values == np.inf
+    assert check().errors["values"][0] == np.inf
 
 
 def test_auto_leaves_a_wrong_kernel_and_says_so(tmp_path, monkeypatch, capsys):
@@ -126,7 +126,7 @@ def test_what_has_passed_is_remembered_until_something_changes(tmp_path, monkeyp
     assert attention.fastest("auto") == "blockwise"
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"copy": ', '{"copy 4:2x16 float32": 1}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"copy": '])
 def test_a_damaged_memory_is_no_memory(tmp_path, content):
     (tmp_path / "compiled").mkdir()
     (tmp_path / "compiled" / "attention.json").write_text(content)
@@ -143,4 +143,4 @@ def test_the_plain_form_needs_no_check(tmp_path, monkeypatch):
 def test_the_triton_kernel_passes_interpreted(monkeypatch):
     monkeypatch.setattr(triton, "FORWARD", {4: triton.Blocks(32, 16, 4)})
     monkeypatch.setattr(triton, "BACKWARD", {4: triton.Blocks(32, 16, 4)})
-    assert check_attention("triton", jax.devices()[0], SHAPE).passed
+    assert check_attention("triton", make_mesh(1, 1, 1), SHAPE).passed
