@@ -2,10 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated
 
-from poly_epo_jax.checks import Range
-from poly_epo_jax.config import JudgeSection
 from poly_epo_jax.judges.answer import AnswerJudge
 from poly_epo_jax.judges.exact import ExactJudge
 from poly_epo_jax.judges.llm import LLMJudge
@@ -13,44 +10,6 @@ from poly_epo_jax.judges.ngrams import NgramsJudge
 from poly_epo_jax.judges.none import NoJudge
 from poly_epo_jax.registry import Registry
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Judge, Strategic, Task, Voting
-
-
-def _llm(
-    task: Task,
-    section: JudgeSection,
-    *,
-    temperature: Annotated[float, Range(0, 2)] = 0.7,
-    max_tokens: Annotated[int, Range(1, 2**20)] = 2048,
-    attempts: Annotated[int, Range(1, 100)] = 3,
-    prompt_file: str = "",
-    max_response_chars: Annotated[int, Range(2, 10**7)] = 20_000,
-    context_tokens: Annotated[int, Range(0, 2**30)] = 0,
-) -> LLMJudge:
-    return LLMJudge(
-        url=section.url,
-        model=section.model,
-        api_key_env=section.api_key_env,
-        max_concurrent=section.max_concurrent,
-        timeout_seconds=section.timeout_seconds,
-        wait_seconds=section.wait_seconds,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        attempts=attempts,
-        prompt_file=prompt_file,
-        max_response_chars=max_response_chars,
-        context_tokens=context_tokens,
-    )
-
-
-def _ngrams(
-    task: Task,
-    section: JudgeSection,
-    *,
-    length: Annotated[int, Range(1, 16)] = 3,
-    dimensions: Annotated[int, Range(2, 65536)] = 256,
-    threshold: Annotated[float, Range(0, 1)] = 1.0,
-) -> NgramsJudge:
-    return NgramsJudge(length, dimensions, threshold)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +36,7 @@ class JudgeEntry:
 JUDGES: Registry[JudgeEntry] = Registry(
     exact=JudgeEntry(lambda task, section: ExactJudge(task), "the task's own strategies", task=Strategic),
     answer=JudgeEntry(lambda task, section: AnswerJudge(task), "final answers", task=Voting),
-    llm=JudgeEntry(_llm, "a language model", needs_url=True, most=DEGENERATE_CLUSTER - 1),
-    ngrams=JudgeEntry(_ngrams, "pieces of text in common"),
+    llm=JudgeEntry(LLMJudge, "a language model", needs_url=True, most=DEGENERATE_CLUSTER - 1),
+    ngrams=JudgeEntry(NgramsJudge, "pieces of text in common"),
     none=JudgeEntry(lambda task, section: NoJudge(), "no clusters", clusters=False),
 )

@@ -3,18 +3,18 @@
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
 import re
 import time
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import httpx
 
-from poly_epo_jax.checks import is_url
+from poly_epo_jax.checks import Range
+from poly_epo_jax.config import JudgeSection
 from poly_epo_jax.http_client import (
     ServerError,
     WrongAnswer,
@@ -27,14 +27,13 @@ from poly_epo_jax.http_client import (
 from poly_epo_jax.judges.capacity import shortfalls
 from poly_epo_jax.judges.prompt import build_messages, load_rubric, reply_schema
 from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context, read_model_name
-from poly_epo_jax.types import Clustering, Group, JudgeFailure, JudgeLoad
+from poly_epo_jax.types import Clustering, Group, JudgeFailure, JudgeLoad, Task
 
 VERSION = re.compile(r"/v[0-9]\w*/")
 RETRIED = ("unavailable", "truncated", "malformed")
 """Kinds of failure after which the judge is asked again."""
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
 class LLMJudge:
     """Clusters the N responses of a prompt with one chat completion, whose form a JSON schema prescribes.
 
@@ -47,50 +46,37 @@ class LLMJudge:
       malformed    the reply is not what was asked for; asked again with another seed
 
     Args:
-      url: the server's URL, without the /v1 that every path begins with; a path that names another version of the API,
-        such as Gemini's /v1beta/openai, replaces it.
-      model: the judge's name on the server; "": the first model that the server lists.
-      api_key_env: the name of the environment variable that holds the server's key; "": the server needs no key.
+      section: the judge's server: its address without the /v1 that every path begins with (a path that names another
+        version of the API, such as Gemini's /v1beta/openai, replaces it), its model, its key, and limits on requests.
       temperature: the judge's sampling temperature.
       max_tokens: the longest reply; a response takes about 50, a rationale of 120 characters and the text around it.
       attempts: how many requests to make for one prompt, in total, until a reply is well-formed.
-      timeout_seconds: how long one reply may take.
-      wait_seconds: how long to wait for a server that accepts no connections, in total and not for each prompt.
-      max_concurrent: how many prompts are judged at once.
       prompt_file: a text that replaces the rubric, in which `{num_responses}` stands for N; "": the one shipped here.
       max_response_chars: the judge reads only this many characters of a longer response, from its beginning and end.
       context_tokens: how many tokens prompt and reply may take together; 0: what the server lists, if it does.
 
     Raises:
-      ValueError: a setting is invalid, or the key's environment variable is not set.
+      ValueError: there is no such file, or the key's environment variable is not set.
     """
 
-    url: str
-    model: str
-    api_key_env: str
-    temperature: float
-    max_tokens: int
-    attempts: int
-    timeout_seconds: float
-    wait_seconds: float
-    max_concurrent: int
-    prompt_file: str
-    max_response_chars: int
-    context_tokens: int = 0
-
-    def __post_init__(self):
-        self.url = self.url.rstrip("/")
-        _check_url(self.url)
+    def __init__(
+        self,
+        task: Task,
+        section: JudgeSection,
+        *,
+        temperature: Annotated[float, Range(0, 2)] = 0.7,
+        max_tokens: Annotated[int, Range(1, 2**20)] = 2048,
+        attempts: Annotated[int, Range(1, 100)] = 3,
+        prompt_file: str = "",
+        max_response_chars: Annotated[int, Range(2, 10**7)] = 20_000,
+        context_tokens: Annotated[int, Range(0, 2**30)] = 0,
+    ):
+        self.url, self.model, self._section = section.url.rstrip("/"), section.model, section
+        self._temperature, self._max_tokens, self._attempts = temperature, max_tokens, attempts
+        self._max_response_chars, self._context_tokens = max_response_chars, context_tokens
         self._api = self.url if VERSION.search(urlsplit(self.url).path + "/") else f"{self.url}/v1"
-        for name in ("max_tokens", "attempts", "timeout_seconds", "max_concurrent"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"The judge's {name} is {getattr(self, name)}; it must be positive.")
-        if self.max_response_chars < 2:
-            raise ValueError(f"The judge's max_response_chars is {self.max_response_chars}; it must be at least 2.")
-        if self.context_tokens < 0:
-            raise ValueError(f"The judge's context_tokens is {self.context_tokens}; it must be 0 or more.")
-        self._rubric = load_rubric(self.prompt_file)
-        self._key = _read_key(self.api_key_env)
+        self._rubric = load_rubric(prompt_file)
+        self._key = _read_key(section.api_key_env)
         self._listed_model = ""
         self._unreachable_since: float | None = None
         self._counts = collections.Counter[str]()
@@ -100,19 +86,21 @@ class LLMJudge:
         """Which responses share a strategy, with a rationale for each; or why that could not be determined."""
         responses = [generation.text for generation in group.generations]
         schema = {"name": "clusters", "schema": reply_schema(len(responses)), "strict": True}
-        messages, num_shortened = build_messages(self._rubric, group.problem.prompt, responses, self.max_response_chars)
+        messages, num_shortened = build_messages(
+            self._rubric, group.problem.prompt, responses, self._max_response_chars
+        )
         self._counts["shortened_responses"] += num_shortened
         request = {
             "messages": messages,
             "response_format": {"type": "json_schema", "json_schema": schema},
-            "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
+            "temperature": self._temperature,
+            "max_tokens": self._max_tokens,
         }
-        async with self._slot(), open_client(self.timeout_seconds) as client:
+        async with self._slot(), open_client(self._section.timeout_seconds) as client:
             attempt = 1
             while True:
                 outcome = await self._attempt(client, request | {"seed": _seed(group, attempt)}, len(responses))
-                if isinstance(outcome, Clustering) or outcome.kind not in RETRIED or attempt == self.attempts:
+                if isinstance(outcome, Clustering) or outcome.kind not in RETRIED or attempt == self._attempts:
                     return outcome
                 if outcome.kind == "unavailable":
                     await asyncio.sleep(backoff_seconds(attempt))
@@ -126,18 +114,20 @@ class LLMJudge:
           ServerError: it did not answer within `wait_seconds`.
         """
         try:
-            await wait_until_healthy(f"{self._api}/models", self.wait_seconds, f"Judge {self.url}", self._headers())
+            await wait_until_healthy(
+                f"{self._api}/models", self._section.wait_seconds, f"Judge {self.url}", self._headers()
+            )
         except ServerError as error:
             raise ServerError(self._without_key(str(error))) from None
 
     async def shortfalls(self, load: JudgeLoad) -> list[str]:
         """Which parts of the load would not fit into the judge's context, or its verdicts into a reply."""
-        context = self.context_tokens
+        context = self._context_tokens
         if not context:
             with contextlib.suppress(httpx.HTTPError, ReplyError):  # the first prompt will report what is wrong
-                async with open_client(self.timeout_seconds) as client:
+                async with open_client(self._section.timeout_seconds) as client:
                     context = read_context(await self._send(client, "GET", "/models"), self.model)
-        return shortfalls(load, self._rubric, self.max_response_chars, self.max_tokens, context)
+        return shortfalls(load, self._rubric, self._max_response_chars, self._max_tokens, context)
 
     def metrics(self) -> dict[str, float]:
         """How many requests were repeated and how many responses were shortened since the last call."""
@@ -175,7 +165,7 @@ class LLMJudge:
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 now, failures = time.monotonic(), failures + 1
                 self._unreachable_since = self._unreachable_since or now
-                left = self._unreachable_since + self.wait_seconds - now
+                left = self._unreachable_since + self._section.wait_seconds - now
                 if left <= 0:
                     raise
                 await asyncio.sleep(min(backoff_seconds(failures), left))
@@ -188,7 +178,7 @@ class LLMJudge:
         # The key is removed before the text is cut, so that no part of it remains.
         reason = f"it answered {status}: {printable(self._without_key(response.text))}"
         if status in (401, 403):
-            variable = f"the environment variable {self.api_key_env}" if self._key else "judge.api_key_env"
+            variable = f"the environment variable {self._section.api_key_env}" if self._key else "judge.api_key_env"
             reason = f"it answered {status}; check {variable}"
         return "unavailable" if status == 429 or status >= 500 else "refused", reason
 
@@ -196,7 +186,7 @@ class LLMJudge:
         """The current event loop's semaphore: each belongs to one loop, and a judge may outlive a loop."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
-            self._slots = loop, asyncio.Semaphore(self.max_concurrent)
+            self._slots = loop, asyncio.Semaphore(self._section.max_concurrent)
         return self._slots[1]
 
     def _headers(self) -> dict[str, str]:
@@ -204,13 +194,6 @@ class LLMJudge:
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "[key]") if self._key else text
-
-
-def _check_url(url: str) -> None:
-    if "@" in url:  # before any part of the URL is shown
-        raise ValueError("The judge's url holds a password, which would be logged; name it by api_key_env instead.")
-    if not is_url(url):
-        raise ValueError(f"The judge's url is {url!r}; write it as http://host:port, without /v1.")
 
 
 def _read_key(variable: str) -> str:

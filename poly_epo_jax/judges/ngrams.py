@@ -2,12 +2,15 @@
 
 import asyncio
 import zlib
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from poly_epo_jax.checks import Range
+from poly_epo_jax.config import JudgeSection
 from poly_epo_jax.judges.exact import clusters_of
-from poly_epo_jax.types import Clustering, Group
+from poly_epo_jax.types import Clustering, Group, Task
 
 ROUNDING = 1e-5  # of cosines of float32 vectors, so that equal texts match at a threshold of 1, too
 
@@ -22,7 +25,15 @@ class NgramsJudge:
     is degenerate, and its embedding is 0.
     """
 
-    def __init__(self, length: int, dimensions: int, threshold: float):
+    def __init__(
+        self,
+        task: Task,
+        section: JudgeSection,
+        *,
+        length: Annotated[int, Range(1, 16)] = 3,
+        dimensions: Annotated[int, Range(2, 65536)] = 256,
+        threshold: Annotated[float, Range(0, 1)] = 1.0,
+    ):
         self._length, self._dimensions, self._threshold = length, dimensions, threshold
 
     async def cluster(self, group: Group) -> Clustering:

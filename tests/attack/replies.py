@@ -13,7 +13,9 @@ import numpy as np
 from outcome import Outcome
 from responses import response
 
+from poly_epo_jax.config import JudgeSection
 from poly_epo_jax.judges import llm
+from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.types import Clustering, Group, JudgeFailure, Problem
 
 Verdicts = dict[str, Any]
@@ -69,16 +71,10 @@ async def ask(num_responses: int, reply: httpx.Response) -> Clustering | JudgeFa
         return httpx.AsyncClient(transport=httpx.MockTransport(lambda request: reply), timeout=timeout_seconds)
 
     judge = llm.LLMJudge(
-        url="http://judge",
-        model="judge",
-        api_key_env="",
-        temperature=0.7,
+        PolynomialTask(),
+        JudgeSection(url="http://judge", model="judge", timeout_seconds=5.0, wait_seconds=0.0, max_concurrent=1),
         max_tokens=1024,
         attempts=1,
-        timeout_seconds=5.0,
-        wait_seconds=0.0,
-        max_concurrent=1,
-        prompt_file="",
         max_response_chars=1000,
     )
     generations = tuple(response(f"Idea {number}.") for number in range(num_responses))

@@ -20,6 +20,7 @@ from lying_servers import MAX_TOKENS, STOP_IDS, VOCABULARY, Lie, LyingServer, dr
 from outcome import Outcome
 from responses import response
 
+from poly_epo_jax.config import JudgeSection
 from poly_epo_jax.http_client import ServerError
 from poly_epo_jax.judges import llm
 from poly_epo_jax.judges.llm import LLMJudge
@@ -27,6 +28,7 @@ from poly_epo_jax.rollouts.sglang import client, requests, served_weights
 from poly_epo_jax.rollouts.sglang.client import SGLangSampler
 from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
 from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync
+from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.types import Clustering, Group, JudgeFailure, Problem, Request, Sampling
 
 SECONDS = 0.5  # the most that an answer may take
@@ -120,16 +122,16 @@ async def _sample(server: LyingServer, for_ever: bool) -> str:
 
 async def _judge(server: LyingServer, for_ever: bool) -> str:
     judge = LLMJudge(
-        url=server.url,
-        model="" if server.path == "/v1/models" else "judge",
-        api_key_env="",
-        temperature=0.7,
+        PolynomialTask(),
+        JudgeSection(
+            url=server.url,
+            model="" if server.path == "/v1/models" else "judge",
+            timeout_seconds=SECONDS,
+            wait_seconds=SECONDS,
+            max_concurrent=2,
+        ),
         max_tokens=256,
         attempts=2,
-        timeout_seconds=SECONDS,
-        wait_seconds=SECONDS,
-        max_concurrent=2,
-        prompt_file="",
         max_response_chars=1000,
     )
     group = Group(Problem("p", "1 + 1", "2"), np.zeros(1, np.int32), (response("2"), response("two")))

@@ -72,7 +72,7 @@ def test_what_a_chain_connects_is_one_cluster_in_whatever_order():
 def test_other_processes_have_the_same_embeddings():
     code = (
         "import numpy as np, sys; from poly_epo_jax.judges.ngrams import NgramsJudge; "
-        "print(NgramsJudge(3, 32, 1.0)._embedded('(x=1,y=11)').tobytes().hex())"
+        "print(NgramsJudge(None, None, dimensions=32)._embedded('(x=1,y=11)').tobytes().hex())"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == cluster(["(x=1,y=11)"], dimensions=32).features["embeddings"][0].tobytes().hex()
