@@ -3,10 +3,14 @@
 import asyncio
 import base64
 import dataclasses
+import hashlib
 import io
+import os
 import pickle
 import shutil
+import stat
 import sys
+import tempfile
 import types
 from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -17,7 +21,6 @@ import httpx
 
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.rollouts.sglang.private_folder import make_private, private_folder
 from poly_epo_jax.rollouts.sglang.requests import post
 from poly_epo_jax.types import Params
 
@@ -55,16 +58,17 @@ class DiskSync:
     """Writes a Hugging Face folder that every server reads: under /dev/shm on one host, on a shared disk for several.
 
     Args:
-      folder: versions are written below it, in a folder that belongs to this user and run, and that is emptied now.
-        Servers of other users, apart from root, cannot read it.
-      run: distinguishes this run's folder from other runs'.
-
-    Raises:
-      OSError: someone else's folder or link is in its place.
+      folder: versions are written below it, in a new folder that only this user can enter, although everyone may write
+        to /dev/shm. Servers of other users, apart from root, cannot read it.
+      run: names the folder, so that the next process of a run that was killed removes what that left behind.
     """
 
     def __init__(self, folder: Path, run: str, config: ModelConfig, dtype: str):
-        self._folder, self._is_made = private_folder(folder, run), False
+        self._parent, self._folder = folder.absolute(), Path()
+        self._prefix = f"poly_epo_jax-{hashlib.sha256(f'{os.geteuid()} {run}'.encode()).hexdigest()[:16]}-"
+        for left in self._parent.glob(f"{self._prefix}*"):
+            if not left.is_symlink() and left.is_dir() and left.stat().st_uid == os.geteuid():
+                shutil.rmtree(left)
         self._config, self._dtype = config, dtype
         self._version = self._prepared = ""
         self._outdated: list[str] = []
@@ -75,9 +79,8 @@ class DiskSync:
         Raises:
           OSError: it cannot be written.
         """
-        if not self._is_made:
-            make_private(self._folder)
-            self._is_made = True
+        if self._folder == Path():
+            self._folder = _private_folder(self._parent, self._prefix)
         try:
             hf.save_pretrained(self._folder / version, params, self._config, dtype=self._dtype)
         except OSError as error:
@@ -98,9 +101,26 @@ class DiskSync:
             await asyncio.to_thread(shutil.rmtree, self._folder / self._outdated.pop())
 
     def close(self) -> None:
-        if self._is_made:
+        if self._folder != Path():
             shutil.rmtree(self._folder, ignore_errors=True)
-            self._is_made = False
+            self._folder = Path()
+
+
+def _private_folder(parent: Path, prefix: str) -> Path:
+    """A new folder that only this user can enter, and that nobody can have made before.
+
+    Raises:
+      OSError: it cannot be made, or everyone could put another folder in its place.
+    """
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        if parent.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+            raise PermissionError(0, f"everyone may replace folders there; chmod +t {parent}")
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    except OSError as error:
+        raise OSError(
+            f"No folder for weights can be made in {parent} ({error.strerror}); set rollouts.weights_dir to another."
+        ) from error
 
 
 class TensorSync:
