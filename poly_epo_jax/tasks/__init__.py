@@ -3,14 +3,13 @@
 from collections.abc import Callable
 
 from poly_epo_jax.registry import Registry
-from poly_epo_jax.tasks.categories import CategoriesTask
 from poly_epo_jax.tasks.demonstrations import Demonstrations
 from poly_epo_jax.tasks.math import MathTask
 from poly_epo_jax.tasks.multiplication import MultiplicationTask
 from poly_epo_jax.tasks.multiplication_prose import MultiplicationProseTask
+from poly_epo_jax.tasks.one_word import CategoriesTask, PrefixesTask
 from poly_epo_jax.tasks.polynomial import PolynomialTask
 from poly_epo_jax.tasks.polynomial_prose import PolynomialProseTask
-from poly_epo_jax.tasks.prefixes import PrefixesTask
 from poly_epo_jax.types import Task
 
 TASKS: Registry[Callable[..., Task]] = Registry(

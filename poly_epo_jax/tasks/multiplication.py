@@ -6,14 +6,13 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Sequence
 from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 
-from poly_epo_jax.checks import SEED, Range
+from poly_epo_jax.checks import Range
 from poly_epo_jax.tasks.demonstrations import Demonstrations
-from poly_epo_jax.tasks.splits import split
+from poly_epo_jax.tasks.synthetic import SyntheticTask
 from poly_epo_jax.types import Generation, Problem
 
 COMBINE = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -31,7 +30,7 @@ class Plan(NamedTuple):
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class MultiplicationTask:
+class MultiplicationTask(SyntheticTask):
     """Prompt `7*24:`; a response shows a plan, its two intermediate terms and the result, all of which must be right.
 
         7*(20+4)=140+28=168   place values       24*(5+2)=120+48=168   another split, of the other operand
@@ -45,19 +44,18 @@ class MultiplicationTask:
       ValueError: `digits` is out of range, or more problems are requested than there are.
     """
 
-    seed: Annotated[int, SEED] = 0
     digits: tuple[int, int] = (1, 2)
     num_train: Annotated[int, Range(0, 10**6)] = 600
     num_held_out: Annotated[int, Range(0, 10**6)] = 120
-    train_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
-    held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
 
     alphabet: ClassVar[str] = "0123456789*+-=():"
 
-    def __post_init__(self):
-        pairs = operand_pairs(self.digits)
-        train, held_out = split(pairs, seed=self.seed, num_train=self.num_train, num_held_out=self.num_held_out)
-        self.train_problems, self.held_out_problems = (tuple(map(_problem, part)) for part in (train, held_out))
+    def items(self) -> list[tuple[int, int]]:
+        return operand_pairs(self.digits)
+
+    def problem(self, item: tuple[int, int]) -> Problem:
+        a, b = item
+        return Problem(id=f"multiplication/{a}*{b}", prompt=f"{a}*{b}:", answer=f"{a},{b}")
 
     def reward(self, problem: Problem, generation: Generation) -> float:
         """1 if the plan makes the operand and everything that follows is right, else 0, also for degenerate text."""
@@ -74,7 +72,7 @@ class MultiplicationTask:
         None (degenerate) for text that does not parse, leaves neither operand whole, or has a factor 1.
         """
         match = RESPONSE.fullmatch(generation.text)
-        if match is None or int(match[1]) not in _operands(problem):
+        if match is None or int(match[1]) not in operands(problem):
             return None
         symbol, first, second = match[3], int(match[2]), int(match[4])
         if symbol == "*" and 1 in (first, second):
@@ -87,12 +85,9 @@ class MultiplicationTask:
         match = RESPONSE.fullmatch(generation.text)
         return match[7] if match else None
 
-    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
-        return first == second
-
     def strategies(self, problem: Problem) -> list[Plan]:
         """The demonstrated plans, at least 12, by rank: kind by kind, and in each kind the larger operand's first."""
-        kinds = zip(*map(_plans_by_kind, sorted(_operands(problem), reverse=True)), strict=True)
+        kinds = zip(*map(_plans_by_kind, sorted(operands(problem), reverse=True)), strict=True)
         return list(dict.fromkeys(plan for kind in kinds for plans in kind for plan in plans))
 
     def demonstration(self, problem: Problem, rng: np.random.Generator, style: Demonstrations) -> str:
@@ -122,11 +117,6 @@ def operand_pairs(digits: tuple[int, int]) -> list[tuple[int, int]]:
     return list(itertools.combinations(left, 2) if left == right else itertools.product(left, right))
 
 
-def _problem(operands: tuple[int, int]) -> Problem:
-    a, b = operands
-    return Problem(id=f"multiplication/{a}*{b}", prompt=f"{a}*{b}:", answer=f"{a},{b}")
-
-
 def _steps(front: int, symbol: str, first: int, second: int) -> list[int]:
     """front * (first symbol second) worked out: the two intermediate terms and the result."""
     left, right = front * first, second if symbol == "*" else front * second
@@ -147,10 +137,10 @@ def _plans_by_kind(operand: int) -> tuple[list[Plan], ...]:
     return tuple([Plan(operand, symbol, (p, q)) for symbol, p, q in kind if p >= q > 0] for kind in kinds)
 
 
-def _operands(problem: Problem) -> list[int]:
+def operands(problem: Problem) -> list[int]:
     return [int(operand) for operand in problem.answer.split(",")]
 
 
 def _other_operand(problem: Problem, operand: int) -> int:
-    operands = _operands(problem)
-    return operands[1 - operands.index(operand)]
+    both = operands(problem)
+    return both[1 - both.index(operand)]

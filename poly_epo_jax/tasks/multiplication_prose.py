@@ -5,11 +5,11 @@ import re
 from collections.abc import Sequence
 from typing import Annotated
 
-from poly_epo_jax.checks import SEED, Range
+from poly_epo_jax.checks import Range
 from poly_epo_jax.tasks.arithmetic import Expression, equations, product, value
 from poly_epo_jax.tasks.decomposition import Decomposition, decomposition
-from poly_epo_jax.tasks.multiplication import operand_pairs
-from poly_epo_jax.tasks.splits import split
+from poly_epo_jax.tasks.multiplication import operand_pairs, operands
+from poly_epo_jax.tasks.synthetic import SyntheticTask
 from poly_epo_jax.types import Generation, Problem
 
 PROMPT = (
@@ -20,7 +20,7 @@ LAST_NUMBER = re.compile(r"[0-9][0-9,]*(?![^0-9]*[0-9])")
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class MultiplicationProseTask:
+class MultiplicationProseTask(SyntheticTask):
     """A text earns 1 if it takes the operands apart, all its equations hold, and its last number is the result.
 
         343 * 67 = (340 + 3)(70 - 3) = 340 * 70 - 340 * 3 + 3 * 70 - 3 * 3 = 22981
@@ -32,21 +32,20 @@ class MultiplicationProseTask:
       ValueError: `digits` is out of range, or more problems are requested than there are.
     """
 
-    seed: Annotated[int, SEED] = 0
     digits: tuple[int, int] = (3, 2)
     num_train: Annotated[int, Range(0, 10**6)] = 10_000
     num_held_out: Annotated[int, Range(0, 10**6)] = 200
-    train_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
-    held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
 
-    def __post_init__(self):
-        pairs = operand_pairs(self.digits)
-        train, held_out = split(pairs, seed=self.seed, num_train=self.num_train, num_held_out=self.num_held_out)
-        self.train_problems, self.held_out_problems = (tuple(map(_problem, part)) for part in (train, held_out))
+    def items(self) -> list[tuple[int, int]]:
+        return operand_pairs(self.digits)
+
+    def problem(self, item: tuple[int, int]) -> Problem:
+        a, b = item
+        return Problem(id=f"multiplication_prose/{a}*{b}", prompt=PROMPT.format(a=a, b=b), answer=f"{a},{b}", chat=True)
 
     def reward(self, problem: Problem, generation: Generation) -> float:
         """1 or 0, as described above."""
-        a, b = _operands(problem)
+        a, b = operands(problem)
         is_right = self.answer(problem, generation) == str(a * b) and self.strategy(problem, generation) is not None
         return float(is_right and all(len(set(map(value, sides))) == 1 for sides in equations(generation.text)))
 
@@ -56,7 +55,7 @@ class MultiplicationProseTask:
         This is read from the first formula for their product or, if there is none, from what the text first says about
         each operand, such as 67 = 60 + 7. None (degenerate) if it says neither.
         """
-        a, b = _operands(problem)
+        a, b = operands(problem)
         formulas = equations(generation.text)
         apart = (decomposition(side, a, b) for sides in formulas for side in sides)
         whole = next((found for found in apart if found), None)
@@ -67,21 +66,8 @@ class MultiplicationProseTask:
         match = LAST_NUMBER.search(generation.text[-100:])
         return match[0].replace(",", "") if match else None
 
-    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
-        return first == second
-
-
-def _problem(operands: tuple[int, int]) -> Problem:
-    a, b = operands
-    return Problem(id=f"multiplication_prose/{a}*{b}", prompt=PROMPT.format(a=a, b=b), answer=f"{a},{b}", chat=True)
-
 
 def _parts_of(operand: int, formulas: Sequence[Sequence[Expression]]) -> Expression:
     """The first expression that an equation says the operand is equal to; the operand itself if there is none."""
     said = (side for sides in formulas if operand in sides for side in sides if side != operand)
     return next((side for side in said if value(side) == operand), operand)
-
-
-def _operands(problem: Problem) -> tuple[int, int]:
-    a, b = map(int, problem.answer.split(","))
-    return a, b

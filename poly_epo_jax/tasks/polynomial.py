@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar, TypeVar
 
 import numpy as np
 
-from poly_epo_jax.checks import SEED, Range
+from poly_epo_jax.checks import Range
 from poly_epo_jax.tasks.demonstrations import Demonstrations
-from poly_epo_jax.tasks.splits import split
+from poly_epo_jax.tasks.synthetic import SyntheticTask
 from poly_epo_jax.types import Generation, Problem
 
 Number = TypeVar("Number", int, Fraction)
@@ -23,7 +23,7 @@ MAX_PROBLEMS = 10**6
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class PolynomialTask:
+class PolynomialTask(SyntheticTask):
     """Prompt `y=x^2+3x+7:`, response `(x=1,y=11)`; every point on the curve earns 1 and is a strategy of its own.
 
     The leading coefficient lies in [-max_coefficient, max_coefficient] without 0, those of lower powers of x in the
@@ -34,28 +34,16 @@ class PolynomialTask:
       ValueError: a difficulty setting is out of range, or more problems are requested than there are.
     """
 
-    seed: Annotated[int, SEED] = 0
     degree: Annotated[int, Range(1, 3)] = 1
     max_coefficient: Annotated[int, Range(1, MAX_Y)] = 3
     max_constant: Annotated[int, Range(0, MAX_Y)] = 12
     max_x: Annotated[int, Range(0, 99)] = 9
     num_train: Annotated[int, Range(0, MAX_PROBLEMS)] = 110
     num_held_out: Annotated[int, Range(0, MAX_PROBLEMS)] = 40
-    train_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
-    held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
 
     alphabet: ClassVar[str] = "0123456789xy=+-^(),:"
 
     def __post_init__(self):
-        if self.degree not in (1, 2, 3):
-            raise ValueError(f"degree is {self.degree}; choose 1, 2 or 3.")
-        if self.max_coefficient < 1 or self.max_constant < 0:
-            raise ValueError(
-                f"max_coefficient is {self.max_coefficient} and max_constant {self.max_constant}; "
-                "they must be at least 1 and 0."
-            )
-        if not 0 <= self.max_x <= 99:
-            raise ValueError(f"max_x is {self.max_x}; choose 0 to 99, as responses name x with up to 2 digits.")
         largest_y = self.max_coefficient * sum(self.max_x**k for k in range(1, self.degree + 1)) + self.max_constant
         if largest_y + 2 > MAX_Y:
             raise ValueError(
@@ -68,11 +56,14 @@ class PolynomialTask:
                 f"max_coefficient={self.max_coefficient} and max_constant={self.max_constant} make more than "
                 f"{MAX_PROBLEMS:,} problems; lower them."
             )
-        slopes = range(-self.max_coefficient, self.max_coefficient + 1)
-        constants = range(-self.max_constant, self.max_constant + 1)
-        every = [c for c in itertools.product(*[slopes] * self.degree, constants) if c[0]]
-        train, held_out = split(every, seed=self.seed, num_train=self.num_train, num_held_out=self.num_held_out)
-        self.train_problems, self.held_out_problems = (tuple(map(_problem, part)) for part in (train, held_out))
+        super().__post_init__()
+
+    def items(self) -> Sequence[Sequence[int]]:
+        return coefficients(self.degree, self.max_coefficient, self.max_constant)
+
+    def problem(self, item: Sequence[int]) -> Problem:
+        relation = f"y={polynomial_text(item)}"
+        return Problem(id=f"polynomial/{relation}", prompt=f"{relation}:", answer=",".join(map(str, item)))
 
     def reward(self, problem: Problem, generation: Generation) -> float:
         """1 for a point on the curve, else 0."""
@@ -88,9 +79,6 @@ class PolynomialTask:
         """The point as it is written, which is canonical."""
         return generation.text if POINT.fullmatch(generation.text) else None
 
-    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
-        return first == second
-
     def strategies(self, problem: Problem) -> list[tuple[int, int]]:
         """The demonstrated points by rank: x = 0, 1, -1, 2, -2, ..."""
         return [(x, polynomial_value(problem.answer, x)) for x in map(_x_of_rank, range(2 * self.max_x + 1))]
@@ -104,9 +92,10 @@ class PolynomialTask:
         return f"(x={x},y={y})"
 
 
-def _problem(coefficients: Sequence[int]) -> Problem:
-    relation = f"y={polynomial_text(coefficients)}"
-    return Problem(id=f"polynomial/{relation}", prompt=f"{relation}:", answer=",".join(map(str, coefficients)))
+def coefficients(degree: int, largest: int, largest_constant: int) -> list[tuple[int, ...]]:
+    """Those of all polynomials of this degree, the leading one first, within these bounds."""
+    powers, constants = range(-largest, largest + 1), range(-largest_constant, largest_constant + 1)
+    return [c for c in itertools.product(*[powers] * degree, constants) if c[0]]
 
 
 def polynomial_text(coefficients: Sequence[int]) -> str:

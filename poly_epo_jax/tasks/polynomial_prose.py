@@ -1,15 +1,14 @@
 """Polynomials in prose, for pretrained models (paper §"Synthetic Domains with Infinitely Many Valid Strategies")."""
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated
 
-from poly_epo_jax.checks import SEED, Range
-from poly_epo_jax.tasks.polynomial import polynomial_text, polynomial_value
-from poly_epo_jax.tasks.splits import split
+from poly_epo_jax.checks import Range
+from poly_epo_jax.tasks.polynomial import coefficients, polynomial_text, polynomial_value
+from poly_epo_jax.tasks.synthetic import SyntheticTask
 from poly_epo_jax.types import Generation, Problem
 
 PROMPT = "Name real numbers x and y with {relation}. Any pair will do. End with the pair, such as (x=..., y=...)."
@@ -19,7 +18,7 @@ MAX_CHARACTERS = 4000
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class PolynomialProseTask:
+class PolynomialProseTask(SyntheticTask):
     """Takes the last pair of numbers in free text: a point on the curve earns 1, and is a strategy of its own.
 
     Numbers are whole, decimals or fractions, and are compared exactly: (x=0.5, y=1/4) and (1/2, 0.25) are one point.
@@ -30,21 +29,23 @@ class PolynomialProseTask:
       ValueError: more problems are requested than there are.
     """
 
-    seed: Annotated[int, SEED] = 0
     degree: Annotated[int, Range(1, 3)] = 2
     max_coefficient: Annotated[int, Range(1, 99)] = 9
     max_constant: Annotated[int, Range(0, 99)] = 20
     num_train: Annotated[int, Range(0, 10**6)] = 6_000
     num_held_out: Annotated[int, Range(0, 10**6)] = 200
-    train_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
-    held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
 
-    def __post_init__(self):
-        others = range(-self.max_coefficient, self.max_coefficient + 1)
-        constants = range(-self.max_constant, self.max_constant + 1)
-        every = [c for c in itertools.product(*[others] * self.degree, constants) if c[0]]
-        train, held_out = split(every, seed=self.seed, num_train=self.num_train, num_held_out=self.num_held_out)
-        self.train_problems, self.held_out_problems = (tuple(map(_problem, part)) for part in (train, held_out))
+    def items(self) -> Sequence[Sequence[int]]:
+        return coefficients(self.degree, self.max_coefficient, self.max_constant)
+
+    def problem(self, item: Sequence[int]) -> Problem:
+        relation = f"y = {polynomial_text(item)}"
+        return Problem(
+            id=f"polynomial_prose/{relation.replace(' ', '')}",
+            prompt=PROMPT.format(relation=relation),
+            answer=",".join(map(str, item)),
+            chat=True,
+        )
 
     def reward(self, problem: Problem, generation: Generation) -> float:
         """1 for a point on the curve, else 0."""
@@ -64,20 +65,7 @@ class PolynomialProseTask:
         point = self.strategy(problem, generation)
         return point and f"({point[0]}, {point[1]})"
 
-    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
-        return first == second
-
 
 def _number(text: str) -> Fraction:
     over, _, under = text.partition("/")
     return Fraction(over) / Fraction(under or 1)
-
-
-def _problem(coefficients: Sequence[int]) -> Problem:
-    relation = f"y = {polynomial_text(coefficients)}"
-    return Problem(
-        id=f"polynomial_prose/{relation.replace(' ', '')}",
-        prompt=PROMPT.format(relation=relation),
-        answer=",".join(map(str, coefficients)),
-        chat=True,
-    )

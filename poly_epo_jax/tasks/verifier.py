@@ -37,11 +37,6 @@ class Verifier:
 
     def __init__(self, num_workers: int = 0, cpu_seconds: float = 2.0, memory_gb: float = 4.0):
         """`num_workers` 0 means one for every two CPU cores, and at least 2."""
-        if num_workers < 0 or cpu_seconds <= 0 or memory_gb <= 0:
-            raise ValueError(
-                f"num_workers is {num_workers}, cpu_seconds {cpu_seconds} and memory_gb {memory_gb}; "
-                "the first must be at least 0, the others above 0."
-            )
         self._num_workers = num_workers or max(2, (os.cpu_count() or 1) // 2)
         # On a busy machine, CPU time and wall-clock time are far apart.
         self._deadline_seconds = 15 * cpu_seconds

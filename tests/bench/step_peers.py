@@ -15,8 +15,7 @@ from pathlib import Path
 
 from peers import measure, show
 
-from poly_epo_jax.tasks.categories import CategoriesTask
-from poly_epo_jax.tasks.word_lists import word_list
+from poly_epo_jax.tasks.one_word import CategoriesTask, word_list
 
 
 def main(model: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from responses import response
 
 from poly_epo_jax.tasks import TASKS, CategoriesTask, PrefixesTask
-from poly_epo_jax.tasks.word_lists import normal_form, word_list
+from poly_epo_jax.tasks.one_word import normal_form, word_list
 from poly_epo_jax.types import Problem, Strategic, Voting
 
 NAMES = ("categories", "prefixes")

@@ -338,7 +338,6 @@ def test_splits_do_not_leak_and_follow_the_seed(settings):
     ("settings", "message"),
     [
         (dict(num_train=601), "num_train=601 and num_held_out=120 .* at most 720"),
-        (dict(num_train=-1), "num_train=-1"),
         (dict(digits=(0, 2)), r"digits is \(0, 2\)"),
         (dict(digits=(2, 4)), r"digits is \(2, 4\)"),
         (dict(digits=(1, 1)), r"digits is \(1, 1\)"),

@@ -1,7 +1,6 @@
 """Answers are compared in processes that may hang, grow or die without harming any other answer."""
 
 import gc
-import json
 import os
 import resource
 import signal
@@ -15,7 +14,7 @@ import pytest
 from hostile_answers import HOSTILE
 
 from poly_epo_jax.tasks import verifier as module
-from poly_epo_jax.tasks.verifier import START_SECONDS, WORKER, Outcome, Verifier
+from poly_epo_jax.tasks.verifier import START_SECONDS, Outcome, Verifier
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory limits and /proc are Linux's")
 
@@ -237,53 +236,3 @@ def _runs(process: Path) -> bool:
         return process.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-@pytest.mark.parametrize("settings", [dict(num_workers=-1), dict(cpu_seconds=0.0), dict(memory_gb=0.0)])
-def test_impossible_settings_are_refused(settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        Verifier(**settings)
-
-
-def test_zero_workers_are_two_or_half_the_cores(monkeypatch):
-    for cores, workers in ((None, 2), (1, 2), (4, 2), (64, 32)):
-        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
-        assert Verifier()._num_workers == workers
-
-
-def run_worker(lines: list[str], cpu_seconds: float = 10.0) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-P", str(WORKER), str(4 << 30), str(cpu_seconds)]
-    return subprocess.run(command, input="".join(lines), capture_output=True, text=True)
-
-
-def test_the_worker_s_protocol():
-    """Whatever the answers are, each line gets one, and nothing else is written."""
-    answers = ["5", HOSTILE["JSON"], HOSTILE["lines"], HOSTILE["NUL"], r"\frac", "print(5)", "5"]
-    done = run_worker([json.dumps(["5", answer]) + "\n" for answer in answers])
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [json.loads(line) for line in done.stdout.splitlines()] == ["ready", "right", *["wrong"] * 5, "right"]
-
-
-def test_a_worker_without_a_parent_does_not_compute_for_ever():
-    """Not even where nothing that Python could handle, nor an end of its input, would reach it."""
-    program = f"""
-import runpy, signal, sys
-signal.signal = lambda *_: None
-signal.setitimer = lambda which, *times, set=signal.setitimer: which == signal.ITIMER_PROF and set(which, *times)
-sys.argv = ["worker", str(4 << 30), "0.2"]
-runpy.run_path({str(WORKER)!r}, run_name="__main__")
-"""
-    done = subprocess.run([sys.executable, "-c", program], input='["5", "(10^9)!"]\n', text=True, capture_output=True)
-    assert (done.returncode, done.stdout) == (-signal.SIGPROF, '"ready"\n')
-
-
-@pytest.mark.slow
-def test_a_worker_imports_neither_jax_nor_this_package():
-    program = f"""
-import runpy, sys
-sys.argv = ["worker", str(4 << 30), "16"]
-runpy.run_path({str(WORKER)!r}, run_name="__main__")
-assert not {{"jax", "torch", "poly_epo_jax"}} & set(sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", program], input="", capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, '"ready"\n')
