@@ -68,6 +68,20 @@ def replace_file(path: Path, parts: Iterable[bytes]) -> None:
     os.replace(temporary, path)
 
 
+def read_object(path: Path, advice: str) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file does not exist.
+
+    Raises:
+      ValueError: it holds something else; the message ends with the advice.
+    """
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a JSON object ({error}); {advice}.") from error
+
+
 def _to_line(row: Mapping[str, Any]) -> bytes:
     plain = {name: value.item() if hasattr(value, "item") else value for name, value in row.items()}  # numpy scalars
     finite = {

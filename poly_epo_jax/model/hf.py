@@ -4,7 +4,6 @@ A model folder is what transformers writes: config.json with model.safetensors, 
 index (hf_files.py). Weights pass through the host one stacked tensor (loading) or a few files (saving) at a time.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.digests import write_digests
-from poly_epo_jax.json_files import write_json
+from poly_epo_jax.json_files import read_object, write_json
 from poly_epo_jax.model.architectures import ARCHITECTURES, Weight
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import new_folder, open_tensors, write_tensors
@@ -44,7 +43,11 @@ def read_config(path: str | Path, **overrides: Any) -> ModelConfig:
     file = _folder(path) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no config.json; give a Hugging Face model folder.")
-    written = {key: value for key, value in _read_object(file).items() if value is not None}
+    written = {
+        key: value
+        for key, value in read_object(file, "make or download the model folder again").items()
+        if value is not None
+    }
     family = str(written.get("model_type"))
     if family not in ARCHITECTURES:
         choices = " or ".join(ARCHITECTURES)
@@ -158,13 +161,6 @@ def _folder(path: str | Path) -> Path:
     if not Path(path).is_dir():
         raise FileNotFoundError(f"{path} is not a folder; download the model first and give its local folder.")
     return Path(path)
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(file.read_bytes()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is damaged ({error}); make or download the model folder again.") from error
 
 
 def _shapes(file: Path, written: Mapping[str, Any], config_keys: Mapping[str, str]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import matplotlib
 import numpy as np
 from jaxtyping import Int
 from matplotlib.axes import Axes
@@ -163,9 +162,8 @@ def rollout_trees(title: str, trees: Mapping[str, Tree], looks: Looks) -> Figure
     if not trees:
         return None
     longest = max((leaf.length for tree in trees.values() for leaf in tree.leaves), default=1)
-    with matplotlib.rc_context(figures.STYLE):
-        figure = Figure(figsize=(_PANEL[0] * len(trees), 3.2), dpi=figures.DPI, layout="constrained")
-        for axes, (model, tree) in zip(figure.subplots(1, len(trees), squeeze=False).flat, trees.items(), strict=True):
+    with figures.panels(len(trees), len(trees), (_PANEL[0], 3.2)) as (figure, panels):
+        for axes, (model, tree) in zip(panels, trees.items(), strict=True):
             _draw_tree(axes, tree)
             axes.set_title(model, color=looks[model]["color"])
             axes.set_xscale("function", functions=(np.log1p, np.expm1))
@@ -220,19 +218,12 @@ def _benchmark_panels(
 ) -> Figure | None:
     if not evaluations:
         return None
-    num_columns = min(3, len(evaluations))
-    num_rows = -(-len(evaluations) // num_columns)
-    with matplotlib.rc_context(figures.STYLE):
-        size = (_PANEL[0] * num_columns, _PANEL[1] * num_rows)
-        figure = Figure(figsize=size, dpi=figures.DPI, layout="constrained")
-        panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
-        for axes, (benchmark, models) in zip(panels, evaluations.items(), strict=False):
+    with figures.panels(len(evaluations), 3, _PANEL) as (figure, panels):
+        for axes, (benchmark, models) in zip(panels, evaluations.items(), strict=True):
             for model, results in models.items():
                 draw(axes, results, looks[model])
             axes.set_title(benchmark)
             finish(axes)
-        for axes in panels[len(evaluations) :]:
-            axes.remove()
         present = model_labels(evaluations)
         figures.add_legend(figure, {label: look for label, look in looks.items() if label in present})
     return figure

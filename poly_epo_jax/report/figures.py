@@ -4,13 +4,15 @@
 and null (a value that was not finite when logged) counts as absent. Each run has the same colour in every figure.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 from jaxtyping import Float, Int
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
@@ -88,9 +90,7 @@ def pass_at_k(runs: Runs) -> Figure | None:
     ks = sorted({k for curve in curves.values() for k in curve})
     if not ks:
         return None
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.5, 3.8), dpi=DPI, layout="constrained")
-        axes = figure.subplots()
+    with panels(1, 1, (6.5, 3.8)) as (figure, (axes,)):
         for label, style in styles(list(runs)).items():
             axes.plot(list(curves[label]), list(curves[label].values()), **MARKED, **style)
         axes.set_xscale("log", base=2)
@@ -140,13 +140,8 @@ def _panels(runs: Runs, metrics: Sequence[str], max_columns: int, panel_size: tu
     if not present:
         return None
     faint = 0.35 / len(runs) ** 0.5
-    num_rows = -(-len(present) // max_columns)
-    num_columns = -(-len(present) // num_rows)
-    with matplotlib.rc_context(STYLE):
-        size = (panel_size[0] * num_columns, panel_size[1] * num_rows)
-        figure = Figure(figsize=size, dpi=DPI, layout="constrained")
-        panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
-        for index, (axes, metric) in enumerate(zip(panels, present, strict=False)):
+    with panels(len(present), max_columns, panel_size) as (figure, drawn):
+        for axes, metric in zip(drawn, present, strict=True):
             for label, style in styles(list(runs)).items():
                 steps, values = series(runs[label], metric)
                 if names.is_held_out(metric):
@@ -155,13 +150,25 @@ def _panels(runs: Runs, metrics: Sequence[str], max_columns: int, panel_size: tu
                     axes.plot(steps, values, color=style["color"], linewidth=0.7, alpha=faint, zorder=1)
                     axes.plot(steps, smooth(values), linewidth=2.2, **style)
             axes.set_title(QUANTITIES[metric].title)
-            if index + num_columns >= len(present):  # nothing below
-                axes.set_xlabel("training step")
+            axes.set_xlabel("training step")
             axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-        for axes in panels[len(present) :]:
-            axes.remove()
         add_legend(figure, styles(list(runs)))
     return figure
+
+
+@contextlib.contextmanager
+def panels(
+    count: int, max_columns: int, size: tuple[float, float], **shared: Any
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A figure of panels of this size, in rows of at most `max_columns`; what is drawn has the reports' style."""
+    rows = -(-count // max_columns)
+    columns = -(-count // rows)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(size[0] * columns, size[1] * rows), dpi=DPI, layout="constrained")
+        drawn = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
+        for axes in drawn[count:]:
+            axes.remove()
+        yield figure, drawn[:count]
 
 
 def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:

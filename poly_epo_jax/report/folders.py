@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from poly_epo_jax.evaluation.folder import RESULTS, find_results
+from poly_epo_jax.json_files import read_object
 from poly_epo_jax.report.evaluation_figures import model_labels
 from poly_epo_jax.run_folder import ABOUT, CONFIG, METRICS, TIMELINE, TIMING, read_rows
 from poly_epo_jax.timeline import Window
@@ -81,19 +82,8 @@ def _read_run(folder: Path) -> Run:
             f"(BENCHMARK/MODEL/{RESULTS}): train or evaluate first."
         )
     timeline = _read_timeline(folder / TIMELINE)
-    config, about = (_read_object(folder / name) for name in (CONFIG, ABOUT))
+    config, about = (read_object(folder / name, "repair or delete it") for name in (CONFIG, ABOUT))
     return Run(folder, rows, read_rows(folder / TIMING), timeline, config, about.get("versions", []))
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a run; empty if the file is missing, as it may be in older runs."""
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} holds no JSON ({error}): mend or delete it.") from error
-    return content if isinstance(content, dict) else {}
 
 
 def _read_timeline(path: Path) -> dict[int, Window]:

@@ -42,7 +42,7 @@ def model_card(run: Path, step: int) -> str:
         "",
         "## Data and settings",
         "",
-        *_table(("what", "value"), _settings(config)),
+        *markdown_table(("what", "value"), _settings(config)),
         "",
         *_results(read_rows(run / METRICS), step),
         "## The command",
@@ -112,7 +112,7 @@ def _results(rows: list[dict[str, Any]], step: int) -> list[str]:
     columns = {f"step {row['step']}": row for row in (first, last)}
     cells = [(f"`{name}`", *(_number(row.get(name)) for row in columns.values())) for name in names]
     heading = ["## Held-out problems", "", "Means over held-out problems, at the training temperature.", ""]
-    return [*heading, *_table(("metric", *columns), cells), ""]
+    return [*heading, *markdown_table(("metric", *columns), cells), ""]
 
 
 def _number(value: float | None) -> str:
@@ -123,9 +123,10 @@ def _versions(versions: list[Mapping[str, str]]) -> list[str]:
     if not versions:
         return []
     names = list(dict.fromkeys(name for one in versions for name in one))
-    return ["## Versions", "", *_table(names, [[one.get(name, "") for name in names] for one in versions])]
+    return ["## Versions", "", *markdown_table(names, [[one.get(name, "") for name in names] for one in versions])]
 
 
-def _table(header: Any, rows: Any) -> list[str]:
+def markdown_table(header: Any, rows: Any) -> list[str]:
+    """The lines of a table in Markdown."""
     cells = [header, ["---"] * len(header), *rows]
     return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in cells]

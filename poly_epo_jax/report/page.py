@@ -7,6 +7,7 @@ from typing import Any
 
 from poly_epo_jax.metrics import names
 from poly_epo_jax.report import figures
+from poly_epo_jax.report.document import table
 from poly_epo_jax.report.evaluation_figures import Estimate, Evaluations, Results, curve, estimate, model_labels
 
 Rows = Sequence[Mapping[str, Any]]
@@ -70,19 +71,17 @@ def results_tables(evaluations: Evaluations, labels: Sequence[str]) -> str:
         cells = {model: _metrics_shown(results) for model, results in models.items()}
         columns = list(dict.fromkeys(column for row in cells.values() for column in row))
         columns.sort(key=[column for row in cells.values() for column in row].index)
-        header = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-        lines = [f"<tr><th>model</th>{header}</tr>"]
+        rows = []
         for model, row in cells.items():
             swatch = f'<span class="swatch look{labels.index(model) % 7}"></span>'
-            values = "".join(f"<td>{row.get(column, '-')}</td>" for column in columns)
-            lines.append(f"<tr><th>{swatch}{html.escape(model)}</th>{values}</tr>")
+            rows.append([f"{swatch}{html.escape(model)}", *(row.get(column, "-") for column in columns)])
         sizes = {(results["num_problems"], results["num_generations"]) for results in models.values()}
         size = " or ".join(
             f"{problems} problems, {generations} generations each" for problems, generations in sorted(sizes)
         )
         tables.append(
             f"<h3>{html.escape(benchmark)} <span class='muted'>{size}</span></h3>"
-            f"<div class='wide'><table class='results'>{''.join(lines)}</table></div>"
+            f"{table(['model', *map(html.escape, columns)], rows, 'results')}"
         )
     note = "<p class='muted'>Means over problems; below each its 95% bootstrap interval over problems.</p>"
     return f"<section><h2>Results</h2>{''.join(tables)}{note}</section>" if tables else ""
@@ -95,15 +94,14 @@ def metrics_table(finals: Mapping[str, Mapping[str, float]]) -> str:
         words_and_numbers = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", metric)]
         return [not names.is_held_out(metric), "/" in metric, *words_and_numbers]
 
-    header = "".join(f"<th>{html.escape(label)}</th>" for label in finals)
-    lines = [f"<tr><th>metric</th>{header}</tr>"]
-    for metric in sorted({metric for values in finals.values() for metric in values}, key=natural):
-        cells = [f"{values[metric]:.4g}" if metric in values else "-" for values in finals.values()]
-        lines.append(f"<tr><td>{html.escape(metric)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    rows = [
+        [html.escape(metric), *(f"{values[metric]:.4g}" if metric in values else "-" for values in finals.values())]
+        for metric in sorted({metric for values in finals.values() for metric in values}, key=natural)
+    ]
     return (
         "<section><h2>Final metrics of the runs</h2><p class='muted'>Held-out metrics are those of the last "
         f"evaluation; all others are means over the last {STEPS_AVERAGED} steps that logged them.</p>"
-        f"<details><summary>All metrics</summary><div class='wide'><table>{''.join(lines)}</table></div></details>"
+        f"<details><summary>All metrics</summary>{table(['metric', *map(html.escape, finals)], rows)}</details>"
         "</section>"
     )
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.axes import Axes
@@ -40,21 +39,18 @@ def by_rate(results: StudyResults, task: str) -> Figure | None:
     if not any(results.interval((task, method, rate), REWARD) for method in results.methods for rate in results.rates):
         return None
     compared = len(results.methods) > 1
-    with matplotlib.rc_context(figures.STYLE):
-        width = max(_PANEL[0], 0.9 + 0.26 * len(results.methods) * len(results.rates))
-        size = (2 * width, _PANEL[1] * (1 + compared))
-        figure = Figure(figsize=size, dpi=figures.DPI, layout="constrained")
-        grid = figure.subplots(1 + compared, 2, squeeze=False)
-        for column, (metric, title) in enumerate(
-            ((REWARD, "Held-out reward"), (CORRECT_OF_8, "Distinct correct of 8"))
-        ):
-            _dodged(grid[0][column], results, task, metric, results.interval)
-            grid[0][column].set_title(title)
+    width = max(_PANEL[0], 0.9 + 0.26 * len(results.methods) * len(results.rates))
+    shown = ((REWARD, "Held-out reward"), (CORRECT_OF_8, "Distinct correct of 8"))
+    with figures.panels(2 * (1 + compared), 2, (width, _PANEL[1])) as (figure, panels):
+        for column, (metric, title) in enumerate(shown):
+            _dodged(panels[column], results, task, metric, results.interval)
+            panels[column].set_title(title)
             if compared:
-                _dodged(grid[1][column], results, task, metric, results.difference)
-                grid[1][column].axhline(0.0, color="#888888", linewidth=1)
-                grid[1][column].set_title(f"Difference from {results.baseline}")
-            grid[-1][column].set_xlabel("learning rate")
+                below = panels[column + 2]
+                _dodged(below, results, task, metric, results.difference)
+                below.axhline(0.0, color="#888888", linewidth=1)
+                below.set_title(f"Difference from {results.baseline}")
+            panels[column - 2].set_xlabel("learning rate")
         add_legend(figure, results)
     return figure
 
@@ -68,17 +64,15 @@ def comparison(results: StudyResults, task: str) -> Figure | None:
     rates = [rate for rate in results.rates if any(results.of((task, method, rate)) for method in results.methods)]
     if not metrics or not rates:
         return None
-    with matplotlib.rc_context(figures.STYLE):
-        size = (_PANEL[0] * max(len(metrics), 2), _PANEL[1] * len(rates))
-        figure = Figure(figsize=size, dpi=figures.DPI, layout="constrained")
-        grid = figure.subplots(len(rates), len(metrics), squeeze=False, sharex=True, sharey="col")
-        for panels, rate in zip(grid, rates, strict=True):
-            for axes, (metric, title) in zip(panels, metrics.items(), strict=True):
-                for method, look in looks(results).items():
-                    _band(axes, [_series(run, metric) for run in results.of((task, method, rate))], look, marked=True)
-                axes.set_title(title.capitalize() + (f" at {rate:g}" if len(rates) > 1 else ""))
-                axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-        for axes in grid[-1]:
+    shared = {"sharex": True, "sharey": "col"}
+    with figures.panels(len(rates) * len(metrics), len(metrics), _PANEL, **shared) as (figure, panels):
+        cells = [(rate, metric, title) for rate in rates for metric, title in metrics.items()]
+        for axes, (rate, metric, title) in zip(panels, cells, strict=True):
+            for method, look in looks(results).items():
+                _band(axes, [_series(run, metric) for run in results.of((task, method, rate))], look, marked=True)
+            axes.set_title(title.capitalize() + (f" at {rate:g}" if len(rates) > 1 else ""))
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        for axes in panels[-len(metrics) :]:
             axes.set_xlabel("training step")
         add_legend(figure, results)
     return figure
@@ -150,10 +144,8 @@ def _panels(
     draw_unfinished: Callable[[Axes, Result, Mapping[str, Any]], None] | None = None,
 ) -> Figure | None:
     """One panel per learning rate, all on one scale; None if nothing is drawn."""
-    with matplotlib.rc_context(figures.STYLE):
-        size = (_PANEL[0] * max(len(results.rates), 2), _PANEL[1])
-        figure = Figure(figsize=size, dpi=figures.DPI, layout="constrained")
-        panels = figure.subplots(1, len(results.rates), squeeze=False, sharey=True)[0]
+    width = _PANEL[0] * (2 if len(results.rates) == 1 else 1)
+    with figures.panels(len(results.rates), len(results.rates), (width, _PANEL[1]), sharey=True) as (figure, panels):
         for axes, rate in zip(panels, results.rates, strict=True):
             for method, look in looks(results).items():
                 draw(axes, results.of((task, method, rate)), look)

@@ -9,6 +9,7 @@ lock                        held by the process that runs the study
 """
 
 import dataclasses
+import datetime
 import json
 from pathlib import Path
 
@@ -73,6 +74,11 @@ def run_state(folder: Path) -> RunState:
     step = last_step(folder / run_folder.METRICS)
     saved = (folder / run_folder.CHECKPOINTS / str(num_steps)).is_dir()
     return RunState(step, num_steps, step == num_steps and saved)
+
+
+def clock(seconds: float) -> str:
+    """1:02:03"""
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def last_step(metrics: Path) -> int:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -40,10 +39,7 @@ def frontier(results: StudyResults, task: str) -> Figure | None:
     if not points and not ended:
         return None
     crowd = _crowd(points)
-    with matplotlib.rc_context(figures.STYLE):
-        size = (12.5 if crowd else 8.0, 5.0)
-        figure = Figure(figsize=size, dpi=figures.DPI, layout="constrained")
-        panels = figure.subplots(1, 1 + bool(crowd), squeeze=False)[0]
+    with figures.panels(1 + bool(crowd), 2, (6.25 if crowd else 8.0, 5.0)) as (figure, panels):
         for axes in panels:
             _draw(axes, results, points)
             axes.set_xlabel("distinct correct of 8, held out")

@@ -1,7 +1,6 @@
 """Shows a study while it runs: on a terminal the runs under way, elsewhere a line for each event."""
 
 import contextlib
-import datetime
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from poly_epo_jax.json_files import Row
-from poly_epo_jax.study.folder import run_state
+from poly_epo_jax.study.folder import clock, run_state
 from poly_epo_jax.study.plan import Run
 from poly_epo_jax.study.queue import ENDED, Listener
 
@@ -36,8 +35,8 @@ class Shown:
             state = run_state(run.folder)
             told = str(state) if stage == "train" else "evaluating"
             bar = ProgressBar(max(state.num_steps, 1), state.step, width=24)
-            table.add_row(Text(_name(run)), bar, told, _clock(time.monotonic() - began))
-        return Group(table, Text(f"{self._counts()}, {_clock(time.monotonic() - self._began)}", style="bold"))
+            table.add_row(Text(_name(run)), bar, told, clock(time.monotonic() - began))
+        return Group(table, Text(f"{self._counts()}, {clock(time.monotonic() - self._began)}", style="bold"))
 
     def _started(self, run: Run, stage: str) -> None:
         with self._lock:
@@ -57,9 +56,9 @@ class Shown:
         verb = {"train": "trained", "evaluate": "evaluated"}[row["stage"]]
         if row["exit"]:
             how = "was ended" if row["exit"] in ENDED else "failed"
-            text = f"{_name(run)}: {row['stage']} {how} after {_clock(row['seconds'])}: {row['error']}"
+            text = f"{_name(run)}: {row['stage']} {how} after {clock(row['seconds'])}: {row['error']}"
         else:
-            text = f"{_name(run)}: {verb} in {_clock(row['seconds'])}"
+            text = f"{_name(run)}: {verb} in {clock(row['seconds'])}"
         self._console.print(f"{text}  ({counts})", markup=False, highlight=False, soft_wrap=True)
 
     def _counts(self) -> str:
@@ -82,7 +81,3 @@ def shown(runs: Sequence[Run]) -> Iterator[Listener]:
 
 def _name(run: Run) -> str:
     return f"{run.member.task}/{run.member.name}"
-
-
-def _clock(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=round(seconds)))

@@ -1,10 +1,10 @@
 """What is needed to reproduce a study: settings, versions, the time that it took, and what failed."""
 
-import datetime
 import html
 
 from poly_epo_jax.report.document import table
 from poly_epo_jax.report.settings import settings_section
+from poly_epo_jax.study.folder import clock
 from poly_epo_jax.study.results import StudyResults
 
 
@@ -42,8 +42,8 @@ def _attempts(results: StudyResults) -> str:
                 html.escape(name),
                 state,
                 str(sum(row["stage"] == "train" for row in own)),
-                _clock(seconds["train"]),
-                _clock(seconds["evaluate"]) if seconds["evaluate"] else "-",
+                clock(seconds["train"]),
+                clock(seconds["evaluate"]) if seconds["evaluate"] else "-",
                 "<br>".join(map(html.escape, failures)) or "-",
             ]
         )
@@ -51,11 +51,7 @@ def _attempts(results: StudyResults) -> str:
         return "<p>No run has been started by the study's command.</p>"
     total, failed = sum(row["seconds"] for row in results.attempts), sum(row["exit"] != 0 for row in results.attempts)
     starts = f"{failed} of {len(results.attempts)} starts failed or were ended"
-    summary = f"{_clock(total)} in all, the times of runs side by side added up; {starts}."
+    summary = f"{clock(total)} in all, the times of runs side by side added up; {starts}."
     header = ["run", "state", "starts", "training", "evaluation", "failures"]
     told = f"<details><summary>Each run</summary>{table(header, rows)}</details>"
     return f"<h3>Time and failures</h3><p>{summary}</p>{told}"
-
-
-def _clock(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=round(seconds)))

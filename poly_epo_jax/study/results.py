@@ -10,7 +10,7 @@ import numpy as np
 
 from poly_epo_jax import run_folder
 from poly_epo_jax.evaluation.folder import find_results
-from poly_epo_jax.json_files import Row
+from poly_epo_jax.json_files import Row, read_object
 from poly_epo_jax.metrics import names
 from poly_epo_jax.metrics.intervals import Interval, mean_interval, paired_difference
 from poly_epo_jax.study.folder import EVALUATION, PLAN, Member, RunState, read_attempts, run_state
@@ -31,6 +31,8 @@ HELD_OUT = {
 EVALUATED = (names.PASS, names.MAJORITY_ACCURACY, names.CORRECT_CLUSTERS, names.INCORRECT_CLUSTERS)
 SHOWN_K = (1, 8, 64)
 """The metric@k of a separate evaluation that tables show."""
+
+ADVICE = "delete it, and run the study again"
 
 Cell = tuple[str, str, float]
 """Task, method and rate of runs that differ only in their seeds."""
@@ -131,24 +133,13 @@ def read_results(folder: Path) -> StudyResults:
         raise ValueError(f"{folder / PLAN} does not tell the runs of a study; run the study first.") from error
     evaluations: dict[str, dict[str, Any]] = {}
     for path in find_results(folder / EVALUATION):
-        evaluations.setdefault(path.parent.name, {})[path.parent.parent.name] = _read_json(path)
+        evaluations.setdefault(path.parent.name, {})[path.parent.parent.name] = read_object(path, ADVICE)
     results = [_read_run(folder, member, evaluations.get(member.label, {})) for member in members]
     return StudyResults(folder, baseline, results, read_attempts(folder))
 
 
 def _read_run(folder: Path, member: Member, evaluations: Mapping[str, Any]) -> Result:
     run = folder / member.task / member.name
-    config = _read_json(run / run_folder.CONFIG) if (run / run_folder.CONFIG).exists() else {}
-    about = _read_json(run / run_folder.ABOUT) if (run / run_folder.ABOUT).exists() else {}
+    config, about = (read_object(run / name, ADVICE) for name in (run_folder.CONFIG, run_folder.ABOUT))
     rows = run_folder.read_rows(run / run_folder.METRICS)
     return Result(member, run_state(run), rows, config, about.get("versions", []), evaluations)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); delete it, and run the study again.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object; delete it, and run the study again.")
-    return content

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from poly_epo_jax.metrics.intervals import Interval
+from poly_epo_jax.report.model_card import markdown_table
 from poly_epo_jax.study.results import Cell, StudyResults
 
 
@@ -61,8 +62,8 @@ def _table(
     cells: Callable[[ResultRow], Sequence[Interval | None]],
     sign: str,
 ) -> str:
-    lines = [header, ["---"] * len(header)]
+    lines = []
     for row in rows:
         shown = ["-" if interval is None else interval_text(interval, sign) for interval in cells(row)]
         lines.append([row.method, f"{row.rate:g}", f"{row.finished} of {row.asked}", *shown])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(markdown_table(header, lines))
