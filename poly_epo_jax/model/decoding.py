@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from poly_epo_jax.model.attention import cached_attention, packed_attention
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import is_adapter, merged
 from poly_epo_jax.model.qwen3 import rms_norm
-from poly_epo_jax.model.sharding import ROWS
+from poly_epo_jax.model.sharding import ROWS, pinned
 from poly_epo_jax.types import Params
 
 
@@ -105,14 +104,11 @@ def _gather(weights: Params) -> Params:
 
 def _pinned(name: str, weight: jax.Array, fsdp: str | None) -> jax.Array:
     """Pins a weight's layout: heads, MLP and vocabulary are split over tensor, the residual stream over `fsdp`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or weight.ndim == 1:
+    if weight.ndim == 1:
         return weight
-    if name in ("o", "down"):
-        spec = PartitionSpec(fsdp, "tensor")
-    else:
-        spec = PartitionSpec("tensor") if name.endswith("_bias") else PartitionSpec("tensor", fsdp)
-    return jax.lax.with_sharding_constraint(weight, spec)
+    if name.endswith("_bias"):
+        return pinned(weight, "tensor")
+    return pinned(weight, *((fsdp, "tensor") if name in ("o", "down") else ("tensor", fsdp)))
 
 
 def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], valid: Bool[Array, "Q L"]) -> KVCache:
@@ -178,19 +174,11 @@ def _run(
         y = y + w[f"{name}_bias"][None] if config.attention_bias else y
         return rms_norm(y, w[f"{name}_norm"], config.norm_eps) if config.qk_norm and name != "v" else y
 
-    x = _columns(weights["head" if config.tied_head else "embed"][tokens].T)
+    x = pinned(weights["head" if config.tied_head else "embed"][tokens].T, None, ROWS)
     for layer, w in enumerate(weights["layers"]):
         h = norm(x, w["attention_norm"])
         attended = attend(rotate(heads(w, "q", h)), rotate(heads(w, "k", h)), heads(w, "v", h), layer)
-        x = _columns(x + w["o"] @ attended.reshape(len(tokens), -1).T)
+        x = pinned(x + w["o"] @ attended.reshape(len(tokens), -1).T, None, ROWS)
         h = norm(x, w["mlp_norm"])
-        x = _columns(x + w["down"] @ (jax.nn.silu(w["gate"] @ h) * (w["up"] @ h)))
+        x = pinned(x + w["down"] @ (jax.nn.silu(w["gate"] @ h) * (w["up"] @ h)), None, ROWS)
     return norm(x, weights["norm"])
-
-
-def _columns(x: jax.Array) -> jax.Array:
-    """Pins an activation [features, tokens] to the batch layout, as `constrain_rows` does for the training path."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:  # with manual axes, x holds this device's own rows
-        return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(None, ROWS))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -18,7 +19,7 @@ from poly_epo_jax.json_files import write_json
 WRITERS = 4
 """Files that are written at once. The host holds the tensors of these and of the next one."""
 SMALLEST_SHARD = 32 * 2**20  # bytes; smaller files cost more time than they save
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE, _INDEX, _PATTERN = "model.safetensors", "model.safetensors.index.json", "model{suffix}.safetensors"
 
 
 @contextmanager
@@ -93,16 +94,15 @@ def write_tensors(
       OSError, SafetensorError: a file cannot be written; the files in progress are waited for.
     """
     even = max(SMALLEST_SHARD, -(-sum(sizes.values()) // (2 * WRITERS)))
-    shards = _shards(sizes, min(max_shard_bytes, even))
-    files = [_SINGLE]
-    if len(shards) > 1:
-        files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        write_json(folder / _INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+    plan = split_state_dict_into_shards_factory(
+        dict(sizes), get_storage_size=int, filename_pattern=_PATTERN, max_shard_size=min(max_shard_bytes, even)
+    )
+    if plan.is_sharded:
+        write_json(folder / _INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
 
     writing: deque[Future[None]] = deque()
     with ThreadPoolExecutor(WRITERS) as pool:
-        for file, names in zip(files, shards, strict=True):
+        for file, names in plan.filename_to_tensors.items():
             content = {name: np.ascontiguousarray(values) for name, values in fetch(names).items()}
             if len(writing) == WRITERS:
                 writing.popleft().result()
@@ -121,16 +121,3 @@ def save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
     mode = file.stat().st_mode
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(mode)  # safetensors 0.8 makes files that only their owner can read (its issue 782)
-
-
-def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """The names in order, cut into runs of at most `max_bytes`, or of a single larger tensor."""
-    shards: list[list[str]] = [[]]
-    room = max_bytes
-    for name, size in sizes.items():
-        if shards[-1] and size > room:
-            shards.append([])
-            room = max_bytes
-        shards[-1].append(name)
-        room -= size
-    return shards

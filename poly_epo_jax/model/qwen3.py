@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from poly_epo_jax.model.attention import packed_attention
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.matmul import matmul
-from poly_epo_jax.model.sharding import constrain_rows
+from poly_epo_jax.model.sharding import ROWS, pinned
 from poly_epo_jax.types import Params
 
 REMAT_POLICIES = {
@@ -131,11 +131,11 @@ class Qwen3(nnx.Module):
         layer_def, weights = nnx.split(self.layers)
 
         def step(x, weights):
-            return constrain_rows(nnx.merge(layer_def, weights)(x, positions, segment_ids)), None
+            return pinned(nnx.merge(layer_def, weights)(x, positions, segment_ids), ROWS), None
 
         if config.remat != "none":
             step = jax.checkpoint(step, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
-        x = constrain_rows(self.embed[...][tokens].astype(config.dtype))
+        x = pinned(self.embed[...][tokens].astype(config.dtype), ROWS)
         unroll = config.scan_unroll or (config.num_layers if config.num_layers <= FEW_LAYERS else 1)
         x, _ = jax.lax.scan(step, x, weights, unroll=unroll)
         return rms_norm(x, self.norm[...].astype(config.dtype), config.norm_eps)

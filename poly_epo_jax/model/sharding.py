@@ -93,11 +93,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def constrain_rows(x: jax.Array) -> jax.Array:
-    """Fixes an activation [rows, ...] to the batch layout, so that the compiler gathers weights, not activations."""
-    if jax.sharding.get_abstract_mesh().empty:
+def pinned(x: jax.Array, *spec: Any) -> jax.Array:
+    """Fixes the layout of an array under a mesh; activations [rows, ...] have the spec ROWS."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:  # with manual axes, x holds this device's own rows
         return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
 def gather_weight(weight: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -106,7 +107,7 @@ def gather_weight(weight: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     Left to itself, the compiler instead gathers the activations of all rows if both axes are split, and gathers a
     weight once for each use of it.
     """
-    return _constrain(weight, [None if RULES[axis] == "fsdp" else RULES[axis] for axis in axes])
+    return pinned(weight, *(None if RULES[axis] == "fsdp" else RULES[axis] for axis in axes))
 
 
 def split_outputs(x: jax.Array, axes: Sequence[str]) -> jax.Array:
@@ -114,9 +115,7 @@ def split_outputs(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
     Left to itself, the compiler may keep them split over rows for the backward pass, and exchange those of all layers.
     """
-    if "tensor" not in [RULES[axis] for axis in axes] or jax.sharding.get_abstract_mesh().empty:
-        return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS, "tensor"))
+    return pinned(x, ROWS, "tensor") if "tensor" in [RULES[axis] for axis in axes] else x
 
 
 def summed_over_rows(
@@ -147,12 +146,6 @@ def summed_over_rows(
     sides = split[:num_inputs], split[num_inputs:]
     rows = tuple(PartitionSpec(ROWS, "tensor" if "tensor" in side else None) for side in sides)
     return jax.shard_map(part, in_specs=rows, out_specs=PartitionSpec(*split), check_vma=False)
-
-
-def _constrain(x: jax.Array, spec: Sequence[str | None]) -> jax.Array:
-    if jax.sharding.get_abstract_mesh().empty:
-        return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
 def host_mesh(mesh: Mesh) -> Mesh:

@@ -1,4 +1,4 @@
-"""Name one: an animal, a word that starts with "qu". Short open questions for pretrained models, with listed answers."""
+"""Name one: an animal, a word that starts with "qu". Short open questions for pretrained models, with lists."""
 
 import dataclasses
 import functools
