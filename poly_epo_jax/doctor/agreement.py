@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.batching import PackedBatch, TrainingSequence, pack
-from poly_epo_jax.doctor.finding import Failed, Seen
+from poly_epo_jax.doctor.examine import Failed, Seen
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import abstract_model
 from poly_epo_jax.model.rounding import allowed, exactly

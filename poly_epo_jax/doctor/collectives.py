@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from poly_epo_jax.batching import PackedBatch, pack
-from poly_epo_jax.doctor.finding import Failed, Missing, Seen, Subject
+from poly_epo_jax.doctor.examine import Failed, Missing, Seen, Subject
 from poly_epo_jax.doctor.small_model import random_params, random_sequences, small_shape
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import trained_pattern

@@ -1,26 +1,63 @@
 """The doctor's checks in order, and the command that runs them."""
 
+import dataclasses
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+from rich import box
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from poly_epo_jax.config import Config
 from poly_epo_jax.doctor.collectives import check_collectives
 from poly_epo_jax.doctor.decoding import check_decoding
 from poly_epo_jax.doctor.devices import check_devices, check_kernel
 from poly_epo_jax.doctor.disk import check_checkpoint
-from poly_epo_jax.doctor.examine import Examination
-from poly_epo_jax.doctor.finding import Check, Finding, Subject
+from poly_epo_jax.doctor.examine import Check, Examination, Finding, Seen, Subject
 from poly_epo_jax.doctor.judge import check_judge
 from poly_epo_jax.doctor.servers import check_answers, check_weights
-from poly_epo_jax.doctor.settings import check_settings
 from poly_epo_jax.doctor.step import check_step
-from poly_epo_jax.doctor.table import as_rows, show
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.prepare import prepare
+
+
+def check_settings(subject: Subject) -> Seen:
+    """Checks folders, data, lengths and the memory plan."""
+    _, task, _ = prepare(subject.config)
+    train, held_out = len(task.train_problems), len(task.held_out_problems)
+    figures = {"training problems": train, "held-out problems": held_out}
+    return f"folders, lengths and memory fit; {train:,} training and {held_out:,} held-out problems", figures
+
+
+COLORS = {"passed": "green", "failed": "bold red", "not there": "dim"}
+WIDTH = 110  # at least, even if the output is a file
+
+
+def show(findings: Sequence[Finding], console: Console) -> None:
+    """Prints a line for each finding, and the number of each kind."""
+    console.width = max(console.width, WIDTH)
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("check", max_width=32, overflow="fold")
+    table.add_column("result", no_wrap=True)
+    table.add_column("s", justify="right", no_wrap=True)
+    table.add_column("what was seen, and what to do")
+    for one in findings:
+        color = COLORS[one.status]
+        table.add_row(escape(one.name), f"[{color}]{one.status}[/]", f"{one.seconds:.1f}", f"{escape(one.seen)}.")
+    console.print(table)
+    counts = [f"{sum(one.status == status for one in findings)} {status}" for status in COLORS]
+    console.print(f"Doctor: {', '.join(counts)}.")
+
+
+def as_rows(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(one) | {"figures": dict(one.figures)} for one in findings]
+
 
 SECONDS = 180.0  # for all checks together
 CHECKS = (

@@ -8,7 +8,7 @@ import numpy as np
 from poly_epo_jax.batching import TrainingSequence
 from poly_epo_jax.config import Config
 from poly_epo_jax.doctor.agreement import Trainer, compare
-from poly_epo_jax.doctor.finding import Failed, Seen, Subject
+from poly_epo_jax.doctor.examine import Failed, Seen, Subject
 from poly_epo_jax.doctor.small_model import random_params, small_shape
 from poly_epo_jax.model.qwen3 import abstract_model
 from poly_epo_jax.rollouts import SAMPLERS

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from poly_epo_jax.doctor.finding import Failed, Seen, Subject
+from poly_epo_jax.doctor.examine import Failed, Seen, Subject
 from poly_epo_jax.memory_plan.tables import amount, setting_of
 from poly_epo_jax.model.attention.self_check import check_attention
 from poly_epo_jax.parallel import hosts

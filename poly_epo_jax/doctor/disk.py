@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from poly_epo_jax.checkpoint import Checkpoints
-from poly_epo_jax.doctor.finding import Failed, Seen, Subject
+from poly_epo_jax.doctor.examine import Failed, Seen, Subject
 from poly_epo_jax.doctor.small_model import random_params, small_shape
 from poly_epo_jax.model.fingerprint import fingerprints
 from poly_epo_jax.model.qwen3 import abstract_model

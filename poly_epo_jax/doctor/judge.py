@@ -7,7 +7,7 @@ import numpy as np
 
 from poly_epo_jax.choices import make_judge
 from poly_epo_jax.config import JudgeSection
-from poly_epo_jax.doctor.finding import Failed, Missing, Seen, Subject
+from poly_epo_jax.doctor.examine import Failed, Missing, Seen, Subject
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.types import Clustering, Generation, Group, Judge, JudgeFailure, Problem, Served
 

@@ -11,19 +11,53 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from poly_epo_jax import run_folder
+from poly_epo_jax.base_policy import base_policy_folder
 from poly_epo_jax.batching import TrainingSequence
 from poly_epo_jax.config import Config
 from poly_epo_jax.data import drop_long_prompts
 from poly_epo_jax.doctor.agreement import Trainer, compare
-from poly_epo_jax.doctor.finding import Failed, Finding, Missing, Subject
-from poly_epo_jax.doctor.policy import find_policy, first_weights
+from poly_epo_jax.doctor.examine import Failed, Finding, Missing, Subject
 from poly_epo_jax.file_lock import InUseError
 from poly_epo_jax.first_line import first_line
+from poly_epo_jax.model.sharding import params_on_host
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.policy import Policy
+from poly_epo_jax.policy import Policy, find_model, open_policy, open_trained_policy
 from poly_epo_jax.rollouts import SAMPLERS, open_server
 from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.run_folder import resumable_config
 from poly_epo_jax.types import Group, Params, Sampler, Sampling
+
+
+def find_policy(subject: Subject) -> Policy:
+    """The policy: model, tokenizer and stop tokens.
+
+    Raises:
+      Missing: the policy is not here.
+    """
+    config = subject.config
+    if not config.model.path:
+        folder = base_policy_folder(config.base, config.task)
+        if not folder.exists():
+            raise Missing("the base policy is made when the run starts")
+    else:
+        try:
+            folder = find_model(config.model.path, download=False)
+        except OSError:
+            folder = Path(config.model.path)
+        if not folder.is_dir():
+            raise Missing(f"model.path={config.model.path} is not on this machine; the run downloads it")
+    return open_policy(folder, config.model, lora=config.lora)
+
+
+def first_weights(subject: Subject, policy: Policy) -> tuple[Params, int]:
+    """A whole copy of the weights on this host's devices, and their step: the newest checkpoint's, if there is one."""
+    run, mesh = Path(subject.config.workdir), subject.mesh
+    if resumable_config(run) is None:
+        params, step = policy.load_params(mesh, subject.config.seed), 0
+    else:
+        _, params, step = open_trained_policy(run, subject.config.model, mesh)
+    return params_on_host(params, mesh), step
+
 
 PROMPTS, GENERATIONS, LONGEST = 4, 2, 32
 SECONDS = 60.0  # the most that an answer or a weight update may take

@@ -8,7 +8,7 @@ import jax
 from poly_epo_jax.bench.roofline import measure_roofline
 from poly_epo_jax.bench.stages import stage_row, time_stages
 from poly_epo_jax.bench.workload import make_workload
-from poly_epo_jax.doctor.finding import Finding, Missing, Subject
+from poly_epo_jax.doctor.examine import Finding, Missing, Subject
 from poly_epo_jax.memory_plan.tables import amount, plan_of
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.peak_memory import device_peak

@@ -14,8 +14,7 @@ from poly_epo_jax.choices import read_config
 from poly_epo_jax.config import HostsSection
 from poly_epo_jax.doctor import collectives, disk, step
 from poly_epo_jax.doctor import command as doctor
-from poly_epo_jax.doctor.examine import Examination
-from poly_epo_jax.doctor.finding import Check, Failed, Finding, Missing, Subject
+from poly_epo_jax.doctor.examine import Check, Examination, Failed, Finding, Missing, Subject
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.parallel import hosts
 

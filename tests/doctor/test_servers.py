@@ -22,8 +22,7 @@ from poly_epo_jax.base_policy import DemonstratedTask, base_policy_folder, base_
 from poly_epo_jax.choices import make_task, read_config
 from poly_epo_jax.config import Config
 from poly_epo_jax.doctor import command as doctor
-from poly_epo_jax.doctor.examine import Examination
-from poly_epo_jax.doctor.finding import Subject
+from poly_epo_jax.doctor.examine import Examination, Subject
 from poly_epo_jax.judges import llm
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
