@@ -32,6 +32,9 @@ class Other:
     async def probe(self, url: str) -> Endpoint:
         return Endpoint(url, is_router=False, takes_weights=True)
 
+    async def workers(self, url: str, seconds: float) -> list[str]:
+        return []
+
     async def served_model(self, url: str) -> ServedModel:
         return ServedModel("m", "t", self.version)
 

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import httpx
 import numpy as np
@@ -16,7 +16,6 @@ from poly_epo_jax.rollouts.completion_check import completion_flaw
 from poly_epo_jax.rollouts.sglang.dialect import Answer, Dialect, Endpoint
 from poly_epo_jax.rollouts.sglang.fleet import Fleet, Server
 from poly_epo_jax.rollouts.sglang.requests import SGLANG
-from poly_epo_jax.rollouts.sglang.router import Router, Watch
 from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
 from poly_epo_jax.rollouts.sglang.sleep import check_awake
 from poly_epo_jax.timeline import waiting
@@ -47,7 +46,8 @@ class SGLangSampler:
     (SGLang heeds the seeds if it runs with --enable-deterministic-inference.)
 
     Args:
-      urls: where prompts are sent: servers, or a router, whose workers are then given the weights.
+      urls: servers, or a router, whose workers are then given the weights and the prompts. Without weights, the router
+        itself is given the prompts.
       weights: the weights to give them; None: no weights, and generations come from those that the servers have.
       stop_ids: a generation ends with any of these tokens.
       vocab_size: all token ids are below this.
@@ -78,7 +78,6 @@ class SGLangSampler:
         self._weights, self._dialect = weights, dialect
         self._adopted = ""
         self._endpoints: dict[str, Endpoint] = {}
-        self._routers: dict[str, Router] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._counts = Counter[str]()
 
@@ -88,17 +87,17 @@ class SGLangSampler:
         Raises:
           ServerError: no server is left, one refuses a request, or none answers it correctly.
         """
-        await self._probe(self.urls)
         if self._weights is None:
+            await self._probe(self.urls)
             await self._adopt_weights()
-        watches = await self._watch_routers()
-        unfinished = () if self._weights is None else self._weights.unfinished
-        fleet = Fleet(self.urls, self.max_concurrent, functools.partial(self._revive, watches), unfinished)
+            fleet = Fleet(self.urls, self.max_concurrent, self._revive)
+        else:
+            fleet = Fleet(await self._weight_servers(), self.max_concurrent, self._revive, self._weights.unfinished)
         tasks = [
             asyncio.create_task(self._complete(fleet, _Draw(place, request), sampling))
             for place, request in enumerate(requests)
         ]
-        batch = asyncio.create_task(_end(tasks, fleet, watches))
+        batch = asyncio.create_task(_end(tasks, fleet))
         self._running.add(batch)
         batch.add_done_callback(self._running.discard)
         try:
@@ -128,16 +127,13 @@ class SGLangSampler:
             while self._running:
                 await asyncio.wait(self._running)
         await asyncio.to_thread(self._weights.switch, version)
-        weight_servers = await self._weight_servers()
-        await self._weights.push(weight_servers)
-        for router in self._routers.values():
-            for url in weight_servers:
-                await router.put_back(url)
+        await self._weights.push(await self._weight_servers())
 
     async def sleep(self) -> None:
         """Leaves the servers' memory to the trainer until weights are pushed, if `weights.sleeps`."""
         if self._weights is not None:
-            await self._weights.sleep(self.urls, self._routers)
+            routers = [endpoint.url for endpoint in self._endpoints.values() if endpoint.is_router]
+            await self._weights.sleep(self.urls, routers)
 
     def metrics(self) -> Metrics:
         """Server failures, resampled generations, and how many of those were wrong, since the last call."""
@@ -145,8 +141,6 @@ class SGLangSampler:
         return {f"rollouts/{name}": float(counts[name]) for name in ("server_failures", "resampled", "wrong_answers")}
 
     def close(self) -> None:
-        for router in self._routers.values():
-            router.close()
         if self._weights is not None:
             self._weights.close()
 
@@ -156,15 +150,13 @@ class SGLangSampler:
         await asyncio.gather(*(self._dialect.wait_for(url, self.wait_seconds) for url in new))
         for endpoint in await asyncio.gather(*map(self._dialect.probe, new)):
             self._endpoints[endpoint.url] = endpoint
-            if endpoint.is_router:
-                self._routers[endpoint.url] = Router(endpoint.url, self.wait_seconds)
 
     async def _weight_servers(self) -> list[str]:
         """The servers that hold weights: those in `urls`, and the workers behind the routers in it."""
         await self._probe(self.urls)
-        urls = [url for url in self.urls if url not in self._routers]
-        for router in self._routers.values():
-            urls += await router.workers()
+        urls = []
+        for url in self.urls:
+            urls += await self._dialect.workers(url, self.wait_seconds) if self._endpoints[url].is_router else [url]
         await self._probe(urls)
         for url in urls:
             if not self._endpoints[url].takes_weights:
@@ -188,30 +180,12 @@ class SGLangSampler:
         self._adopted = found[self.urls[0]]
         check_awake(found)
 
-    async def _watch_routers(self) -> dict[str, Watch]:
-        """Takes workers that are not current out of their routers, now and during the batch. Only one host does so."""
-        watches = {}
-        if self._weights is not None and self._weights.is_pushing:
-            for url, router in self._routers.items():
-                watches[url] = Watch(router, self._weights.is_current, self._restore_worker)
-                await watches[url].start()
-        return watches
-
-    async def _restore_worker(self, url: str) -> None:
-        assert self._weights is not None
-        self._counts["server_failures"] += 1
-        await self._weights.ensure_current(url)
-
-    async def _revive(self, watches: Mapping[str, Watch], url: str) -> None:
-        """Returns once the server, or a worker behind the router, can be asked again and has the current weights."""
-        if url in watches:
-            await watches[url].look()
-        if url in self._routers:
-            await self._routers[url].wait_for_worker()
-        elif self._weights is not None:
-            await self._weights.ensure_current(url)
-        else:
+    async def _revive(self, url: str) -> None:
+        """Returns once the server can be asked again and has the current weights."""
+        if self._weights is None:
             await self._dialect.wait_for(url, self.wait_seconds)
+        else:
+            await self._weights.ensure_current(url)
 
     async def _complete(self, fleet: Fleet, draw: _Draw, sampling: Sampling) -> list[Completion]:
         """All completions of a request."""
@@ -225,7 +199,7 @@ class SGLangSampler:
             client = open_client(self.timeout_seconds, MAX_BYTES + TOKEN_BYTES * tokens)
             async with fleet.lease(len(missing), tokens, draw.doubted) as server, client:
                 # A list costs the server less than a call for each seed, but routers accept no lists.
-                calls = [[index] for index in missing] if server.url in self._routers else [missing]
+                calls = [[index] for index in missing] if self._endpoints[server.url].is_router else [missing]
                 generate = functools.partial(self._dialect.generate, client, server.url, request)
                 answered = await asyncio.gather(
                     *(generate(indices, sampling, self.stop_ids) for indices in calls), return_exceptions=True
@@ -291,9 +265,7 @@ class SGLangSampler:
         fleet.fail(server, why)
 
 
-async def _end(tasks: Sequence[asyncio.Task[list[Completion]]], fleet: Fleet, watches: Mapping[str, Watch]) -> None:
+async def _end(tasks: Sequence[asyncio.Task[list[Completion]]], fleet: Fleet) -> None:
     """Returns once all requests are complete or given up, and no server is being revived for them."""
     await asyncio.gather(*tasks, return_exceptions=True)
     await fleet.close()
-    for watch in watches.values():
-        await watch.close()

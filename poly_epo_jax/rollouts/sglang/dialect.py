@@ -63,6 +63,14 @@ class Dialect(Protocol):
         """
         ...
 
+    async def workers(self, url: str, seconds: float) -> list[str]:
+        """The servers behind a router, once it answers.
+
+        Raises:
+          ServerError: it did not answer within `seconds`, or does not name them.
+        """
+        ...
+
     async def served_model(self, url: str) -> ServedModel:
         """What the server reports about its model."""
         ...

@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 
+from poly_epo_jax.checks import is_url
 from poly_epo_jax.http_client import (
     ServerError,
     WrongAnswer,
@@ -39,6 +40,18 @@ class SGLang:
         if workers.status_code in (401, 403):
             raise ServerError(f"{url} wants a key before it names its workers; start the router without one.")
         return Endpoint(url, workers.status_code == 200, update.status_code != 404)
+
+    async def workers(self, url: str, seconds: float) -> list[str]:
+        await wait_until_healthy(f"{url}/health", seconds, f"SGLang router {url}")
+        try:
+            async with open_client(ANSWER_SECONDS) as client:
+                answer = read_json(await client.get(f"{url}/workers"))
+            urls = [field(worker, "url", str) for worker in field(answer, "workers", list)]
+            if not all(map(is_url, urls)):
+                raise WrongAnswer("a worker's URL is not of the form http://HOST:PORT, without a password")
+        except httpx.HTTPError as error:
+            raise ServerError(f"The router {url} does not name its workers: {describe(error)}.") from error
+        return urls
 
     async def served_model(self, url: str) -> ServedModel:
         async with open_client(ANSWER_SECONDS) as client:
