@@ -2,17 +2,19 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Shaped
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.checks import Range
 from poly_epo_jax.config import AlgoSection
 from poly_epo_jax.registry import Registry
+from poly_epo_jax.types import Clustering, Generation, GradedGroup
 
 Features = Mapping[str, jax.Array | np.ndarray]
 """Arrays [P, N, ...] by name, for P prompts with N generations each; see features.py."""
@@ -163,3 +165,40 @@ ADVANTAGES: Registry[Callable[..., Estimator]] = Registry(
     set_po=_maker(set_rl.set_po_advantages, "SetPO", weight=(1.0, Range(0, 100))),
 )
 """By name, functions that make an estimator from the `algo` section. Their further arguments are `algo.options`."""
+
+
+def batch_features(groups: Sequence[GradedGroup], num_generations: int) -> dict[str, Shaped[np.ndarray, "P N ..."]]:
+    """The features of P groups, each of N generations.
+
+    rewards       the task's rewards, in [0, 1]
+    lengths       how many tokens the policy wrote
+    mean_logprob  the mean log-probability of these tokens under the sampler's policy, in nats
+    clusters      cluster ids, if every group has them
+    and whatever the judge added, under the judge's own names.
+
+    Raises:
+      ValueError: the judge added a feature to only some groups, or under a name that is taken.
+    """
+    shape = len(groups), num_generations
+    generations = [group.group.generations for group in groups]
+    features = {
+        "rewards": np.array([group.rewards for group in groups], np.float32).reshape(shape),
+        "lengths": np.array([[y.loss_mask.sum() for y in row] for row in generations], np.int32).reshape(shape),
+        "mean_logprob": np.array([[_mean_logprob(y) for y in row] for row in generations], np.float32).reshape(shape),
+    }
+    clusterings = [group.clustering for group in groups if isinstance(group.clustering, Clustering)]
+    if not groups or len(clusterings) < len(groups):
+        return features
+    features["clusters"] = np.array([clustering.ids for clustering in clusterings], np.int32)
+    for name in sorted({name for clustering in clusterings for name in clustering.features}):
+        if name in features or not all(name in clustering.features for clustering in clusterings):
+            raise ValueError(
+                f"The judge adds the feature {name!r} to some groups only, or under a name that is taken; it must add "
+                f"it to every group, and not as one of {', '.join(sorted(features))}."
+            )
+        features[name] = np.stack([clustering.features[name] for clustering in clusterings])
+    return features
+
+
+def _mean_logprob(generation: Generation) -> float:
+    return float(generation.logprobs[generation.loss_mask].mean())

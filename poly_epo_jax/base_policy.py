@@ -16,9 +16,10 @@ from typing import Protocol, runtime_checkable
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from poly_epo_jax.batching import TrainingSequence
+from poly_epo_jax.batching import TrainingSequence, make_pack, row_tokens
 from poly_epo_jax.config import BaseSection, Config, OptimizerSection, TaskSection
 from poly_epo_jax.digests import check_digests
 from poly_epo_jax.file_lock import exclusive
@@ -28,8 +29,6 @@ from poly_epo_jax.model.qwen3 import abstract_model, first_params
 from poly_epo_jax.objective import check_finite
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.progress import counted
-from poly_epo_jax.rows import make_pack, row_tokens
-from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.tasks.demonstrations import Demonstrations
 from poly_epo_jax.types import Problem, Task
 from poly_epo_jax.update import PolicyUpdate
@@ -181,3 +180,29 @@ def _sequences(
         )
         for prompt, (ids, mask) in zip(prompts, responses, strict=True)
     ]
+
+
+def build_character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with `<pad>` = 0, `<eos>` = 1 and then one token per character, in the order of `alphabet`.
+
+    For every text over the alphabet, `decode(encode(text)) == text`: encoding adds no special tokens and decoding no
+    spaces. The `tokenizers` library refuses a text with a character outside the alphabet, with an `Exception` about a
+    missing unknown token. `save_pretrained` and `AutoTokenizer.from_pretrained` preserve all of this.
+
+    Raises:
+      ValueError: the alphabet is empty or repeats a character.
+    """
+    if not alphabet or len(set(alphabet)) < len(alphabet):
+        raise ValueError(f"alphabet is {alphabet!r}; it must name at least one character and none of them twice.")
+    vocabulary = {token: i for i, token in enumerate(("<pad>", "<eos>", *alphabet))}
+    # A WordLevel model without an unknown token raises on unknown characters; other models would silently drop them.
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        split_special_tokens=True,  # the text "<eos>" is characters, as the alphabet may well contain these
+        clean_up_tokenization_spaces=False,
+    )

@@ -27,8 +27,7 @@ from poly_epo_jax.choices import check_judge, make_judge, refuse_passwords
 from poly_epo_jax.command_line import parse_flags, run_command
 from poly_epo_jax.config import Config, ConfigError
 from poly_epo_jax.data import encode_prompts
-from poly_epo_jax.evaluation.about import about_evaluation
-from poly_epo_jax.evaluation.benchmarks import Benchmark, benchmark_label, label_of, open_benchmark
+from poly_epo_jax.evaluation.benchmarks import Benchmark, about_evaluation, benchmark_label, label_of, open_benchmark
 from poly_epo_jax.evaluation.draw import draw_generations
 from poly_epo_jax.evaluation.folder import RESULTS, open_folder
 from poly_epo_jax.evaluation.results import compute_results
@@ -36,7 +35,7 @@ from poly_epo_jax.file_lock import exclusive
 from poly_epo_jax.http_client import ServerError, describe
 from poly_epo_jax.json_files import write_json
 from poly_epo_jax.judges import JUDGES
-from poly_epo_jax.judges.capacity import say_shortfalls
+from poly_epo_jax.judges.llm import say_shortfalls
 from poly_epo_jax.judges.none import NoJudge
 from poly_epo_jax.metrics import names
 from poly_epo_jax.model.attention.self_check import CHECKED, trust_attention

@@ -11,7 +11,7 @@ from typing import Any
 from grain import DatasetIterator
 
 from poly_epo_jax.grading import check_judge, grade_groups, judged
-from poly_epo_jax.judges.capacity import say_shortfalls
+from poly_epo_jax.judges.llm import say_shortfalls
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.stop import Stop
 from poly_epo_jax.rollouts.groups import Rollouts

@@ -25,6 +25,7 @@ from rich.console import Console
 from poly_epo_jax import run_folder
 from poly_epo_jax.algorithm import make_advantages, make_estimator, method_title, skips_zero_advantages
 from poly_epo_jax.base_policy import base_policy
+from poly_epo_jax.batching import make_pack
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.command_line import parse_flags, run_command
 from poly_epo_jax.config import Config, ConfigError, longest_sequence, updates_per_step
@@ -45,7 +46,6 @@ from poly_epo_jax.policy import Policy, find_model, open_policy
 from poly_epo_jax.prepare import model_shape, prepare
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.rows import make_pack
 from poly_epo_jax.same_run import check_same_model, check_same_run
 from poly_epo_jax.timeline import Timeline
 from poly_epo_jax.tracking import NoTracker, Tracker

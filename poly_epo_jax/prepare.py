@@ -8,6 +8,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from poly_epo_jax.base_policy import base_shape
+from poly_epo_jax.batching import row_tokens
 from poly_epo_jax.checks import ConfigError
 from poly_epo_jax.choices import make_judge, make_task
 from poly_epo_jax.config import Config, longest_sequence
@@ -23,7 +24,6 @@ from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.policy import find_model
 from poly_epo_jax.rollouts import SAMPLERS
-from poly_epo_jax.rows import row_tokens
 from poly_epo_jax.types import Judge, Task
 
 TOLERANCE = 1.1

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from poly_epo_jax.algorithm import Features
+from poly_epo_jax.algorithm import Features, batch_features
 from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.experience import Batch, Experience
-from poly_epo_jax.features import batch_features
 from poly_epo_jax.json_files import Row
 from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.model import attention

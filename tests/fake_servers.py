@@ -10,12 +10,12 @@ import pytest
 from fakes import PATIENCE, TINY, TINY_ALPHABET, ByLetter
 
 from poly_epo_jax import http_client as servers
+from poly_epo_jax.base_policy import build_character_tokenizer
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.sglang import client as sglang
 from poly_epo_jax.rollouts.sglang import served_weights
 from poly_epo_jax.rollouts.sglang.client import SGLangSampler
 from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync
-from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 
 Handler = Callable[[httpx.Request], Any]
 

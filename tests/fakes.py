@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from poly_epo_jax.base_policy import build_character_tokenizer
 from poly_epo_jax.batching import TrainingSequence, pack
 from poly_epo_jax.config import OptimizerSection
 from poly_epo_jax.model.config import ModelConfig
@@ -18,7 +19,6 @@ from poly_epo_jax.model.sharding import make_mesh, param_shardings
 from poly_epo_jax.objective import Objective
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.set_rl import policy_gradient_loss
-from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.types import (
     Clustering,
     Completion,

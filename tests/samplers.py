@@ -4,10 +4,10 @@ import asyncio
 
 from fakes import TINY_ALPHABET, TINY_MODEL, ByLetter, collect, on_mesh, tiny_params
 
+from poly_epo_jax.base_policy import build_character_tokenizer
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.types import Sampling
 
 STOP_IDS = (1, 14, 26)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from fakes import PROBLEMS, group
 
-from poly_epo_jax.algorithm import OWN_FEATURES
+from poly_epo_jax.algorithm import OWN_FEATURES, batch_features
 from poly_epo_jax.batching import SilentBatch, pack
-from poly_epo_jax.features import batch_features
 from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.types import Clustering, GradedGroup, JudgeFailure
 

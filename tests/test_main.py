@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from configs import polynomial
 from poly_epo_jax import base_policy, export, main
+from poly_epo_jax.base_policy import build_character_tokenizer
 from poly_epo_jax.choices import read_config
 from poly_epo_jax.config import ConfigError
 from poly_epo_jax.model import hf
@@ -32,7 +33,6 @@ from poly_epo_jax.report import build as report
 from poly_epo_jax.run_folder import LOGGED_GENERATION, read_method, read_rows
 from poly_epo_jax.same_run import check_same_model
 from poly_epo_jax.tasks import PolynomialTask
-from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 
 ROOT = Path(__file__).parents[1]
 FILE = "--config=configs/polynomial.py"

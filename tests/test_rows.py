@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from poly_epo_jax import default_config
+from poly_epo_jax.batching import make_pack, microbatch_rows, row_tokens, rows_per_device
 from poly_epo_jax.config import Config
-from poly_epo_jax.rows import make_pack, microbatch_rows, row_tokens, rows_per_device
 from poly_epo_jax.section import read_section
 
 ONE = {"data": 1, "fsdp": 1, "tensor": 1}

@@ -20,6 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from poly_epo_jax.batching import row_tokens
 from poly_epo_jax.bench.aot.command import compile_for
 from poly_epo_jax.bench.roofline import measure_roofline
 from poly_epo_jax.bench.stages import stage_row, time_stages
@@ -31,7 +32,6 @@ from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.presets import MESHES
 from poly_epo_jax.prepare import check_memory, check_writable, model_shape
-from poly_epo_jax.rows import row_tokens
 
 PLAN = flags.DEFINE_bool("plan", False, "Only plans the memory of each device; needs none of the devices.")
 PLANS = flags.DEFINE_bool("plans", False, "The same for every mesh of poly_epo_jax/parallel/presets.py.")

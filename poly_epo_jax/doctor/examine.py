@@ -11,6 +11,7 @@ from typing import Literal
 
 from jax.sharding import Mesh
 
+from poly_epo_jax.batching import row_tokens
 from poly_epo_jax.choices import make_task
 from poly_epo_jax.config import Config
 from poly_epo_jax.daemon_thread import in_daemon_thread
@@ -21,7 +22,6 @@ from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.policy import find_model
 from poly_epo_jax.prepare import model_shape
-from poly_epo_jax.rows import row_tokens
 from poly_epo_jax.types import Task
 
 Status = Literal["passed", "failed", "not there"]

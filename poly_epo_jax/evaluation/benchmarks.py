@@ -1,12 +1,14 @@
 """The paper's benchmarks by name, and any file or data set by its own name; a synthetic task is its own benchmark."""
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
-from poly_epo_jax.config import TaskSection
+from poly_epo_jax.config import Config, TaskSection
+from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.tasks import TASKS, MathTask
-from poly_epo_jax.types import Problem, Task
+from poly_epo_jax.types import Problem, Sampling, Task
 
 BENCHMARKS: dict[str, dict[str, Any]] = {
     "beyond_aime": {"train": "ByteDance-Seed/BeyondAIME:test"},
@@ -67,3 +69,29 @@ def label_of(name: str) -> str:
     """The label of a model: given by `label=name`, else the last part of its path."""
     label, _, source = name.rpartition("=")
     return label or source.rstrip("/").split("/")[-1]
+
+
+def about_evaluation(
+    config: Config, benchmark: str, weights: str, num_generations: int, judged: bool
+) -> dict[str, Any]:
+    """The description as it is read back from the file. Generations with equal descriptions have one distribution.
+
+    The number of grading processes and the address of the judge's server are left out, as they change nothing.
+
+    Args:
+      weights: which weights, and which step or version of them.
+      judged: whether to cluster the generations with the configuration's judge, if it clusters any.
+    """
+    judge = config.judge
+    clustering = {"name": judge.name, "model": judge.model, "options": dict(judge.options)}
+    options = task_options(benchmark, config.task)
+    about = {
+        "benchmark": benchmark,
+        "task_options": {key: value for key, value in options.items() if key != "num_workers"},
+        "model": weights,
+        "stop_strings": config.model.stop_strings,
+        "num_generations": num_generations,
+        "sampling": dataclasses.asdict(Sampling(**config.sampling, seed=config.seed)),
+        "judge": clustering if judged and JUDGES[judge.name].clusters else None,
+    }
+    return json.loads(json.dumps(about))

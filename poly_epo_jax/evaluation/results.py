@@ -9,11 +9,10 @@ import numpy as np
 from poly_epo_jax.evaluation.folder import read_generations
 from poly_epo_jax.json_files import Row
 from poly_epo_jax.metrics import names
-from poly_epo_jax.metrics.answer_entropy import answer_entropy
 from poly_epo_jax.metrics.branching import mean_active_branches
 from poly_epo_jax.metrics.diversity import cluster_estimates
 from poly_epo_jax.metrics.intervals import bootstrap_interval
-from poly_epo_jax.metrics.majority import majority_at_k
+from poly_epo_jax.metrics.majority import answer_entropy, majority_at_k
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
 
 

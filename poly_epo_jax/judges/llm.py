@@ -5,8 +5,10 @@ import collections
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
+import sys
 import time
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -24,10 +26,9 @@ from poly_epo_jax.http_client import (
     printable,
     wait_until_healthy,
 )
-from poly_epo_jax.judges.capacity import shortfalls
 from poly_epo_jax.judges.prompt import build_messages, load_rubric, reply_schema
 from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context, read_model_name
-from poly_epo_jax.types import Clustering, Group, JudgeFailure, JudgeLoad, Task
+from poly_epo_jax.types import Clustering, Group, Judge, JudgeFailure, JudgeLoad, Limited, Task
 
 VERSION = re.compile(r"/v[0-9]\w*/")
 RETRIED = ("unavailable", "truncated", "malformed")
@@ -214,3 +215,45 @@ def _seed(group: Group, attempt: int) -> int:
     versions = [generation.weight_version for generation in group.generations]
     words = json.dumps([group.problem.id, versions, attempt]).encode()
     return int.from_bytes(hashlib.sha256(words).digest()[:4]) >> 1
+
+
+CHARS_PER_TOKEN = 3
+"""In mathematical text: 2.98 with Qwen3's tokenizer, over 3,000 problems and over the rubric."""
+TOKENS_PER_VERDICT = 50
+"""In a reply, for each response: a rationale of 120 characters takes about 30, the text around it 17."""
+TOKENS_PER_FRAME = 50
+"""In a request, for each text: the two lines that delimit it."""
+
+
+async def say_shortfalls(judge: Judge, load: JudgeLoad) -> None:
+    """Warns on stderr of anything that would exceed a judge's limits."""
+    if isinstance(judge, Limited):
+        for shortfall in await judge.shortfalls(load):
+            print(f"Warning: {shortfall}", file=sys.stderr)
+
+
+def shortfalls(load: JudgeLoad, rubric: str, max_response_chars: int, max_tokens: int, context: int) -> list[str]:
+    """Everything that would not fit, one sentence each; a `context` of 0 is unknown, and is taken to hold everything.
+
+    Args:
+      max_response_chars: longer responses are shortened to this many characters.
+      max_tokens: the longest reply, in tokens.
+      context: how many tokens the judge's prompt and reply may take together.
+    """
+    found, responses = [], load.num_responses
+    reply = responses * TOKENS_PER_VERDICT
+    if reply > max_tokens:
+        found.append(
+            f"The judge's reply about {responses} responses takes about {reply} tokens, more than "
+            f"judge.options.max_tokens={max_tokens}; raise it, or have fewer generations of a prompt."
+        )
+    longest = min(load.response_tokens, math.ceil(max_response_chars / CHARS_PER_TOKEN))
+    texts = load.prompt_tokens + responses * longest + (1 + responses) * TOKENS_PER_FRAME
+    needed = math.ceil(len(rubric) / CHARS_PER_TOKEN) + texts + max_tokens
+    if 0 < context < needed:
+        found.append(
+            f"{responses} responses of {longest} tokens each, the rubric and the reply take about {needed} tokens, "
+            f"more than the judge's context of {context}; serve it with a longer one, or lower "
+            "judge.options.max_response_chars."
+        )
+    return found

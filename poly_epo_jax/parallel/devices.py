@@ -1,5 +1,8 @@
 """What makers state about their devices: memory, bf16 arithmetic, and bandwidths."""
 
+import dataclasses
+import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -30,3 +33,30 @@ def device_name(kind: str) -> str:
     if kind == "TPU v5":  # some versions' name for v5p; other devices' names begin like this too
         return "v5p"
     return next((name for name, device in DEVICES.items() if kind.startswith(device.kinds)), "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The machine of a plan: the kind of device, a key of DEVICES or "", and the sizes of the mesh's axes."""
+
+    device: str
+    mesh: Mapping[str, int]
+
+    @property
+    def platform(self) -> str:
+        """`cpu`, `gpu` or `tpu`. An unknown device is treated as a GPU."""
+        if self.device == "cpu":
+            return "cpu"
+        return "tpu" if self.device and DEVICES[self.device].kinds[0].startswith("TPU") else "gpu"
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.mesh.values())
+
+    @property
+    def row_shards(self) -> int:
+        return self.mesh["data"] * self.mesh["fsdp"]
+
+    @property
+    def weight_shards(self) -> int:
+        return self.mesh["fsdp"] * self.mesh["tensor"]

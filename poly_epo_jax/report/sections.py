@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from matplotlib.figure import Figure
 
 from poly_epo_jax.report import figures, timeline_figures
+from poly_epo_jax.report.figures import image
 from poly_epo_jax.report.quantities import HELD_OUT, QUANTITIES, TRAINING
-from poly_epo_jax.report.svg import image
 
 HOW_BARS_LOOK = (
     "Full colour: nothing else was under way; pale: something else was. Colour and grey take turns with the step whose "

@@ -11,8 +11,7 @@ from poly_epo_jax import run_folder
 from poly_epo_jax.checks import ConfigError
 from poly_epo_jax.command_line import read_arguments
 from poly_epo_jax.config import Config
-from poly_epo_jax.evaluation.about import about_evaluation
-from poly_epo_jax.evaluation.benchmarks import benchmark_label
+from poly_epo_jax.evaluation.benchmarks import about_evaluation, benchmark_label
 from poly_epo_jax.evaluation.folder import ABOUT, RESULTS
 from poly_epo_jax.json_files import write_json
 from poly_epo_jax.same_run import check_same_run

@@ -20,6 +20,7 @@ from outcome import Outcome
 
 from configs import polynomial
 from poly_epo_jax import base_policy
+from poly_epo_jax.base_policy import build_character_tokenizer
 from poly_epo_jax.checkpoint import CheckpointError, Checkpoints
 from poly_epo_jax.choices import read_config
 from poly_epo_jax.config import ModelSection
@@ -28,7 +29,6 @@ from poly_epo_jax.model import hf
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.policy import open_policy
 from poly_epo_jax.tasks import PolynomialTask
-from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 
 DAMAGES = ("flip", "flip", "flip", "zeros", "truncate", "empty", "delete")
 STEPS = (5, 10)

@@ -18,7 +18,7 @@ from lying_servers import Lie, LyingServer, changed
 
 from configs import polynomial
 from poly_epo_jax import default_config, run_folder
-from poly_epo_jax.base_policy import DemonstratedTask, base_policy_folder, base_shape
+from poly_epo_jax.base_policy import DemonstratedTask, base_policy_folder, base_shape, build_character_tokenizer
 from poly_epo_jax.choices import make_task, read_config
 from poly_epo_jax.config import Config
 from poly_epo_jax.doctor import command as doctor
@@ -31,7 +31,6 @@ from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
 from poly_epo_jax.model.sharding import make_mesh, param_shardings
 from poly_epo_jax.rollouts.embedded.slots import Job, Slots
 from poly_epo_jax.rollouts.sglang import client, served_weights
-from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.types import Sampling
 
 MAX_TOKENS, MESH = 4, make_mesh(1, 1, 1)

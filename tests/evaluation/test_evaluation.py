@@ -18,10 +18,10 @@ from fork_server import ForkServer
 from training_runs import as_flags, environment
 
 from configs import polaris
+from poly_epo_jax.base_policy import build_character_tokenizer
 from poly_epo_jax.choices import read_config
 from poly_epo_jax.config import TaskSection
-from poly_epo_jax.evaluation.about import about_evaluation
-from poly_epo_jax.evaluation.benchmarks import BENCHMARKS, Benchmark, open_benchmark
+from poly_epo_jax.evaluation.benchmarks import BENCHMARKS, Benchmark, about_evaluation, open_benchmark
 from poly_epo_jax.evaluation.draw import draw_generations
 from poly_epo_jax.evaluation.folder import EVALUATED_GENERATION, GENERATIONS, open_folder, read_generations
 from poly_epo_jax.evaluation.results import compute_results
@@ -29,7 +29,6 @@ from poly_epo_jax.judges.none import NoJudge
 from poly_epo_jax.model import hf
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.tasks import MultiplicationTask, PolynomialTask
-from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.types import Completion, Generation, Params, Problem, Request, Sampling, Voting
 
 ROOT = Path(__file__).parents[2]

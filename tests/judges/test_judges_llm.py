@@ -21,8 +21,7 @@ from transformers import AutoTokenizer
 from poly_epo_jax import http_client as servers
 from poly_epo_jax.config import JudgeSection
 from poly_epo_jax.judges import llm
-from poly_epo_jax.judges.capacity import say_shortfalls, shortfalls
-from poly_epo_jax.judges.llm import LLMJudge
+from poly_epo_jax.judges.llm import LLMJudge, say_shortfalls, shortfalls
 from poly_epo_jax.judges.prompt import build_messages, load_rubric
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.types import Clustering, Group, Judge, JudgeFailure, JudgeLoad, Problem

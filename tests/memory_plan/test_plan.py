@@ -15,24 +15,23 @@ from rich.console import Console
 
 from configs import polaris, polynomial
 from poly_epo_jax import default_config
+from poly_epo_jax.batching import microbatch_rows
 from poly_epo_jax.bench import __main__ as bench
 from poly_epo_jax.choices import read_config
 from poly_epo_jax.config import Config, ConfigError, LoraSection
 from poly_epo_jax.memory_plan.plan import Plan, largest_rows, make_plan
-from poly_epo_jax.memory_plan.setting import Setting
 from poly_epo_jax.memory_plan.tables import plan_of, print_plan, print_plans, setting_of
-from poly_epo_jax.memory_plan.trained import gradient_passes
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.flops import gradient_passes
 from poly_epo_jax.model.lora import lora_fields, trained_pattern
 from poly_epo_jax.model.presets import PRESETS, preset_config
 from poly_epo_jax.model.qwen3 import AUTO, REMAT_POLICIES, Qwen3, abstract_model
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.objective import Objective
-from poly_epo_jax.parallel.devices import DEVICES, device_name
+from poly_epo_jax.parallel.devices import DEVICES, Setting, device_name
 from poly_epo_jax.parallel.mesh import AXES, RULES, check_mesh, fill_mesh, nearest_mesh
 from poly_epo_jax.parallel.presets import MESHES
 from poly_epo_jax.prepare import model_shape
-from poly_epo_jax.rows import microbatch_rows
 from poly_epo_jax.section import read_section
 from poly_epo_jax.set_rl import ppo_clip_loss
 from poly_epo_jax.update import PolicyUpdate

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from poly_epo_jax.metrics.answer_entropy import answer_entropy
+from poly_epo_jax.metrics.majority import answer_entropy
 
 
 def test_entropy_of_hand_made_answers():

@@ -24,6 +24,7 @@ from fakes import (
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from poly_epo_jax.base_policy import build_character_tokenizer
 from poly_epo_jax.batching import pack
 from poly_epo_jax.config import LoraSection
 from poly_epo_jax.model import flops
@@ -43,7 +44,6 @@ from poly_epo_jax.objective import Objective
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.set_rl import ppo_clip_loss
-from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.types import Sampling
 from poly_epo_jax.update import PolicyUpdate
 

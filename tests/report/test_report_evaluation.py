@@ -17,8 +17,8 @@ from poly_epo_jax.report import build as report
 from poly_epo_jax.report import evaluation_figures, figures
 from poly_epo_jax.report import generations as report_generations
 from poly_epo_jax.report import page as report_page
+from poly_epo_jax.report.figures import image
 from poly_epo_jax.report.generations import WIDEST, Bounds, Excerpt
-from poly_epo_jax.report.svg import image
 
 MODELS = {"base": 0.2, "grpo": 0.4, "poly_epo": 0.5}
 FIGURES = ("evaluation_pass_at_k", "majority", "branches", "rollout_trees")

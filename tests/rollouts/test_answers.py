@@ -14,7 +14,7 @@ from lying_servers import MAX_TOKENS, STOP_IDS, VOCABULARY, LyingServer
 
 from poly_epo_jax.http_client import ServerError, WrongAnswer
 from poly_epo_jax.rollouts.completion_check import completion_flaw
-from poly_epo_jax.rollouts.sglang.answers import read_answers
+from poly_epo_jax.rollouts.sglang.requests import read_answers
 from poly_epo_jax.types import Request, Sampling
 
 REQUEST = Request("p", np.array([3, 4, 5]), np.arange(2, dtype=np.uint32), MAX_TOKENS)

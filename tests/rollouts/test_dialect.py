@@ -7,13 +7,13 @@ import httpx
 import numpy as np
 from fakes import ByLetter, collect
 
+from poly_epo_jax.base_policy import build_character_tokenizer
 from poly_epo_jax.http_client import WrongAnswer
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.sglang.client import SGLangSampler
 from poly_epo_jax.rollouts.sglang.dialect import Answer, Dialect, Endpoint, ServedModel
 from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
 from poly_epo_jax.rollouts.sglang.weight_sync import WeightSync
-from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.types import Params, Problem, Request, Sampling
 
 URL = "other://server"

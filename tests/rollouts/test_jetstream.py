@@ -27,12 +27,12 @@ from fakes import (
 from sglang_servers import free_port
 from training_runs import SETTINGS, as_flags, environment
 
+from poly_epo_jax.base_policy import build_character_tokenizer
 from poly_epo_jax.config import ConfigError
 from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.run_folder import read_rows
-from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.types import Generation, Group, Problem, Sampler, Sampling
 
 try:

@@ -14,6 +14,7 @@ from fake_servers import answer_to_get, generated, open_rollouts
 from fakes import TINY, TINY_ALPHABET, TINY_MODEL, collect, tiny_params, tiny_problems
 from sglang_servers import SGLangServer, require_sglang, running
 
+from poly_epo_jax.base_policy import build_character_tokenizer
 from poly_epo_jax.choices import read_config
 from poly_epo_jax.config import ConfigError
 from poly_epo_jax.default_config import get_config
@@ -25,7 +26,6 @@ from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.sglang import sleep
 from poly_epo_jax.rollouts.sglang.client import SGLangSampler
 from poly_epo_jax.rollouts.sglang.requests import SGLANG
-from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.types import Sampling, Sleeping
 
 URL = "http://a"

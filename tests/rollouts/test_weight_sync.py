@@ -11,12 +11,12 @@ import pytest
 from fake_servers import answer_to_get, generated, open_rollouts
 from fakes import PATIENCE, TINY, TINY_ALPHABET, ByLetter, tiny_params, tiny_problems, until
 
+from poly_epo_jax.base_policy import build_character_tokenizer
 from poly_epo_jax.http_client import ServerError
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.sglang import served_weights
 from poly_epo_jax.rollouts.sglang.client import SGLangSampler
 from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
-from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 from poly_epo_jax.timeline import BusyTime
 from poly_epo_jax.types import Group, Sampling
 

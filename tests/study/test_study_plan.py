@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from poly_epo_jax.checks import ConfigError
-from poly_epo_jax.evaluation.about import about_evaluation
+from poly_epo_jax.evaluation.benchmarks import about_evaluation
 from poly_epo_jax.study import Evaluation, Study, Task
 from poly_epo_jax.study.folder import Member
 from poly_epo_jax.study.plan import Run, make_runs, write_plan

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from poly_epo_jax.base_policy import build_character_tokenizer
 from poly_epo_jax.tasks import MultiplicationTask, PolynomialTask
-from poly_epo_jax.tasks.character_tokenizer import build_character_tokenizer
 
 HOSTILE = " \n\t'.,!?<>|/pademos1é中"  # all that tokenizers like to normalise, clean up or take for special tokens
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from poly_epo_jax.batching import row_tokens, rows_per_device
 from poly_epo_jax.bench.aot.advice import best_settings
 from poly_epo_jax.bench.aot.figures import Figures
 from poly_epo_jax.bench.aot.programs import compile_decoding, compile_update
@@ -24,7 +25,6 @@ from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.presets import MESHES
 from poly_epo_jax.prepare import model_shape
 from poly_epo_jax.rollouts import SAMPLERS
-from poly_epo_jax.rows import row_tokens, rows_per_device
 
 
 def compile_for(config: Config, name: str, num_layers: int, output: Path, console: Console) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from poly_epo_jax.batching import microbatch_rows, row_tokens
 from poly_epo_jax.config import Config
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
@@ -15,7 +16,6 @@ from poly_epo_jax.model.qwen3 import abstract_model, param_shapes
 from poly_epo_jax.model.sharding import host_mesh, param_shardings, replicated
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.slots import TURNOVER, cache_sizes, capacity
-from poly_epo_jax.rows import microbatch_rows, row_tokens
 from poly_epo_jax.update import make_update
 
 
