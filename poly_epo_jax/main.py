@@ -48,7 +48,7 @@ from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.same_run import check_same_model, check_same_run
 from poly_epo_jax.timeline import Timeline
-from poly_epo_jax.tracking import NoTracker, Tracker
+from poly_epo_jax.tracking import Tracker
 from poly_epo_jax.train import Schedule, Trained, Trainer, Unlogged, train
 from poly_epo_jax.types import Judge, JudgeLoad, Metrics, Problem, Sampling, Task
 from poly_epo_jax.update import PolicyUpdate, make_update
@@ -219,10 +219,10 @@ def _schedule(config: Config) -> Schedule:
     return Schedule(config.train.num_steps, config.eval.every, config.checkpoint.every, config.log.generations_every)
 
 
-def _tracker(config: Config, resume_step: int) -> contextlib.AbstractContextManager[Tracker | NoTracker]:
+def _tracker(config: Config, resume_step: int) -> contextlib.AbstractContextManager[Tracker | None]:
     """Only one host logs."""
     if not hosts.is_first():
-        return contextlib.nullcontext(NoTracker())
+        return contextlib.nullcontext()
     json_config = json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
     return Tracker(Path(config.workdir), json_config, config.train.num_steps, resume_step, config.log.wandb_project)
 

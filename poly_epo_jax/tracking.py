@@ -101,16 +101,6 @@ class Tracker:
         self._events.flush()
 
 
-class NoTracker:
-    """Takes the place of a Tracker on the hosts that do not log."""
-
-    def log(self, step: int, metrics: Metrics, timing: Metrics) -> None: ...
-
-    def log_timeline(self, step: int, row: Mapping[str, Any]) -> None: ...
-
-    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
-
-
 def _wandb_table(rows: Sequence[Mapping[str, Any]]) -> Any:
     import wandb  # pyright: ignore[reportMissingImports]
 

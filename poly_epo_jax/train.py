@@ -21,7 +21,7 @@ from poly_epo_jax.parallel.peak_memory import peak_bytes
 from poly_epo_jax.parallel.stop import Stopped
 from poly_epo_jax.step_metrics import logged_generations, step_metrics
 from poly_epo_jax.timeline import Timeline, Window
-from poly_epo_jax.tracking import NoTracker, Tracker
+from poly_epo_jax.tracking import Tracker
 from poly_epo_jax.types import Metrics, Params
 from poly_epo_jax.update import PolicyUpdate, TrainState
 
@@ -140,7 +140,7 @@ async def train(
     trainer: Trainer,
     evaluate: Callable[[], Awaitable[Metrics]],
     checkpoints: Checkpoints,
-    tracker: Tracker | NoTracker,
+    tracker: Tracker | None,
     plan: Schedule,
 ) -> None:
     """Runs the remaining steps. However it ends, the steps that have been trained are saved.
@@ -189,7 +189,7 @@ async def train(
 
 
 async def _begin(
-    trainer: Trainer, evaluate: Callable[[], Awaitable[Metrics]], tracker: Tracker | NoTracker, plan: Schedule
+    trainer: Trainer, evaluate: Callable[[], Awaitable[Metrics]], tracker: Tracker | None, plan: Schedule
 ) -> None:
     """Waits for servers, and evaluates the policy before the first step, or after one that was left unevaluated."""
     trained = trainer.trained
@@ -210,7 +210,7 @@ async def _step(
     trainer: Trainer,
     evaluate: Callable[[], Awaitable[Metrics]],
     checkpoints: Checkpoints,
-    tracker: Tracker | NoTracker,
+    tracker: Tracker | None,
     plan: Schedule,
     step: int,
 ) -> None:
@@ -241,7 +241,7 @@ async def _step(
 
 
 async def _record(
-    trainer: Trainer, tracker: Tracker | NoTracker, unlogged: Unlogged, held_out: Metrics, timing: Metrics
+    trainer: Trainer, tracker: Tracker | None, unlogged: Unlogged, held_out: Metrics, timing: Metrics
 ) -> None:
     """Logs the step that has just been trained, and how long it took."""
     result = trainer.result
@@ -259,7 +259,7 @@ async def _record(
 
 
 async def _log(
-    tracker: Tracker | NoTracker,
+    tracker: Tracker | None,
     step: int,
     unlogged: Unlogged,
     held_out: Metrics,
@@ -269,6 +269,8 @@ async def _log(
     """Writes a step's rows, on one host only."""
 
     def write() -> None:
+        if tracker is None:
+            return
         tracker.log(step, unlogged.metrics | held_out, timing)
         if window is not None:
             tracker.log_timeline(step, window.row())

@@ -98,16 +98,7 @@ def shorten(text: str, max_chars: int, code: str) -> str:
 
 
 def reply_schema(num_responses: int) -> dict[str, Any]:
-    """The JSON schema of a reply: for each of "1" to "N", in order, a short rationale and then a cluster.
-
-    Raises:
-      ValueError: N is so large that cluster ids would collide with the one for degenerate responses.
-    """
-    if num_responses >= DEGENERATE_CLUSTER:
-        raise ValueError(
-            f"A judge that reads responses can cluster at most {DEGENERATE_CLUSTER - 1} of a prompt, not "
-            f"{num_responses}; lower train.num_generations."
-        )
+    """The JSON schema of a reply: for each of "1" to "N", in order, a short rationale and then a cluster."""
     clusters = [*range(1, num_responses + 1), DEGENERATE_CLUSTER]
     verdict = {
         "rationale": {"type": "string", "pattern": RATIONALE_PATTERN},

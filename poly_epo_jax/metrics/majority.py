@@ -43,8 +43,6 @@ def majority_at_k(
     num_problems, num_generations = answers.shape
     if not 1 <= k <= num_generations:
         raise ValueError(f"k is {k}, but must lie between 1 and the number of generations, {num_generations}.")
-    if num_subsets < 1:
-        raise ValueError(f"num_subsets is {num_subsets}, but must be at least 1.")
     if np.any(answers < NO_ANSWER):
         raise ValueError(f"answers must be ids from 0 on, or {NO_ANSWER} for no answer.")
 

@@ -79,11 +79,6 @@ def join(section: HostsSection) -> None:
 
 
 def _check(section: HostsSection) -> None:
-    host, _, port = section.coordinator.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(
-            f"hosts.coordinator={section.coordinator} is not HOST:PORT; name a free port of the first process's host."
-        )
     if not 0 <= section.index < section.count:
         raise ValueError(
             f"hosts.coordinator={section.coordinator} needs hosts.count, the number of processes, and hosts.index, "

@@ -1,7 +1,6 @@
 """How the demonstrations that a base policy learns from are drawn."""
 
 import dataclasses
-import math
 
 import numpy as np
 
@@ -19,11 +18,6 @@ class Demonstrations:
 
     error_rate: float = 0.0
     skew: float = 0.0
-
-    def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"Demonstrations.{name} is {value}; it must be a finite number of at least 0.")
 
     def rank(self, num_strategies: int, rng: np.random.Generator) -> int:
         """Draws the rank in [0, num_strategies) of the strategy to demonstrate."""

@@ -107,7 +107,6 @@ def test_a_whole_benchmark_at_once():
     [
         ([[0, 1]], [[True, False]], 3, 10, "k is 3, but must lie between 1 and the number of generations, 2"),
         ([[0, 1]], [[True, False]], 0, 10, "k is 0, but must lie between 1 and the number of generations, 2"),
-        ([[0, 1]], [[True, False]], 1, 0, "num_subsets is 0, but must be at least 1"),
         ([[0, -2]], [[True, False]], 1, 10, "ids from 0 on, or -1 for no answer"),
         ([[4, 7, 7]], [[True, True, False]], 1, 10, "all correct or all wrong, but those of id 7 are both"),
     ],

@@ -227,9 +227,3 @@ def test_splits_are_disjoint_and_follow_the_seed():
 def test_impossible_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         PolynomialTask(**settings)
-
-
-@pytest.mark.parametrize("settings", [dict(error_rate=-0.1), dict(skew=-1.0), dict(skew=np.nan), dict(skew=np.inf)])
-def test_impossible_demonstrations_are_refused(settings):
-    with pytest.raises(ValueError, match=rf"Demonstrations\.{next(iter(settings))} is"):
-        Demonstrations(**settings)
