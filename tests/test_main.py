@@ -305,7 +305,7 @@ def small_config(folder: Path, **changes: Any) -> ConfigDict:
 
 def test_a_base_policy_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class NoTraining:
-        def __init__(self, *arguments: Any):
+        def __init__(self, *arguments: Any, **keywords: Any):
             pass
 
         def init(self, params: Any) -> SimpleNamespace:

@@ -350,11 +350,6 @@ def test_no_worker_is_asked_about_nothing_or_too_much(make: Callable[..., MathTa
     assert asked == [("2", "1" * MAX_ANSWER_LENGTH, threading.current_thread())]
 
 
-def test_the_grader_s_settings_are_checked(make: Callable[..., MathTask]):
-    with pytest.raises(ValueError, match="num_workers is -1"):
-        make(num_workers=-1)
-
-
 STRINGS = {
     "minerva_5": "np.arcsin",
     "minerva_27": "a derivative, and the sun as a unit",
