@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ def frontier(results: StudyResults, task: str) -> Figure | None:
             axes.set_xlabel("distinct correct of 8, held out")
         panels[0].set_ylabel("held-out reward")
         for run in ended:
-            place = run.at_end(CORRECT_OF_8), run.at_end(REWARD)
+            place: tuple[Any, Any] = run.at_end(CORRECT_OF_8), run.at_end(REWARD)
             panels[0].plot(*place, "x", color=looks(results)[run.member.method]["color"], markersize=5, alpha=0.8)
         panels[0].margins(0.12)
         text = "did not finish: its last evaluation"

@@ -30,7 +30,7 @@ class SyntheticTask:
         problems = self.drawn(self.items(), self.num_train + self.num_held_out)
         self.train_problems, self.held_out_problems = problems[: self.num_train], problems[self.num_train :]
 
-    def drawn(self, items: Sequence[Any], count: int) -> tuple[Problem, ...]:
+    def drawn(self, items: Sequence[Any], count: int) -> Sequence[Problem]:
         if count > len(items):
             raise ValueError(
                 f"num_train={self.num_train} and num_held_out={self.num_held_out} must add up to at most {len(items)}, "

@@ -40,7 +40,7 @@ def group(texts=TEXTS, problem_id="p", weight_version=0) -> Group:
 
 
 SECTION = {"url": URL, "model": "judge-1", "timeout_seconds": 5.0, "wait_seconds": 0.0, "max_concurrent": 4}
-OPTIONS = {"max_tokens": 1024, "max_response_chars": 4000}
+OPTIONS: dict[str, Any] = {"max_tokens": 1024, "max_response_chars": 4000}
 
 
 def make_judge(**changes) -> LLMJudge:
