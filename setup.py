@@ -36,6 +36,7 @@ setup(
         "pyarrow>=20,<27",
         "rich>=14,<16",
         "safetensors>=0.6,<1",
+        "scipy>=1.14,<2",
         "sympy>=1.13,<2",
         "tensorboardX>=2.6.5,<3",
         "tokenizers>=0.22,<1",

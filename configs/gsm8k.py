@@ -8,7 +8,7 @@ file with the same columns: --config.task.options.train=train.jsonl --config.tas
 
 from ml_collections import ConfigDict
 
-from poly_epo_jax import default_config
+from poly_epo_jax.config import default
 
 MODELS = {"0.6b": "Qwen/Qwen3-0.6B-Base", "1.7b": "Qwen/Qwen3-1.7B-Base"}
 """The models by the word after the file's name."""
@@ -17,9 +17,9 @@ MODELS = {"0.6b": "Qwen/Qwen3-0.6B-Base", "1.7b": "Qwen/Qwen3-1.7B-Base"}
 def get_config(words: str = "0.6b") -> ConfigDict:
     sizes = [word for word in words.split(",") if word in MODELS]
     words = ",".join(word for word in words.split(",") if word not in MODELS)
-    config = default_config.get_config(words)
+    config = default.get_config(words)
     size = [*sizes, "0.6b"][0]
-    config.workdir = f"runs/gsm8k-{size}-{default_config.parse_words(words)[0]}"
+    config.workdir = f"runs/gsm8k-{size}-{default.parse_words(words)[0]}"
 
     config.model.path = MODELS[size]
     # The prompt is a chat turn, which a base model may end with either token.

@@ -5,12 +5,12 @@ python -m poly_epo_jax.main --config=configs/multiplication.py            (or :g
 
 from ml_collections import ConfigDict
 
-from poly_epo_jax import default_config
+from poly_epo_jax.config import default
 
 
 def get_config(words: str = "poly_epo") -> ConfigDict:
-    config = default_config.get_config(words)
-    config.workdir = f"runs/multiplication-{default_config.parse_words(words)[0]}"
+    config = default.get_config(words)
+    config.workdir = f"runs/multiplication-{default.parse_words(words)[0]}"
 
     config.task.name = "multiplication"
 

@@ -9,12 +9,12 @@ the key that holds it.
 
 from ml_collections import ConfigDict
 
-from poly_epo_jax import default_config
+from poly_epo_jax.config import default
 
 
 def get_config(words: str = "poly_epo") -> ConfigDict:
-    config = default_config.get_config(words)
-    config.workdir = f"runs/polaris-{default_config.parse_words(words)[0]}"
+    config = default.get_config(words)
+    config.workdir = f"runs/polaris-{default.parse_words(words)[0]}"
 
     config.model.path = "Qwen/Qwen3-4B-Base"
     # The prompt is a chat turn, which a base model may end with either token.

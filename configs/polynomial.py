@@ -5,10 +5,10 @@ python -m poly_epo_jax.main --config=configs/polynomial.py            (or :grpo,
 
 from ml_collections import ConfigDict
 
-from poly_epo_jax import default_config
+from poly_epo_jax.config import default
 
 
 def get_config(words: str = "poly_epo") -> ConfigDict:
-    config = default_config.get_config(words)
-    config.workdir = f"runs/polynomial-{default_config.parse_words(words)[0]}"
+    config = default.get_config(words)
+    config.workdir = f"runs/polynomial-{default.parse_words(words)[0]}"
     return config

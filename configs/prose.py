@@ -10,12 +10,12 @@ these runs, so they are ours.
 
 from ml_collections import ConfigDict
 
-from poly_epo_jax import default_config
+from poly_epo_jax.config import default
 
 
 def get_config(words: str = "poly_epo") -> ConfigDict:
-    config = default_config.get_config(words)
-    config.workdir = f"runs/prose-{default_config.parse_words(words)[0]}"
+    config = default.get_config(words)
+    config.workdir = f"runs/prose-{default.parse_words(words)[0]}"
 
     config.model.path = "Qwen/Qwen3-1.7B-Base"
     config.model.stop_strings = ("<|im_end|>", "<|endoftext|>")

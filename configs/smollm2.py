@@ -10,12 +10,12 @@ A response ends at the end of its line, and its strategy is the word that it say
 
 from ml_collections import ConfigDict
 
-from poly_epo_jax import default_config
+from poly_epo_jax.config import default
 
 
 def get_config(words: str = "poly_epo") -> ConfigDict:
-    config = default_config.get_config(words)
-    config.workdir = f"runs/smollm2-{default_config.parse_words(words)[0]}"
+    config = default.get_config(words)
+    config.workdir = f"runs/smollm2-{default.parse_words(words)[0]}"
 
     config.model.path = "HuggingFaceTB/SmolLM2-135M"
     config.model.stop_strings = ("\n",)

@@ -99,7 +99,7 @@ done
 # Reading the flags here reports a wrong one before servers start.
 policy=$(python - "${flags[@]}" <<<'
 from absl import app
-from poly_epo_jax.command_line import CONFIG, parse_flags
+from poly_epo_jax.startup.command_line import CONFIG, parse_flags
 app.run(lambda _: print(CONFIG.value.model.path), flags_parser=parse_flags)')
 [ -n "$policy" ] || { echo "Error: the configuration has no model.path; name a model with POLICY=..." >&2; exit 1; }
 

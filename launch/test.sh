@@ -17,7 +17,7 @@ optional() { # NAME COMMAND...
   echo "Warning: without $name, its tests are skipped." >&2
 }
 
-optional TORCH bash tests/torch.sh
+optional TORCH bash launch/torch.sh
 optional JETSTREAM bash third_party/jetstream/setup.sh
 ruff check .
 ruff format --check .

@@ -10,12 +10,12 @@ from typing import Any
 
 from grain import DatasetIterator
 
-from poly_epo_jax.grading import check_judge, grade_groups, judged
 from poly_epo_jax.judges.llm import say_shortfalls
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.parallel.stop import Stop
+from poly_epo_jax.records.timeline import Timeline
+from poly_epo_jax.rollouts.grading import check_judge, grade_groups, judged
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.timeline import Timeline
+from poly_epo_jax.system.signals import Stop
 from poly_epo_jax.types import Counting, GradedGroup, Judge, JudgeLoad, Metrics, Problem, Sampling, Served, Task
 
 

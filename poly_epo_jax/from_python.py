@@ -15,11 +15,10 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from poly_epo_jax import main
-from poly_epo_jax.choices import read_config
-from poly_epo_jax.config import Config
-from poly_epo_jax.ctrl_c import heard_ctrl_c
-from poly_epo_jax.default_config import get_config
-from poly_epo_jax.parallel.stop import Stop
+from poly_epo_jax.config.default import get_config
+from poly_epo_jax.config.keys import Config
+from poly_epo_jax.startup.read_config import read_config
+from poly_epo_jax.system.signals import Stop, heard_ctrl_c
 
 __all__ = ["get_config", "run"]
 
@@ -28,7 +27,7 @@ def run(config: ConfigDict) -> Path:
     """Trains to the end; continues the run in `config.workdir` if there is one to resume.
 
     Returns:
-      The run folder, see run_folder.py.
+      The run folder, see records/run_folder.py.
 
     Raises:
       ValueError, OSError, ImportError: the configuration cannot run; the message says why and what to do.

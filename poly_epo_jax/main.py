@@ -2,7 +2,7 @@
 
 import gc
 
-from poly_epo_jax.parallel.host_memory import keep_freed_memory
+from poly_epo_jax.system.malloc import keep_freed_memory
 
 if __name__ == "__main__":
     keep_freed_memory()  # before the imports below start threads
@@ -22,37 +22,38 @@ from grain import DatasetIterator
 from jax.sharding import Mesh
 from rich.console import Console
 
-from poly_epo_jax import run_folder
-from poly_epo_jax.algorithm import make_advantages, make_estimator, method_title, skips_zero_advantages
-from poly_epo_jax.base_policy import base_policy
-from poly_epo_jax.batching import make_pack
-from poly_epo_jax.checkpoint import Checkpoints
-from poly_epo_jax.command_line import parse_flags, run_command
-from poly_epo_jax.config import Config, ConfigError, longest_sequence, updates_per_step
-from poly_epo_jax.data import Cleaned, drop_long_prompts, problem_batches
-from poly_epo_jax.evaluation.held_out import evaluate_held_out
+from poly_epo_jax.config.keys import Config, ConfigError, longest_sequence, updates_per_step
+from poly_epo_jax.evaluate.held_out import evaluate_held_out
 from poly_epo_jax.experience import Experience
-from poly_epo_jax.grading import JudgeError
-from poly_epo_jax.json_files import write_json
 from poly_epo_jax.memory_plan.tables import print_plan
-from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.model.attention import SHARES_PROMPTS, fastest
 from poly_epo_jax.model.attention.self_check import CHECKED, trust_attention
-from poly_epo_jax.model.sharding import host_mesh
-from poly_epo_jax.objective import DivergenceError
+from poly_epo_jax.model.checkpoint import Checkpoints
+from poly_epo_jax.model.policy import Policy, find_model, open_policy
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.parallel.stop import Stop
-from poly_epo_jax.policy import Policy, find_model, open_policy
-from poly_epo_jax.prepare import model_shape, prepare
+from poly_epo_jax.parallel.sharding import host_mesh
+from poly_epo_jax.records import run_folder
+from poly_epo_jax.records.timeline import Timeline
+from poly_epo_jax.records.tracking import Tracker
 from poly_epo_jax.rollouts import SAMPLERS
+from poly_epo_jax.rollouts.grading import JudgeError
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.same_run import check_same_model, check_same_run
-from poly_epo_jax.timeline import Timeline
-from poly_epo_jax.tracking import Tracker
+from poly_epo_jax.rollouts.prompts import drop_long_prompts, problem_batches
+from poly_epo_jax.startup.base_policy import base_policy
+from poly_epo_jax.startup.command_line import parse_flags, run_command
+from poly_epo_jax.startup.prepare import model_shape, prepare
+from poly_epo_jax.startup.resume_checks import check_same_model, check_same_run
+from poly_epo_jax.step.advantages import make_advantages, make_estimator, method_title, skips_zero_advantages
+from poly_epo_jax.step.minibatches import MinibatchPacker
+from poly_epo_jax.step.objective import DivergenceError
+from poly_epo_jax.step.packing import make_pack
+from poly_epo_jax.step.update import PolicyUpdate, make_update
+from poly_epo_jax.system.json_files import write_json
+from poly_epo_jax.system.signals import Stop
+from poly_epo_jax.system.versions import versions, versions_used
+from poly_epo_jax.tasks.problems import Cleaned
 from poly_epo_jax.train import Schedule, Trained, Trainer, Unlogged, train
 from poly_epo_jax.types import Judge, JudgeLoad, Metrics, Problem, Sampling, Task
-from poly_epo_jax.update import PolicyUpdate, make_update
-from poly_epo_jax.versions import versions, versions_used
 
 
 def run(config: Config, stop: Stop | None = None) -> None:

@@ -8,22 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from poly_epo_jax.algorithm import Features, batch_features
-from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.experience import Batch, Experience
-from poly_epo_jax.json_files import Row
-from poly_epo_jax.minibatches import MinibatchPacker
 from poly_epo_jax.model import attention
-from poly_epo_jax.model.sharding import params_on_host
-from poly_epo_jax.objective import DivergenceError, check_finite
+from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.parallel.peak_memory import peak_bytes
-from poly_epo_jax.parallel.stop import Stopped
-from poly_epo_jax.step_metrics import logged_generations, step_metrics
-from poly_epo_jax.timeline import Timeline, Window
-from poly_epo_jax.tracking import Tracker
+from poly_epo_jax.parallel.devices import peak_bytes
+from poly_epo_jax.parallel.sharding import params_on_host
+from poly_epo_jax.records.timeline import Timeline, Window
+from poly_epo_jax.records.tracking import Tracker
+from poly_epo_jax.step.advantages import Features, batch_features
+from poly_epo_jax.step.minibatches import MinibatchPacker
+from poly_epo_jax.step.objective import DivergenceError, check_finite
+from poly_epo_jax.step.step_metrics import logged_generations, step_metrics
+from poly_epo_jax.step.update import PolicyUpdate, TrainState
+from poly_epo_jax.system.json_files import Row
+from poly_epo_jax.system.signals import Stopped
 from poly_epo_jax.types import Metrics, Params
-from poly_epo_jax.update import PolicyUpdate, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Trainer:
     """A policy in training, on every host. `step` is Algorithm 1 of the paper.
 
     Args:
-      advantages: (step, features of a batch) -> advantages, see algorithm.py.
+      advantages: (step, features of a batch) -> advantages, see step/advantages.py.
       packer: makes minibatches of generations and advantages.
       trained: the progress so far; None while an update has consumed the state and not yet returned a new one.
       reference: the initial policy's weights, at least the trainable ones, if the update has a KL term.

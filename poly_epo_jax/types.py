@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
@@ -272,3 +272,20 @@ class Counting(Protocol):
 
 
 Metrics = dict[str, float]
+
+
+Part = TypeVar("Part")
+
+
+class Registry(dict[str, Part]):
+    """A dict in which a taken name cannot be given to another part, as runs that name it would silently change."""
+
+    def __setitem__(self, name: str, part: Part) -> None:
+        """Registers a part.
+
+        Raises:
+          ValueError: the name is taken.
+        """
+        if name in self:
+            raise ValueError(f"There is a part named {name!r} already; choose another name than {', '.join(self)}.")
+        super().__setitem__(name, part)

@@ -79,7 +79,7 @@ def default_signals() -> Iterator[None]:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The one time that poly_epo_jax/timeline.py reads; it stands still until the test moves it."""
+    """The one time that poly_epo_jax/records/timeline.py reads; it stands still until the test moves it."""
     time = [100.0]
-    monkeypatch.setattr("poly_epo_jax.timeline.time", SimpleNamespace(perf_counter=lambda: time[0]))
+    monkeypatch.setattr("poly_epo_jax.records.timeline.time", SimpleNamespace(perf_counter=lambda: time[0]))
     return time

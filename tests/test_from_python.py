@@ -14,8 +14,8 @@ import pytest
 from training_runs import SETTINGS, Run, environment
 
 import poly_epo_jax
-from poly_epo_jax.parallel.stop import Stop, Stopped
-from poly_epo_jax.run_folder import METRICS, read_method, read_rows
+from poly_epo_jax.records.run_folder import METRICS, read_method, read_rows
+from poly_epo_jax.system.signals import Stop, Stopped
 
 ROOT = Path(__file__).parents[1]
 (BLOCK,) = re.findall(r"```python\n(from poly_epo_jax import.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

@@ -23,15 +23,17 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from configs import polynomial
-from poly_epo_jax import base_policy, export, main
-from poly_epo_jax.base_policy import build_character_tokenizer
-from poly_epo_jax.choices import read_config
-from poly_epo_jax.config import ConfigError
+from poly_epo_jax import main
+from poly_epo_jax.config.keys import ConfigError
+from poly_epo_jax.export import __main__ as export
 from poly_epo_jax.model import hf
-from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.records.run_folder import LOGGED_GENERATION, read_method, read_rows
 from poly_epo_jax.report import build as report
-from poly_epo_jax.run_folder import LOGGED_GENERATION, read_method, read_rows
-from poly_epo_jax.same_run import check_same_model
+from poly_epo_jax.startup import base_policy
+from poly_epo_jax.startup.base_policy import build_character_tokenizer
+from poly_epo_jax.startup.read_config import read_config
+from poly_epo_jax.startup.resume_checks import check_same_model
 from poly_epo_jax.tasks import PolynomialTask
 
 ROOT = Path(__file__).parents[1]

@@ -16,18 +16,18 @@ from fakes import LETTERS, PROBLEMS, ByLetter, LetterJudge, RandomLetters, tiny_
 from tiny_training import saved, tiny_config, train_tiny
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.algorithm import Features, make_advantages
-from poly_epo_jax.checkpoint import Checkpoints
-from poly_epo_jax.data import problem_batches
 from poly_epo_jax.experience import Experience
-from poly_epo_jax.grading import JudgeError
-from poly_epo_jax.http_client import ServerError
-from poly_epo_jax.objective import DivergenceError
+from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.progress import TrainingProgress
-from poly_epo_jax.run_folder import read_rows
-from poly_epo_jax.step_metrics import logged_generations
-from poly_epo_jax.timeline import Timeline
+from poly_epo_jax.records.progress import TrainingProgress
+from poly_epo_jax.records.run_folder import read_rows
+from poly_epo_jax.records.timeline import Timeline
+from poly_epo_jax.rollouts.grading import JudgeError
+from poly_epo_jax.rollouts.prompts import problem_batches
+from poly_epo_jax.step.advantages import Features, make_advantages
+from poly_epo_jax.step.objective import DivergenceError
+from poly_epo_jax.step.step_metrics import logged_generations
+from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.types import Completion, GradedGroup, Metrics, Params, Problem, Request, Sampling
 
 

@@ -20,23 +20,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from poly_epo_jax.batching import row_tokens
 from poly_epo_jax.bench.aot.command import compile_for
 from poly_epo_jax.bench.roofline import measure_roofline
 from poly_epo_jax.bench.stages import stage_row, time_stages
 from poly_epo_jax.bench.workload import make_workload
-from poly_epo_jax.command_line import parse_flags, run_command
-from poly_epo_jax.config import Config, ConfigError
+from poly_epo_jax.config.keys import Config, ConfigError
+from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.memory_plan.tables import print_plan, print_plans
-from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.mesh import check_mesh
-from poly_epo_jax.parallel.presets import MESHES
-from poly_epo_jax.prepare import check_memory, check_writable, model_shape
+from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.startup.command_line import parse_flags, run_command
+from poly_epo_jax.startup.prepare import check_memory, check_writable, model_shape
+from poly_epo_jax.step.packing import row_tokens
 
 PLAN = flags.DEFINE_bool("plan", False, "Only plans the memory of each device; needs none of the devices.")
-PLANS = flags.DEFINE_bool("plans", False, "The same for every mesh of poly_epo_jax/parallel/presets.py.")
+PLANS = flags.DEFINE_bool("plans", False, "The same for every mesh of poly_epo_jax/config/machines.py.")
 COMPILE_FOR = flags.DEFINE_string(
-    "compile-for", "", "Only compiles, for a machine of poly_epo_jax/parallel/presets.py that need not be here."
+    "compile-for", "", "Only compiles, for a machine of poly_epo_jax/config/machines.py that need not be here."
 )
 LAYERS = flags.DEFINE_integer("layers", 0, "Of the model, with --compile-for; 0: all.", lower_bound=0)
 OUTPUT = flags.DEFINE_string("output", "", "Where the figures are written; empty: in runs, bench.json and the like.")

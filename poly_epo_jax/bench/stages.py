@@ -16,18 +16,18 @@ from jaxtyping import Int
 
 from poly_epo_jax.bench.roofline import Roofline, first_and_median_seconds
 from poly_epo_jax.bench.workload import Workload
-from poly_epo_jax.config import Config
+from poly_epo_jax.config.keys import Config
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.flops import gradient_passes
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model, first_params
-from poly_epo_jax.model.sharding import param_shardings
+from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.embedded.slots import Job, Slots, capacity
-from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync
+from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
+from poly_epo_jax.step.update import make_update
 from poly_epo_jax.types import Params, Sampling
-from poly_epo_jax.update import make_update
 
 
 @dataclasses.dataclass(frozen=True)

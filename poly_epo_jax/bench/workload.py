@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import Int
 
-from poly_epo_jax.batching import PackedBatch, TrainingSequence, make_pack
-from poly_epo_jax.config import Config
+from poly_epo_jax.config.keys import Config
+from poly_epo_jax.step.packing import PackedBatch, TrainingSequence, make_pack
 
 MEAN_LENGTH, SIGMA = 0.4, 0.6  # of a response: a share of sampling.max_tokens, and the spread of its logarithm
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from absl import app, flags
 
-from poly_epo_jax.command_line import parse_flags, run_command
-from poly_epo_jax.config import Config
+from poly_epo_jax.config.keys import Config
 from poly_epo_jax.doctor.command import run
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.prepare import check_writable
+from poly_epo_jax.startup.command_line import parse_flags, run_command
+from poly_epo_jax.startup.prepare import check_writable
 
 SHORT = flags.DEFINE_bool("short", False, "Only what takes seconds and leaves servers as they are.")
 OUTPUT = flags.DEFINE_string("output", "", "Where the table is written as JSON; empty: nowhere.")

@@ -10,14 +10,14 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.batching import PackedBatch, TrainingSequence, pack
 from poly_epo_jax.doctor.examine import Failed, Seen
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import abstract_model
 from poly_epo_jax.model.rounding import allowed, exactly
-from poly_epo_jax.objective import Objective
+from poly_epo_jax.step.objective import Objective
+from poly_epo_jax.step.packing import PackedBatch, TrainingSequence, pack
+from poly_epo_jax.step.update import PolicyUpdate, TrainState
 from poly_epo_jax.types import Params
-from poly_epo_jax.update import PolicyUpdate, TrainState
 
 
 class Trainer:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from poly_epo_jax.batching import PackedBatch, pack
 from poly_epo_jax.doctor.examine import Failed, Missing, Seen, Subject
 from poly_epo_jax.doctor.small_model import random_params, random_sequences, small_shape
 from poly_epo_jax.model.config import ModelConfig
@@ -17,8 +16,9 @@ from poly_epo_jax.model.lora import trained_pattern
 from poly_epo_jax.model.qwen3 import abstract_model
 from poly_epo_jax.model.rounding import allowed, exactly
 from poly_epo_jax.parallel.mesh import AXES
+from poly_epo_jax.step.packing import PackedBatch, pack
+from poly_epo_jax.step.update import PolicyUpdate
 from poly_epo_jax.types import Params
-from poly_epo_jax.update import PolicyUpdate
 
 SEQUENCES, ROW_TOKENS = 4, 64  # sequences per row shard of the mesh; tokens per row
 

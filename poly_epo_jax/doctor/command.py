@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from poly_epo_jax.config import Config
+from poly_epo_jax.config.keys import Config
 from poly_epo_jax.doctor.collectives import check_collectives
 from poly_epo_jax.doctor.decoding import check_decoding
 from poly_epo_jax.doctor.devices import check_devices, check_kernel
@@ -24,7 +24,7 @@ from poly_epo_jax.doctor.judge import check_judge
 from poly_epo_jax.doctor.servers import check_answers, check_weights
 from poly_epo_jax.doctor.step import check_step
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.prepare import prepare
+from poly_epo_jax.startup.prepare import prepare
 
 
 def check_settings(subject: Subject) -> Seen:

@@ -5,13 +5,13 @@ import dataclasses
 
 import numpy as np
 
-from poly_epo_jax.batching import TrainingSequence
-from poly_epo_jax.config import Config
+from poly_epo_jax.config.keys import Config
 from poly_epo_jax.doctor.agreement import Trainer, compare
 from poly_epo_jax.doctor.examine import Failed, Seen, Subject
 from poly_epo_jax.doctor.small_model import random_params, small_shape
 from poly_epo_jax.model.qwen3 import abstract_model
 from poly_epo_jax.rollouts import SAMPLERS
+from poly_epo_jax.step.packing import TrainingSequence
 from poly_epo_jax.types import Params, Request, Sampler, Sampling
 
 PROMPTS, GENERATIONS, LONGEST = 4, 2, 24

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 
-from poly_epo_jax.checkpoint import Checkpoints
 from poly_epo_jax.doctor.examine import Failed, Seen, Subject
 from poly_epo_jax.doctor.small_model import random_params, small_shape
+from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.model.fingerprint import fingerprints
 from poly_epo_jax.model.qwen3 import abstract_model
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.update import PolicyUpdate, TrainState, make_update
+from poly_epo_jax.step.update import PolicyUpdate, TrainState, make_update
 
 
 def check_checkpoint(subject: Subject) -> Seen:

@@ -11,17 +11,17 @@ from typing import Literal
 
 from jax.sharding import Mesh
 
-from poly_epo_jax.batching import row_tokens
-from poly_epo_jax.choices import make_task
-from poly_epo_jax.config import Config
-from poly_epo_jax.daemon_thread import in_daemon_thread
+from poly_epo_jax.config.keys import Config
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.policy import find_model
 from poly_epo_jax.model.presets import has_preset
-from poly_epo_jax.model.sharding import host_mesh, make_mesh
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.mesh import check_mesh
-from poly_epo_jax.policy import find_model
-from poly_epo_jax.prepare import model_shape
+from poly_epo_jax.parallel.sharding import host_mesh, make_mesh
+from poly_epo_jax.startup.prepare import model_shape
+from poly_epo_jax.startup.read_config import make_task
+from poly_epo_jax.step.packing import row_tokens
+from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.types import Task
 
 Status = Literal["passed", "failed", "not there"]

@@ -5,10 +5,10 @@ import dataclasses
 
 import numpy as np
 
-from poly_epo_jax.choices import make_judge
-from poly_epo_jax.config import JudgeSection
+from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.doctor.examine import Failed, Missing, Seen, Subject
 from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.startup.read_config import make_judge
 from poly_epo_jax.types import Clustering, Generation, Group, Judge, JudgeFailure, Problem, Served
 
 PROBLEM = Problem("doctor", "What is 1 + 2 + ... + 10? Put the answer inside \\boxed{}.", "55")

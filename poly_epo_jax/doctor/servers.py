@@ -10,21 +10,22 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from poly_epo_jax import run_folder
-from poly_epo_jax.base_policy import base_policy_folder
-from poly_epo_jax.batching import TrainingSequence
-from poly_epo_jax.config import Config
-from poly_epo_jax.data import drop_long_prompts
+from poly_epo_jax.config.keys import Config
 from poly_epo_jax.doctor.agreement import Trainer, compare
 from poly_epo_jax.doctor.examine import Failed, Finding, Missing, Subject
-from poly_epo_jax.file_lock import InUseError
-from poly_epo_jax.first_line import first_line
-from poly_epo_jax.model.sharding import params_on_host
+from poly_epo_jax.model.policy import Policy, find_model, open_policy
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.policy import Policy, find_model, open_policy, open_trained_policy
+from poly_epo_jax.parallel.sharding import params_on_host
+from poly_epo_jax.records import run_folder
+from poly_epo_jax.records.run_folder import resumable_config
 from poly_epo_jax.rollouts import SAMPLERS, open_server
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.run_folder import resumable_config
+from poly_epo_jax.rollouts.prompts import drop_long_prompts
+from poly_epo_jax.startup.base_policy import base_policy_folder
+from poly_epo_jax.startup.trained_policy import open_trained_policy
+from poly_epo_jax.step.packing import TrainingSequence
+from poly_epo_jax.system.file_lock import InUseError
+from poly_epo_jax.system.text import first_line
 from poly_epo_jax.types import Group, Params, Sampler, Sampling
 
 

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from poly_epo_jax.batching import TrainingSequence
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import abstract_model, first_params
-from poly_epo_jax.model.sharding import param_shardings
+from poly_epo_jax.parallel.sharding import param_shardings
+from poly_epo_jax.step.packing import TrainingSequence
 from poly_epo_jax.types import Params
 
 LAYERS, WIDTH, VOCABULARY = 2, 64, 256

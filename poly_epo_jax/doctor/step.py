@@ -11,8 +11,8 @@ from poly_epo_jax.bench.workload import make_workload
 from poly_epo_jax.doctor.examine import Finding, Missing, Subject
 from poly_epo_jax.memory_plan.tables import amount, plan_of
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.parallel.peak_memory import device_peak
-from poly_epo_jax.prepare import TOLERANCE
+from poly_epo_jax.parallel.devices import device_peak
+from poly_epo_jax.startup.prepare import TOLERANCE
 
 SECONDS = 90.0  # after which no further stage is started
 SLOWEST = 50.0  # times its roofline: slower than any kernel that works as it should

@@ -7,9 +7,14 @@ from poly_epo_jax.judges.answer import AnswerJudge
 from poly_epo_jax.judges.exact import ExactJudge
 from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.judges.ngrams import NgramsJudge
-from poly_epo_jax.judges.none import NoJudge
-from poly_epo_jax.registry import Registry
-from poly_epo_jax.types import DEGENERATE_CLUSTER, Judge, Strategic, Task, Voting
+from poly_epo_jax.types import DEGENERATE_CLUSTER, Group, Judge, Registry, Strategic, Task, Voting
+
+
+class NoJudge:
+    """Does not cluster."""
+
+    async def cluster(self, group: Group) -> None:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,11 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from poly_epo_jax.checks import Range
-from poly_epo_jax.config import JudgeSection
-from poly_epo_jax.http_client import (
+from poly_epo_jax.config.checks import Range
+from poly_epo_jax.config.keys import JudgeSection
+from poly_epo_jax.judges.prompt import build_messages, load_rubric, reply_schema
+from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context, read_model_name
+from poly_epo_jax.system.http_client import (
     ServerError,
     WrongAnswer,
     backoff_seconds,
@@ -26,8 +28,6 @@ from poly_epo_jax.http_client import (
     printable,
     wait_until_healthy,
 )
-from poly_epo_jax.judges.prompt import build_messages, load_rubric, reply_schema
-from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context, read_model_name
 from poly_epo_jax.types import Clustering, Group, Judge, JudgeFailure, JudgeLoad, Limited, Task
 
 VERSION = re.compile(r"/v[0-9]\w*/")

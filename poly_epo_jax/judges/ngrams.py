@@ -7,8 +7,8 @@ from typing import Annotated
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from poly_epo_jax.checks import Range
-from poly_epo_jax.config import JudgeSection
+from poly_epo_jax.config.checks import Range
+from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.types import Clustering, Group, Task
 

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from poly_epo_jax.system.text import printable
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 # Printable ASCII without `"` and `\`. Beyond 128 repetitions, xgrammar takes another path, which fails in its 0.2.7.
@@ -22,7 +23,6 @@ RATIONALE_PATTERN = r"^[!#-\[\]-~][ !#-\[\]-~]{0,119}$"
 CONTROL_TOKEN_START = re.compile(
     r"[<\uff1c\ufe64](?=[^\s=\uff1d])|[\[\uff3b\u3010](?=[|\uff5c]|[/\uff0f]?[^\W\d]{3})|\](?=~)|~(?=\[)"
 )
-UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def load_rubric(prompt_file: str) -> str:
@@ -81,11 +81,6 @@ def neutralize(text: str) -> str:
     `|`.
     """
     return CONTROL_TOKEN_START.sub(r"\g<0> ", printable(text))
-
-
-def printable(text: str) -> str:
-    """`text` with a replacement character in place of control characters and lone surrogates."""
-    return UNPRINTABLE.sub("\ufffd", text)
 
 
 def shorten(text: str, max_chars: int, code: str) -> str:

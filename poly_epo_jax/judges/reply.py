@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from poly_epo_jax.judges.prompt import printable
+from poly_epo_jax.system.text import printable
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering
 
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from poly_epo_jax.batching import fillable_rows, row_tokens, rows_per_device
-from poly_epo_jax.config import Config
+from poly_epo_jax.config.keys import Config
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.flops import trained_elements
@@ -21,6 +20,7 @@ from poly_epo_jax.model.logprobs import chunk_size
 from poly_epo_jax.model.qwen3 import AUTO, REMAT_POLICIES
 from poly_epo_jax.parallel.devices import Setting
 from poly_epo_jax.rollouts import SAMPLERS
+from poly_epo_jax.step.packing import fillable_rows, row_tokens, rows_per_device
 
 FLOAT32 = 4
 SPARE = 0.1

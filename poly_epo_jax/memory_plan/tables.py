@@ -10,12 +10,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from poly_epo_jax.batching import row_tokens
-from poly_epo_jax.config import Config, ConfigError, MeshSection
+from poly_epo_jax.config.keys import Config, ConfigError, MeshSection
 from poly_epo_jax.memory_plan.plan import Plan, largest_rows, make_plan
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.parallel.devices import DEVICES, Setting, device_name
 from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh
+from poly_epo_jax.step.packing import row_tokens
 
 BRIEF_SHARE = 0.1  # of the memory; a plan below it needs no table
 SMALL_SHARE = 0.01  # of a stage's bytes; terms below it are not shown

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from poly_epo_jax.registry import Registry
+from poly_epo_jax.types import Registry
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from poly_epo_jax.model.attention import cached_attention, packed_attention
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import is_adapter, merged
 from poly_epo_jax.model.qwen3 import rms_norm
-from poly_epo_jax.model.sharding import ROWS, pinned
+from poly_epo_jax.parallel.sharding import ROWS, pinned
 from poly_epo_jax.types import Params
 
 

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from poly_epo_jax.digests import write_digests
-from poly_epo_jax.json_files import read_object, write_json
 from poly_epo_jax.model.architectures import ARCHITECTURES, Weight
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import new_folder, open_tensors, write_tensors
 from poly_epo_jax.model.lora import merged, without_adapter
 from poly_epo_jax.model.qwen3 import abstract_model, declared_weights, param_shapes
+from poly_epo_jax.system.digests import write_digests
+from poly_epo_jax.system.json_files import read_object, write_json
 from poly_epo_jax.types import Params
 
 

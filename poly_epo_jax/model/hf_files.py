@@ -14,7 +14,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from poly_epo_jax.json_files import write_json
+from poly_epo_jax.system.json_files import write_json
 
 WRITERS = 4
 """Files that are written at once. The host holds the tensors of these and of the next one."""

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from poly_epo_jax.model.matmul import transposed
-from poly_epo_jax.model.sharding import ROWS, platform
 from poly_epo_jax.parallel.devices import DEVICES, device_name
+from poly_epo_jax.parallel.sharding import ROWS, platform
 
 LOGITS_SHARE = 0.02
 """The largest share of an accelerator's memory for a chunk's float32 logits, besides what is computed from them."""

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from poly_epo_jax.config import Config, LoraSection
+from poly_epo_jax.config.keys import Config, LoraSection
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.partition import split_params
 from poly_epo_jax.model.qwen3 import first_params

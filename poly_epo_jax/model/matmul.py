@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from poly_epo_jax.model.sharding import gather_weight, platform, split_outputs, summed_over_rows
+from poly_epo_jax.parallel.sharding import gather_weight, platform, split_outputs, summed_over_rows
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poly_epo_jax.digests import write_digests
-from poly_epo_jax.json_files import write_json
 from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import new_folder, save_tensors
+from poly_epo_jax.system.digests import write_digests
+from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.types import Params
 
 PREFIX = "base_model.model."

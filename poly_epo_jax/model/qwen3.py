@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from poly_epo_jax.model.attention import packed_attention
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.matmul import matmul
-from poly_epo_jax.model.sharding import ROWS, pinned
+from poly_epo_jax.parallel.sharding import ROWS, pinned
 from poly_epo_jax.types import Params
 
 REMAT_POLICIES = {

@@ -1,4 +1,4 @@
-"""The options of parallel.presets that XLA accepts when it compiles for a mesh's devices."""
+"""XLA's options by kind of device, and which of them the compiler of a mesh's devices accepts."""
 
 import functools
 import warnings
@@ -7,9 +7,20 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from poly_epo_jax.first_line import first_line
 from poly_epo_jax.parallel.devices import device_name
-from poly_epo_jax.parallel.presets import COMPILER_OPTIONS
+from poly_epo_jax.system.text import first_line
+
+_TPU_OPTIONS: dict[str, bool | str] = {
+    # By default a large gather becomes a ring of partial products, which on eight chips are too thin to fill a matrix
+    # unit: by XLA's own estimate a forward layer of Qwen3-4B takes 20.0 ms with it on a v6e-8, and 8.6 ms without.
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+}
+# Updates wait for gathers of weights: 2% of an update, by arithmetic. xla_tpu_enable_async_collective_fusion would
+# overlap them with products. But newer compilers refuse it on all TPUs except the v5e, because results may be wrong,
+# and together with splash it was seen to make NaN on a v6e (jax-ml/jax#38741).
+
+COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {"v5p": _TPU_OPTIONS, "v6e": _TPU_OPTIONS}
+"""XLA's options by device, where its defaults lose time on the programs of an update."""
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
@@ -27,7 +38,7 @@ def _accepted(name: str, device: Any) -> tuple[tuple[str, bool | str], ...]:
     for key, reason in refused.items():
         if reason is not None:
             warnings.warn(
-                f"XLA compiles for {name} without {key}={options[key]}, which parallel/presets.py sets for speed: "
+                f"XLA compiles for {name} without {key}={options[key]}, which compiler_options.py sets for speed: "
                 f"{reason}; install the versions of launch/lock.txt.",
                 stacklevel=2,
             )

@@ -23,9 +23,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from poly_epo_jax.config import HostsSection
-from poly_epo_jax.first_line import first_line
-from poly_epo_jax.parallel.stop import Stopped
+from poly_epo_jax.config.keys import HostsSection
+from poly_epo_jax.system.signals import Stopped
+from poly_epo_jax.system.text import first_line
 
 T = TypeVar("T")
 

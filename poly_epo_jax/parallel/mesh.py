@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from poly_epo_jax.config import ConfigError
+from poly_epo_jax.config.keys import ConfigError
 
 AXES = ("data", "fsdp", "tensor")
 RULES: dict[str, str | None] = {

@@ -10,13 +10,7 @@ from poly_epo_jax.report.document import asset, document
 from poly_epo_jax.report.evaluation_figures import Tree, lay_out_tree
 from poly_epo_jax.report.folders import Evaluation, Evaluations, Run, labels, read_folders
 from poly_epo_jax.report.generations import Collection, bound, evaluation_collection, run_collections
-from poly_epo_jax.report.page import (
-    evaluation_summaries,
-    final_values,
-    metrics_table,
-    results_tables,
-    run_summary,
-)
+from poly_epo_jax.report.page import evaluation_summaries, final_values, metrics_table, results_tables, run_summary
 from poly_epo_jax.report.sections import evaluation_sections, run_sections, timeline_section
 from poly_epo_jax.report.settings import settings_section
 from poly_epo_jax.types import DEGENERATE_CLUSTER

@@ -49,3 +49,9 @@ def asset(name: str) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def markdown_table(header: Any, rows: Any) -> list[str]:
+    """The lines of a table in Markdown."""
+    cells = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in cells]

@@ -1,4 +1,4 @@
-"""Reads what a report is made from: folders of runs (run_folder.py) and of evaluations (evaluation/folder.py)."""
+"""Reads what a report is made from: folders of runs (records/run_folder.py) and of evaluations (evaluate/folder.py)."""
 
 import dataclasses
 import json
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from poly_epo_jax.evaluation.folder import RESULTS, find_results
-from poly_epo_jax.json_files import read_object
+from poly_epo_jax.evaluate.folder import RESULTS, find_results
+from poly_epo_jax.records.run_folder import ABOUT, CONFIG, METRICS, TIMELINE, TIMING, read_rows
+from poly_epo_jax.records.timeline import Window
 from poly_epo_jax.report.evaluation_figures import model_labels
-from poly_epo_jax.run_folder import ABOUT, CONFIG, METRICS, TIMELINE, TIMING, read_rows
-from poly_epo_jax.timeline import Window
+from poly_epo_jax.system.json_files import read_object
 
 Rows = list[dict[str, Any]]
 _COUNTS = ("num_problems", "num_generations")

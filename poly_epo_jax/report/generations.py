@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from poly_epo_jax.evaluation.folder import read_generations
-from poly_epo_jax.json_files import Row, read_rows
-from poly_epo_jax.run_folder import GENERATIONS, LOGGED_GENERATION
+from poly_epo_jax.evaluate.folder import read_generations
+from poly_epo_jax.records.run_folder import GENERATIONS, LOGGED_GENERATION
+from poly_epo_jax.system.json_files import Row, read_rows
 
 Collection = dict[str, Any]
 # Characters that are invisible, or that change the direction of the text around them, are escaped as in Python strings.

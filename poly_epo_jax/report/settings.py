@@ -35,7 +35,7 @@ def settings_section(
 
     Args:
       configs: by run; runs without one are left out.
-      versions: by run, see versions.py.
+      versions: by run, see system/versions.py.
     """
     configs = {label: config for label, config in configs.items() if config}
     if not configs:

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
+from poly_epo_jax.records.timeline import Interval, Span, Window, alone_intervals, merge, total_seconds
 from poly_epo_jax.report import figures
-from poly_epo_jax.timeline import Interval, Span, Window, alone_intervals, merge, total_seconds
 
 Windows = Mapping[int, Window]
 

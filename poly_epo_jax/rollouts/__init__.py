@@ -7,17 +7,16 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from poly_epo_jax.config import Config, ConfigError
+from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.registry import Registry
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
-from poly_epo_jax.rollouts.sglang.client import SGLangSampler
-from poly_epo_jax.rollouts.sglang.dialect import ServedModel
-from poly_epo_jax.rollouts.sglang.requests import SGLANG
-from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
-from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync, TensorSync
-from poly_epo_jax.types import Sampler
+from poly_epo_jax.rollouts.servers.client import SGLangSampler
+from poly_epo_jax.rollouts.servers.dialect import ServedModel
+from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
+from poly_epo_jax.rollouts.servers.weight_sync import DiskSync, TensorSync
+from poly_epo_jax.rollouts.sglang import SGLANG
+from poly_epo_jax.types import Registry, Sampler
 
 WEIGHT_SYNCS = ("disk", "tensor")
 

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Int, UInt32
 from transformers import PreTrainedTokenizerBase
 
-from poly_epo_jax.daemon_thread import in_daemon_thread
-from poly_epo_jax.data import encode_prompts
-from poly_epo_jax.stop_strings import text_before
-from poly_epo_jax.timeline import waiting
+from poly_epo_jax.model.stop_strings import text_before
+from poly_epo_jax.records.timeline import waiting
+from poly_epo_jax.rollouts.prompts import encode_prompts
+from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.types import (
     Completion,
     Conversational,

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key, Shaped
 
-from poly_epo_jax.registry import Registry
+from poly_epo_jax.types import Registry
 
 
 class Tokens(NamedTuple):

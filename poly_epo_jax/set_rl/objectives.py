@@ -13,7 +13,6 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from poly_epo_jax.registry import Registry
 from poly_epo_jax.set_rl.advantages import (
     ClosedForm,
     SetObjective,
@@ -22,7 +21,7 @@ from poly_epo_jax.set_rl.advantages import (
 )
 from poly_epo_jax.set_rl.estimators.best_of_k import pass_at_n_advantages
 from poly_epo_jax.set_rl.estimators.of_embeddings import cosines, log_volume
-from poly_epo_jax.types import DEGENERATE_CLUSTER
+from poly_epo_jax.types import DEGENERATE_CLUSTER, Registry
 
 
 def polychromic(

@@ -15,14 +15,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from poly_epo_jax.file_lock import exclusive
-from poly_epo_jax.parallel.stop import Stopped
 from poly_epo_jax.study.folder import LOCK
 from poly_epo_jax.study.page import write_report
 from poly_epo_jax.study.plan import Run, make_runs, write_plan
 from poly_epo_jax.study.progress import shown
 from poly_epo_jax.study.queue import cores, default_places, gpus, work_off
 from poly_epo_jax.study.spec import read_study
+from poly_epo_jax.system.file_lock import exclusive
+from poly_epo_jax.system.signals import Stopped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,8 +2,8 @@
 
 study.json                  the study's runs: {"baseline": method, "runs": [{"task", "method", "rate", "seed"}]}
 attempts.jsonl              one row for each time that a run was trained or evaluated, with the columns of `ATTEMPT`
-TASK/METHOD-lrRATE-seedSEED/  run folders, see run_folder.py
-evaluation/                 evaluations of the finished runs, see evaluation/folder.py
+TASK/METHOD-lrRATE-seedSEED/  run folders, see records/run_folder.py
+evaluation/                 evaluations of the finished runs, see evaluate/folder.py
 report/                     report.html, tables.md, and figures as PNG and PDF, see page.py
 lock                        held by the process that runs the study
 """
@@ -13,9 +13,9 @@ import datetime
 import json
 from pathlib import Path
 
-from poly_epo_jax import run_folder
-from poly_epo_jax.json_files import Columns, Row
-from poly_epo_jax.json_files import read_rows as read_json_rows
+from poly_epo_jax.records import run_folder
+from poly_epo_jax.system.json_files import Columns, Row
+from poly_epo_jax.system.json_files import read_rows as read_json_rows
 
 PLAN, ATTEMPTS, LOG, LOCK, EVALUATION = "study.json", "attempts.jsonl", "log.txt", "lock", "evaluation"
 

@@ -8,9 +8,8 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from poly_epo_jax.metrics.intervals import Interval
-from poly_epo_jax.report.document import document, table
+from poly_epo_jax.report.document import document, markdown_table, table
 from poly_epo_jax.report.figures import image, save
-from poly_epo_jax.report.model_card import markdown_table
 from poly_epo_jax.report.quantities import HELD_OUT, TRAINING
 from poly_epo_jax.study import figures
 from poly_epo_jax.study.frontier import frontier

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from poly_epo_jax import run_folder
-from poly_epo_jax.checks import ConfigError
-from poly_epo_jax.command_line import read_arguments
-from poly_epo_jax.config import Config
-from poly_epo_jax.evaluation.benchmarks import about_evaluation, benchmark_label
-from poly_epo_jax.evaluation.folder import ABOUT, RESULTS
-from poly_epo_jax.json_files import write_json
-from poly_epo_jax.same_run import check_same_run
+from poly_epo_jax.config.checks import ConfigError
+from poly_epo_jax.config.keys import Config
+from poly_epo_jax.evaluate.benchmarks import about_evaluation, benchmark_label
+from poly_epo_jax.evaluate.folder import ABOUT, RESULTS
+from poly_epo_jax.records import run_folder
+from poly_epo_jax.startup.command_line import read_arguments
+from poly_epo_jax.startup.resume_checks import check_same_run
 from poly_epo_jax.study.folder import EVALUATION, PLAN, Member, run_state
 from poly_epo_jax.study.spec import OWNED, RATE, SEED, WORKDIR, Changes, Evaluation, Study
+from poly_epo_jax.system.json_files import write_json
 
 
 @dataclasses.dataclass(frozen=True)

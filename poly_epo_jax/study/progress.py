@@ -11,10 +11,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from poly_epo_jax.json_files import Row
 from poly_epo_jax.study.folder import clock, run_state
 from poly_epo_jax.study.plan import Run
 from poly_epo_jax.study.queue import ENDED, Listener
+from poly_epo_jax.system.json_files import Row
 
 
 class Shown:

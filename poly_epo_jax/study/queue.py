@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from poly_epo_jax import run_folder
-from poly_epo_jax.file_lock import InUseError
-from poly_epo_jax.json_files import Row, append_rows
-from poly_epo_jax.parallel.stop import Stop, Stopped
+from poly_epo_jax.records import run_folder
 from poly_epo_jax.study.folder import ATTEMPTS, LOG
 from poly_epo_jax.study.plan import Run
+from poly_epo_jax.system.file_lock import InUseError
+from poly_epo_jax.system.json_files import Row, append_rows
+from poly_epo_jax.system.signals import Stop, Stopped
 
 Place = dict[str, str]
 """Environment variables of the runs at a place; `CORE` is the core that they are bound to."""

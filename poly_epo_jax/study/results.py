@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from poly_epo_jax import run_folder
-from poly_epo_jax.evaluation.folder import find_results
-from poly_epo_jax.json_files import Row, read_object
+from poly_epo_jax.evaluate.folder import find_results
 from poly_epo_jax.metrics import names
 from poly_epo_jax.metrics.intervals import Interval, mean_interval, paired_difference
+from poly_epo_jax.records import run_folder
 from poly_epo_jax.study.folder import EVALUATION, PLAN, Member, RunState, read_attempts, run_state
+from poly_epo_jax.system.json_files import Row, read_object
 
 REWARD, CORRECT_OF_8 = names.HELD_OUT_REWARD, names.HELD_OUT_CORRECT_CLUSTERS
 CORRECT_OF_64 = names.held_out(names.at(names.CORRECT_CLUSTERS, 64))

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from poly_epo_jax.config import ConfigError
-from poly_epo_jax.default_config import METHODS
+from poly_epo_jax.config.default import METHODS
+from poly_epo_jax.config.keys import ConfigError
 
 Changes = Mapping[str, Any]
 """Values of configuration keys by their dotted names: {"algo.set_size": 2}."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from poly_epo_jax.registry import Registry
 from poly_epo_jax.tasks.demonstrations import Demonstrations
 from poly_epo_jax.tasks.math import MathTask
 from poly_epo_jax.tasks.multiplication import MultiplicationTask
@@ -10,7 +9,7 @@ from poly_epo_jax.tasks.multiplication_prose import MultiplicationProseTask
 from poly_epo_jax.tasks.one_word import CategoriesTask, PrefixesTask
 from poly_epo_jax.tasks.polynomial import PolynomialTask
 from poly_epo_jax.tasks.polynomial_prose import PolynomialProseTask
-from poly_epo_jax.types import Task
+from poly_epo_jax.types import Registry, Task
 
 TASKS: Registry[Callable[..., Task]] = Registry(
     polynomial=PolynomialTask,

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Annotated
 
-from poly_epo_jax.checks import NOT_EMPTY, Range
-from poly_epo_jax.data import Dropped, clean_problems, load_problems
+from poly_epo_jax.config.checks import NOT_EMPTY, Range
 from poly_epo_jax.tasks.answers import last_boxed, mend
+from poly_epo_jax.tasks.problems import Dropped, clean_problems, load_problems
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
 from poly_epo_jax.types import Generation, Problem
 

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 
-from poly_epo_jax.checks import Range
+from poly_epo_jax.config.checks import Range
 from poly_epo_jax.tasks.demonstrations import Demonstrations
 from poly_epo_jax.tasks.synthetic import SyntheticTask
 from poly_epo_jax.types import Generation, Problem

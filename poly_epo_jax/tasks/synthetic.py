@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from poly_epo_jax.checks import SEED, Range
+from poly_epo_jax.config.checks import SEED, Range
 from poly_epo_jax.types import Problem
 
 

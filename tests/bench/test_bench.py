@@ -11,7 +11,7 @@ from configs import polaris, polynomial
 from poly_epo_jax.bench import __main__ as bench
 from poly_epo_jax.bench.roofline import Roofline
 from poly_epo_jax.bench.workload import make_workload
-from poly_epo_jax.choices import read_config
+from poly_epo_jax.startup.read_config import read_config
 
 TINY = tiny_bench.TINY | {
     "mesh.fsdp": 1,

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import pytest
 
 from configs import polynomial
-from poly_epo_jax.choices import read_config
-from poly_epo_jax.config import HostsSection
+from poly_epo_jax.config.keys import HostsSection
 from poly_epo_jax.doctor import collectives, disk, step
 from poly_epo_jax.doctor import command as doctor
 from poly_epo_jax.doctor.examine import Check, Examination, Failed, Finding, Missing, Subject
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.startup.read_config import read_config
 
 COMPILED = os.environ["JAX_COMPILATION_CACHE_DIR"]  # as it is
 TINY = {"base.hidden_size": 16, "base.mlp_size": 32, "base.head_dim": 8, "mesh.fsdp": 1}

@@ -17,10 +17,8 @@ from lies import DRAWS, put
 from lying_servers import Lie, LyingServer, changed
 
 from configs import polynomial
-from poly_epo_jax import default_config, run_folder
-from poly_epo_jax.base_policy import DemonstratedTask, base_policy_folder, base_shape, build_character_tokenizer
-from poly_epo_jax.choices import make_task, read_config
-from poly_epo_jax.config import Config
+from poly_epo_jax.config import default
+from poly_epo_jax.config.keys import Config
 from poly_epo_jax.doctor import command as doctor
 from poly_epo_jax.doctor.examine import Examination, Subject
 from poly_epo_jax.judges import llm
@@ -28,9 +26,12 @@ from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
-from poly_epo_jax.model.sharding import make_mesh, param_shardings
+from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
+from poly_epo_jax.records import run_folder
 from poly_epo_jax.rollouts.embedded.slots import Job, Slots
-from poly_epo_jax.rollouts.sglang import client, served_weights
+from poly_epo_jax.rollouts.servers import client, served_weights
+from poly_epo_jax.startup.base_policy import DemonstratedTask, base_policy_folder, base_shape, build_character_tokenizer
+from poly_epo_jax.startup.read_config import make_task, read_config
 from poly_epo_jax.types import Sampling
 
 MAX_TOKENS, MESH = 4, make_mesh(1, 1, 1)
@@ -255,4 +256,4 @@ def test_a_judge_that_does_not_is_named(run):
     assert status == "failed" and seen.startswith(f"{judge.url} gave no clustering (malformed: ")
     status, seen = judged(run, "http://127.0.0.1:1")
     assert status == "failed" and "http://127.0.0.1:1" in seen
-    assert default_config.get_config().judge.name == "exact"  # this judge is not a server
+    assert default.get_config().judge.name == "exact"  # this judge is not a server

@@ -12,10 +12,10 @@ import pytest
 from extending import FILES, ROOT
 from training_runs import SETTINGS, as_flags, environment
 
-from poly_epo_jax.config import ModelSection
-from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.policy import open_trained_policy
-from poly_epo_jax.run_folder import GENERATIONS, METRICS, read_method, read_rows
+from poly_epo_jax.config.keys import ModelSection
+from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.records.run_folder import GENERATIONS, METRICS, read_method, read_rows
+from poly_epo_jax.startup.trained_policy import open_trained_policy
 
 pytestmark = pytest.mark.slow
 

@@ -15,13 +15,13 @@ from flax import nnx
 from training_runs import as_flags, environment
 
 from configs import gsm8k
-from poly_epo_jax.base_policy import build_character_tokenizer
-from poly_epo_jax.choices import make_task, read_config
 from poly_epo_jax.memory_plan.tables import plan_of
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.qwen3 import Qwen3
-from poly_epo_jax.prepare import model_shape
-from poly_epo_jax.run_folder import GENERATIONS, METRICS, read_rows
+from poly_epo_jax.records.run_folder import GENERATIONS, METRICS, read_rows
+from poly_epo_jax.startup.base_policy import build_character_tokenizer
+from poly_epo_jax.startup.prepare import model_shape
+from poly_epo_jax.startup.read_config import make_task, read_config
 
 ROOT = Path(__file__).parents[2]
 

@@ -135,7 +135,7 @@ def test_a_step_of_trl(tmp_path: Path):
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    from poly_epo_jax.base_policy import build_character_tokenizer
+    from poly_epo_jax.startup.base_policy import build_character_tokenizer
 
     names = names_of("trl_set_rl.py")
     tokenizer = build_character_tokenizer("abcdefgh")

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from responses import response
 
-from poly_epo_jax.choices import make_judge
-from poly_epo_jax.config import ConfigError, JudgeSection
+from poly_epo_jax.config.keys import ConfigError, JudgeSection
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.judges.answer import first_equals
+from poly_epo_jax.startup.read_config import make_judge
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Generation, Group, Problem, Task
 

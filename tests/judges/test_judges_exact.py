@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from responses import response
 
-from poly_epo_jax.choices import make_judge
-from poly_epo_jax.config import ConfigError, JudgeSection
+from poly_epo_jax.config.keys import ConfigError, JudgeSection
 from poly_epo_jax.judges.exact import ExactJudge
 from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
+from poly_epo_jax.startup.read_config import make_judge
 from poly_epo_jax.tasks import MultiplicationTask, PolynomialTask
 from poly_epo_jax.types import Group, Problem
 

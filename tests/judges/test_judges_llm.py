@@ -18,11 +18,11 @@ from test_judge_prompt import FAKE, MANIPULATIONS
 from test_judge_reply import MALFORMED, completion
 from transformers import AutoTokenizer
 
-from poly_epo_jax import http_client as servers
-from poly_epo_jax.config import JudgeSection
+from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.judges import llm
 from poly_epo_jax.judges.llm import LLMJudge, say_shortfalls, shortfalls
 from poly_epo_jax.judges.prompt import build_messages, load_rubric
+from poly_epo_jax.system import http_client as servers
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.types import Clustering, Group, Judge, JudgeFailure, JudgeLoad, Problem
 

@@ -11,10 +11,10 @@ from responses import response
 from training_runs import Run
 
 from configs import polynomial
-from poly_epo_jax.choices import make_judge, read_config
-from poly_epo_jax.config import ConfigError, JudgeSection
+from poly_epo_jax.config.keys import ConfigError, JudgeSection
 from poly_epo_jax.judges.ngrams import first_connected
-from poly_epo_jax.run_folder import GENERATIONS, read_method, read_rows
+from poly_epo_jax.records.run_folder import GENERATIONS, read_method, read_rows
+from poly_epo_jax.startup.read_config import make_judge, read_config
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Group, Problem
 

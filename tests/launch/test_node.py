@@ -27,7 +27,7 @@ from user_packages import user_variables
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import Qwen3
-from poly_epo_jax.run_folder import read_rows
+from poly_epo_jax.records.run_folder import read_rows
 
 pytestmark = pytest.mark.slow
 PR_SET_CHILD_SUBREAPER = 36

@@ -21,13 +21,13 @@ from jaxtyping import Array, Float, Int
 from test_setup_env import LAUNCH, NO_DISK, NO_NETWORK, Checkout
 from training_runs import as_flags, environment
 
-from poly_epo_jax.config import ModelSection
-from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.policy import Policy, open_policy
+from poly_epo_jax.config.keys import ModelSection
+from poly_epo_jax.model.policy import Policy, open_policy
+from poly_epo_jax.model.stop_strings import stop_string_ids
+from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.records.run_folder import read_rows
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.run_folder import read_rows
-from poly_epo_jax.stop_strings import stop_string_ids
 from poly_epo_jax.tasks import CategoriesTask, PrefixesTask
 from poly_epo_jax.types import Params, Problem, Sampling
 

@@ -11,7 +11,7 @@ import pytest
 from extending import FILES
 from training_runs import SETTINGS, as_flags, environment
 
-from poly_epo_jax.run_folder import read_rows
+from poly_epo_jax.records.run_folder import read_rows
 
 ROOT = Path(__file__).parents[2]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")

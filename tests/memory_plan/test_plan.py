@@ -14,11 +14,11 @@ from flax import nnx
 from rich.console import Console
 
 from configs import polaris, polynomial
-from poly_epo_jax import default_config
-from poly_epo_jax.batching import microbatch_rows
 from poly_epo_jax.bench import __main__ as bench
-from poly_epo_jax.choices import read_config
-from poly_epo_jax.config import Config, ConfigError, LoraSection
+from poly_epo_jax.config import default
+from poly_epo_jax.config.keys import Config, ConfigError, LoraSection
+from poly_epo_jax.config.machines import MESHES
+from poly_epo_jax.config.section import read_section
 from poly_epo_jax.memory_plan.plan import Plan, largest_rows, make_plan
 from poly_epo_jax.memory_plan.tables import plan_of, print_plan, print_plans, setting_of
 from poly_epo_jax.model.config import ModelConfig
@@ -26,15 +26,15 @@ from poly_epo_jax.model.flops import gradient_passes
 from poly_epo_jax.model.lora import lora_fields, trained_pattern
 from poly_epo_jax.model.presets import PRESETS, preset_config
 from poly_epo_jax.model.qwen3 import AUTO, REMAT_POLICIES, Qwen3, abstract_model
-from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.objective import Objective
 from poly_epo_jax.parallel.devices import DEVICES, Setting, device_name
 from poly_epo_jax.parallel.mesh import AXES, RULES, check_mesh, fill_mesh, nearest_mesh
-from poly_epo_jax.parallel.presets import MESHES
-from poly_epo_jax.prepare import model_shape
-from poly_epo_jax.section import read_section
+from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.set_rl import ppo_clip_loss
-from poly_epo_jax.update import PolicyUpdate
+from poly_epo_jax.startup.prepare import model_shape
+from poly_epo_jax.startup.read_config import read_config
+from poly_epo_jax.step.objective import Objective
+from poly_epo_jax.step.packing import microbatch_rows
+from poly_epo_jax.step.update import PolicyUpdate
 
 
 def planned(name: str, config: Config, **compute: Any) -> tuple[Plan, int]:
@@ -328,7 +328,7 @@ def test_words_come_in_any_order(words: str):
 )
 def test_words_that_cannot_be_are_refused(words: str, complaint: str):
     with pytest.raises(ValueError, match=complaint):
-        default_config.get_config(words)
+        default.get_config(words)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from poly_epo_jax.metrics.branching import (
-    Segment,
-    active_branches,
-    mean_active_branches,
-    prefix_tree,
-)
+from poly_epo_jax.metrics.branching import Segment, active_branches, mean_active_branches, prefix_tree
 
 
 def generations(*token_ids: list[int]) -> list[np.ndarray]:

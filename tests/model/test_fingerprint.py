@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from poly_epo_jax.model.fingerprint import fingerprints
-from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.parallel.sharding import make_mesh
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.int8])

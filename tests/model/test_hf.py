@@ -16,7 +16,7 @@ from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import load_params, read_config, save_pretrained
 from poly_epo_jax.model.qwen3 import Qwen3
-from poly_epo_jax.model.sharding import make_mesh, param_shardings
+from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 
 FLOAT32: dict[str, Any] = {"dtype": "float32", "attention": "blockwise"}
 SMALL = ModelConfig(

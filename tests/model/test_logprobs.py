@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from poly_epo_jax.model.logprobs import LOGITS_SHARE, chunk_size, token_logprobs
-from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.devices import DEVICES
+from poly_epo_jax.parallel.sharding import make_mesh
 
 
 def random_inputs(rows=2, length=24, width=16, vocab=50, seed=0):

@@ -24,9 +24,7 @@ from fakes import (
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from poly_epo_jax.base_policy import build_character_tokenizer
-from poly_epo_jax.batching import pack
-from poly_epo_jax.config import LoraSection
+from poly_epo_jax.config.keys import LoraSection
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.hf import load_params, save_pretrained
 from poly_epo_jax.model.lora import (
@@ -39,13 +37,15 @@ from poly_epo_jax.model.lora import (
     without_adapter,
 )
 from poly_epo_jax.model.partition import merge_params
-from poly_epo_jax.model.sharding import make_mesh, param_shardings
-from poly_epo_jax.objective import Objective
+from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.set_rl import ppo_clip_loss
+from poly_epo_jax.startup.base_policy import build_character_tokenizer
+from poly_epo_jax.step.objective import Objective
+from poly_epo_jax.step.packing import pack
+from poly_epo_jax.step.update import PolicyUpdate
 from poly_epo_jax.types import Sampling
-from poly_epo_jax.update import PolicyUpdate
 
 NAMES = ("q", "k", "v", "o", "gate", "up", "down")
 needs_eight_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from poly_epo_jax.model.matmul import matmul
-from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.parallel.sharding import make_mesh
 
 AXES = ("hidden_size", "num_heads", "head_dim")
 RNG = np.random.default_rng(0)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import REMAT_POLICIES, Qwen3, rms_norm, rope
-from poly_epo_jax.model.sharding import make_mesh, param_shardings
+from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 
 QWEN3 = ModelConfig(
     vocab_size=61,

@@ -13,7 +13,7 @@ from poly_epo_jax.parallel.hosts import _bind_address
 LISTEN = """
 import sys
 from pathlib import Path
-from poly_epo_jax.config import HostsSection
+from poly_epo_jax.config.keys import HostsSection
 from poly_epo_jax.parallel import hosts
 
 hosts.join(HostsSection(coordinator=sys.argv[1], wait_seconds=60))

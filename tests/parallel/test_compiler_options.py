@@ -3,10 +3,10 @@
 import jax
 import pytest
 
-from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel import compiler_options as module
+from poly_epo_jax.parallel.compiler_options import COMPILER_OPTIONS
 from poly_epo_jax.parallel.devices import DEVICES
-from poly_epo_jax.parallel.presets import COMPILER_OPTIONS
+from poly_epo_jax.parallel.sharding import make_mesh
 
 ONE = make_mesh(1, 1, 1)
 KNOWN = {"xla_embed_ir_in_executable": True}

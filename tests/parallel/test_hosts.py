@@ -14,7 +14,7 @@ from sglang_servers import free_port
 from training_runs import Run
 
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.run_folder import read_rows
+from poly_epo_jax.records.run_folder import read_rows
 
 STEPS, CHECKPOINT_EVERY = 10, 4
 CHANGES = {
@@ -104,7 +104,7 @@ def test_the_death_of_one_ends_the_other_with_a_sentence(eventful: tuple[Run, li
 
 JOIN = """
 import asyncio, functools, sys
-from poly_epo_jax.config import HostsSection
+from poly_epo_jax.config.keys import HostsSection
 from poly_epo_jax.parallel import hosts
 
 coordinator, index = sys.argv[1], int(sys.argv[2])
@@ -143,7 +143,7 @@ hosts.on_first(lambda: 0)
 GATHERING = """
 import jax, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from poly_epo_jax.model.sharding import AXES, host_mesh, params_on_host
+from poly_epo_jax.parallel.sharding import AXES, host_mesh, params_on_host
 
 weight = np.arange(32, dtype=np.float32).reshape(8, 4)
 for order in ([0, 1, 2, 3], [0, 2, 1, 3], [3, 1, 2, 0]):

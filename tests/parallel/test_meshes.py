@@ -24,16 +24,16 @@ from fakes import (
 from jax.sharding import NamedSharding, PartitionSpec
 from programs import COLLECTIVES, loop_bodies
 
-from poly_epo_jax.base_policy import build_character_tokenizer
-from poly_epo_jax.batching import pack
 from poly_epo_jax.model.logprobs import token_logprobs
-from poly_epo_jax.model.sharding import ROWS, make_mesh
-from poly_epo_jax.objective import Objective
+from poly_epo_jax.parallel.sharding import ROWS, make_mesh
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.set_rl import ppo_clip_loss
+from poly_epo_jax.startup.base_policy import build_character_tokenizer
+from poly_epo_jax.step.objective import Objective
+from poly_epo_jax.step.packing import pack
+from poly_epo_jax.step.update import PolicyUpdate
 from poly_epo_jax.types import Sampling
-from poly_epo_jax.update import PolicyUpdate
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from poly_epo_jax.parallel import peak_memory
-from poly_epo_jax.parallel.peak_memory import device_peak, peak_bytes
+from poly_epo_jax.parallel import devices as peak_memory
+from poly_epo_jax.parallel.devices import device_peak, peak_bytes
 
 SIZE = 200_000_000
 

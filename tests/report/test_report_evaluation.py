@@ -11,7 +11,7 @@ import pytest
 from reports import write_fake_evaluation
 from test_report import Page, data_of, svgs, write_fake_run
 
-from poly_epo_jax.evaluation.results import compute_results
+from poly_epo_jax.evaluate.results import compute_results
 from poly_epo_jax.report import __main__ as report_main
 from poly_epo_jax.report import build as report
 from poly_epo_jax.report import evaluation_figures, figures

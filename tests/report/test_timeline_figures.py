@@ -4,9 +4,9 @@ import matplotlib.colors
 import numpy as np
 import pytest
 
+from poly_epo_jax.records.timeline import Span, Window
 from poly_epo_jax.report import figures
 from poly_epo_jax.report.timeline_figures import Bar, excerpts, sentence, timeline
-from poly_epo_jax.timeline import Span, Window
 
 
 def window(step: int, seconds: float) -> Window:

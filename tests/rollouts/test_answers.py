@@ -1,4 +1,4 @@
-"""SGLang's answers to /generate are read, or refused with a sentence; tests/attack/servers.py tries far more."""
+"""SGLang's answers to /generate are read, or refused with a sentence; fuzz/servers.py tries far more."""
 
 import asyncio
 import re
@@ -12,9 +12,9 @@ from fakes import collect, tiny_problems
 from lies import DRAWS, put
 from lying_servers import MAX_TOKENS, STOP_IDS, VOCABULARY, LyingServer
 
-from poly_epo_jax.http_client import ServerError, WrongAnswer
 from poly_epo_jax.rollouts.completion_check import completion_flaw
-from poly_epo_jax.rollouts.sglang.requests import read_answers
+from poly_epo_jax.rollouts.sglang import read_answers
+from poly_epo_jax.system.http_client import ServerError, WrongAnswer
 from poly_epo_jax.types import Request, Sampling
 
 REQUEST = Request("p", np.array([3, 4, 5]), np.arange(2, dtype=np.uint32), MAX_TOKENS)

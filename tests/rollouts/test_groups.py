@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from fakes import ByLetter, Scripted, collect, until
 
-from poly_epo_jax.base_policy import build_character_tokenizer
-from poly_epo_jax.data import drop_long_prompts
 from poly_epo_jax.rollouts.groups import Rollouts, generation_seeds
+from poly_epo_jax.rollouts.prompts import drop_long_prompts
+from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.types import Completion, Counting, Problem, Request, Sampler, Sampling
 
 ALPHABET = "abcdxyz?:"

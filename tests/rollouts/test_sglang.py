@@ -14,14 +14,14 @@ import pytest
 from fakes import TINY, TINY_ALPHABET, ByLetter, collect, tiny_params, tiny_problems, trainer_logprobs
 from sglang_servers import STARTED_WITHIN, Router, SGLangServer, require_sglang, require_torch, running
 
-from poly_epo_jax.base_policy import build_character_tokenizer
-from poly_epo_jax.http_client import ServerError
 from poly_epo_jax.model import hf
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.rollouts.sglang import weight_sync
-from poly_epo_jax.rollouts.sglang.client import SGLangSampler
-from poly_epo_jax.rollouts.sglang.served_weights import ServedWeights
-from poly_epo_jax.rollouts.sglang.weight_sync import DiskSync, TensorSync, WeightSync
+from poly_epo_jax.rollouts.servers import weight_sync
+from poly_epo_jax.rollouts.servers.client import SGLangSampler
+from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
+from poly_epo_jax.rollouts.servers.weight_sync import DiskSync, TensorSync, WeightSync
+from poly_epo_jax.startup.base_policy import build_character_tokenizer
+from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.types import Counting, Group, Params, Problem, Sampler, Sampling
 
 pytestmark = pytest.mark.slow

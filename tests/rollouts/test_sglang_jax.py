@@ -10,8 +10,8 @@ import pytest
 from fake_servers import open_rollouts
 from fakes import collect, tiny_params, tiny_problems
 
-from poly_epo_jax.http_client import ServerError
 from poly_epo_jax.rollouts import served_model
+from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.types import Sampling
 
 URL = "http://jax"

@@ -13,10 +13,10 @@ import pytest
 from sglang_servers import ROOT, SGLangServer, free_port, require_sglang, require_torch, running
 from training_runs import SETTINGS, as_flags, environment
 
-from poly_epo_jax.base_policy import base_policy_folder
-from poly_epo_jax.config import BaseSection, TaskSection
-from poly_epo_jax.evaluation.folder import read_generations
-from poly_epo_jax.run_folder import read_config, read_rows
+from poly_epo_jax.config.keys import BaseSection, TaskSection
+from poly_epo_jax.evaluate.folder import read_generations
+from poly_epo_jax.records.run_folder import read_config, read_rows
+from poly_epo_jax.startup.base_policy import base_policy_folder
 
 pytestmark = pytest.mark.slow
 

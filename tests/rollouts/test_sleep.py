@@ -14,18 +14,17 @@ from fake_servers import answer_to_get, generated, open_rollouts
 from fakes import TINY, TINY_ALPHABET, TINY_MODEL, collect, tiny_params, tiny_problems
 from sglang_servers import SGLangServer, require_sglang, running
 
-from poly_epo_jax.base_policy import build_character_tokenizer
-from poly_epo_jax.choices import read_config
-from poly_epo_jax.config import ConfigError
-from poly_epo_jax.default_config import get_config
-from poly_epo_jax.http_client import ServerError, open_client
+from poly_epo_jax.config.default import get_config
+from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.model import hf
-from poly_epo_jax.model.sharding import make_mesh
-from poly_epo_jax.rollouts import SAMPLERS
+from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.rollouts import SAMPLERS, sglang
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.rollouts.sglang import sleep
-from poly_epo_jax.rollouts.sglang.client import SGLangSampler
-from poly_epo_jax.rollouts.sglang.requests import SGLANG
+from poly_epo_jax.rollouts.servers.client import SGLangSampler
+from poly_epo_jax.rollouts.sglang import SGLANG
+from poly_epo_jax.startup.base_policy import build_character_tokenizer
+from poly_epo_jax.startup.read_config import read_config
+from poly_epo_jax.system.http_client import ServerError, open_client
 from poly_epo_jax.types import Sampling, Sleeping
 
 URL = "http://a"
@@ -89,7 +88,7 @@ def test_it_sleeps_after_the_batch_and_wakes_before_it_is_given_weights(tmp_path
 
     async def step(version: int) -> None:
         await rollouts.sleep()
-        assert server.asleep and server.version == sleep.ASLEEP
+        assert server.asleep and server.version == sglang.ASLEEP
         await rollouts.push_weights(tiny_params(version), {}, version)
 
     asyncio.run(rollouts.push_weights(tiny_params(0), {}, 0))
@@ -102,7 +101,7 @@ def test_it_sleeps_after_the_batch_and_wakes_before_it_is_given_weights(tmp_path
 
 def test_a_server_that_another_run_left_asleep_is_woken_once(tmp_path: Path, monkeypatch):
     server = Server()
-    server.asleep, server.empty, server.version = True, True, sleep.ASLEEP
+    server.asleep, server.empty, server.version = True, True, sglang.ASLEEP
     rollouts = opened(server, monkeypatch, tmp_path)
     server.broken = "pause_generation"  # so that the update is tried again, on a server that is already awake
     with pytest.raises(ServerError):
@@ -113,13 +112,13 @@ def test_a_server_that_another_run_left_asleep_is_woken_once(tmp_path: Path, mon
 
 def test_a_run_that_lets_nothing_sleep_wakes_it_too(tmp_path: Path, monkeypatch):
     server = Server()
-    server.asleep, server.empty, server.version = True, True, sleep.ASLEEP
+    server.asleep, server.empty, server.version = True, True, sglang.ASLEEP
     rollouts = opened(server, monkeypatch, tmp_path, sleeps=False)
     asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
     assert server.calls == WAKES + PUSHES
 
 
-@pytest.mark.parametrize("version", [sleep.ASLEEP, sleep.EMPTY])
+@pytest.mark.parametrize("version", [sglang.ASLEEP, sglang.EMPTY])
 def test_without_weights_to_push_it_is_not_asked(version: str, monkeypatch):
     server = Server()
     server.version = version
@@ -183,16 +182,16 @@ def test_a_real_server(tmp_path: Path):
     async def ask(url: str) -> list[Any]:
         async with open_client(60.0) as client:
             with pytest.raises(ServerError, match="without --enable-memory-saver"):
-                await sleep.lay_down(client, url)
+                await sglang.lay_down(client, url)
             with pytest.MonkeyPatch.context() as all_the_same:
-                all_the_same.setattr(sleep, "_check_able", lambda client, url: asyncio.sleep(0))
-                await sleep.lay_down(client, url)
-                await sleep.lay_down(client, url)  # it is already asleep
+                all_the_same.setattr(sglang, "_check_able", lambda client, url: asyncio.sleep(0))
+                await sglang.lay_down(client, url)
+                await sglang.lay_down(client, url)  # it is already asleep
             before = (await SGLANG.served_model(url)).weight_version
-            await sleep.wake(client, url)
-            await sleep.wake(client, url)  # it is already awake
+            await sglang.wake(client, url)
+            await sglang.wake(client, url)  # it is already awake
             await SGLANG.resume(client, url)
             return [before, *await SGLANG.probe_weights(client, url, 8)]
 
     with running([SGLangServer(model, tmp_path / "server.log", *flags)]) as (server,):
-        assert asyncio.run(ask(server.url)) == [sleep.ASLEEP, sleep.EMPTY, 0]
+        assert asyncio.run(ask(server.url)) == [sglang.ASLEEP, sglang.EMPTY, 0]

@@ -120,4 +120,4 @@ def test_set_rl_stands_alone():
     code = "import sys, poly_epo_jax.set_rl; print(*(name for name in sys.modules if name.startswith('poly_epo_jax.')))"
     imported = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
     others = {name for name in imported.split() if not name.startswith("poly_epo_jax.set_rl")}
-    assert others == {"poly_epo_jax.types", "poly_epo_jax.registry"}  # they need less than it does
+    assert others == {"poly_epo_jax.types"}  # they need less than it does

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from poly_epo_jax.checks import ConfigError
-from poly_epo_jax.evaluation.benchmarks import about_evaluation
+from poly_epo_jax.config.checks import ConfigError
+from poly_epo_jax.evaluate.benchmarks import about_evaluation
 from poly_epo_jax.study import Evaluation, Study, Task
 from poly_epo_jax.study.folder import Member
 from poly_epo_jax.study.plan import Run, make_runs, write_plan

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from fakes import PATIENCE
 
-from poly_epo_jax import run_folder
-from poly_epo_jax.config import Config
-from poly_epo_jax.json_files import Row
-from poly_epo_jax.parallel.stop import Stopped
+from poly_epo_jax.config.keys import Config
+from poly_epo_jax.records import run_folder
 from poly_epo_jax.study.folder import Member, read_attempts
 from poly_epo_jax.study.plan import Run
 from poly_epo_jax.study.queue import CORE, Listener, cores, default_places, gpus, work_off
+from poly_epo_jax.system.json_files import Row
+from poly_epo_jax.system.signals import Stopped
 
 
 class FakeRun(Run):
@@ -36,7 +36,9 @@ class FakeRun(Run):
 
 @pytest.fixture(autouse=True)
 def fake_run_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv(
+        "PYTHONPATH", f"{Path(__file__).parents[1] / 'support'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    )
 
 
 def work(folder: Path, runs: Sequence[FakeRun], places: Sequence[dict[str, str]]) -> tuple[list[Row], list[str]]:

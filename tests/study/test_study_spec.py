@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from poly_epo_jax import default_config
-from poly_epo_jax.checks import ConfigError
+from poly_epo_jax.config import default
+from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.study import PAPER_METHODS, Study, Task
 from poly_epo_jax.study.spec import read_study
 
@@ -14,9 +14,9 @@ TASKS = {"polynomial": Task("configs/polynomial.py")}
 
 
 def test_the_papers_methods_are_those_of_the_words_after_a_file():
-    assert list(PAPER_METHODS) == list(default_config.METHODS)
+    assert list(PAPER_METHODS) == list(default.METHODS)
     for name, keys in PAPER_METHODS.items():
-        algo = default_config.get_config(name).algo
+        algo = default.get_config(name).algo
         assert {key: algo[key.removeprefix("algo.")] for key in keys} == keys
 
 

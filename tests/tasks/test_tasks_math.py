@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from responses import response
 
-from poly_epo_jax.choices import make_judge
-from poly_epo_jax.config import ConfigError, JudgeSection
-from poly_epo_jax.data import Dropped, load_problems
+from poly_epo_jax.config.keys import ConfigError, JudgeSection
+from poly_epo_jax.startup.read_config import make_judge
 from poly_epo_jax.tasks import TASKS, MathTask
 from poly_epo_jax.tasks.answers import last_boxed, mend
 from poly_epo_jax.tasks.math import MAX_ANSWER_LENGTH
+from poly_epo_jax.tasks.problems import Dropped, load_problems
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
 from poly_epo_jax.tasks.verify_worker import readings
 from poly_epo_jax.types import Problem, Task

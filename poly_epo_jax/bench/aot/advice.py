@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from poly_epo_jax.batching import row_tokens, rows_per_device
 from poly_epo_jax.bench.aot.estimate import Rates
-from poly_epo_jax.config import Config
+from poly_epo_jax.config.keys import Config
 from poly_epo_jax.memory_plan.plan import largest_rows, make_plan
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.parallel.devices import Setting
+from poly_epo_jax.step.packing import row_tokens, rows_per_device
 
 REMAT_WORDS = ("none", "dots", "attention")  # the least recomputation first
 

@@ -10,21 +10,21 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from poly_epo_jax.batching import row_tokens, rows_per_device
 from poly_epo_jax.bench.aot.advice import best_settings
 from poly_epo_jax.bench.aot.figures import Figures
 from poly_epo_jax.bench.aot.programs import compile_decoding, compile_update
 from poly_epo_jax.bench.aot.table import show
 from poly_epo_jax.bench.aot.topology import device_rates, preset_devices
-from poly_epo_jax.config import Config, ConfigError, MeshSection
+from poly_epo_jax.config.keys import Config, ConfigError, MeshSection
+from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.memory_plan.plan import make_plan
 from poly_epo_jax.memory_plan.tables import setting_of
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.mesh import check_mesh
-from poly_epo_jax.parallel.presets import MESHES
-from poly_epo_jax.prepare import model_shape
+from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts import SAMPLERS
+from poly_epo_jax.startup.prepare import model_shape
+from poly_epo_jax.step.packing import row_tokens, rows_per_device
 
 
 def compile_for(config: Config, name: str, num_layers: int, output: Path, console: Console) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def compile_for(config: Config, name: str, num_layers: int, output: Path, consol
     The mesh is the configuration's if it is for this machine, and the machine's own otherwise.
 
     Args:
-      name: a key of parallel.presets.MESHES.
+      name: a key of machines.MESHES.
       num_layers: how many of the model's layers to compile; 0: all.
 
     Raises:

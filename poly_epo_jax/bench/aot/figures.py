@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from poly_epo_jax.batching import row_tokens, rows_per_device
 from poly_epo_jax.bench.aot.attention_work import kernel_flops, kernel_pairs, own_pairs
 from poly_epo_jax.bench.aot.estimate import Estimate, Rates, Sent, estimate
 from poly_epo_jax.bench.aot.hlo import ARRAY, parse
 from poly_epo_jax.bench.workload import make_workload
-from poly_epo_jax.config import Config
+from poly_epo_jax.config.keys import Config
 from poly_epo_jax.memory_plan.plan import Plan
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.flops import gradient_passes
 from poly_epo_jax.model.logprobs import chunk_size
 from poly_epo_jax.parallel.devices import device_name
+from poly_epo_jax.step.packing import row_tokens, rows_per_device
 
 PROMPT_SHARE = 0.15
 """The prompts' share of train.max_prompt_tokens in the estimated step: mathematical prompts are short."""

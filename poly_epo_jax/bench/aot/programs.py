@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from poly_epo_jax.batching import microbatch_rows, row_tokens
-from poly_epo_jax.config import Config
+from poly_epo_jax.config.keys import Config
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.qwen3 import abstract_model, param_shapes
-from poly_epo_jax.model.sharding import host_mesh, param_shardings, replicated
+from poly_epo_jax.parallel.sharding import host_mesh, param_shardings, replicated
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.slots import TURNOVER, cache_sizes, capacity
-from poly_epo_jax.update import make_update
+from poly_epo_jax.step.packing import microbatch_rows, row_tokens
+from poly_epo_jax.step.update import make_update
 
 
 def compile_update(config: Config, shape: ModelConfig, mesh: Mesh) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ import jax
 from jax.experimental.topologies import get_topology_desc
 
 from poly_epo_jax.bench.aot.estimate import Rates
-from poly_epo_jax.config import ConfigError
+from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.parallel.devices import DEVICES
 
 TPU_SHAPES = {
@@ -48,7 +48,7 @@ GPU_SPECS = {
 
 
 def preset_devices(preset: Mapping[str, Any]) -> Sequence[Any]:
-    """The jax.Devices of an entry of parallel.presets.MESHES.
+    """The jax.Devices of an entry of machines.MESHES.
 
     Raises:
       ConfigError: this environment has no compiler for them.

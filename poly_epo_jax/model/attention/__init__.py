@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from poly_epo_jax.model.attention.blockwise import blockwise_attention
 from poly_epo_jax.model.attention.segments import Segments, make_segments
-from poly_epo_jax.model.sharding import ROWS, platform
+from poly_epo_jax.parallel.sharding import ROWS, platform
 
 
 # Kernels are imported only where they run, as Pallas takes time to import.

@@ -19,16 +19,16 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Float, Int
 
-from poly_epo_jax.config import ConfigError
-from poly_epo_jax.file_lock import exclusive
-from poly_epo_jax.first_line import first_line
-from poly_epo_jax.json_files import write_json
+from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.model import attention
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.rounding import allowed, exactly
-from poly_epo_jax.model.sharding import row_sharding
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.mesh import AXES
+from poly_epo_jax.parallel.sharding import row_sharding
+from poly_epo_jax.system.file_lock import exclusive
+from poly_epo_jax.system.json_files import write_json
+from poly_epo_jax.system.text import first_line
 
 CHECKED = "attention.json"
 """The file in the folder of compiled programs that records which checks have passed."""

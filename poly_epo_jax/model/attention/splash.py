@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from jaxtyping import Array, Float
 
 from poly_epo_jax.model.attention.segments import Segments, whole_blocks
-from poly_epo_jax.model.sharding import platform
+from poly_epo_jax.parallel.sharding import platform
 
 # Tokens per block. At the lengths above, blocks of 512 have 1.67 times the area of the segments' own triangles, and
 # blocks of 256 only 1.33 times; but blocks of 256 take 3.7 times as many steps, and a step costs some tenths of a

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as pallas_triton
 from jaxtyping import Array, Float
 
 from poly_epo_jax.model.attention.segments import Segments, whole_blocks
-from poly_epo_jax.model.sharding import platform
+from poly_epo_jax.parallel.sharding import platform
 
 
 class Blocks(NamedTuple):

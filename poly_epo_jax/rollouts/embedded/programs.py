@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from poly_epo_jax.model import decoding
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import KVCache
-from poly_epo_jax.model.sharding import ROWS
+from poly_epo_jax.parallel.sharding import ROWS
 from poly_epo_jax.rollouts.embedded.token_sampling import sample_tokens
 from poly_epo_jax.types import Params
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import jax
 
-from poly_epo_jax.config import ConfigError
+from poly_epo_jax.config.keys import ConfigError
 
 VERSION = "0.2.2"
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from configs import polaris
 from poly_epo_jax.bench.aot.command import compile_for
 from poly_epo_jax.bench.aot.topology import HOST_SHAPES, TPU_SHAPES, preset_devices
-from poly_epo_jax.choices import read_config
-from poly_epo_jax.config import ConfigError
-from poly_epo_jax.parallel.presets import MESHES
+from poly_epo_jax.config.keys import ConfigError
+from poly_epo_jax.config.machines import MESHES
+from poly_epo_jax.startup.read_config import read_config
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-tpu" / "bin" / "python"

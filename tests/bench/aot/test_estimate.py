@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from poly_epo_jax.bench.aot.estimate import Rates, estimate, kernel_name
 from poly_epo_jax.bench.aot.hlo import Instruction, parse
-from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.parallel.sharding import make_mesh
 
 RATES = Rates(flops_per_second=1e9, bytes_per_second=1e6, link_bytes_per_second=1e3, cycles_per_second=None)
 

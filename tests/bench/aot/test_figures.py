@@ -13,12 +13,12 @@ from poly_epo_jax.bench.aot.estimate import Rates
 from poly_epo_jax.bench.aot.figures import Figures
 from poly_epo_jax.bench.aot.programs import compile_decoding, compile_update
 from poly_epo_jax.bench.aot.table import show
-from poly_epo_jax.choices import read_config
 from poly_epo_jax.memory_plan.plan import make_plan
 from poly_epo_jax.model import flops
-from poly_epo_jax.model.sharding import make_mesh
 from poly_epo_jax.parallel.devices import Setting
-from poly_epo_jax.prepare import model_shape
+from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.startup.prepare import model_shape
+from poly_epo_jax.startup.read_config import read_config
 
 TINY = tiny_bench.TINY | {
     "model.remat": "full",

@@ -19,7 +19,7 @@ from packings import (
 
 from poly_epo_jax.model import attention
 from poly_epo_jax.model.attention import IMPLEMENTATIONS, blockwise, cached_attention, fastest, packed_attention
-from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.parallel.sharding import make_mesh
 
 SHAPES = [(1, 1), (4, 1), (4, 2), (6, 6)]  # query heads, key heads
 

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from poly_epo_jax.config import ConfigError
+from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.model import attention
 from poly_epo_jax.model.attention import self_check, triton
 from poly_epo_jax.model.attention.self_check import AttentionCheck, check_attention, trust_attention
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.sharding import make_mesh
+from poly_epo_jax.parallel.sharding import make_mesh
 
 SHAPE = ModelConfig(32, 32, 32, 1, 4, 2, 16, dtype="float32")
 

@@ -1,0 +1,180 @@
+"""Servers that lie, once or for ever: about tokens, weights, workers and clusters, or by breaking HTTP.
+
+After a lie told once, the client must ask again. A lie told for ever must end in a sentence that names the server, soon
+and without using much memory. No lie may be believed.
+"""
+
+import asyncio
+import contextlib
+import io
+import random
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+from fakes import TINY, tiny_params
+from lies import lies_about, lies_about_clusters, lies_about_draws, lies_about_http
+from lying_servers import MAX_TOKENS, STOP_IDS, VOCABULARY, Lie, LyingServer, drawn
+from outcome import Outcome
+from responses import response
+
+from poly_epo_jax.config.keys import JudgeSection
+from poly_epo_jax.judges import llm
+from poly_epo_jax.judges.llm import LLMJudge
+from poly_epo_jax.rollouts import sglang as requests
+from poly_epo_jax.rollouts.servers import client, served_weights
+from poly_epo_jax.rollouts.servers.client import SGLangSampler
+from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
+from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
+from poly_epo_jax.system.http_client import ServerError
+from poly_epo_jax.tasks import PolynomialTask
+from poly_epo_jax.types import Clustering, Group, JudgeFailure, Problem, Request, Sampling
+
+SECONDS = 0.5  # the most that an answer may take
+PATIENCE = 30.0  # seconds, for requests that are repeated up to eight times
+MEMORY = 10**8  # bytes
+FOR_EVER = 10**9
+PARAMS = tiny_params()
+
+Try = Callable[[LyingServer, bool], Awaitable[str]]
+"""Uses the server, which may lie for ever or not; "" where that came to no harm, else what did."""
+
+
+def attack(random: random.Random, folder: Path) -> Iterator[Outcome]:
+    attempts = [
+        (kind, path, lie, times, use)
+        for kind, path, lies, use in _targets(folder)
+        for lie in lies
+        for times in (1, FOR_EVER)
+    ]
+    while True:
+        random.shuffle(attempts)
+        for kind, path, lie, times, use in attempts:
+            why = asyncio.run(_outcome(kind, path, lie, times, use))
+            often = "once" if times == 1 else "for ever"
+            yield Outcome(kind, not why, f"{path}, {often}: {lie.name}: {why}")
+
+
+def _targets(folder: Path) -> Iterator[tuple[str, str, list[Lie], Try]]:
+    http = list(lies_about_http())
+    quick = [lie for lie in http if not lie.slow]
+
+    async def push(server: LyingServer, for_ever: bool) -> str:
+        return await _push(server, for_ever, folder)
+
+    yield "generations", "/generate", [*lies_about_draws(), *http], _sample
+    yield "generations", "GET /model_info", [*lies_about(("weight_version",)), *quick], _sample
+    choice = ("choices", 0)
+    fields = [("choices",), choice, (*choice, "finish_reason"), (*choice, "message"), (*choice, "message", "content")]
+    yield "judge", "/v1/chat/completions", [*lies_about(*fields), *lies_about_clusters(), *http], _judge
+    yield "judge", "/v1/models", [*lies_about(("data",), ("data", 0), ("data", 0, "id")), *quick], _judge
+    yield "weights", "POST /update_weights_from_disk", [*lies_about(("success",)), *http], push
+    yield "weights", "POST /pause_generation", [*lies_about(), *quick], push
+    checked = [("meta_info",), ("meta_info", "weight_version"), ("meta_info", "cached_tokens")]
+    yield "weights", "POST /generate", [*lies_about(*checked), *quick], push
+    worker = ("workers", 0)
+    named = [("workers",), worker, (*worker, "url"), (*worker, "id"), (*worker, "model_id")]
+    # A router may have no worker: then nobody generates.
+    about_workers = [lie for lie in lies_about(*named) if lie.name != "workers=[]"]
+    yield "router", "GET /workers", [*about_workers, *quick], push
+
+
+async def _outcome(kind: str, path: str, lie: Lie, times: int, use: Try) -> str:
+    server = LyingServer()
+    server.lie, server.path, server.times, server.is_router = lie, path, times, kind == "router"
+    with contextlib.ExitStack() as stack:
+        for module in (client, served_weights, llm):
+            stack.enter_context(mock.patch.object(module, "backoff_seconds", lambda attempt: 0.0))
+        stack.enter_context(mock.patch.object(requests, "ANSWER_SECONDS", SECONDS))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        async with server.serving():
+            before = _forget_peak()
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    why = await use(server, times > 1)
+            except TimeoutError:
+                why = f"hangs for {PATIENCE:.0f} s"
+            except Exception as error:  # anything that would show the user a traceback
+                why = f"a raw {type(error).__name__}: {error}"
+            taken = _memory("VmHWM") - before
+    return why or (f"takes {taken / 1e6:.0f} MB" if taken > MEMORY else "")
+
+
+async def _sample(server: LyingServer, for_ever: bool) -> str:
+    limits = {"vocab_size": VOCABULARY, "max_concurrent": 8, "timeout_seconds": SECONDS, "wait_seconds": 1.0}
+    sampler = SGLangSampler([server.url], None, STOP_IDS, **limits)
+    seeds = np.arange(3, 3 + np.random.default_rng().integers(1, 3), dtype=np.uint32)
+    request = Request("p", np.array([3, 4, 5]), seeds, MAX_TOKENS)
+    try:
+        completions = [completion async for completion in sampler.sample([request], Sampling(MAX_TOKENS))]
+    except ServerError as error:
+        final = for_ever or re.search("refuses the prompt|changed weights|does not say|different", str(error))
+        return _flaw(str(error), server.url) if final else f"not asked for again: {error}"
+    for completion in completions:
+        token_ids, logprobs = drawn(int(seeds[completion.index]) >> 1)
+        if completion.token_ids.tolist() != token_ids or not np.allclose(completion.logprobs, logprobs):
+            return f"accepts {completion.token_ids.tolist()} with {completion.logprobs.tolist()}"
+    if for_ever and server.path == "/generate":
+        return "accepted"
+    return "" if sum(sampler.metrics().values()) or server.path != "/generate" else "not counted"
+
+
+async def _judge(server: LyingServer, for_ever: bool) -> str:
+    judge = LLMJudge(
+        PolynomialTask(),
+        JudgeSection(
+            url=server.url,
+            model="" if server.path == "/v1/models" else "judge",
+            timeout_seconds=SECONDS,
+            wait_seconds=SECONDS,
+            max_concurrent=2,
+        ),
+        max_tokens=256,
+        attempts=2,
+        max_response_chars=1000,
+    )
+    group = Group(Problem("p", "1 + 1", "2"), np.zeros(1, np.int32), (response("2"), response("two")))
+    outcome = await judge.cluster(group)
+    if isinstance(outcome, JudgeFailure):
+        final = for_ever or outcome.kind == "refused"
+        return _flaw(outcome.reason, server.url) if final else f"not asked for again: {outcome.reason}"
+    assert isinstance(outcome, Clustering)
+    if outcome.ids.tolist() != [1, 1] or (for_ever and server.path != "/v1/models"):
+        return f"accepts {outcome}"
+    return ""
+
+
+async def _push(server: LyingServer, for_ever: bool, folder: Path) -> str:
+    weights = ServedWeights(DiskSync(folder, "run", TINY, "float32"), 8, SECONDS, 1.0)
+    limits = {"vocab_size": VOCABULARY, "max_concurrent": 8, "timeout_seconds": SECONDS, "wait_seconds": 1.0}
+    sampler = SGLangSampler([server.url], weights, STOP_IDS, **limits)
+    try:
+        await sampler.push_weights(PARAMS, {}, 1)
+    except ServerError as error:
+        return _flaw(str(error), server.url)
+    finally:
+        weights.close()
+    return "" if server.version == weights.name else f"takes it that {server.version} is {weights.name}"
+
+
+def _flaw(sentence: str, url: str) -> str:
+    """What is wrong with a sentence about a server."""
+    if url not in sentence or not sentence.isprintable() or len(sentence) > 1000:
+        return f"says {sentence!r:.2000}"
+    return ""
+
+
+def _memory(name: str) -> int:
+    """A figure of /proc/self/status in bytes."""
+    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return 1024 * int(match[1])
+
+
+def _forget_peak() -> int:
+    """The memory that is held now, from which on the peak is measured."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmHWM")

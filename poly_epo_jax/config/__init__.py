@@ -1,0 +1,1 @@
+"""Every configuration key, its checks and its defaults; machines by name."""

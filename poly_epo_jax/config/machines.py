@@ -1,0 +1,27 @@
+"""Meshes by the names of machines, chosen by a word after the configuration file: --config=configs/polaris.py:h200x8
+
+`device` is the kind of the devices and `devices` their number. For TPUs these are chips, but a v5p slice is named by
+its cores, two to a chip. `processes` is the number of hosts that run the command. config/keys.py explains the rest.
+"""
+
+MESHES = {
+    "laptop": {"device": "cpu", "devices": 1, "processes": 1, "data": 1, "fsdp": 1, "tensor": 1},
+    "rtx4090x1": {"device": "rtx4090", "devices": 1, "processes": 1, "data": 1, "fsdp": 1, "tensor": 1},
+    "h100x1": {"device": "h100", "devices": 1, "processes": 1, "data": 1, "fsdp": 1, "tensor": 1},
+    "h200x1": {"device": "h200", "devices": 1, "processes": 1, "data": 1, "fsdp": 1, "tensor": 1},
+    "h200x2": {"device": "h200", "devices": 2, "processes": 1, "data": 1, "fsdp": 2, "tensor": 1},
+    "h200x4": {"device": "h200", "devices": 4, "processes": 1, "data": 1, "fsdp": 4, "tensor": 1},
+    "h200x8": {"device": "h200", "devices": 8, "processes": 1, "data": 1, "fsdp": 8, "tensor": 1},
+    # Two nodes of eight: weights are gathered within a node, and only gradients pass between the nodes.
+    "h200x16": {"device": "h200", "devices": 16, "processes": 2, "data": 2, "fsdp": 8, "tensor": 1},
+    "v5p-8": {"device": "v5p", "devices": 4, "processes": 1, "data": 1, "fsdp": 4, "tensor": 1},
+    "v5p-16": {"device": "v5p", "devices": 8, "processes": 2, "data": 1, "fsdp": 8, "tensor": 1},
+    "v5p-32": {"device": "v5p", "devices": 16, "processes": 4, "data": 1, "fsdp": 16, "tensor": 1},
+    "v5p-64": {"device": "v5p", "devices": 32, "processes": 8, "data": 1, "fsdp": 32, "tensor": 1},
+    "v6e-1": {"device": "v6e", "devices": 1, "processes": 1, "data": 1, "fsdp": 1, "tensor": 1},
+    "v6e-4": {"device": "v6e", "devices": 4, "processes": 1, "data": 1, "fsdp": 4, "tensor": 1},
+    "v6e-8": {"device": "v6e", "devices": 8, "processes": 1, "data": 1, "fsdp": 8, "tensor": 1},
+    "v6e-16": {"device": "v6e", "devices": 16, "processes": 4, "data": 1, "fsdp": 16, "tensor": 1},
+    "v6e-32": {"device": "v6e", "devices": 32, "processes": 8, "data": 1, "fsdp": 32, "tensor": 1},
+    "v6e-64": {"device": "v6e", "devices": 64, "processes": 16, "data": 1, "fsdp": 64, "tensor": 1},
+}

@@ -1,0 +1,96 @@
+"""One pass over a benchmark: a model's generations are graded, clustered, and written to disk as they arrive."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from poly_epo_jax.evaluate.benchmarks import Benchmark
+from poly_epo_jax.evaluate.folder import EVALUATED_GENERATION, GENERATIONS, read_generations
+from poly_epo_jax.judges.answer import first_equals
+from poly_epo_jax.metrics.majority import NO_ANSWER
+from poly_epo_jax.records.run_folder import generation_rows
+from poly_epo_jax.rollouts.grading import grade_groups
+from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.system.daemon_thread import in_daemon_thread
+from poly_epo_jax.system.json_files import Row, append_rows, keep_rows, sort_rows
+from poly_epo_jax.types import GradedGroup, Judge, Problem, Sampling, Task, Voting
+
+
+async def draw_generations(
+    folder: Path,
+    rollouts: Rollouts,
+    benchmark: Benchmark,
+    judge: Judge,
+    num_generations: int,
+    sampling: Sampling,
+    show: Callable[[int], None],
+) -> None:
+    """Completes the generations in an opened folder. Problems that an earlier call has completed are left alone.
+
+    Args:
+      num_generations: per problem.
+      show: called with the number of complete problems.
+
+    Raises:
+      ValueError: the file is damaged, or holds generations of other problems, which are not thrown away.
+    """
+    path, task, problems = folder / GENERATIONS, benchmark.task, benchmark.problems
+    places = {problem.id: place for place, problem in enumerate(problems)}
+    counts = Counter(row["problem"] for row in read_generations(folder))
+    others = counts.keys() - places.keys()
+    if others:
+        raise ValueError(
+            f"{folder} holds generations of {len(others)} problems that are not asked for now; ask for them too, or "
+            "choose another --output."
+        )
+    complete = {problem for problem, count in counts.items() if count == num_generations}
+    keep_rows(path, EVALUATED_GENERATION, lambda row: row["problem"] in complete)
+    show(len(complete))
+    missing = [problem for problem in problems if problem.id not in complete]
+
+    async def write(graded: GradedGroup) -> None:
+        append_rows(path, await in_daemon_thread(lambda: _rows(graded, task)))
+        complete.add(graded.group.problem.id)
+        show(len(complete))
+
+    if missing:
+        await grade_groups(rollouts.generate(missing, num_generations, sampling), missing, task, judge, write)
+    # The same generations make the same file, in whatever order they came.
+    sort_rows(path, EVALUATED_GENERATION, lambda row: (places[row["problem"]], row["generation"]))
+
+
+def _rows(graded: GradedGroup, task: Task) -> list[Row]:
+    """A row with the columns of `EVALUATED_GENERATION` for each generation of the group."""
+    problem, generations = graded.group.problem, graded.group.generations
+    answers = [task.answer(problem, y) if isinstance(task, Voting) else None for y in generations]
+    ids = _answer_ids(task, problem, answers, graded.correct)
+    own_columns = [
+        {
+            "gold": problem.answer,
+            "token_ids": y.token_ids.tolist(),
+            "finish_reason": y.finish_reason,
+            "answer": ids[index],
+            "answer_text": answers[index],
+        }
+        for index, y in enumerate(generations)
+    ]
+    return [shared | own for shared, own in zip(generation_rows(graded), own_columns, strict=True)]
+
+
+def _answer_ids(task: Task, problem: Problem, answers: Sequence[str | None], correct: np.ndarray) -> list[int]:
+    """A number for each answer, in order of first appearance; answers that the task considers equal share one.
+
+    A right and a wrong answer never share a number, even with the same spelling: a reward may be for how an answer was
+    reached, a grader's equality is not transitive, and a comparison that timed out once may succeed the next time.
+    """
+
+    def same(i: int, j: int) -> bool:
+        assert isinstance(task, Voting)  # only then are there answers
+        return bool(correct[i] == correct[j]) and task.same_answer(problem, answers[i] or "", answers[j] or "")
+
+    votes = [None if answer is None else (answer, bool(correct[i])) for i, answer in enumerate(answers)]
+    firsts = first_equals(votes, same)
+    numbers = {first: number for number, first in enumerate(sorted({first for first in firsts if first is not None}))}
+    return [NO_ANSWER if first is None else numbers[first] for first in firsts]

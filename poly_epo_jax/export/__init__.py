@@ -1,0 +1,1 @@
+"""Writes a trained policy as a Hugging Face folder, with a model card."""

@@ -1,0 +1,130 @@
+"""Rewards and clusters for groups as they arrive: grading and judging overlap the generation of other prompts."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from poly_epo_jax.records.timeline import StageClock
+from poly_epo_jax.system.daemon_thread import in_daemon_thread
+from poly_epo_jax.types import (
+    Clustering,
+    GradedGroup,
+    Group,
+    Judge,
+    JudgeFailure,
+    Metrics,
+    PartialCredit,
+    Problem,
+    Task,
+)
+
+
+class JudgeError(RuntimeError):
+    """The judge fails so often that training on the other prompts would be a different experiment."""
+
+
+async def grade_groups(
+    groups: AsyncIterator[Group],
+    problems: Sequence[Problem],
+    task: Task,
+    judge: Judge,
+    then: Callable[[GradedGroup], Awaitable[None]] | None = None,
+    clock: StageClock | None = None,
+) -> tuple[list[GradedGroup], Metrics]:
+    """Grades and judges each group as soon as it is complete, and hands it to `then`, if given.
+
+    Args:
+      clock: records when groups were generated, graded or judged.
+
+    Returns:
+      The graded groups in the order of `problems`; and timing: the seconds of these three stages, and `judge/hidden`,
+      the share of the judge's seconds that passed while other groups were still being generated.
+    """
+    clock = clock or StageClock()
+    running = []
+    try:
+        with clock.stage("generate"):
+            async for group in groups:
+                running.append(asyncio.create_task(_grade(group, task, judge, clock, then)))
+        hidden = clock.busy("judge").seconds()
+        graded = await asyncio.gather(*running)
+    finally:
+        for grading in running:
+            grading.cancel()
+    places = {(problem.id, problem.occurrence): place for place, problem in enumerate(problems)}
+    graded.sort(key=lambda one: places[one.group.problem.id, one.group.problem.occurrence])
+    return graded, clock.seconds() | {"judge/hidden": hidden / max(clock.busy("judge").seconds(), 1e-9)}
+
+
+async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then: Any) -> GradedGroup:
+    async def score() -> np.ndarray:
+        with clock.stage("grade"):
+            rewards = await in_daemon_thread(lambda: [task.reward(group.problem, y) for y in group.generations])
+        return np.array(rewards, float)
+
+    async def cluster():
+        with clock.stage("judge"):
+            return await judge.cluster(group)
+
+    rewards, clustering = await asyncio.gather(score(), cluster())
+    _check_numbers(group.problem, rewards, clustering)
+    rewards = rewards.astype(np.float32)
+    correct = rewards >= (task.correct_from if isinstance(task, PartialCredit) else 1.0)
+    graded = GradedGroup(group, rewards, correct, clustering)
+    if then is not None:
+        await then(graded)
+    return graded
+
+
+def _check_numbers(problem: Problem, rewards: np.ndarray, clustering: Any) -> None:
+    wrong = rewards[~((rewards >= 0) & (rewards <= 1))]
+    if wrong.size:
+        raise ValueError(
+            f"The task's reward for problem {problem.id} is {wrong[0]}; it must be a number from 0 to 1 for every "
+            "response."
+        )
+    for name, feature in clustering.features.items() if isinstance(clustering, Clustering) else ():
+        if not np.isfinite(feature).all():
+            raise ValueError(
+                f"The judge's feature {name!r} for problem {problem.id} is not finite; it must hold numbers for every "
+                "response."
+            )
+
+
+def judged(graded: Sequence[GradedGroup]) -> list[GradedGroup]:
+    """The groups that the judge did not fail on."""
+    return [group for group in graded if not isinstance(group.clustering, JudgeFailure)]
+
+
+def clustered(graded: Sequence[GradedGroup]) -> list[GradedGroup]:
+    """The groups that have a clustering."""
+    return [group for group in graded if isinstance(group.clustering, Clustering)]
+
+
+def cluster_ids(graded: Sequence[GradedGroup]) -> Int[np.ndarray, "P N"]:
+    """The clusters of the groups that have a clustering."""
+    ids = [group.clustering.ids for group in graded if isinstance(group.clustering, Clustering)]
+    return np.array(ids, np.int32).reshape(len(ids), -1 if ids else 0)
+
+
+def judge_failures(graded: Sequence[GradedGroup]) -> list[JudgeFailure]:
+    """The failures of the groups that the judge could not cluster."""
+    return [group.clustering for group in graded if isinstance(group.clustering, JudgeFailure)]
+
+
+def check_judge(graded: Sequence[GradedGroup], max_failed_share: float) -> None:
+    """Raises:
+    JudgeError: the judge failed on more than this share of the groups.
+    """
+    failures = judge_failures(graded)
+    if len(failures) > max_failed_share * len(graded):
+        kind, count = Counter(failure.kind for failure in failures).most_common(1)[0]
+        reason = next(failure.reason for failure in failures if failure.kind == kind)
+        raise JudgeError(
+            f"The judge failed on {len(failures)} of {len(graded)} prompts, more than judge.max_failed_share="
+            f"{max_failed_share:g} allows; {count} times it was {kind}, for example: {reason}"
+        )

@@ -1,0 +1,270 @@
+"""Completions from SGLang servers whose weights are known to be the newest."""
+
+import asyncio
+import dataclasses
+import functools
+import sys
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+
+import httpx
+import numpy as np
+
+from poly_epo_jax.model.partition import merge_params
+from poly_epo_jax.records.timeline import waiting
+from poly_epo_jax.rollouts.completion_check import completion_flaw
+from poly_epo_jax.rollouts.servers.dialect import Answer, Dialect, Endpoint
+from poly_epo_jax.rollouts.servers.fleet import Fleet, Server
+from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
+from poly_epo_jax.rollouts.sglang import SGLANG, check_awake
+from poly_epo_jax.system.http_client import MAX_BYTES, ServerError, WrongAnswer, backoff_seconds, describe, open_client
+from poly_epo_jax.types import Completion, FinishReason, Metrics, Params, Request, Sampling
+
+MAX_ATTEMPTS = 8
+"""Attempts per request; before each one except the first, failed servers are waited for."""
+TOKEN_BYTES = 256
+"""Bytes that a server may spend per token, on average: its id twice, its log-probability, its text."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Draw:
+    """A request's completions by index: those received so far, and what was last wrong with another."""
+
+    place: int
+    request: Request
+    done: dict[int, Completion] = dataclasses.field(default_factory=dict)
+    trouble: str = ""
+    doubted: Server | None = None  # the server that last answered it wrongly
+
+
+class SGLangSampler:
+    """A client of one or more SGLang servers that serve the policy, or of routers in front of such servers.
+
+    All generations come from weights of one version. A generation that a server wrote with other weights, did not
+    finish, or cannot have drawn is resampled with the same seed; in the last case by another server if there is one.
+    (SGLang heeds the seeds if it runs with --enable-deterministic-inference.)
+
+    Args:
+      urls: servers, or a router, whose workers are then given the weights and the prompts. Without weights, the router
+        itself is given the prompts.
+      weights: the weights to give them; None: no weights, and generations come from those that the servers have.
+      stop_ids: a generation ends with any of these tokens.
+      vocab_size: all token ids are below this.
+      max_concurrent: how many generations one URL is given at once.
+      timeout_seconds: for the generations of one prompt, and for one weight update.
+      wait_seconds: how long to wait for a server that does not answer, at the start or later.
+      dialect: the servers' dialect.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        weights: ServedWeights | None,
+        stop_ids: Sequence[int],
+        *,
+        vocab_size: int,
+        max_concurrent: int,
+        timeout_seconds: float,
+        wait_seconds: float,
+        dialect: Dialect = SGLANG,
+    ):
+        self.urls = [url.rstrip("/") for url in urls]
+        self.stop_ids = tuple(stop_ids)
+        self.vocab_size = vocab_size
+        self.max_concurrent = max_concurrent
+        self.timeout_seconds = timeout_seconds
+        self.wait_seconds = wait_seconds
+        self._weights, self._dialect = weights, dialect
+        self._adopted = ""
+        self._endpoints: dict[str, Endpoint] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._counts = Counter[str]()
+
+    async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+        """Yields the completions of each request as soon as all of them have arrived.
+
+        Raises:
+          ServerError: no server is left, one refuses a request, or none answers it correctly.
+        """
+        if self._weights is None:
+            await self._probe(self.urls)
+            await self._adopt_weights()
+            fleet = Fleet(self.urls, self.max_concurrent, self._revive)
+        else:
+            fleet = Fleet(await self._weight_servers(), self.max_concurrent, self._revive, self._weights.unfinished)
+        tasks = [
+            asyncio.create_task(self._complete(fleet, _Draw(place, request), sampling))
+            for place, request in enumerate(requests)
+        ]
+        batch = asyncio.create_task(_end(tasks, fleet))
+        self._running.add(batch)
+        batch.add_done_callback(self._running.discard)
+        try:
+            for task in asyncio.as_completed(tasks):
+                for completion in await task:
+                    yield completion
+        finally:
+            for task in tasks:
+                task.cancel()
+            await batch
+
+    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
+        """Loads the weights into every server and verifies that each generates from them, with an empty cache.
+
+        Generations in progress keep the weights they began with, even on a server that comes back: the new weights are
+        prepared alongside the old ones, and pushed once all of those generations are complete.
+
+        Raises:
+          ServerError: a server does not accept the weights, or continues with others.
+          OSError: the weights cannot be written.
+        """
+        if self._weights is None:
+            raise ValueError("This sampler was opened to leave the servers' weights as they are; give it weights.")
+        await self._weight_servers()  # a server that takes no weights is refused before any are written
+        await asyncio.to_thread(self._weights.prepare, merge_params(trainable, frozen), version)
+        with waiting():
+            while self._running:
+                await asyncio.wait(self._running)
+        await asyncio.to_thread(self._weights.switch, version)
+        await self._weights.push(await self._weight_servers())
+
+    async def sleep(self) -> None:
+        """Leaves the servers' memory to the trainer until weights are pushed, if `weights.sleeps`."""
+        if self._weights is not None:
+            routers = [endpoint.url for endpoint in self._endpoints.values() if endpoint.is_router]
+            await self._weights.sleep(self.urls, routers)
+
+    def metrics(self) -> Metrics:
+        """Server failures, resampled generations, and how many of those were wrong, since the last call."""
+        counts, self._counts = self._counts, Counter[str]()
+        return {f"rollouts/{name}": float(counts[name]) for name in ("server_failures", "resampled", "wrong_answers")}
+
+    def close(self) -> None:
+        if self._weights is not None:
+            self._weights.close()
+
+    async def _probe(self, urls: Sequence[str]) -> None:
+        """Probes each URL once."""
+        new = [url for url in urls if url not in self._endpoints]
+        await asyncio.gather(*(self._dialect.wait_for(url, self.wait_seconds) for url in new))
+        for endpoint in await asyncio.gather(*map(self._dialect.probe, new)):
+            self._endpoints[endpoint.url] = endpoint
+
+    async def _weight_servers(self) -> list[str]:
+        """The servers that hold weights: those in `urls`, and the workers behind the routers in it."""
+        await self._probe(self.urls)
+        urls = []
+        for url in self.urls:
+            urls += await self._dialect.workers(url, self.wait_seconds) if self._endpoints[url].is_router else [url]
+        await self._probe(urls)
+        for url in urls:
+            if not self._endpoints[url].takes_weights:
+                raise ServerError(
+                    f"{url} has no /update_weights_from_disk (sglang-jax has none), so it can be evaluated but not "
+                    "trained over; train over SGLang servers, or with rollouts.name=embedded."
+                )
+        return urls
+
+    async def _adopt_weights(self) -> None:
+        """Adopts the weights that the servers have."""
+        try:
+            models = await asyncio.gather(*(self._dialect.served_model(url) for url in self.urls))
+        except httpx.HTTPError as error:
+            raise ServerError(
+                f"One of {', '.join(self.urls)} does not say what it serves: {describe(error)}; see its log."
+            ) from error
+        found = {url: model.weight_version for url, model in zip(self.urls, models, strict=True)}
+        if len(set(found.values())) > 1:
+            raise ServerError(f"The servers serve different weights, {found}; evaluate one at a time.")
+        self._adopted = found[self.urls[0]]
+        check_awake(found)
+
+    async def _revive(self, url: str) -> None:
+        """Returns once the server can be asked again and has the current weights."""
+        if self._weights is None:
+            await self._dialect.wait_for(url, self.wait_seconds)
+        else:
+            await self._weights.ensure_current(url)
+
+    async def _complete(self, fleet: Fleet, draw: _Draw, sampling: Sampling) -> list[Completion]:
+        """All completions of a request."""
+        request = draw.request
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(backoff_seconds(attempt))
+            missing = [index for index in range(len(request.seeds)) if index not in draw.done]
+            tokens = len(missing) * (len(request.prompt_ids) + request.max_tokens)
+            # A client for each request: the cost of a call in httpx grows with the number of calls of its client.
+            client = open_client(self.timeout_seconds, MAX_BYTES + TOKEN_BYTES * tokens)
+            async with fleet.lease(len(missing), tokens, draw.doubted) as server, client:
+                # A list costs the server less than a call for each seed, but routers accept no lists.
+                calls = [[index] for index in missing] if self._endpoints[server.url].is_router else [missing]
+                generate = functools.partial(self._dialect.generate, client, server.url, request)
+                answered = await asyncio.gather(
+                    *(generate(indices, sampling, self.stop_ids) for indices in calls), return_exceptions=True
+                )
+                for indices, answers in zip(calls, answered, strict=True):
+                    self._keep(fleet, server, draw, indices, answers)
+            if len(draw.done) == len(request.seeds):
+                return [draw.done[index] for index in range(len(request.seeds))]
+        raise ServerError(
+            f"The servers {', '.join(self.urls)} failed {MAX_ATTEMPTS} times to generate for problem "
+            f"{request.problem_id}; see their logs for why they die, abort or err. The last time, {draw.trouble}."
+        )
+
+    def _keep(
+        self,
+        fleet: Fleet,
+        server: Server,
+        draw: _Draw,
+        indices: Sequence[int],
+        answers: Sequence[Answer | WrongAnswer] | BaseException,
+    ) -> None:
+        """Keeps complete generations from the current weights; the others will be resampled."""
+        if isinstance(answers, WrongAnswer):
+            answers = [answers] * len(indices)
+        if isinstance(answers, httpx.HTTPError):
+            self._fail(fleet, server, draw, describe(answers))
+            return
+        if isinstance(answers, BaseException):
+            raise answers
+        name = self._adopted if self._weights is None else self._weights.name
+        for index, answer in zip(indices, answers, strict=True):
+            if isinstance(answer, WrongAnswer):
+                self._refuse(server, draw, str(answer))
+            elif answer.weight_version != name:
+                self._counts["resampled"] += 1
+                if self._weights is None:
+                    raise ServerError(f"{server.url} changed weights while they were generated from; begin anew.")
+                self._fail(fleet, server, draw, f"it generates from weights {answer.weight_version} instead of {name}")
+            elif answer.finish_reason is None:
+                self._counts["resampled"] += 1
+                draw.trouble = f"{server.url} broke a generation off"
+            elif flaw := self._flaw(draw.request, answer, answer.finish_reason):
+                self._refuse(server, draw, flaw)
+            else:
+                number = 0 if self._weights is None else self._weights.version
+                ids, logprobs = answer.token_ids.astype(np.int32), answer.logprobs.astype(np.float32)
+                draw.done[index] = Completion(draw.place, index, ids, logprobs, answer.finish_reason, number)
+
+    def _flaw(self, request: Request, answer: Answer, finish_reason: FinishReason) -> str:
+        limits = {"max_tokens": request.max_tokens, "stop_ids": self.stop_ids, "vocab_size": self.vocab_size}
+        return completion_flaw(answer.token_ids, answer.logprobs, finish_reason, **limits)
+
+    def _refuse(self, server: Server, draw: _Draw, why: str) -> None:
+        self._counts.update(resampled=1, wrong_answers=1)
+        draw.doubted, draw.trouble = server, f"{server.url} answered wrongly: {why}"
+        if not server.has_erred:
+            server.has_erred = True
+            print(f"{draw.trouble} (problem {draw.request.problem_id}). It is asked again.", file=sys.stderr)
+
+    def _fail(self, fleet: Fleet, server: Server, draw: _Draw, why: str) -> None:
+        self._counts["server_failures"] += server.is_up
+        draw.trouble = f"{server.url} failed: {why}"
+        fleet.fail(server, why)
+
+
+async def _end(tasks: Sequence[asyncio.Task[list[Completion]]], fleet: Fleet) -> None:
+    """Returns once all requests are complete or given up, and no server is being revived for them."""
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await fleet.close()

@@ -1,0 +1,143 @@
+"""What a run is built on, and whether it can run here: everything that is checked before anything is computed."""
+
+import dataclasses
+import os
+import tempfile
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from poly_epo_jax.config.checks import ConfigError
+from poly_epo_jax.config.keys import Config, longest_sequence
+from poly_epo_jax.memory_plan.plan import batch_bytes
+from poly_epo_jax.memory_plan.tables import amount, plan_of
+from poly_epo_jax.model import hf
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.lora import lora_fields, trained_pattern
+from poly_epo_jax.model.partition import split_params
+from poly_epo_jax.model.policy import find_model
+from poly_epo_jax.model.presets import has_preset, preset_config
+from poly_epo_jax.model.qwen3 import AUTO, abstract_model, param_shapes
+from poly_epo_jax.parallel.mesh import check_mesh
+from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.rollouts import SAMPLERS
+from poly_epo_jax.startup.base_policy import base_shape
+from poly_epo_jax.startup.read_config import make_judge, make_task
+from poly_epo_jax.step.packing import row_tokens
+from poly_epo_jax.types import Judge, Task
+
+TOLERANCE = 1.1
+"""A plan is refused if it needs more than this times the memory: plans are within 10% of compiled programs."""
+
+
+def prepare(config: Config) -> tuple[Mesh, Task, Judge]:
+    """The mesh, the task and the judge of a run, once it is certain that the run can begin.
+
+    Raises:
+      ValueError, OSError: it cannot: folders, data, lengths, mesh or memory do not fit what is asked for.
+    """
+    for key, folder in _written(config).items():
+        check_writable(key, Path(folder))
+    mesh = make_mesh(**config.mesh)
+    task = make_task(config.task)
+    if config.eval.every and not task.held_out_problems:
+        raise ConfigError(f"eval.every={config.eval.every}, but the task holds out no problems; set eval.every=0.")
+    if config.train.prompts_per_batch > len(task.train_problems):
+        raise ConfigError(
+            f"train.prompts_per_batch={config.train.prompts_per_batch} takes more prompts than the "
+            f"{len(task.train_problems)} training problems; lower it, or use more problems."
+        )
+    judge = make_judge(config.judge, task)
+    shape = model_shape(config)
+    _check_lengths(config, shape)
+    split_params(param_shapes(abstract_model(shape)), trained_pattern(config))
+    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), row_tokens(config))
+    check_memory(config, shape)
+    return mesh, task, judge
+
+
+def model_shape(config: Config) -> ModelConfig:
+    """The model's shape: from its folder, from its preset if the folder is not here, or from `config.base`.
+
+    With model.remat=auto, the memory plan chooses its `remat`.
+
+    Raises:
+      ValueError, OSError: there is no such model; or the mesh does not fit the devices or, with auto, the model.
+    """
+    shape = _stated_shape(config)
+    return dataclasses.replace(shape, remat=plan_of(config, shape)[0].remat) if shape.remat == AUTO else shape
+
+
+def _stated_shape(config: Config) -> ModelConfig:
+    compute = {name: value for name, value in config.model.items() if name not in ("path", "stop_strings")}
+    compute |= {"longest_sequence": longest_sequence(config)} | lora_fields(config.lora)
+    if not config.model.path:
+        return dataclasses.replace(base_shape(config.base, make_task(config.task)), **compute)
+    if not Path(config.model.path).is_dir() and has_preset(config.model.path):
+        return preset_config(config.model.path, **compute)
+    return hf.read_config(find_model(config.model.path), **compute)
+
+
+def check_writable(key: str, folder: Path) -> None:
+    """Refuses a folder that cannot be written to. The folder need not exist, and nothing is left there.
+
+    Raises:
+      ConfigError: naming the key, the folder and the reason.
+    """
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"{key}={folder} cannot be written to ({reason}); choose a writable folder.") from error
+
+
+def check_memory(config: Config, shape: ModelConfig) -> None:
+    """Refuses a configuration whose memory plan does not fit.
+
+    Raises:
+      ConfigError: naming what takes the memory, and what to lower.
+    """
+    plan, rows_that_fit = plan_of(config, shape)
+    if plan.memory_bytes is not None and plan.needed_bytes > TOLERANCE * plan.memory_bytes:
+        rollouts = config.rollouts
+        asked = {
+            "gradient": f"train.rows_per_device={plan.rows_per_device} of train.row_tokens={plan.row_tokens} tokens",
+            "generate": f"rollouts.max_concurrent={rollouts.max_concurrent} responses",
+        }.get(plan.peak_stage, "the model with its optimizer")
+        advice = {
+            "gradient": f"train.rows_per_device={rows_that_fit} would" if rows_that_fit else "lower train.row_tokens",
+            "generate": "lower it, or sampling.max_tokens",
+        }.get(plan.peak_stage, "take more devices")
+        raise ConfigError(
+            f"{asked} would take {amount(plan.needed_bytes)} of a device's memory, of which JAX may use "
+            f"{amount(plan.memory_bytes)}; {advice}."
+        )
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if batch_bytes(config) > machine:
+        raise ConfigError(
+            f"train.prompts_per_batch={config.train.prompts_per_batch} with "
+            f"train.num_generations={config.train.num_generations} would take {amount(batch_bytes(config))} of the "
+            f"machine's {amount(machine)}; lower them, sampling.max_tokens or algo.num_sets."
+        )
+
+
+def _written(config: Config) -> dict[str, str]:
+    """The folders that the run writes to, by key."""
+    folders = {"workdir": config.workdir, "compilation_cache": config.compilation_cache}
+    if not config.model.path:
+        folders["base.cache_dir"] = config.base.cache_dir
+    if SAMPLERS[config.rollouts.name].needs_urls and config.rollouts.weight_sync == "disk":
+        folders["rollouts.weights_dir"] = config.rollouts.weights_dir
+    return folders
+
+
+def _check_lengths(config: Config, shape: ModelConfig) -> None:
+    longest = longest_sequence(config)
+    if longest > shape.max_position:
+        raise ConfigError(
+            f"train.max_prompt_tokens={config.train.max_prompt_tokens} and sampling.max_tokens="
+            f"{config.sampling.max_tokens} make {longest} tokens, but the model has {shape.max_position} positions; "
+            "lower one of them."
+        )

@@ -1,0 +1,268 @@
+"""The policy update: gradients of packed microbatches, accumulated, clipped, and given to AdamW.
+
+It sees per-token advantages and an objective, and does not know which method they come from.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from poly_epo_jax.config.keys import Config, OptimizerSection, updates_per_step
+from poly_epo_jax.model.logprobs import token_logprobs
+from poly_epo_jax.model.lora import trained_pattern
+from poly_epo_jax.model.partition import merge_params, split_params
+from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.parallel.compiler_options import compiler_options
+from poly_epo_jax.parallel.sharding import param_shardings, replicated, row_sharding
+from poly_epo_jax.set_rl import policy_gradient_loss
+from poly_epo_jax.step.advantages import make_loss
+from poly_epo_jax.step.objective import DeviceMetrics, Objective, summarize
+from poly_epo_jax.step.optimizer import make_optimizer, make_schedule
+from poly_epo_jax.step.packing import PackedBatch, SilentBatch, empty_batch
+from poly_epo_jax.types import Metrics, Params
+
+LIKELIHOOD, DEFAULTS = Objective(policy_gradient_loss), OptimizerSection()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a checkpoint holds: trainable and frozen weights as Params, the optimizer's moments for the trainable ones,
+    and the number of optimizer updates made (int32).
+
+    The leaves of a state may be replaced by anything, such as their shapes; Orbax puts a leaf for an empty `frozen`.
+    """
+
+    trainable: Any
+    frozen: Any
+    opt_state: Any
+    updates: Any
+
+    @property
+    def params(self) -> Params:
+        """All weights."""
+        return merge_params(self.trainable, self.frozen)
+
+
+class PolicyUpdate:
+    """Turns minibatches into optimizer updates of a policy.
+
+    Args:
+      model: the policy, possibly abstract: only its structure is used.
+      config: the `optimizer` section of the configuration.
+      total_updates: the number of updates after which the learning-rate schedule ends.
+      trainable: a pattern of the weights to train, see `split_params`; empty: all.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3,
+        mesh: Mesh,
+        objective: Objective = LIKELIHOOD,
+        config: OptimizerSection = DEFAULTS,
+        total_updates: int = 1,
+        trainable: str = "",
+    ):
+        self.mesh, self.objective = mesh, objective
+        self.schedule = make_schedule(config, total_updates)
+        self.optimizer = make_optimizer(config)
+        self._split = partial(split_params, pattern=trainable)
+        self._model_def, state = nnx.split(model)
+        self.abstract_state = jax.eval_shape(self._first_state, *self._split(nnx.to_pure_dict(state)))
+        self.shardings = self._state_shardings(param_shardings(model, mesh))
+
+        weights, scalar = self.shardings.trainable, replicated(mesh)
+        jit = partial(jax.jit, compiler_options=compiler_options(mesh))
+        self._init = jax.jit(self._first_state, out_shardings=self.shardings)
+        self._zeros = jax.jit(partial(jax.tree.map, _float32_zeros), out_shardings=weights)
+        self._logprobs = jit(lambda params, batch: self._forward(params, batch)[0], out_shardings=row_sharding(mesh))
+        self._accumulate = jit(self._add_gradient, donate_argnums=2, out_shardings=(weights, scalar))
+        self._measure = jit(self._metrics, out_shardings=scalar)
+        self._apply = jit(self._apply_gradient, donate_argnums=0, out_shardings=(self.shardings, scalar))
+        self._skip = jax.jit(_without_gradient, donate_argnums=0, out_shardings=self.shardings)
+
+    def _state_shardings(self, weights: Params) -> TrainState:
+        """Moments are laid out like their weights; everything else is replicated."""
+        trainable, frozen = self._split(weights)
+        scalar = replicated(self.mesh)
+        opt_state = optax.tree_map_params(
+            self.optimizer,
+            lambda _, sharding: sharding,
+            self.abstract_state.opt_state,
+            trainable,
+            transform_non_params=lambda _: scalar,
+        )
+        return TrainState(trainable, frozen, opt_state, scalar)
+
+    def _forward(self, params: Params, batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
+        """Log-probabilities of the target tokens and entropies, on response tokens."""
+        policy = nnx.merge(self._model_def, params)
+        tokens, positions, segment_ids, targets = map(
+            jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids, batch.targets)
+        )
+        hidden = policy(tokens, positions, segment_ids)
+        is_response = jnp.asarray(batch.weights) > 0
+        return token_logprobs(hidden, policy.head, targets, is_response, self.objective.temperature)
+
+    def _add_gradient(
+        self, trainable: Params, frozen: Params, gradients: Params, batch: PackedBatch
+    ) -> tuple[Params, DeviceMetrics]:
+        def loss(trainable: Params) -> tuple[jax.Array, DeviceMetrics]:
+            return self.objective(*self._forward(merge_params(trainable, frozen), batch), batch)
+
+        # Each layer's gradient is added in place as the backward pass produces it: there is no second tree of them.
+        total, pullback, metrics = jax.vjp(loss, trainable, has_aux=True)
+        sums = jax.tree.map(jax.new_ref, gradients)
+        pullback.with_refs(sums)(jnp.ones_like(total))  # pyright: ignore[reportFunctionMemberAccess]
+        return jax.tree.map(jax.freeze, sums), metrics
+
+    def _metrics(self, params: Params, batch: PackedBatch) -> DeviceMetrics:
+        return self.objective(*self._forward(params, batch), batch)[1]
+
+    def _apply_gradient(self, state: TrainState, gradients: Params) -> tuple[TrainState, DeviceMetrics]:
+        directions, opt_state = self.optimizer.update(gradients, state.opt_state, state.trainable)
+        learning_rate = jnp.asarray(self.schedule(state.updates))
+        metrics = {
+            "gradient_norm": optax.global_norm(gradients),
+            "update_norm": learning_rate * optax.global_norm(directions),
+            "learning_rate": learning_rate,
+        }
+        updates = jax.tree.map(lambda direction: -learning_rate * direction, directions)
+        trainable = optax.apply_updates(state.trainable, updates)
+        metrics["weight_norm"] = optax.global_norm(jax.tree.map(lambda weight: weight.astype(jnp.float32), trainable))
+        return TrainState(trainable, state.frozen, opt_state, state.updates + 1), metrics
+
+    def lower(self, num_rows: int, row_tokens: int) -> dict[str, jax.stages.Lowered]:
+        """The programs of microbatches [num_rows, row_tokens] and of the optimizer, to be compiled without weights.
+
+        The mesh's devices need not be here.
+
+        `logprobs` computes old log-probabilities, `gradient` adds a microbatch's to the sum, `optimizer` uses the sum.
+        """
+
+        def abstract(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        state = jax.tree.map(abstract, self.abstract_state, self.shardings)
+        gradients = jax.tree.map(abstract, jax.eval_shape(self._zeros, state.trainable), self.shardings.trainable)
+        batch = jax.tree.map(lambda x: abstract(x, self._batch_sharding(x)), empty_batch(num_rows, row_tokens))
+        with jax.set_mesh(self.mesh):
+            return {
+                "logprobs": self._logprobs.lower(state.params, batch),
+                "gradient": self._accumulate.lower(state.trainable, state.frozen, gradients, batch),
+                "optimizer": self._apply.lower(state, gradients),
+            }
+
+    def init(self, params: Params) -> TrainState:
+        """The state before the first update; it owns `params` from here on."""
+        with jax.set_mesh(self.mesh):
+            return self._init(*self._split(params))
+
+    def _first_state(self, trainable: Params, frozen: Params) -> TrainState:
+        # Moments are those of float32 gradients, whatever the weights' type.
+        opt_state = self.optimizer.init(jax.tree.map(_float32_zeros, trainable))
+        return TrainState(trainable, frozen, opt_state, jnp.zeros((), jnp.int32))
+
+    def with_old_logprobs(
+        self, state: TrainState, minibatches: Sequence[Sequence[PackedBatch]], reference: Params | None = None
+    ) -> list[list[PackedBatch]]:
+        """The minibatches with the log-probabilities that later updates compare with, computed before the first update.
+
+        The first minibatch needs none: weights do not change before it, so its ratios are exactly one.
+
+        Args:
+          reference: the reference policy's weights, if the objective has a KL term; frozen ones may be left out.
+        """
+        params, objective = state.params, self.objective
+        with jax.set_mesh(self.mesh):
+            filled = []
+            for index, minibatch in enumerate(minibatches):
+                batches = [self.place(batch._replace(on_policy=np.array(not index))) for batch in minibatch]
+                if index:
+                    batches = [b._replace(old_logprobs=self._logprobs(params, PackedBatch(*b))) for b in batches]
+                if objective.kl_coef:
+                    whole = merge_params(state.frozen, reference or {})
+                    batches = [b._replace(reference_logprobs=self._logprobs(whole, PackedBatch(*b))) for b in batches]
+                filled.append(batches)
+            return filled
+
+    def gradient(self, state: TrainState, minibatch: Sequence[PackedBatch]) -> tuple[Params, list[DeviceMetrics]]:
+        """The loss's gradient over a minibatch, summed over its microbatches, and each microbatch's sums of metrics."""
+        gradients, metrics = self.zero_gradients(state), []
+        with jax.set_mesh(self.mesh):
+            for batch in minibatch:
+                placed = self.place(PackedBatch(*batch))
+                if isinstance(batch, SilentBatch):
+                    sums = self._measure(state.params, placed)
+                else:
+                    gradients, sums = self._accumulate(state.trainable, state.frozen, gradients, placed)
+                metrics.append(sums)
+            return gradients, metrics
+
+    def zero_gradients(self, state: TrainState) -> Params:
+        """Zeros to which gradients are added: float32, laid out like the weights."""
+        with jax.set_mesh(self.mesh):
+            return self._zeros(state.trainable)
+
+    def __call__(self, state: TrainState, minibatches: Sequence[Sequence[PackedBatch]]) -> tuple[TrainState, Metrics]:
+        """One optimizer update per minibatch, in order. `state` is consumed.
+
+        An empty minibatch changes no weight, but the learning-rate schedule advances.
+        """
+        sums: list[DeviceMetrics] = []
+        applied: list[DeviceMetrics] = []
+        for minibatch in minibatches:
+            if not minibatch:
+                with jax.set_mesh(self.mesh):
+                    state = self._skip(state)
+                continue
+            gradients, metrics = self.gradient(state, minibatch)
+            with jax.set_mesh(self.mesh):
+                state, norms = self._apply(state, gradients)
+            sums += metrics
+            applied.append(norms)
+        return state, summarize(*jax.device_get((sums, applied)))
+
+    def place(self, batch: PackedBatch) -> PackedBatch:
+        """The microbatch on the mesh."""
+
+        def put(x: Any) -> jax.Array:
+            # Every host has the whole batch, and takes the part for its own devices.
+            sharding = self._batch_sharding(x)
+            return x if isinstance(x, jax.Array) else jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+        return jax.tree.map(put, batch)
+
+    def _batch_sharding(self, x: Any) -> jax.sharding.NamedSharding:
+        return row_sharding(self.mesh) if x.ndim else replicated(self.mesh)
+
+
+def make_update(config: Config, model: Qwen3, mesh: Mesh) -> PolicyUpdate:
+    """The update of a run with this configuration."""
+    algo = config.algo
+    objective = Objective(
+        make_loss(algo),
+        config.sampling.temperature,
+        algo.kl_coef,
+        algo.entropy_coef,
+        algo.importance_cap,
+        algo.max_mismatch,
+    )
+    total_updates = config.train.num_steps * updates_per_step(config.train)
+    return PolicyUpdate(model, mesh, objective, config.optimizer, total_updates, trained_pattern(config))
+
+
+def _without_gradient(state: TrainState) -> TrainState:
+    return dataclasses.replace(state, updates=state.updates + 1)
+
+
+def _float32_zeros(x: Any) -> jax.Array:
+    return jnp.zeros(x.shape, jnp.float32)

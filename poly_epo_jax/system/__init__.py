@@ -1,0 +1,1 @@
+"""Files, processes, signals and HTTP: nothing here knows of machine learning, and nothing imports JAX."""

@@ -1,0 +1,25 @@
+"""Which values the configuration accepts."""
+
+import pytest
+
+from poly_epo_jax.config.checks import is_url
+
+
+@pytest.mark.parametrize(
+    ("url", "is_one"),
+    [
+        ("http://127.0.0.1:30000", True),
+        ("https://[::1]:1/below", True),
+        ("http://me:secret@host:1", False),
+        ("http://me@host", False),
+        ("http://host/?key=secret", False),
+        ("http://host/#part", False),
+        ("http://", False),
+        ("http://host:port", False),
+        ("http://host:1/v1", False),
+        ("file:///etc/passwd", False),
+        ("host:1", False),
+    ],
+)
+def test_server_urls(url: str, is_one: bool):
+    assert is_url(url) == is_one

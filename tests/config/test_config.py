@@ -1,0 +1,267 @@
+"""Shipped configurations are complete, explained and runnable; others that are not are refused with one sentence."""
+
+import ast
+import functools
+import importlib
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ml_collections import ConfigDict
+
+from configs import polynomial
+from poly_epo_jax.config import default
+from poly_epo_jax.config.checks import Range
+from poly_epo_jax.config.keys import Config, ConfigError, changed_keys
+from poly_epo_jax.parallel.mesh import check_mesh
+from poly_epo_jax.startup.read_config import read_config
+
+FOLDER = Path(polynomial.__file__).parent
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+MESH = {"data": 1, "fsdp": 2, "tensor": 1}
+MODEL_SIZES = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "mlp_size": 192, "vocab_size": 22}
+
+
+def load(name: str, method: str = "poly_epo") -> ConfigDict:
+    return importlib.import_module(f"configs.{name}").get_config(method)
+
+
+def flat(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key; an empty section counts as a value."""
+    found = {}
+    for key, value in config.items():
+        is_section = isinstance(value, ConfigDict) and len(value)
+        found |= flat(value, f"{prefix}{key}.") if is_section else {prefix + key: value}
+    return found
+
+
+def changed(**changes: Any) -> ConfigDict:
+    """The polynomial configuration with changes, by dotted key."""
+    config = polynomial.get_config()
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+@pytest.mark.parametrize("method", default.WORDS)
+@pytest.mark.parametrize("name", ["default", *NAMES])
+def test_shipped_configs_can_run(name: str, method: str):
+    config = default.get_config(method) if name == "default" else load(name, method)
+    assert read_config(config).to_dict() == config.to_dict()
+    assert config.is_locked
+    assert config.algo.advantages == default.WORDS[method]["advantages"]
+    assert config.algo.length_normalization == default.WORDS[method]["length_normalization"]
+
+
+def test_every_key_is_declared_once_and_explained():
+    declared = {key: field for key, field, _ in Config().flat()}
+    assert declared.keys() == flat(default.get_config()).keys()
+    assert [key for key, field in declared.items() if not field.metadata["meaning"]] == []
+    numbers = {key for key, field in declared.items() if field.type in (int, float)}
+    assert [key for key in sorted(numbers) if not isinstance(declared[key].metadata["check"], Range)] == []
+
+
+@pytest.mark.parametrize("method", default.WORDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_configs_state_only_what_differs(name: str, method: str):
+    tree = ast.parse((FOLDER / f"{name}.py").read_text())
+    targets = [ast.unparse(node.targets[0]) for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    stated = {target.removeprefix("config.") for target in targets if target.startswith("config.")}
+    differing = changed_keys(default.get_config(method).to_dict(), load(name, method).to_dict())
+    covers = {key: {stated_key for stated_key in stated if f"{key}.".startswith(f"{stated_key}.")} for key in differing}
+    assert [key for key in differing if not covers[key]] == []
+    assert stated == set.union(*covers.values()), "some of these are the defaults"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"task.name": "chess"}, ["task.name='chess'", "multiplication_prose, polynomial"]),
+        ({"judge.name": "jury"}, ["judge.name='jury'", "exact"]),
+        ({"rollouts.name": "remote"}, ["rollouts.name='remote'", "embedded"]),
+        ({"algo.loss": "dpo"}, ["algo.loss='dpo'", "cispo, clip_cov, gspo, kl_cov, policy_gradient, ppo_clip"]),
+        ({"algo.objective": "mean"}, ["algo.objective='mean'", "determinant, mean_reward, pass_at_n, polychromic"]),
+        (
+            {"algo.advantages": "poly_epo"},
+            ["algo.advantages='poly_epo'", "grpo, grpo_div, marginal_set, max_rl, passk"],
+        ),
+        ({"algo.length_normalization": "mean"}, ["algo.length_normalization='mean'", "max, own"]),
+        ({"optimizer.schedule": "step"}, ["optimizer.schedule='step'", "constant, cosine, linear"]),
+        ({"model.dtype": "float16"}, ["model.dtype='float16'", "bfloat16, float32"]),
+        ({"model.attention": "flash"}, ["model.attention='flash'", "auto"]),
+        ({"algo.set_size": 8}, ["algo.set_size=8", "smaller than train.num_generations=8"]),
+        ({"algo.set_size": 9}, ["algo.set_size=9", "smaller than train.num_generations=8"]),
+        ({"algo.set_size": 0}, ["algo.set_size=0", "between 1 and 4,095"]),
+        ({"train.row_tokens": 23}, ["train.row_tokens=23", "= 24 tokens"]),
+        ({"train.prompts_per_minibatch": 5}, ["train.prompts_per_minibatch=5", "divide train.prompts_per_batch=64"]),
+        ({"train.prompts_per_minibatch": 128}, ["train.prompts_per_minibatch=128", "divide"]),
+        ({"algo.num_sets": 71}, ["algo.num_sets=71", "at most C(N, n) = 70"]),
+        ({"algo.num_sets": -1}, ["algo.num_sets=-1", "between 0 and 1,000,000"]),
+        ({"sampling.temperature": 0.0}, ["sampling.temperature=0.0", "positive"]),
+        ({"train.trainable": "layers.(q"}, ["train.trainable='layers.(q'", "must be a regular expression"]),
+        ({"lora.rank": -1}, ["lora.rank=-1", "must be 0, or lie between 1 and 1,024"]),
+        ({"lora.rank": 1025}, ["lora.rank=1025", "between 1 and 1,024"]),
+        ({"lora.alpha": 0.0}, ["lora.alpha=0.0", "between 1e-06"]),
+        (
+            {"lora.targets": ("q_proj", "lm_head")},
+            ["lora.targets=('q_proj', 'lm_head')", "q_proj, k_proj"],
+        ),
+        ({"lora.targets": ("q_proj", "q_proj")}, ["lora.targets=", "each once"]),
+        ({"lora.targets": ()}, ["lora.targets=()", "must name some of q_proj"]),
+        ({"lora.rank": 8, "train.trainable": "norm"}, ["lora.rank=8 trains adapters", "train.trainable='norm'", "one"]),
+        ({"sampling.temperature": float("nan")}, ["sampling.temperature=nan", "must be a finite number"]),
+        ({"sampling.top_p": 0.0}, ["sampling.top_p=0.0", "between 1e-06 and 1"]),
+        ({"sampling.top_p": 1.5}, ["sampling.top_p=1.5", "between 1e-06 and 1"]),
+        ({"optimizer.learning_rate": -1e-3}, ["optimizer.learning_rate=-0.001", "between 1e-12 and 1"]),
+        ({"eval.every": -1}, ["eval.every=-1", "between 0 and 1,000,000,000"]),
+        ({"sampling.temperature": 1e-5}, ["sampling.temperature=1e-05", "must be 0, or lie between 0.01 and 100"]),
+        ({"train.trainable": "a{99999999999}"}, ["train.trainable=", "must be a regular expression"]),
+        ({"base.num_kv_heads": 3}, ["base.num_kv_heads=3 must divide base.num_heads=4"]),
+        ({"base.head_dim": 15}, ["base.head_dim=15 must be even"]),
+        ({"workdir": ""}, ["workdir='' must not be empty"]),
+        ({"judge.url": "127.0.0.1:30001"}, ["judge.url='127.0.0.1:30001'", "such as http://127.0.0.1:30001"]),
+        ({"judge.url": "http://127.0.0.1:99999"}, ["judge.url=", "must be an address"]),
+        ({"rollouts.urls": "http://a:1,ftp://b:1"}, ["rollouts.urls=", "must be addresses"]),
+        ({"rollouts.urls": "http://a:1, http://a:1/"}, ["rollouts.urls=", "each once"]),
+        ({"hosts.coordinator": "here"}, ["hosts.coordinator='here' is not HOST:PORT"]),
+        ({"hosts.coordinator": "here:0"}, ["hosts.coordinator='here:0' is not HOST:PORT"]),
+        ({"train.num_steps": 10**9, "train.prompts_per_minibatch": 1}, ["train.num_steps=1000000000", "64 updates"]),
+        (
+            {"judge.name": "llm", "judge.url": "http://a:1", "train.num_generations": 100},
+            ["train.num_generations=100", "at most 99"],
+        ),
+        ({"rollouts.name": "sglang"}, ["rollouts.urls=''", "name a server of the policy"]),
+        ({"judge.name": "llm"}, ["judge.url=''", "name the judge's server"]),
+        ({"judge.name": "none"}, ["judge.name='none' makes no clusters", "Poly-EPO reads them", ":grpo"]),
+        ({"judge.name": "none", "algo.advantages": "grpo_div"}, ["judge.name='none'", "GRPO+DIV reads them"]),
+        ({"judge.options": {"attempts": 2}}, ["judge.options has 'attempts'", "exact does not take; it takes none."]),
+        ({"algo.options": {"bonus": 1}}, ["algo.options has 'bonus'", "marginal_set does not take"]),
+        ({"rollouts.options": {"path": "x"}}, ["rollouts.options has 'path'", "embedded does not take"]),
+        ({"judge.max_failed_share": 1.5}, ["judge.max_failed_share=1.5", "between 0 and 1"]),
+        ({"rollouts.weight_sync": "nccl"}, ["rollouts.weight_sync='nccl'", "disk, tensor"]),
+        ({"sampling.top_p": 0.9}, ["sampling.top_p=0.9 and sampling.top_k=0 would bias the gradient", "train with 1"]),
+        ({"sampling.top_k": 20}, ["sampling.top_p=1.0 and sampling.top_k=20 would bias the gradient"]),
+        ({"algo.importance_cap": -1.0}, ["algo.importance_cap=-1.0", "be 0, or lie between 0.001"]),
+        ({"algo.max_mismatch": 0.9}, ["algo.max_mismatch=0.9", "be 0, or lie between 1.001"]),
+        ({"train.staleness": 2}, ["train.staleness=2", "between 0 and 1"]),
+        ({"train.staleness": 1}, ["rollouts.name='embedded'", "set train.staleness=0, or rollouts.name=sglang"]),
+        (
+            {"train.staleness": 1, "rollouts.name": "sglang", "rollouts.urls": "http://localhost:1"},
+            ["algo.importance_cap=0.0 would ignore", "set it, for example to 2"],
+        ),
+        (
+            {"algo.objective": "mean_reward", "train.num_generations": 32, "algo.set_size": 16},
+            ["algo.num_sets=0", "all 601080390 sets", "draw some"],
+        ),
+        ({"algo.advantages": "ucpo", "algo.options": {"tau": 1.5}}, ["algo.options.tau=1.5", "between 0 and 1"]),
+        ({"algo.advantages": "pkpo", "algo.options": {"k": 1}}, ["algo.options.k=1", "between 2 and 4,096"]),
+        ({"algo.advantages": "pkpo", "algo.options": {"k": 2.5}}, ["algo.options.k=2.5", "must be a whole number"]),
+        ({"algo.advantages": "max_rl", "algo.options": {"k": 2}}, ["algo.options has 'k'", "max_rl does not take"]),
+        (
+            {"algo.advantages": "passk", "algo.options": {"k": 8}},
+            ["train.num_generations=8 must be at least 9 for Pass@k training with algo.options={'k': 8}."],
+        ),
+        (
+            {"algo.advantages": "pkpo", "train.num_generations": 3, "algo.set_size": 2},
+            ["train.num_generations=3 must be at least 4 for PKPO"],
+        ),
+        ({"algo.cov_fraction": 2.0}, ["algo.cov_fraction=2.0", "between 1e-09 and 1"]),
+        ({"judge.name": "none", "algo.advantages": "darling"}, ["judge.name='none'", "DARLING reads them"]),
+    ],
+)
+def test_wrong_values_are_refused(changes: dict[str, Any], words: list[str]):
+    with pytest.raises(ConfigError) as error:
+        read_config(changed(**changes))
+    message = str(error.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algo.set_size": 7},
+        {"train.row_tokens": 24},
+        {"algo.num_sets": 70},
+        {"train.prompts_per_minibatch": 64},
+        {"algo.objective": "pass_at_n"},
+        {"train.num_generations": 32, "algo.set_size": 16},  # polychromic over all sets does not form any set
+        {"eval.every": 0, "base.noisy_steps": 0},
+        {"judge.name": "none", "algo.advantages": "grpo"},
+        {"judge.name": "none", "algo.objective": "pass_at_n"},
+        {"judge.name": "answer"},
+        {"lora.rank": 8, "lora.targets": ["q_proj", "v_proj"]},
+        {"judge.name": "llm", "judge.url": "http://127.0.0.1:1", "judge.options": {"attempts": 2}},
+    ],
+)
+def test_values_on_the_edge_are_fine(changes: dict[str, Any]):
+    read_config(changed(**changes))
+
+
+def check(user_config: ConfigDict, mesh: dict[str, int], model_sizes: dict[str, int] = MODEL_SIZES) -> None:
+    config = read_config(user_config)
+    check_mesh(config.mesh, mesh, model_sizes, config.train.row_tokens)
+
+
+def test_an_evaluation_needs_less_than_training():
+    greedy = changed(**{"sampling.temperature": 0.0, "train.row_tokens": 1})
+    assert read_config(greedy, training=False).sampling.temperature == 0
+    with pytest.raises(ConfigError, match=r"sampling\.temperature=0\.0 must be positive"):
+        read_config(greedy)
+
+
+def test_a_key_that_a_file_adds_is_refused():
+    config = polynomial.get_config()
+    with config.unlocked():
+        config.train.num_stepz = 3
+    with pytest.raises(ConfigError, match=r"no key train\.num_stepz; did you mean num_steps\?"):
+        read_config(config)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "words"),
+    [
+        ({"fsdp": 9}, {}, ["mesh.fsdp=9 does not divide the model's hidden_size=64", "on 9 devices is data=9, fsdp=1"]),
+        ({"tensor": 3}, {}, ["mesh.tensor=3 does not divide the model's num_heads=4", "data=3, fsdp=1, tensor=2"]),
+        ({"tensor": 4}, {}, ["mesh.tensor=4", "num_kv_heads=2", "on 8 devices is data=1, fsdp=4, tensor=2"]),
+        ({"tensor": 2}, {"train.row_tokens": 41}, ["mesh.tensor=2", "train.row_tokens=41", "data=1, fsdp=4, tensor=1"]),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(mesh: dict[str, int], changes: dict[str, Any], words: list[str]):
+    with pytest.raises(ConfigError) as error:
+        check(changed(**changes), MESH | mesh)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2}, {"data": 7}, {"tensor": 2}])
+def test_meshes_that_fit_are_fine(mesh: dict[str, int]):
+    check(changed(), MESH | mesh)
+
+
+def test_the_papers_table_is_what_the_config_says():
+    """docs/polaris.md, row by row: the paper's value is the documented one, and that is the configuration's."""
+    config, rows = load("polaris"), []
+    for line in (FOLDER.parent / "docs" / "polaris.md").read_text().splitlines():
+        if match := re.fullmatch(r"\| ([^|]+) \| ([^|]+) \| `([\w.]+)` \| `([^`]+)`.* \|", line):
+            rows.append(match.groups())
+    assert len(rows) == 16
+    for name, papers, key, ours in rows:
+        value = functools.reduce(getattr, key.split("."), config)
+        assert str(value) == ours, name
+        if name not in ("Base model", "Number of sets", "Device"):
+            assert float(papers) == float(ours), name
+    assert math.comb(config.train.num_generations, config.algo.set_size) == 70
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}])
+def test_the_papers_model_fits_its_meshes(mesh: dict[str, int]):
+    sizes = {"hidden_size": 2560, "num_heads": 32, "num_kv_heads": 8, "mlp_size": 9728, "vocab_size": 151_936}
+    check(load("polaris"), {"data": 1, "fsdp": 1, "tensor": 1} | mesh, sizes)
+
+
+def test_changed_keys_names_what_differs_at_any_depth():
+    old = {"a": 1, "b": {"c": 2, "d": {"e": 3}}, "gone": 4, "f": {}, "same": [1, 2]}
+    new = {"a": 1, "b": {"c": 5, "d": {"e": 6}}, "came": 4, "f": {"g": 7}, "same": [1, 2]}
+    assert changed_keys(old, new) == ["b.c", "b.d.e", "came", "f.g", "gone"]
+    assert changed_keys(old, old) == []

@@ -1,0 +1,92 @@
+"""Options fit the part that takes them, or give one sentence."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import pytest
+
+from poly_epo_jax.config.checks import ConfigError, Range
+from poly_epo_jax.config.options import check_options
+
+
+def judge(task: Any, section: Any, *, attempts: int = 3, share: float = 0.5, rubric: str = "", strict: bool = False):
+    pass
+
+
+def needy(path: str, limit: int = 3):
+    pass
+
+
+def anything(task: Any, section: Any, **options: Any):
+    pass
+
+
+def ranged(
+    task: Any,
+    *,
+    times: Annotated[int, Range(1, 10)] = 3,
+    digits: tuple[int, int] = (1, 2),
+    files: str | Sequence[str] = "",
+):
+    pass
+
+
+def nothing(task: Any, section: Any):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "num_given", "options"),
+    [
+        (judge, 2, {}),
+        (judge, 2, {"attempts": 1, "share": 1, "rubric": "mine.md", "strict": True}),
+        (needy, 0, {"path": "x"}),
+        (anything, 2, {"whatever": [1]}),
+        (nothing, 2, {}),
+        (ranged, 1, {"times": 10, "digits": [1, 3], "files": ("a", "b")}),
+        (ranged, 1, {"files": "a"}),
+    ],
+)
+def test_options_that_fit(make: Any, num_given: int, options: dict[str, Any]):
+    check_options("judge.options", "mine", options, make, num_given)
+    make(*[None] * num_given, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_given", "options", "sentence"),
+    [
+        (
+            judge,
+            2,
+            {"atempts": 1},
+            "judge.options has 'atempts', which mine does not take; did you mean attempts? "
+            "It takes attempts, rubric, share, strict.",
+        ),
+        (judge, 2, {"task": 1}, "judge.options has 'task', which mine does not take; it takes attempts, rubric, "),
+        (nothing, 2, {"attempts": 1}, "judge.options has 'attempts', which mine does not take; it takes none."),
+        (judge, 2, {"attempts": "3"}, "judge.options.attempts='3' must be a whole number."),
+        (judge, 2, {"attempts": True}, "judge.options.attempts=True must be a whole number."),
+        (judge, 2, {"share": "half"}, "judge.options.share='half' must be a finite number."),
+        (judge, 2, {"rubric": 3}, "judge.options.rubric=3 must be a text without control characters."),
+        (judge, 2, {"strict": 1}, "judge.options.strict=1 must be True or False."),
+        (judge, 2, {"share": float("inf")}, "judge.options.share=inf must be a finite number."),
+        (
+            anything,
+            2,
+            {"whatever": [{1: 2}]},
+            "judge.options.whatever=[{1: 2}] must be made of texts",
+        ),
+        (anything, 2, {"whatever": float("nan")}, "judge.options.whatever=nan must be made of texts, finite numbers, "),
+        (anything, 2, {"whatever": b"x"}, "judge.options.whatever=b'x' must be made of texts, finite numbers, "),
+        (ranged, 1, {"times": 11}, "judge.options.times=11 must lie between 1 and 10."),
+        (ranged, 1, {"times": "3"}, "judge.options.times='3' must be a whole number."),
+        (ranged, 1, {"digits": 3}, "judge.options.digits=3 must be a list of 2: a whole number, a whole number."),
+        (ranged, 1, {"digits": (1, True)}, "judge.options.digits=(1, True) must be a list of 2: a whole number, "),
+        (ranged, 1, {"files": [3]}, "judge.options.files=[3] must be a text without control characters or a list, "),
+        (needy, 0, {"limit": 1}, "judge.options lacks 'path', which mine needs."),
+    ],
+)
+def test_options_that_do_not_fit(make: Any, num_given: int, options: dict[str, Any], sentence: str):
+    with pytest.raises(ConfigError) as error:
+        check_options("judge.options", "mine", options, make, num_given)
+    assert str(error.value).startswith(sentence)

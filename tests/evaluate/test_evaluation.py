@@ -1,0 +1,300 @@
+"""Evaluations: the files on disk, whatever interrupted them, and numbers computed by hand for a few generations."""
+
+import asyncio
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import LETTERS, TINY, ByLetter, LetterJudge, RandomLetters, Scripted, tiny_params, until
+from fork_server import ForkServer
+from training_runs import as_flags, environment
+
+from configs import polaris
+from poly_epo_jax.config.keys import TaskSection
+from poly_epo_jax.evaluate.benchmarks import BENCHMARKS, Benchmark, about_evaluation, open_benchmark
+from poly_epo_jax.evaluate.draw import draw_generations
+from poly_epo_jax.evaluate.folder import EVALUATED_GENERATION, GENERATIONS, open_folder, read_generations
+from poly_epo_jax.evaluate.results import compute_results
+from poly_epo_jax.judges import NoJudge
+from poly_epo_jax.model import hf
+from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.startup.base_policy import build_character_tokenizer
+from poly_epo_jax.startup.read_config import read_config
+from poly_epo_jax.tasks import MultiplicationTask, PolynomialTask
+from poly_epo_jax.types import Completion, Generation, Params, Problem, Request, Sampling, Voting
+
+ROOT = Path(__file__).parents[2]
+PROBLEMS = [Problem(f"problem {i}", f"{i}:", "a") for i in range(9)]
+
+
+class VotedLetters(ByLetter):
+    """Letters are answers; b and c are one vote, d is none."""
+
+    def answer(self, problem: Problem, generation: Generation) -> str | None:
+        return None if generation.text == "d" else generation.text
+
+    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
+        return {first, second} <= {"b", "c"}
+
+
+class SeededLetters(RandomLetters):
+    """Letters that follow from the generation's seed, and an end once some groups are on disk."""
+
+    def __init__(self, groups_before_death: int = 10**9):
+        super().__init__()
+        self.left = groups_before_death
+        self.asked: list[str] = []
+        self.told: list[int] = []  # how many problems are complete
+
+    async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+        for place, request in enumerate(requests):
+            if self.left == 0:
+                await until(lambda: self.told[-1] == len(self.asked))
+                raise ConnectionError("the server died")
+            self.left -= 1
+            self.asked.append(request.problem_id)
+            async for completion in super().sample([request], sampling):
+                yield dataclasses.replace(completion, request=place)
+
+    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
+        raise AssertionError("an evaluation does not change weights")
+
+
+def draw(folder: Path, sampler: SeededLetters, problems: Sequence[Problem] = PROBLEMS) -> list[int]:
+    open_folder(folder, {"sampling": {"seed": 7}})
+    benchmark, sampling = Benchmark("letters", VotedLetters(), problems), Sampling(2, seed=7)
+    rollouts, show = sampler.rollouts(benchmark.task), sampler.told.append
+    asyncio.run(draw_generations(folder, rollouts, benchmark, LetterJudge(), 4, sampling, show))
+    return sampler.told
+
+
+def test_generations_are_kept_as_they_come_and_not_drawn_again(tmp_path: Path):
+    assert draw(tmp_path / "whole", SeededLetters()) == list(range(10))
+    with pytest.raises(ConnectionError):
+        draw(tmp_path / "broken", SeededLetters(groups_before_death=4))
+    path = tmp_path / "broken" / GENERATIONS
+    assert len(list(read_generations(path.parent))) == 16
+    content = path.read_text()
+    # The state after a crash: a problem with two of its generations, and half a line.
+    path.write_text(content[: content.rindex("\n", 0, content.rindex("\n", 0, len(content) - 1)) + 30])
+
+    rollouts = SeededLetters()
+    assert draw(tmp_path / "broken", rollouts)[0] == 3
+    assert len(rollouts.asked) == 6
+    assert path.read_bytes() == (tmp_path / "whole" / GENERATIONS).read_bytes()
+    assert draw(tmp_path / "broken", SeededLetters(groups_before_death=0)) == [9]  # nothing is requested
+
+
+def test_generations_of_different_kinds_are_not_mixed(tmp_path: Path):
+    draw(tmp_path, SeededLetters())
+    with pytest.raises(
+        ValueError, match=r"holds generations with another model, sampling\.seed; choose another --output"
+    ):
+        open_folder(tmp_path, {"sampling": {"seed": 8}, "model": "another"})
+
+
+def test_generations_of_problems_that_are_not_asked_for_are_not_thrown_away(tmp_path: Path):
+    draw(tmp_path, SeededLetters(), PROBLEMS[:4])
+    before = (tmp_path / GENERATIONS).read_bytes()
+    with pytest.raises(ValueError, match="holds generations of 3 problems that are not asked for now"):
+        draw(tmp_path, SeededLetters(), PROBLEMS[:1])
+    assert (tmp_path / GENERATIONS).read_bytes() == before
+    assert draw(tmp_path, SeededLetters())[0] == 4  # more are added to them
+
+
+def test_about_an_evaluation_is_all_that_its_figures_follow_from():
+    def about(**changes: Any) -> dict[str, Any]:
+        values = polaris.get_config()
+        values.update_from_flattened_dict(changes)
+        return about_evaluation(read_config(values), "math_500", "a step", 8, judged=True)
+
+    same = {"judge.url": "http://elsewhere", "task.options.num_workers": 3, "train.num_steps": 9}
+    for key, value in same.items():
+        assert about(**{key: value}) == about(), key
+    other = {
+        "task.options.template": "{problem}?",
+        "model.stop_strings": ("!",),
+        "sampling.temperature": 0.5,
+        "seed": 9,
+        "judge.name": "answer",
+        "judge.model": "another",
+        "judge.options.prompt_file": "rubric.md",
+    }
+    for key, value in other.items():
+        assert about(**{key: value}) != about(), key
+    assert json.loads(json.dumps(about())) == about()
+
+
+def test_rows_have_every_column(tmp_path: Path):
+    draw(tmp_path, SeededLetters(), PROBLEMS[:3])
+    rows = list(read_generations(tmp_path))
+    assert all(row.keys() == EVALUATED_GENERATION.keys() for row in rows)
+    assert [(row["problem"], row["generation"]) for row in rows] == [(p.id, i) for p in PROBLEMS[:3] for i in range(4)]
+    for row in rows:
+        letter = row["response"]
+        assert row["token_ids"] == [2 + LETTERS.index(letter), 1]
+        assert (row["prompt"], row["gold"], row["finish_reason"]) == (f"{row['problem'][-1]}:", "a", "stop")
+        assert (row["reward"], row["cluster"]) == (float(letter == "a"), LETTERS.index(letter))
+        assert row["correct"] is (letter == "a")
+        assert (row["answer"] == -1) == (row["answer_text"] is None) == (letter == "d")
+    for problem in PROBLEMS[:3]:
+        of_problem = [row for row in rows if row["problem"] == problem.id]
+        votes = {row["answer_text"]: row["answer"] for row in of_problem if row["answer_text"]}
+        assert len(set(votes.values())) == len({text.replace("c", "b") for text in votes})
+
+
+def test_equal_answers_that_earned_different_rewards_are_different_votes(tmp_path: Path):
+    """Both ways end in 140, but the first does not make 28."""
+    ways = "5*(20+9)=100+40=140", "5*(20+8)=100+40=140"
+    task = MultiplicationTask()
+    sampler = Scripted(lambda request, index: ways[index // 2], task.alphabet)
+    rollouts = Rollouts(sampler, sampler.tokenizer, task, max_prompt_tokens=8)
+    benchmark = Benchmark("multiplication", task, [Problem("5*28", "5*28:", "5,28")])
+    open_folder(tmp_path, {})
+    asyncio.run(draw_generations(tmp_path, rollouts, benchmark, NoJudge(), 4, Sampling(20), lambda count: None))
+    rows = [(row["correct"], row["answer"], row["answer_text"]) for row in read_generations(tmp_path)]
+    assert rows == [(False, 0, "140")] * 2 + [(True, 1, "140")] * 2
+    metrics = compute_results(tmp_path)["metrics"]
+    assert (metrics["majority_accuracy@4"]["mean"], metrics["majority_share@4"]["mean"]) == (0.5, 0.5)
+
+
+def write(folder: Path, rows: Sequence[tuple[str, str, int | None]]) -> Path:
+    """Generations of (problem, letter, cluster)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / GENERATIONS).open("w") as file:
+        for number, (problem, letter, cluster) in enumerate(rows):
+            row = {"problem": problem, "prompt": "x", "gold": "a", "generation": number, "response": letter}
+            row |= {"reward": float(letter == "a"), "correct": letter == "a", "cluster": cluster, "rationale": None}
+            row |= {"answer": {"a": 0, "b": 1, "c": 1, "d": -1}[letter], "answer_text": letter}
+            row |= {"token_ids": [LETTERS.index(letter), 9], "finish_reason": "stop"}
+            file.write(json.dumps(row) + "\n")
+    return folder
+
+
+def test_results_by_hand(tmp_path: Path):
+    easy = [("easy", letter, cluster) for letter, cluster in zip("aaab", (1, 1, 2, 100), strict=True)]
+    hard = [("hard", letter, cluster) for letter, cluster in zip("bcda", (1, 2, 3, 1), strict=True)]
+    found = compute_results(write(tmp_path, easy + hard))
+    mean = {name: metric["mean"] for name, metric in found["metrics"].items()}
+    assert mean["pass@1"] == (3 / 4 + 1 / 4) / 2
+    assert mean["pass@2"] == pytest.approx((1 + 1 / 2) / 2)
+    assert mean["pass@4"] == mean["solved"] == 1
+    assert mean["majority_accuracy@4"] == 1 / 2  # a wins in easy, b and c together in hard
+    assert mean["majority_share@4"] == (3 / 4 + 2 / 4) / 2
+    assert mean["correct_clusters@4"] == (2 + 1) / 2
+    assert mean["incorrect_clusters@4"] == (0 + 3) / 2  # cluster 100 is none
+    assert found["branching"]["mean"] == [(2 + 4) / 2, (2 + 4) / 2]
+    assert found["per_problem"] == [
+        {"problem": "easy", "num_correct": 3, "num_generations": 4},
+        {"problem": "hard", "num_correct": 1, "num_generations": 4},
+    ]
+    assert all(metric["low"] <= metric["mean"] <= metric["high"] for metric in found["metrics"].values())
+
+
+def test_problems_without_clustering_have_no_clusters_counted(tmp_path: Path):
+    rows = [(problem, "a", cluster) for problem, cluster in (("p", None), ("q", 1)) for _ in range(2)]
+    found = compute_results(write(tmp_path, rows))
+    assert (found["num_problems"], found["num_clustered"]) == (2, 1)
+    assert found["metrics"]["correct_clusters@2"] == {"mean": 1.0, "low": None, "high": None}
+    none = compute_results(write(tmp_path / "none", [("p", "a", None), ("q", "b", None)]))
+    assert not [name for name in none["metrics"] if "clusters" in name]
+
+
+def test_the_order_of_generations_changes_nothing(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    rows = [(f"p{i}", str(rng.choice(list(LETTERS))), int(rng.integers(3))) for i in range(6) for _ in range(8)]
+    in_order = compute_results(write(tmp_path / "a", rows))
+    problems = [rows[8 * i : 8 * i + 8] for i in range(6)]
+    shuffled = [row for problem in problems for row in [problem[j] for j in rng.permutation(8)]]
+    again = compute_results(write(tmp_path / "b", shuffled))
+    for name, metric in in_order["metrics"].items():
+        tolerance = 0.05 if name.startswith("majority") else 1e-9  # of these, random subsets are taken
+        assert again["metrics"][name]["mean"] == pytest.approx(metric["mean"], abs=tolerance), name
+    assert again["branching"] == in_order["branching"]
+
+
+def test_a_damaged_line_is_named(tmp_path: Path):
+    write(tmp_path, [("p", "a", 1)])
+    (tmp_path / GENERATIONS).write_text((tmp_path / GENERATIONS).read_text() + "nonsense\n")
+    with pytest.raises(ValueError, match="line 2, is not a row"):
+        compute_results(tmp_path)
+
+
+def test_benchmarks_by_name_task_and_file(tmp_path: Path):
+    section, papers = TaskSection(), read_config(polaris.get_config()).task
+    synthetic = open_benchmark("polynomial", section)
+    assert isinstance(synthetic.task, Voting)
+    assert (synthetic.label, synthetic.problems) == ("polynomial", PolynomialTask().held_out_problems)
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps({"problem": "1+1?", "answer": "so #### 2"}) + "\n")
+    assert open_benchmark(str(file), papers).label == "mine"
+    mine = open_benchmark(f"other={file}", papers)
+    assert mine.label == "other"
+    assert "1+1?" in mine.problems[0].prompt
+    with pytest.raises(FileNotFoundError, match=r"There is no missing\.jsonl"):
+        open_benchmark("missing.jsonl", section)
+    assert {"beyond_aime", "aime_2025", "aime_2026", "hmmt_feb_2025", "hmmt_nov_2025", "minerva"} <= BENCHMARKS.keys()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    hf.save_pretrained(folder, tiny_params(), TINY, dtype="float32", eos_token_id=1)
+    build_character_tokenizer(PolynomialTask.alphabet).save_pretrained(folder)
+    return folder
+
+
+def flags(model: Path, output: Path) -> list[str]:
+    settings = {"mesh.fsdp": 1, "rollouts.max_concurrent": 32, "sampling.max_tokens": 60}
+    about = ["--config=configs/polynomial.py", f"--models=tiny={model}", "--benchmarks=polynomial"]
+    return [*about, "--num_generations=8", f"--output={output}", *as_flags(settings)]
+
+
+def command(model: Path, output: Path) -> list[str]:
+    return [sys.executable, "-m", "poly_epo_jax.evaluate", *flags(model, output)]
+
+
+@pytest.mark.slow
+def test_kill_in_the_middle_and_again_is_the_same_result(model: Path, tmp_path: Path):
+    settings = environment()
+    subprocess.run(command(model, tmp_path / "whole"), cwd=ROOT, env=settings, check=True, timeout=300)
+    killed = subprocess.Popen(command(model, tmp_path / "killed"), cwd=ROOT, env=settings)
+    path = tmp_path / "killed" / "polynomial" / "tiny" / GENERATIONS
+    while not path.exists() or path.stat().st_size < 2000:
+        assert killed.poll() is None
+        time.sleep(0.001)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert len(path.read_text().splitlines()) < 40 * 8
+    subprocess.run(command(model, tmp_path / "killed"), cwd=ROOT, env=settings, check=True, timeout=300)
+    for name in (GENERATIONS, "results.json"):
+        whole = tmp_path / "whole" / "polynomial" / "tiny" / name
+        assert path.with_name(name).read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--models="], ["--models is missing"]),
+        (["--benchmarks=nowhere.jsonl"], ["There is no nowhere.jsonl"]),
+        (["--models=/no/such/model"], ["/no/such/model is not a folder"]),
+        (["--models=http://127.0.0.1:9"], ["http://127.0.0.1:9 does not say what it serves"]),
+    ],
+    ids=lambda value: value[0].removeprefix("--"),
+)
+def test_mistakes_cost_one_sentence(
+    fork_server: ForkServer, model: Path, tmp_path: Path, arguments: list[str], words: list[str]
+):
+    ended = fork_server.run("poly_epo_jax.evaluate", [*flags(model, tmp_path / "out"), *arguments])
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("Error: ") and len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert all(word in ended.stderr for word in words), ended.stderr

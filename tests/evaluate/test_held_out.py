@@ -1,0 +1,141 @@
+"""Held-out metrics, compared with a plain count over all k-subsets of the generations."""
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import AsyncGenerator, Hashable, Sequence
+
+import numpy as np
+import pytest
+from fakes import Scripted
+
+from poly_epo_jax.evaluate.held_out import evaluate_held_out
+from poly_epo_jax.judges.exact import ExactJudge
+from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.types import (
+    Clustering,
+    Completion,
+    Generation,
+    Group,
+    JudgeFailure,
+    Params,
+    Problem,
+    Request,
+    Sampling,
+    Strategic,
+)
+
+SAMPLING = Sampling(max_tokens=1)
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789?"
+
+
+class Letters:
+    """A response is its strategy's letter, then its reward in tenths; "?" has no strategy."""
+
+    train_problems: Sequence[Problem] = ()
+    held_out_problems: Sequence[Problem] = ()
+
+    def reward(self, problem: Problem, generation: Generation) -> float:
+        return int(generation.text[1:]) / 10
+
+    def strategy(self, problem: Problem, generation: Generation) -> Hashable | None:
+        return None if generation.text[0] == "?" else generation.text[0]
+
+
+class Recorded(Scripted):
+    """Responses written down beforehand, prompts in reverse order."""
+
+    def __init__(self, responses: dict[str, list[str]]):
+        super().__init__(lambda request, index: responses[request.problem_id][index], ALPHABET)
+        self.asked: list[tuple] = []
+
+    async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+        self.asked.append((len(requests), {len(request.seeds) for request in requests}, sampling))
+        for place in reversed(range(len(requests))):
+            async for completion in super().sample(requests[place : place + 1], sampling):
+                yield dataclasses.replace(completion, request=place)
+
+    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
+        raise AssertionError("an evaluation does not change weights")
+
+
+class Unreliable:
+    """The exact judge, which fails on the problems that it is told to."""
+
+    def __init__(self, task: Strategic, failing: Sequence[str]):
+        self.exact, self.failing = ExactJudge(task), failing
+
+    async def cluster(self, group: Group) -> Clustering | JudgeFailure:
+        return (
+            JudgeFailure("broken", "out of order")
+            if group.problem.id in self.failing
+            else await self.exact.cluster(group)
+        )
+
+
+def evaluate(responses: dict[str, list[str]], failing: Sequence[str] = ()) -> dict[str, float]:
+    task, sampler = Letters(), Recorded(responses)
+    rollouts = Rollouts(sampler, sampler.tokenizer, task, max_prompt_tokens=8)
+    problems = [Problem(id, id, id) for id in responses]
+    num_generations = len(next(iter(responses.values())))
+    metrics = asyncio.run(
+        evaluate_held_out(rollouts, task, Unreliable(task, failing), problems, num_generations, SAMPLING)
+    )
+    assert sampler.asked == [(len(problems), {num_generations}, SAMPLING)]
+    return metrics
+
+
+def over_subsets(texts: list[str], k: int, worth) -> float:
+    return float(np.mean([worth(subset) for subset in itertools.combinations(texts, k)]))
+
+
+def distinct(texts: Sequence[str], is_correct: bool) -> int:
+    return len({text[0] for text in texts if text[0] != "?" and (text[1:] == "10") == is_correct})
+
+
+RESPONSES = {
+    "mixed": ["a10", "a10", "b10", "c0", "c0", "?0"],
+    "wrong": ["a0", "b0", "c0", "d5", "?0", "?0"],
+    "right": ["a10", "a10", "a10", "a10", "a10", "a10"],
+    "partly": ["a10", "a5", "a9", "b10", "b0", "?10"],
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+def test_metrics_are_means_over_all_subsets(size: int):
+    responses = {name: texts[-size:] for name, texts in RESPONSES.items()}
+    everything = list(itertools.chain(*responses.values()))
+    expected = {
+        "eval/reward": np.mean([int(text[1:]) / 10 for text in everything]),
+        "eval/solved": np.mean([any(text[1:] == "10" for text in texts) for texts in responses.values()]),
+        "eval/degenerate": np.mean([text[0] == "?" for text in everything]),
+        "eval/judge_failed_problems": 0,
+    }
+    for k in [k for k in (1, 2, 4) if k <= size]:
+        for name, worth in {
+            "pass": lambda subset: any(text[1:] == "10" for text in subset),
+            "correct_clusters": lambda subset: distinct(subset, True),
+            "incorrect_clusters": lambda subset: distinct(subset, False),
+        }.items():
+            expected[f"eval/{name}@{k}"] = np.mean([over_subsets(texts, k, worth) for texts in responses.values()])
+    metrics = evaluate(responses)
+    assert metrics.keys() == expected.keys()
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, abs=1e-6), name
+
+
+def test_a_problem_without_clustering_counts_where_none_is_needed():
+    metrics, judged = evaluate(RESPONSES, failing=["mixed", "right"]), dict(RESPONSES)
+    del judged["mixed"], judged["right"]
+    whole, part = evaluate(RESPONSES), evaluate(judged)
+    assert metrics["eval/judge_failed_problems"] == 2
+    for name in metrics.keys() - {"eval/judge_failed_problems"}:
+        rests_on = part if "clusters" in name or "degenerate" in name else whole
+        assert metrics[name] == pytest.approx(rests_on[name]), name
+
+
+def test_without_any_clustering_there_are_no_cluster_metrics():
+    metrics = evaluate(RESPONSES, failing=list(RESPONSES))
+    assert metrics["eval/judge_failed_problems"] == len(RESPONSES)
+    assert metrics["eval/reward"] == evaluate(RESPONSES)["eval/reward"]
+    assert not [name for name in metrics if "clusters" in name or "degenerate" in name]

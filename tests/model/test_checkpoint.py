@@ -1,0 +1,297 @@
+"""A checkpoint restores exactly the saved bits, on any mesh."""
+
+import errno
+import json
+import resource
+import shutil
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from fakes import TINY_MODEL, optimizer_config, tiny_params, tiny_problems
+
+from poly_epo_jax.config.keys import ConfigError
+from poly_epo_jax.model.checkpoint import CheckpointError, Checkpoints
+from poly_epo_jax.model.partition import merge_params
+from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.rollouts.prompts import problem_batches
+from poly_epo_jax.set_rl import policy_gradient_loss
+from poly_epo_jax.step.objective import Objective
+from poly_epo_jax.step.update import PolicyUpdate
+
+needs_eight_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+ON_ONE_DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def make_update(*axes, trainable=""):
+    config = optimizer_config(schedule="linear", warmup_updates=2)
+    objective = Objective(policy_gradient_loss)
+    return PolicyUpdate(TINY_MODEL, make_mesh(*axes), objective, config, total_updates=9, trainable=trainable)
+
+
+def random_state(update, seed=0):
+    """A state in which every number is random: weights, both moments and the counts."""
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf):
+        drawn = rng.integers(1, 1000, leaf.shape) if leaf.dtype == np.int32 else rng.standard_normal(leaf.shape)
+        return np.asarray(drawn, leaf.dtype)
+
+    return jax.device_put(jax.tree.map(draw, update.abstract_state), update.shardings)
+
+
+def assert_trees_equal(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.slow
+@needs_eight_devices
+def test_a_state_moves_between_meshes(tmp_path):
+    update = make_update(2, 2, 2)
+    state = random_state(update)
+    assert len(jax.tree.leaves(state)) > 3 * len(jax.tree.leaves(tiny_params()))
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(5, state, {"position": 3})
+    checkpoints.close()
+    for axes in ((1, 8, 1), (1, 1, 1)):
+        onto = make_update(*axes)
+        checkpoints = Checkpoints(tmp_path, keep=2)
+        assert checkpoints.latest_step == 5
+        restored, data_state = checkpoints.restore(5, onto.abstract_state, onto.shardings)
+        checkpoints.close()
+        assert_trees_equal(restored, state)
+        assert jax.tree.map(lambda leaf: leaf.sharding, restored) == onto.shardings
+        assert data_state == {"position": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [(1, 1, 1), pytest.param((2, 2, 2), marks=needs_eight_devices)])
+def test_what_is_donated_after_save_returns_is_saved_nevertheless(tmp_path, axes):
+    update = make_update(*axes)
+    overwrite = jax.jit(lambda state: jax.tree.map(lambda x: x * 0 + 7, state), donate_argnums=0)
+    donated = random_state(update)
+    overwrite(donated)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
+    saved, checkpoints = {}, Checkpoints(tmp_path, keep=5)
+    for step in range(1, 6):
+        state = random_state(update, step)
+        saved[step] = jax.tree.map(np.array, state)
+        checkpoints.save(step, state, {})
+        overwritten = overwrite(state)
+        assert all((np.asarray(leaf) == 7).all() for leaf in jax.tree.leaves(overwritten))
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path, keep=5)
+    for step, expected in saved.items():
+        assert_trees_equal(checkpoints.restore(step, update.abstract_state, update.shardings)[0], expected)
+    checkpoints.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["", r"layers\..*"], ids=["all", "part"])
+def test_weights_alone_come_back_whole(tmp_path, pattern):
+    update = make_update(1, 1, 1, trainable=pattern)
+    state, checkpoints = random_state(update), Checkpoints(tmp_path)
+    checkpoints.save(3, state, {})
+    checkpoints.close()
+    shardings = merge_params(update.shardings.trainable, update.shardings.frozen)
+    restored = Checkpoints(tmp_path).restore_params(3, update.abstract_state.params, shardings, pattern)
+    assert_trees_equal(restored, state.params)
+
+
+@pytest.mark.slow
+def test_without_frozen_weights_a_checkpoint_is_small_and_wants_the_same_ones_back(tmp_path):
+    pattern = r"layers\.(q|o)"
+    update = make_update(1, 1, 1, trainable=pattern)
+    state, checkpoints = random_state(update), Checkpoints(tmp_path, with_frozen=False)
+    checkpoints.save(3, state, {"position": 3})
+    checkpoints.close()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        saved = manager.restore(3, args=ocp.args.Composite(state=ocp.args.StandardRestore())).state
+    assert set(saved["trainable"]["layers"]) == {"q", "o"} and not saved["frozen"]
+    checkpoints, like = Checkpoints(tmp_path, with_frozen=False), (update.abstract_state, update.shardings)
+    restored, data_state = checkpoints.restore(3, *like, state.frozen)
+    assert_trees_equal(restored, state)
+    assert data_state == {"position": 3}
+    shardings = merge_params(update.shardings.trainable, update.shardings.frozen)
+    weights = Checkpoints(tmp_path, read_only=True).restore_params(
+        3, update.abstract_state.params, shardings, pattern, state.frozen
+    )
+    assert_trees_equal(weights, state.params)
+    other = state.frozen | {"norm": state.frozen["norm"] + 1}
+    with pytest.raises(ConfigError, match="beside the weights of another base policy; set model"):
+        checkpoints.newest(lambda step: checkpoints.restore(step, *like, other))
+    checkpoints.close()
+
+
+def test_data_goes_on_with_the_very_same_problems(tmp_path):
+    problems = tiny_problems(10, 4)
+    state = {"x": np.arange(3.0)}
+    batches = problem_batches(problems, 4, seed=3)
+    for _ in range(2):
+        next(batches)  # eight of ten: the next batch crosses the epoch's boundary
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(2, state, batches.get_state())
+    expected = [next(batches) for _ in range(7)]
+    checkpoints.close()
+
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    _, data_state = checkpoints.restore(2, state, {"x": ON_ONE_DEVICE})
+    checkpoints.close()
+    again = problem_batches(problems, 4, seed=3)
+    again.set_state(data_state)
+    assert [next(again) for _ in range(7)] == expected
+    assert {problem.id for batch in expected for problem in batch} == {problem.id for problem in problems}
+
+
+def steps_on_disk(folder):
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def save_small(checkpoints, step):
+    checkpoints.save(step, {"x": np.full(4, step)}, {"step": step})
+
+
+def restore_small(checkpoints, step):
+    state, data_state = checkpoints.restore(step, {"x": np.zeros(4, int)}, {"x": ON_ONE_DEVICE})
+    return np.asarray(state["x"]).tolist(), data_state
+
+
+def test_the_newest_stay(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.latest_step is None
+    for step in (3, 6, 10):
+        save_small(checkpoints, step)
+    checkpoints.close()
+    assert steps_on_disk(tmp_path) == [6, 10]
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.latest_step == 10
+    assert restore_small(checkpoints, 6) == ([6] * 4, {"step": 6})
+    save_small(checkpoints, 11)
+    checkpoints.close()
+    assert steps_on_disk(tmp_path) == [10, 11]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".orbax-checkpoint-tmp", ".orbax-checkpoint-tmp-1700000000000000"])
+def test_a_checkpoint_that_a_crash_cut_short_does_not_count(tmp_path, suffix):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2):
+        save_small(checkpoints, step)
+    checkpoints.close()
+    half = tmp_path / f"2{suffix}"
+    (tmp_path / "2").rename(half)
+    shutil.rmtree(half / "state")
+
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.latest_step == 1
+    assert restore_small(checkpoints, 1) == ([1] * 4, {"step": 1})
+    save_small(checkpoints, 2)
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.latest_step == 2
+    assert restore_small(checkpoints, 2) == ([2] * 4, {"step": 2})
+    checkpoints.close()
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.slow
+def test_a_damaged_newest_checkpoint_is_set_aside_and_saved_again(tmp_path, capsys):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
+    for step in (3, 6, 9):
+        save_small(checkpoints, step)
+    checkpoints.close()
+    (tmp_path / "checkpoints" / "6" / "data" / "metadata").write_text("")
+    for file in (tmp_path / "checkpoints" / "9" / "state").rglob("d/*"):
+        flip(file)
+
+    reader = Checkpoints(tmp_path / "checkpoints", read_only=True)
+    assert reader.newest(lambda step: restore_small(reader, step)) == (3, ([3] * 4, {"step": 3}))
+    assert steps_on_disk(tmp_path / "checkpoints") == [3, 6, 9] and reader.num_damaged == 0
+
+    capsys.readouterr()
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
+    assert checkpoints.newest(lambda step: restore_small(checkpoints, step)) == (3, ([3] * 4, {"step": 3}))
+    nine, six = capsys.readouterr().err.splitlines()
+    assert nine.startswith(f"Warning: The checkpoint {tmp_path}/checkpoints/9 is damaged (")
+    assert six.startswith(f"Warning: The checkpoint {tmp_path}/checkpoints/6 is damaged (")
+    assert six.endswith(" Going on from that of step 3.")
+    assert steps_on_disk(tmp_path / "checkpoints.damaged") == [6, 9] and checkpoints.num_damaged == 2
+    save_small(checkpoints, 6)
+    checkpoints.close()
+    assert Checkpoints(tmp_path / "checkpoints").newest(lambda step: step) == (6, 6)
+
+
+@pytest.mark.parametrize("key", ["data", "fingerprints", "digest"])
+def test_other_numbers_than_were_saved_are_refused(tmp_path, key):
+    checkpoints = Checkpoints(tmp_path)
+    save_small(checkpoints, 3)
+    checkpoints.close()
+    file = tmp_path / "3" / "data" / "metadata"
+    content = json.loads(file.read_text())
+    content[key] = {"data": {"step": 4}, "fingerprints": {"x": 1}, "digest": "0"}[key]
+    file.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"No checkpoint in \S+ is whole: bring one back from a copy, or delete"):
+        checkpoints.newest(lambda step: restore_small(checkpoints, step))
+    assert steps_on_disk(tmp_path) == [3]
+
+
+@pytest.mark.parametrize(("saved", "other"), [(["m", "v", "count"], "count"), (["v"], "m")])
+def test_a_checkpoint_of_another_version_is_refused_and_not_called_damaged(tmp_path, saved, other):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, {"moments": {name: np.ones(2) for name in saved}}, {})
+    like = {"moments": {name: jax.ShapeDtypeStruct((2,), float) for name in ("m", "v")}}
+    shardings = jax.tree.map(lambda _: ON_ONE_DEVICE, like)
+    differs = rf"3 is of another version of poly_epo_jax: it differs in moments\.{other}\. Go on with that version"
+    with pytest.raises(ConfigError, match=differs):
+        checkpoints.newest(lambda step: checkpoints.restore(step, like, shardings))
+    assert steps_on_disk(tmp_path) == [3]
+    checkpoints.close()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_damaged(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (3, 6):
+        save_small(checkpoints, step)
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path)
+
+    def restore(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ocp.CheckpointManager, "restore", restore)
+        with pytest.raises(OSError, match=r"6 cannot be read \(Too many open files\); mend that, and the same command"):
+            checkpoints.newest(lambda step: restore_small(checkpoints, step))
+    assert checkpoints.newest(lambda step: restore_small(checkpoints, step)) == (6, ([6] * 4, {"step": 6}))
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, capfd):
+    """In place of a full disk: no file may grow beyond some size."""
+    checkpoints = Checkpoints(tmp_path)
+    save_small(checkpoints, 1)
+    limits, large = resource.getrlimit(resource.RLIMIT_FSIZE), np.random.default_rng(0).standard_normal((300, 300))
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(
+            OSError, match=r"cannot be written to \S+ \(File too large\); make room or choose a"
+        ) as error:
+            checkpoints.save(2, {"x": large}, {})
+            checkpoints.close()
+        assert len(str(error.value).splitlines()) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capfd.readouterr().err == ""
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.newest(lambda step: restore_small(checkpoints, step)) == (1, ([1] * 4, {"step": 1}))
+    assert not list(tmp_path.glob("*tmp*"))  # the truncated checkpoint takes no space

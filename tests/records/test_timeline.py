@@ -1,0 +1,101 @@
+"""Which stages overlap, which run alone, which are waited for, and how steps are cut out. The times are made up."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from poly_epo_jax.records.timeline import BusyTime, Span, StageClock, Timeline, Window, alone_intervals, merge, waiting
+
+
+def test_overlapping_work_counts_once(now: list[float]):
+    busy = BusyTime()
+    first, second = busy.work(), busy.work()
+    first.__enter__()
+    now[0] = 102.0
+    second.__enter__()
+    now[0] = 103.0
+    first.__exit__(None, None, None)
+    now[0] = 107.0
+    assert busy.intervals() == [(100, 107)]
+    second.__exit__(None, None, None)
+    now[0] = 110.0
+    with pytest.raises(KeyError), busy.work():
+        now[0] = 111.0
+        raise KeyError
+    assert busy.intervals() == [(100, 107), (110, 111)]
+    assert busy.seconds() == 8
+
+
+def test_waiting_is_no_work_of_the_stage_that_waits(now: list[float]):
+    stages = StageClock()
+    with stages.stage("sync"):
+        now[0] = 101.0
+        with stages.stage("inner"), waiting():
+            now[0] = 105.0
+        with waiting():
+            now[0] = 106.0
+        now[0] = 108.0
+    assert stages.seconds() == {"seconds/sync": 7, "seconds/inner": 0}
+    with waiting():  # outside all stages it is nothing
+        now[0] = 109.0
+    assert stages.busy("sync").intervals() == [(100, 105), (106, 108)]
+
+
+def test_windows_follow_each_other_and_hold_what_is_under_way(now: list[float]):
+    timeline = Timeline()
+    now[0] = 110.0
+    with timeline.clock(0).stage("sync"):
+        now[0] = 111.0
+    timeline.cut(0)
+    ahead = timeline.clock(2).stage("generate")
+    with timeline.clock(1).stage("update"):
+        now[0] = 112.0
+        ahead.__enter__()
+        now[0] = 114.0
+    now[0] = 115.0
+    assert timeline.cut(1) == Window(11.0, 4.0, [Span("update", 0.0, 3.0, 1), Span("generate", 1.0, 4.0, 2)])
+    with timeline.clock(1).stage("checkpoint"):
+        now[0] = 117.0
+    ahead.__exit__(None, None, None)
+    now[0] = 118.0
+    window = timeline.cut(2)
+    assert window.start == 15 and window.seconds == 3
+    assert sorted(window.spans) == [Span("checkpoint", 0.0, 2.0, 1), Span("generate", 0.0, 2.0, 2)]
+    assert timeline.clock(2).seconds() == {"seconds/generate": 5}  # all of it, though it is cut in two
+    assert timeline.clock(1).seconds() == {}  # forgotten
+
+
+def test_a_row_is_bounded_however_many_spans_there_are():
+    rng = random.Random(0)
+    starts = sorted(rng.uniform(0, 99) for _ in range(20_000))
+    spans = [Span(stage, start, start + 1e-4, 1) for start in starts for stage in ("grade", "judge")]
+    row = Window(0.0, 100.0, spans).row()
+    assert 0 < len(row["spans"]) <= 2 * 200
+    held = [(start, end) for stage, start, end, _ in row["spans"] if stage == "judge"]
+    assert all(any(start - 1e-4 <= at <= end for start, end in held) for at in starts[::100])
+    assert all(right[0] - left[1] >= 0.5 - 2e-4 for left, right in pairwise(held))
+
+
+def test_spans_of_another_stage_or_step_are_not_merged():
+    first, other, later = Span("a", 0.0, 1.0, 1), Span("b", 1.0, 2.0, 1), Span("a", 1.01, 2.0, 2)
+    spans = [first, other, later, Span("a", 1.1, 3.0, 1), Span("a", 2.0, 2.5, 1)]
+    assert merge(spans, 0.2) == [Span("a", 0.0, 3.0, 1), other, later]
+    assert merge(spans, 0.05) == [first, other, later, Span("a", 1.1, 3.0, 1)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_alone_is_what_a_look_at_every_moment_tells(seed: int):
+    rng = random.Random(seed)
+    spans = []
+    for _ in range(rng.randrange(1, 12)):
+        start, end = sorted(float(rng.randrange(30)) for _ in range(2))
+        spans.append(Span(rng.choice("abc"), start, end, rng.randrange(2)))
+    expected = {one.stage: 0 for one in spans}
+    for moment in range(30):
+        under_way = {one.stage for one in spans if one.start <= moment < one.end}
+        if len(under_way) == 1:
+            expected[under_way.pop()] += 1
+    found = {stage: sum(end - start for start, end in of) for stage, of in alone_intervals(spans).items()}
+    assert found == expected
+    assert Window(0.0, 30.0, spans).critical_seconds() == {f"critical/{stage}": of for stage, of in expected.items()}

@@ -1,0 +1,77 @@
+"""The files for contributors agree with the code: versions, Pythons, commands, and the paths that they name."""
+
+import re
+import runpy
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+def setup_arguments() -> Any:
+    with mock.patch("setuptools.setup") as setup:
+        runpy.run_path(str(ROOT / "setup.py"))
+    return setup.call_args.kwargs
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+def test_one_version_everywhere():
+    version = setup_arguments()["version"]
+    assert str(read("CITATION.cff")["version"]) == version
+    released = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[:2] == ["Unreleased", version]
+
+
+def test_the_citation_names_software_and_paper():
+    citation = read("CITATION.cff")
+    assert citation["cff-version"] == "1.2.0" and citation["license"] == setup_arguments()["license"]
+    assert citation["title"].startswith("poly_epo_jax: ") and citation["authors"]
+    (paper,) = citation["references"]
+    assert paper["title"] == "Poly-EPO: Training Exploratory Reasoning Models"
+    assert [author["family-names"] for author in paper["authors"]][:2] == ["Orney", "Ibn Hamid"]
+
+
+def test_the_workflow_calls_ci_on_every_python_that_is_supported():
+    steps = read(".github/workflows/ci.yml")["jobs"]["test"]["steps"]
+    (pythons,) = [step["with"]["python-version"].split() for step in steps if "setup-python" in step.get("uses", "")]
+    lowest, highest = re.findall(r"3\.(\d+)", setup_arguments()["python_requires"])
+    assert sorted(pythons) == [f"3.{minor}" for minor in range(int(lowest), int(highest))]
+    (run,) = [step for step in steps if "run" in step]
+    assert run["run"] == ".ci/run" and (ROOT / run["run"]).stat().st_mode & 0o111
+    assert run["env"] == {"POLY_EPO_SHARED": ""}
+
+
+def test_ci_refuses_a_data_folder_that_is_missing():
+    ended = subprocess.run([ROOT / ".ci/run"], env={"POLY_EPO_SHARED": "/nowhere"}, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == "Error: POLY_EPO_SHARED=/nowhere is not a folder.\n"
+
+
+@pytest.mark.parametrize("hook", read(".pre-commit-config.yaml")["repos"][0]["hooks"], ids=lambda hook: hook["id"])
+def test_hooks_do_what_launch_test_does(hook: dict[str, Any]):
+    """Each runs the environment's own ruff, which finds nothing to do on a tree that launch/test.sh passes."""
+    program, *arguments = shlex.split(hook["entry"])
+    assert program == ".venv/bin/ruff"
+    name, flags = arguments[0], [flag for flag in arguments[1:] if flag != "--fix"]
+    ended = subprocess.run(
+        ["ruff", name, "--diff", *flags, "tests/repository/test_contributing.py"], cwd=ROOT, capture_output=True
+    )
+    assert ended.returncode == 0
+    assert f"ruff {name}" in (ROOT / "launch/test.sh").read_text()
+
+
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "CHANGELOG.md"])
+def test_what_the_documents_name_is_there(document: str):
+    text = (ROOT / document).read_text()
+    links = [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
+    tests = re.findall(r"`(tests/[\w/]+\.py)`", text)
+    assert [name for name in [*links, *tests] if not (ROOT / name).exists()] == []

@@ -1,0 +1,285 @@
+"""Every command in README.md, docs/ and CONTRIBUTING.md is run as it is written there, with flags that make it short.
+
+The commands run in document order, in one copy of the tracked files: the test of a later command needs those before it.
+The copy has its own .venv, into which setup_env.sh and pip install the copy itself and nothing else. All other packages
+come from the environment that runs this test, so only the fetching of packages is left out (.ci/run does that).
+"""
+
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import quick_compiles
+from training_runs import SETTINGS, as_flags
+from user_packages import user_variables
+
+from poly_epo_jax import set_rl
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+CODE = re.compile(
+    r"^```(?P<language>\w*)\n(?P<fence>.*?)^```$|^ {4}(?P<indented>[^\n]+)$|`(?P<inline>[^`]+)`",
+    re.DOTALL | re.MULTILINE,
+)
+INLINE = re.compile(r"([A-Z]+=\S+ )*(python -m|python benchmarks/|python fuzz |bash|sbatch|source|pip install) ?")
+SMALL = " ".join(
+    as_flags({key: value for key, value in SETTINGS.items() if key != "task.options"} | {"train.num_steps": 2})
+)
+FEW = "--num_generations=2 --max_problems=4"
+PEERS = "makes environments of several GB, with torch, Tunix and TRL: by hand"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of the commands that start with these words, and with no longer rule's."""
+
+    starts: str
+    flags: str = ""  # shorten it
+    says: str = ""  # in its output
+    error: str = ""  # in the sentence that a user sees instead, if the command needs another machine
+    elsewhere: str = ""  # what runs it, if not this test, or why no test does
+
+
+RULES = (
+    Rule("LOCK=newest bash launch/test.sh", elsewhere="asks the package index for what is newest; by hand"),
+    Rule(".venv-tpu/bin/python -m poly_epo_jax.bench", elsewhere="tests/bench/aot/test_compile_for.py, for two layers"),
+    Rule("bash launch/compiler_env.sh", elsewhere="launch/test.sh runs it; it fetches XLA's compilers"),
+    Rule("bash launch/lock.sh", elsewhere="asks the package index for what is newest; by hand"),
+    Rule("bash launch/node.sh", elsewhere="tests/launch/test_node.py runs it with DEVICE=cpu; it is made for 4 x H200"),
+    Rule("bash launch/quickstart.sh", SMALL, says="report: runs/report/report.html"),
+    Rule("bash launch/smollm2.sh", elsewhere="tests/launch/test_smollm2.py; it fetches a model"),
+    Rule("bash launch/test.sh", elsewhere="it runs this test"),
+    Rule("bash launch/tpu.sh run", says="--config=configs/polaris.py:v5p-32 --config.hosts.coordinator=auto"),
+    Rule("bash benchmarks/h200.sh", elsewhere="made for an H200; with SMALL=1 by hand, as it is minutes of compiling"),
+    Rule("bash third_party/sglang/serve.sh gpu", elsewhere="needs a GPU; tests/rollouts/test_sleep.py has its order"),
+    Rule(
+        "XLA_PYTHON_CLIENT_ALLOCATOR=platform python -m poly_epo_jax.main --config=configs/gsm8k.py",
+        error="'openai/gsm8k:main:test' cannot be reached",
+    ),
+    Rule("bash third_party/jetstream/setup.sh", elsewhere="launch/test.sh runs it; it fetches JetStream"),
+    Rule("pip install", says="Successfully installed poly_epo_jax"),
+    Rule("pip install pre-commit", elsewhere="fetches another project; by hand"),
+    Rule("pip install --pre", elsewhere="fetches another project; by hand, for tests/rollouts/test_sglang_jax.py"),
+    Rule("pip install torch", elsewhere="brings CUDA; by hand, for rollouts.weight_sync=tensor"),
+    Rule("pre-commit install", elsewhere="tests/repository/test_contributing.py runs what it would install"),
+    Rule("pytest", elsewhere="it runs this test"),
+    Rule("python -m poly_epo_jax.bench --config=configs/polaris.py --plans", says="v6e-64"),
+    Rule(
+        "python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan",
+        says="Plan: 8 x v5p, mesh data 1, fsdp 8, tensor 1, model.remat=full, train.rows_per_device=1 of 16,384 "
+        "tokens: 21.6 GB of 95 GB on each device; train.rows_per_device=12 would fit.",
+    ),
+    Rule("python -m poly_epo_jax.bench --config=configs/polynomial.py", says="Written to runs/bench.json."),
+    Rule("python -m poly_epo_jax.bench --plan --config=configs/polaris.py:v5p-32", says="Plan: 16 x v5p"),
+    Rule("python -m poly_epo_jax.bench --plan --config=configs/polaris.py:rtx4090x1", says="tokens: 14.5 GB of 18 GB"),
+    Rule("python -m poly_epo_jax.bench --plans", says="h200x16"),
+    Rule("python -m poly_epo_jax.doctor --config=configs/polynomial.py", SMALL, says=" 0 failed, "),
+    Rule("python -m poly_epo_jax.doctor --config=configs/polaris.py", error="failed: devices"),
+    Rule("python -m poly_epo_jax.evaluate --config=configs/polynomial.py", FEW, says="python -m poly_epo_jax.report"),
+    Rule(
+        "python -m poly_epo_jax.evaluate --config=configs/polaris.py",
+        "--models=trained=http://127.0.0.1:1",  # where no other test has a server
+        error="http://127.0.0.1:1 does not say what it serves (it does not accept connections); start an SGLang",
+    ),
+    Rule("python -m poly_epo_jax.export", says="policy: runs/policy"),
+    Rule("python -m poly_epo_jax.export runs/lora runs/adapter", says="adapter: runs/adapter"),
+    Rule("python -m poly_epo_jax.export runs/lora runs/merged", says="policy: runs/merged"),
+    Rule("python -m poly_epo_jax.main --config=configs/gsm8k.py", error="'openai/gsm8k:main:test' cannot be reached"),
+    Rule("python -m poly_epo_jax.main --config=configs/multiplication.py", SMALL, says="Done: runs/my-run"),
+    Rule("python -m poly_epo_jax.main --config=configs/polaris.py", error="POLARIS-Project/Polaris-Dataset-53K"),
+    Rule("python -m poly_epo_jax.main --config=configs/polaris.py:h200x4", error="mesh.device=h200, but the devices"),
+    Rule("python -m poly_epo_jax.main --config=configs/polynomial.py", SMALL, says="Done: runs/polynomial-poly_epo"),
+    Rule(
+        "python -m poly_epo_jax.main --config=configs/polynomial.py --config.algo.objective=pass_at_n",
+        SMALL,
+        says="Done: runs/pass_at_n",
+    ),
+    Rule(
+        "python -m poly_epo_jax.main --config=configs/polynomial.py:grpo --config.algo.advantages=max_rl",
+        SMALL,
+        says="Done: runs/max_rl",
+    ),
+    Rule("python -m poly_epo_jax.main --config=configs/polynomial.py --config.lora", SMALL, says="Done: runs/lora"),
+    Rule(
+        "python -m poly_epo_jax.main --config=configs/polynomial.py:grpo --config.algo.advantages=rep_exp",
+        SMALL,
+        says="Done: runs/rep_exp",
+    ),
+    Rule(
+        "python -m poly_epo_jax.main --config=my_objective.py",
+        elsewhere="tests/examples/test_extending.py and tests/launch/test_wheel.py",
+    ),
+    Rule("python -m poly_epo_jax.main --config=configs/prose.py", elsewhere="trains Qwen3-1.7B, over a server"),
+    Rule(
+        "python -m poly_epo_jax.main --config=configs/smollm2.py", elsewhere="tests/launch/test_smollm2.py, two steps"
+    ),
+    Rule("python -m poly_epo_jax.main --help", says="train.num_steps"),
+    Rule("python -m poly_epo_jax.report runs/smollm2", elsewhere="of runs that this test does not make"),
+    Rule("python -m poly_epo_jax.report", says="/report/report.html"),
+    Rule("python -m poly_epo_jax.study studies/categories.py", elsewhere="120 runs of a model of 135M weights"),
+    Rule("python -m poly_epo_jax.study studies/rivals.py", elsewhere="70 runs; those below are the same command"),
+    Rule("python -m poly_epo_jax.study studies/polynomial.py", elsewhere="60 runs; those below are the same command"),
+    Rule("python -m poly_epo_jax.study studies/polynomial.py --report", SMALL, says="report/report.html"),
+    Rule("python -m poly_epo_jax.study studies/skewed.py", SMALL, says="(3 of 3 runs finished)"),
+    Rule("python -m sglang_router", elsewhere="tests/rollouts/test_sglang.py starts SGLang's router"),
+    Rule("python fuzz", elsewhere="tests/fuzz/test_fuzz.py, a few attempts each"),
+    Rule("python benchmarks/advantages.py", says="closed form"),
+    Rule("python benchmarks/decode_peers.py", elsewhere=PEERS),
+    Rule("python benchmarks/estimators.py", says="marginal_set, polychromic"),
+    Rule(
+        "python benchmarks/theory", elsewhere="tests/benchmarks/test_theory.py, each question in small; minutes in all"
+    ),
+    Rule("python benchmarks/step_peers.py", elsewhere=PEERS),
+    Rule("python benchmarks/update_peers.py", elsewhere=PEERS),
+    Rule("python benchmarks/weight_sync.py", "runs", says="runs: one writer"),
+    Rule("sbatch", says="of launch/slurm.sbatch"),
+    Rule("source .venv/bin/activate"),
+    Rule("source launch/setup_env.sh"),
+)
+
+# gcloud and sbatch are not here: these stand-ins print their arguments.
+PROGRAMS = {
+    "gcloud": 'printf "%s\\n" "$@"',
+    "sbatch": 'while [ "${1#--}" != "$1" ]; do shift; done; bash -n "$1" && echo "Submitted a job of $*"',
+    "pip": 'exec python -m pip "$@"',  # the environment's own pip, in place of the script that would be in .venv/bin
+    # uv would not see the packages of the environment that runs this test.
+    "uv": 'python=$4; shift 4; [ "$1" != --compile-bytecode ] || shift; exec "$python" -m pip install "$@"',
+}
+VARIABLES = {
+    "HF_HUB_OFFLINE": "1",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "PIP_NO_BUILD_ISOLATION": "0",  # pip's way to say that there is none
+    "PIP_NO_DEPS": "1",
+    "PIP_NO_INDEX": "1",
+    "ZONE": "a-zone",  # launch/tpu.sh asks for one
+}
+
+
+def commands_in(text: str) -> Iterator[str]:
+    """Complete commands, in order: in bash fences, in indented blocks, in inline code."""
+    for code in CODE.finditer(re.sub(r"\\\n\s*", "", text)):
+        if code["inline"]:
+            words = " ".join(code["inline"].split())
+            lines = [words] if INLINE.match(words) else []
+        elif code["indented"]:
+            lines = [code["indented"]]
+        else:
+            lines = code["fence"].splitlines() if code["language"] == "bash" else []
+        for line in lines:
+            command = re.sub(r"(^|\s+)#.*", "", line).strip()
+            if command and "..." not in command:
+                yield command
+
+
+def rule_of(command: str) -> Rule | None:
+    fitting = [rule for rule in RULES if command.startswith(rule.starts)]
+    return max(fitting, key=lambda rule: len(rule.starts), default=None)
+
+
+def from_documents() -> dict[str, str]:
+    """The document that each command is in first."""
+    found: dict[str, str] = {}
+    for document in DOCUMENTS:
+        for command in commands_in(document.read_text()):
+            found.setdefault(command, document.name)
+    return found
+
+
+COMMANDS = from_documents()
+HERE = [command for command in COMMANDS if not ((rule := rule_of(command)) and rule.elsewhere)]
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[int, str]]:
+    """Types a command into a shell in the copy; gives its exit code, and what it printed."""
+    copy, programs = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("programs")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in listed.stdout.split("\0"):
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", copy / ".venv"], check=True)
+    (packages,) = (copy / ".venv" / "lib").glob("python*/site-packages")
+    (packages / "next_door.pth").write_text("\n".join(site.getsitepackages()))
+    for name, text in PROGRAMS.items():
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    (copy / ".venv" / "bin" / "pip").symlink_to(programs / "pip")
+    # Users have no variable that conftest.py sets, nor what only the tests install. Here accelerators are left alone,
+    # and compiling is quick, but not where little is compiled and computed often.
+    ours = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    environment |= VARIABLES | user_variables("setuptools") | {"PATH": f"{programs}:{os.environ['PATH']}"}
+
+    def types(command: str) -> tuple[int, str]:
+        # `timeout` also ends the processes that the shell has started.
+        shell = ["timeout", "600", "bash", "-c", f"source .venv/bin/activate && {command}"]
+        flags = {} if command.startswith("python benchmarks/") else {"XLA_FLAGS": quick_compiles.FLAGS}
+        ended = subprocess.run(
+            shell, cwd=copy, env=environment | flags, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        return ended.returncode, ended.stdout
+
+    return types
+
+
+def test_every_command_has_a_rule_and_every_rule_a_command():
+    without = [f"{document}: {command}" for command, document in COMMANDS.items() if rule_of(command) is None]
+    assert not without, "say in RULES what these commands must print, or who else runs them"
+    unused = [rule.starts for rule in RULES if rule not in map(rule_of, COMMANDS)]
+    assert not unused, "no document has a command that starts so; remove the rule"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", HERE, ids=[f"{COMMANDS[command]}: {command}" for command in HERE])
+def test_the_command_does_what_the_document_says(command: str, user: Callable[[str], tuple[int, str]]):
+    rule = rule_of(command)
+    assert rule, "no rule of RULES"
+    code, output = user(f"{command} {rule.flags}")
+    assert "Traceback" not in output and "does not provide the extra" not in output, output[-3000:]
+    if rule.error:
+        last = output.strip().splitlines()[-1]
+        assert code == 1 and last.startswith("Error: ") and rule.error in last, output[-3000:]
+    else:
+        assert code == 0 and rule.says in output, output[-3000:]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_it_links_to_is_there(document: Path):
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_every_file_that_the_architecture_names_is_there():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`([\w/.]+\.(?:py|md))`", text))
+    assert len(named) > 25
+    assert [name for name in named if not ((ROOT / name).exists() or (ROOT / "poly_epo_jax" / name).exists())] == []
+    top = {path.name for path in (ROOT / "poly_epo_jax").glob("*.py")} - {"__init__.py"}
+    assert top == top & set(re.findall(r"\w+\.py", text)), "a file at the top of the package has no line there"
+
+
+def test_the_functions_work_alone_as_the_readme_writes():
+    (block,) = re.findall(r"```python\n(sets = .*?)```", DOCUMENTS[0].read_text(), re.DOTALL)
+    made, advantages, closed = block.splitlines()
+    random = np.random.default_rng(0)
+    names = {
+        "set_rl": set_rl,
+        "my_objective": lambda rewards, embeddings: rewards.mean(axis=-1) * embeddings.std(axis=(-2, -1)),
+        "r": random.random((2, 8), np.float32),
+        "e": random.random((2, 8, 3), np.float32),
+        "rewards": random.random((2, 64), np.float32),
+        "clusters": random.integers(1, 6, (2, 64)),
+    }
+    exec(made, names)
+    assert names["sets"].shape == (70, 4)
+    assert eval(advantages, names).shape == (2, 8)
+    assert eval(closed, names).shape == (2, 64)

@@ -1,0 +1,83 @@
+"""Tensors handed to torch, whose copies run only when its queue does; real torch and servers are in test_sglang.py."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import TINY, tiny_params
+
+from poly_epo_jax.model import hf
+from poly_epo_jax.rollouts.servers.weight_sync import TensorSync
+
+
+class Tensor:
+    """Bytes on a GPU: of JAX's, which are overwritten as soon as the tensor is gone, or of torch's own."""
+
+    is_cuda, device, dtype = True, "cuda:0", "float32"
+
+    def __init__(self, memory: np.ndarray, is_borrowed: bool):
+        self.memory, self.is_borrowed, self.shape, self.nbytes = memory, is_borrowed, memory.shape, memory.nbytes
+
+    def __del__(self) -> None:
+        if self.is_borrowed:
+            self.memory.fill(0xFF)
+
+    def contiguous(self) -> "Tensor":
+        return self
+
+    def flatten(self) -> "Tensor":
+        return self
+
+    def view(self, dtype: str) -> "Tensor":
+        return self
+
+    def numel(self) -> int:
+        return self.nbytes
+
+
+class Torch:
+    """Queues what is to be copied, and copies when it is waited for."""
+
+    uint8 = "uint8"
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[np.ndarray, np.ndarray]] = []
+        self.cuda = SimpleNamespace(synchronize=self.synchronize)
+
+    def from_dlpack(self, array: Any) -> Tensor:
+        return Tensor(np.array(array).reshape(-1).view(np.uint8), is_borrowed=True)
+
+    def cat(self, parts: list[Tensor]) -> Tensor:
+        copy = np.zeros(sum(part.nbytes for part in parts), np.uint8)
+        start = 0
+        for part in parts:
+            self.queue.append((copy[start : start + part.nbytes], part.memory))
+            start += part.nbytes
+        return Tensor(copy, is_borrowed=False)
+
+    def synchronize(self, device: str) -> None:
+        assert device == "cuda:0"
+        while self.queue:
+            target, source = self.queue.pop(0)
+            target[:] = source
+
+
+def test_copies_are_complete_before_jax_has_its_memory_back(monkeypatch):
+    torch = Torch()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    sync = TensorSync(TINY, "float32", tensor_parallel=1)
+    sync.prepare(tiny_params(1), "1")
+    sync.switch()
+    torch.synchronize("cuda:0")  # as happens eventually
+    (bucket,) = sync._buckets
+    expected = [array for _, array in hf.exported_tensors(tiny_params(1), TINY, "float32")]
+    expected = np.concatenate([np.array(array).reshape(-1).view(np.uint8) for array in expected])
+    np.testing.assert_array_equal(bucket["flattened_tensor"].memory, expected)
+
+
+def test_without_torch_it_is_said_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match="pip install torch, or choose disk"):
+        TensorSync(TINY, "float32", tensor_parallel=1)

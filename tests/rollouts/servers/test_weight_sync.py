@@ -1,0 +1,234 @@
+"""Weights are written while generations run, and pushed when they are complete; real servers are in test_sglang.py."""
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from fake_servers import answer_to_get, generated, open_rollouts
+from fakes import PATIENCE, TINY, TINY_ALPHABET, ByLetter, tiny_params, tiny_problems, until
+
+from poly_epo_jax.records.timeline import BusyTime
+from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.rollouts.servers import served_weights
+from poly_epo_jax.rollouts.servers.client import SGLangSampler
+from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
+from poly_epo_jax.startup.base_policy import build_character_tokenizer
+from poly_epo_jax.system.http_client import ServerError
+from poly_epo_jax.types import Group, Sampling
+
+URLS = ["http://a", "http://b"]
+
+
+class Servers:
+    """Servers that load any folder that is there, and generate one token once `may_end` is set."""
+
+    def __init__(self) -> None:
+        self.versions = dict.fromkeys(URLS, "default")
+        self.loaded: list[tuple[str, str]] = []
+        self.happened: list[str] = []  # what was answered, and loaded
+        self.looks = Counter[str]()  # at a server's version
+        self.held: list[str] = []  # servers that are dying, and are asked whether they answer
+        self.asked, self.may_end, self.may_answer = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.dying = ""
+        self.paused: set[str] = set()
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+
+    async def handle(self, request: httpx.Request) -> httpx.Response:
+        url, endpoint = f"http://{request.url.host}", request.url.path.strip("/")
+        body = json.loads(request.content) if request.content else {}
+        if request.method == "GET":
+            self.looks[url] += request.url.path == "/model_info"
+            if self.dying == url:
+                self.held.append(url)
+                try:
+                    await self.may_answer.wait()
+                finally:
+                    self.held.remove(url)
+            return answer_to_get(request.url.path, weight_version=self.versions[url])
+        if endpoint == "update_weights_from_disk":
+            assert (Path(body["model_path"]) / "model.safetensors").is_file()
+            self.versions[url] = body["weight_version"]
+            self.loaded.append((url, body["weight_version"].split("-")[1]))
+            self.happened.append(f"loaded {self.loaded[-1][1]}")
+            await self.may_load.wait()
+        if endpoint == "pause_generation":
+            self.paused.add(url)
+        if endpoint == "continue_generation":
+            self.paused.discard(url)
+        if endpoint == "generate" and "return_logprob" in body:
+            self.asked.set()
+            if self.dying == url:
+                self.versions[url] = "default"  # as it was started with
+                raise httpx.ConnectError("dead")
+            version = self.versions[url]
+            await until(lambda: url not in self.paused)
+            await self.may_end.wait()
+            self.happened.append("answered")
+            return generated(request, version)
+        meta = {"weight_version": self.versions[url], "cached_tokens": 0}
+        return httpx.Response(200, json={"success": True, "meta_info": meta})
+
+
+def on_disk(folder: Path) -> list[str]:
+    return sorted(one.name.split("-")[1] for one in folder.glob("*/*"))
+
+
+async def generate(rollouts: Rollouts) -> list[Group]:
+    return [group async for group in rollouts.generate(tiny_problems(4, 8), 2, Sampling(4))]
+
+
+def versions(groups: list[Group]) -> set[int]:
+    return {y.weight_version for group in groups for y in group.generations}
+
+
+def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Path, monkeypatch, now: list[float]):
+    async def main() -> None:
+        fake = Servers()
+        rollouts, busy = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path), BusyTime()
+        await rollouts.push_weights(tiny_params(1), {}, 1)
+        assert on_disk(tmp_path) == ["1"]
+
+        def stands_still() -> bool:
+            before, now[0] = busy.seconds(), now[0] + 1
+            return busy.seconds() == before
+
+        async def update() -> None:
+            with busy.work():
+                await rollouts.push_weights(tiny_params(2), {}, 2)
+
+        generating = asyncio.create_task(generate(rollouts))
+        await fake.asked.wait()
+        updating = asyncio.create_task(update())
+        await until(lambda: on_disk(tmp_path) == ["1", "2"])
+        await until(stands_still)  # the update waits for generations, which does not count as time for the weights
+        before, now[0] = busy.seconds(), now[0] + 100
+        fake.may_end.set()
+        assert versions(await generating) == {1}
+        await updating
+        assert fake.happened == ["loaded 1"] * 2 + ["answered"] * 4 + ["loaded 2"] * 2
+        assert sorted(fake.loaded[2:]) == [(url, "2") for url in URLS]
+        assert on_disk(tmp_path) == ["2"]
+        assert busy.seconds() == before
+        assert versions(await generate(rollouts)) == {2}
+
+    asyncio.run(main())
+
+
+async def lost_in_a_batch(fake: Servers, rollouts: Rollouts) -> tuple[asyncio.Task, asyncio.Task]:
+    """A batch from the first weights during which server a has died, and the update to the second that waits for it."""
+    await rollouts.push_weights(tiny_params(1), {}, 1)
+    fake.dying = "http://a"
+    generating = asyncio.create_task(generate(rollouts))
+    await until(lambda: fake.versions["http://a"] == "default")
+    return generating, asyncio.create_task(rollouts.push_weights(tiny_params(2), {}, 2))
+
+
+def test_a_server_that_comes_back_meanwhile_is_given_the_weights_of_its_batch(tmp_path: Path, monkeypatch, capsys):
+    async def main() -> None:
+        fake = Servers()
+        generating, updating = await lost_in_a_batch(fake, open_rollouts(fake.handle, monkeypatch, URLS, tmp_path))
+        await until(lambda: on_disk(tmp_path) == ["1", "2"])
+        fake.dying = ""
+        fake.may_answer.set()
+        await until(lambda: fake.versions["http://a"] != "default")
+        assert fake.loaded[2:] == [("http://a", "1")] and not updating.done()
+        assert on_disk(tmp_path) == ["1", "2"]
+        # The server is back once it has been checked, not as soon as it has the weights.
+        await until(lambda: "The server http://a is back" in capsys.readouterr().err)
+        fake.may_end.set()
+        assert versions(await generating) == {1}
+        await updating
+        assert sorted(fake.loaded[3:]) == [(url, "2") for url in URLS]
+        assert on_disk(tmp_path) == ["2"]
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_still_lost_when_the_batch_is_complete_is_given_only_the_new_weights(
+    tmp_path: Path, monkeypatch
+):
+    async def main() -> None:
+        fake = Servers()
+        generating, updating = await lost_in_a_batch(fake, open_rollouts(fake.handle, monkeypatch, URLS, tmp_path))
+        fake.may_end.set()
+        assert versions(await generating) == {1}
+        await until(lambda: fake.held == ["http://a"])  # by the update: nothing else asks any more
+        assert not updating.done() and fake.loaded[2:] == [] and on_disk(tmp_path) == ["1", "2"]
+        fake.dying = ""
+        fake.may_answer.set()
+        await updating
+        assert sorted(fake.loaded[2:]) == [(url, "2") for url in URLS]
+        assert on_disk(tmp_path) == ["2"]
+
+    asyncio.run(main())
+
+
+def test_a_server_whose_weights_were_pushed_as_its_batch_ended_is_given_them_again(tmp_path: Path, monkeypatch, capsys):
+    """It stays paused where the client that was to let it go on is gone, and says that it has the weights."""
+
+    async def main() -> None:
+        fake = Servers()
+        rollouts = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path)
+        await rollouts.push_weights(tiny_params(1), {}, 1)
+        fake.dying = "http://a"
+        generating = asyncio.create_task(generate(rollouts))
+        await until(lambda: fake.versions["http://a"] == "default")
+        fake.may_load.clear()
+        fake.dying = ""
+        fake.may_answer.set()
+        await until(lambda: fake.loaded[2:] == [("http://a", "1")])
+        fake.may_end.set()
+        assert versions(await generating) == {1}
+        assert fake.paused == {"http://a"} and fake.versions["http://a"] == fake.versions["http://b"]
+        fake.may_load.set()
+        fake.may_end.clear()
+        generating = asyncio.create_task(generate(rollouts))
+        await until(lambda: "The server http://a is back" in capsys.readouterr().err)
+        assert not fake.paused
+        fake.may_end.set()
+        assert versions(await generating) == {1}
+
+    asyncio.run(main())
+
+
+def test_of_two_hosts_that_share_servers_one_sends_and_the_other_waits(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(served_weights.secrets, "token_hex", lambda _: "run")  # as hosts agree upon
+    monkeypatch.setattr(served_weights, "LOOK_SECONDS", 0.001)
+    seconds = [0.0]
+    monkeypatch.setattr(served_weights, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+
+    async def main() -> None:
+        fake = Servers()
+        fake.may_end.set()
+        first = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path)
+        limits = {"vocab_size": TINY.vocab_size, "max_concurrent": 64, "timeout_seconds": 30.0, "wait_seconds": 30.0}
+        sampler = SGLangSampler(URLS, ServedWeights(None, 8, 30.0, 30.0), (1, 14), **limits)
+        second = Rollouts(sampler, build_character_tokenizer(TINY_ALPHABET), ByLetter(), 8)
+
+        async def begin(version: int) -> asyncio.Task[None]:
+            """The second host's update, once it has looked at both servers and found the weights at neither."""
+            fake.looks.clear()
+            task = asyncio.create_task(second.push_weights(tiny_params(version), {}, version))
+            await until(lambda: min(fake.looks[url] for url in URLS) > 1)
+            assert not task.done()
+            return task
+
+        waiting = await begin(1)
+        seconds[0] = 31.0
+        # Which of the two is looked at first is then random.
+        with pytest.raises(ServerError, match=r"http://[ab] was not given the weights run-1 in 30 s by the first host"):
+            async with asyncio.timeout(PATIENCE):
+                await waiting
+        for version in (1, 2):
+            waiting = await begin(version)
+            await first.push_weights(tiny_params(version), {}, version)
+            await waiting
+            assert versions(await generate(first)) == versions(await generate(second)) == {version}
+        assert sorted(fake.loaded) == sorted((url, version) for url in URLS for version in ("1", "2"))
+
+    asyncio.run(main())

@@ -1,0 +1,160 @@
+"""Groups are graded and judged while others are still being generated."""
+
+import asyncio
+import dataclasses
+import itertools
+import math
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import PATIENCE, PROBLEMS, ByLetter, LetterJudge, group
+
+from poly_epo_jax.rollouts.grading import JudgeError, check_judge, cluster_ids, grade_groups, judged
+from poly_epo_jax.types import Clustering, Generation, Group, JudgeFailure, Metrics, Problem
+
+
+async def stream(groups: Sequence[Group]) -> AsyncIterator[Group]:
+    for one in groups:
+        yield one
+
+
+def test_results_follow_the_order_of_the_problems():
+    groups = [group(PROBLEMS[i], texts) for i, texts in ((2, "ab"), (0, "ca"), (1, "dd"))]
+    graded, _ = asyncio.run(grade_groups(stream(groups), PROBLEMS, ByLetter(), LetterJudge()))
+    assert [one.group for one in graded] == [groups[1], groups[2], groups[0]]
+    np.testing.assert_array_equal([one.rewards for one in graded], [[0, 1], [0, 0], [1, 0]])
+    np.testing.assert_array_equal(cluster_ids(graded), [[2, 0], [3, 3], [0, 1]])
+    assert {one.rewards.dtype for one in graded} == {np.dtype(np.float32)}
+
+
+def test_a_problem_that_is_there_twice_has_two_places():
+    problems = [PROBLEMS[1], PROBLEMS[0], dataclasses.replace(PROBLEMS[1], occurrence=1)]
+    groups = [group(problem, texts) for problem, texts in zip(problems, ("ab", "ca", "dd"), strict=True)]
+    for arrived in itertools.permutations(groups):
+        graded, _ = asyncio.run(grade_groups(stream(arrived), problems, ByLetter(), LetterJudge()))
+        assert [one.group for one in graded] == groups
+
+
+def test_grading_overlaps_generation():
+    """Each prompt is generated only once the one before it has been judged: without overlap this never ends."""
+
+    async def main() -> list[str]:
+        was_judged = {problem.id: asyncio.Event() for problem in PROBLEMS}
+        happened = []
+
+        async def generate() -> AsyncIterator[Group]:
+            for problem in PROBLEMS:
+                happened.append(f"generate {problem.id}")
+                yield group(problem, "ab")
+                await was_judged[problem.id].wait()
+
+        class Watched(LetterJudge):
+            async def cluster(self, group: Group):
+                happened.append(f"judge {group.problem.id}")
+                was_judged[group.problem.id].set()
+                return await super().cluster(group)
+
+        await asyncio.wait_for(grade_groups(generate(), PROBLEMS, ByLetter(), Watched()), timeout=PATIENCE)
+        return happened
+
+    assert asyncio.run(main()) == [f"{verb} {problem.id}" for problem in PROBLEMS for verb in ("generate", "judge")]
+
+
+def test_groups_are_judged_at_once():
+    """Every judgement waits until all have begun."""
+
+    async def main() -> None:
+        barrier = asyncio.Barrier(len(PROBLEMS))
+
+        class Patient(LetterJudge):
+            async def cluster(self, group: Group):
+                await barrier.wait()
+                return await super().cluster(group)
+
+        groups = [group(problem, "ab") for problem in PROBLEMS]
+        await asyncio.wait_for(grade_groups(stream(groups), PROBLEMS, ByLetter(), Patient()), timeout=PATIENCE)
+
+    asyncio.run(main())
+
+
+def test_a_failed_judgement_keeps_its_reason_and_is_not_among_the_judged():
+    groups = [group(problem, "ab") for problem in PROBLEMS]
+    graded, _ = asyncio.run(grade_groups(stream(groups), PROBLEMS, ByLetter(), LetterJudge(failing=["q"])))
+    assert graded[1].clustering == JudgeFailure("broken", "out of order")
+    check_judge(graded, max_failed_share=0.34)
+    with pytest.raises(JudgeError, match=r"failed on 1 of 3 prompts, more than .*=0\.33 allows; 1 times it was broken"):
+        check_judge(graded, max_failed_share=0.33)
+    np.testing.assert_array_equal(graded[1].rewards, [1, 0])
+    assert judged(graded) == [graded[0], graded[2]]
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1.001, -1e-9, 1e300, None])
+def test_a_reward_outside_0_to_1_is_refused(reward: Any):
+    class Generous(ByLetter):
+        def reward(self, problem: Problem, generation: Generation) -> float:
+            return reward if generation.text == "b" else 1.0
+
+    with pytest.raises(ValueError, match=r"reward for problem p is .*; it must be a number from 0 to 1 for every"):
+        asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Generous(), LetterJudge()))
+
+
+def test_a_judges_feature_that_is_not_finite_is_refused():
+    class Embedding(LetterJudge):
+        async def cluster(self, group: Group) -> Clustering:
+            return Clustering(np.zeros(2, np.int32), features={"embedding": np.array([[0.0, 1.0], [0.0, np.inf]])})
+
+    with pytest.raises(ValueError, match="feature 'embedding' for problem p is not finite"):
+        asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, ByLetter(), Embedding()))
+
+
+def test_what_is_correct_is_the_task_s_to_say():
+    class Tenths(ByLetter):
+        def reward(self, problem: Problem, generation: Generation) -> float:
+            return {"a": 1.0, "b": 0.7, "c": 0.6, "d": 0.0}[generation.text]
+
+    class Lenient(Tenths):
+        correct_from = 0.7
+
+    for task, expected in ((Tenths(), [True, False, False, False]), (Lenient(), [True, True, False, False])):
+        groups = stream([group(PROBLEMS[0], "abcd")])
+        ((graded,), _) = asyncio.run(grade_groups(groups, PROBLEMS[:1], task, LetterJudge()))
+        assert graded.correct.tolist() == expected and graded.correct.dtype == bool
+
+
+def test_an_error_in_a_reward_is_not_swallowed():
+    class Broken(ByLetter):
+        def reward(self, problem: Problem, generation: Generation) -> float:
+            raise ZeroDivisionError(problem.id)
+
+    with pytest.raises(ZeroDivisionError, match="p"):
+        asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Broken(), LetterJudge()))
+
+
+def test_the_share_of_hidden_judging_is_told(now: list[float]):
+    """One judgement takes 4 s, of which the first passes while the next prompt is generated: a quarter is hidden."""
+
+    async def main() -> Metrics:
+        is_judging, is_generated = asyncio.Event(), asyncio.Event()
+
+        async def generate() -> AsyncIterator[Group]:
+            yield group(PROBLEMS[0], "ab")
+            await is_judging.wait()
+            now[0] += 1
+            yield group(PROBLEMS[1], "ab")
+            is_generated.set()
+
+        class Slow(LetterJudge):
+            async def cluster(self, group: Group):
+                is_judging.set()
+                if group.problem.id == "p":
+                    await is_generated.wait()
+                    now[0] += 3
+                return await super().cluster(group)
+
+        return (await grade_groups(generate(), PROBLEMS, ByLetter(), Slow()))[1]
+
+    timing = asyncio.run(main())
+    assert timing.keys() == {"seconds/generate", "seconds/grade", "seconds/judge", "judge/hidden"}
+    assert (timing["seconds/generate"], timing["seconds/judge"], timing["judge/hidden"]) == (1, 4, 0.25)

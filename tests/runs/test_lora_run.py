@@ -1,0 +1,110 @@
+"""A real run with adapters: interrupted, resumed, exported, evaluated, and asked for what it no longer has."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+from training_runs import Run
+
+from poly_epo_jax.config.keys import ModelSection
+from poly_epo_jax.export import __main__ as export
+from poly_epo_jax.model.hf import load_params, read_config
+from poly_epo_jax.model.lora import split_adapter
+from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.records.run_folder import read_about, read_rows
+from poly_epo_jax.startup.trained_policy import open_trained_policy
+
+pytestmark = pytest.mark.slow
+
+LAST_STEP = 12
+CHANGES = {
+    "lora.rank": 4,
+    "algo.kl_coef": 0.01,
+    "train.num_steps": LAST_STEP,
+    "checkpoint.every": 5,
+    "eval.every": 6,
+    "optimizer.learning_rate": 5e-3,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> Run:
+    run = Run(tmp_path_factory.mktemp("lora"), "whole", CHANGES | caches)
+    run.finish()
+    return run
+
+
+def test_it_trains(whole: Run):
+    rows = read_rows(whole.folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(LAST_STEP + 1))
+    assert sum(row["policy/update_norm"] > 0 for row in rows[1:]) > LAST_STEP / 2
+    assert rows[-1]["policy/weight_norm"] != rows[1]["policy/weight_norm"]
+    # A young base policy earns nothing at first. Later it moves away from the reference, the policy without adapters.
+    assert rows[1]["policy/reference_kl"] < 1e-6 < rows[-1]["policy/reference_kl"]
+
+
+def test_killed_and_gone_on_with_it_leaves_the_same_bytes(whole: Run):
+    broken = Run(whole.folder.parent, "broken", whole.changes)
+    assert broken.stop(7, 0.0, signal.SIGKILL) == [-signal.SIGKILL]
+    assert broken.checkpoints() == [5]
+    broken.finish()
+    for name in ("metrics.jsonl", "generations.jsonl"):
+        assert broken.bytes(name) == whole.bytes(name)
+    jax.tree.map(np.testing.assert_array_equal, broken.params(), whole.params())
+
+
+def test_checkpoints_hold_the_adapter_alone(whole: Run):
+    checkpoint = whole.folder / "checkpoints" / str(LAST_STEP)
+    policy, params, _ = open_trained_policy(whole.folder, ModelSection(), make_mesh(1, 1, 1))
+    adapter, base = split_adapter(policy.config, params)
+    names = json.loads((checkpoint / "state" / "_METADATA").read_text())["tree_metadata"]
+    assert any("q_lora_a" in name for name in names) and not any("'embed'" in name for name in names)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(adapter))
+    saved = load_params(read_about(whole.folder)["base"], policy.config)
+    jax.tree.map(np.testing.assert_array_equal, base, saved)
+
+
+def test_exports_have_the_logits_of_the_policy(whole: Run, tmp_path: Path):
+    assert export.main([str(whole.folder), str(tmp_path / "merged"), "--dtype", "float32"]) == 0
+    assert export.main([str(whole.folder), str(tmp_path / "adapter"), "--adapter"]) == 0
+    policy, params, _ = open_trained_policy(whole.folder, ModelSection(), make_mesh(1, 1, 1))
+    merged = read_config(tmp_path / "merged", dtype="float32")
+    tokens = jnp.arange(3, 11)[None]
+
+    def logits(config, params):
+        model = nnx.merge(nnx.split(abstract_model(config))[0], params)
+        return model(tokens, jnp.arange(8)[None], jnp.ones_like(tokens)) @ model.head.T
+
+    expected = logits(policy.config, params)
+    np.testing.assert_allclose(logits(merged, load_params(tmp_path / "merged", merged)), expected, rtol=0, atol=1e-4)
+    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == read_about(whole.folder)["base"]
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    np.testing.assert_array_equal(
+        tensors["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"], params["layers"]["down_lora_a"][0].T
+    )
+
+
+def test_without_its_base_it_says_what_to_do(whole: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "run"
+    shutil.copytree(whole.folder, run)
+    base = Path(read_about(run)["base"])
+    about = read_about(run) | {"base": str(tmp_path / "gone")}
+    (run / "about.json").write_text(json.dumps(about))
+    assert export.main([str(run), str(tmp_path / "policy")]) == 2
+    message = capsys.readouterr().err
+    assert f"of the policy in {tmp_path / 'gone'}, which is not there" in message and "--base" in message
+    assert export.main([str(run), str(tmp_path / "policy"), "--base", str(base)]) == 0
+    shutil.copytree(base, tmp_path / "other")
+    # Another base policy is not mistaken for the run's, though it has the same shape.
+    other = tmp_path / "policy"
+    assert export.main([str(run), str(tmp_path / "wrong"), "--base", str(other)]) == 2
+    assert "beside the weights of another base policy" in capsys.readouterr().err

@@ -1,0 +1,91 @@
+"""A real run that is killed and restarted leaves the same bytes and weights as one that was never killed."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from training_runs import Run
+
+from poly_epo_jax.records.run_folder import read_rows
+
+pytestmark = pytest.mark.slow
+
+LAST_STEP, CHECKPOINT_EVERY = 24, 5
+CHANGES = {
+    "algo.num_sets": 20,  # drawn with a key, which must be the same after a restart
+    "algo.kl_coef": 0.01,  # the initial policy must be the same, too
+    "train.num_steps": LAST_STEP,
+    "checkpoint.every": CHECKPOINT_EVERY,
+    "eval.every": 8,
+}
+REPRODUCED = ("metrics.jsonl", "generations.jsonl")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> Run:
+    run = Run(tmp_path_factory.mktemp("resume"), "whole", CHANGES | caches)
+    run.finish()
+    return run
+
+
+@pytest.fixture(scope="module")
+def broken(whole: Run) -> Run:
+    """Killed three times, once while a checkpoint is being written, then told to end, then left alone."""
+    run = Run(whole.folder.parent, "broken", whole.changes)
+    rng = np.random.default_rng(0)
+    one_step = float(np.median([row["seconds/step"] for row in read_rows(whole.folder / "timing.jsonl")[2:]]))
+
+    assert run.stop(3, rng.uniform(0, 2 * one_step), signal.SIGKILL) == [-signal.SIGKILL]
+    assert run.stop(2 * CHECKPOINT_EVERY, rng.uniform(0, one_step / 2), signal.SIGKILL) == [-signal.SIGKILL]
+    assert run.checkpoints(), "the next start must have something to resume from"
+    assert run.stop(14, rng.uniform(0, 2 * one_step), signal.SIGKILL) == [-signal.SIGKILL]
+
+    assert run.stop(17, rng.uniform(0, 2 * one_step), signal.SIGTERM) == [128 + signal.SIGTERM]
+    (message,) = [line for line in run.log().splitlines() if line.startswith("SIGTERM")]
+    assert message == f"SIGTERM: saved after step {run.checkpoints()[-1]}; the same command goes on from there."
+    assert run.rows_written() == run.checkpoints()[-1] + 1
+    run.finish()
+    return run
+
+
+def test_the_run_learns_something(whole: Run):
+    """Otherwise there would be little to reproduce."""
+    rows = read_rows(whole.folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(LAST_STEP + 1))
+    assert sum(row["policy/update_norm"] > 0 for row in rows[1:]) > LAST_STEP / 2
+    assert any(row["advantage"] for row in read_rows(whole.folder / "generations.jsonl"))
+    assert rows[-1]["policy/reference_kl"] > 0
+
+
+@pytest.mark.parametrize("name", REPRODUCED)
+def test_rows_are_identical(whole: Run, broken: Run, name: str):
+    assert broken.bytes(name) == whole.bytes(name)
+
+
+def restored(run: Run) -> tuple[Any, Any]:
+    """Arrays and data position of the last checkpoint."""
+    with ocp.CheckpointManager(run.folder / "checkpoints") as manager:
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(), data=ocp.args.JsonRestore())
+        found = manager.restore(LAST_STEP, args=args)
+    return found.state, found.data
+
+
+def test_final_checkpoints_are_identical(whole: Run, broken: Run):
+    (states, positions) = zip(restored(whole), restored(broken), strict=True)
+    flat, trees = zip(*map(jax.tree.flatten, states), strict=True)
+    assert trees[0] == trees[1]
+    assert len(flat[0]) > 30  # weights and two moments of each
+    for one, other in zip(*flat, strict=True):
+        np.testing.assert_array_equal(one, other, strict=True)
+    assert positions[0] == positions[1]
+
+
+def test_a_finished_run_started_again_changes_nothing(whole: Run):
+    names = [*REPRODUCED, "timing.jsonl", "config.json"]
+    before = whole.bytes(*names), whole.checkpoints()
+    whole.finish()
+    assert (whole.bytes(*names), whole.checkpoints()) == before

@@ -1,0 +1,138 @@
+"""What users type: --help, --print_config, and their own configuration files, which register parts."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fork_server import ForkServer
+
+from poly_epo_jax.config.keys import Config
+from poly_epo_jax.tasks import TASKS
+
+ROOT = Path(__file__).parents[2]
+FILE = "--config=configs/polynomial.py"
+
+
+Python = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def python(fork_server: ForkServer) -> Python:
+    """`python -m poly_epo_jax.MODULE ARGUMENTS` in a folder; one device."""
+
+    def run(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+        return fork_server.run(f"poly_epo_jax.{module}", arguments, folder)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "flag", "says"),
+    [
+        ("main", [], "--print_config", "Trains a policy"),
+        ("evaluate", [FILE], "--benchmarks", "Evaluates models side by side"),
+        ("bench", ["--config=configs/polaris.py"], "--plans", "How fast each stage"),
+    ],
+)
+def test_help_lists_flags_and_keys(python: Python, module: str, arguments: list[str], flag: str, says: str):
+    ended = python(module, *arguments, "--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith(says)
+    lines = [line.strip() for line in ended.stdout.splitlines()]
+    assert any(line.startswith(f"{flag} ") for line in lines)
+    for key, field, value in Config().flat():
+        (line,) = [line for line in lines if line.startswith(f"{key} = ")]
+        if not arguments:
+            assert line.startswith(f"{key} = {value!r} ")
+            assert " ".join(field.metadata["meaning"].split()[:3]) in " ".join(ended.stdout.split())
+    if module == "bench":  # the values are those of the file
+        assert any(line.startswith("train.row_tokens = 16384 ") for line in lines)
+
+
+def test_print_config_shows_each_key_and_runs_nothing(python: Python, tmp_path: Path):
+    ended = python("main", FILE + ":grpo", "--config.seed=3", "--print_config", f"--config.workdir={tmp_path / 'run'}")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    values = dict(line.split(" = ", 1) for line in ended.stdout.splitlines())
+    assert values.keys() == {key for key, _, _ in Config().flat()}
+    assert (values["seed"], values["algo.advantages"], values["task.options"]) == ("3", "'grpo'", "{}")
+    assert not (tmp_path / "run").exists()
+
+
+MINE = """
+from poly_epo_jax import set_rl
+from poly_epo_jax.config import default
+from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.tasks import TASKS, PolynomialTask
+
+
+class Easier(PolynomialTask):
+    pass
+
+
+TASKS["{task}"] = Easier
+
+
+def get_config(words=""):
+    config = default.get_config(words)
+    config.task.name = "{task}"
+    config.workdir = "runs/mine"
+    return config
+"""
+
+
+def test_a_file_of_ones_own_registers_parts(python: Python, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(MINE.format(task="easier"))
+    options = "--config.task.options={'num_train': 20}", "--config.task.options.num_held_out=5"
+    ended = python("main", "--config=mine.py:grpo", *options, "--print_config", folder=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "task.name = 'easier'\ntask.options = {'num_held_out': 5, 'num_train': 20}\n" in ended.stdout
+
+    ended = python("bench", "--config=mine.py", "--plan", "--config.task.options.num_trian=20", folder=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(
+        "Error: task.options has 'num_trian', which easier does not take; did you mean num_t"
+    )
+
+
+def test_a_part_of_ones_own_takes_no_name_that_is_taken(python: Python, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(MINE.format(task="math"))
+    ended = python("main", "--config=mine.py", "--print_config", folder=tmp_path)
+    assert ended.returncode == 1
+    taken = ", ".join(TASKS)
+    assert ended.stderr.splitlines()[-1] == (
+        f"Error: There is a part named 'math' already; choose another name than {taken}."
+    )
+
+
+def test_every_command_checks_the_configuration(python: Python):
+    for module, flags in (("evaluate", ["--models=x", "--benchmarks=polynomial"]), ("bench", ["--plan"])):
+        ended = python(module, FILE, "--config.judge.name=jury", *flags)
+        assert ended.returncode == 1
+        assert ended.stderr.startswith("Error: judge.name='jury' must be one of ")
+
+
+def test_a_plan_leaves_the_figures_of_bench_alone(python: Python, tmp_path: Path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "bench.json").write_text("figures")
+    (tmp_path / "mine.py").write_text(MINE.format(task="easier"))
+    ended = python("bench", "--config=mine.py", "--plan", "--config.mesh.fsdp=1", folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "runs" / "bench.json").read_text() == "figures"
+    assert '"peak_bytes"' in (tmp_path / "runs" / "plan.json").read_text()
+
+
+CTRL_C_AT_THE_END = """
+import atexit, os, signal
+atexit.register(os.kill, os.getpid(), signal.SIGINT)  # while what is imported first cleans up, as JAX does
+from poly_epo_jax.startup.command_line import parse_flags, run_command
+run_command(lambda config: print("done", flush=True), parse_flags(["main", "--config=configs/polynomial.py"]))
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_after_everything_is_written_is_no_traceback():
+    command = [sys.executable, "-c", CTRL_C_AT_THE_END]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")

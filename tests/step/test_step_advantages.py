@@ -1,0 +1,236 @@
+"""set_rl computes what a configuration asks for."""
+
+import inspect
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from poly_epo_jax import set_rl
+from poly_epo_jax.config.keys import AlgoSection
+from poly_epo_jax.step.advantages import ADVANTAGES, Estimator, make_advantages, make_estimator, make_loss
+
+P, N, SET_SIZE, NUM_SETS = 5, 7, 3, 20
+SEED, STEP = 5, 3
+KEY = jax.random.fold_in(jax.random.key(SEED), STEP)
+
+
+def algo(**changes: Any) -> AlgoSection:
+    settings: dict[str, Any] = {"set_size": SET_SIZE} | changes
+    return AlgoSection(**settings)
+
+
+@pytest.fixture
+def graded() -> tuple[np.ndarray, np.ndarray]:
+    """Rewards and clusters, some of them degenerate."""
+    rng = np.random.default_rng(0)
+    clusters = rng.integers(0, 4, (P, N), np.int32)
+    clusters[rng.random((P, N)) < 0.15] = set_rl.DEGENERATE_CLUSTER
+    return rng.random((P, N)).astype(np.float32), clusters
+
+
+def advantages_of(section: AlgoSection, rewards: np.ndarray, clusters: np.ndarray, step: int = STEP) -> np.ndarray:
+    features = {"rewards": rewards, "clusters": clusters, "lengths": np.ones((P, N), np.int32)}
+    return make_advantages(section, SEED)(step, features)
+
+
+def sampled(rewards: np.ndarray, clusters: np.ndarray) -> jax.Array:
+    sets = jnp.stack([set_rl.sample_sets(key, N, SET_SIZE, NUM_SETS) for key in jax.random.split(KEY, P)])
+    return set_rl.marginal_set_advantages(set_rl.polychromic, sets, rewards=rewards, clusters=clusters)
+
+
+def over_all_sets(objective: Any, rewards: np.ndarray, clusters: np.ndarray) -> jax.Array:
+    sets = set_rl.enumerate_sets(N, SET_SIZE)
+    return set_rl.marginal_set_advantages(objective, sets, rewards=rewards, clusters=clusters)
+
+
+@pytest.mark.parametrize(
+    ("changes", "direct"),
+    [
+        ({}, lambda r, c: over_all_sets(set_rl.polychromic, r, c)),
+        ({"num_sets": NUM_SETS}, sampled),
+        ({"objective": "pass_at_n"}, lambda r, c: over_all_sets(set_rl.pass_at_n, r, c)),
+        ({"objective": "mean_reward"}, lambda r, c: over_all_sets(set_rl.mean_reward, r, c)),
+        ({"objective": "reward_plus_diversity"}, lambda r, c: over_all_sets(set_rl.reward_plus_diversity, r, c)),
+        ({"advantages": "grpo"}, lambda r, c: set_rl.grpo_advantages(r)),
+        ({"advantages": "grpo_div", "div_coef": 0.7}, lambda r, c: set_rl.grpo_div_advantages(r, c, 0.7)),
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())) or "polychromic" if isinstance(changes, dict) else "",
+)
+def test_advantages_are_those_of_set_rl(changes, direct, graded):
+    advantages = advantages_of(algo(**changes), *graded)
+    np.testing.assert_allclose(advantages, direct(*graded), rtol=1e-5, atol=1e-6)
+    assert np.abs(advantages).max() > 0.01
+
+
+def test_sampled_sets_follow_the_key(graded):
+    section = algo(num_sets=NUM_SETS)
+    advantages = advantages_of(section, *graded)
+    np.testing.assert_array_equal(advantages, advantages_of(section, *graded))
+    assert np.abs(advantages - advantages_of(section, *graded, step=STEP + 1)).max() > 0.001
+
+
+def test_every_prompt_draws_its_own_sets(graded):
+    rewards, clusters = (np.broadcast_to(values[:1], (P, N)) for values in graded)
+    advantages = advantages_of(algo(num_sets=NUM_SETS), rewards, clusters)
+    assert len(np.unique(advantages, axis=0)) == P
+
+
+def test_sampling_all_sets_is_the_closed_form(graded):
+    all_of_them = advantages_of(algo(num_sets=35), *graded)
+    np.testing.assert_allclose(all_of_them, advantages_of(algo(), *graded), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_advantages_that_are_not_finite_are_refused(graded, monkeypatch, value):
+    def score(rewards):
+        return jnp.full(len(rewards), value)
+
+    monkeypatch.setitem(set_rl.OBJECTIVES, "endless", set_rl.Objective(score, "Endless"))
+    with pytest.raises(
+        ValueError, match=rf"^Endless gives an advantage that is not finite, to prompt \d+ of step {STEP}"
+    ):
+        advantages_of(algo(objective="endless"), *graded)
+
+
+def test_an_objective_of_ones_own(graded, monkeypatch):
+    """The range of a set's rewards, registered by name and nothing else."""
+
+    def spread(rewards):
+        return rewards.max(axis=-1) - rewards.min(axis=-1)
+
+    monkeypatch.setitem(set_rl.OBJECTIVES, "spread", set_rl.Objective(spread, "Spread"))
+    rewards, clusters = graded
+    advantages = advantages_of(algo(objective="spread"), rewards, clusters)
+    assert make_estimator(algo(objective="spread"))[1:3] == (("rewards",), "Spread")
+
+    sets = set_rl.enumerate_sets(N, SET_SIZE)
+    scores = np.ptp(rewards.astype(np.float64)[:, sets], axis=-1)
+    over_sets_of = [scores[:, (sets == i).any(axis=1)].mean(axis=1) for i in range(N)]
+    expected = np.stack(over_sets_of, axis=1) - scores.mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(advantages, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", set_rl.LOSSES)
+def test_the_loss_gets_its_clip_range(name: str):
+    """Two ratios far outside of the range, one with each sign of the advantage."""
+    logprobs, old_logprobs = jnp.log(jnp.array([[0.9, 0.1]])), jnp.log(jnp.array([[0.3, 0.3]]))
+    arrays = logprobs, old_logprobs, jnp.array([[1.0, -1.0]]), jnp.array([[0.5, 0.5]]), jnp.array([[1, 2]])
+    tokens = set_rl.Tokens(*arrays)
+    reads = "clip_low" in inspect.signature(set_rl.LOSSES[name]).parameters
+    bounds = {"clip_low": 0.1, "clip_high": 0.4} if reads else {}
+    loss, _ = make_loss(algo(loss=name, clip_low=0.1, clip_high=0.4))(tokens)
+    np.testing.assert_allclose(loss, set_rl.LOSSES[name](tokens, **bounds)[0], rtol=1e-6)
+    if bounds:
+        other, _ = make_loss(algo(loss=name, clip_low=0.2, clip_high=0.2))(tokens)
+        assert not np.isclose(loss, other)
+
+
+def test_the_covariance_losses_get_their_numbers():
+    rng = np.random.default_rng(0)
+    logprobs, old_logprobs, advantages = jnp.asarray(rng.normal(size=(3, 2, 40)), jnp.float32)
+    tokens = set_rl.Tokens(logprobs, old_logprobs, advantages, jnp.ones((2, 40)), jnp.ones((2, 40), int))
+    keys = {"cov_fraction": 0.2, "cov_kl_coef": 3.0, "cov_low": 0.2, "cov_high": 0.9}
+    of_kl = {name: keys[name] for name in ("cov_fraction", "cov_kl_coef")}
+    of_clip = {name: keys[name] for name in ("cov_fraction", "cov_low", "cov_high")}
+    for name, numbers in (("kl_cov", of_kl), ("clip_cov", of_clip)):
+        (loss, metrics), (direct, counted) = (
+            make_loss(algo(loss=name, **keys))(tokens),
+            set_rl.LOSSES[name](tokens, **numbers),
+        )
+        assert loss == direct and metrics == counted
+    default, _ = make_loss(algo(loss="kl_cov"))(tokens)
+    assert not np.isclose(default, set_rl.kl_cov_loss(tokens, **of_kl)[0])
+
+
+def test_a_loss_of_ones_own_keeps_keywords_that_are_no_keys(monkeypatch):
+    def loss(tokens, *, clip_low, scale=3.0):
+        return jnp.asarray(clip_low * scale), {}
+
+    monkeypatch.setitem(set_rl.LOSSES, "mine", loss)
+    ones = jnp.ones((1, 2))
+    assert make_loss(algo(loss="mine", clip_low=0.5))(set_rl.Tokens(ones, ones, ones, ones, ones))[0] == 1.5
+
+
+def test_an_estimator_of_ones_own_reads_any_feature(graded, monkeypatch):
+    def shortest_first(section):
+        return Estimator(lambda key, features: -jnp.float32(features["lengths"]), ("lengths",), "Shortest first")
+
+    monkeypatch.setitem(ADVANTAGES, "shortest_first", shortest_first)
+    np.testing.assert_array_equal(advantages_of(algo(advantages="shortest_first"), *graded), -np.ones((P, N)))
+
+
+def test_a_feature_that_is_not_there_is_named(graded, monkeypatch):
+    def novelty(rewards, embeddings):
+        return rewards.mean(axis=-1)
+
+    monkeypatch.setitem(set_rl.OBJECTIVES, "novelty", set_rl.Objective(novelty, "Novelty"))
+    with pytest.raises(ValueError, match="Novelty reads 'embeddings', but a batch has clusters, lengths, rewards"):
+        advantages_of(algo(objective="novelty"), *graded)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reads", "title"),
+    [
+        ({}, ("rewards", "clusters"), "Poly-EPO"),
+        ({"objective": "pass_at_n"}, ("rewards",), "set RL, pass@n"),
+        ({"advantages": "grpo"}, ("rewards",), "GRPO"),
+        ({"advantages": "grpo_div"}, ("rewards", "clusters"), "GRPO+DIV"),
+    ],
+)
+def test_every_method_says_its_name_and_what_it_reads(changes, reads, title):
+    assert make_estimator(algo(**changes))[1:3] == (reads, title)
+
+
+RIVALS = {
+    "darling": (set_rl.darling_advantages, "clusters", {}, {}),
+    "dqo": (set_rl.dqo_advantages, "embeddings", {"weight": 1.0}, {"weight": 0.3}),
+    "entropic": (set_rl.entropic_advantages, "", {"kl": math.log(2)}, {"kl": 0.2}),
+    "max_rl": (set_rl.max_rl_advantages, "", {}, {}),
+    "passk": (set_rl.passk_advantages, "", {"k": 4}, {"k": 2}),
+    "pkpo": (set_rl.pkpo_advantages, "", {"k": 4}, {"k": 7}),
+    "rep_exp": (set_rl.rep_exp_advantages, "embeddings", {"beta": 0.01, "ridge": 0.01}, {"beta": 0.5, "ridge": 1.0}),
+    "rs_grpo": (set_rl.rs_grpo_advantages, "", {"beta": 2.0}, {"beta": 5.0}),
+    "set_dpp": (set_rl.set_dpp_advantages, "embeddings", {"scale": 1.0}, {"scale": 9.0}),
+    "set_po": (set_rl.set_po_advantages, "embeddings", {"weight": 1.0}, {"weight": 4.0}),
+    "shaped_product": (set_rl.shaped_product_advantages, "clusters", {}, {}),
+    "ucpo": (set_rl.ucpo_advantages, "mean_logprob", {"tau": 0.3}, {"tau": 0.9}),
+    "uniqueness": (set_rl.uniqueness_advantages, "clusters", {"alpha": 1.0}, {"alpha": 0.5}),
+    "unlikeliness": (set_rl.unlikeliness_advantages, "mean_logprob", {"beta": 0.25}, {"beta": 1.0}),
+}
+"""By its word: the function, what it reads beside rewards, the numbers that are its defaults, and others."""
+
+
+@pytest.mark.parametrize("word", RIVALS)
+def test_every_rival_has_a_word_and_options(word, graded):
+    function, other, defaults, options = RIVALS[word]
+    rng = np.random.default_rng(1)
+    rewards, clusters = graded
+    features = {
+        "rewards": rewards,
+        "clusters": clusters,
+        "mean_logprob": -rng.random((P, N)).astype(np.float32),
+        "embeddings": rng.normal(size=(P, N, 3)).astype(np.float32),
+        "lengths": np.ones((P, N), np.int32),
+    }
+    arrays = [features[name] for name in ("rewards", other) if name]
+    found = [make_advantages(algo(advantages=word, options=chosen), SEED)(STEP, features) for chosen in ({}, options)]
+    for advantages, numbers in zip(found, (defaults, options), strict=True):
+        np.testing.assert_allclose(advantages, function(*arrays, **numbers), rtol=1e-4, atol=1e-5)
+    assert not options or np.abs(found[0] - found[1]).max() > 1e-3
+    estimator = make_estimator(algo(advantages=word, options=options))
+    assert estimator.reads == tuple(name for name in ("rewards", other) if name)
+    assert estimator.reads_judge == (other in ("clusters", "embeddings"))
+
+
+def test_every_word_is_tried():
+    assert set(RIVALS) | {"marginal_set", "grpo", "grpo_div"} == set(ADVANTAGES)
+
+
+def test_titles_tell_methods_apart():
+    titles = [make_estimator(algo(advantages=word)).title for word in ADVANTAGES]
+    titles += [objective.title for name, objective in set_rl.OBJECTIVES.items() if name != "polychromic"]
+    assert len(set(titles)) == len(titles)

@@ -1,0 +1,54 @@
+"""SGLang's HTTP API without SGLang: an in-memory transport, and answers in the same form as the real ones."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fakes import PATIENCE, TINY, TINY_ALPHABET, ByLetter
+
+from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.rollouts.servers import client as sglang
+from poly_epo_jax.rollouts.servers import served_weights
+from poly_epo_jax.rollouts.servers.client import SGLangSampler
+from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
+from poly_epo_jax.startup.base_policy import build_character_tokenizer
+from poly_epo_jax.system import http_client as servers
+
+Handler = Callable[[httpx.Request], Any]
+
+
+def open_rollouts(
+    handle: Handler, monkeypatch: pytest.MonkeyPatch, urls: Sequence[str], folder: Path | None, **changes: Any
+) -> Rollouts:
+    """Rollouts whose every request `handle` answers; weights go through `folder`, or are left as they are."""
+
+    monkeypatch.setattr(servers, "open_transport", lambda: httpx.MockTransport(handle))
+    for module in (served_weights, sglang):
+        monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
+    limits = {"max_concurrent": 64, "timeout_seconds": PATIENCE, "wait_seconds": PATIENCE} | changes
+    weights = None
+    if folder is not None:
+        weights = served_weights.ServedWeights(DiskSync(folder, "a run", TINY, "float32"), 8, PATIENCE, PATIENCE)
+    sampler = SGLangSampler(urls, weights, (1, 14), vocab_size=TINY.vocab_size, **limits)
+    return Rollouts(sampler, build_character_tokenizer(TINY_ALPHABET), ByLetter(), 8)
+
+
+def answer_to_get(path: str, **info: Any) -> httpx.Response:
+    """What an SGLang server answers to the requests that only ask."""
+    status = {"/workers": 404, "/update_weights_from_disk": 405}.get(path, 200)
+    return httpx.Response(status, json=info)
+
+
+def generated(request: httpx.Request, version: str, reason: str = "stop", tokens: int = 1) -> httpx.Response:
+    """`tokens` tokens, the last of which is a stop token, for each prompt of a request."""
+    body = json.loads(request.content)
+    is_list = isinstance(body["sampling_params"], list)
+    prompt_ids = body["input_ids"][0] if is_list else body["input_ids"]
+    token_ids = [2] * (tokens - 1) + [1] * min(tokens, 1)
+    info = {"weight_version": version, "finish_reason": {"type": reason, "matched": 1}, "completion_tokens": tokens}
+    info |= {"prompt_tokens": len(prompt_ids), "output_token_logprobs": [[-1.0, one, None] for one in token_ids]}
+    answer = {"output_ids": token_ids, "meta_info": info}
+    return httpx.Response(200, json=[answer] * len(body["sampling_params"]) if is_list else answer)

@@ -1,0 +1,221 @@
+"""A policy that is small enough to compile in a moment, with problems and sequences to train it on."""
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from poly_epo_jax.config.keys import OptimizerSection
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
+from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.set_rl import policy_gradient_loss
+from poly_epo_jax.startup.base_policy import build_character_tokenizer
+from poly_epo_jax.step.objective import Objective
+from poly_epo_jax.step.packing import TrainingSequence, pack
+from poly_epo_jax.step.update import PolicyUpdate, TrainState
+from poly_epo_jax.types import (
+    Clustering,
+    Completion,
+    Generation,
+    Group,
+    JudgeFailure,
+    Params,
+    Problem,
+    Request,
+    Sampling,
+    Task,
+)
+
+TINY = ModelConfig(
+    vocab_size=32,
+    hidden_size=16,
+    mlp_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=1e4,
+    dtype="float32",
+    remat="none",
+)
+TINY_MODEL = nnx.eval_shape(lambda: Qwen3(TINY, nnx.Rngs(0)))
+PROBLEMS = [Problem(id, f"{id}:", "a") for id in ("p", "q", "r")]
+LETTERS = "abcd"
+PATIENCE = 60.0  # seconds until a test gives up waiting; nothing takes this long in a test that passes
+TINY_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123"  # with <pad> and <eos>: TINY.vocab_size
+
+
+def tiny_params(seed: int = 0) -> Params:
+    """Weights of TINY, in numpy: whoever takes them gets arrays of its own. Norms are near one, all else is random."""
+    rng = np.random.default_rng(seed)
+
+    def draw(param: Any) -> Any:
+        noise = rng.standard_normal(param.shape).astype(np.float32)
+        return param.replace(1 + 0.2 * noise if "norm" in param.axes else 0.35 * noise)
+
+    state = nnx.split(TINY_MODEL)[1]
+    return nnx.to_pure_dict(jax.tree.map(draw, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+
+
+def on_mesh(params: Params, mesh: Mesh) -> Params:
+    return jax.device_put(params, param_shardings(TINY_MODEL, mesh))
+
+
+def state_at(params: Params) -> TrainState:
+    """A state with these weights, for what reads nothing else of it."""
+    return TrainState(params, {}, None, None)
+
+
+def tiny_problems(count: int, max_length: int, seed: int = 0) -> list[Problem]:
+    """Prompts of random characters; their lengths take turns from 1 to `max_length`."""
+    rng = np.random.default_rng(seed)
+    prompts = ["".join(rng.choice(list(TINY_ALPHABET), i % max_length + 1)) for i in range(count)]
+    return [Problem(str(i), prompt, "") for i, prompt in enumerate(prompts)]
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Returns once it is true."""
+    async with asyncio.timeout(PATIENCE):
+        while not true():
+            await asyncio.sleep(0.001)
+
+
+def collect(rollouts: Rollouts, problems: Sequence[Problem], num_generations: int, sampling: Sampling) -> list[Group]:
+    """All groups that the rollouts yield, in the order of the problems."""
+
+    async def wait() -> list[Group]:
+        return [group async for group in rollouts.generate(problems, num_generations, sampling)]
+
+    order = {problem.id: place for place, problem in enumerate(problems)}
+    return sorted(asyncio.run(wait()), key=lambda group: order[group.problem.id])
+
+
+def random_sequences(
+    rng: np.random.Generator, count: int, max_prompt: int = 6, max_response: int = 12, vocab: int = TINY.vocab_size
+) -> list[TrainingSequence]:
+    """Prompts and responses of 1 to `max_prompt` and `max_response` random tokens, with random advantages."""
+    sequences = []
+    for _ in range(count):
+        prompt, response = (rng.integers(1, size + 1) for size in (max_prompt, max_response))
+        sequences.append(
+            TrainingSequence(
+                prompt_ids=rng.integers(0, vocab, prompt, np.int32),
+                response_ids=rng.integers(0, vocab, response, np.int32),
+                sampler_logprobs=-rng.exponential(size=response).astype(np.float32),
+                loss_mask=np.ones(response, bool),
+                advantage=float(rng.normal()),
+                weight=1 / (count * int(response)),
+            )
+        )
+    return sequences
+
+
+def optimizer_config(**changes: Any) -> OptimizerSection:
+    """A constant learning rate, and no decay."""
+    settings = {"learning_rate": 1e-2, "schedule": "constant", "final_fraction": 0.0, "max_grad_norm": 1.0}
+    return OptimizerSection(**settings | changes)
+
+
+def trainer_logprobs(seed: int, groups: Sequence[Group], temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    """(the trainer's with `tiny_params(seed)`, the sampler's) log-probabilities of all tokens that the policy wrote."""
+    mesh = make_mesh(1, 1, 1)
+    update = _update(temperature)
+    pairs = [(group.prompt_ids, y) for group in groups for y in group.generations]
+    sequences = [
+        TrainingSequence(prompt_ids, y.token_ids, y.logprobs, y.loss_mask, 1.0, 1.0) for prompt_ids, y in pairs
+    ]
+    row_tokens = max(50, *(len(s.prompt_ids) + len(s.response_ids) for s in sequences))
+    packed = pack(sequences, row_tokens, rows_per_microbatch=24)
+    _, batches = update.with_old_logprobs(state_at(on_mesh(tiny_params(seed), mesh)), [[], packed])
+    masks = [np.asarray(batch.weights) > 0 for batch in batches]
+    assert sum(mask.sum() for mask in masks) == sum(y.loss_mask.sum() for _, y in pairs)
+    trainer = [np.asarray(batch.old_logprobs)[mask] for batch, mask in zip(batches, masks, strict=True)]
+    sampler = [np.asarray(batch.sampler_logprobs)[mask] for batch, mask in zip(batches, masks, strict=True)]
+    return np.concatenate(trainer), np.concatenate(sampler)
+
+
+@functools.cache
+def _update(temperature: float) -> PolicyUpdate:
+    objective = Objective(policy_gradient_loss, temperature)
+    return PolicyUpdate(TINY_MODEL, make_mesh(1, 1, 1), objective, optimizer_config(), 1)
+
+
+def group(problem: Problem, texts: Sequence[str]) -> Group:
+    """Responses of one letter, followed by a stop token."""
+
+    def generation(text: str) -> Generation:
+        ids = np.array([2 + LETTERS.index(text), 1], np.int32)
+        return Generation(ids, np.full(2, -1, np.float32), np.ones(2, bool), (text,), "stop", 0)
+
+    generations = [generation(text) for text in texts]
+    return Group(problem, np.array([7, 8], np.int32), tuple(generations))
+
+
+class Scripted:
+    """A sampler whose completions are written down, each with a stop token after it.
+
+    Args:
+      say: the text for a seed of a request, by its index.
+      alphabet: that the texts and the prompts are written in.
+    """
+
+    def __init__(self, say: Callable[[Request, int], str], alphabet: str):
+        self.tokenizer, self.version = build_character_tokenizer(alphabet), 0
+        self._say = say
+
+    async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+        for place, request in enumerate(requests):
+            for index in range(len(request.seeds)):
+                yield self.completion(place, index, self._say(request, index))
+
+    def completion(self, place: int, index: int, text: str) -> Completion:
+        ids = np.array([*self.tokenizer.encode(text), 1], np.int32)
+        return Completion(place, index, ids, np.full(len(ids), -1, np.float32), "stop", self.version)
+
+    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        pass
+
+
+class RandomLetters(Scripted):
+    """Responses of one letter, that follow from the seeds; prompts are written in the letters and "pqr:0123456789"."""
+
+    def __init__(self):
+        super().__init__(lambda request, index: LETTERS[request.seeds[index] % 4], LETTERS + "pqr:0123456789")
+
+    def rollouts(self, task: Task) -> Rollouts:
+        return Rollouts(self, self.tokenizer, task, max_prompt_tokens=8)
+
+
+class ByLetter:
+    """The right letter earns 1; each letter is a strategy."""
+
+    train_problems: Sequence[Problem] = PROBLEMS
+    held_out_problems: Sequence[Problem] = PROBLEMS[:2]
+
+    def reward(self, problem: Problem, generation: Generation) -> float:
+        return float(generation.text == problem.answer)
+
+    def strategy(self, problem: Problem, generation: Generation) -> str:
+        return generation.text
+
+
+class LetterJudge:
+    """Clusters by letter, and has no clustering for some problems."""
+
+    def __init__(self, failing: Sequence[str] = ()):
+        self.failing = failing
+
+    async def cluster(self, group: Group) -> Clustering | JudgeFailure:
+        if group.problem.id in self.failing:
+            return JudgeFailure("broken", "out of order")
+        return Clustering(np.array([LETTERS.index(y.text) for y in group.generations], np.int32))

@@ -1,0 +1,115 @@
+"""Starts the package's commands in forks of one process that has already done their slow imports.
+
+No fork inherits a JAX backend: each makes its own. `ForkServer` is the client; this file, run as a program, is the
+server.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import quick_compiles
+
+ROOT = Path(__file__).parents[2]
+
+IMPORTED = [
+    "poly_epo_jax.main",
+    *(f"poly_epo_jax.evaluate.{name}" for name in ("benchmarks", "draw", "results")),
+    "poly_epo_jax.report.build",
+]
+"""All but poly_epo_jax.evaluate, whose flags must be declared once."""
+
+
+class ForkServer:
+    """One command at a time: `start` it, send it signals by its id, and `wait` for its end; or `run` it to its end."""
+
+    def __init__(self):
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": quick_compiles.FLAGS,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "PYTHONPATH": str(ROOT),
+        }
+        pipe = subprocess.PIPE
+        command = [sys.executable, __file__]
+        self._server = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
+        self._pid = 0
+
+    def start(
+        self, module: str, arguments: Sequence[str], log: Path, errors: Path | None = None, folder: Path = ROOT
+    ) -> int:
+        """Starts `python -m module arguments` in a folder, and returns its process id.
+
+        Its output is added to the log, and so are its errors if there is no other file for them.
+        """
+        assert self._server.stdin
+        files = [str(log), str(errors or log), str(folder)]
+        self._server.stdin.write(json.dumps([module, list(arguments), *files]) + "\n")
+        self._server.stdin.flush()
+        self._pid = int(self._line())
+        return self._pid
+
+    def wait(self) -> int:
+        """Its exit code, negative where a signal ended it."""
+        return int(self._line())
+
+    def run(self, module: str, arguments: Sequence[str], folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+        with tempfile.TemporaryDirectory() as files:
+            log, errors = Path(files, "log"), Path(files, "errors")
+            self.start(module, arguments, log, errors, folder)
+            return subprocess.CompletedProcess([module, *arguments], self.wait(), log.read_text(), errors.read_text())
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        assert self._server.stdin and self._server.stdout
+        self._server.stdin.close()
+        self._server.wait()
+        self._server.stdout.close()
+
+    def _line(self) -> str:
+        assert self._server.stdout
+        return self._server.stdout.readline()
+
+
+def _child(module: str, arguments: list[str], log: str, errors: str, folder: str) -> None:
+    for stream, file in ((1, log), (2, errors)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.chdir(folder)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes processes ignore it, and background shells the next
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if module == "poly_epo_jax.report":
+        gc.callbacks.clear()  # JAX's, in which a Ctrl-C may get lost; this command itself loads no JAX
+    sys.modules.pop(module, None)  # it is run, not imported
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def serve() -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
+    from jax._src import xla_bridge
+
+    assert not xla_bridge._backends, "a fork could not use a backend that was made before"
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            _child(*json.loads(line))
+            sys.exit()
+        print(pid, flush=True)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

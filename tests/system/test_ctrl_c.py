@@ -1,0 +1,102 @@
+"""A Ctrl-C that arrives where Python discards exceptions still ends the command, and prints nothing there."""
+
+import gc
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+from fakes import PATIENCE
+
+from poly_epo_jax.system.signals import heard_ctrl_c
+
+
+@pytest.fixture(autouse=True)
+def caught(default_signals: None) -> Iterator[None]:
+    def at_work() -> list[object]:
+        return [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM), *gc.callbacks]
+
+    before = at_work()
+    with heard_ctrl_c():
+        yield
+    assert at_work() == before
+
+
+class Holder:
+    """Holds itself, if wanted, so that only a collection takes it."""
+
+    def __init__(self, in_a_circle: bool):
+        self.held = self if in_a_circle else None
+
+
+def in_a_callback_of_collections(ctrl_c: Callable[[], None]) -> None:
+    def interrupted(phase: str, info: dict[str, int]) -> None:
+        gc.callbacks.remove(interrupted)
+        ctrl_c()
+
+    gc.callbacks.append(interrupted)
+    gc.collect()
+
+
+def in_a_collection(ctrl_c: Callable[[], None]) -> None:
+    holder = Holder(in_a_circle=True)
+    weak = weakref.ref(holder, lambda _: ctrl_c())
+    del holder
+    gc.collect()
+    assert weak() is None
+
+
+def in_a_destructor(ctrl_c: Callable[[], None]) -> None:
+    class Interrupted(Holder):
+        def __del__(self):
+            ctrl_c()
+
+    Interrupted(in_a_circle=False)
+
+
+def in_a_weak_dictionary(ctrl_c: Callable[[], None]) -> None:
+    class Interrupted:
+        def __hash__(self) -> int:
+            ctrl_c()
+            return 0
+
+    key = Interrupted()
+    weakref.WeakKeyDictionary()[key] = None
+
+
+def test_it_raises_as_ever():
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    "place", [in_a_callback_of_collections, in_a_collection, in_a_destructor, in_a_weak_dictionary]
+)
+def test_it_is_raised_after_what_would_swallow_it(place: Callable[[Callable[[], None]], None]):
+    came: list[bool] = []
+
+    def ctrl_c() -> None:
+        if not came:
+            came.append(True)
+            signal.raise_signal(signal.SIGINT)
+            came.append(True)  # nothing was raised here
+
+    with pytest.raises(KeyboardInterrupt):
+        place(ctrl_c)
+        threading.Event().wait(PATIENCE)
+    assert came == [True, True]
+
+
+def test_what_ignores_it_goes_on_ignoring_it():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with heard_ctrl_c():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_what_is_put_off_at_its_end_is_raised_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("poly_epo_jax.system.signals.AGAIN_AFTER", PATIENCE)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt), heard_ctrl_c():
+        in_a_collection(lambda: signal.raise_signal(signal.SIGINT))
