@@ -151,7 +151,7 @@ async def _push(server: LyingServer, for_ever: bool, folder: Path) -> str:
     limits = {"vocab_size": VOCABULARY, "max_concurrent": 8, "timeout_seconds": SECONDS, "wait_seconds": 1.0}
     sampler = SGLangSampler([server.url], weights, STOP_IDS, **limits)
     try:
-        await sampler.push_weights(PARAMS, {}, 1)
+        await sampler.push_weights(PARAMS, 1)
     except ServerError as error:
         return _flaw(str(error), server.url)
     finally:

@@ -107,9 +107,8 @@ class Trainer:
 
     async def push_weights(self, version: int) -> None:
         """Pushes the current weights to every host's sampler."""
-        weights = {"trainable": self.state.trainable, "frozen": self.state.frozen}
-        here = await self._compute(params_on_host, weights, self.update.mesh)
-        push = self.experience.rollouts.push_weights(here["trainable"], here["frozen"], version)
+        params = await self._compute(params_on_host, self.state.params, self.update.mesh)
+        push = self.experience.rollouts.push_weights(params, version)
         await hosts.barrier(self.experience.stop.interrupts(push))
 
     @property

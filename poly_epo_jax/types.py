@@ -158,8 +158,13 @@ class Sampler(Protocol):
         """
         ...
 
-    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
-        """From now on samples from the policy after `version` training steps; the two parts are all its weights."""
+    async def push_weights(self, params: Params, version: int) -> None:
+        """Makes subsequent `sample` calls use new weights.
+
+        Args:
+          params: All weights of the policy, trainable and frozen.
+          version: Number of training steps that produced the weights.
+        """
         ...
 
     def close(self) -> None:

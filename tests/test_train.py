@@ -143,7 +143,7 @@ class SlowLetters(RandomLetters):
         async for completion in super().sample(requests, sampling):
             yield completion
 
-    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
+    async def push_weights(self, params: Params, version: int) -> None:
         await asyncio.sleep(0.05)
 
 
@@ -193,7 +193,7 @@ class Failing(RandomLetters):
         async for completion in super().sample(requests, sampling):
             yield completion
 
-    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
+    async def push_weights(self, params: Params, version: int) -> None:
         self.count("push")
 
 

@@ -54,7 +54,7 @@ async def _generated(sampler: Sampler, params: Params, vocab_size: int, temperat
     prompts = [rng.integers(1, vocab_size, length, np.int32) for length in lengths]
     seeds = np.arange(GENERATIONS, dtype=np.uint32)
     requests = [Request(str(place), prompt, seeds, LONGEST) for place, prompt in enumerate(prompts)]
-    await sampler.push_weights(params, {}, 0)
+    await sampler.push_weights(params, 0)
     return [
         TrainingSequence(prompts[one.request], one.token_ids, one.logprobs, np.ones(len(one.token_ids), bool), 1.0, 1.0)
         async for one in sampler.sample(requests, Sampling(LONGEST, temperature))

@@ -78,7 +78,7 @@ def check_weights(subject: Subject) -> list[Finding]:
         params, step = first_weights(subject, policy)
         sampler = _sampler(subject, policy)
         try:
-            asyncio.run(hosts.barrier(sampler.push_weights(params, {}, step)))
+            asyncio.run(hosts.barrier(sampler.push_weights(params, step)))
             seen = (
                 f"the weights of step {step} are pushed to {subject.config.rollouts.urls}, as a run's first step does"
             )

@@ -122,7 +122,7 @@ async def _draw(
     load = JudgeLoad(NUM_GENERATIONS.value, rollouts.max_prompt_tokens, sampling.max_tokens)
     await say_shortfalls(judge, load)
     if model.params is not None:
-        await rollouts.push_weights(model.params, {}, 0)
+        await rollouts.push_weights(model.params, 0)
     with counted(f"{folder.name} on {benchmark.label}: problems", len(benchmark.problems)) as show:
         await draw_generations(folder, rollouts, benchmark, judge, NUM_GENERATIONS.value, sampling, show)
 

@@ -76,15 +76,19 @@ class Rollouts:
         self._tokenizer, self._task, self.max_prompt_tokens = tokenizer, task, max_prompt_tokens
         self._conversations: set[asyncio.Future[None]] = set()
 
-    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
-        """Gives the sampler new weights. Multi-turn generations are first completed with the weights they began with.
+    async def push_weights(self, params: Params, version: int) -> None:
+        """Pushes new weights to the sampler, after all multi-turn generations in progress are complete.
 
-        The reader of a conversational task's groups must therefore read all of them before it awaits this.
+        Callers must therefore read all groups of a conversational task before they await this.
+
+        Args:
+          params: All weights of the policy, see `Sampler.push_weights`.
+          version: Number of training steps that produced the weights.
         """
         with waiting():
             while self._conversations:
                 await asyncio.wait(self._conversations)
-        await self.sampler.push_weights(trainable, frozen, version)
+        await self.sampler.push_weights(params, version)
 
     async def sleep(self) -> None:
         """Frees the sampler's memory for the update, if the sampler can. Nothing may be generated before a push."""

@@ -64,7 +64,7 @@ class SeededLetters(RandomLetters):
             async for completion in super().sample([request], sampling):
                 yield dataclasses.replace(completion, request=place)
 
-    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
+    async def push_weights(self, params: Params, version: int) -> None:
         raise AssertionError("an evaluation does not change weights")
 
 

@@ -55,7 +55,7 @@ class Recorded(Scripted):
             async for completion in super().sample(requests[place : place + 1], sampling):
                 yield dataclasses.replace(completion, request=place)
 
-    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
+    async def push_weights(self, params: Params, version: int) -> None:
         raise AssertionError("an evaluation does not change weights")
 
 

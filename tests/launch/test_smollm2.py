@@ -171,7 +171,7 @@ def _greedy(model: Path, params: Params, prompts: Sequence[str]) -> list[list[in
     """40 tokens of our sampler for each prompt, with no stop string."""
     policy = open_policy(model, ModelSection(path=str(model)))
     sampler = EmbeddedSampler(policy.model, MESH, policy.stop_ids, 32, 8)
-    asyncio.run(sampler.push_weights(params, {}, 0))
+    asyncio.run(sampler.push_weights(params, 0))
     rollouts = Rollouts(sampler, policy.tokenizer, CategoriesTask(), 32)
     problems = [Problem(prompt, prompt, "") for prompt in prompts]
     return [group.generations[0].token_ids.tolist() for group in collect(rollouts, problems, 1, Sampling(40, 0.0))]

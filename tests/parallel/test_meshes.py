@@ -184,7 +184,7 @@ def test_greedy_generations_are_those_of_one_device(count):
         tokenizer = build_character_tokenizer(TINY_ALPHABET)
         params = on_mesh(tiny_params(), mesh)
         sampler = EmbeddedSampler(TINY_MODEL, mesh, (1, 14), max_prompt_tokens=8, max_concurrent=8)
-        asyncio.run(sampler.push_weights(params, {}, 0))
+        asyncio.run(sampler.push_weights(params, 0))
         groups = collect(
             Rollouts(sampler, tokenizer, ByLetter(), 8),
             tiny_problems(count, 8),

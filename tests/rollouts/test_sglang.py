@@ -91,7 +91,7 @@ def assert_complete(groups: Sequence[Group], problems: Sequence[Problem], num_ge
 def test_generations_are_the_trainers(servers, sync, temperature):
     rollouts, problems = rollouts_of(servers, sync), tiny_problems(12, MAX_PROMPT)
     assert isinstance(rollouts.sampler, Sampler) and isinstance(rollouts.sampler, Counting)
-    asyncio.run(rollouts.push_weights(weights(1), {}, 3))
+    asyncio.run(rollouts.push_weights(weights(1), 3))
     groups = collect(rollouts, problems, 4, Sampling(24, temperature))
     assert_complete(groups, problems, 4)
     assert_generated_by(1, groups, version=3, temperature=temperature)
@@ -108,7 +108,7 @@ def test_generations_are_the_trainers(servers, sync, temperature):
 def test_every_update_reaches_every_server(servers, sync):
     rollouts, problems = rollouts_of(servers, sync), tiny_problems(12, MAX_PROMPT)
     for version in (1, 2, 3):
-        asyncio.run(rollouts.push_weights(weights(version), {}, version))
+        asyncio.run(rollouts.push_weights(weights(version), version))
         for server in servers:
             groups = collect(rollouts_on(server, rollouts), problems[:6], 2, Sampling(16))
             assert_generated_by(version, groups, version)
@@ -125,7 +125,7 @@ def test_a_cache_of_older_weights_is_found_out(servers, tmp_path, monkeypatch):
     """Without the flush, the tokens that follow a cached prompt would come from keys and values of the old weights."""
     rollouts, problems = rollouts_of(servers[:1], DiskSync(tmp_path, "a run", TINY, "float32")), tiny_problems(8, 8)[7:]
     sampling = Sampling(24)
-    asyncio.run(rollouts.push_weights(weights(1), {}, 1))
+    asyncio.run(rollouts.push_weights(weights(1), 1))
     collect(rollouts, problems, 8, sampling)
 
     send = weight_sync.post
@@ -136,7 +136,7 @@ def test_a_cache_of_older_weights_is_found_out(servers, tmp_path, monkeypatch):
     with monkeypatch.context() as forgetful:
         forgetful.setattr(weight_sync, "post", without_flush)
         with pytest.raises(ServerError, match="kept the cache of its old weights"):
-            asyncio.run(rollouts.push_weights(weights(2), {}, 2))
+            asyncio.run(rollouts.push_weights(weights(2), 2))
 
         async def unchecked(self, client, url):
             pass
@@ -145,7 +145,7 @@ def test_a_cache_of_older_weights_is_found_out(servers, tmp_path, monkeypatch):
         trainer, sampler = trainer_logprobs(2, collect(rollouts, problems, 8, sampling), 1.0)
         assert np.abs(trainer - sampler).max() > 0.01  # so the check is worth having
 
-    asyncio.run(rollouts.push_weights(weights(2), {}, 3))
+    asyncio.run(rollouts.push_weights(weights(2), 3))
     assert_generated_by(2, collect(rollouts, problems, 8, sampling), version=3)
 
 
@@ -160,15 +160,15 @@ def test_a_health_check_is_not_taken_for_an_old_cache(servers, tmp_path, monkeyp
         await check(self, client, url)
 
     monkeypatch.setattr(ServedWeights, "_check", check_after_another)
-    asyncio.run(rollouts.push_weights(weights(1), {}, 1))
+    asyncio.run(rollouts.push_weights(weights(1), 1))
     assert cached[0]["cached_tokens"] == 1
 
 
 def test_weights_of_another_run_are_not_trained_on(servers, tmp_path):
     mine = rollouts_of(servers[:1], DiskSync(tmp_path, "mine", TINY, "float32"))
     theirs = rollouts_of(servers[:1], DiskSync(tmp_path, "theirs", TINY, "float32"))
-    asyncio.run(mine.push_weights(weights(1), {}, 1))
-    asyncio.run(theirs.push_weights(weights(2), {}, 1))
+    asyncio.run(mine.push_weights(weights(1), 1))
+    asyncio.run(theirs.push_weights(weights(2), 1))
     problems = tiny_problems(4, MAX_PROMPT)
     groups = collect(mine, problems, 4, Sampling(16))
     assert_complete(groups, problems, 4)
@@ -179,7 +179,7 @@ def test_weights_of_another_run_are_not_trained_on(servers, tmp_path):
 
 def test_partial_generations_are_resampled(servers, tmp_path):
     rollouts = rollouts_of(servers[:1], DiskSync(tmp_path, "a run", TINY, "float32"), stop_ids=(1,))
-    asyncio.run(rollouts.push_weights(weights(1), {}, 1))
+    asyncio.run(rollouts.push_weights(weights(1), 1))
     problems, url = tiny_problems(8, MAX_PROMPT), servers[0].url
 
     def abort() -> None:
@@ -238,7 +238,7 @@ def collect_over_a_restart(
 def test_a_server_that_dies_in_a_batch_is_current_before_it_serves_again(servers, tmp_path, capsys):
     sync, problems = DiskSync(tmp_path, "a run", TINY, "float32"), tiny_problems(24, MAX_PROMPT)
     rollouts = rollouts_of(servers, sync, max_concurrent=16)
-    asyncio.run(rollouts.push_weights(weights(1), {}, 1))
+    asyncio.run(rollouts.push_weights(weights(1), 1))
     groups = collect_over_a_restart(rollouts, problems, servers, lambda: True)
     assert_complete(groups, problems, 4)
     assert_generated_by(1, groups, version=1)
@@ -253,7 +253,7 @@ def test_a_worker_that_dies_behind_a_router_is_current_before_it_serves_again(se
         sync = DiskSync(tmp_path / "weights", "a run", TINY, "float32")
         rollouts = rollouts_of([router], sync, max_concurrent=16)
         for version in (1, 2):
-            asyncio.run(rollouts.push_weights(weights(version), {}, version))
+            asyncio.run(rollouts.push_weights(weights(version), version))
             asked = [len(server.requests()) for server in servers]
             groups = collect(rollouts, problems, 4, Sampling(16))
             assert_complete(groups, problems, 4)
@@ -274,7 +274,7 @@ def test_a_worker_that_dies_behind_a_router_is_current_before_it_serves_again(se
 
 def test_a_request_that_the_server_refuses_ends_the_run(servers, tmp_path):
     rollouts = rollouts_of(servers, DiskSync(tmp_path, "a run", TINY, "float32"))
-    asyncio.run(rollouts.push_weights(weights(1), {}, 1))
+    asyncio.run(rollouts.push_weights(weights(1), 1))
     with pytest.raises(ServerError, match=r"refuses the prompt of problem \d with 400: .*context"):
         collect(rollouts, tiny_problems(2, MAX_PROMPT), 2, Sampling(2000))
 
@@ -284,13 +284,13 @@ def test_an_update_that_a_server_refuses_ends_the_run(servers, tmp_path, monkeyp
     rollouts = rollouts_of(servers, sync)
     monkeypatch.setattr(hf, "save_pretrained", lambda path, *arguments, **keywords: path.mkdir(parents=True))
     with pytest.raises(ServerError, match="update_weights_from_disk failed"):
-        asyncio.run(rollouts.push_weights(weights(1), {}, 1))
+        asyncio.run(rollouts.push_weights(weights(1), 1))
 
 
 def test_two_versions_at_most_are_on_disk(servers, tmp_path):
     rollouts = rollouts_of(servers[:1], DiskSync(tmp_path / "below", "a run", TINY, "float32"))
     for version in (1, 2, 3):
-        asyncio.run(rollouts.push_weights(weights(version), {}, version))
+        asyncio.run(rollouts.push_weights(weights(version), version))
         (folder,) = (tmp_path / "below").iterdir()
         assert [one.name.split("-")[1] for one in folder.iterdir()] == [str(version)]
     rollouts.sampler.close()

@@ -48,5 +48,5 @@ def test_its_generations_are_read_whole(monkeypatch):
 def test_training_over_it_is_refused_before_any_weights_are_written(tmp_path: Path, monkeypatch):
     rollouts = open_rollouts(answer, monkeypatch, [URL], tmp_path)
     with pytest.raises(ServerError, match=r"http://jax has no /update_weights_from_disk .* rollouts.name=embedded"):
-        asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
+        asyncio.run(rollouts.push_weights(tiny_params(1), 1))
     assert not any(tmp_path.iterdir())

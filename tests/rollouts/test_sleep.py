@@ -89,9 +89,9 @@ def test_it_sleeps_after_the_batch_and_wakes_before_it_is_given_weights(tmp_path
     async def step(version: int) -> None:
         await rollouts.sleep()
         assert server.asleep and server.version == sglang.ASLEEP
-        await rollouts.push_weights(tiny_params(version), {}, version)
+        await rollouts.push_weights(tiny_params(version), version)
 
-    asyncio.run(rollouts.push_weights(tiny_params(0), {}, 0))
+    asyncio.run(rollouts.push_weights(tiny_params(0), 0))
     assert server.calls == PUSHES
     asyncio.run(step(1))
     assert server.calls == PUSHES + SLEEPS + WAKES + PUSHES
@@ -105,8 +105,8 @@ def test_a_server_that_another_run_left_asleep_is_woken_once(tmp_path: Path, mon
     rollouts = opened(server, monkeypatch, tmp_path)
     server.broken = "pause_generation"  # so that the update is tried again, on a server that is already awake
     with pytest.raises(ServerError):
-        asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
-    asyncio.run(rollouts.push_weights(tiny_params(2), {}, 2))
+        asyncio.run(rollouts.push_weights(tiny_params(1), 1))
+    asyncio.run(rollouts.push_weights(tiny_params(2), 2))
     assert server.calls.count("resume_memory_occupation") == 1 and not server.asleep
 
 
@@ -114,7 +114,7 @@ def test_a_run_that_lets_nothing_sleep_wakes_it_too(tmp_path: Path, monkeypatch)
     server = Server()
     server.asleep, server.empty, server.version = True, True, sglang.ASLEEP
     rollouts = opened(server, monkeypatch, tmp_path, sleeps=False)
-    asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
+    asyncio.run(rollouts.push_weights(tiny_params(1), 1))
     assert server.calls == WAKES + PUSHES
 
 
@@ -132,7 +132,7 @@ def test_who_does_not_ask_for_it_is_left_awake(tmp_path: Path, monkeypatch):
     server = Server()
     rollouts = opened(server, monkeypatch, tmp_path, sleeps=False)
     asyncio.run(rollouts.sleep())
-    asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
+    asyncio.run(rollouts.push_weights(tiny_params(1), 1))
     assert server.calls == PUSHES
 
 
@@ -146,12 +146,12 @@ def test_who_does_not_ask_for_it_is_left_awake(tmp_path: Path, monkeypatch):
 )
 def test_what_goes_wrong_is_said(server: Server, broken: str, says: str, tmp_path: Path, monkeypatch):
     rollouts = opened(server, monkeypatch, tmp_path)
-    asyncio.run(rollouts.push_weights(tiny_params(0), {}, 0))
+    asyncio.run(rollouts.push_weights(tiny_params(0), 0))
     server.broken = broken
 
     async def step() -> None:
         await rollouts.sleep()
-        await rollouts.push_weights(tiny_params(1), {}, 1)
+        await rollouts.push_weights(tiny_params(1), 1)
 
     with pytest.raises(ServerError, match=says):
         asyncio.run(step())

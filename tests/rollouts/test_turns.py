@@ -160,7 +160,7 @@ def test_new_weights_wait_for_the_last_turn():
         rollouts = open_rollouts(sampler, Waiting())
 
         async def push() -> None:
-            await rollouts.push_weights({}, {}, 7)
+            await rollouts.push_weights({}, 7)
             pushed.append(7)
 
         async def read() -> list[Generation]:

@@ -179,7 +179,7 @@ class Scripted:
         ids = np.array([*self.tokenizer.encode(text), 1], np.int32)
         return Completion(place, index, ids, np.full(len(ids), -1, np.float32), "stop", self.version)
 
-    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
+    async def push_weights(self, params: Params, version: int) -> None:
         self.version = version
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ TOKENIZER = build_character_tokenizer(TINY_ALPHABET)
 
 def make_rollouts(seed=0, max_concurrent=64, task=None):
     sampler = EmbeddedSampler(TINY_MODEL, MESH, STOP_IDS, MAX_PROMPT, max_concurrent)
-    asyncio.run(sampler.push_weights(on_mesh(tiny_params(seed), MESH), {}, 0))
+    asyncio.run(sampler.push_weights(on_mesh(tiny_params(seed), MESH), 0))
     return Rollouts(sampler, TOKENIZER, task or ByLetter(), MAX_PROMPT)
 
 

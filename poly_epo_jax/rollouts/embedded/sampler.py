@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from poly_epo_jax.model.decoding import decoding_weights
-from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.rollouts.embedded.slots import Job, Slots, capacity
 from poly_epo_jax.types import Completion, Params, Request, Sampling
@@ -37,9 +36,9 @@ class EmbeddedSampler:
         self.max_concurrent = max_concurrent
         self._decoding_weights = jax.jit(partial(decoding_weights, model.config))
 
-    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
+    async def push_weights(self, params: Params, version: int) -> None:
         """Keeps the trainer's own arrays, which must stay valid until the last generation from them is sampled."""
-        self._params = merge_params(trainable, frozen)
+        self._params = params
         self.version = version
 
     @property

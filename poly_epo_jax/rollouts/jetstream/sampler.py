@@ -15,7 +15,6 @@ import jax
 from jax.sharding import Mesh
 
 from poly_epo_jax.model.decoding import decoding_weights, whole_weights
-from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.rollouts.completion_check import completion_flaw
 from poly_epo_jax.rollouts.jetstream import mended as jetstream
@@ -57,9 +56,9 @@ class JetStreamSampler:
         self._thread = threading.Thread(target=self._loop.run_forever, name="jetstream-rollouts", daemon=True)
         self._thread.start()
 
-    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
+    async def push_weights(self, params: Params, version: int) -> None:
         """Waits for the generations in progress, then copies the weights into the layout that decoding reads."""
-        await self._on_loop(self._swap(merge_params(trainable, frozen), version))
+        await self._on_loop(self._swap(params, version))
 
     async def _swap(self, params: Params, version: int) -> None:
         async with self._turn:

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Sequence
 import httpx
 import numpy as np
 
-from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.records.timeline import waiting
 from poly_epo_jax.rollouts.completion_check import completion_flaw
 from poly_epo_jax.rollouts.servers.dialect import Answer, Dialect, Endpoint
@@ -108,7 +107,7 @@ class SGLangSampler:
                 task.cancel()
             await batch
 
-    async def push_weights(self, trainable: Params, frozen: Params, version: int) -> None:
+    async def push_weights(self, params: Params, version: int) -> None:
         """Loads the weights into every server and verifies that each generates from them, with an empty cache.
 
         Generations in progress keep the weights they began with, even on a server that comes back: the new weights are
@@ -121,7 +120,7 @@ class SGLangSampler:
         if self._weights is None:
             raise ValueError("This sampler was opened to leave the servers' weights as they are; give it weights.")
         await self._weight_servers()  # a server that takes no weights is refused before any are written
-        await asyncio.to_thread(self._weights.prepare, merge_params(trainable, frozen), version)
+        await asyncio.to_thread(self._weights.prepare, params, version)
         with waiting():
             while self._running:
                 await asyncio.wait(self._running)

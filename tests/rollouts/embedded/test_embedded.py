@@ -149,13 +149,13 @@ def test_tokens_are_drawn_from_the_softmax(top_p, top_k):
 
 def test_new_weights_change_generations_and_their_version(rollouts, groups):
     assert {y.weight_version for group in groups for y in group.generations} == {0}
-    asyncio.run(rollouts.push_weights(on_mesh(tiny_params(1), MESH), {}, 7))
+    asyncio.run(rollouts.push_weights(on_mesh(tiny_params(1), MESH), 7))
     changed = generate(rollouts, PROBLEMS, 4)
     assert {y.weight_version for group in changed for y in group.generations} == {7}
     assert all(one != other for one, other in zip(token_ids(changed), token_ids(groups), strict=True))
     trainer, sampler = trainer_logprobs(1, changed, 1.0)
     np.testing.assert_allclose(sampler, trainer, rtol=0, atol=1e-4)
-    asyncio.run(rollouts.push_weights(on_mesh(tiny_params(0), MESH), {}, 0))
+    asyncio.run(rollouts.push_weights(on_mesh(tiny_params(0), MESH), 0))
     assert_same_generations(generate(rollouts, PROBLEMS, 4), groups)
 
 

@@ -57,7 +57,7 @@ def rollouts_of(sampler):
 
 
 def updated(rollouts, seed=0, version=0):
-    asyncio.run(rollouts.push_weights(on_mesh(tiny_params(seed), MESH), {}, version))
+    asyncio.run(rollouts.push_weights(on_mesh(tiny_params(seed), MESH), version))
     return rollouts
 
 
@@ -160,7 +160,7 @@ def test_greedy_generations_are_those_of_one_device(make_rollouts, rollouts):
     sharded = make_rollouts(mesh=mesh)
     with pytest.raises(RuntimeError, match="There are no weights to generate with; call push_weights first"):
         generate(sharded)
-    asyncio.run(sharded.push_weights(on_mesh(tiny_params(), mesh), {}, 0))
+    asyncio.run(sharded.push_weights(on_mesh(tiny_params(), mesh), 0))
     problems = PROBLEMS[:4]
     assert_same_groups(
         generate(sharded, problems, 1, temperature=0.0), generate(rollouts, problems, 1, temperature=0.0)
@@ -176,7 +176,7 @@ def test_new_weights_wait_for_the_generations_under_way(make_rollouts, embedded)
         groups = []
         async for group in rollouts.generate(PROBLEMS, 4, Sampling(MAX_TOKENS)):
             if not groups:
-                await rollouts.push_weights(params, {}, 7)
+                await rollouts.push_weights(params, 7)
             groups.append(group)
         return sorted(groups, key=lambda group: int(group.problem.id))
 
@@ -199,7 +199,7 @@ def test_calls_and_updates_take_turns(make_rollouts, embedded):
     async def together():
         first = asyncio.create_task(all_groups(1.0))
         await asyncio.sleep(0)
-        return await asyncio.gather(first, rollouts.push_weights(params, {}, 1), all_groups(0.5))
+        return await asyncio.gather(first, rollouts.push_weights(params, 1), all_groups(0.5))
 
     first, _, second = asyncio.run(together())
     assert (versions(first), versions(second)) == ({0}, {1})

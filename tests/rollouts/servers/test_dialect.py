@@ -96,7 +96,7 @@ def test_generations_and_weights_go_through_the_dialect():
     )
     rollouts = Rollouts(sampler, build_character_tokenizer("abc"), ByLetter(), max_prompt_tokens=8)
     for version in (1, 2):
-        asyncio.run(rollouts.push_weights({}, {}, version))
+        asyncio.run(rollouts.push_weights({}, version))
         assert server.version == weights.name
         groups = collect(rollouts, PROBLEMS, 2, Sampling(4))
         assert [len(group.generations) for group in groups] == [2, 2, 2]

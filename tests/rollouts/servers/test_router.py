@@ -84,7 +84,7 @@ def test_weights_and_prompts_go_to_every_worker(tmp_path: Path, monkeypatch):
     fake = Routed()
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
     for version in (1, 2):
-        asyncio.run(rollouts.push_weights(tiny_params(version), {}, version))
+        asyncio.run(rollouts.push_weights(tiny_params(version), version))
         assert {name.rpartition("-")[2] for name in fake.versions.values()} == {str(version)}
         assert len(collect(rollouts, tiny_problems(4, 8), 3, Sampling(4))) == 4
         assert_served(fake, WORKERS, str(version), 4)
@@ -94,7 +94,7 @@ def test_weights_and_prompts_go_to_every_worker(tmp_path: Path, monkeypatch):
 def test_a_worker_with_other_weights_is_brought_to_the_present_ones_before_it_serves(tmp_path: Path, monkeypatch):
     fake = Routed()
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
-    asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
+    asyncio.run(rollouts.push_weights(tiny_params(1), 1))
     fake.restart(WORKERS[0])
     groups = collect(rollouts, tiny_problems(8, 8), 4, Sampling(4))
     assert {y.weight_version for group in groups for y in group.generations} == {1}
@@ -105,7 +105,7 @@ def test_a_worker_that_joins_the_router_has_the_weights_before_it_counts(tmp_pat
     fake = Routed()
     fake.listed.remove(WORKERS[1])
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
-    asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
+    asyncio.run(rollouts.push_weights(tiny_params(1), 1))
     fake.listed.append(WORKERS[1])
     groups = collect(rollouts, tiny_problems(8, 8), 4, Sampling(4))
     assert {y.weight_version for group in groups for y in group.generations} == {1}
@@ -127,7 +127,7 @@ def test_a_worker_that_takes_no_weights_is_refused_at_the_start(tmp_path: Path, 
     fake.takes_weights = False
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
     with pytest.raises(ServerError, match=r"http://a has no /update_weights_from_disk .* rollouts.name=embedded"):
-        asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
+        asyncio.run(rollouts.push_weights(tiny_params(1), 1))
     assert not any(tmp_path.iterdir())  # no weights were written
 
 
@@ -140,4 +140,4 @@ def test_a_router_in_trouble_is_named(tmp_path: Path, monkeypatch):
 
     rollouts = open_rollouts(handle, monkeypatch, [ROUTER], tmp_path)
     with pytest.raises(ServerError, match=r"router http://router .*answered 500"):
-        asyncio.run(rollouts.push_weights(tiny_params(1), {}, 1))
+        asyncio.run(rollouts.push_weights(tiny_params(1), 1))

@@ -90,7 +90,7 @@ def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Pa
     async def main() -> None:
         fake = Servers()
         rollouts, busy = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path), BusyTime()
-        await rollouts.push_weights(tiny_params(1), {}, 1)
+        await rollouts.push_weights(tiny_params(1), 1)
         assert on_disk(tmp_path) == ["1"]
 
         def stands_still() -> bool:
@@ -99,7 +99,7 @@ def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Pa
 
         async def update() -> None:
             with busy.work():
-                await rollouts.push_weights(tiny_params(2), {}, 2)
+                await rollouts.push_weights(tiny_params(2), 2)
 
         generating = asyncio.create_task(generate(rollouts))
         await fake.asked.wait()
@@ -121,11 +121,11 @@ def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Pa
 
 async def lost_in_a_batch(fake: Servers, rollouts: Rollouts) -> tuple[asyncio.Task, asyncio.Task]:
     """A batch from the first weights during which server a has died, and the update to the second that waits for it."""
-    await rollouts.push_weights(tiny_params(1), {}, 1)
+    await rollouts.push_weights(tiny_params(1), 1)
     fake.dying = "http://a"
     generating = asyncio.create_task(generate(rollouts))
     await until(lambda: fake.versions["http://a"] == "default")
-    return generating, asyncio.create_task(rollouts.push_weights(tiny_params(2), {}, 2))
+    return generating, asyncio.create_task(rollouts.push_weights(tiny_params(2), 2))
 
 
 def test_a_server_that_comes_back_meanwhile_is_given_the_weights_of_its_batch(tmp_path: Path, monkeypatch, capsys):
@@ -174,7 +174,7 @@ def test_a_server_whose_weights_were_pushed_as_its_batch_ended_is_given_them_aga
     async def main() -> None:
         fake = Servers()
         rollouts = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path)
-        await rollouts.push_weights(tiny_params(1), {}, 1)
+        await rollouts.push_weights(tiny_params(1), 1)
         fake.dying = "http://a"
         generating = asyncio.create_task(generate(rollouts))
         await until(lambda: fake.versions["http://a"] == "default")
@@ -213,7 +213,7 @@ def test_of_two_hosts_that_share_servers_one_sends_and_the_other_waits(tmp_path:
         async def begin(version: int) -> asyncio.Task[None]:
             """The second host's update, once it has looked at both servers and found the weights at neither."""
             fake.looks.clear()
-            task = asyncio.create_task(second.push_weights(tiny_params(version), {}, version))
+            task = asyncio.create_task(second.push_weights(tiny_params(version), version))
             await until(lambda: min(fake.looks[url] for url in URLS) > 1)
             assert not task.done()
             return task
@@ -226,7 +226,7 @@ def test_of_two_hosts_that_share_servers_one_sends_and_the_other_waits(tmp_path:
                 await waiting
         for version in (1, 2):
             waiting = await begin(version)
-            await first.push_weights(tiny_params(version), {}, version)
+            await first.push_weights(tiny_params(version), version)
             await waiting
             assert versions(await generate(first)) == versions(await generate(second)) == {version}
         assert sorted(fake.loaded) == sorted((url, version) for url in URLS for version in ("1", "2"))
