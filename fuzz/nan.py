@@ -168,7 +168,7 @@ def attempt(kind: str, ends: bool, settings: Settings, folder: Path) -> Outcome:
     wrong = [step for step, leaves in weights.items() if not all(np.isfinite(leaf).all() for leaf in leaves)]
     rows = read_rows(folder / "metrics.jsonl")
     empty = [f"{name} of step {row['step']}" for row in rows for name, number in row.items() if number is None]
-    named = re.search(r"checkpoint of step (\d+) is good", str(error))
+    named = re.search(r"checkpoint of step (\d+) is valid", str(error))
     faults = [f"checkpoint {step} is not finite" for step in wrong] + [f"{name} is not finite" for name in empty]
     if ends and error is None:
         faults.append("it trained on")

@@ -1,6 +1,8 @@
-"""Generated, graded and judged batches: made when they are needed or, at staleness 1, one ahead of training.
+"""Generates, grades and judges the batch of each training step.
 
-On several hosts each process makes the groups of its share of the prompts, and all receive the whole batch.
+With `staleness=0`, a batch is generated when training requests it. With `staleness=1`, the next batch is generated
+while the current one is trained on. In a multi-process run, each process generates the groups of its share of the
+prompts. The processes then exchange the groups, so that every process holds the full batch.
 """
 
 import asyncio
@@ -21,35 +23,47 @@ from poly_epo_jax.types import Counting, GradedGroup, Judge, JudgeLoad, Metrics,
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A step's graded groups, the time that making them took on this host, and the data position after them."""
+    """The graded groups of one training step.
+
+    Attributes:
+      graded: Graded groups of all prompts, in batch order.
+      counts: Counters of task, judge and sampler since the previous batch, summed over all processes.
+      timing: Seconds that each stage took on this process, and `judge/hidden`.
+      data_state: State of the data iterator after this batch.
+      reads_judge: Whether the update uses the judge's output.
+    """
 
     graded: list[GradedGroup]
+    counts: Metrics
     timing: Metrics
     data_state: dict[str, Any]
     reads_judge: bool
 
     @property
     def usable(self) -> list[GradedGroup]:
-        """The groups that take part in the update. If the judge is read, those that it failed on do not."""
+        """Groups that take part in the update: without judge failures if `reads_judge`, otherwise all groups."""
         return judged(self.graded) if self.reads_judge else self.graded
 
 
 @dataclasses.dataclass
 class Experience:
-    """One batch per step, in order.
+    """Produces one batch per training step, in step order.
 
-    Args:
-      batches: of problems.
-      num_generations: N, per problem.
-      sampling: step -> how it samples.
-      last_step: no batch is made for a later step.
-      staleness: 0: a batch is started when it is requested, with the newest weights. 1: the next batch is started as
-        soon as one is handed out, with the weights of that moment, which are one step old when training uses it.
-      reads_judge: whether the update reads the judge's output. If not, failures of the judge do not change the update.
-      max_failed_share: the largest share of a batch's prompts on which a judge that is read may fail.
-      judge_load: the most that the judge is shown at once; None: whether it fits is not checked.
-      timeline: records when each batch is generated, graded and judged.
-      stop: ends the waiting for the judge and for batches.
+    Attributes:
+      rollouts: Generates the groups of a batch.
+      task: Computes the rewards.
+      judge: Clusters the generations of each group.
+      batches: Iterator over batches of problems.
+      num_generations: Number N of generations per problem.
+      sampling: Function that maps a step to its sampling parameters.
+      last_step: Last step of the run. Later batches are not prefetched.
+      staleness: 0 starts a batch when it is requested, with the newest weights. 1 starts the next batch as soon as the
+        current one is returned; its weights are then one step old when it is trained on.
+      reads_judge: Whether the update uses the judge's output. If False, judge failures do not affect the update.
+      max_failed_share: Maximum fraction of a batch's prompts on which the judge may fail, if `reads_judge`.
+      timeline: Records when each batch is generated, graded and judged.
+      judge_load: Size of the largest judge request. If None, it is not compared with the judge's limits.
+      stop: Interrupts waiting for the judge or for a batch when a shutdown is requested.
     """
 
     rollouts: Rollouts
@@ -65,23 +79,23 @@ class Experience:
     timeline: Timeline
     judge_load: JudgeLoad | None = None
     stop: Stop = dataclasses.field(default_factory=Stop)
-    _ahead: asyncio.Task[Batch] | None = None
+    _prefetched: asyncio.Task[Batch] | None = None
 
     async def wait_until_ready(self) -> None:
-        """Returns once the judge's server, if it has one, answers; reports what is too much for that judge."""
+        """Waits until the judge's server responds, and warns if the largest request exceeds the judge's limits."""
         if isinstance(self.judge, Served):
             await hosts.barrier(self.stop.interrupts(self.judge.wait_until_ready()))
         if self.judge_load and hosts.is_first():
             await say_shortfalls(self.judge, self.judge_load)
 
     async def batch(self, step: int) -> Batch:
-        """Waits for the batch of `step`, and returns it.
+        """Waits for the batch of `step` and returns it. The sampler then sleeps until weights are pushed, if it can.
 
         Raises:
-          JudgeError: the judge has failed on too many prompts.
-          Stopped: the run was asked to end.
+          JudgeError: If the judge failed on more than `max_failed_share` of the prompts and `reads_judge` is True.
+          Stopped: If a shutdown was requested.
         """
-        own = asyncio.ensure_future(self.stop.interrupts(self._ahead or self._begin(step)))
+        own = asyncio.ensure_future(self.stop.interrupts(self._prefetched or self._start_batch(step)))
         if hosts.count() > 1:
             await asyncio.wait([own])
             with self.timeline.clock(step).stage("exchange"):
@@ -89,31 +103,21 @@ class Experience:
         else:
             shares = [await own]
         graded = [group for share in shares for group in share.graded]
-        batch = dataclasses.replace(shares[hosts.index()], graded=graded)
-        self._ahead = self._begin(step + 1) if self.staleness and step < self.last_step else None
+        counts = hosts.total([share.counts for share in shares])
+        batch = dataclasses.replace(shares[hosts.index()], graded=graded, counts=counts)
+        self._prefetched = self._start_batch(step + 1) if self.staleness and step < self.last_step else None
         if self.reads_judge:
             check_judge(batch.graded, self.max_failed_share)
+        await hosts.barrier(self.stop.interrupts(self.rollouts.sleep()))
         return batch
 
-    async def counts(self) -> Metrics:
-        """What the task, judge and sampler have counted since the last call, on all hosts together."""
-
-        async def own() -> Metrics:
-            counts: Metrics = {}
-            for part in (self.task, self.judge, self.rollouts.sampler):
-                if isinstance(part, Counting):
-                    counts |= part.metrics()
-            return counts
-
-        return hosts.total(await hosts.gather(own()))
-
     async def close(self) -> None:
-        """Cancels a batch that was started but not requested."""
-        if self._ahead is not None:
-            self._ahead.cancel()
-            await asyncio.gather(self._ahead, return_exceptions=True)
+        """Cancels the prefetched batch, if there is one."""
+        if self._prefetched is not None:
+            self._prefetched.cancel()
+            await asyncio.gather(self._prefetched, return_exceptions=True)
 
-    def _begin(self, step: int) -> asyncio.Task[Batch]:
+    def _start_batch(self, step: int) -> asyncio.Task[Batch]:
         problems = hosts.share(next(self.batches))
         data_state = self.batches.get_state()
 
@@ -121,6 +125,10 @@ class Experience:
             groups = self.rollouts.generate(problems, self.num_generations, self.sampling(step))
             clock = self.timeline.clock(step)
             graded, timing = await grade_groups(groups, problems, self.task, self.judge, clock=clock)
-            return Batch(graded, timing, data_state, self.reads_judge)
+            counts: Metrics = {}
+            for part in (self.task, self.judge, self.rollouts.sampler):
+                if isinstance(part, Counting):
+                    counts |= part.metrics()
+            return Batch(graded, counts, timing, data_state, self.reads_judge)
 
         return asyncio.create_task(make())

@@ -41,7 +41,7 @@ from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import drop_long_prompts, problem_batches
 from poly_epo_jax.startup.base_policy import base_policy
 from poly_epo_jax.startup.command_line import parse_flags, run_command
-from poly_epo_jax.startup.prepare import model_shape, prepare
+from poly_epo_jax.startup.prepare import Prepared, prepare
 from poly_epo_jax.startup.resume_checks import check_same_model, check_same_run
 from poly_epo_jax.step.advantages import make_advantages, make_estimator, method_title, skips_zero_advantages
 from poly_epo_jax.step.minibatches import MinibatchPacker
@@ -52,36 +52,43 @@ from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.signals import Stop
 from poly_epo_jax.system.versions import versions, versions_used
 from poly_epo_jax.tasks.problems import Cleaned
-from poly_epo_jax.train import Schedule, Trained, Trainer, Unlogged, train
-from poly_epo_jax.types import Judge, JudgeLoad, Metrics, Problem, Sampling, Task
+from poly_epo_jax.train import Trainer, TrainProgress, TrainSchedule, train
+from poly_epo_jax.types import JudgeLoad, Metrics, Problem, Sampling, Task
 
 
 def run(config: Config, stop: Stop | None = None) -> None:
-    """Builds what the configuration describes, and trains it to the end or until `stop` is asked to stop it.
+    """Trains a policy as configured, until the last step or until a shutdown is requested.
+
+    Args:
+      config: The configuration.
+      stop: Requests a shutdown, see system/signals.py.
 
     Raises:
-      ValueError, OSError: the configuration cannot run; the message says why and what to do.
+      ValueError, OSError: If the run cannot start or continue. The message states the reason and the remedy.
     """
     stop = stop or Stop()
+    workdir = Path(config.workdir)
     with contextlib.ExitStack() as held:
         hosts.join(config.hosts)
         jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
-        check_same_run(Path(config.workdir), config)
-        mesh, task, judge = hosts.on_all(lambda: prepare(config))
-        # One host holds the run folder for all of them.
-        hosts.on_first(lambda: held.enter_context(run_folder.in_use(Path(config.workdir))))
-        _run(config, mesh, task, judge, stop)
+        check_same_run(workdir, config)
+        prepared = hosts.on_all(lambda: prepare(config))
+        # The first process locks the run folder for all processes.
+        hosts.on_first(lambda: held.enter_context(run_folder.in_use(workdir)))
+        _run(config, prepared, stop)
+    if hosts.is_first():
+        print(f"Done: {workdir}. See it with: python -m poly_epo_jax.report {workdir}")
 
 
-def _run(config: Config, mesh: Mesh, task: Task, judge: Judge, stop: Stop) -> None:
-    """What `run` does once it holds the run folder."""
-    workdir = Path(config.workdir)
-    here = host_mesh(mesh)
-    trust_attention(config.model.attention, model_shape(config), mesh, Path(config.compilation_cache) / CHECKED)
-    policy = _initial_policy(config, task, here)
+def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
+    """Trains while the run folder is locked."""
+    workdir, mesh, task = Path(config.workdir), prepared.mesh, prepared.task
+    local_mesh = host_mesh(mesh)
+    trust_attention(config.model.attention, prepared.model_config, mesh, Path(config.compilation_cache) / CHECKED)
+    policy = _initial_policy(config, prepared, local_mesh)
     hosts.on_all(lambda: check_same_model(workdir, policy.path))
     if hosts.is_first():
-        print_plan(config, policy.config, Console(), brief=True)
+        print_plan(prepared.plan, prepared.rows_that_fit, Console(), brief=True)
     train_problems, held_out_problems = _problems_that_fit(task, policy, config, workdir)
     if config.eval.every and not held_out_problems:
         raise ConfigError(
@@ -93,40 +100,37 @@ def _run(config: Config, mesh: Mesh, task: Task, judge: Judge, stop: Stop) -> No
     checkpoints = Checkpoints(
         workdir / run_folder.CHECKPOINTS, config.checkpoint.keep, with_frozen=not config.lora.rank
     )
-    trained = _restored_or_new(config, policy, mesh, update, checkpoints, batches)
-    hosts.on_first(lambda: _describe(config, policy))
+    progress = _restored_or_new(config, policy, mesh, update, checkpoints, batches)
+    hosts.on_first(lambda: _write_description(config, policy))
     open_sampler = SAMPLERS[config.rollouts.name].open
-    sampler = open_sampler(policy.model, here, policy.stop_ids, config, **config.rollouts.options)
+    sampler = open_sampler(policy.model, local_mesh, policy.stop_ids, config, **config.rollouts.options)
     rollouts = Rollouts(sampler, policy.tokenizer, task, config.train.max_prompt_tokens, config.model.stop_strings)
     timeline = Timeline()
     trainer = Trainer(
-        experience=_experience(config, rollouts, task, judge, batches, timeline, stop),
+        experience=_experience(config, rollouts, prepared, batches, timeline, stop),
         advantages=make_advantages(config.algo, config.seed),
         packer=_packer(config, mesh),
         update=update,
         timeline=timeline,
-        trained=trained,
+        progress=progress,
         reference=policy.load_reference(mesh, config.seed) if config.algo.kl_coef else None,
         set_size=config.algo.set_size,
     )
 
     def evaluate() -> Awaitable[Metrics]:
         problems, sampling = held_out_problems[: config.eval.num_problems], _sampling(config, config.seed)
-        return evaluate_held_out(rollouts, task, judge, problems, config.eval.num_generations, sampling, stop)
+        return evaluate_held_out(rollouts, task, prepared.judge, problems, config.eval.num_generations, sampling, stop)
 
-    # Without a checkpoint there is no step to resume from, not even the evaluation before the first.
-    logged = trained.step if trained.unlogged is None else trained.step - 1
-    with hosts.on_all(lambda: _tracker(config, logged if trained.step else -1)) as tracker:
+    with hosts.on_all(lambda: _tracker(config, progress.step)) as tracker:
+        is_evaluated = hosts.on_first(lambda: run_folder.is_evaluated(workdir, progress.step))
         try:
-            asyncio.run(train(trainer, evaluate, checkpoints, tracker, _schedule(config)))
+            asyncio.run(train(trainer, evaluate, checkpoints, tracker, _schedule(config), is_evaluated))
         finally:
             sampler.close()
-    if hosts.is_first():
-        print(f"Done: {workdir}. See it with: python -m poly_epo_jax.report {workdir}")
 
 
-def _describe(config: Config, policy: Policy) -> None:
-    """Writes what the run trains, and how: now, as a resumed run has its own policy."""
+def _write_description(config: Config, policy: Policy) -> None:
+    """Writes about.json and the policy's tokenizer and configuration to the run folder."""
     workdir = Path(config.workdir)
     policy.save_description(workdir / run_folder.POLICY)
     about = {"method": method_title(config.algo), "remat": policy.config.remat}
@@ -135,16 +139,16 @@ def _describe(config: Config, policy: Policy) -> None:
     write_json(file, about | base | {"versions": versions_used(file, versions())})
 
 
-def _initial_policy(config: Config, task: Task, mesh: Mesh) -> Policy:
-    """The policy in model.path or, if that is empty, the base policy, which one host makes.
+def _initial_policy(config: Config, prepared: Prepared, mesh: Mesh) -> Policy:
+    """Returns the policy of `model.path`. If it is empty, the first process fits or loads the base policy.
 
-    One host also decides what model.remat=auto stands for, so that all run the same program.
+    The first process also determines `remat`, so that all processes compile the same program.
     """
-    section = dataclasses.replace(config.model, remat=hosts.on_first(lambda: model_shape(config).remat))
+    section = dataclasses.replace(config.model, remat=hosts.on_first(lambda: prepared.model_config.remat))
     if config.model.path:
         folder = find_model(config.model.path)
     else:
-        folder = hosts.on_first(lambda: base_policy(config, task, mesh))
+        folder = hosts.on_first(lambda: base_policy(config, prepared.task, mesh))
     return open_policy(folder, section, longest_sequence(config), config.lora)
 
 
@@ -155,35 +159,36 @@ def _restored_or_new(
     update: PolicyUpdate,
     checkpoints: Checkpoints,
     batches: DatasetIterator,
-) -> Trained:
-    """The newest intact checkpoint, with `batches` moved to its position; without one, the start of training."""
-    base = policy.load_base(mesh) if config.lora.rank else None  # which checkpoints do not hold
+) -> TrainProgress:
+    """Returns the progress of the newest valid checkpoint, or that of a new run if there is none.
+
+    Moves `batches` to the position of the checkpoint.
+    """
+    base = policy.load_base(mesh) if config.lora.rank else None  # checkpoints of adapters omit the frozen weights
     newest = checkpoints.newest(lambda step: checkpoints.restore(step, update.abstract_state, update.shardings, base))
     if newest is None:
-        return Trained(0, update.init(policy.load_params(mesh, config.seed, base)), batches.get_state())
+        return TrainProgress(0, update.init(policy.load_params(mesh, config.seed, base)), batches.get_state())
     step, (state, saved) = newest
     batches.set_state(saved["batches"])
-    unlogged = None if saved["unlogged"] is None else Unlogged(**saved["unlogged"])
-    return Trained(step, state, saved["batches"], unlogged)
+    return TrainProgress(step, state, saved["batches"])
 
 
 def _experience(
     config: Config,
     rollouts: Rollouts,
-    task: Task,
-    judge: Judge,
+    prepared: Prepared,
     batches: DatasetIterator,
     timeline: Timeline,
     stop: Stop,
 ) -> Experience:
     def sampling(step: int) -> Sampling:
-        """A different seed for every step, the same whenever that step is repeated."""
+        """Returns the sampling parameters of a step. Every step has its own seed, so that a repeated step is equal."""
         return _sampling(config, int(np.random.SeedSequence([config.seed, step]).generate_state(1)[0]))
 
     return Experience(
         rollouts,
-        task,
-        judge,
+        prepared.task,
+        prepared.judge,
         batches,
         config.train.num_generations,
         sampling,
@@ -216,22 +221,25 @@ def _packer(config: Config, mesh: Mesh) -> MinibatchPacker:
     )
 
 
-def _schedule(config: Config) -> Schedule:
-    return Schedule(config.train.num_steps, config.eval.every, config.checkpoint.every, config.log.generations_every)
+def _schedule(config: Config) -> TrainSchedule:
+    log, evaluation = config.log, config.eval
+    return TrainSchedule(config.train.num_steps, evaluation.every, config.checkpoint.every, log.generations_every)
 
 
-def _tracker(config: Config, resume_step: int) -> contextlib.AbstractContextManager[Tracker | None]:
-    """Only one host logs."""
+def _tracker(config: Config, step: int) -> contextlib.AbstractContextManager[Tracker | None]:
+    """Returns the tracker of a run that continues after `step`, on the first process."""
     if not hosts.is_first():
         return contextlib.nullcontext()
     json_config = json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
+    # Without a checkpoint, all rows are dropped, including those of the evaluation before the first step.
+    resume_step = step or -1
     return Tracker(Path(config.workdir), json_config, config.train.num_steps, resume_step, config.log.wandb_project)
 
 
 def _problems_that_fit(
     task: Task, policy: Policy, config: Config, workdir: Path
 ) -> tuple[Sequence[Problem], Sequence[Problem]]:
-    """The training and held-out problems whose prompts are not too long; data.json counts what was dropped."""
+    """Returns the training and held-out problems whose prompts are not too long, and writes the counts to data.json."""
     counts, problems = {}, []
     for name, part in (("train", task.train_problems), ("held_out", task.held_out_problems)):
         kept, too_long = drop_long_prompts(part, policy.tokenizer, config.train.max_prompt_tokens)

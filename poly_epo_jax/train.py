@@ -1,4 +1,4 @@
-"""The training loop (paper, Algorithm 1): generate, grade, cluster, marginalise over sets, update, push the weights."""
+"""The training loop. `Trainer.step` is Algorithm 1 of the paper; `train` pushes weights, logs, evaluates and saves."""
 
 import asyncio
 import dataclasses
@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from poly_epo_jax.experience import Batch, Experience
 from poly_epo_jax.model import attention
@@ -14,125 +15,126 @@ from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.devices import peak_bytes
 from poly_epo_jax.parallel.sharding import params_on_host
-from poly_epo_jax.records.timeline import Timeline, Window
+from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.records.tracking import Tracker
 from poly_epo_jax.step.advantages import Features, batch_features
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import DivergenceError, check_finite
 from poly_epo_jax.step.step_metrics import logged_generations, step_metrics
 from poly_epo_jax.step.update import PolicyUpdate, TrainState
-from poly_epo_jax.system.json_files import Row
 from poly_epo_jax.system.signals import Stopped
 from poly_epo_jax.types import Metrics, Params
 
 
 @dataclasses.dataclass(frozen=True)
-class Unlogged:
-    """What is to be logged of a step: its metrics, rows of its generations, and its evaluation.
+class TrainProgress:
+    """The part of a run that a checkpoint stores.
 
-    `held_out` is None if the evaluation is still to be done, and empty if none is due.
-    """
-
-    metrics: Metrics
-    generations: list[Row]
-    held_out: Metrics | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """What a run can continue from: the number of steps done, the state after them, and the data position.
-
-    `unlogged` is of the last of these steps, if its evaluation is still to be done or its rows could not be written.
+    Attributes:
+      step: Number of completed steps.
+      state: Weights and optimizer state after these steps.
+      data_state: State of the data iterator after the last of these steps.
     """
 
     step: int
     state: TrainState
     data_state: dict[str, Any]
-    unlogged: Unlogged | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """A step's batch, the advantages [P, N] of the prompts that are trained on, and metrics."""
+    """The outcome of a training step.
+
+    Attributes:
+      batch: Graded groups of the step.
+      advantages: Advantages [P, N] of the P groups in `batch.usable`.
+      metrics: Metrics of the batch and of the update.
+    """
 
     batch: Batch
-    advantages: np.ndarray
+    advantages: Float[np.ndarray, "P N"]
     metrics: Metrics
 
 
 @dataclasses.dataclass
 class Trainer:
-    """A policy in training, on every host. `step` is Algorithm 1 of the paper.
+    """A policy in training. Every process holds one, and all processes call its methods together.
 
-    Args:
-      advantages: (step, features of a batch) -> advantages, see step/advantages.py.
-      packer: makes minibatches of generations and advantages.
-      trained: the progress so far; None while an update has consumed the state and not yet returned a new one.
-      reference: the initial policy's weights, at least the trainable ones, if the update has a KL term.
-      set_size: n, for the cluster metrics.
+    Attributes:
+      experience: Produces the batch of each step.
+      advantages: Function (step, features) -> advantages [P, N]; see step/advantages.py.
+      packer: Packs generations and advantages into minibatches.
+      update: Updates the policy.
+      timeline: Records the time that each stage takes.
+      progress: Progress so far. None while an update has consumed the state and has not returned a new one.
+      reference: Weights of the initial policy if the objective has a KL term; frozen weights may be left out.
+      set_size: Set size n, for the cluster metrics.
     """
 
     experience: Experience
-    advantages: Callable[[int, Features], np.ndarray]
+    advantages: Callable[[int, Features], Float[np.ndarray, "P N"]]
     packer: MinibatchPacker
     update: PolicyUpdate
     timeline: Timeline
-    trained: Trained | None
+    progress: TrainProgress | None
     reference: Params | None
     set_size: int
-    result: StepResult | None = None
 
-    async def step(self, step: int) -> None:
-        """Trains on one batch, and pushes the new weights to the sampler; `result` is set even if the push fails."""
-        clock, self.result = self.timeline.clock(step), None
-        batch = await self.experience.batch(step)
-        counts = await self.experience.counts()
-        await hosts.barrier(self.experience.stop.interrupts(self.experience.rollouts.sleep()))
-        with clock.stage("advantages"):
-            features = batch_features(batch.usable, self.experience.num_generations)
-            advantages = self.advantages(step, features) if batch.usable else features["rewards"]
-        with clock.stage("logprobs"):
+    async def step(self, step: int) -> StepResult:
+        """Trains on one batch (paper, Algorithm 1).
+
+        Raises:
+          JudgeError: If the judge failed on too many prompts of the batch.
+          DivergenceError: If a metric of the update is not finite.
+          Stopped: If a shutdown was requested.
+        """
+        stage = self.timeline.clock(step).stage
+        batch = await self.experience.batch(step)  # samples, rewards and clusters N generations of each prompt
+        with stage("advantages"):
+            if batch.usable:
+                advantages = self.advantages(step, batch_features(batch.usable))
+            else:  # the judge failed on every prompt: all minibatches are empty
+                advantages = np.zeros((0, self.experience.num_generations), np.float32)
+        with stage("logprobs"):
             minibatches = await asyncio.to_thread(self.packer, batch.usable, advantages)
-            minibatches = await self._compute(self.update.with_old_logprobs, self.state, minibatches, self.reference)
-        with clock.stage("update"):
-            state, self.trained = self.state, None
-            state, metrics = await self._compute(self.update, state, minibatches)
-            check_finite(metrics, f"Step {step}")  # the same on all hosts, as all have the same numbers
-            self.trained = Trained(step, state, batch.data_state)
-        skipped = {"judge/skipped_updates": float(sum(not minibatch for minibatch in minibatches))}
-        metrics = step_metrics(batch.graded, step, self.set_size) | metrics | counts | skipped
-        self.result = StepResult(batch, advantages, metrics)
-        with clock.stage("sync"):
-            await self.push_weights(step)
+            minibatches = await _compute(self.update.with_old_logprobs, self.state, minibatches, self.reference)
+        with stage("update"):
+            state, self.progress = self.state, None  # the update donates the buffers of the state
+            state, metrics = await _compute(self.update, state, minibatches)
+            check_finite(metrics, f"Step {step}")  # raises on all processes, because their metrics are equal
+            self.progress = TrainProgress(step, state, batch.data_state)
+        metrics = step_metrics(batch.graded, step, self.set_size) | batch.counts | metrics
+        return StepResult(batch, advantages, metrics)
 
-    async def push_weights(self, version: int) -> None:
-        """Pushes the current weights to every host's sampler."""
-        params = await self._compute(params_on_host, self.state.params, self.update.mesh)
-        push = self.experience.rollouts.push_weights(params, version)
+    async def push_weights(self) -> None:
+        """Pushes the current weights to the sampler of every process."""
+        assert self.progress is not None
+        params = await _compute(params_on_host, self.state.params, self.update.mesh)
+        push = self.experience.rollouts.push_weights(params, self.progress.step)
         await hosts.barrier(self.experience.stop.interrupts(push))
 
     @property
     def state(self) -> TrainState:
-        """The current state."""
-        assert self.trained is not None, "an update has failed, and with it went the state"
-        return self.trained.state
-
-    async def _compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls the function on all hosts, in a thread: meanwhile the next batch is received, graded and clustered."""
-        return await hosts.collective(asyncio.to_thread(function, *arguments))
+        """The current training state."""
+        assert self.progress is not None, "Training state is unavailable: the last update failed after consuming it."
+        return self.progress.state
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
-    """How many steps a run has, and how many lie between evaluations, checkpoints and logs; the last step has all."""
+class TrainSchedule:
+    """Number of steps of a run, and the intervals in steps between evaluations, checkpoints and logged generations.
+
+    An evaluation interval of 0 disables evaluation. Evaluations and logged generations are also due at the last step.
+    """
 
     num_steps: int
-    evaluate: int  # 0: never
+    evaluate: int
     checkpoint: int
     log_generations: int
 
-    def is_due(self, every: int, step: int) -> bool:
-        return bool(every) and (step % every == 0 or step == self.num_steps)
+    def is_due(self, interval: int, step: int) -> bool:
+        """Returns True if `step` is a multiple of `interval` or the last step, and `interval` is not 0."""
+        return bool(interval) and (step % interval == 0 or step == self.num_steps)
 
 
 async def train(
@@ -140,145 +142,140 @@ async def train(
     evaluate: Callable[[], Awaitable[Metrics]],
     checkpoints: Checkpoints,
     tracker: Tracker | None,
-    plan: Schedule,
+    schedule: TrainSchedule,
+    is_evaluated: bool = False,
 ) -> None:
-    """Runs the remaining steps. However it ends, the steps that have been trained are saved.
+    """Runs the remaining steps. The last step whose metrics were logged is saved, even if training fails.
 
     Args:
-      evaluate: evaluates the policy on held-out problems.
+      trainer: Trainer with the progress to continue from.
+      evaluate: Evaluates the policy on held-out problems.
+      checkpoints: Checkpoints of the run.
+      tracker: Writes the records of the run. None on processes that do not log.
+      schedule: Number of steps and intervals.
+      is_evaluated: Whether the policy that training continues from has been evaluated.
 
     Raises:
-      SystemExit: on SIGTERM, SIGHUP or Ctrl-C on any host, once waits are abandoned and computations have finished.
-      JudgeError: the judge fails more often than `judge.max_failed_share`.
-      DivergenceError: an update is not finite; nothing of its step is saved.
-      HostError: another host failed.
-      OSError: a checkpoint or a row cannot be written.
+      SystemExit: On SIGTERM, SIGHUP or Ctrl-C on any process. Pending waits are cancelled; running computations finish.
+      JudgeError: If the judge fails on a larger fraction of prompts than `judge.max_failed_share`.
+      DivergenceError: If an update is not finite. Nothing of its step is saved.
+      HostError: If another process failed.
+      OSError: If a checkpoint or a row cannot be written.
     """
-    assert trainer.trained is not None
-    saved, stopped = trainer.trained.step, None
-    with trainer.experience.stop.on_signals():
+    assert trainer.progress is not None
+    log = _Log(trainer, tracker, schedule, checkpoints)
+    saved = logged = trainer.progress.step
+    stop, stopped = trainer.experience.stop, None
+
+    def save() -> int:
+        assert trainer.progress is not None
+        checkpoints.save(trainer.progress.step, trainer.progress.state, {"batches": trainer.progress.data_state})
+        return trainer.progress.step
+
+    with stop.on_signals():
         try:
-            await _begin(trainer, evaluate, tracker, plan)
-            for step in range(saved + 1, plan.num_steps + 1):
-                await _step(trainer, evaluate, checkpoints, tracker, plan, step)
-                if step % plan.checkpoint == 0:
+            await trainer.experience.wait_until_ready()
+            await trainer.push_weights()
+            if schedule.is_due(schedule.evaluate, logged) and not is_evaluated:
+                await log.evaluation(logged, await evaluate())
+                await log.show(logged)
+            trainer.timeline.cut(logged)  # the first step's time does not include waiting for servers
+            for step in range(logged + 1, schedule.num_steps + 1):
+                result = await trainer.step(step)
+                await log.step(step, result)
+                logged = step  # from here on the step may be saved: a checkpoint never lacks the rows of its step
+                with trainer.timeline.clock(step).stage("sync"):
+                    await trainer.push_weights()
+                if schedule.is_due(schedule.evaluate, step):
+                    with trainer.timeline.clock(step).stage("evaluate"):
+                        await log.evaluation(step, await evaluate())
+                await log.timing(step, result.batch)
+                if step % schedule.checkpoint == 0:
                     with trainer.timeline.clock(step).stage("checkpoint"):
-                        saved = _save(checkpoints, trainer.trained)
-                if step < plan.num_steps:
-                    await hosts.barrier(trainer.experience.stop.check())
+                        saved = save()
+                if step < schedule.num_steps:
+                    await hosts.barrier(stop.check())
         except DivergenceError as error:
-            good = f"the checkpoint of step {saved} is good" if saved else "there is no checkpoint yet"
+            good = f"The checkpoint of step {saved} is valid" if saved else "There is no checkpoint yet"
             raise DivergenceError(
-                f"{error}, so it is not saved; {good}. The same command would end here again: set --config.workdir "
-                "to a new folder, and for example a lower optimizer.learning_rate; model.path may be an export of "
-                "a good checkpoint."
+                f"{error}. The step was not saved. {good}. Rerunning the command would fail in the same way: set "
+                "--config.workdir to a new folder and, for example, lower optimizer.learning_rate. model.path may be "
+                "an export of a valid checkpoint."
             ) from error
         except Stopped as caught:
             stopped = caught
         finally:
             await trainer.experience.close()
-            if trainer.trained is not None and trainer.trained.step > saved:
-                saved = _save(checkpoints, trainer.trained)
+            if trainer.progress is not None and trainer.progress.step == logged > saved:
+                saved = save()
             checkpoints.close()
         if stopped is not None:
             if hosts.is_first():
-                kept = f"saved after step {saved}" if saved else "no step is trained yet"
-                print(f"{stopped}: {kept}; the same command goes on from there.", file=sys.stderr)
-            sys.exit(128 + stopped.number)  # as shells report a process that a signal ended
+                kept = f"Saved after step {saved}" if saved else "No step was completed"
+                print(f"{stopped}: {kept}. Rerun the command to resume.", file=sys.stderr)
+            sys.exit(128 + stopped.number)  # exit status of a process that was terminated by this signal
 
 
-async def _begin(
-    trainer: Trainer, evaluate: Callable[[], Awaitable[Metrics]], tracker: Tracker | None, plan: Schedule
-) -> None:
-    """Waits for servers, and evaluates the policy before the first step, or after one that was left unevaluated."""
-    trained = trainer.trained
-    assert trained is not None
-    await trainer.experience.wait_until_ready()
-    await trainer.push_weights(trained.step)
-    unlogged = trained.unlogged
-    if unlogged is not None:
-        held_out = await evaluate() if unlogged.held_out is None else unlogged.held_out
-        await _log(tracker, trained.step, unlogged, held_out, {})
-        trainer.trained = dataclasses.replace(trained, unlogged=None)
-    elif not trained.step and plan.evaluate:
-        await _log(tracker, 0, Unlogged({}, []), await evaluate(), {})
-    trainer.timeline.cut(trained.step)  # so that none of this counts as a step's time
+@dataclasses.dataclass(frozen=True)
+class _Log:
+    """Writes the records of a run on the process that has a tracker; the other processes wait for it."""
+
+    trainer: Trainer
+    tracker: Tracker | None
+    schedule: TrainSchedule
+    checkpoints: Checkpoints
+
+    async def step(self, step: int, result: StepResult) -> None:
+        """Writes the metrics of a trained step and, if due, its generations."""
+        due = self.schedule.is_due(self.schedule.log_generations, step)
+        batch = result.batch
+        rows = logged_generations(batch.graded, batch.usable, result.advantages) if due else []
+
+        def write(tracker: Tracker) -> None:
+            tracker.log_generations(step, rows)
+            tracker.log(step, result.metrics)
+
+        await self._write(write)
+
+    async def evaluation(self, step: int, metrics: Metrics) -> None:
+        """Writes the metrics of an evaluation, as a row separate from that of the step."""
+        await self._write(lambda tracker: tracker.log(step, metrics))
+
+    async def timing(self, step: int, batch: Batch) -> None:
+        """Writes the time that the stages of a step took, and shows the step's progress."""
+        clock, window = self.trainer.timeline.clock(step), self.trainer.timeline.cut(step)
+        num_tokens = sum(int(y.loss_mask.sum()) for group in batch.graded for y in group.group.generations)
+        timing = {
+            "checkpoints/damaged": float(self.checkpoints.num_damaged),
+            "attention/distrusted_kernels": float(len(attention.distrusted)),
+            **clock.seconds(),
+            **batch.timing,
+            **window.critical_seconds(),
+            "seconds/step": window.seconds,
+            "sync/share": clock.busy("sync").seconds() / window.seconds,
+            "tokens_per_second": num_tokens / window.seconds,
+        }
+        if (held := peak_bytes()) is not None:
+            timing["memory/peak_bytes"] = float(held)
+
+        def write(tracker: Tracker) -> None:
+            tracker.log_timing(step, timing, window.row())
+            tracker.show(step)
+
+        await self._write(write)
+
+    async def show(self, step: int) -> None:
+        """Shows the logged metrics of a step."""
+        await self._write(lambda tracker: tracker.show(step))
+
+    async def _write(self, write: Callable[[Tracker], None]) -> None:
+        async def on_tracker() -> None:
+            if self.tracker is not None:
+                await asyncio.to_thread(write, self.tracker)
+
+        await hosts.barrier(on_tracker())
 
 
-async def _step(
-    trainer: Trainer,
-    evaluate: Callable[[], Awaitable[Metrics]],
-    checkpoints: Checkpoints,
-    tracker: Tracker | None,
-    plan: Schedule,
-    step: int,
-) -> None:
-    """Trains, evaluates if that is due, and logs the step, however it ends once it is trained.
-
-    Its rows are on disk before a checkpoint counts it as done: a crash can repeat but not lose them. If the evaluation
-    is interrupted, or the rows cannot be written, they go into the checkpoint, and the resumed run logs them.
-    """
-    held_out: Metrics | None = None if plan.is_due(plan.evaluate, step) else {}
-    try:
-        await trainer.step(step)
-        if held_out is None:
-            with trainer.timeline.clock(step).stage("evaluate"):
-                held_out = await evaluate()
-    finally:
-        if trainer.result is not None:
-            result, trained = trainer.result, trainer.trained
-            assert trained is not None
-            due = plan.is_due(plan.log_generations, step)
-            rows = logged_generations(result.batch.graded, result.batch.usable, result.advantages) if due else []
-            unlogged = Unlogged({name: float(value) for name, value in result.metrics.items()}, rows, held_out)
-            trainer.trained = dataclasses.replace(trained, unlogged=unlogged)
-            if held_out is not None:
-                timing = {"checkpoints/damaged": float(checkpoints.num_damaged)}
-                timing["attention/distrusted_kernels"] = float(len(attention.distrusted))
-                await _record(trainer, tracker, unlogged, held_out, timing)
-                trainer.trained = trained
-
-
-async def _record(
-    trainer: Trainer, tracker: Tracker | None, unlogged: Unlogged, held_out: Metrics, timing: Metrics
-) -> None:
-    """Logs the step that has just been trained, and how long it took."""
-    result = trainer.result
-    assert result is not None and trainer.trained is not None
-    step = trainer.trained.step
-    clock, window = trainer.timeline.clock(step), trainer.timeline.cut(step)
-    num_tokens = sum(int(y.loss_mask.sum()) for group in result.batch.graded for y in group.group.generations)
-    timing = timing | clock.seconds() | result.batch.timing | {"seconds/step": window.seconds}
-    timing |= window.critical_seconds()
-    timing["sync/share"] = timing.get("seconds/sync", 0.0) / window.seconds
-    timing["tokens_per_second"] = num_tokens / window.seconds
-    if (held := peak_bytes()) is not None:
-        timing["memory/peak_bytes"] = float(held)
-    await _log(tracker, step, unlogged, held_out, timing, window)
-
-
-async def _log(
-    tracker: Tracker | None,
-    step: int,
-    unlogged: Unlogged,
-    held_out: Metrics,
-    timing: Metrics,
-    window: Window | None = None,
-) -> None:
-    """Writes a step's rows, on one host only."""
-
-    def write() -> None:
-        if tracker is None:
-            return
-        tracker.log(step, unlogged.metrics | held_out, timing)
-        if window is not None:
-            tracker.log_timeline(step, window.row())
-        tracker.log_generations(step, unlogged.generations)
-
-    await hosts.barrier(asyncio.to_thread(write))
-
-
-def _save(checkpoints: Checkpoints, trained: Trained) -> int:
-    unlogged = None if trained.unlogged is None else dataclasses.asdict(trained.unlogged)
-    checkpoints.save(trained.step, trained.state, {"batches": trained.data_state, "unlogged": unlogged})
-    return trained.step
+async def _compute(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls the function on all processes, in a thread, so that the next batch can be generated in the meantime."""
+    return await hosts.collective(asyncio.to_thread(function, *arguments))

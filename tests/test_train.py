@@ -1,10 +1,10 @@
 """The training loop: what takes part in an update, what is left when something fails, and working one batch ahead."""
 
 import asyncio
-import json
+import errno
 import os
 import signal
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 from fakes import LETTERS, PROBLEMS, ByLetter, LetterJudge, RandomLetters, tiny_params
 from tiny_training import saved, tiny_config, train_tiny
+from training_runs import rows_of
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.experience import Experience
 from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.records import tracking
 from poly_epo_jax.records.progress import TrainingProgress
 from poly_epo_jax.records.run_folder import read_rows
 from poly_epo_jax.records.timeline import Timeline
@@ -41,11 +43,12 @@ def test_a_step_whose_judgements_all_failed_changes_nothing(tmp_path: Path):
     assert not any(changed(before, after))
 
     rows = read_rows(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert [row["judge/failed_prompts"] for row in rows[1:]] == [3, 3]
-    assert [row["judge/skipped_updates"] for row in rows[1:]] == [2, 2]
-    assert all(0 < row["reward"] < 1 for row in rows[1:])
-    assert [row["eval/judge_failed_problems"] for row in (rows[0], rows[2])] == [2, 2]
+    evaluated, first, second, again = rows
+    assert [row["step"] for row in rows] == [0, 1, 2, 2]
+    assert [row["judge/failed_prompts"] for row in (first, second)] == [3, 3]
+    assert [row["judge/skipped_updates"] for row in (first, second)] == [2, 2]
+    assert all(0 < row["reward"] < 1 for row in (first, second))
+    assert [row["eval/judge_failed_problems"] for row in (evaluated, again)] == [2, 2]
     assert not [key for row in rows for key in row if key.startswith(("clusters/", "policy/"))]
 
     generations = read_rows(tmp_path / "generations.jsonl")
@@ -58,7 +61,7 @@ def test_a_step_whose_judgements_all_failed_changes_nothing(tmp_path: Path):
 def test_one_failed_judgement_leaves_out_one_prompt(tmp_path: Path):
     before, after = train_tiny(tmp_path, failing=["q"])
     assert all(changed(before, after))
-    rows = read_rows(tmp_path / "metrics.jsonl")[1:]
+    rows = rows_of(tmp_path)
     assert [(row["judge/failed_prompts"], row["judge/skipped_updates"]) for row in rows] == [(1, 0), (1, 0)]
 
     generations = read_rows(tmp_path / "generations.jsonl")
@@ -91,7 +94,7 @@ def test_a_method_that_reads_no_clusters_does_not_depend_on_the_judge(tmp_path: 
     of_judge = "judge/", "eval/", "clusters/", "degenerate", "synergy"
     assert rows("failing", "metrics.jsonl", of_judge) == rows("judged", "metrics.jsonl", of_judge)
     assert rows("failing", "generations.jsonl", ("cluster",)) == rows("judged", "generations.jsonl", ("cluster",))
-    assert [row["judge/failed_prompts"] for row in read_rows(tmp_path / "failing" / "metrics.jsonl")[1:]] == [2, 2]
+    assert [row["judge/failed_prompts"] for row in rows_of(tmp_path / "failing")] == [2, 2]
 
 
 def made(steps: int) -> list[GradedGroup]:
@@ -152,7 +155,7 @@ class SlowLetters(RandomLetters):
 def test_each_step_leaves_what_was_under_way_in_it(tmp_path: Path, staleness: int):
     settings = {"train.num_steps": 4, "train.staleness": staleness, "checkpoint.every": 2, "eval.every": 3}
     train_tiny(tmp_path, (), SlowLetters(), changes=settings)
-    rows, timing = read_rows(tmp_path / "timeline.jsonl"), read_rows(tmp_path / "timing.jsonl")[1:]
+    rows, timing = read_rows(tmp_path / "timeline.jsonl"), read_rows(tmp_path / "timing.jsonl")
     assert [row["step"] for row in rows] == [row["step"] for row in timing] == [1, 2, 3, 4]
     for before, row in pairwise(rows):  # without a gap
         assert row["start"] == pytest.approx(before["start"] + before["seconds"], abs=2e-4)
@@ -241,7 +244,7 @@ def test_a_judge_that_fails_too_often_ends_the_run(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("every", "good"), [(2, "the checkpoint of step 2 is good"), (50, "there is no checkpoint yet")]
+    ("every", "good"), [(2, "The checkpoint of step 2 is valid"), (50, "There is no checkpoint yet")]
 )
 def test_nothing_is_saved_of_a_step_that_is_not_finite(tmp_path: Path, every: int, good: str):
     estimate = make_advantages(tiny_config().algo, seed=0)
@@ -250,7 +253,7 @@ def test_nothing_is_saved_of_a_step_that_is_not_finite(tmp_path: Path, every: in
         return estimate(step, features) * (1e30 if step == 4 else 1)  # whose gradient has no norm in float32
 
     settings = {"train.num_steps": 5, "checkpoint.every": every, "eval.every": 0}
-    with pytest.raises(DivergenceError, match=f"^Step 4 gave .*policy/gradient_norm=inf.* is not saved; {good}"):
+    with pytest.raises(DivergenceError, match=rf"^Step 4 gave .*policy/gradient_norm=inf.* was not saved\. {good}"):
         train_tiny(tmp_path, advantages=advantages, changes=settings)
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert Checkpoints(tmp_path / "checkpoints").steps == ([2] if every == 2 else [])
@@ -314,21 +317,34 @@ def test_batches_are_begun_when_they_should_be(staleness: int):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("evaluates", [True, False])
-def test_a_step_whose_rows_cannot_be_written_is_saved_with_them(tmp_path: Path, monkeypatch, evaluates: bool):
-    """Such as where the terminal is gone that shows its progress."""
+def test_a_step_whose_progress_cannot_be_shown_is_saved_with_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The standard output of a run may be closed, for example by `head`."""
 
-    def show(self: TrainingProgress, step: int, *_: Metrics) -> None:
+    def show(self: TrainingProgress, step: int, values: Metrics) -> None:
         if step == 2:
-            raise BrokenPipeError("no one reads this")
+            raise BrokenPipeError("standard output is closed")
 
     monkeypatch.setattr(TrainingProgress, "show", show)
     with pytest.raises(BrokenPipeError):
-        train_tiny(tmp_path, changes={"train.num_steps": 3, "eval.every": 2 if evaluates else 0})
-    content = json.loads((tmp_path / "checkpoints" / "2" / "data" / "metadata").read_text())
-    unlogged = content["data"]["unlogged"]
-    assert len(unlogged["generations"]) == 3 * 8 and unlogged["metrics"]["reward"] >= 0
-    assert ("eval/reward" in unlogged["held_out"]) is evaluates
+        train_tiny(tmp_path, changes={"train.num_steps": 3, "eval.every": 2, "checkpoint.every": 50})
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 2, 2]
+    assert Checkpoints(tmp_path / "checkpoints").steps == [2]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "generations.jsonl"])
+def test_a_step_whose_rows_cannot_be_written_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    append = tracking.append_rows
+
+    def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+        if path.name == name and any(row["step"] == 2 for row in rows):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(path, rows)
+
+    monkeypatch.setattr(tracking, "append_rows", append_rows)
+    with pytest.raises(OSError, match="cannot write to the run folder"):
+        train_tiny(tmp_path, changes={"train.num_steps": 3, "eval.every": 0, "checkpoint.every": 1})
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1]
+    assert Checkpoints(tmp_path / "checkpoints").steps == [1]
 
 
 class Waiting(RandomLetters):
@@ -352,11 +368,11 @@ class Waiting(RandomLetters):
 @pytest.mark.parametrize(
     ("generation", "number", "said"),
     [
-        (1, signal.SIGTERM, "SIGTERM: no step is trained yet; the same command goes on from there.\n"),
-        (2, signal.SIGINT, "Ctrl-C: no step is trained yet; the same command goes on from there.\n"),
-        (3, signal.SIGHUP, "SIGHUP: saved after step 1; the same command goes on from there.\n"),
-        (4, signal.SIGINT, "Ctrl-C: saved after step 2; the same command goes on from there.\n"),
-        (5, signal.SIGTERM, "SIGTERM: saved after step 2; the same command goes on from there.\n"),
+        (1, signal.SIGTERM, "SIGTERM: No step was completed. Rerun the command to resume.\n"),
+        (2, signal.SIGINT, "Ctrl-C: No step was completed. Rerun the command to resume.\n"),
+        (3, signal.SIGHUP, "SIGHUP: Saved after step 1. Rerun the command to resume.\n"),
+        (4, signal.SIGINT, "Ctrl-C: Saved after step 2. Rerun the command to resume.\n"),
+        (5, signal.SIGTERM, "SIGTERM: Saved after step 2. Rerun the command to resume.\n"),
     ],
 )
 @pytest.mark.usefixtures("default_signals")
@@ -368,9 +384,7 @@ def test_a_signal_is_honoured_while_a_server_is_awaited(
         train_tiny(tmp_path, (), Waiting(generation, number), changes=settings)
     assert ended.value.code == 128 + number and capsys.readouterr().err == said
     saved_steps = Checkpoints(tmp_path / "checkpoints").steps
-    assert saved_steps == ([int(said.split("step ")[1][0])] if "saved" in said else [])
-    logged = [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")]
-    assert logged == {1: [], 2: [0], 3: [0, 1], 4: [0, 1], 5: [0, 1, 2]}[generation]
-    if saved_steps:
-        content = json.loads((tmp_path / "checkpoints" / str(saved_steps[0]) / "data" / "metadata").read_text())
-        assert (content["data"]["unlogged"] is not None) == (generation == 4)
+    assert saved_steps == ([int(said.split("step ")[1][0])] if "Saved" in said else [])
+    logged = [(row["step"], "eval/reward" in row) for row in read_rows(tmp_path / "metrics.jsonl")]
+    rows = [(0, True), (1, False), (2, False), (2, True)]
+    assert logged == rows[: {1: 0, 2: 1, 3: 2, 4: 3, 5: 4}[generation]]

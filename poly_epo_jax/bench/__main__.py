@@ -26,7 +26,7 @@ from poly_epo_jax.bench.stages import stage_row, time_stages
 from poly_epo_jax.bench.workload import make_workload
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.config.machines import MESHES
-from poly_epo_jax.memory_plan.tables import print_plan, print_plans
+from poly_epo_jax.memory_plan.tables import plan_of, print_plan, print_plans
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.startup.command_line import parse_flags, run_command
@@ -56,7 +56,7 @@ def run(config: Config, output: Path) -> None:
     mesh = make_mesh(**config.mesh)
     shape = model_shape(config)
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), row_tokens(config))
-    check_memory(config, shape)
+    check_memory(config, *plan_of(config, shape))
     console = _console()
     with console.status("measuring the peak rates of the device"):
         roofline = measure_roofline(config.model.dtype)
@@ -91,7 +91,7 @@ def plan(config: Config, output: Path, every_mesh: bool) -> None:
       ValueError, OSError: the configuration cannot run; the message says why and what to do.
     """
     shape, console = model_shape(config), _console()
-    found = print_plans(config, shape, MESHES, console) if every_mesh else print_plan(config, shape, console)
+    found = print_plans(config, shape, MESHES, console) if every_mesh else print_plan(*plan_of(config, shape), console)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(found, indent=2) + "\n")
     console.print(f"Written to {output}.")

@@ -29,7 +29,7 @@ from poly_epo_jax.startup.prepare import prepare
 
 def check_settings(subject: Subject) -> Seen:
     """Checks folders, data, lengths and the memory plan."""
-    _, task, _ = prepare(subject.config)
+    task = prepare(subject.config).task
     train, held_out = len(task.train_problems), len(task.held_out_problems)
     figures = {"training problems": train, "held-out problems": held_out}
     return f"folders, lengths and memory fit; {train:,} training and {held_out:,} held-out problems", figures

@@ -21,16 +21,18 @@ BRIEF_SHARE = 0.1  # of the memory; a plan below it needs no table
 SMALL_SHARE = 0.01  # of a stage's bytes; terms below it are not shown
 
 
-def print_plan(config: Config, shape: ModelConfig, console: Console, brief: bool = False) -> dict[str, Any]:
-    """Shows a line per stage and a summary, with a warning if the plan does not fit; returns `as_row`.
+def print_plan(plan: Plan, rows_that_fit: int, console: Console, brief: bool = False) -> dict[str, Any]:
+    """Prints a line per stage and a summary, with a warning if the plan does not fit.
 
     Args:
-      brief: show only the summary if the plan takes less than BRIEF_SHARE of the memory.
+      plan: The plan, from `plan_of`.
+      rows_that_fit: Maximum number of rows per device that fit, from `plan_of`.
+      console: Console to print to.
+      brief: If True, only the summary is printed if the plan needs less than `BRIEF_SHARE` of the memory.
 
-    Raises:
-      ConfigError: the mesh does not fit the devices or the model.
+    Returns:
+      The plan as JSON-serializable values, see `as_row`.
     """
-    plan, rows_that_fit = plan_of(config, shape)
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("while", "held", "of which, on each device"):
         table.add_column(column, justify="right" if column == "held" else "left", no_wrap=column == "held")

@@ -80,16 +80,17 @@ class TrainingProgress:
         if self._live is not None:
             self._live.start()
 
-    def show(self, step: int, metrics: Metrics, timing: Metrics) -> None:
-        self._latest |= metrics | timing
-        evaluated = any(name in metrics for name in _HELD_OUT)
+    def show(self, step: int, values: Metrics) -> None:
+        """Shows the metrics and times of a step."""
+        self._latest |= values
+        evaluated = any(name in values for name in _HELD_OUT)
         if evaluated:
             self._evaluated_at = step
         self._progress.update(self._task, completed=step)
         if self._live is not None:
             self._live.update(self._screen())
         elif self._lines.due(evaluated or step == self._total_steps):
-            print(self._line(step, metrics, timing), flush=True)
+            print(self._line(step, values), flush=True)
 
     def close(self) -> None:
         if self._live is not None:
@@ -105,12 +106,12 @@ class TrainingProgress:
         ]
         return Group(self._progress, Columns(blocks, padding=(1, 2)))
 
-    def _line(self, step: int, metrics: Metrics, timing: Metrics) -> str:
+    def _line(self, step: int, values: Metrics) -> str:
         parts = [f"step {step}/{self._total_steps}"]
         labels = _TRAINING | {name: f"held-out {label}" for name, label in _HELD_OUT.items()}
-        parts += [f"{label} {_number(metrics[name])}" for name, label in labels.items() if name in metrics]
+        parts += [f"{label} {_number(values[name])}" for name, label in labels.items() if name in values]
         units = {"tokens_per_second": "tokens/s", "seconds/step": "s"}
-        parts += [f"{_number(timing[name])} {unit}" for name, unit in units.items() if name in timing]
+        parts += [f"{_number(values[name])} {unit}" for name, unit in units.items() if name in values]
         return "  ".join([*parts, *_time_left(self._progress)])
 
 

@@ -6,8 +6,9 @@
                          or, with auto, by the memory plan; the versions that the run has been trained with, see
                          system/versions.py; and "base", the base policy's folder, if checkpoints hold only an adapter
     data.json            how many problems there are, and how many were left out and why
-    metrics.jsonl        one row per step, {"step": 12, "reward": 0.61, ...}: numbers that follow from configuration
-                         and seed alone, so a resumed run leaves the same bytes as one that was never interrupted
+    metrics.jsonl        one row per step, {"step": 12, "reward": 0.61, ...}, and one row per evaluation, {"step": 12,
+                         "eval/reward": 0.58, ...}, after the row of its step: values that are determined by the
+                         configuration and the seed, so a resumed run leaves the same bytes as an uninterrupted one
     timing.jsonl         one row per step, {"step": 12, "seconds/generate": 3.2, "tokens_per_second": 5100.0, ...}:
                          numbers that depend on the machine. seconds/STAGE: how long the stage of this step's batch was
                          under way; critical/STAGE: how long it was the only one in this step; sync/share: the share of
@@ -30,11 +31,13 @@ In JSON, null stands for a number that is not finite (TensorBoard keeps it).
 """
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from poly_epo_jax.metrics import names
 from poly_epo_jax.system.file_lock import InUseError, exclusive
 from poly_epo_jax.system.json_files import Columns, Row, keep_rows
 from poly_epo_jax.system.json_files import read_rows as read_json_rows
@@ -71,6 +74,16 @@ def read_rows(path: Path) -> list[Row]:
       ValueError: a complete line is not a row.
     """
     return list(read_json_rows(path, {"step": int}))
+
+
+def is_evaluated(folder: Path, step: int) -> bool:
+    """Returns True if metrics.jsonl has a row of an evaluation after `step`.
+
+    Raises:
+      ValueError: If a complete line is not a row.
+    """
+    rows = [row for row in read_rows(folder / METRICS) if row["step"] == step]
+    return any(map(names.is_held_out, itertools.chain.from_iterable(rows)))
 
 
 def drop_rows_after(folder: Path, step: int) -> None:

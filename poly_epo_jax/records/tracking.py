@@ -54,24 +54,37 @@ class Tracker:
             # A session start makes TensorBoard forget the events from this step on.
             self._write_event(Event(step=resume_step + 1, session_log=SessionLog(status=SessionLog.START)))
         self._progress = TrainingProgress(total_steps, max(resume_step, 0))
+        self._hidden: Metrics = {}  # logged since the last `show`
 
-    def log(self, step: int, metrics: Metrics, timing: Metrics) -> None:
-        """Records one finished step. `metrics` must not depend on the machine; values that do belong in `timing`."""
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Writes a row of metrics.jsonl: the metrics of a trained step, or of an evaluation after it.
+
+        Args:
+          step: Number of steps after which the metrics were measured.
+          metrics: Values that do not depend on the machine. Values that do are written by `log_timing`.
+        """
         self._append(run_folder.METRICS, [{"step": step, **metrics}])
-        self._append(run_folder.TIMING, [{"step": step, **timing}])
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in {**metrics, **timing}.items()]
-        with run_folder.writing(self._folder):
-            self._write_event(Event(step=step, summary=Summary(value=values)))
-        if self._wandb is not None:
-            self._wandb.log({**metrics, **timing}, step=step)
-        self._progress.show(step, metrics, timing)
+        self._log_scalars(step, metrics)
 
-    def log_timeline(self, step: int, row: Mapping[str, Any]) -> None:
-        """Records what was under way during this step: a row of timeline.jsonl without the step."""
-        self._append(run_folder.TIMELINE, [{"step": step, **row}])
+    def log_timing(self, step: int, timing: Metrics, window: Mapping[str, Any]) -> None:
+        """Writes a row of timing.jsonl and a row of timeline.jsonl.
+
+        Args:
+          step: The step.
+          timing: Values that depend on the machine.
+          window: Stages that were in progress during the step, as returned by `Window.row`.
+        """
+        self._append(run_folder.TIMING, [{"step": step, **timing}])
+        self._append(run_folder.TIMELINE, [{"step": step, **window}])
+        self._log_scalars(step, timing)
+
+    def show(self, step: int) -> None:
+        """Shows everything that has been logged since the last call."""
+        self._progress.show(step, self._hidden)
+        self._hidden = {}
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Records generations of this step, one row each, with the columns of `LOGGED_GENERATION` except the step."""
+        """Writes generations of a step, one row each, with the columns of `LOGGED_GENERATION` except the step."""
         self._append(run_folder.GENERATIONS, [{"step": step, **row} for row in rows])
         if self._wandb is not None and rows:
             self._wandb.log({"generations": _wandb_table(rows)}, step=step)
@@ -90,6 +103,14 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _log_scalars(self, step: int, values: Metrics) -> None:
+        self._hidden |= values
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        with run_folder.writing(self._folder):
+            self._write_event(Event(step=step, summary=Summary(value=scalars)))
+        if self._wandb is not None:
+            self._wandb.log(values, step=step)
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         with run_folder.writing(self._folder):

@@ -1,4 +1,6 @@
-"""What a run is built on, and whether it can run here: everything that is checked before anything is computed."""
+"""Builds the mesh, task and judge of a run, and checks folders, data, sequence lengths and memory before anything is
+computed.
+"""
 
 import dataclasses
 import os
@@ -9,7 +11,7 @@ from jax.sharding import Mesh
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.keys import Config, longest_sequence
-from poly_epo_jax.memory_plan.plan import batch_bytes
+from poly_epo_jax.memory_plan.plan import Plan, batch_bytes
 from poly_epo_jax.memory_plan.tables import amount, plan_of
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
@@ -30,11 +32,32 @@ TOLERANCE = 1.1
 """A plan is refused if it needs more than this times the memory: plans are within 10% of compiled programs."""
 
 
-def prepare(config: Config) -> tuple[Mesh, Task, Judge]:
-    """The mesh, the task and the judge of a run, once it is certain that the run can begin.
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """The parts of a run that exist before its policy.
+
+    Attributes:
+      mesh: Mesh over the devices of all processes.
+      task: The task, with its problems.
+      judge: The judge.
+      model_config: Model configuration; `remat` is resolved if `model.remat=auto`.
+      plan: Memory plan of the run.
+      rows_that_fit: Maximum number of rows per device that the plan allows.
+    """
+
+    mesh: Mesh
+    task: Task
+    judge: Judge
+    model_config: ModelConfig
+    plan: Plan
+    rows_that_fit: int
+
+
+def prepare(config: Config) -> Prepared:
+    """Builds the parts of a run that exist before its policy, and checks that the run can start.
 
     Raises:
-      ValueError, OSError: it cannot: folders, data, lengths, mesh or memory do not fit what is asked for.
+      ValueError, OSError: If folders, data, lengths, mesh or memory do not fit the configuration.
     """
     for key, folder in _written(config).items():
         check_writable(key, Path(folder))
@@ -48,31 +71,36 @@ def prepare(config: Config) -> tuple[Mesh, Task, Judge]:
             f"{len(task.train_problems)} training problems; lower it, or use more problems."
         )
     judge = make_judge(config.judge, task)
-    shape = model_shape(config)
+    shape = _configured_shape(config, task)
     _check_lengths(config, shape)
     split_params(param_shapes(abstract_model(shape)), trained_pattern(config))
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), row_tokens(config))
-    check_memory(config, shape)
-    return mesh, task, judge
+    plan, rows_that_fit = plan_of(config, shape)
+    check_memory(config, plan, rows_that_fit)
+    return Prepared(mesh, task, judge, dataclasses.replace(shape, remat=plan.remat), plan, rows_that_fit)
 
 
 def model_shape(config: Config) -> ModelConfig:
-    """The model's shape: from its folder, from its preset if the folder is not here, or from `config.base`.
+    """Returns the configuration of the model of a run, without loading or downloading its weights.
 
-    With model.remat=auto, the memory plan chooses its `remat`.
+    It is read from the model's folder, from a preset if the folder does not exist, or from `config.base`. With
+    `model.remat=auto`, the memory plan determines `remat`.
 
     Raises:
-      ValueError, OSError: there is no such model; or the mesh does not fit the devices or, with auto, the model.
+      ValueError, OSError: If the model does not exist, or if the mesh does not fit the devices or, with `auto`, the
+        model.
     """
-    shape = _stated_shape(config)
+    shape = _configured_shape(config, None if config.model.path else make_task(config.task))
     return dataclasses.replace(shape, remat=plan_of(config, shape)[0].remat) if shape.remat == AUTO else shape
 
 
-def _stated_shape(config: Config) -> ModelConfig:
+def _configured_shape(config: Config, task: Task | None) -> ModelConfig:
+    """Returns the model configuration with `remat` as configured. Without `model.path`, it depends on the task."""
     compute = {name: value for name, value in config.model.items() if name not in ("path", "stop_strings")}
     compute |= {"longest_sequence": longest_sequence(config)} | lora_fields(config.lora)
     if not config.model.path:
-        return dataclasses.replace(base_shape(config.base, make_task(config.task)), **compute)
+        assert task is not None
+        return dataclasses.replace(base_shape(config.base, task), **compute)
     if not Path(config.model.path).is_dir() and has_preset(config.model.path):
         return preset_config(config.model.path, **compute)
     return hf.read_config(find_model(config.model.path), **compute)
@@ -93,13 +121,17 @@ def check_writable(key: str, folder: Path) -> None:
         raise ConfigError(f"{key}={folder} cannot be written to ({reason}); choose a writable folder.") from error
 
 
-def check_memory(config: Config, shape: ModelConfig) -> None:
-    """Refuses a configuration whose memory plan does not fit.
+def check_memory(config: Config, plan: Plan, rows_that_fit: int) -> None:
+    """Checks that a configuration fits into memory, by its memory plan.
+
+    Args:
+      config: The configuration.
+      plan: Its memory plan, from `plan_of`.
+      rows_that_fit: Maximum number of rows per device that fit, from `plan_of`.
 
     Raises:
-      ConfigError: naming what takes the memory, and what to lower.
+      ConfigError: If it does not fit. The message names the largest use and the key to lower.
     """
-    plan, rows_that_fit = plan_of(config, shape)
     if plan.memory_bytes is not None and plan.needed_bytes > TOLERANCE * plan.memory_bytes:
         rollouts = config.rollouts
         asked = {

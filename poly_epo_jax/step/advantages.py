@@ -166,34 +166,37 @@ ADVANTAGES: Registry[Callable[..., Estimator]] = Registry(
 """By name, functions that make an estimator from the `algo` section. Their further arguments are `algo.options`."""
 
 
-def batch_features(groups: Sequence[GradedGroup], num_generations: int) -> dict[str, Shaped[np.ndarray, "P N ..."]]:
-    """The features of P groups, each of N generations.
+def batch_features(groups: Sequence[GradedGroup]) -> dict[str, Shaped[np.ndarray, "P N ..."]]:
+    """Builds the named feature arrays of P groups with N generations each.
 
-    rewards       the task's rewards, in [0, 1]
-    lengths       how many tokens the policy wrote
-    mean_logprob  the mean log-probability of these tokens under the sampler's policy, in nats
-    clusters      cluster ids, if every group has them
-    and whatever the judge added, under the judge's own names.
+    Args:
+      groups: At least one group.
+
+    Returns:
+      rewards: The task's rewards, in [0, 1].
+      lengths: Number of tokens that the policy generated.
+      mean_logprob: Mean log-probability of these tokens under the sampling policy, in nats.
+      clusters: Cluster ids. Only present if every group has them.
+      Further features of the judge, if every group has a clustering, under the judge's names.
 
     Raises:
-      ValueError: the judge added a feature to only some groups, or under a name that is taken.
+      ValueError: If the judge added a feature to only some groups, or under a reserved name.
     """
-    shape = len(groups), num_generations
     generations = [group.group.generations for group in groups]
     features = {
-        "rewards": np.array([group.rewards for group in groups], np.float32).reshape(shape),
-        "lengths": np.array([[y.loss_mask.sum() for y in row] for row in generations], np.int32).reshape(shape),
-        "mean_logprob": np.array([[_mean_logprob(y) for y in row] for row in generations], np.float32).reshape(shape),
+        "rewards": np.array([group.rewards for group in groups], np.float32),
+        "lengths": np.array([[y.loss_mask.sum() for y in row] for row in generations], np.int32),
+        "mean_logprob": np.array([[_mean_logprob(y) for y in row] for row in generations], np.float32),
     }
     clusterings = [group.clustering for group in groups if isinstance(group.clustering, Clustering)]
-    if not groups or len(clusterings) < len(groups):
+    if len(clusterings) < len(groups):
         return features
     features["clusters"] = np.array([clustering.ids for clustering in clusterings], np.int32)
     for name in sorted({name for clustering in clusterings for name in clustering.features}):
         if name in features or not all(name in clustering.features for clustering in clusterings):
             raise ValueError(
-                f"The judge adds the feature {name!r} to some groups only, or under a name that is taken; it must add "
-                f"it to every group, and not as one of {', '.join(sorted(features))}."
+                f"The judge's feature {name!r} is missing from some groups or has a reserved name; add it to every "
+                f"group, and do not name it {', '.join(sorted(features))}."
             )
         features[name] = np.stack([clustering.features[name] for clustering in clusterings])
     return features

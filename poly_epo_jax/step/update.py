@@ -229,7 +229,8 @@ class PolicyUpdate:
                 state, norms = self._apply(state, gradients)
             sums += metrics
             applied.append(norms)
-        return state, summarize(*jax.device_get((sums, applied)))
+        skipped = {"judge/skipped_updates": float(len(minibatches) - len(applied))}
+        return state, summarize(*jax.device_get((sums, applied))) | skipped
 
     def place(self, batch: PackedBatch) -> PackedBatch:
         """The microbatch on the mesh."""

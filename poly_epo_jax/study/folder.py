@@ -13,6 +13,7 @@ import datetime
 import json
 from pathlib import Path
 
+from poly_epo_jax.metrics import names
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.system.json_files import Columns, Row
 from poly_epo_jax.system.json_files import read_rows as read_json_rows
@@ -62,18 +63,17 @@ class RunState:
 
 
 def run_state(folder: Path) -> RunState:
-    """How far a run has come. It is finished once its last step is logged and checkpointed.
-
-    Raises:
-      ValueError: a row is damaged.
-    """
+    """Returns the progress of a run. It is finished if its last step was logged, evaluated if configured, and saved."""
     try:
-        num_steps = int(run_folder.read_config(folder)["train"]["num_steps"])
+        config = run_folder.read_config(folder)
+        num_steps, evaluates = int(config["train"]["num_steps"]), bool(config["eval"]["every"])
     except (OSError, ValueError, KeyError, TypeError):
         return RunState()
-    step = last_step(folder / run_folder.METRICS)
+    row = last_row(folder / run_folder.METRICS)
+    step = row.get("step", 0)
+    complete = step == num_steps and (not evaluates or any(map(names.is_held_out, row)))
     saved = (folder / run_folder.CHECKPOINTS / str(num_steps)).is_dir()
-    return RunState(step, num_steps, step == num_steps and saved)
+    return RunState(step, num_steps, complete and saved)
 
 
 def clock(seconds: float) -> str:
@@ -81,17 +81,18 @@ def clock(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-def last_step(metrics: Path) -> int:
-    """The step of the last complete row of a metrics.jsonl, 0 without one. Reads only the end of the file."""
+def last_row(metrics: Path) -> Row:
+    """Returns the last complete row of a metrics.jsonl, or an empty one. Reads only the end of the file."""
     if not metrics.exists():
-        return 0
+        return {}
     with metrics.open("rb") as file:
         file.seek(max(0, metrics.stat().st_size - 2**16))
         lines = file.read().rpartition(b"\n")[0].rsplit(b"\n", 1)
     try:
-        return int(json.loads(lines[-1])["step"])
+        row = json.loads(lines[-1])
+        return row | {"step": int(row["step"])}
     except (ValueError, KeyError, TypeError):
-        return 0
+        return {}
 
 
 def read_attempts(folder: Path) -> list[Row]:

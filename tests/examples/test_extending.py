@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from extending import FILES, ROOT
-from training_runs import SETTINGS, as_flags, environment
+from training_runs import SETTINGS, as_flags, environment, rows_of
 
 from poly_epo_jax.config.keys import ModelSection
 from poly_epo_jax.parallel.sharding import make_mesh
-from poly_epo_jax.records.run_folder import GENERATIONS, METRICS, read_method, read_rows
+from poly_epo_jax.records.run_folder import GENERATIONS, read_method, read_rows
 from poly_epo_jax.startup.trained_policy import open_trained_policy
 
 pytestmark = pytest.mark.slow
@@ -34,14 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def train(folder: Path, caches: dict[str, Path]) -> Train:
-    """Trains with one of the files, from its folder, and returns the rows of metrics.jsonl."""
+    """Trains with one of the files, from its folder, and returns the rows of its training steps."""
 
     def run(name: str, run_dir: str, **settings: object) -> list[dict]:
         command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={name}", *as_flags(settings | caches)]
         here = environment(path=ROOT)
         done = subprocess.run(command, cwd=folder, env=here, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
-        return read_rows(folder / "runs" / run_dir / METRICS)
+        return rows_of(folder / "runs" / run_dir)
 
     return run
 
@@ -76,14 +76,14 @@ def test_an_estimator_that_reads_the_mean_log_probability(train: Train, folder: 
 def test_a_loss_over_whole_sequences(train: Train, folder: Path):
     rows = train("my_loss.py", "my-loss", **SHORT)
     # The first minibatch is on policy and nothing is clipped; the range for the second is narrow.
-    assert all(0 < row["policy/clip_fraction"] < 1 for row in rows[1:])
+    assert all(0 < row["policy/clip_fraction"] < 1 for row in rows)
 
 
 def test_a_task_of_two_turns_is_learnt(train: Train, folder: Path):
     small = {key: value for key, value in SETTINGS.items() if key.startswith("base.") and not key.endswith("_steps")}
     few = {"train.prompts_per_batch": 16, "train.prompts_per_minibatch": 8, "eval.num_generations": 8}
     rows = train("my_task.py", "my-task", **small, **few, **{"train.num_steps": 14})
-    rewards = [row["reward"] for row in rows if "reward" in row]
+    rewards = [row["reward"] for row in rows]
     assert 0.1 < rewards[0] < 0.45
     assert np.mean(rewards[-5:]) > 2 * rewards[0]
 

@@ -19,6 +19,7 @@ from poly_epo_jax.records.tracking import Tracker
 
 FILES = ("metrics.jsonl", "timing.jsonl", "timeline.jsonl", "generations.jsonl")
 CONFIG = '{"seed": 0}'
+WINDOW = {"start": 0.0, "seconds": 1.0, "spans": []}
 
 
 def log_steps(tracker: Tracker, first: int, last: int) -> None:
@@ -28,10 +29,12 @@ def log_steps(tracker: Tracker, first: int, last: int) -> None:
         if step % 2 == 0:
             rows = [{"problem": "p", "generation": i, "response": f"é\n{i}", "reward": rng.random()} for i in range(3)]
             tracker.log_generations(step, rows)
-        tracker.log(step, {"reward": rng.random(), "clusters/correct": rng.normal()}, {"seconds/step": rng.random()})
-        tracker.log_timeline(
-            step, {"start": 2.0 * step, "seconds": 2.0, "spans": [["update", 0.0, rng.random(), step]]}
-        )
+        tracker.log(step, {"reward": rng.random(), "clusters/correct": rng.normal()})
+        if step % 3 == 0:
+            tracker.log(step, {"eval/reward": rng.random()})
+        window = {"start": 2.0 * step, "seconds": 2.0, "spans": [["update", 0.0, rng.random(), step]]}
+        tracker.log_timing(step, {"seconds/step": rng.random()}, window)
+        tracker.show(step)
 
 
 def contents(run_dir: Path) -> dict[str, bytes]:
@@ -62,7 +65,7 @@ def test_resuming_leaves_the_bytes_of_an_uninterrupted_run(tmp_path: Path, check
             file.write(half_row)
     with Tracker(tmp_path / "killed", CONFIG, total_steps=9, resume_step=checkpoint) as tracker:
         kept = read_rows(tmp_path / "killed" / "metrics.jsonl")
-        assert [row["step"] for row in kept] == list(range(checkpoint + 1))
+        assert list(dict.fromkeys(row["step"] for row in kept)) == list(range(checkpoint + 1))
         log_steps(tracker, checkpoint + 1, 9)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
     names = sorted(path.name for path in (tmp_path / "killed").iterdir())
@@ -84,7 +87,8 @@ def test_a_row_is_on_disk_when_log_returns_and_reads_back_exactly(tmp_path: Path
     generation = {"problem": "p", "prompt": "x", "generation": 0, "response": 'a\n"b" \u2028 \ud800', "reward": 1.0}
     tracker = Tracker(tmp_path, CONFIG, total_steps=2, resume_step=-1)
     tracker.log_generations(1, [{**generation, "cluster": None, "advantage": None}])
-    tracker.log(1, metrics, {"seconds/step": 2.5})
+    tracker.log(1, metrics)
+    tracker.log_timing(1, {"seconds/step": 2.5}, WINDOW)
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, **metrics}]
     assert read_rows(tmp_path / "timing.jsonl") == [{"step": 1, "seconds/step": 2.5}]
     assert read_rows(tmp_path / "generations.jsonl") == [{"step": 1, **generation, "cluster": None, "advantage": None}]
@@ -93,7 +97,7 @@ def test_a_row_is_on_disk_when_log_returns_and_reads_back_exactly(tmp_path: Path
 
 def test_rows_are_plain_json_with_step_first_then_by_name(tmp_path: Path):
     with Tracker(tmp_path, CONFIG, total_steps=2, resume_step=-1) as tracker:
-        tracker.log(1, {"z": math.nan, "b": -math.inf, "a": 0.5}, {})
+        tracker.log(1, {"z": math.nan, "b": -math.inf, "a": 0.5})
         tracker.log_generations(
             1, [{"reward": np.float32(0.5), "cluster": np.int64(3), "advantage": np.float64("nan")}]
         )
@@ -120,21 +124,24 @@ def test_a_damaged_row_is_named_and_nothing_is_lost(tmp_path: Path, damage: byte
     path = tmp_path / "metrics.jsonl"
     damaged = path.read_bytes() + damage + b'{"step": 2}\n'
     path.write_bytes(damaged)
-    with pytest.raises(ValueError, match=rf"{re.escape(str(path))}, line 3, is not a row"):
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))}, line 4, is not a row"):
         Tracker(tmp_path, CONFIG, total_steps=9, resume_step=1)
     assert path.read_bytes() == damaged
 
 
 def test_tensorboard_holds_metrics_and_timing_and_forgets_what_is_run_again(tmp_path: Path):
     with Tracker(tmp_path, CONFIG, total_steps=9, resume_step=4) as tracker:
-        tracker.log(5, {"eval/pass@8": 0.5, "bad": math.nan}, {"seconds/step": 2.0})
-    version, start, event = read_events(tmp_path)
+        tracker.log(5, {"eval/pass@8": 0.5, "bad": math.nan})
+        tracker.log_timing(5, {"seconds/step": 2.0}, WINDOW)
+    version, start, event, timing = read_events(tmp_path)
     assert version.file_version == "brain.Event:2"  # from this version on, a session start makes readers purge
     assert (start.session_log.status, start.step) == (SessionLog.START, 5)
     values = {value.tag: value.simple_value for value in event.summary.value}
     assert event.step == 5
     assert math.isnan(values.pop("bad"))
-    assert values == {"eval/pass@8": 0.5, "seconds/step": 2.0}
+    assert values == {"eval/pass@8": 0.5}
+    assert timing.step == 5
+    assert {value.tag: value.simple_value for value in timing.summary.value} == {"seconds/step": 2.0}
 
 
 def test_a_full_disk_is_one_sentence(tmp_path: Path):
@@ -142,7 +149,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path):
         (tmp_path / "metrics.jsonl").unlink()
         (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
         with pytest.raises(OSError, match=r"cannot write to the run folder .* \(No space left on device\)") as caught:
-            tracker.log(1, {"reward": 0.5}, {})
+            tracker.log(1, {"reward": 0.5})
         assert caught.value.errno == errno.ENOSPC
         (tmp_path / "generations.jsonl").unlink()
         (tmp_path / "generations.jsonl").symlink_to("/dev/full")
@@ -151,7 +158,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path):
         (tmp_path / "timeline.jsonl").unlink()
         (tmp_path / "timeline.jsonl").symlink_to("/dev/full")
         with pytest.raises(OSError, match=r"cannot write to the run folder .*No space left on device"):
-            tracker.log_timeline(1, {"start": 0.0, "seconds": 1.0, "spans": []})
+            tracker.log_timing(1, {}, WINDOW)
 
 
 def test_a_run_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path):
@@ -176,9 +183,10 @@ def test_wandb_gets_metrics_and_timing(tmp_path: Path, monkeypatch: pytest.Monke
     wandb = types.SimpleNamespace(init=lambda **options: (calls.append(options), run)[1])
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, wandb_project="p") as tracker:
-        tracker.log(1, {"reward": 0.5}, {"seconds/step": 2.0})
+        tracker.log(1, {"reward": 0.5})
+        tracker.log_timing(1, {"seconds/step": 2.0}, WINDOW)
     options = {"project": "p", "name": "run", "id": "run", "resume": "allow", "config": {"seed": 0}}
-    assert calls == [options, (1, {"reward": 0.5, "seconds/step": 2.0}), "finish"]
+    assert calls == [options, (1, {"reward": 0.5}), (1, {"seconds/step": 2.0}), "finish"]
 
 
 ROW = {"problem": "p", "prompt": "2+2=", "generation": 0, "response": "4", "reward": 1.0, "correct": True, "cluster": 1}
@@ -205,7 +213,7 @@ def test_wandb_itself_takes_the_table(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, value)
     assert isinstance(tracking._wandb_table(ROWS), wandb.Table)
     with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, wandb_project="p") as tracker:
-        tracker.log(2, {"reward": 0.5}, {})
+        tracker.log(2, {"reward": 0.5})
         tracker.log_generations(2, ROWS)
     (table,) = tmp_path.rglob("generations_*.table.json")
     assert json.loads(table.read_text())["data"] == TABLE
@@ -223,7 +231,10 @@ def test_plain_lines_are_few_but_hold_each_evaluation_and_the_last_step(tmp_path
         for step in range(41):
             evaluation = {"eval/reward": 0.25, "eval/correct_clusters@8": 1.5} if step in (0, 7) else {}
             training = {"reward": 0.5, "policy/loss": 1.0} if step else {}
-            tracker.log(step, training | evaluation, {"seconds/step": 2.0, "tokens_per_second": 12345.6})
+            tracker.log(step, training)
+            tracker.log(step, evaluation)
+            tracker.log_timing(step, {"seconds/step": 2.0, "tokens_per_second": 12345.6}, WINDOW)
+            tracker.show(step)
             clock[0] += 2.0
     lines = capsys.readouterr().out.splitlines()
     # At 2 s a step: the first, five steps later, the evaluation at 7, then every five steps; 40 is the last.
@@ -242,8 +253,11 @@ def test_a_terminal_gets_one_screen_of_what_matters(tmp_path: Path, capsys, monk
     stages = ("generate", "grade", "logprobs", "update", "evaluate", "checkpoint", "step")
     timing = {f"seconds/{stage}": 1.25 for stage in stages} | {"tokens_per_second": 12345.6, "sync/share": 0.0625}
     with Tracker(tmp_path, CONFIG, total_steps=9, resume_step=-1) as tracker:
-        tracker.log(0, {name: 0.25 for name in progress._HELD_OUT}, {})
-        tracker.log(1, metrics, timing)
+        tracker.log(0, {name: 0.25 for name in progress._HELD_OUT})
+        tracker.show(0)
+        tracker.log(1, metrics)
+        tracker.log_timing(1, timing, WINDOW)
+        tracker.show(1)
     out = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
     screen = out[out.rindex("training") :].splitlines()
     assert len(screen) <= 12 and max(map(len, screen)) <= 80

@@ -11,11 +11,11 @@ import httpx
 import numpy as np
 import pytest
 from sglang_servers import ROOT, SGLangServer, free_port, require_sglang, require_torch, running
-from training_runs import SETTINGS, as_flags, environment
+from training_runs import SETTINGS, as_flags, environment, rows_of
 
 from poly_epo_jax.config.keys import BaseSection, TaskSection
 from poly_epo_jax.evaluate.folder import read_generations
-from poly_epo_jax.records.run_folder import read_config, read_rows
+from poly_epo_jax.records.run_folder import read_config
 from poly_epo_jax.startup.base_policy import base_policy_folder
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def run(folder: Path, config: str, count: int = 1, torch: str = "", **settings: 
     finally:
         for process in processes:
             process.kill()
-    return read_rows(folder / "metrics.jsonl")
+    return rows_of(folder)
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +95,12 @@ def test_it_learns_over_servers(served, tmp_path):
     """The laptop's run in small, by GRPO, whose reward rises within a few steps."""
     settings = served | {"rollouts.weights_dir": tmp_path / "w", "train.num_steps": 20, "eval.every": 20}
     rows = run(tmp_path / "run", "configs/polynomial.py:grpo", **settings)
-    assert [row["step"] for row in rows] == list(range(21))
+    assert [row["step"] for row in rows] == list(range(1, 21))
     # The servers' policy equals the trainer's token by token, so it learns as it does without them.
-    assert max(row["mismatch/max"] for row in rows[1:]) < 1e-3
-    assert {row["response/staleness"] for row in rows[1:]} == {0.0}
-    assert sum(row["rollouts/resampled"] + row["rollouts/server_failures"] for row in rows[1:]) == 0
-    rewards = [row["reward"] for row in rows[1:]]
+    assert max(row["mismatch/max"] for row in rows) < 1e-3
+    assert {row["response/staleness"] for row in rows} == {0.0}
+    assert sum(row["rollouts/resampled"] + row["rollouts/server_failures"] for row in rows) == 0
+    rewards = [row["reward"] for row in rows]
     assert np.mean(rewards[-5:]) - np.mean(rewards[:3]) > 0.1
     assert not any((tmp_path / "w").glob("*"))  # nothing is left where weights were handed over
 
@@ -130,7 +130,7 @@ def test_one_step_off_policy(served, tmp_path):
     rows = run(tmp_path / "run", "configs/polynomial.py", torch=require_torch(), **settings)
     assert [row["response/staleness"] for row in rows] == [0, 1, 1, 1, 1]
     # The sampler's policy is the trainer's in the first step, and one step behind it afterwards.
-    assert rows[0]["mismatch/max"] < 1e-3 < min(row["mismatch/max"] for row in rows[1:])
+    assert rows[0]["mismatch/max"] < 1e-3 < min(row["mismatch/max"] for row in rows)
     longer = settings | {"train.num_steps": 7}
     rows = run(tmp_path / "run", "configs/polynomial.py", torch=require_torch(), **longer)
     assert [row["step"] for row in rows] == list(range(1, 8))

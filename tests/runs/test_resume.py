@@ -46,8 +46,8 @@ def broken(whole: Run) -> Run:
 
     assert run.stop(17, rng.uniform(0, 2 * one_step), signal.SIGTERM) == [128 + signal.SIGTERM]
     (message,) = [line for line in run.log().splitlines() if line.startswith("SIGTERM")]
-    assert message == f"SIGTERM: saved after step {run.checkpoints()[-1]}; the same command goes on from there."
-    assert run.rows_written() == run.checkpoints()[-1] + 1
+    assert message == f"SIGTERM: Saved after step {run.checkpoints()[-1]}. Rerun the command to resume."
+    assert run.logged_steps() == list(range(run.checkpoints()[-1] + 1))
     run.finish()
     return run
 
@@ -55,10 +55,13 @@ def broken(whole: Run) -> Run:
 def test_the_run_learns_something(whole: Run):
     """Otherwise there would be little to reproduce."""
     rows = read_rows(whole.folder / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(LAST_STEP + 1))
-    assert sum(row["policy/update_norm"] > 0 for row in rows[1:]) > LAST_STEP / 2
+    trained, evaluated = ([row for row in rows if name in row] for name in ("reward", "eval/reward"))
+    assert [row["step"] for row in trained] == list(range(1, LAST_STEP + 1))
+    assert [row["step"] for row in evaluated] == [0, 8, 16, 24]
+    assert len(rows) == len(trained) + len(evaluated)
+    assert sum(row["policy/update_norm"] > 0 for row in trained) > LAST_STEP / 2
     assert any(row["advantage"] for row in read_rows(whole.folder / "generations.jsonl"))
-    assert rows[-1]["policy/reference_kl"] > 0
+    assert trained[-1]["policy/reference_kl"] > 0
 
 
 @pytest.mark.parametrize("name", REPRODUCED)

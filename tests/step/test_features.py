@@ -35,7 +35,7 @@ def graded(
 
 
 def test_features_are_of_the_policys_own_tokens():
-    features = batch_features([graded([0, 1], reply=True), graded([2, 2])], 2)
+    features = batch_features([graded([0, 1], reply=True), graded([2, 2])])
     assert {name: values.tolist() for name, values in features.items()} == {
         "rewards": [[1.0, 0.5], [1.0, 0.5]],
         "clusters": [[0, 1], [2, 2]],
@@ -46,7 +46,7 @@ def test_features_are_of_the_policys_own_tokens():
 
 def test_what_the_judge_adds_is_a_feature():
     embeddings = np.arange(6.0).reshape(2, 3)
-    features = batch_features([graded([0, 1], features={"embeddings": embeddings})] * 2, 2)
+    features = batch_features([graded([0, 1], features={"embeddings": embeddings})] * 2)
     np.testing.assert_array_equal(features["embeddings"], np.stack([embeddings] * 2))
 
 
@@ -55,25 +55,21 @@ def test_a_feature_of_some_groups_or_with_a_taken_name_is_refused(name: str):
     added = {name: np.zeros(2)}
     groups = [graded([0, 1], features=added), graded([0, 1], features=added if name == "rewards" else None)]
     with pytest.raises(
-        ValueError, match=f"The judge adds the feature '{name}' to some groups only, or under a name that"
+        ValueError, match=f"The judge's feature '{name}' is missing from some groups or has a reserved name"
     ):
-        batch_features(groups, 2)
+        batch_features(groups)
 
 
 def test_without_a_judge_there_are_no_clusters():
-    features = batch_features([graded(), graded()], 2)
+    features = batch_features([graded(), graded()])
     assert sorted(features) == sorted(OWN_FEATURES) == ["lengths", "mean_logprob", "rewards"]
 
 
 def test_where_the_judge_failed_on_a_group_there_are_no_clusters():
     failed = dataclasses.replace(graded(), clustering=JudgeFailure("broken", "out of order"))
-    features = batch_features([graded([0, 1], features={"embeddings": np.zeros((2, 3))}), failed], 2)
+    features = batch_features([graded([0, 1], features={"embeddings": np.zeros((2, 3))}), failed])
     assert sorted(features) == sorted(OWN_FEATURES)
     assert {len(values) for values in features.values()} == {2}
-
-
-def test_without_groups_features_are_empty():
-    assert batch_features([], 2)["rewards"].shape == (0, 2)
 
 
 @pytest.mark.parametrize(("normalization", "weight"), [("own", 1 / (2 * 1)), ("max", 1 / (2 * 8))])

@@ -374,7 +374,7 @@ def test_without_minibatches_nothing_changes():
     update = make_update()
     state = start(update)
     after, metrics = update(state, update.with_old_logprobs(state, []))
-    assert metrics == {}
+    assert metrics == {"judge/skipped_updates": 0}
     assert int(after.updates) == 0
     jax.tree.map(np.testing.assert_array_equal, after.params, NOW)
 
@@ -401,7 +401,7 @@ def test_an_update_without_prompts_changes_nothing_but_the_learning_rate():
     first, _ = update(start(update), [minibatch])
     before = jax.device_get(first)
     skipped, metrics = update(first, [[]])
-    assert metrics == {} and int(skipped.updates) == 2
+    assert metrics == {"judge/skipped_updates": 1} and int(skipped.updates) == 2
     assert_trees_close(skipped.params, before.params, atol=0)
     assert_trees_close(moments_of(skipped), moments_of(before), atol=0)
     after, metrics = update(skipped, [minibatch])

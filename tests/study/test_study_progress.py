@@ -20,7 +20,7 @@ def console(terminal: bool) -> tuple[Console, io.StringIO]:
 
 def test_a_terminal_shows_how_far_each_run_under_way_is(tmp_path: Path):
     runs = [FakeRun(tmp_path / name) for name in "ab"]
-    (runs[0].folder / "config.json").write_text(json.dumps({"train": {"num_steps": 6}}))
+    (runs[0].folder / "config.json").write_text(json.dumps({"train": {"num_steps": 6}, "eval": {"every": 2}}))
     (runs[0].folder / "metrics.jsonl").write_text('{"step": 4}\n')
     screen, file = console(terminal=True)
     show = Shown(runs, 0, screen)
@@ -45,11 +45,11 @@ def test_elsewhere_each_event_is_a_line(tmp_path: Path, capsys: pytest.CaptureFi
     show.listener.started(run, "train")
     assert capsys.readouterr().out == "task/a-lr0.001-seed0: train\n"
     show.listener.ended(run, ROW | {"exit": 1, "error": "no [room]: make some."})
-    show.listener.ended(run, ROW | {"exit": 143, "error": "SIGTERM: saved after step 3"})
+    show.listener.ended(run, ROW | {"exit": 143, "error": "SIGTERM: Saved after step 3"})
     show.listener.ended(run, ROW)
     assert file.getvalue().splitlines() == [
         "task/a-lr0.001-seed0: train failed after 0:01:01: no [room]: make some.  (0 of 1 runs finished, 1 failed)",
-        "task/a-lr0.001-seed0: train was ended after 0:01:01: SIGTERM: saved after step 3  "
+        "task/a-lr0.001-seed0: train was ended after 0:01:01: SIGTERM: Saved after step 3  "
         "(0 of 1 runs finished, 1 failed)",
         "task/a-lr0.001-seed0: trained in 0:01:01  (1 of 1 runs finished, 1 failed)",
     ]

@@ -136,7 +136,7 @@ def test_a_signal_ends_all_runs_once_they_have_saved(tmp_path: Path, number: sig
     assert [(tmp_path / name / "saved").exists() for name in "abc"] == [True, True, False]
     rows = read_attempts(tmp_path)
     assert [row["exit"] for row in rows] == [128 + signal.SIGTERM] * 2
-    assert all(row["error"].startswith("SIGTERM: saved after step 3") for row in rows)
+    assert all(row["error"].startswith("SIGTERM: Saved after step 3") for row in rows)
 
 
 def test_a_run_that_a_killed_study_has_left_behind_is_waited_for(tmp_path: Path):

@@ -9,7 +9,7 @@ import pytest
 from fake_studies import NUM_STEPS, write_fake_evaluation, write_fake_run, write_fake_study
 
 from poly_epo_jax.metrics.intervals import mean_interval
-from poly_epo_jax.study.folder import RunState, last_step, run_state
+from poly_epo_jax.study.folder import RunState, last_row, run_state
 from poly_epo_jax.study.results import CORRECT_OF_8, REWARD, read_results
 
 SETS = ("polynomial", "poly_epo", 5e-4)
@@ -60,11 +60,13 @@ def test_a_run_is_where_its_last_whole_row_is(tmp_path: Path):
     run = tmp_path / "run"
     assert run_state(run) == RunState() and str(run_state(run)) == "not started"
     run.mkdir()
-    (run / "config.json").write_text(json.dumps({"train": {"num_steps": 3}}))
+    (run / "config.json").write_text(json.dumps({"train": {"num_steps": 3}, "eval": {"every": 3}}))
     assert run_state(run) == RunState(0, 3)
     (run / "metrics.jsonl").write_text('{"step": 2, "long": "' + "x" * 70_000 + '"}\n{"step": 3}\n{"step": 4')
-    assert last_step(run / "metrics.jsonl") == 3 and run_state(run) == RunState(3, 3, is_finished=False)
+    assert last_row(run / "metrics.jsonl") == {"step": 3} and run_state(run) == RunState(3, 3, is_finished=False)
     (run / "checkpoints" / "3").mkdir(parents=True)
+    assert not run_state(run).is_finished  # stopped during the evaluation after the last step
+    (run / "metrics.jsonl").write_text('{"step": 3}\n{"step": 3, "eval/reward": 0.5}\n')
     assert run_state(run).is_finished
 
 

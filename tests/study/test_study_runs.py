@@ -12,7 +12,7 @@ import pytest
 from fakes import PATIENCE
 from training_runs import SETTINGS, environment
 
-from poly_epo_jax.study.folder import last_step, read_attempts
+from poly_epo_jax.study.folder import last_row, read_attempts
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 6
@@ -74,7 +74,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> 
 def test_every_run_is_a_run_folder_that_is_evaluated_and_reported(whole: Started):
     assert sorted(path.name for path in (whole.folder / "polynomial").iterdir()) == sorted(RUNS)
     for name in RUNS:
-        assert last_step(whole.run(name) / "metrics.jsonl") == NUM_STEPS
+        assert last_row(whole.run(name) / "metrics.jsonl")["step"] == NUM_STEPS
         assert (whole.folder / "evaluation" / "polynomial" / f"polynomial-{name}" / "results.json").exists()
         assert f"polynomial/{name}: trained in 0:0" in whole.log()
     assert "(2 of 2 runs finished)" in whole.log()
@@ -94,7 +94,7 @@ def test_a_finished_study_is_left_alone(whole: Started):
 
 def await_step(study: Started, run: str, step: int, process: "subprocess.Popen[bytes]") -> None:
     deadline = time.monotonic() + 10 * PATIENCE
-    while last_step(study.run(run) / "metrics.jsonl") < step:
+    while last_row(study.run(run) / "metrics.jsonl").get("step", 0) < step:
         assert process.poll() is None and time.monotonic() < deadline, study.log()
         time.sleep(0.002)
 
@@ -110,7 +110,7 @@ def test_killed_and_resumed_and_on_other_cores_it_leaves_the_same_bytes(
     assert process.wait(timeout=300) == 128 + signal.SIGTERM, study.log()
     assert "SIGTERM: every run has saved its last step; the same command goes on from there." in study.log()
     saved = max(int(path.name) for path in (study.run(RUNS[0]) / "checkpoints").iterdir() if path.name.isdigit())
-    assert saved >= 3 and last_step(study.run(RUNS[0]) / "metrics.jsonl") == saved
+    assert saved >= 3 and last_row(study.run(RUNS[0]) / "metrics.jsonl")["step"] == saved
 
     process = study.start()
     await_step(study, RUNS[1], 1, process)

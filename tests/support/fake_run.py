@@ -18,7 +18,7 @@ def main(folder: Path, how: str) -> None:
 
         def save(number: int, _: object) -> None:
             (folder / "saved").touch()
-            print("SIGTERM: saved after step 3; the same command goes on from there.", file=sys.stderr)
+            print("SIGTERM: Saved after step 3. Rerun the command to resume.", file=sys.stderr)
             sys.exit(128 + number)
 
         signal.signal(signal.SIGTERM, save)

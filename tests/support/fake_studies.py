@@ -70,7 +70,7 @@ def write_fake_run(folder: Path, member: Member, num_steps: int = NUM_STEPS) -> 
         rows.append(row)
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     advantages = "grpo" if member.method == "grpo" else member.method
-    config = {"seed": member.seed, "workdir": str(run), "train": {"num_steps": NUM_STEPS}}
+    config = {"seed": member.seed, "workdir": str(run), "train": {"num_steps": NUM_STEPS}, "eval": {"every": 5}}
     config |= {"algo": {"advantages": advantages}, "optimizer": {"learning_rate": member.rate}}
     (run / "config.json").write_text(json.dumps(config))
     (run / "about.json").write_text(json.dumps({"method": member.method, "versions": [VERSIONS]}))

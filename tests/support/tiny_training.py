@@ -27,7 +27,7 @@ from poly_epo_jax.step.objective import Objective
 from poly_epo_jax.step.packing import pack
 from poly_epo_jax.step.update import PolicyUpdate
 from poly_epo_jax.system.signals import Stop
-from poly_epo_jax.train import Schedule, Trained, Trainer, train
+from poly_epo_jax.train import Trainer, TrainProgress, TrainSchedule, train
 from poly_epo_jax.types import Judge, Metrics, Params, Sampling, Task
 
 
@@ -92,11 +92,11 @@ def train_tiny(
         packer=MinibatchPacker(2, partial(pack, row_tokens=8, rows_per_microbatch=4), "max", max_tokens=2),
         update=update,
         timeline=timeline,
-        trained=Trained(0, update.init(first), batches.get_state()),
+        progress=TrainProgress(0, update.init(first), batches.get_state()),
         reference=on_mesh(tiny_params(), mesh) if algo.kl_coef else None,
         set_size=algo.set_size,
     )
-    schedule = Schedule(num_steps, config.eval.every, config.checkpoint.every, log_generations=1)
+    schedule = TrainSchedule(num_steps, config.eval.every, config.checkpoint.every, log_generations=1)
 
     def evaluate() -> Awaitable[Metrics]:
         return evaluate_held_out(rollouts, task, judge, task.held_out_problems, 2, Sampling(2), stop)

@@ -15,7 +15,9 @@ from user_packages import user_variables
 
 from poly_epo_jax.config.keys import ModelSection
 from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.records.run_folder import METRICS, read_rows
 from poly_epo_jax.startup.trained_policy import open_trained_policy
+from poly_epo_jax.system.json_files import Row
 from poly_epo_jax.types import Params
 
 # The smallest policy, and small settings throughout.
@@ -53,6 +55,11 @@ def environment(compile_fast: bool = True, packages: Sequence[str] = (), path: s
     # Every program is cached, not only those that compile slowly: all processes except the first start fast.
     variables = {"XLA_FLAGS": flags, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return os.environ | variables | user_variables(*packages, path=str(path))
+
+
+def rows_of(folder: Path, metric: str = "reward") -> list[Row]:
+    """Returns the rows of a run's metrics.jsonl that hold a metric: by default those of its training steps."""
+    return [row for row in read_rows(folder / METRICS) if metric in row]
 
 
 class Run:
@@ -101,7 +108,7 @@ class Run:
         """
         processes = self.start()
         try:
-            while self.rows_written() <= step:
+            while len(self.logged_steps()) <= step:
                 assert all(process.poll() is None for process in processes), self.log()
                 time.sleep(0.002)
             time.sleep(delay)
@@ -110,9 +117,9 @@ class Run:
         finally:
             _kill(processes)
 
-    def rows_written(self) -> int:
-        path = self.folder / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
+    def logged_steps(self) -> list[int]:
+        """The steps that have a row, in order."""
+        return list(dict.fromkeys(row["step"] for row in read_rows(self.folder / METRICS)))
 
     def bytes(self, *names: str) -> list[bytes]:
         return [(self.folder / name).read_bytes() for name in names]

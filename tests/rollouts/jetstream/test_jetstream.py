@@ -25,11 +25,10 @@ from fakes import (
     until,
 )
 from sglang_servers import free_port
-from training_runs import SETTINGS, as_flags, environment
+from training_runs import SETTINGS, as_flags, environment, rows_of
 
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.parallel.sharding import make_mesh
-from poly_epo_jax.records.run_folder import read_rows
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
@@ -375,9 +374,9 @@ def test_training_raises_the_reward(tmp_path, caches):
     env = environment(packages=["google-jetstream"])
     ended = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    rewards = [row["reward"] for row in rows[1:]]
+    rows, evaluations = rows_of(tmp_path / "run"), rows_of(tmp_path / "run", "eval/reward")
+    rewards = [row["reward"] for row in rows]
     assert len(rewards) == 20 and np.mean(rewards[-5:]) - np.mean(rewards[:3]) > 0.1
-    assert rows[-1]["eval/reward"] - rows[0]["eval/reward"] > 0.05
-    assert max(row["mismatch/max"] for row in rows[1:]) < 1e-3
-    assert {row["response/staleness"] for row in rows[1:]} == {0.0}
+    assert evaluations[-1]["eval/reward"] - evaluations[0]["eval/reward"] > 0.05
+    assert max(row["mismatch/max"] for row in rows) < 1e-3
+    assert {row["response/staleness"] for row in rows} == {0.0}
