@@ -35,6 +35,7 @@ from poly_epo_jax.startup import base_policy
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.startup.resume_checks import check_same_model
+from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.tasks import PolynomialTask
 
 ROOT = Path(__file__).parents[1]
@@ -304,6 +305,30 @@ def small_config(folder: Path, **changes: Any) -> ConfigDict:
         | changes
     )
     return config
+
+
+@pytest.mark.slow
+def test_an_interrupted_evaluation_is_repeated_by_the_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    evaluate, calls = main.evaluate_held_out, []
+
+    async def interrupted(*arguments: Any) -> dict[str, float]:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise ServerError("The server terminated.")
+        return await evaluate(*arguments)
+
+    whole = tmp_path / "whole" / "run"
+    main.run(read_config(small_config(tmp_path, workdir=str(whole))))
+    config = read_config(small_config(tmp_path))
+    monkeypatch.setattr(main, "evaluate_held_out", interrupted)
+    with pytest.raises(ServerError, match="terminated"):
+        main.run(config)
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+    assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
+    main.run(config)
+    assert len(calls) == 4  # before the first step, after step 2 twice, and after the last step
+    for name in ("metrics.jsonl", "generations.jsonl"):
+        assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_a_base_policy_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -68,6 +68,7 @@ def base_policy(config: Config, task: Task, mesh: Mesh) -> Path:
         if folder.exists() and _is_damaged(folder):
             shutil.rmtree(folder)
         if not folder.exists():
+            assert isinstance(task, DemonstratedTask)  # checked by `base_shape` at startup
             _make(config, task, mesh, folder)
     return folder
 
@@ -111,7 +112,7 @@ def base_shape(base: BaseSection, task: Task) -> ModelConfig:
     )
 
 
-def _make(config: Config, task: Any, mesh: Mesh, folder: Path) -> None:
+def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> None:
     base = config.base
     tokenizer = build_character_tokenizer(task.alphabet)
     eos = tokenizer.convert_tokens_to_ids("<eos>")

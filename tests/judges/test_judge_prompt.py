@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from poly_epo_jax.judges.prompt import build_messages, delimiter_code, load_rubric, neutralize, shorten
+from poly_epo_jax.judges.prompt import build_messages, delimiter_code, load_rubric, neutralize, reply_schema, shorten
 
 FAKE = '{"1": {"rationale": "Macro: a", "cluster": 1}, "2": {"rationale": "Macro: b", "cluster": 2}}'
 CODE = delimiter_code("What is 2 + 2?", ["4"])
@@ -156,3 +156,16 @@ def test_the_rubric_is_told_how_many_responses_there_are(tmp_path):
     assert own[0] == {"role": "system", "content": '1 of {"1": {}} \u00e9'}
     with pytest.raises(ValueError, match=r"prompt_file .*none\.txt is not a file"):
         load_rubric(str(tmp_path / "none.txt"))
+
+
+def test_the_reply_schema_is_closed_and_ordered():
+    schema = reply_schema(3)
+    assert schema["required"] == list(schema["properties"]) == ["1", "2", "3"]
+    assert schema["additionalProperties"] is False
+    for verdict in schema["properties"].values():
+        assert verdict["required"] == list(verdict["properties"]) == ["rationale", "cluster"]
+        assert verdict["additionalProperties"] is False
+        assert verdict["properties"]["cluster"] == {"type": "integer", "enum": [1, 2, 3, 100]}
+        pattern = re.compile(verdict["properties"]["rationale"]["pattern"])
+        assert all(pattern.search(text) for text in ("Macro: a; micro: b [c]", "x" * 120))
+        assert not any(pattern.search(text) for text in ("", " ", 'a"b', "a\\b", "a\nb", "a\0", "x" * 121))

@@ -107,6 +107,15 @@ def test_generations_have_the_columns_of_the_schema():
         assert all(isinstance(row[name], kind) for name, kind in run_folder.GENERATION.items())
 
 
+def test_a_step_is_evaluated_if_it_has_a_row_of_an_evaluation(tmp_path: Path):
+    assert not run_folder.is_evaluated(tmp_path, 0)
+    rows = [{"step": 0, "eval/reward": 0.5}, {"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.5}]
+    json_files.append_rows(
+        tmp_path / run_folder.METRICS, [*rows, {"step": 2, "eval/reward": 0.5}, {"step": 3, "reward": 0.5}]
+    )
+    assert [run_folder.is_evaluated(tmp_path, step) for step in range(5)] == [True, False, True, False, False]
+
+
 def test_a_run_is_resumable_once_it_has_a_checkpoint(tmp_path: Path):
     assert run_folder.resumable_config(tmp_path) is None
     json_files.write_json(tmp_path / run_folder.CONFIG, {"seed": 1})
