@@ -160,7 +160,7 @@ def test_what_goes_wrong_is_said(server: Server, broken: str, says: str, tmp_pat
 
 def test_routers_are_refused(tmp_path: Path, monkeypatch):
     rollouts = opened(Server(router=True), monkeypatch, tmp_path)
-    with pytest.raises(ServerError, match="needs the servers themselves in"):
+    with pytest.raises(ServerError, match=r"list the servers themselves in rollouts.urls"):
         asyncio.run(rollouts.sleep())
 
 

@@ -56,7 +56,7 @@ class AdoptedWeights:
         """
         await self.dialect.wait_for(url, self._wait_seconds)
         if await self._name_at(url) != self.name:
-            raise ServerError(f"{url} changed weights while they were generated from; begin anew.")
+            raise ServerError(f"{url} changed weights during the batch; rerun the evaluation.")
 
     async def update(
         self, urls: Sequence[str], params: Params, version: int, idle: Callable[[], Awaitable[None]]

@@ -75,7 +75,7 @@ class SGLangSampler:
         """Yields the completions of each request as soon as all of them have arrived.
 
         Raises:
-          ServerError: no server is left, one refuses a request, or none answers it correctly.
+          ServerError: If no server is left, one rejects a request, or all answers to a request are invalid.
         """
         servers = await self._weights.servers(self.urls)
         fleet = Fleet(servers, self._weights.current, self.max_concurrent, self._weights.ensure_current)
@@ -98,8 +98,8 @@ class SGLangSampler:
     async def push_weights(self, params: Params, version: int) -> None:
         """Loads the weights into every server that answers, and verifies that it uses them, with an empty cache.
 
-        Generations in progress keep the weights they began with, even on a server that comes back: the new weights are
-        prepared alongside the old ones, and pushed once all of those generations are complete.
+        Generations in progress finish with the weights that they started with, even on a server that restarts: the new
+        weights are prepared alongside the old ones, and pushed once all of these generations are complete.
 
         Raises:
           ServerError: If a server does not accept the weights, or continues with others.

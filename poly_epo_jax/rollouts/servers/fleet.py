@@ -54,7 +54,7 @@ class Fleet:
         """The server with the fewest outstanding tokens, once one has room; not `other_than` if another one is up.
 
         Raises:
-          ServerError: every server has been given up.
+          ServerError: If every server has been given up.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._next(num_generations, other_than) or not self._any_left())

@@ -85,7 +85,7 @@ class ServedWeights:
         """Makes new weights the current ones, and pushes them to all servers that answer.
 
         The weights are prepared alongside the current ones. Until `idle` returns, servers generate from the current
-        weights, and servers that come back are given these.
+        weights, which are also given to servers that restart.
 
         Args:
           urls: Servers and routers. All of these servers must answer, but only one worker of each router. Workers that
@@ -131,8 +131,8 @@ class ServedWeights:
             return
         if any([(await self._endpoint(url)).is_router for url in urls]):
             raise ServerError(
-                "rollouts.options.sleep=True needs the servers themselves in rollouts.urls, not a router, which would "
-                "take those that sleep for dead."
+                "rollouts.options.sleep=True does not support routers, which treat sleeping servers as failed; list "
+                "the servers themselves in rollouts.urls."
             )
         try:
             async with open_client(self._timeout_seconds) as client:

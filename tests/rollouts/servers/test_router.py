@@ -28,7 +28,7 @@ class Routed:
         self.listed: list[str] = list(WORKERS)
         self.dead: set[str] = set()
         self.served: list[tuple[str, str]] = []  # which worker generated, from which weights
-        self.takes_weights = True
+        self.fixed: set[str] = set()  # workers that accept no weights
         self.hung: set[str] = set()
         self.dying = ""  # a worker that dies when it is given weights
         self.first = ""  # a worker that must generate before the others do
@@ -67,7 +67,7 @@ class Routed:
     def serve(self, url: str, request: httpx.Request) -> httpx.Response:
         path = request.url.path
         if request.method == "GET":
-            if path == "/update_weights_from_disk" and not self.takes_weights:
+            if path == "/update_weights_from_disk" and url in self.fixed:
                 return httpx.Response(404)
             return answer_to_get(path, weight_version=self.versions[url])
         body = json.loads(request.content)
@@ -202,11 +202,23 @@ def test_a_router_is_evaluated_as_it_is(monkeypatch):
 
 def test_a_worker_that_takes_no_weights_is_refused_at_the_start(tmp_path: Path, monkeypatch):
     fake = Routed()
-    fake.takes_weights = False
+    fake.fixed = set(WORKERS)
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
     with pytest.raises(ServerError, match=r"http://a has no /update_weights_from_disk .* rollouts.name=embedded"):
         asyncio.run(rollouts.push_weights(tiny_params(1), 1))
     assert not any(tmp_path.iterdir())  # no weights were written
+
+
+def test_a_worker_that_joins_and_takes_no_weights_is_given_up(tmp_path: Path, monkeypatch, capsys):
+    fake = Routed()
+    fake.listed.remove(WORKERS[1])
+    rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
+    asyncio.run(rollouts.push_weights(tiny_params(1), 1))
+    fake.listed.append(WORKERS[1])
+    fake.fixed.add(WORKERS[1])
+    collect(rollouts, tiny_problems(32, 8), 4, Sampling(4))
+    assert_served(fake, WORKERS[:1], "1", 32)
+    assert "given up for this batch: http://b has no /update_weights_from_disk" in capsys.readouterr().err
 
 
 def test_a_router_in_trouble_is_named(tmp_path: Path, monkeypatch):
