@@ -25,6 +25,7 @@ from poly_epo_jax.judges import llm
 from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.rollouts import sglang as requests
 from poly_epo_jax.rollouts.servers import client, served_weights
+from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
 from poly_epo_jax.rollouts.servers.client import SGLangSampler
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
@@ -33,6 +34,7 @@ from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.types import Clustering, Group, JudgeFailure, Problem, Request, Sampling
 
 SECONDS = 0.5  # the most that an answer may take
+LIMITS = {"vocab_size": VOCABULARY, "max_concurrent": 8, "timeout_seconds": SECONDS}
 PATIENCE = 30.0  # seconds, for requests that are repeated up to eight times
 MEMORY = 10**8  # bytes
 FOR_EVER = 10**9
@@ -76,9 +78,7 @@ def _targets(folder: Path) -> Iterator[tuple[str, str, list[Lie], Try]]:
     yield "weights", "POST /generate", [*lies_about(*checked), *quick], push
     worker = ("workers", 0)
     named = [("workers",), worker, (*worker, "url"), (*worker, "id"), (*worker, "model_id")]
-    # A router may have no worker: then nobody generates.
-    about_workers = [lie for lie in lies_about(*named) if lie.name != "workers=[]"]
-    yield "router", "GET /workers", [*about_workers, *quick], push
+    yield "router", "GET /workers", [*lies_about(*named), *quick], push
 
 
 async def _outcome(kind: str, path: str, lie: Lie, times: int, use: Try) -> str:
@@ -103,8 +103,7 @@ async def _outcome(kind: str, path: str, lie: Lie, times: int, use: Try) -> str:
 
 
 async def _sample(server: LyingServer, for_ever: bool) -> str:
-    limits = {"vocab_size": VOCABULARY, "max_concurrent": 8, "timeout_seconds": SECONDS, "wait_seconds": 1.0}
-    sampler = SGLangSampler([server.url], None, STOP_IDS, **limits)
+    sampler = SGLangSampler([server.url], AdoptedWeights(1.0), STOP_IDS, **LIMITS)
     seeds = np.arange(3, 3 + np.random.default_rng().integers(1, 3), dtype=np.uint32)
     request = Request("p", np.array([3, 4, 5]), seeds, MAX_TOKENS)
     try:
@@ -148,8 +147,7 @@ async def _judge(server: LyingServer, for_ever: bool) -> str:
 
 async def _push(server: LyingServer, for_ever: bool, folder: Path) -> str:
     weights = ServedWeights(DiskSync(folder, "run", TINY, "float32"), 8, SECONDS, 1.0)
-    limits = {"vocab_size": VOCABULARY, "max_concurrent": 8, "timeout_seconds": SECONDS, "wait_seconds": 1.0}
-    sampler = SGLangSampler([server.url], weights, STOP_IDS, **limits)
+    sampler = SGLangSampler([server.url], weights, STOP_IDS, **LIMITS)
     try:
         await sampler.push_weights(PARAMS, 1)
     except ServerError as error:

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -11,6 +10,7 @@ from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
+from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
 from poly_epo_jax.rollouts.servers.client import SGLangSampler
 from poly_epo_jax.rollouts.servers.dialect import ServedModel
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
@@ -39,7 +39,7 @@ def _jetstream(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config
 def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, *, sleep: bool = False) -> SGLangSampler:
     if sleep and config.train.staleness:
         raise ConfigError("rollouts.options.sleep=True lets no server generate meanwhile; set train.staleness=0.")
-    section, limits, longest = config.rollouts, _limits(config), config.train.max_prompt_tokens
+    section, longest = config.rollouts, config.train.max_prompt_tokens
     if section.shared and not hosts.is_first():
         sync = None
     elif section.weight_sync == "disk":
@@ -49,12 +49,24 @@ def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, *
         sync = TensorSync(model.config, section.weights_dtype, section.tensor_parallel)
     weights = ServedWeights(sync, longest, section.timeout_seconds, section.wait_seconds, sleeps=sleep)
     urls = [url.strip() for url in section.urls.split(",") if url.strip()]
-    return SGLangSampler(urls, weights, stop_ids, vocab_size=model.config.vocab_size, **limits)
+    return _client(urls, weights, model, stop_ids, config)
 
 
-def _limits(config: Config) -> dict[str, Any]:
-    """The limits on requests to servers: how many at once, and how long they may take."""
-    return {name: getattr(config.rollouts, name) for name in ("max_concurrent", "timeout_seconds", "wait_seconds")}
+def _client(
+    urls: Sequence[str],
+    weights: ServedWeights | AdoptedWeights,
+    model: Qwen3,
+    stop_ids: Sequence[int],
+    config: Config,
+) -> SGLangSampler:
+    return SGLangSampler(
+        urls,
+        weights,
+        stop_ids,
+        vocab_size=model.config.vocab_size,
+        max_concurrent=config.rollouts.max_concurrent,
+        timeout_seconds=config.rollouts.timeout_seconds,
+    )
 
 
 def open_weights(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, max_prompt_tokens: int) -> Sampler:
@@ -73,7 +85,7 @@ async def served_model(url: str) -> ServedModel:
 
 def open_server(url: str, model: Qwen3, stop_ids: Sequence[int], config: Config) -> Sampler:
     """Returns a sampler for evaluating whatever weights a server of this model has."""
-    return SGLangSampler([url], None, stop_ids, vocab_size=model.config.vocab_size, **_limits(config))
+    return _client([url], AdoptedWeights(config.rollouts.wait_seconds), model, stop_ids, config)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,7 +157,7 @@ async def wait_until_healthy(url: str, seconds: float, name: str, headers: Mappi
       ServerError: the server did not answer so within `seconds`, or it wants another key.
     """
     start, announced, status = time.monotonic(), False, 0
-    async with open_client(10.0) as client:
+    async with open_client(min(10.0, max(1.0, seconds))) as client:
         while True:
             try:
                 response = await client.get(url, headers=headers)

@@ -21,6 +21,7 @@ from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts import SAMPLERS, sglang
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.servers.client import SGLangSampler
+from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
 from poly_epo_jax.rollouts.sglang import SGLANG
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.startup.read_config import read_config
@@ -77,7 +78,7 @@ class Server:
 def opened(server: Server, monkeypatch: pytest.MonkeyPatch, folder: Path, sleeps: bool = True) -> Rollouts:
     rollouts = open_rollouts(server.handle, monkeypatch, [URL], folder)
     assert isinstance(rollouts.sampler, SGLangSampler) and isinstance(rollouts.sampler, Sleeping)
-    assert rollouts.sampler._weights is not None
+    assert isinstance(rollouts.sampler._weights, ServedWeights)
     rollouts.sampler._weights.sleeps = sleeps
     return rollouts
 
@@ -159,8 +160,7 @@ def test_what_goes_wrong_is_said(server: Server, broken: str, says: str, tmp_pat
 
 def test_routers_are_refused(tmp_path: Path, monkeypatch):
     rollouts = opened(Server(router=True), monkeypatch, tmp_path)
-    asyncio.run(rollouts.sampler._probe([URL]))  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ServerError, match="needs the servers themselves in"):
+    with pytest.raises(ServerError, match=r"list the servers themselves in rollouts.urls"):
         asyncio.run(rollouts.sleep())
 
 

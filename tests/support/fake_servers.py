@@ -12,6 +12,7 @@ from fakes import PATIENCE, TINY, TINY_ALPHABET, ByLetter
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.servers import client as sglang
 from poly_epo_jax.rollouts.servers import served_weights
+from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
 from poly_epo_jax.rollouts.servers.client import SGLangSampler
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
@@ -21,18 +22,29 @@ Handler = Callable[[httpx.Request], Any]
 
 
 def open_rollouts(
-    handle: Handler, monkeypatch: pytest.MonkeyPatch, urls: Sequence[str], folder: Path | None, **changes: Any
+    handle: Handler,
+    monkeypatch: pytest.MonkeyPatch,
+    urls: Sequence[str],
+    folder: Path | None,
+    wait_seconds: float = PATIENCE,
 ) -> Rollouts:
-    """Rollouts whose every request `handle` answers; weights go through `folder`, or are left as they are."""
+    """Returns rollouts whose requests `handle` answers.
 
+    Args:
+      handle: Answers all requests.
+      urls: Servers and routers.
+      folder: Weights are pushed through this folder. If None, the servers keep their weights.
+      wait_seconds: Maximum time in seconds to wait for a server.
+    """
     monkeypatch.setattr(servers, "open_transport", lambda: httpx.MockTransport(handle))
     for module in (served_weights, sglang):
         monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
-    limits = {"max_concurrent": 64, "timeout_seconds": PATIENCE, "wait_seconds": PATIENCE} | changes
-    weights = None
+    weights = AdoptedWeights(wait_seconds)
     if folder is not None:
-        weights = served_weights.ServedWeights(DiskSync(folder, "a run", TINY, "float32"), 8, PATIENCE, PATIENCE)
-    sampler = SGLangSampler(urls, weights, (1, 14), vocab_size=TINY.vocab_size, **limits)
+        sync = DiskSync(folder, "a run", TINY, "float32")
+        weights = served_weights.ServedWeights(sync, 8, PATIENCE, wait_seconds)
+    limits = {"vocab_size": TINY.vocab_size, "max_concurrent": 64, "timeout_seconds": PATIENCE}
+    sampler = SGLangSampler(urls, weights, (1, 14), **limits)
     return Rollouts(sampler, build_character_tokenizer(TINY_ALPHABET), ByLetter(), 8)
 
 

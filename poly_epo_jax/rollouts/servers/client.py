@@ -12,10 +12,10 @@ import numpy as np
 
 from poly_epo_jax.records.timeline import waiting
 from poly_epo_jax.rollouts.completion_check import completion_flaw
-from poly_epo_jax.rollouts.servers.dialect import Answer, Dialect, Endpoint
+from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
+from poly_epo_jax.rollouts.servers.dialect import Answer
 from poly_epo_jax.rollouts.servers.fleet import Fleet, Server
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
-from poly_epo_jax.rollouts.sglang import SGLANG, check_awake
 from poly_epo_jax.system.http_client import MAX_BYTES, ServerError, WrongAnswer, backoff_seconds, describe, open_client
 from poly_epo_jax.types import Completion, FinishReason, Metrics, Params, Request, Sampling
 
@@ -39,43 +39,35 @@ class _Draw:
 class SGLangSampler:
     """A client of one or more SGLang servers that serve the policy, or of routers in front of such servers.
 
-    All generations come from weights of one version. A generation that a server wrote with other weights, did not
-    finish, or cannot have drawn is resampled with the same seed; in the last case by another server if there is one.
-    (SGLang heeds the seeds if it runs with --enable-deterministic-inference.)
+    All generations of a batch come from the same weights. Generations from other weights, aborted generations and
+    invalid generations are resampled with the same seed, invalid ones by another server if there is one. (SGLang
+    respects seeds if it runs with --enable-deterministic-inference.)
 
     Args:
-      urls: servers, or a router, whose workers are then given the weights and the prompts. Without weights, the router
-        itself is given the prompts.
-      weights: the weights to give them; None: no weights, and generations come from those that the servers have.
-      stop_ids: a generation ends with any of these tokens.
-      vocab_size: all token ids are below this.
-      max_concurrent: how many generations one URL is given at once.
-      timeout_seconds: for the generations of one prompt, and for one weight update.
-      wait_seconds: how long to wait for a server that does not answer, at the start or later.
-      dialect: the servers' dialect.
+      urls: Servers and routers.
+      weights: Pushes the policy's weights to the servers, or adopts the weights that they have.
+      stop_ids: Tokens that end a generation.
+      vocab_size: Size of the vocabulary. Answers with larger token ids are rejected.
+      max_concurrent: Maximum number of generations that one server is given at once.
+      timeout_seconds: Timeout in seconds for the generations of one prompt.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
-        weights: ServedWeights | None,
+        weights: ServedWeights | AdoptedWeights,
         stop_ids: Sequence[int],
         *,
         vocab_size: int,
         max_concurrent: int,
         timeout_seconds: float,
-        wait_seconds: float,
-        dialect: Dialect = SGLANG,
     ):
         self.urls = [url.rstrip("/") for url in urls]
         self.stop_ids = tuple(stop_ids)
         self.vocab_size = vocab_size
         self.max_concurrent = max_concurrent
         self.timeout_seconds = timeout_seconds
-        self.wait_seconds = wait_seconds
-        self._weights, self._dialect = weights, dialect
-        self._adopted = ""
-        self._endpoints: dict[str, Endpoint] = {}
+        self._weights = weights
         self._running: set[asyncio.Task[None]] = set()
         self._counts = Counter[str]()
 
@@ -83,14 +75,10 @@ class SGLangSampler:
         """Yields the completions of each request as soon as all of them have arrived.
 
         Raises:
-          ServerError: no server is left, one refuses a request, or none answers it correctly.
+          ServerError: If no server is left, one rejects a request, or all answers to a request are invalid.
         """
-        if self._weights is None:
-            await self._probe(self.urls)
-            await self._adopt_weights()
-            fleet = Fleet(self.urls, self.max_concurrent, self._revive)
-        else:
-            fleet = Fleet(await self._weight_servers(), self.max_concurrent, self._revive, self._weights.unfinished)
+        servers = await self._weights.servers(self.urls)
+        fleet = Fleet(servers, self._weights.current, self.max_concurrent, self._weights.ensure_current)
         tasks = [
             asyncio.create_task(self._complete(fleet, _Draw(place, request), sampling))
             for place, request in enumerate(requests)
@@ -108,30 +96,20 @@ class SGLangSampler:
             await batch
 
     async def push_weights(self, params: Params, version: int) -> None:
-        """Loads the weights into every server and verifies that each generates from them, with an empty cache.
+        """Loads the weights into every server that answers, and verifies that it uses them, with an empty cache.
 
-        Generations in progress keep the weights they began with, even on a server that comes back: the new weights are
-        prepared alongside the old ones, and pushed once all of those generations are complete.
+        Generations in progress finish with the weights that they started with, even on a server that restarts: the new
+        weights are prepared alongside the old ones, and pushed once all of these generations are complete.
 
         Raises:
-          ServerError: a server does not accept the weights, or continues with others.
-          OSError: the weights cannot be written.
+          ServerError: If a server does not accept the weights, or continues with others.
+          OSError: If the weights cannot be written.
         """
-        if self._weights is None:
-            raise ValueError("This sampler was opened to leave the servers' weights as they are; give it weights.")
-        await self._weight_servers()  # a server that takes no weights is refused before any are written
-        await asyncio.to_thread(self._weights.prepare, params, version)
-        with waiting():
-            while self._running:
-                await asyncio.wait(self._running)
-        await asyncio.to_thread(self._weights.switch, version)
-        await self._weights.push(await self._weight_servers())
+        await self._weights.update(self.urls, params, version, self._idle)
 
     async def sleep(self) -> None:
         """Leaves the servers' memory to the trainer until weights are pushed, if `weights.sleeps`."""
-        if self._weights is not None:
-            routers = [endpoint.url for endpoint in self._endpoints.values() if endpoint.is_router]
-            await self._weights.sleep(self.urls, routers)
+        await self._weights.sleep(self.urls)
 
     def metrics(self) -> Metrics:
         """Server failures, resampled generations, and how many of those were wrong, since the last call."""
@@ -139,51 +117,14 @@ class SGLangSampler:
         return {f"rollouts/{name}": float(counts[name]) for name in ("server_failures", "resampled", "wrong_answers")}
 
     def close(self) -> None:
-        if self._weights is not None:
-            self._weights.close()
+        """Frees the weights."""
+        self._weights.close()
 
-    async def _probe(self, urls: Sequence[str]) -> None:
-        """Probes each URL once."""
-        new = [url for url in urls if url not in self._endpoints]
-        await asyncio.gather(*(self._dialect.wait_for(url, self.wait_seconds) for url in new))
-        for endpoint in await asyncio.gather(*map(self._dialect.probe, new)):
-            self._endpoints[endpoint.url] = endpoint
-
-    async def _weight_servers(self) -> list[str]:
-        """The servers that hold weights: those in `urls`, and the workers behind the routers in it."""
-        await self._probe(self.urls)
-        urls = []
-        for url in self.urls:
-            urls += await self._dialect.workers(url, self.wait_seconds) if self._endpoints[url].is_router else [url]
-        await self._probe(urls)
-        for url in urls:
-            if not self._endpoints[url].takes_weights:
-                raise ServerError(
-                    f"{url} has no /update_weights_from_disk (sglang-jax has none), so it can be evaluated but not "
-                    "trained over; train over SGLang servers, or with rollouts.name=embedded."
-                )
-        return urls
-
-    async def _adopt_weights(self) -> None:
-        """Adopts the weights that the servers have."""
-        try:
-            models = await asyncio.gather(*(self._dialect.served_model(url) for url in self.urls))
-        except httpx.HTTPError as error:
-            raise ServerError(
-                f"One of {', '.join(self.urls)} does not say what it serves: {describe(error)}; see its log."
-            ) from error
-        found = {url: model.weight_version for url, model in zip(self.urls, models, strict=True)}
-        if len(set(found.values())) > 1:
-            raise ServerError(f"The servers serve different weights, {found}; evaluate one at a time.")
-        self._adopted = found[self.urls[0]]
-        check_awake(found)
-
-    async def _revive(self, url: str) -> None:
-        """Returns once the server can be asked again and has the current weights."""
-        if self._weights is None:
-            await self._dialect.wait_for(url, self.wait_seconds)
-        else:
-            await self._weights.ensure_current(url)
+    async def _idle(self) -> None:
+        """Waits until no generation is in progress."""
+        with waiting():
+            while self._running:
+                await asyncio.wait(self._running)
 
     async def _complete(self, fleet: Fleet, draw: _Draw, sampling: Sampling) -> list[Completion]:
         """All completions of a request."""
@@ -197,8 +138,8 @@ class SGLangSampler:
             client = open_client(self.timeout_seconds, MAX_BYTES + TOKEN_BYTES * tokens)
             async with fleet.lease(len(missing), tokens, draw.doubted) as server, client:
                 # A list costs the server less than a call for each seed, but routers accept no lists.
-                calls = [[index] for index in missing] if self._endpoints[server.url].is_router else [missing]
-                generate = functools.partial(self._dialect.generate, client, server.url, request)
+                calls = [[index] for index in missing] if server.url in self._weights.routers else [missing]
+                generate = functools.partial(self._weights.dialect.generate, client, server.url, request)
                 answered = await asyncio.gather(
                     *(generate(indices, sampling, self.stop_ids) for indices in calls), return_exceptions=True
                 )
@@ -227,14 +168,11 @@ class SGLangSampler:
             return
         if isinstance(answers, BaseException):
             raise answers
-        name = self._adopted if self._weights is None else self._weights.name
         for index, answer in zip(indices, answers, strict=True):
             if isinstance(answer, WrongAnswer):
                 self._refuse(server, draw, str(answer))
-            elif answer.weight_version != name:
+            elif answer.weight_version != (name := self._weights.name):
                 self._counts["resampled"] += 1
-                if self._weights is None:
-                    raise ServerError(f"{server.url} changed weights while they were generated from; begin anew.")
                 self._fail(fleet, server, draw, f"it generates from weights {answer.weight_version} instead of {name}")
             elif answer.finish_reason is None:
                 self._counts["resampled"] += 1
@@ -242,9 +180,9 @@ class SGLangSampler:
             elif flaw := self._flaw(draw.request, answer, answer.finish_reason):
                 self._refuse(server, draw, flaw)
             else:
-                number = 0 if self._weights is None else self._weights.version
                 ids, logprobs = answer.token_ids.astype(np.int32), answer.logprobs.astype(np.float32)
-                draw.done[index] = Completion(draw.place, index, ids, logprobs, answer.finish_reason, number)
+                version = self._weights.version
+                draw.done[index] = Completion(draw.place, index, ids, logprobs, answer.finish_reason, version)
 
     def _flaw(self, request: Request, answer: Answer, finish_reason: FinishReason) -> str:
         limits = {"max_tokens": request.max_tokens, "stop_ids": self.stop_ids, "vocab_size": self.vocab_size}

@@ -17,6 +17,7 @@ class Server:
     num_generations: int = 0
     tokens: int = 0  # of the prompts, and of their generations at their longest
     is_up: bool = True
+    has_failed: bool = False  # in this batch
     has_erred: bool = False  # a wrong answer has been reported
     failure: Exception | None = None  # why it was given up
 
@@ -25,33 +26,35 @@ class Fleet:
     """Chooses the server of each request. Lives for one batch, in one event loop.
 
     Args:
-      max_concurrent: how many generations one server is given at once; the rest wait for whichever one is free first.
-      revive: waits until a failed server can be asked again; raises to give the server up.
-      unfinished: servers whose last weight update broke off; they are revived before they are asked.
+      urls: All servers of the batch.
+      ready: Servers that can be asked at once. The others are revived first, which delays no request if one is ready.
+      max_concurrent: Maximum number of generations that one server is given at once. The rest wait for the next free
+        server.
+      revive: Waits until a server can be asked. If it raises, the server is given up for this batch.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
+        ready: Collection[str],
         max_concurrent: int,
         revive: Callable[[str], Awaitable[None]],
-        unfinished: Collection[str] = (),
     ):
-        self._servers = [Server(url) for url in urls]
+        self._servers = [Server(url, is_up=url in ready) for url in urls]
         self._max_concurrent = max_concurrent
         self._revive = revive
         self._changed = asyncio.Condition()
         self._revivals: set[asyncio.Task[None]] = set()
         for server in self._servers:
-            if server.url in unfinished:
-                self.fail(server, "its last weight update broke off")
+            if not server.is_up:
+                self._start_revival(server)
 
     @asynccontextmanager
     async def lease(self, num_generations: int, tokens: int, other_than: Server | None = None) -> AsyncIterator[Server]:
         """The server with the fewest outstanding tokens, once one has room; not `other_than` if another one is up.
 
         Raises:
-          ServerError: every server has been given up.
+          ServerError: If every server has been given up.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._next(num_generations, other_than) or not self._any_left())
@@ -72,11 +75,9 @@ class Fleet:
     def fail(self, server: Server, why: str) -> None:
         """Sends the server nothing more until it is revived."""
         if server.is_up:
-            server.is_up = False
+            server.is_up, server.has_failed = False, True
             print(f"The server {server.url} failed: {why}. Its prompts wait or go to others.", file=sys.stderr)
-            task = asyncio.create_task(self._revive_server(server))
-            self._revivals.add(task)
-            task.add_done_callback(self._revivals.discard)
+            self._start_revival(server)
 
     async def close(self) -> None:
         """Stops waiting for failed servers."""
@@ -94,11 +95,17 @@ class Fleet:
     def _any_left(self) -> bool:
         return any(server.failure is None for server in self._servers)
 
+    def _start_revival(self, server: Server) -> None:
+        task = asyncio.create_task(self._revive_server(server))
+        self._revivals.add(task)
+        task.add_done_callback(self._revivals.discard)
+
     async def _revive_server(self, server: Server) -> None:
         try:
             await self._revive(server.url)
             server.is_up = True
-            print(f"The server {server.url} is back.", file=sys.stderr)
+            if server.has_failed:
+                print(f"The server {server.url} is back.", file=sys.stderr)
         except Exception as failure:  # of any kind: it is raised to the requests that wait for this server
             server.failure = failure
             print(f"The server {server.url} is given up for this batch: {failure}", file=sys.stderr)

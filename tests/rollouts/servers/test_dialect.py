@@ -91,9 +91,7 @@ def test_generations_and_weights_go_through_the_dialect():
     sync = Renaming(server)
     assert isinstance(server, Dialect) and isinstance(sync, WeightSync)
     weights = ServedWeights(sync, 8, 10.0, 10.0, server)
-    sampler = SGLangSampler(
-        [URL], weights, (1,), vocab_size=32, max_concurrent=4, timeout_seconds=10.0, wait_seconds=10.0, dialect=server
-    )
+    sampler = SGLangSampler([URL], weights, (1,), vocab_size=32, max_concurrent=4, timeout_seconds=10.0)
     rollouts = Rollouts(sampler, build_character_tokenizer("abc"), ByLetter(), max_prompt_tokens=8)
     for version in (1, 2):
         asyncio.run(rollouts.push_weights({}, version))

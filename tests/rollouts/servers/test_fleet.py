@@ -21,7 +21,7 @@ async def never(url: str) -> None:
 
 def test_the_server_with_the_fewest_outstanding_tokens_is_next():
     async def main() -> list[str]:
-        fleet = Fleet(URLS, 100, never)
+        fleet = Fleet(URLS, URLS, 100, never)
         async with fleet.lease(4, 900) as first, fleet.lease(4, 200) as second, fleet.lease(4, 200) as third:
             async with fleet.lease(4, 1) as fourth:
                 pass
@@ -33,7 +33,7 @@ def test_the_server_with_the_fewest_outstanding_tokens_is_next():
 
 def test_no_server_is_given_more_than_it_takes_but_for_one_group():
     async def main() -> None:
-        fleet, asks, happened = Fleet(URLS[:1], 10, never), asyncio.Event(), []
+        fleet, asks, happened = Fleet(URLS[:1], URLS, 10, never), asyncio.Event(), []
 
         async def second() -> None:
             asks.set()
@@ -58,7 +58,7 @@ def test_a_server_that_failed_is_asked_again_once_it_is_back():
             assert url == "http://a"
             await back.wait()
 
-        fleet = Fleet(URLS, 100, revive)
+        fleet = Fleet(URLS, URLS, 100, revive)
         async with fleet.lease(4, 1) as dead:
             fleet.fail(dead, "it died")
             fleet.fail(dead, "it is still dead")
@@ -78,7 +78,7 @@ def test_a_server_that_is_given_up_is_told_though_others_go_on(capsys):
         async def give_up(url: str) -> None:
             raise ServerError(f"{url} has melted.")
 
-        fleet = Fleet(URLS, 100, give_up)
+        fleet = Fleet(URLS, URLS, 100, give_up)
         async with fleet.lease(4, 1) as server:
             fleet.fail(server, "it died")
             await until(lambda: server.failure is not None)
@@ -94,7 +94,7 @@ def test_when_every_server_is_given_up_the_reason_is_told():
         async def give_up(url: str) -> None:
             raise ServerError(f"{url} has melted.")
 
-        fleet = Fleet(URLS[:1], 100, give_up)
+        fleet = Fleet(URLS[:1], URLS, 100, give_up)
         async with fleet.lease(4, 1) as server:
             fleet.fail(server, "it died")
         async with fleet.lease(4, 1):
@@ -109,7 +109,7 @@ def test_a_revival_that_breaks_is_told_and_not_waited_for():
         async def breaks(url: str) -> None:
             raise KeyError("weight_version")
 
-        fleet = Fleet(URLS[:1], 100, breaks)
+        fleet = Fleet(URLS[:1], URLS, 100, breaks)
         async with fleet.lease(4, 1) as server:
             fleet.fail(server, "it died")
         async with asyncio.timeout(PATIENCE), fleet.lease(4, 1):
@@ -180,10 +180,14 @@ def test_a_server_that_always_aborts_is_not_asked_for_ever(monkeypatch):
 
 
 def test_weights_that_change_during_an_evaluation_end_it(monkeypatch):
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.method == "GET":
-            return answer_to_get(request.url.path, weight_version="w")
-        return generated(request, "another")
+    version = "w"
 
-    with pytest.raises(ServerError, match="changed weights while they were generated from; begin anew"):
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal version
+        if request.method == "GET":
+            return answer_to_get(request.url.path, weight_version=version)
+        version = "another"
+        return generated(request, version)
+
+    with pytest.raises(ServerError, match=r"http://[ab] changed weights during the batch; rerun the evaluation"):
         collect(open_rollouts(answer, monkeypatch, URLS, None), tiny_problems(1, 8), 2, Sampling(4))

@@ -3,16 +3,18 @@
 import asyncio
 import json
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 from fake_servers import answer_to_get, generated, open_rollouts
-from fakes import collect, tiny_params, tiny_problems, until
+from fakes import PATIENCE, collect, tiny_params, tiny_problems, until
 
+from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.system.http_client import ServerError
-from poly_epo_jax.types import Sampling
+from poly_epo_jax.types import Group, Sampling
 
 ROUTER = "http://router"
 WORKERS: tuple[str, str] = ("http://a", "http://b")
@@ -26,7 +28,11 @@ class Routed:
         self.listed: list[str] = list(WORKERS)
         self.dead: set[str] = set()
         self.served: list[tuple[str, str]] = []  # which worker generated, from which weights
-        self.takes_weights = True
+        self.fixed: set[str] = set()  # workers that accept no weights
+        self.hung: set[str] = set()
+        self.dying = ""  # a worker that dies when it is given weights
+        self.first = ""  # a worker that must generate before the others do
+        self.waiting = 0  # prompts that wait for it
         self.asked = 0
         self.answers = math.inf  # to how many prompts; the others wait
 
@@ -36,6 +42,10 @@ class Routed:
             return await self.route(request)
         if url in self.dead:
             raise httpx.ConnectError("dead")
+        await until(lambda: url not in self.hung)
+        if self.first and url != self.first and b"return_logprob" in request.content:
+            self.waiting += 1
+            await until(lambda: any(server == self.first for server, _ in self.served))
         return self.serve(url, request)
 
     async def route(self, request: httpx.Request) -> httpx.Response:
@@ -57,10 +67,13 @@ class Routed:
     def serve(self, url: str, request: httpx.Request) -> httpx.Response:
         path = request.url.path
         if request.method == "GET":
-            if path == "/update_weights_from_disk" and not self.takes_weights:
+            if path == "/update_weights_from_disk" and url in self.fixed:
                 return httpx.Response(404)
             return answer_to_get(path, weight_version=self.versions[url])
         body = json.loads(request.content)
+        if path == "/update_weights_from_disk" and url == self.dying:
+            self.dead.add(url)
+            raise httpx.ReadError("dead")
         if path == "/update_weights_from_disk":
             self.versions[url] = body["weight_version"]
         if path == "/generate" and "return_logprob" in body:
@@ -78,6 +91,10 @@ def assert_served(fake: Routed, by: Sequence[str], version: str, count: int) -> 
     assert {url for url, _ in fake.served} == set(by) and {name for _, name in fake.served} == {version}
     assert len(fake.served) == count
     fake.served.clear()
+
+
+async def all_groups(rollouts: Rollouts) -> list[Group]:
+    return [group async for group in rollouts.generate(tiny_problems(32, 8), 4, Sampling(4))]
 
 
 def test_weights_and_prompts_go_to_every_worker(tmp_path: Path, monkeypatch):
@@ -101,15 +118,76 @@ def test_a_worker_with_other_weights_is_brought_to_the_present_ones_before_it_se
     assert sum(version == "1" for _, version in fake.served) == 8
 
 
-def test_a_worker_that_joins_the_router_has_the_weights_before_it_counts(tmp_path: Path, monkeypatch):
+def test_a_worker_that_joins_the_router_has_the_weights_before_it_is_asked(tmp_path: Path, monkeypatch):
     fake = Routed()
     fake.listed.remove(WORKERS[1])
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
     asyncio.run(rollouts.push_weights(tiny_params(1), 1))
     fake.listed.append(WORKERS[1])
-    groups = collect(rollouts, tiny_problems(8, 8), 4, Sampling(4))
-    assert {y.weight_version for group in groups for y in group.generations} == {1}
-    assert sum(version == "1" for _, version in fake.served) == 8
+    fake.first = WORKERS[1]
+    collect(rollouts, tiny_problems(32, 8), 4, Sampling(4))
+    assert_served(fake, WORKERS, "1", 32)
+    asyncio.run(rollouts.push_weights(tiny_params(2), 2))
+    collect(rollouts, tiny_problems(8, 8), 4, Sampling(4))
+    assert_served(fake, WORKERS, "2", 8)
+    assert rollouts.metrics()["rollouts/resampled"] == 0
+
+
+@pytest.mark.parametrize("how", ["dead", pytest.param("hung", marks=pytest.mark.slow)])
+def test_a_worker_that_never_answers_holds_up_neither_weights_nor_batch(how: str, tmp_path: Path, monkeypatch):
+    fake = Routed()
+    getattr(fake, how).add(WORKERS[1])
+    rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
+    start = time.monotonic()
+    for version in (1, 2):
+        asyncio.run(rollouts.push_weights(tiny_params(version), version))
+        assert len(collect(rollouts, tiny_problems(4, 8), 3, Sampling(4))) == 4
+        assert_served(fake, WORKERS[:1], str(version), 4)
+    assert time.monotonic() - start < PATIENCE / 4
+    assert fake.versions[WORKERS[1]] == "default"
+
+
+@pytest.mark.parametrize("how", ["dead", pytest.param("hung", marks=pytest.mark.slow)])
+def test_a_worker_that_answers_late_has_the_weights_before_it_is_asked(how: str, tmp_path: Path, monkeypatch):
+    fake, late = Routed(), WORKERS[1]
+    silent: set[str] = getattr(fake, how)
+    silent.add(late)
+    rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
+
+    async def main() -> None:
+        await rollouts.push_weights(tiny_params(1), 1)
+        fake.first = late  # the other worker finishes nothing before this one does
+        batch = asyncio.create_task(all_groups(rollouts))
+        await until(lambda: fake.waiting == 16)  # as many as it is given at once
+        assert fake.versions[late] == "default"
+        silent.clear()
+        assert {y.weight_version for group in await batch for y in group.generations} == {1}
+
+    asyncio.run(main())
+    assert_served(fake, WORKERS, "1", 32)
+    assert rollouts.metrics()["rollouts/resampled"] == 0
+
+
+def test_a_worker_that_dies_as_it_is_given_weights_is_left_out(tmp_path: Path, monkeypatch, capsys):
+    fake = Routed()
+    fake.dying = WORKERS[1]
+    rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
+    asyncio.run(rollouts.push_weights(tiny_params(1), 1))
+    assert "The weight update of http://a, http://b broke off" in capsys.readouterr().err
+    collect(rollouts, tiny_problems(4, 8), 2, Sampling(4))
+    assert_served(fake, WORKERS[:1], "1", 4)
+
+
+@pytest.mark.parametrize(
+    ("listed", "says"), [(list(WORKERS), "GET http://b.*does not accept connections"), ([], "lists none; start one")]
+)
+def test_without_any_worker_the_router_is_named(listed: list[str], says: str, tmp_path: Path, monkeypatch):
+    fake = Routed()
+    rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path, wait_seconds=0.0)
+    asyncio.run(rollouts.push_weights(tiny_params(1), 1))
+    fake.listed, fake.dead = listed, set(WORKERS)
+    with pytest.raises(ServerError, match=f"No worker of the router http://router answered within 0 s: .*{says}"):
+        asyncio.run(rollouts.push_weights(tiny_params(2), 2))
 
 
 def test_a_router_is_evaluated_as_it_is(monkeypatch):
@@ -124,11 +202,23 @@ def test_a_router_is_evaluated_as_it_is(monkeypatch):
 
 def test_a_worker_that_takes_no_weights_is_refused_at_the_start(tmp_path: Path, monkeypatch):
     fake = Routed()
-    fake.takes_weights = False
+    fake.fixed = set(WORKERS)
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
     with pytest.raises(ServerError, match=r"http://a has no /update_weights_from_disk .* rollouts.name=embedded"):
         asyncio.run(rollouts.push_weights(tiny_params(1), 1))
     assert not any(tmp_path.iterdir())  # no weights were written
+
+
+def test_a_worker_that_joins_and_takes_no_weights_is_given_up(tmp_path: Path, monkeypatch, capsys):
+    fake = Routed()
+    fake.listed.remove(WORKERS[1])
+    rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
+    asyncio.run(rollouts.push_weights(tiny_params(1), 1))
+    fake.listed.append(WORKERS[1])
+    fake.fixed.add(WORKERS[1])
+    collect(rollouts, tiny_problems(32, 8), 4, Sampling(4))
+    assert_served(fake, WORKERS[:1], "1", 32)
+    assert "given up for this batch: http://b has no /update_weights_from_disk" in capsys.readouterr().err
 
 
 def test_a_router_in_trouble_is_named(tmp_path: Path, monkeypatch):
