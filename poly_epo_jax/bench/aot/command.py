@@ -1,7 +1,6 @@
 """bench --compile-for=NAME: compiles a run's programs for a machine that need not be here, and shows their figures."""
 
 import dataclasses
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from poly_epo_jax.bench.aot.figures import Figures
 from poly_epo_jax.bench.aot.programs import compile_decoding, compile_update
 from poly_epo_jax.bench.aot.table import show
 from poly_epo_jax.bench.aot.topology import device_rates, preset_devices
+from poly_epo_jax.bench.console import write_figures
 from poly_epo_jax.config.keys import Config, ConfigError, MeshSection
 from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.memory_plan.plan import make_plan
@@ -70,10 +70,8 @@ def compile_for(config: Config, name: str, num_layers: int, output: Path, consol
         "step": step,
         "advice": [one._asdict() for one in advice],
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(found, indent=2) + "\n")
     show(found, console)
-    console.print(f"Written to {output}.")
+    write_figures(output, found, console)
     return found
 
 
