@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from poly_epo_jax.bench.aot.advice import best_settings
 from poly_epo_jax.bench.aot.figures import Figures
 from poly_epo_jax.bench.aot.programs import compile_decoding, compile_update
 from poly_epo_jax.bench.aot.table import show
@@ -52,8 +51,6 @@ def compile_for(config: Config, name: str, num_layers: int, output: Path, consol
         for program, compiled in _programs(config, shape, mesh):
             figures.add(program, compiled)
             status.update(f"compiling; {program} is done")
-    step = figures.step()
-    advice = best_settings(config, shape, setting, memory_bytes, rates, figures.programs, step["runs"])
     found = {
         "machine": name,
         "mesh": dict(mesh.shape),
@@ -67,8 +64,7 @@ def compile_for(config: Config, name: str, num_layers: int, output: Path, consol
         "rates": dataclasses.asdict(rates),
         "memory_bytes": memory_bytes,
         "programs": figures.programs,
-        "step": step,
-        "advice": [one._asdict() for one in advice],
+        "step": figures.step(),
     }
     show(found, console)
     write_figures(output, found, console)

@@ -34,8 +34,6 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         + (f" Attention visits {ratio:.2f} times the pairs of tokens that the sequences have." if ratio else ""),
         soft_wrap=True,
     )
-    for advice in found["advice"]:
-        console.print(f"{advice['setting']} would save {advice['saved_seconds']:.2g} s: {advice['reason']}.")
 
 
 def _programs(programs: Mapping[str, Mapping[str, Any]]) -> Table:
