@@ -25,6 +25,7 @@ from poly_epo_jax.bench.workload import make_workload
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.memory_plan.tables import print_plan, print_plans
+from poly_epo_jax.model.attention.self_check import CHECKED, trust_attention
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.startup.command_line import parse_flags, run_command
@@ -55,6 +56,7 @@ def run(config: Config, output: Path) -> None:
     shape = model_shape(config)
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), row_tokens(config))
     check_memory(config, shape)
+    trust_attention(config.model.attention, shape, mesh, Path(config.compilation_cache) / CHECKED)
     console = wide_console()
     with console.status("measuring the peak rates of the device"):
         roofline = measure_roofline(config.model.dtype)
