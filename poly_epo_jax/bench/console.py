@@ -21,9 +21,8 @@ def wide_console() -> Console:
 def console_table(left: Sequence[str], right: Sequence[str]) -> Table:
     """Returns an empty table of left-aligned columns, followed by right-aligned columns. No column wraps its text."""
     table = Table(box=box.SIMPLE_HEAD)
-    for names, justify in ((left, "left"), (right, "right")):
-        for name in names:
-            table.add_column(name, justify=justify, no_wrap=True)
+    for name in (*left, *right):
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
     return table
 
 

@@ -58,9 +58,8 @@ class Recorder:
 @pytest.fixture(autouse=True)
 def _compilation_cache() -> Iterator[None]:
     """Undoes what a run does to the settings of JAX."""
-    before = jax.config.read("jax_compilation_cache_dir")
     yield
-    jax.config.update("jax_compilation_cache_dir", before)
+    jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
 
 
