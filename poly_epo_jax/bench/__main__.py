@@ -9,24 +9,23 @@ again after changing the mesh, the rows per device or model.remat, and compare.
 """
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from absl import app, flags
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from poly_epo_jax.bench.aot.command import compile_for
+from poly_epo_jax.bench.console import console_table, wide_console, write_figures
 from poly_epo_jax.bench.roofline import measure_roofline
 from poly_epo_jax.bench.stages import stage_row, time_stages
 from poly_epo_jax.bench.workload import make_workload
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.memory_plan.tables import plan_of, print_plan, print_plans
+from poly_epo_jax.model.attention.self_check import CHECKED, trust_attention
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.startup.command_line import parse_flags, run_command
@@ -57,7 +56,8 @@ def run(config: Config, output: Path) -> None:
     shape = model_shape(config)
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), row_tokens(config))
     check_memory(config, *plan_of(config, shape))
-    console = _console()
+    trust_attention(config.model.attention, shape, mesh, Path(config.compilation_cache) / CHECKED)
+    console = wide_console()
     with console.status("measuring the peak rates of the device"):
         roofline = measure_roofline(config.model.dtype)
     workload = make_workload(config, shape.vocab_size, mesh.shape)
@@ -79,9 +79,8 @@ def run(config: Config, output: Path) -> None:
         "device_tflops": roofline.flops_per_second / 1e12,
         "device_gb_per_second": roofline.bytes_per_second / 1e9,
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"setting": setting, "stages": rows}, indent=2) + "\n")
-    _show(console, setting, rows, output)
+    _show(console, setting, rows)
+    write_figures(output, {"setting": setting, "stages": rows}, console)
 
 
 def plan(config: Config, output: Path, every_mesh: bool) -> None:
@@ -90,20 +89,12 @@ def plan(config: Config, output: Path, every_mesh: bool) -> None:
     Raises:
       ValueError, OSError: the configuration cannot run; the message says why and what to do.
     """
-    shape, console = model_shape(config), _console()
+    shape, console = model_shape(config), wide_console()
     found = print_plans(config, shape, MESHES, console) if every_mesh else print_plan(*plan_of(config, shape), console)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(found, indent=2) + "\n")
-    console.print(f"Written to {output}.")
+    write_figures(output, found, console)
 
 
-def _console() -> Console:
-    console = Console()
-    console.width = max(console.width, 100)  # wide enough for the tables, even if the output is a file
-    return console
-
-
-def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, Any]], output: Path) -> None:
+def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
     total = sum(row["seconds"] for row in rows)
     mesh = " x ".join(f"{axis} {size}" for axis, size in setting["mesh"].items())
     console.print(f"{setting['device']}, mesh {mesh}, {setting['dtype']}")
@@ -111,11 +102,8 @@ def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, An
         f"{setting['sequences']:,} sequences, {setting['tokens']:,} tokens, in microbatches of "
         f"{setting['microbatch_tokens']:,} ({setting['pad_share']:.1%} padding)"
     )
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("stage", "bound by"):
-        table.add_column(column, no_wrap=True)
-    for column in ("s/step", "share", "roofline s", "tokens/s", "matmul", "GB", "compile s"):
-        table.add_column(column, justify="right", no_wrap=True)
+    figures = ("s/step", "share", "roofline s", "tokens/s", "matmul", "GB", "compile s")
+    table = console_table(("stage", "bound by"), figures)
     for row in rows:
         table.add_row(
             row["name"],
@@ -135,7 +123,6 @@ def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, An
         "recomputation. roofline: the seconds that the stage's FLOPs or bytes take at these rates. GB: of one device. "
         "Rollout and judge servers are timed by a run itself: see its timeline."
     )
-    console.print(f"Written to {output}.")
 
 
 def _run_or_plan(config: Config) -> None:
@@ -148,7 +135,7 @@ def _run_or_plan(config: Config) -> None:
     if plans:
         plan(config, output, PLANS.value)
     elif COMPILE_FOR.value:
-        compile_for(config, COMPILE_FOR.value, LAYERS.value, output, _console())
+        compile_for(config, COMPILE_FOR.value, LAYERS.value, output, wide_console())
     else:
         run(config, output)
 

@@ -130,59 +130,60 @@ class _Update:
     """The three compiled programs of an update, and one microbatch, whose time stands for that of the others."""
 
     def __init__(self, config: Config, model: Qwen3, mesh: Mesh, params: Params, workload: Workload):
-        self._minibatches, self._num_devices = workload.minibatches, mesh.size
+        self._runs, self._num_devices, batch = workload.runs, mesh.size, workload.minibatches[0][0]
         update = make_update(config, model, mesh)
         self._programs: dict[str, tuple[Any, float]] = {}
-        for name, lowered in update.lower(*self._minibatches[0][0].tokens.shape).items():
+        for name, lowered in update.lower(*batch.tokens.shape).items():
             start = time.perf_counter()
             self._programs[name] = lowered.compile(), time.perf_counter() - start
         self._state = update.init(params)
         self._gradients = update.zero_gradients(self._state)
-        self._batch = update.place(self._minibatches[0][0])
+        self._batch = update.place(batch)
         self._weight_bytes, self._moment_bytes = _bytes(self._state.params), _bytes(self._state.opt_state)
         self._trained_bytes = _bytes(self._state.trainable)
+        reference = self._state.trainable if config.lora.rank else self._state.params
+        self._reference_bytes = workload.has_reference * _bytes(reference)
         self._passes = gradient_passes(config, model.config)
         self._tokens = int((workload.prompt_lengths + workload.response_lengths).sum())
         self._forward = flops.forward_flops(model.config, workload.prompt_lengths, workload.response_lengths)
 
     def logprobs(self) -> Stage:
-        """The log-probabilities of all minibatches except the first, whose old log-probabilities are not needed."""
-        times, share = sum(map(len, self._minibatches[1:])), 1 - 1 / len(self._minibatches)
+        """A forward pass of each microbatch whose old or reference log-probabilities a step computes."""
+        times = self._runs["logprobs"]
+        share = times / self._runs["gradient"]
 
         def run() -> Any:
             return self._programs["logprobs"][0](self._state.params, self._batch)
 
         moved = times * self._weight_bytes
-        return self._stage("logprobs", run, times, int(self._tokens * share), self._forward * share, moved)
+        return self._stage("logprobs", run, int(self._tokens * share), self._forward * share, moved)
 
     def gradient(self) -> Stage:
         """Weights are read by the forward and the backward pass; the sums of gradients are read and written."""
-        times = sum(map(len, self._minibatches))
 
         def run() -> Any:
             weights = self._state.trainable, self._state.frozen
             self._gradients, metrics = self._programs["gradient"][0](*weights, self._gradients, self._batch)
             return metrics
 
-        moved = times * 2 * (self._weight_bytes + self._trained_bytes)
-        return self._stage("gradient", run, times, self._tokens, self._passes * self._forward, moved)
+        moved = self._runs["gradient"] * 2 * (self._weight_bytes + self._trained_bytes)
+        return self._stage("gradient", run, self._tokens, self._passes * self._forward, moved)
 
     def optimizer(self) -> Stage:
         """Trained weights and both moments are read and written; gradients are read."""
-        times = len(self._minibatches)
 
         def run() -> Any:
             self._state, metrics = self._programs["optimizer"][0](self._state, self._gradients)
             return metrics
 
-        moved = times * (3 * self._trained_bytes + 2 * self._moment_bytes)
-        return self._stage("optimizer", run, times, self._tokens, 0.0, moved)
+        moved = self._runs["optimizer"] * (3 * self._trained_bytes + 2 * self._moment_bytes)
+        return self._stage("optimizer", run, self._tokens, 0.0, moved)
 
-    def _stage(self, name: str, run: Callable[[], Any], times: int, tokens: int, work: float, moved: int) -> Stage:
+    def _stage(self, name: str, run: Callable[[], Any], tokens: int, work: float, moved: int) -> Stage:
         compiled, compile_seconds = self._programs[name]
-        seconds = first_and_median_seconds(run)[1] * times
+        seconds = first_and_median_seconds(run)[1] * self._runs[name]
         # The optimizer's arguments include the moments; while the other programs run, the moments are merely held.
-        held = _program_bytes(compiled) + (0 if name == "optimizer" else self._moment_bytes)
+        held = _program_bytes(compiled) + self._reference_bytes + (0 if name == "optimizer" else self._moment_bytes)
         return Stage(name, seconds, tokens, work, moved * self._num_devices, compile_seconds, held)
 
 

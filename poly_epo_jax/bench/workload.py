@@ -14,11 +14,28 @@ MEAN_LENGTH, SIGMA = 0.4, 0.6  # of a response: a share of sampling.max_tokens, 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The S = P N sequences of one step, their lengths in tokens, and the minibatches that train on them."""
+    """The S = P N sequences of one step.
+
+    Attributes:
+      prompt_lengths, response_lengths: Lengths of the sequences, in tokens.
+      minibatches: Minibatches of packed microbatches that train on the sequences.
+      has_reference: Whether the objective has a KL term, which reads log-probabilities of the reference policy.
+    """
 
     prompt_lengths: Int[np.ndarray, " S"]
     response_lengths: Int[np.ndarray, " S"]
     minibatches: list[list[PackedBatch]]
+    has_reference: bool
+
+    @property
+    def runs(self) -> dict[str, int]:
+        """The number of runs of each program of the update in one step.
+
+        The old log-probabilities of the first minibatch are not computed, see `PolicyUpdate.with_old_logprobs`.
+        """
+        microbatches = list(map(len, self.minibatches))
+        logprobs = sum(microbatches[1:]) + self.has_reference * sum(microbatches)
+        return {"logprobs": logprobs, "gradient": sum(microbatches), "optimizer": len(microbatches)}
 
     @property
     def pad_share(self) -> float:
@@ -51,4 +68,4 @@ def make_workload(config: Config, vocab_size: int, mesh_shape: Mapping[str, int]
     size = train.prompts_per_minibatch * train.num_generations
     pack = make_pack(config, mesh_shape)
     minibatches = [pack(sequences[start : start + size]) for start in range(0, count, size)]
-    return Workload(prompts, responses, minibatches)
+    return Workload(prompts, responses, minibatches, has_reference=bool(config.algo.kl_coef))

@@ -1,7 +1,6 @@
 """The doctor's checks in order, and the command that runs them."""
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from poly_epo_jax.bench.console import write_figures
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.doctor.collectives import check_collectives
 from poly_epo_jax.doctor.decoding import check_decoding
@@ -99,9 +99,7 @@ def run(config: Config, is_short: bool, output: Path | None) -> None:
     if examination.is_told:
         show(findings, console)
         if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(as_rows(findings), indent=2) + "\n")
-            console.print(f"Written to {output}.")
+            write_figures(output, as_rows(findings), console)
     sys.stdout.flush()
     failed = [one.name for one in findings if one.status == "failed"]
     if failed and examination.is_told:

@@ -1,10 +1,13 @@
 """Whether the devices are those that the run asks for, can be arranged as it asks, and compute correctly."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
-from poly_epo_jax.doctor.examine import Failed, Seen, Subject
+from poly_epo_jax.doctor.examine import Failed, Finding, Seen, Subject
 from poly_epo_jax.memory_plan.tables import amount, setting_of
+from poly_epo_jax.model.attention import fastest
 from poly_epo_jax.model.attention.self_check import check_attention
 from poly_epo_jax.parallel import hosts
 
@@ -30,9 +33,18 @@ def check_devices(subject: Subject) -> Seen:
     return f"{mesh.size} x {kind}{where}{room}; mesh {axes}", {"devices": mesh.size, "kind": kind}
 
 
-def check_kernel(subject: Subject) -> Seen:
-    """Compares the run's attention with its definition: values and gradients, on the run's mesh."""
-    found = check_attention(subject.shape.attention, subject.here, subject.shape)
-    if not found.passed:
-        raise Failed(f"{found}; set --config.model.attention=blockwise, which is slower, and report the kernel")
-    return str(found), {f"error of {name}": error for name, (error, _) in found.errors.items()}
+def check_kernel(subject: Subject) -> list[Finding]:
+    """Compares the run's attention with its definition: values and gradients, on the run's mesh.
+
+    Returns:
+      One finding, whose figures are the error and the allowed error of each quantity, whether or not they pass.
+    """
+    with jax.set_mesh(subject.here):
+        implementation = fastest(subject.shape.attention)
+    found, figures = check_attention(implementation, subject.here, subject.shape), {}
+    for name, (error, most) in found.errors.items():
+        figures |= {f"error of {name}": error if math.isfinite(error) else str(error), f"allowed of {name}": most}
+    if found.passed:
+        return [Finding("kernel", "passed", str(found), figures)]
+    seen = f"{found}; set --config.model.attention=blockwise, which is slower, and report the kernel"
+    return [Finding("kernel", "failed", seen, figures)]

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -108,7 +108,7 @@ class Checkpoints:
         if frozen is not None:
             like, shardings = (dataclasses.replace(part, frozen={}) for part in (like, shardings))
         tree = _abstract(like, shardings)
-        state, data = self._checked(step, tree, ocp.args.StandardRestore(tree), frozen)
+        state, data = self._verified(step, tree, ocp.args.StandardRestore(tree), frozen)
         return state if frozen is None else dataclasses.replace(state, frozen=frozen), data
 
     def restore_params(
@@ -128,9 +128,10 @@ class Checkpoints:
         weights = {name: part for name, part in zip(("trainable", "frozen"), parts, strict=True) if part}
         if frozen is not None:
             del weights["frozen"]
-        restore_args = ocp.checkpoint_utils.construct_restore_args(weights)
-        args = ocp.args.PyTreeRestore(item=weights, restore_args=restore_args, partial_restore=True)
-        restored, _ = self._checked(step, weights, args, frozen)
+        args = ocp.args.PyTreeRestore(
+            item=weights, restore_args=ocp.checkpoint_utils.construct_restore_args(weights), partial_restore=True
+        )
+        restored, _ = self._verified(step, weights, args, frozen)
         return merge_params(restored["trainable"], restored.get("frozen", {}) if frozen is None else frozen)
 
     def newest(self, restore: Callable[[int], T]) -> tuple[int, T] | None:
@@ -154,10 +155,9 @@ class Checkpoints:
             self._manager.reload()
             return step, restored
         if damaged:
-            reasons = " ".join(map(str, damaged.values()))
             raise CheckpointError(
-                f"No checkpoint in {self._directory} is whole: bring one back from a copy, or delete the run folder to "
-                f"begin anew. {reasons}"
+                f"All checkpoints in {self._directory} are damaged. Restore one from a backup, or delete the run "
+                f"folder to start over. {' '.join(map(str, damaged.values()))}"
             )
         return None
 
@@ -171,38 +171,50 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._manager.close()
 
-    def _checked(self, step: int, tree: Any, args: Any, frozen: Params | None) -> tuple[Any, dict[str, Any]]:
-        """The state and data position, verified to be what was saved, and saved with these frozen weights."""
-        reason, content, state, others = "it holds other numbers than were saved", {}, None, []
-        with _quiet():
-            try:
-                found = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
-                content = dict(found.data)
-                whole = content.pop("digest") == _digest(content)
-                others = _other_arrays(tree, content["fingerprints"]) if whole else []
-                if whole and not others:
-                    state = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
-                    whole = fingerprints(state).items() <= content["fingerprints"].items()
-            except Exception as error:
-                if _os_error_code(error) in _PASSING:
-                    raise OSError(
-                        f"The checkpoint {self._directory / str(step)} cannot be read ({_reason(error)}); mend that, "
-                        "and the same command goes on from there."
-                    ) from error
-                whole, reason = False, _reason(error)  # of whatever kind: Orbax and TensorStore have many
-        if not whole:
-            raise CheckpointError(f"The checkpoint {self._directory / str(step)} is damaged ({reason}).")
-        if others:
+    def _verified(self, step: int, tree: Any, args: Any, frozen: Params | None) -> tuple[Any, dict[str, Any]]:
+        """Reads a checkpoint and compares it with its own fingerprints.
+
+        Args:
+          tree: Abstract arrays that the checkpoint must hold.
+          args: Orbax arguments that restore these arrays.
+          frozen: Frozen weights with which the checkpoint must have been saved. If None, they are not compared.
+
+        Returns:
+          The state and the data position.
+        """
+        path = self._directory / str(step)
+        content = self._read(step, data=ocp.args.JsonRestore()).data
+        if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
+            raise CheckpointError(f"The checkpoint {path} is damaged (its digest does not match its record).")
+        if others := _other_arrays(tree, content["fingerprints"]):
             raise ConfigError(
-                f"The checkpoint {self._directory / str(step)} is of another version of poly_epo_jax: it differs in "
-                f"{', '.join(others[:3])}. Go on with that version, or set --config.workdir to a new folder."
+                f"The checkpoint {path} is of another version of poly_epo_jax: it differs in {', '.join(others[:3])}. "
+                "Resume with that version, or set --config.workdir to a new folder."
             )
-        if frozen is not None and not fingerprints({"frozen": frozen}).items() <= content["fingerprints"].items():
+        state = self._read(step, state=args).state
+        if not _same_content(state, content["fingerprints"]):
+            raise CheckpointError(f"The checkpoint {path} is damaged (it holds other numbers than were saved).")
+        if frozen is not None and not _same_content({"frozen": frozen}, content["fingerprints"]):
             raise ConfigError(
-                f"The checkpoint {self._directory / str(step)} holds what was trained beside the weights of another "
-                "base policy; set model.path to the folder that the run began with."
+                f"The checkpoint {path} was trained beside the weights of another base policy; set model.path to the "
+                "folder that the run started with."
             )
         return state, content["data"]
+
+    def _read(self, step: int, **items: Any) -> Any:
+        """Reads items of a checkpoint by their Orbax arguments. Raises CheckpointError or OSError, whatever fails."""
+        with _quiet():
+            try:
+                return self._manager.restore(step, args=ocp.args.Composite(**items))
+            except Exception as error:  # Orbax and TensorStore raise many types
+                reason = _reason(error)
+                if _os_error_code(error) in _PASSING:
+                    raise OSError(
+                        f"Failed to read checkpoint {self._directory / str(step)}: {reason}. Fix the problem and rerun "
+                        "the command to resume."
+                    ) from error
+        # The original error is not chained, because its traceback would keep Orbax's coroutines alive.
+        raise CheckpointError(f"The checkpoint {self._directory / str(step)} is damaged ({reason}).")
 
     def _set_aside(self, damaged: dict[int, CheckpointError], step: int) -> None:
         """Moves damaged checkpoints away, to make room for those that will be saved at the same steps again."""
@@ -229,10 +241,20 @@ def _abstract(like: Any, shardings: Any) -> Any:
 
 
 def _other_arrays(tree: Any, saved: Collection[str]) -> list[str]:
-    """The arrays that either the tree or what was saved of its parts has, and the other has not."""
+    """Returns the names of arrays that only one of `tree` and `saved` has.
+
+    Args:
+      tree: Arrays, in a tree with some of the top-level names of the saved tree.
+      saved: Names of the saved arrays. Names outside these top-level names are ignored.
+    """
     names = set(array_names(tree))
     parts = {name.partition(".")[0] for name in names}
     return sorted(names ^ {name for name in saved if name.partition(".")[0] in parts})
+
+
+def _same_content(tree: Any, saved: Mapping[str, int]) -> bool:
+    """Returns True if all arrays of `tree` have the saved fingerprints. Every process of a mesh must call this."""
+    return fingerprints(tree).items() <= saved.items()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from configs import polaris, polynomial
 from poly_epo_jax.bench import __main__ as bench
 from poly_epo_jax.bench.roofline import Roofline
 from poly_epo_jax.bench.workload import make_workload
+from poly_epo_jax.model import attention
+from poly_epo_jax.model.attention import self_check
 from poly_epo_jax.startup.read_config import read_config
 
 TINY = tiny_bench.TINY | {
@@ -58,6 +60,18 @@ def test_weights_for_servers_are_written_and_removed(small_roofline, tmp_path):
     assert [stage["name"] for stage in found["stages"]] == ["logprobs", "gradient", "optimizer", "write weights"]
     assert found["stages"][-1]["moved_bytes"] > 0
     assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_a_kernel_that_a_run_would_not_use_is_not_timed(small_roofline, tmp_path, monkeypatch, capsys):
+    plain = attention.IMPLEMENTATIONS["blockwise"]
+    monkeypatch.setattr(self_check, "SEGMENTS", ((30, 34),))
+    monkeypatch.setattr(attention, "IMPLEMENTATIONS", {"blockwise": plain, "broken": lambda *x: 1.01 * plain(*x)})
+    monkeypatch.setattr(attention, "KERNELS", {"cpu": "broken"})
+    monkeypatch.setattr(attention, "distrusted", set())
+    timed: list[str] = []
+    monkeypatch.setattr(bench, "time_stages", lambda *_: iter(timed.append(attention.fastest("auto")) or ()))
+    figures(tiny_config(compilation_cache=str(tmp_path / "compiled")), tmp_path)
+    assert timed == ["blockwise"] and "Warning: the attention kernel broken is wrong" in capsys.readouterr().err
 
 
 def test_the_papers_batch_packs_with_less_than_five_percent_padding():

@@ -49,6 +49,11 @@ def test_a_run_on_one_device_passes(tmp_path):
     absent = dict.fromkeys(("collectives", "servers", "judge"), "not there")
     assert statuses(found) == dict.fromkeys(("devices", "kernel", "decoding", "checkpoint"), "passed") | absent
     assert found["devices"].seen.endswith("mesh data 1, fsdp 1, tensor 1")
+    kernel = found["kernel"]  # of model.attention=auto, by its own name
+    assert kernel.seen.startswith("the attention kernel blockwise is right on cpu: ")
+    for name in ("values", "dq", "dk", "dv"):
+        error, most = (float(kernel.figures[f"{kind} of {name}"]) for kind in ("error", "allowed"))
+        assert error <= most < 1e-3 and f"{name} {error:.1e} of {most:.1e}" in kernel.seen
     assert list(tmp_path.iterdir()) == []  # neither in the run folder nor next to it
 
 
@@ -79,6 +84,10 @@ def test_a_broken_kernel_is_named(tmp_path, monkeypatch, dtype, break_it):
     (found,) = examined(config, "kernel").values()
     assert found.status == "failed"
     assert found.seen.startswith("the attention kernel broken is wrong on cpu") and "set --config" in found.seen
+    names = ("values", "dq", "dk", "dv")
+    assert set(found.figures) == {f"{kind} of {name}" for kind in ("error", "allowed") for name in names}
+    assert any(float(found.figures[f"error of {name}"]) > float(found.figures[f"allowed of {name}"]) for name in names)
+    assert json.loads(json.dumps(found.figures, allow_nan=False)) == found.figures
 
 
 @pytest.mark.slow

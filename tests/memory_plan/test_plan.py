@@ -19,7 +19,8 @@ from poly_epo_jax.config import default
 from poly_epo_jax.config.keys import Config, ConfigError, LoraSection
 from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.config.section import read_section
-from poly_epo_jax.memory_plan.plan import Plan, largest_rows, make_plan
+from poly_epo_jax.memory_plan.gradient import LAYER_ARRAYS, layer_values
+from poly_epo_jax.memory_plan.plan import Plan, choose_remat, largest_rows, make_plan
 from poly_epo_jax.memory_plan.tables import plan_of, print_plan, print_plans, setting_of
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.flops import gradient_passes
@@ -176,6 +177,31 @@ def test_an_adapter_alone_has_moments_gradients_and_a_reference():
     assert "adapter" not in bytes_of(0).resident
 
 
+@pytest.mark.parametrize("targets", [(), ("q_proj", "up_proj")])
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
+def test_a_layer_keeps_what_its_remat_policy_says(remat: str, targets: tuple[str, ...]):
+    """Per token: the residual stream, the MLP, queries and keys are 1,000, 100, 10 and 1 values wide."""
+    lora = lora_fields(LoraSection(rank=8, targets=targets)) if targets else {}
+    shape = ModelConfig(50, 1000, 100, 1, 10, 1, 1, attention="triton", **lora)
+    setting = Setting("h200", dict.fromkeys(AXES, 1))
+    products = {"q": 10, "k": 1, "v": 1, "o": 1000, "gate": 100, "up": 100}
+    of_adapters = sum(products[name] for name in shape.lora_targets)
+    frozen_norms = 2 * 1000 + 10 + 1 if targets else 0
+    expected = {
+        "full": 1000,
+        "attention": 1000 + 10,
+        "dots": 1000 + 10 + sum(products.values()) + of_adapters,
+        "none": 5 * 1000 + 6 * 100 + 3 * 10 + 4 * 1 - frozen_norms,
+    }
+    assert layer_values(shape, setting, remat) == expected[remat]
+    assert layer_values(shape, setting, "layer") == 5 * 1000 + 6 * 100 + 3 * 10 + 4 * 1
+
+
+def test_each_array_of_a_layer_has_one_row():
+    assert len({one.name for one in LAYER_ARRAYS}) == len(LAYER_ARRAYS)
+    assert {word for one in LAYER_ARRAYS for word in one.held} == {"layer", *REMAT_POLICIES}
+
+
 def test_on_a_cpu_the_process_takes_something_besides():
     config, shape = read_config(polynomial.get_config()), preset_config("Qwen3-0.6B", param_dtype="bfloat16")
     for mesh in (1, 1, 1), (2, 2, 1):
@@ -266,6 +292,7 @@ def test_auto_recomputes_the_least_that_fits(share: float):
     fitting = [word for word in REMAT_POLICIES if plan_with(word, None).peak_bytes <= 0.9 * memory_bytes]
     least = min(fitting, key=lambda word: -plan_with(word, None).peak_bytes, default="full")
     assert plan_with(AUTO, memory_bytes) == plan_with(least, memory_bytes)
+    assert choose_remat(config, shape, setting, memory_bytes) == least
     assert plan_with(AUTO, None) == plan_with("full", None)
 
 

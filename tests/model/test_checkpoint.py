@@ -12,7 +12,8 @@ import pytest
 from fakes import TINY_MODEL, optimizer_config, tiny_params, tiny_problems
 
 from poly_epo_jax.config.keys import ConfigError
-from poly_epo_jax.model.checkpoint import CheckpointError, Checkpoints
+from poly_epo_jax.model.checkpoint import CheckpointError, Checkpoints, _other_arrays, _same_content
+from poly_epo_jax.model.fingerprint import fingerprints
 from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts.prompts import problem_batches
@@ -237,9 +238,58 @@ def test_other_numbers_than_were_saved_are_refused(tmp_path, key):
     content = json.loads(file.read_text())
     content[key] = {"data": {"step": 4}, "fingerprints": {"x": 1}, "digest": "0"}[key]
     file.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"No checkpoint in \S+ is whole: bring one back from a copy, or delete"):
+    with pytest.raises(CheckpointError, match=r"All checkpoints in \S+ are damaged\. .* or delete the run"):
         checkpoints.newest(lambda step: restore_small(checkpoints, step))
     assert steps_on_disk(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("record", [[], 3, None, {}, {"digest": "0"}, {"data": {}, "fingerprints": {}}])
+def test_a_record_of_another_form_is_damage(tmp_path, record):
+    checkpoints = Checkpoints(tmp_path)
+    save_small(checkpoints, 3)
+    checkpoints.close()
+    (tmp_path / "3" / "data" / "metadata").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match="3 is damaged"):
+        restore_small(checkpoints, 3)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "says"),
+    [
+        (
+            RuntimeError("decompression failed\nand much more"),
+            CheckpointError,
+            r"3 is damaged \(decompression failed\)",
+        ),
+        (KeyError("x"), CheckpointError, "3 is damaged"),
+        (FileNotFoundError(errno.ENOENT, "gone"), CheckpointError, r"3 is damaged \(No such file or directory\)"),
+        (OSError(errno.EMFILE, "of its own"), OSError, "/3: Too many open files"),
+        (RuntimeError(f"[os_error_code='{errno.ESTALE}']"), OSError, "/3: Stale file handle"),
+    ],
+)
+def test_whatever_fails_while_reading_is_damage_or_passes(tmp_path, monkeypatch, error, raised, says):
+    def restore(*_, **__):
+        raise error
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", restore)
+    with pytest.raises(raised, match=says) as found:
+        Checkpoints(tmp_path)._read(3)
+    assert len(str(found.value).splitlines()) == 1 and isinstance(found.value, CheckpointError | OSError)
+
+
+@pytest.mark.parametrize("where", [(0, 0), (1, 2)])
+def test_a_single_bit_is_other_content(where):
+    saved = fingerprints({"a": np.ones((2, 3), np.float32), "b": np.ones(2, np.float32)})
+    assert _same_content({"a": np.ones((2, 3), np.float32)}, saved)
+    changed = np.ones((2, 3), np.float32)
+    changed[where] = np.nextafter(changed[where], np.float32(2))
+    assert not _same_content({"a": changed}, saved) and not _same_content({"c": np.ones(2, np.float32)}, saved)
+
+
+def test_only_arrays_of_the_parts_asked_for_are_compared():
+    tree = {"trainable": {"q": 0, "o": 0}}
+    assert _other_arrays(tree, ["trainable.o", "trainable.q", "frozen.k", "opt_state.0"]) == []
+    assert _other_arrays(tree, ["trainable.q", "trainable.v", "frozen.k"]) == ["trainable.o", "trainable.v"]
 
 
 @pytest.mark.parametrize(("saved", "other"), [(["m", "v", "count"], "count"), (["v"], "m")])
@@ -248,7 +298,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_not_called_damaged(tmp_p
     checkpoints.save(3, {"moments": {name: np.ones(2) for name in saved}}, {})
     like = {"moments": {name: jax.ShapeDtypeStruct((2,), float) for name in ("m", "v")}}
     shardings = jax.tree.map(lambda _: ON_ONE_DEVICE, like)
-    differs = rf"3 is of another version of poly_epo_jax: it differs in moments\.{other}\. Go on with that version"
+    differs = rf"3 is of another version of poly_epo_jax: it differs in moments\.{other}\. Resume with that"
     with pytest.raises(ConfigError, match=differs):
         checkpoints.newest(lambda step: checkpoints.restore(step, like, shardings))
     assert steps_on_disk(tmp_path) == [3]
@@ -268,7 +318,7 @@ def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_damaged(tmp_path,
 
     with monkeypatch.context() as patched:
         patched.setattr(ocp.CheckpointManager, "restore", restore)
-        with pytest.raises(OSError, match=r"6 cannot be read \(Too many open files\); mend that, and the same command"):
+        with pytest.raises(OSError, match=r"read checkpoint \S+/6: Too many open files\. .* rerun the command"):
             checkpoints.newest(lambda step: restore_small(checkpoints, step))
     assert checkpoints.newest(lambda step: restore_small(checkpoints, step)) == (6, ([6] * 4, {"step": 6}))
 

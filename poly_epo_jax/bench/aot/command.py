@@ -1,7 +1,6 @@
 """bench --compile-for=NAME: compiles a run's programs for a machine that need not be here, and shows their figures."""
 
 import dataclasses
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from poly_epo_jax.bench.aot.advice import best_settings
 from poly_epo_jax.bench.aot.figures import Figures
 from poly_epo_jax.bench.aot.programs import compile_decoding, compile_update
 from poly_epo_jax.bench.aot.table import show
 from poly_epo_jax.bench.aot.topology import device_rates, preset_devices
+from poly_epo_jax.bench.console import write_figures
 from poly_epo_jax.config.keys import Config, ConfigError, MeshSection
 from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.memory_plan.plan import make_plan
@@ -52,8 +51,6 @@ def compile_for(config: Config, name: str, num_layers: int, output: Path, consol
         for program, compiled in _programs(config, shape, mesh):
             figures.add(program, compiled)
             status.update(f"compiling; {program} is done")
-    step = figures.step()
-    advice = best_settings(config, shape, setting, memory_bytes, rates, figures.programs, step["runs"])
     found = {
         "machine": name,
         "mesh": dict(mesh.shape),
@@ -67,13 +64,10 @@ def compile_for(config: Config, name: str, num_layers: int, output: Path, consol
         "rates": dataclasses.asdict(rates),
         "memory_bytes": memory_bytes,
         "programs": figures.programs,
-        "step": step,
-        "advice": [one._asdict() for one in advice],
+        "step": figures.step(),
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(found, indent=2) + "\n")
     show(found, console)
-    console.print(f"Written to {output}.")
+    write_figures(output, found, console)
     return found
 
 

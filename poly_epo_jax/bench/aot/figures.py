@@ -75,11 +75,7 @@ class Figures:
         """The model's own FLOPs in one run on one device: without recomputation, padding and other sequences."""
         passes = {"logprobs": 1.0, "gradient": gradient_passes(self._config, self._shape)}.get(name, 0.0)
         lengths = self._workload.prompt_lengths, self._workload.response_lengths
-        return passes * flops.forward_flops(self._shape, *lengths) / self._num_microbatches / self._mesh.size
-
-    @property
-    def _num_microbatches(self) -> int:
-        return sum(map(len, self._workload.minibatches))
+        return passes * flops.forward_flops(self._shape, *lengths) / self._workload.runs["gradient"] / self._mesh.size
 
     def _memory(self, name: str, compiled: Any) -> dict[str, int | None]:
         """Bytes of one device while the program runs: what it holds itself and, by the plan, what else is held."""
@@ -91,6 +87,7 @@ class Figures:
         }
         # The optimizer's arguments include the moments; while the other programs run, the moments are merely held.
         beside = 0 if name == "optimizer" else self._plan.resident["optimizer moments"]
+        beside += self._plan.resident.get("reference policy", 0)
         planned = self._plan.stage_bytes(name) if name in self._plan.stages else None
         return held | {"beside": beside, "total": sum(held.values()) + beside, "planned": planned}
 
@@ -111,18 +108,12 @@ class Figures:
     def step(self) -> dict[str, Any]:
         """Seconds of a step's update, and its MFU: the model's own FLOPs as a share of the devices' peak."""
         seconds = {name: program["total_seconds"] for name, program in self.programs.items()}
-        minibatches = self._workload.minibatches
-        times = {
-            "logprobs": sum(map(len, minibatches[1:])),
-            "gradient": self._num_microbatches,
-            "optimizer": len(minibatches),
-        }
-        total = sum(count * seconds[name] for name, count in times.items())
-        useful = self._num_microbatches * (self._useful_flops("gradient"))
-        useful += times["logprobs"] * self._useful_flops("logprobs")
+        runs = self._workload.runs
+        total = sum(count * seconds[name] for name, count in runs.items())
+        useful = sum(count * self._useful_flops(name) for name, count in runs.items())
         gradient = self._useful_flops("gradient") / seconds["gradient"] / self._rates.flops_per_second
         return {
-            "runs": times,
+            "runs": runs,
             "update_seconds": total,
             "update_mfu": useful / total / self._rates.flops_per_second,
             "gradient_mfu": gradient,

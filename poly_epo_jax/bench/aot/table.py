@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from poly_epo_jax.bench.console import console_table
 
 SMALL_BYTES = 10**7  # collectives that send fewer bytes are not shown
 
@@ -33,15 +34,11 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         + (f" Attention visits {ratio:.2f} times the pairs of tokens that the sequences have." if ratio else ""),
         soft_wrap=True,
     )
-    for advice in found["advice"]:
-        console.print(f"{advice['setting']} would save {advice['saved_seconds']:.2g} s: {advice['reason']}.")
 
 
 def _programs(programs: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("program", no_wrap=True)
-    for column in ("GB", "plan", "TFLOP", "useful", "s", "XLA", "arithmetic", "kernels", "links"):
-        table.add_column(column, justify="right", no_wrap=True)
+    figures = ("GB", "plan", "TFLOP", "useful", "s", "XLA", "arithmetic", "kernels", "links")
+    table = console_table(("program",), figures)
     for name, program in programs.items():
         memory, seconds = program["memory"], program["seconds"]
         table.add_row(
@@ -67,21 +64,15 @@ def _named(programs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _costs(program: Mapping[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("largest costs of the gradient, by where they come from")
-    table.add_column("s", justify="right")
-    table.add_column("share", justify="right")
+    table = console_table(("largest costs of the gradient, by where they come from",), ("s", "share"))
+    table.columns[0].no_wrap = False
     for origin, seconds in program["largest_costs"].items():
         table.add_row(origin, f"{seconds:.3f}", f"{seconds / program['total_seconds']:.0%}")
     return table
 
 
 def _collectives(programs: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("program", "collective", "of", "where", "how"):
-        table.add_column(column, no_wrap=True)
-    for column in ("runs", "GB sent", "s waited for"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = console_table(("program", "collective", "of", "where", "how"), ("runs", "GB sent", "s waited for"))
     for name, program in programs.items():
         for one in program["collectives"]:
             if one["sent_bytes"] >= SMALL_BYTES:

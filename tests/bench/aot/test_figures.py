@@ -8,7 +8,6 @@ import tiny_bench
 from rich.console import Console
 
 from configs import polynomial
-from poly_epo_jax.bench.aot.advice import best_settings
 from poly_epo_jax.bench.aot.estimate import Rates
 from poly_epo_jax.bench.aot.figures import Figures
 from poly_epo_jax.bench.aot.programs import compile_decoding, compile_update
@@ -30,7 +29,7 @@ TINY = tiny_bench.TINY | {
 
 @pytest.fixture(scope="module")
 def read():
-    """(figures, config, shape, setting, rates) of every program on two devices."""
+    """(figures, config, shape, setting) of every program on two devices."""
     config = polynomial.get_config()
     config.update_from_flattened_dict(TINY)
     config = read_config(config)
@@ -39,14 +38,14 @@ def read():
     figures = Figures(config, shape, mesh, rates, make_plan(config, shape, setting, None))
     for name, compiled in [*compile_update(config, shape, mesh), *compile_decoding(config, shape, mesh)]:
         figures.add(name, compiled)
-    return figures, config, shape, setting, rates
+    return figures, config, shape, setting
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")]
 
 
 def test_every_program_has_its_figures(read):
-    figures, _, shape, _, _ = read
+    figures, _, shape, _ = read
     assert list(figures.programs) == ["logprobs", "gradient", "optimizer", "weights for decoding", "decode"]
     for program in figures.programs.values():
         assert program["total_seconds"] == pytest.approx(sum(program["seconds"].values()))
@@ -73,20 +72,8 @@ def test_a_step_is_its_programs_as_often_as_they_run(read):
     assert 0 < step["gradient_mfu"] < 1 and 0 < step["update_mfu"] < 1
 
 
-def test_advice_is_what_saves_most(read):
-    figures, config, shape, setting, rates = read
-    runs = figures.step()["runs"]
-    advice = best_settings(config, shape, setting, 10**12, rates, figures.programs, runs)
-    assert 1 <= len(advice) <= 2
-    assert [one.saved_seconds for one in advice] == sorted((one.saved_seconds for one in advice), reverse=True)
-    words = [one.setting for one in advice]
-    # Links of a megabyte a second are what is waited for, and memory is there for what is recomputed.
-    assert words[-1] == "model.remat=none" or words[0].startswith("train.rows_per_device=")
-    assert best_settings(config, shape, setting, 1, rates, figures.programs, runs) == []
-
-
 def test_the_tables_show_them(read):
-    figures, config, shape, setting, _ = read
+    figures, config, shape, setting = read
     console = Console(record=True, width=160)
     found = {
         "machine": "two CPUs",
@@ -98,7 +85,6 @@ def test_the_tables_show_them(read):
         "row_tokens": config.train.row_tokens,
         "programs": figures.programs,
         "step": figures.step(),
-        "advice": [],
     }
     show(json.loads(json.dumps(found)), console)
     text = console.export_text()

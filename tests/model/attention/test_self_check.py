@@ -1,4 +1,5 @@
 import dataclasses
+import re
 from pathlib import Path
 
 import jax
@@ -59,6 +60,10 @@ def wrong_gradient(attend):
     return changed
 
 
+def slightly_too_large(attend):
+    return lambda *inputs: 1.0001 * attend(*inputs)
+
+
 def raises(attend):
     def changed(q, k, v, segments):
         raise NotImplementedError("sm_52 has no such instruction\nand a long trace")
@@ -80,7 +85,7 @@ def test_a_right_kernel_passes():
     assert str(found).startswith("the attention kernel copy is right on cpu: relative errors, of allowed: values ")
 
 
-@pytest.mark.parametrize("broken", [without_segments, one_key_too_few, wrong_gradient])
+@pytest.mark.parametrize("broken", [without_segments, one_key_too_few, wrong_gradient, slightly_too_large])
 def test_a_wrong_kernel_is_found(broken, monkeypatch):
     break_kernel(monkeypatch, broken)
     found = check()
@@ -98,12 +103,21 @@ def test_nan_is_wrong(monkeypatch):
     assert check().errors["values"][0] == np.inf
 
 
-def test_auto_leaves_a_wrong_kernel_and_says_so(tmp_path, monkeypatch, capsys):
-    break_kernel(monkeypatch, without_segments)
+def test_a_slight_error_is_found_in_values_and_gradients(monkeypatch):
+    break_kernel(monkeypatch, slightly_too_large)
+    assert all(most < error == pytest.approx(1e-4, rel=0.1) for error, most in check().errors.values())
+
+
+@pytest.mark.parametrize("broken", [without_segments, slightly_too_large])
+def test_auto_leaves_a_wrong_kernel_and_says_so(tmp_path, monkeypatch, capsys, broken):
+    break_kernel(monkeypatch, broken)
     trust(tmp_path)
     assert attention.fastest("auto") == "blockwise" and attention.distrusted == {"copy"}
     said = capsys.readouterr().err
     assert said.startswith("Warning: the attention kernel copy is wrong on cpu: ") and said.count("\n") == 1
+    figures = re.findall(r"(\w+) (\d\.\de[-+]\d+) of (\d\.\de[-+]\d+)", said)
+    assert [name for name, *_ in figures] == ["values", "dq", "dk", "dv"]
+    assert any(float(error) > float(most) for _, error, most in figures) and "plain form is used" in said
     assert not (tmp_path / "compiled").exists()
 
 

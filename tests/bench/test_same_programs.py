@@ -1,0 +1,129 @@
+"""The bench and the ahead-of-time compiler build the very programs that a run executes, and count them alike."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny_bench
+from jax.experimental.compilation_cache import compilation_cache
+
+from configs import polynomial
+from poly_epo_jax import main
+from poly_epo_jax.bench import stages
+from poly_epo_jax.bench.aot import programs
+from poly_epo_jax.bench.workload import Workload, make_workload
+from poly_epo_jax.config.keys import Config, updates_per_step
+from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.startup.prepare import model_shape
+from poly_epo_jax.startup.read_config import read_config
+from poly_epo_jax.step.packing import empty_batch
+
+STEPS = 2
+CHANGES = tiny_bench.TINY | {
+    "mesh.fsdp": 1,
+    "base.clean_steps": 60,
+    "base.noisy_steps": 4,
+    "base.batch_size": 64,
+    "train.num_steps": STEPS,
+    "eval.every": 0,
+    "algo.entropy_coef": 0.01,
+    "optimizer.schedule": "cosine",
+    "optimizer.warmup_updates": 1,
+}
+CORRECTIONS = {"algo.kl_coef": 0.05, "algo.importance_cap": 2.0, "algo.max_mismatch": 1.5}
+ADAPTER = CORRECTIONS | {"lora.rank": 2}
+
+
+class Recorder:
+    """A jitted function that records the program of each call, and of each lowering."""
+
+    def __init__(self, jitted: Any):
+        self._jitted, self.texts = jitted, list[str]()
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.lower(*arguments)  # first, because the call may consume the arguments
+        return self._jitted(*arguments)
+
+    def lower(self, *arguments: Any) -> Any:
+        lowered = self._jitted.lower(*arguments)
+        self.texts.append(lowered.as_text())
+        return lowered
+
+
+@pytest.fixture(autouse=True)
+def _compilation_cache() -> Iterator[None]:
+    """Undoes what a run does to the settings of JAX."""
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], dict[str, Recorder]]:
+    """Records the programs of the update that a module makes, by name."""
+
+    def of(module: ModuleType) -> dict[str, Recorder]:
+        recorders, make_update = {}, module.make_update
+
+        def made(*arguments: Any) -> Any:
+            update = make_update(*arguments)
+            for name, attribute in (("logprobs", "_logprobs"), ("gradient", "_accumulate"), ("optimizer", "_apply")):
+                recorders[name] = Recorder(getattr(update, attribute))
+                setattr(update, attribute, recorders[name])
+            return update
+
+        monkeypatch.setattr(module, "make_update", made)
+        return recorders
+
+    return of
+
+
+def configured(tmp_path: Path, caches: dict[str, Path], **changes: Any) -> Config:
+    config = polynomial.get_config()
+    folders = {"workdir": str(tmp_path / "run")} | {key: str(path) for key, path in caches.items()}
+    config.update_from_flattened_dict(CHANGES | folders | changes)
+    return read_config(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [CORRECTIONS, ADAPTER], ids=["all weights", "an adapter"])
+def test_they_are_those_of_a_run(tmp_path, caches, record, changes):
+    config, of_run = configured(tmp_path, caches, **changes), record(main)
+    main.run(config)
+    mesh, shape = make_mesh(**config.mesh), model_shape(config)
+    workload = make_workload(config, shape.vocab_size, mesh.shape)
+
+    of_bench = record(stages)
+    params = jax.jit(lambda: stages.first_params(shape))()
+    stages._Update(config, abstract_model(shape), mesh, params, workload)
+    of_compiler = record(programs)
+    list(programs.compile_update(config, shape, mesh))
+    for name, recorder in of_run.items():
+        (text,) = set(recorder.texts)  # a run has one program of each kind, whatever it computes with it
+        assert of_bench[name].texts == [text], name
+        assert of_compiler[name].texts == [text], name
+
+    # Sequences without an advantage may be packed by themselves, into batches without a gradient.
+    runs = {name: len(recorder.texts) for name, recorder in of_run.items()}
+    assert runs["optimizer"] == STEPS * workload.runs["optimizer"]
+    assert runs["logprobs"] >= runs["gradient"]
+
+
+@pytest.mark.parametrize(("has_reference", "forward_passes"), [(False, 1 + 3), (True, 1 + 3 + 6)])
+def test_forward_passes_are_counted_as_training_runs_them(has_reference, forward_passes):
+    """The first minibatch needs no old log-probabilities, but a KL term needs the reference's of all minibatches."""
+    batch, lengths = empty_batch(1, 8), np.ones(1, int)
+    workload = Workload(lengths, lengths, [[batch] * 2, [batch], [batch] * 3], has_reference)
+    assert workload.runs == {"logprobs": forward_passes, "gradient": 6, "optimizer": 3}
+
+
+@pytest.mark.parametrize(("prompts", "own"), [(4, 2), (6, 2), (4, 4)])
+def test_a_step_has_as_many_updates_as_in_training(tmp_path, prompts, own):
+    config = configured(tmp_path, {}, **{"train.prompts_per_batch": prompts, "train.prompts_per_minibatch": own})
+    workload = make_workload(config, 20, {"data": 1, "fsdp": 1, "tensor": 1})
+    assert len(workload.minibatches) == updates_per_step(config.train) == prompts // own
