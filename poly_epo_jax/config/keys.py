@@ -136,11 +136,9 @@ class AlgoSection(Section, name="algo"):
     div_coef: float = key(0.5, "lambda of grpo_div", Range(0, 1000))
     loss: str = key("ppo_clip", "the loss of a token")
     loss_options: Mapping[str, Any] = key({}, "keyword arguments of the loss, except clip_low and clip_high")
-    clip_low: float = key(
-        0.20, "lower clip range of losses that clip: probability ratios are clipped to at least 1 - clip_low", FRACTION
-    )
+    clip_low: float = key(0.20, "lower clip range: probability ratios are clipped to at least 1 - clip_low", FRACTION)
     clip_high: float = key(
-        0.28, "upper clip range of these losses: ratios are clipped to at most 1 + clip_high", Range(0, 1000)
+        0.28, "upper clip range: probability ratios are clipped to at most 1 + clip_high", Range(0, 1000)
     )
     length_normalization: str = key("max", "T_i: a response's own length, or max: T_max", one_of("own", "max"))
     importance_cap: float = key(
