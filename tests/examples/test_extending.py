@@ -97,7 +97,6 @@ def test_a_loss_with_an_option(train: Train, folder: Path):
     [
         ("max_chang", 0.1, ["algo.loss_options", "'max_chang'", "near_policy", "max_change"]),
         ("max_change", 1.5, ["algo.loss_options.max_change=1.5", "between 0 and 1"]),
-        ("max_change", "wide", ["algo.loss_options.max_change='wide'", "number"]),
     ],
 )
 def test_wrong_options_of_a_loss_are_refused(command, option: str, value: object, words: list[str]):
