@@ -29,7 +29,7 @@ from poly_epo_jax.config.checks import Check, Range, check_of_type
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.config.options import checks_of, options_of
 from poly_epo_jax.startup.prepare import prepare
-from poly_epo_jax.startup.read_config import CHOICES, parts, read_config
+from poly_epo_jax.startup.read_config import CHOICES, read_config, registry_entries
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 20  # longer than any check may take
@@ -84,6 +84,7 @@ PARTS: list[dict[str, Any]] = [
     {"task.name": "multiplication"},
     {"task.name": "math", "task.options": {"train": "/proc/none.jsonl"}},
     {"judge.name": "llm", "judge.url": "http://127.0.0.1:1"},
+    {"algo.loss": "clip_cov"},
 ]
 FLAGS = [
     ["evaluate", "--num_generations=0"],
@@ -187,11 +188,10 @@ def _one_key(random: random.Random, folder: Path) -> Outcome:
 
 def _option(random: random.Random, folder: Path) -> Outcome:
     part = random.choice(PARTS)
-    section = next(iter(part)).split(".")[0]
-    _, make, num_given = parts(_read(part))[section]
-    option, parameter = random.choice(list(options_of(make, num_given).items()))
+    name = next(iter(part))
+    key = "algo.loss_options" if name == "algo.loss" else name.replace(".name", ".options")
+    option, parameter = random.choice(list(options_of(registry_entries(_read(part))[key]).items()))
     value, is_outside = _value(random, checks_of(parameter))
-    key = f"{section}.options"
     changes = part | {key: {**part.get(key, {}), option: value}}
     return _attempt("an option", changes, f"{key}.{option}" if is_outside else "", folder)
 

@@ -43,6 +43,7 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
         config.mesh.update({key: value for key, value in MESHES[mesh].items() if key != "processes"})
     config.lock()
     for section in config.values():
-        if isinstance(section, ConfigDict) and "options" in section:
-            section.options.unlock()  # the part that is named in the end decides what they may be
+        for value in section.values() if isinstance(section, ConfigDict) else ():
+            if isinstance(value, ConfigDict):
+                value.unlock()  # options: read_config checks them against the registry entry that the user selects
     return config

@@ -135,12 +135,11 @@ class AlgoSection(Section, name="algo"):
     num_sets: int = key(0, "K sets drawn per prompt; 0: all C(N, n)", Range(0, 10**6))
     div_coef: float = key(0.5, "lambda of grpo_div", Range(0, 1000))
     loss: str = key("ppo_clip", "the loss of a token")
-    clip_low: float = key(0.20, "probability ratios are clipped below 1 - clip_low", FRACTION)
-    clip_high: float = key(0.28, "and above 1 + clip_high", Range(0, 1000))
-    cov_fraction: float = key(2e-4, "of the tokens, which clip_cov and kl_cov hold back", Range(1e-9, 1))
-    cov_low: float = key(1.0, "clip_cov's tokens have a covariance above this", Range(-1e6, 1e6))
-    cov_high: float = key(5.0, "and below this", Range(-1e6, 1e6))
-    cov_kl_coef: float = key(1.0, "weight of kl_cov's penalty", Range(0, 1000))
+    loss_options: Mapping[str, Any] = key({}, "keyword arguments of the loss, except clip_low and clip_high")
+    clip_low: float = key(0.20, "lower clip range: probability ratios are clipped to at least 1 - clip_low", FRACTION)
+    clip_high: float = key(
+        0.28, "upper clip range: probability ratios are clipped to at most 1 + clip_high", Range(0, 1000)
+    )
     length_normalization: str = key("max", "T_i: a response's own length, or max: T_max", one_of("own", "max"))
     importance_cap: float = key(
         0.0,

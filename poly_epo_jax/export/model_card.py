@@ -79,7 +79,7 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 
 def _written(key: str, value: Any) -> str:
     """The value as the command line reads it: JSON has no tuples, and options have no declared type."""
-    if ".options." in key:
+    if "options." in key:
         return repr(value)
     return repr(tuple(value)) if isinstance(value, list) else str(value)
 

@@ -2,12 +2,13 @@
 
 A loss reads `Tokens` and returns -sum(weights * term), so that the losses of microbatches add up to the loss of the
 batch; its metrics are sums over response tokens, to be added up and divided by the token count. The values of masked
-tokens never matter. A keyword that a loss names, such as clip_low, is a key of the configuration's `algo` section.
+tokens never matter. Losses with parameters `clip_low` and `clip_high` receive the keys `algo.clip_low` and
+`algo.clip_high`; other keyword arguments are `algo.loss_options`, which are checked against the loss's annotations.
 `clip_cov` and `kl_cov` compare a token with the others of its microbatch, and so depend on the microbatch's size.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key, Shaped
 
+from poly_epo_jax.config.checks import Range
 from poly_epo_jax.types import Registry
 
 
@@ -117,9 +119,9 @@ def clip_cov_loss(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
-    cov_fraction: float = 2e-4,
-    cov_low: float = 1.0,
-    cov_high: float = 5.0,
+    cov_fraction: Annotated[float, Range(1e-9, 1)] = 2e-4,
+    cov_low: Annotated[float, Range(-1e6, 1e6)] = 1.0,
+    cov_high: Annotated[float, Range(-1e6, 1e6)] = 5.0,
 ) -> LossAndMetrics:
     """Clip-Cov (Cui et al., arXiv 2505.22617): `ppo_clip_loss` without the gradient of a few tokens that cost entropy.
 
@@ -147,7 +149,12 @@ def clip_cov_loss(
     return _loss(term, tokens), metrics | {"covariance_fraction": jnp.sum(is_detached, dtype=jnp.float32)}
 
 
-def kl_cov_loss(tokens: Tokens, *, cov_fraction: float = 2e-4, cov_kl_coef: float = 1.0) -> LossAndMetrics:
+def kl_cov_loss(
+    tokens: Tokens,
+    *,
+    cov_fraction: Annotated[float, Range(1e-9, 1)] = 2e-4,
+    cov_kl_coef: Annotated[float, Range(0, 1000)] = 1.0,
+) -> LossAndMetrics:
     """KL-Cov (Cui et al., arXiv 2505.22617): w A without a clip, and a penalty |log w| on a few tokens.
 
     The penalty, times `cov_kl_coef`, applies to the `cov_fraction` of tokens, at least one, with the largest cov_t (see

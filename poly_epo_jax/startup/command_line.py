@@ -17,7 +17,7 @@ from ml_collections import ConfigDict, config_flags
 from poly_epo_jax.config.checks import Range
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.config.options import checks_of, options_of
-from poly_epo_jax.startup.read_config import CHOICES, parts, read_config
+from poly_epo_jax.startup.read_config import CHOICES, read_config, registry_entries
 from poly_epo_jax.system.signals import heard_ctrl_c
 
 CONFIG = config_flags.DEFINE_config_file(
@@ -155,7 +155,7 @@ def _check_keys(argv: Sequence[str], parser: _ConfigFile) -> ConfigDict | None:
     keys = list(_keys(config))
     for name in (override.lstrip("-").partition("=")[0] for override in overrides):
         section = name.rpartition(".")[0]
-        is_option = section in keys and section.endswith(".options")
+        is_option = section in keys and section.endswith("options")
         if name.startswith("config.") and name not in keys and not is_option:
             near = ", ".join(difflib.get_close_matches(name, keys))
             raise ConfigError(f"There is no key {name}; {f'choose from {near}' if near else '--help lists the keys'}.")
@@ -206,7 +206,7 @@ def _help(config: ConfigDict | None) -> str:
     values = Config() if config is None else read_config(config, training=False)
     origin = "default" if config is None else "value in that file"
     lines += ["", f"Keys of the configuration with their type and {origin}, each set by --config.KEY=VALUE:"]
-    section, taken = "", parts(values)
+    section, entries = "", registry_entries(values)
     for key, field, value in values.flat():
         if "." in key and key.split(".")[0] != section:
             section = key.split(".")[0]
@@ -215,10 +215,9 @@ def _help(config: ConfigDict | None) -> str:
         limits = f"; {check.rule}" if check else ""
         if names:
             limits = f"; one of {', '.join(_named(name, names) for name in sorted(filter(None, names)))}"
-        if key.endswith(".options"):
-            name, make, num_given = taken[section]
-            shown = map(_option, options_of(make, num_given).values())
-            limits = f"; {name} takes {', '.join(shown) or 'none'}"
+        if key in entries:
+            shown = map(_option, options_of(entries[key]).values())
+            limits = f"; {entries[key].name} takes {', '.join(shown) or 'none'}"
         meaning = f"{getattr(field.type, '__name__', 'dict')}: {field.metadata['meaning']}{limits}"
         lines += textwrap.wrap(f"  {f'{key} = {value!r}':<43} {meaning}", 120, subsequent_indent=" " * 50)
     return "\n".join(lines)

@@ -6,14 +6,14 @@ compared with what the named part takes, and combinations of sections are checke
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from poly_epo_jax.config.checks import one_of, require
 from poly_epo_jax.config.keys import BaseSection, Config, ConfigError, JudgeSection, TaskSection, longest_sequence
-from poly_epo_jax.config.options import check_options
+from poly_epo_jax.config.options import Entry, check_options
 from poly_epo_jax.config.section import read_section
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
@@ -21,7 +21,7 @@ from poly_epo_jax.model.qwen3 import AUTO, REMAT_POLICIES
 from poly_epo_jax.parallel.devices import DEVICES
 from poly_epo_jax.rollouts import SAMPLERS, WEIGHT_SYNCS
 from poly_epo_jax.set_rl import LOSSES, OBJECTIVES
-from poly_epo_jax.step.advantages import ADVANTAGES, make_estimator
+from poly_epo_jax.step.advantages import ADVANTAGES, CLIP_RANGE, make_estimator
 from poly_epo_jax.step.optimizer import SCHEDULES
 from poly_epo_jax.tasks import TASKS
 from poly_epo_jax.types import Judge, Task
@@ -60,8 +60,10 @@ def read_config(config: ConfigDict, training: bool = True) -> Config:
     for key, _, value in sections.flat():
         if key in CHOICES:
             require(value, key, one_of(*CHOICES[key]))
-    for section, (name, make, num_given) in parts(sections).items():
-        check_options(f"{section}.options", name, sections[section].options, make, num_given)
+    entries = registry_entries(sections)
+    for key, _, options in sections.flat():
+        if key in entries:
+            check_options(key, entries[key], options)
     _check_base(sections.base)
     if JUDGES[sections.judge.name].needs_url and not sections.judge.url:
         raise ConfigError("judge.url='' must name the judge's server.")
@@ -89,13 +91,15 @@ def make_judge(section: JudgeSection, task: Task) -> Judge:
     return entry.open(task, section, **section.options)
 
 
-def parts(config: Config) -> dict[str, tuple[str, Callable[..., Any], int]]:
-    """By section with options: the named part, its maker, and how many of the maker's arguments are not options."""
+def registry_entries(config: Config) -> dict[str, Entry]:
+    """Returns the registry entries that a configuration selects, by the keys of their options."""
+    task, judge, rollouts, algo = config.task, config.judge, config.rollouts, config.algo
     return {
-        "task": (config.task.name, TASKS[config.task.name], 0),
-        "judge": (config.judge.name, JUDGES[config.judge.name].open, 2),
-        "rollouts": (config.rollouts.name, SAMPLERS[config.rollouts.name].open, 4),
-        "algo": (config.algo.advantages, ADVANTAGES[config.algo.advantages], 1),
+        "task.options": Entry(task.name, TASKS[task.name]),
+        "judge.options": Entry(judge.name, JUDGES[judge.name].open, num_given=2),
+        "rollouts.options": Entry(rollouts.name, SAMPLERS[rollouts.name].open, num_given=4),
+        "algo.options": Entry(algo.advantages, ADVANTAGES[algo.advantages], num_given=1),
+        "algo.loss_options": Entry(algo.loss, LOSSES[algo.loss], num_given=1, given=CLIP_RANGE),
     }
 
 

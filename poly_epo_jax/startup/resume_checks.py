@@ -88,6 +88,5 @@ def _bound(config: Config) -> dict[str, str]:
 
 
 def _names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a configuration without their values."""
-    is_section = {key: isinstance(value, dict) and key != "options" for key, value in config.items()}
-    return {key: _names(value) if is_section[key] else key for key, value in config.items()}
+    """Returns the keys of a configuration and of its sections, without their values."""
+    return {key: dict.fromkeys(value, key) if isinstance(value, dict) else key for key, value in config.items()}

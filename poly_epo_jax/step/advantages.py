@@ -80,10 +80,15 @@ def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], n
     return advantages
 
 
+CLIP_RANGE = ("clip_low", "clip_high")
+"""Keys of the `algo` section that are passed to losses with parameters of these names."""
+
+
 def make_loss(algo: AlgoSection) -> set_rl.Loss:
-    """The loss that `algo.loss` names, with its keyword arguments bound to the keys of `algo` of the same names."""
+    """Returns the loss selected by `algo.loss`, with its clip range and `algo.loss_options` bound."""
     loss = set_rl.LOSSES[algo.loss]
-    return partial(loss, **{name: algo[name] for name in inspect.signature(loss).parameters if name in algo})
+    clip_range = {name: algo[name] for name in CLIP_RANGE if name in inspect.signature(loss).parameters}
+    return partial(loss, **clip_range, **algo.loss_options)
 
 
 def skips_zero_advantages(algo: AlgoSection) -> bool:

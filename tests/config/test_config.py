@@ -166,7 +166,20 @@ def test_shipped_configs_state_only_what_differs(name: str, method: str):
             {"algo.advantages": "pkpo", "train.num_generations": 3, "algo.set_size": 2},
             ["train.num_generations=3 must be at least 4 for PKPO"],
         ),
-        ({"algo.cov_fraction": 2.0}, ["algo.cov_fraction=2.0", "between 1e-09 and 1"]),
+        (
+            {"algo.loss": "clip_cov", "algo.loss_options": {"cov_fraction": 2.0}},
+            ["algo.loss_options.cov_fraction=2.0", "between 1e-09 and 1"],
+        ),
+        (
+            {"algo.loss": "kl_cov", "algo.loss_options": {"cov_low": 0.5}},
+            ["algo.loss_options has 'cov_low'", "kl_cov does not take", "cov_fraction, cov_kl_coef"],
+        ),
+        (
+            {"algo.loss": "kl_cov", "algo.loss_options": {"cov_fration": 0.5}},
+            ["algo.loss_options has 'cov_fration'", "did you mean cov_fraction?"],
+        ),
+        ({"algo.loss_options": {"cov_fraction": 0.5}}, ["algo.loss_options", "ppo_clip does not take", "takes none"]),
+        ({"algo.loss_options": {"clip_low": 0.1}}, ["algo.loss_options has 'clip_low'", "set algo.clip_low"]),
         ({"judge.name": "none", "algo.advantages": "darling"}, ["judge.name='none'", "DARLING reads them"]),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import pytest
 
 from poly_epo_jax.config.checks import ConfigError, Range
-from poly_epo_jax.config.options import check_options
+from poly_epo_jax.config.options import Entry, check_options
 
 
 def judge(task: Any, section: Any, *, attempts: int = 3, share: float = 0.5, rubric: str = "", strict: bool = False):
@@ -48,7 +48,7 @@ def nothing(task: Any, section: Any):
     ],
 )
 def test_options_that_fit(make: Any, num_given: int, options: dict[str, Any]):
-    check_options("judge.options", "mine", options, make, num_given)
+    check_options("judge.options", Entry("mine", make, num_given), options)
     make(*[None] * num_given, **options)
 
 
@@ -88,5 +88,24 @@ def test_options_that_fit(make: Any, num_given: int, options: dict[str, Any]):
 )
 def test_options_that_do_not_fit(make: Any, num_given: int, options: dict[str, Any], sentence: str):
     with pytest.raises(ConfigError) as error:
-        check_options("judge.options", "mine", options, make, num_given)
+        check_options("judge.options", Entry("mine", make, num_given), options)
     assert str(error.value).startswith(sentence)
+
+
+def bounded(tokens: Any, *, clip_low: float, reach: Annotated[float, Range(0, 1)] = 0.5):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"reach": 5}, "algo.loss_options.reach=5 must lie between 0 and 1"),
+        ({"clip_low": 0.1}, "set algo.clip_low instead"),
+        ({"clip_high": 0.1}, "set algo.clip_high instead"),
+    ],
+)
+def test_parameters_that_the_run_passes_by_name_are_not_options(options: dict[str, Any], words: str):
+    entry = Entry("mine", bounded, num_given=1, given=("clip_low", "clip_high"))
+    check_options("algo.loss_options", entry, {"reach": 0.1})
+    with pytest.raises(ConfigError, match=words):
+        check_options("algo.loss_options", entry, options)

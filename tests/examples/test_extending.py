@@ -33,13 +33,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train(folder: Path, caches: dict[str, Path]) -> Train:
-    """Trains with one of the files, from its folder, and returns the rows of its training steps."""
+def command(folder: Path, caches: dict[str, Path]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the training command on one of the files, from its folder."""
+
+    def run(name: str, **settings: object) -> subprocess.CompletedProcess[str]:
+        arguments = [sys.executable, "-m", "poly_epo_jax.main", f"--config={name}", *as_flags(settings | caches)]
+        here = environment(path=ROOT)
+        return subprocess.run(arguments, cwd=folder, env=here, capture_output=True, text=True, timeout=600)
+
+    return run
+
+
+@pytest.fixture
+def train(folder: Path, command: Callable[..., subprocess.CompletedProcess[str]]) -> Train:
+    """Trains with one of the files and returns the rows of its training steps."""
 
     def run(name: str, run_dir: str, **settings: object) -> list[dict]:
-        command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={name}", *as_flags(settings | caches)]
-        here = environment(path=ROOT)
-        done = subprocess.run(command, cwd=folder, env=here, capture_output=True, text=True, timeout=600)
+        done = command(name, **settings)
         assert done.returncode == 0, done.stdout + done.stderr
         return rows_of(folder / "runs" / run_dir)
 
@@ -73,10 +83,26 @@ def test_an_estimator_that_reads_the_mean_log_probability(train: Train, folder: 
     assert varied and all(np.ptp([row["advantage"] for row in group]) > 0 for group in varied)
 
 
-def test_a_loss_over_whole_sequences(train: Train, folder: Path):
+def test_a_loss_with_an_option(train: Train, folder: Path):
     rows = train("my_loss.py", "my-loss", **SHORT)
-    # The first minibatch is on policy and nothing is clipped; the range for the second is narrow.
+    # The first minibatch is on policy and has no change; the range for the second is narrow.
     assert all(0 < row["policy/clip_fraction"] < 1 for row in rows)
+    wide = {"algo.loss_options.max_change": 1.0, "workdir": "runs/my-wide-loss"}
+    rows = train("my_loss.py", "my-wide-loss", **SHORT, **wide)
+    assert all(row["policy/clip_fraction"] == 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("max_chang", 0.1, ["algo.loss_options", "'max_chang'", "near_policy", "max_change"]),
+        ("max_change", 1.5, ["algo.loss_options.max_change=1.5", "between 0 and 1"]),
+    ],
+)
+def test_wrong_options_of_a_loss_are_refused(command, option: str, value: object, words: list[str]):
+    done = command("my_loss.py", **SHORT, **{f"algo.loss_options.{option}": value})
+    assert done.returncode == 1 and done.stderr.startswith("Error: ") and len(done.stderr.splitlines()) == 1
+    assert all(word in done.stderr for word in words), done.stderr
 
 
 def test_a_task_of_two_turns_is_learnt(train: Train, folder: Path):

@@ -138,7 +138,7 @@ def test_the_covariance_losses_get_their_numbers():
     of_clip = {name: keys[name] for name in ("cov_fraction", "cov_low", "cov_high")}
     for name, numbers in (("kl_cov", of_kl), ("clip_cov", of_clip)):
         (loss, metrics), (direct, counted) = (
-            make_loss(algo(loss=name, **keys))(tokens),
+            make_loss(algo(loss=name, loss_options=numbers))(tokens),
             set_rl.LOSSES[name](tokens, **numbers),
         )
         assert loss == direct and metrics == counted
@@ -146,13 +146,15 @@ def test_the_covariance_losses_get_their_numbers():
     assert not np.isclose(default, set_rl.kl_cov_loss(tokens, **of_kl)[0])
 
 
-def test_a_loss_of_ones_own_keeps_keywords_that_are_no_keys(monkeypatch):
+def test_a_loss_of_ones_own_has_options_of_its_own(monkeypatch):
     def loss(tokens, *, clip_low, scale=3.0):
         return jnp.asarray(clip_low * scale), {}
 
     monkeypatch.setitem(set_rl.LOSSES, "mine", loss)
     ones = jnp.ones((1, 2))
-    assert make_loss(algo(loss="mine", clip_low=0.5))(set_rl.Tokens(ones, ones, ones, ones, ones))[0] == 1.5
+    for options, value in (({}, 1.5), ({"scale": 8.0}, 4.0)):
+        mine = make_loss(algo(loss="mine", clip_low=0.5, loss_options=options))
+        assert mine(set_rl.Tokens(ones, ones, ones, ones, ones))[0] == value
 
 
 def test_an_estimator_of_ones_own_reads_any_feature(graded, monkeypatch):
