@@ -9,9 +9,9 @@ from typing import Any
 
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.config.section import changed_keys
+from poly_epo_jax.metrics.logged import describe, is_held_out
 from poly_epo_jax.records.run_folder import ABOUT, METRICS, read_config, read_method, read_rows
 from poly_epo_jax.report.document import markdown_table
-from poly_epo_jax.report.quantities import HELD_OUT
 
 FOLDERS = ("workdir", "compilation_cache", "base.cache_dir", "rollouts.weights_dir")
 """Keys that say only where files were kept, which says nothing about the policy."""
@@ -105,13 +105,13 @@ def _settings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _results(rows: list[dict[str, Any]], step: int) -> list[str]:
     """Held-out metrics at the first evaluation and at the last one up to this step; empty if there is none."""
-    evaluated = [row for row in rows if row["step"] <= step and any(name in row for name in HELD_OUT)]
+    evaluated = [row for row in rows if row["step"] <= step and any(map(is_held_out, row))]
     if not evaluated:
         return []
     first, last = evaluated[0], evaluated[-1]
-    names = [name for name in last if name.startswith("eval/") and last[name] is not None]
+    names = [name for name in last if is_held_out(name) and last[name] is not None]
     columns = {f"step {row['step']}": row for row in (first, last)}
-    cells = [(f"`{name}`", *(_number(row.get(name)) for row in columns.values())) for name in names]
+    cells = [(describe(name).title, *(_number(row.get(name)) for row in columns.values())) for name in names]
     heading = ["## Held-out problems", "", "Means over held-out problems, at the training temperature.", ""]
     return [*heading, *markdown_table(("metric", *columns), cells), ""]
 
