@@ -59,7 +59,7 @@ def test_the_sentence_gives_medians():
         0.0, 2.0, [Span("update", 0.0, 1.5, 1), Span("pause", 1.5, 1.9, 1), Span("sync", 1.9, 1.901, 1)]
     )
     assert sentence({1: one_by_one}) == (
-        "A step takes 2 s (median of 1). The update alone takes 75% of it, pause 20%; nothing overlaps."
+        "A step takes 2 s (median of 1). Update alone takes 75% of it, pause 20%; nothing overlaps."
     )
     assert sentence({1: Window(0.0, 2.0, [])}) == "A step takes 2 s (median of 1). Nothing overlaps."
 
