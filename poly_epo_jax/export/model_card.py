@@ -1,6 +1,8 @@
 """The model card of an exported policy: its base model, data, settings, results and command. Needs no JAX."""
 
+import functools
 import json
+import operator
 import re
 import shlex
 from collections.abc import Mapping
@@ -66,15 +68,9 @@ def command(config: Mapping[str, Any]) -> str:
     flags = ["--config=poly_epo_jax/config/default.py"]
     for key in changed_keys(json.loads(json.dumps(Config().to_dict())), config):
         if key not in FOLDERS:
-            flags.append(shlex.quote(f"--config.{key}={_written(key, _value(config, key))}"))
+            value = functools.reduce(operator.getitem, key.split("."), config)
+            flags.append(shlex.quote(f"--config.{key}={_written(key, value)}"))
     return " \\\n    ".join(["python -m poly_epo_jax.main", *flags])
-
-
-def _value(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key."""
-    for name in key.split("."):
-        config = config[name]
-    return config
 
 
 def _written(key: str, value: Any) -> str:

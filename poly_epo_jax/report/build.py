@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
 from poly_epo_jax.report.document import asset, document
 from poly_epo_jax.report.evaluation_figures import Tree, lay_out_tree
-from poly_epo_jax.report.folders import Evaluation, Evaluations, Run, labels, read_folders
+from poly_epo_jax.report.folders import Evaluation, Evaluations, labels, read_folders
 from poly_epo_jax.report.generations import Collection, bound, evaluation_collection, run_collections
 from poly_epo_jax.report.page import evaluation_summaries, final_values, metrics_table, results_tables, run_summary
 from poly_epo_jax.report.sections import figure_sections
@@ -59,7 +59,7 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
         settings_section(
             {label: run.config for label, run in runs.items()}, {label: run.versions for label, run in runs.items()}
         ),
-        _final_metrics(runs),
+        metrics_table({label: final_values(run.metrics + run.timing) for label, run in runs.items()}) if runs else "",
         "<footer class='muted'>Each figure also lies beside this page as PNG and PDF.</footer>",
     ]
     data = {"collections": collections, "bounds": vars(bounds), "degenerate": DEGENERATE_CLUSTER}
@@ -112,7 +112,3 @@ def _sometimes_solved(evaluation: Evaluation) -> str | None:
     rows = evaluation.results["per_problem"]
     share = {row["problem"]: row["num_correct"] / max(row["num_generations"], 1) for row in rows}
     return min(share, key=lambda problem: abs(share[problem] - 0.5), default=None)
-
-
-def _final_metrics(runs: dict[str, Run]) -> str:
-    return metrics_table({label: final_values(run.metrics + run.timing) for label, run in runs.items()}) if runs else ""

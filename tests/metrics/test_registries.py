@@ -1,6 +1,5 @@
 """The registries of metrics: names, titles, and the values that registered functions compute."""
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from poly_epo_jax.metrics.evaluation import (
     table_columns,
 )
 from poly_epo_jax.metrics.logged import LOGGED_METRICS, describe, held_out, is_held_out
+from poly_epo_jax.records.run_folder import METRICS, TIMING, read_rows
 from poly_epo_jax.set_rl import clip_cov_loss
 
 CONDITIONAL = (
@@ -112,7 +112,7 @@ def test_an_entry_for_a_prefix_describes_the_names_below_it():
 def test_every_logged_metric_has_an_entry(tmp_path: Path):
     loss = partial(clip_cov_loss, clip_low=0.2, clip_high=0.28)
     train_tiny(tmp_path, failing=["q"], loss=loss, changes={"algo.kl_coef": 0.1})
-    rows = [json.loads(line) for name in ("metrics", "timing") for line in (tmp_path / f"{name}.jsonl").open()]
+    rows = read_rows(tmp_path / METRICS) + read_rows(tmp_path / TIMING)
     names = {name for row in rows for name in row} - {"step"}
     assert {"policy/covariance_fraction", "policy/reference_kl", "eval/pass@2", "seconds/update"} <= names
     assert [name for name in names if name.startswith("judge/failed/")]
