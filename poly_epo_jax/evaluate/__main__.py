@@ -15,6 +15,7 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 from absl import app, flags
@@ -30,7 +31,7 @@ from poly_epo_jax.evaluate.folder import RESULTS, open_folder
 from poly_epo_jax.evaluate.results import compute_results
 from poly_epo_jax.judges import JUDGES, NoJudge
 from poly_epo_jax.judges.llm import say_shortfalls
-from poly_epo_jax.metrics import names
+from poly_epo_jax.metrics.evaluation import EvaluationMetric, table_columns
 from poly_epo_jax.model.attention.self_check import CHECKED, trust_attention
 from poly_epo_jax.model.policy import Policy, find_model, open_policy
 from poly_epo_jax.parallel.sharding import make_mesh
@@ -81,11 +82,7 @@ def run(config: Config) -> None:
         if model.params is not None:
             cache = Path(config.compilation_cache) / CHECKED
             trust_attention(config.model.attention, model.policy.config, mesh, cache)
-    num_generations = NUM_GENERATIONS.value
-    table = Table(title=f"{num_generations} generations per problem; 95% intervals over problems")
-    shown = _columns(num_generations)
-    for column in ("benchmark", "model", *shown.values()):
-        table.add_column(column)
+    num_generations, found = NUM_GENERATIONS.value, []
     sampling = Sampling(**config.sampling, seed=config.seed)
     judged = JUDGED.value and JUDGES[config.judge.name].clusters
     for name in BENCHMARKS.value:
@@ -109,8 +106,8 @@ def run(config: Config) -> None:
                 labels = {"benchmark": benchmark.label, "model": label, "sampling": about["sampling"]}
                 results = labels | compute_results(folder)
                 write_json(folder / RESULTS, results)
-            table.add_row(benchmark.label, label, *(_cell(results["metrics"].get(metric)) for metric in shown))
-    Console().print(table)
+            found.append(results)
+    Console().print(_table(found, f"{num_generations} generations per problem; 95% intervals over problems"))
     print(f"See it with: python -m poly_epo_jax.report {OUTPUT.value}")
 
 
@@ -127,24 +124,21 @@ async def _draw(
         await draw_generations(folder, rollouts, benchmark, judge, NUM_GENERATIONS.value, sampling, show)
 
 
-def _columns(num_generations: int) -> dict[str, str]:
-    """The metrics in the table, and their titles there."""
-    most = names.sizes(num_generations)[-1]
-    few = min(8, most)
-    return {
-        names.at(names.PASS, 1): "pass@1",
-        names.at(names.PASS, most): f"pass@{most}",
-        names.at(names.MAJORITY_ACCURACY, most): f"majority@{most}",
-        names.at(names.MAJORITY_SHARE, most): "vote share",
-        names.at(names.CORRECT_CLUSTERS, few): f"correct clusters of {few}",
-    }
+def _table(results: Sequence[dict[str, Any]], title: str) -> Table:
+    """Returns a table with a row for each model and benchmark."""
+    columns = table_columns((name for one in results for name in one["metrics"]), "evaluate")
+    table = Table("benchmark", "model", *(metric.title for metric in columns.values()), title=title)
+    for one in results:
+        cells = [_cell(metric, one["metrics"].get(name)) for name, metric in columns.items()]
+        table.add_row(one["benchmark"], one["model"], *cells)
+    return table
 
 
-def _cell(metric: dict[str, float | None] | None) -> str:
-    if metric is None:
+def _cell(metric: EvaluationMetric, value: dict[str, float | None] | None) -> str:
+    if value is None:
         return "-"
-    interval = "" if metric["low"] is None else f" [{metric['low']:.3f}, {metric['high']:.3f}]"
-    return f"{metric['mean']:.3f}{interval}"
+    mean, low, high = ("" if end is None else metric.format(end) for end in value.values())
+    return f"{mean} [{low}, {high}]" if low else mean
 
 
 def _check_flags(config: Config) -> None:

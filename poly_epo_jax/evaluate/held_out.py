@@ -1,17 +1,17 @@
-"""Measures the policy on problems it was not trained on: reward, pass@k and distinct clusters."""
+"""Evaluates the policy during training on problems that are not trained on."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from poly_epo_jax.metrics import names
-from poly_epo_jax.metrics.diversity import cluster_estimates, degenerate_share
-from poly_epo_jax.metrics.pass_at_k import pass_at_k
+from poly_epo_jax.metrics.diversity import degenerate_share
+from poly_epo_jax.metrics.evaluation import problem_values
+from poly_epo_jax.metrics.logged import held_out
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.grading import cluster_ids, clustered, grade_groups, judge_failures
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.system.signals import Stop
-from poly_epo_jax.types import Judge, Metrics, Problem, Sampling, Task
+from poly_epo_jax.types import GradedGroup, Judge, Metrics, Problem, Sampling, Task
 
 
 async def evaluate_held_out(
@@ -23,27 +23,41 @@ async def evaluate_held_out(
     sampling: Sampling,
     stop: Stop | None = None,
 ) -> Metrics:
-    """Means over problems. `@k` is the expectation over the k-subsets of a problem's generations, k = 1, 2, 4, ...
+    """Computes means over held-out problems.
+
+    The result has all registered evaluation metrics that read no other arrays than `rewards`, `correct` and `clusters`,
+    at k = 1, 2, 4, ... if they depend on k, and the mean reward, judge failures and degenerate responses.
+
+    Args:
+      rollouts: Generates the responses.
+      task: Computes the rewards.
+      judge: Clusters the responses of each problem.
+      problems: The held-out problems.
+      num_generations: Number of generations per problem.
+      sampling: Sampling parameters.
+      stop: Interrupts the evaluation when a shutdown is requested.
+
+    Returns:
+      Metrics by name, each with the prefix `eval/`.
 
     Raises:
-      Stopped: `stop` says that the run should end.
+      Stopped: If a shutdown was requested.
     """
     own = hosts.share(problems)
     groups = rollouts.generate(own, num_generations, sampling)
     shares = await hosts.gather((stop or Stop()).interrupts(grade_groups(groups, own, task, judge)))
     graded = [group for share, _ in shares for group in share]
-    correct, sizes = np.stack([group.correct for group in graded]), names.sizes(num_generations)
-    metrics = {
-        "reward": float(np.stack([group.rewards for group in graded]).mean()),
-        "solved": float(correct.any(axis=1).mean()),
-    }
-    for k in sizes:
-        metrics[names.at(names.PASS, k)] = float(pass_at_k(num_generations, correct.sum(axis=1), k).mean())
-
-    metrics["judge_failed_problems"] = float(len(judge_failures(graded)))
+    arrays = _arrays(graded)
+    metrics = {"reward": float(arrays["rewards"].mean()), "judge_failed_problems": float(len(judge_failures(graded)))}
+    values = problem_values(arrays, curves=False)
     if with_clusters := clustered(graded):
         clusters = cluster_ids(with_clusters)
-        estimates = cluster_estimates(clusters, np.stack([group.correct for group in with_clusters]), sizes)
-        metrics |= {name: float(values.mean()) for name, values in estimates.items()}
+        values |= problem_values(_arrays(with_clusters) | {"clusters": clusters}, reading="clusters", curves=False)
         metrics["degenerate"] = degenerate_share(clusters)
-    return {names.held_out(name): value for name, value in metrics.items()}
+    metrics |= {name: float(of_problems.mean()) for name, of_problems in values.items()}
+    return {held_out(name): value for name, value in metrics.items()}
+
+
+def _arrays(graded: Sequence[GradedGroup]) -> dict[str, np.ndarray]:
+    """Returns `rewards` and `correct`, both of shape [P, N]."""
+    return {name: np.stack([getattr(group, name) for group in graded]) for name in ("rewards", "correct")}

@@ -1,4 +1,4 @@
-"""Computes every number of an evaluation from its generations on disk."""
+"""Computes the results of an evaluation from its generations on disk."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,61 +7,56 @@ from typing import Any
 import numpy as np
 
 from poly_epo_jax.evaluate.folder import read_generations
-from poly_epo_jax.metrics import names
 from poly_epo_jax.metrics.branching import mean_active_branches
-from poly_epo_jax.metrics.diversity import cluster_estimates
+from poly_epo_jax.metrics.evaluation import problem_values
 from poly_epo_jax.metrics.intervals import bootstrap_interval
-from poly_epo_jax.metrics.majority import answer_entropy, majority_at_k
-from poly_epo_jax.metrics.pass_at_k import pass_at_k
-from poly_epo_jax.system.json_files import Row
+
+_COLUMNS = {"reward": "rewards", "correct": "correct", "answer": "answers", "cluster": "clusters"}
+"""Arrays of the metrics, by the columns of generations.jsonl that they are read from."""
 
 
 def compute_results(folder: Path) -> dict[str, Any]:
-    """The metrics of generations.jsonl, each {"mean", "low", "high"}: means over problems, and 95% bootstrap bounds.
+    """Computes the metrics of generations.jsonl.
 
-    With m generations of each problem: pass@k for every k up to m; majority_accuracy@k and majority_share@k for k = 1,
-    2, 4, ... up to m, and also correct_clusters@k and incorrect_clusters@k if problems were clustered; solved,
-    answer_entropy, response_length; and "branching", the mean number of active branches by token position.
+    Args:
+      folder: The folder of one model on one benchmark.
+
+    Returns:
+      The content of results.json. "metrics" has an entry {"mean", "low", "high"} for each registered evaluation metric
+      and k: the mean over problems, and 95% bootstrap bounds. Metrics of clusters are means over the problems that have
+      a clustering, and are missing if there are none. "branching" has the mean number of active branches by token
+      position.
 
     Raises:
-      ValueError: a row is damaged.
+      ValueError: If a row is damaged, or a metric is not a finite number for some problem.
     """
-    problems: dict[str, list[Row]] = {}
-    token_ids: dict[str, list[np.ndarray]] = {}
+    problems: dict[str, dict[str, list[Any]]] = {}
     for row in read_generations(folder):
-        token_ids.setdefault(row["problem"], []).append(np.array(row["token_ids"], np.int32))
-        kept = {name: row[name] for name in ("correct", "answer", "cluster")}
-        problems.setdefault(row["problem"], []).append(kept)
-    correct = np.array([[row["correct"] for row in rows] for rows in problems.values()])
-    answers = np.array([[row["answer"] for row in rows] for rows in problems.values()])
-    lengths = np.array([[len(ids) for ids in rows] for rows in token_ids.values()])
-    num_correct, num_generations = correct.sum(axis=1), correct.shape[1]
-    sizes = names.sizes(num_generations)
+        kept = problems.setdefault(row["problem"], {name: [] for name in ("token_ids", *_COLUMNS)})
+        kept["token_ids"].append(np.array(row["token_ids"], np.int32))
+        for name in _COLUMNS:
+            kept[name].append(row[name])
+    token_ids = [kept["token_ids"] for kept in problems.values()]
+    arrays = {array: np.array([kept[name] for kept in problems.values()]) for name, array in _COLUMNS.items()}
+    clusters = arrays.pop("clusters")
+    arrays["lengths"] = np.array([[len(ids) for ids in of_problem] for of_problem in token_ids])
+    metrics = _with_intervals(problem_values(arrays))
 
-    values = {
-        names.at(names.PASS, k): pass_at_k(num_generations, num_correct, k) for k in range(1, num_generations + 1)
-    }
-    for k in sizes:
-        accuracy, share = majority_at_k(answers, correct, k)
-        values |= {names.at(names.MAJORITY_ACCURACY, k): accuracy, names.at(names.MAJORITY_SHARE, k): share}
-    values |= {"solved": correct.any(axis=1).astype(float), "answer_entropy": answer_entropy(answers)}
-    values |= {"response_length": lengths.mean(axis=1)}
-    metrics = _with_intervals(values)
-
-    clustered = [place for place, rows in enumerate(problems.values()) if rows[0]["cluster"] is not None]
-    if clustered:
-        tables = list(problems.values())
-        clusters = np.array([[row["cluster"] for row in tables[place]] for place in clustered])
-        metrics |= _with_intervals(cluster_estimates(clusters, correct[clustered], sizes))
+    is_clustered = np.array([ids[0] is not None for ids in clusters])
+    if is_clustered.any():
+        clustered = {name: array[is_clustered] for name, array in arrays.items()}
+        clustered["clusters"] = clusters[is_clustered].astype(int)
+        metrics |= _with_intervals(problem_values(clustered, reading="clusters"))
+    num_generations = arrays["correct"].shape[1]
     return {
         "num_problems": len(problems),
         "num_generations": num_generations,
-        "num_clustered": len(clustered),
+        "num_clustered": int(is_clustered.sum()),
         "metrics": metrics,
-        "branching": {"mean": mean_active_branches(list(token_ids.values())).tolist()},
+        "branching": {"mean": mean_active_branches(token_ids).tolist()},
         "per_problem": [
             {"problem": problem, "num_correct": int(count), "num_generations": num_generations}
-            for problem, count in zip(problems, num_correct, strict=True)
+            for problem, count in zip(problems, arrays["correct"].sum(axis=1), strict=True)
         ],
     }
 

@@ -1,6 +1,8 @@
 """The model card of an exported policy: its base model, data, settings, results and command. Needs no JAX."""
 
+import functools
 import json
+import operator
 import re
 import shlex
 from collections.abc import Mapping
@@ -9,9 +11,9 @@ from typing import Any
 
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.config.section import changed_keys
+from poly_epo_jax.metrics.logged import describe, is_held_out
 from poly_epo_jax.records.run_folder import ABOUT, METRICS, read_config, read_method, read_rows
 from poly_epo_jax.report.document import markdown_table
-from poly_epo_jax.report.quantities import HELD_OUT
 
 FOLDERS = ("workdir", "compilation_cache", "base.cache_dir", "rollouts.weights_dir")
 """Keys that say only where files were kept, which says nothing about the policy."""
@@ -66,15 +68,9 @@ def command(config: Mapping[str, Any]) -> str:
     flags = ["--config=poly_epo_jax/config/default.py"]
     for key in changed_keys(json.loads(json.dumps(Config().to_dict())), config):
         if key not in FOLDERS:
-            flags.append(shlex.quote(f"--config.{key}={_written(key, _value(config, key))}"))
+            value = functools.reduce(operator.getitem, key.split("."), config)
+            flags.append(shlex.quote(f"--config.{key}={_written(key, value)}"))
     return " \\\n    ".join(["python -m poly_epo_jax.main", *flags])
-
-
-def _value(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key."""
-    for name in key.split("."):
-        config = config[name]
-    return config
 
 
 def _written(key: str, value: Any) -> str:
@@ -105,13 +101,13 @@ def _settings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _results(rows: list[dict[str, Any]], step: int) -> list[str]:
     """Held-out metrics at the first evaluation and at the last one up to this step; empty if there is none."""
-    evaluated = [row for row in rows if row["step"] <= step and any(name in row for name in HELD_OUT)]
+    evaluated = [row for row in rows if row["step"] <= step and any(map(is_held_out, row))]
     if not evaluated:
         return []
     first, last = evaluated[0], evaluated[-1]
-    names = [name for name in last if name.startswith("eval/") and last[name] is not None]
+    names = [name for name in last if is_held_out(name) and last[name] is not None]
     columns = {f"step {row['step']}": row for row in (first, last)}
-    cells = [(f"`{name}`", *(_number(row.get(name)) for row in columns.values())) for name in names]
+    cells = [(describe(name).title, *(_number(row.get(name)) for row in columns.values())) for name in names]
     heading = ["## Held-out problems", "", "Means over held-out problems, at the training temperature.", ""]
     return [*heading, *markdown_table(("metric", *columns), cells), ""]
 

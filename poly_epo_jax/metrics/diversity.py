@@ -1,32 +1,38 @@
 """How many distinct strategies a prompt's generations show."""
 
-from collections.abc import Iterable
-
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from poly_epo_jax.metrics import names
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 
-def cluster_estimates(
-    clusters: Int[np.ndarray, "P m"], correct: Bool[np.ndarray, "P m"], ks: Iterable[int]
-) -> dict[str, Float[np.ndarray, " P"]]:
-    """correct_clusters@k and incorrect_clusters@k of P prompts: distinct clusters among k generations, in expectation.
+def correct_clusters(
+    clusters: Int[np.ndarray, "P m"], correct: Bool[np.ndarray, "P m"], k: int
+) -> Float[np.ndarray, " P"]:
+    """Returns the expected number of distinct clusters among the correct ones of k generations.
 
-    `DEGENERATE_CLUSTER` is never counted among them.
+    `DEGENERATE_CLUSTER` is not counted.
 
     Args:
-      clusters: cluster ids of the m generations of P prompts.
-      correct: whether each is.
-      ks: how many generations are drawn, at most m.
+      clusters: Cluster ids of the m generations of P problems.
+      correct: Whether each generation is correct.
+      k: Number of generations that are drawn, at most m.
+
+    Raises:
+      ValueError: If k is not in [1, m].
     """
-    attempts = clusters != DEGENERATE_CLUSTER
-    selections = {names.CORRECT_CLUSTERS: correct & attempts, names.INCORRECT_CLUSTERS: ~correct & attempts}
-    return {
-        names.at(stem, k): distinct_clusters(clusters, selected, k) for k in ks for stem, selected in selections.items()
-    }
+    return distinct_clusters(clusters, correct & (clusters != DEGENERATE_CLUSTER), k)
+
+
+def incorrect_clusters(
+    clusters: Int[np.ndarray, "P m"], correct: Bool[np.ndarray, "P m"], k: int
+) -> Float[np.ndarray, " P"]:
+    """Returns the expected number of distinct clusters among the incorrect ones of k generations.
+
+    `DEGENERATE_CLUSTER` is not counted. Arguments and errors are those of `correct_clusters`.
+    """
+    return correct_clusters(clusters, ~correct, k)
 
 
 def degenerate_share(clusters: Int[np.ndarray, "P m"]) -> float:

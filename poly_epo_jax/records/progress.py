@@ -12,23 +12,17 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from poly_epo_jax.metrics import names
+from poly_epo_jax.metrics.logged import (
+    HELD_OUT_CORRECT_CLUSTERS,
+    HELD_OUT_REWARD,
+    HELD_OUT_SOLVED,
+    LOGGED_METRICS,
+    describe,
+    is_held_out,
+)
 from poly_epo_jax.types import Metrics
 
-_TRAINING = {
-    "reward": "reward",
-    "solved": "solved",
-    "clusters/correct": "correct clusters",
-    "clusters/incorrect": "incorrect clusters",
-    "synergy": "synergy",
-    "policy/entropy": "entropy",
-    "policy/clip_fraction": "clip share",
-}
-_HELD_OUT = {
-    names.HELD_OUT_REWARD: "reward",
-    names.HELD_OUT_SOLVED: "solved",
-    names.HELD_OUT_CORRECT_CLUSTERS: "correct clusters",
-}
+_HELD_OUT = (HELD_OUT_REWARD, HELD_OUT_SOLVED, HELD_OUT_CORRECT_CLUSTERS)
 _SECONDS_BETWEEN_LINES = 10.0
 _SPEED = 3600.0  # seconds that it is estimated from; Rich's default forgets steps of more than 30 s
 
@@ -62,6 +56,10 @@ class TrainingProgress:
     def __init__(self, total_steps: int, first_step: int) -> None:
         self._total_steps = total_steps
         self._latest: Metrics = {}
+        self._held_out = {name: describe(name).brief for name in _HELD_OUT}
+        self._training = {
+            name: metric.brief for name, metric in LOGGED_METRICS.items() if metric.brief and not is_held_out(name)
+        }
         self._evaluated_at: int | None = None
         self._lines = _Lines()
         self._progress = Progress(
@@ -100,15 +98,15 @@ class TrainingProgress:
         stages = {name: name.removeprefix("seconds/") for name in self._latest if name.startswith("seconds/")}
         evaluated = "" if self._evaluated_at is None else f" (step {self._evaluated_at})"
         blocks = [
-            _block("training", self._latest, _TRAINING),
-            _block(f"held out{evaluated}", self._latest, _HELD_OUT),
-            _block("seconds", self._latest, stages | {"sync/share": "sync share", "tokens_per_second": "tokens/s"}),
+            _block("training", self._latest, self._training),
+            _block(f"held out{evaluated}", self._latest, self._held_out),
+            _block("seconds", self._latest, stages | {"sync/share": "sync fraction", "tokens_per_second": "tokens/s"}),
         ]
         return Group(self._progress, Columns(blocks, padding=(1, 2)))
 
     def _line(self, step: int, values: Metrics) -> str:
         parts = [f"step {step}/{self._total_steps}"]
-        labels = _TRAINING | {name: f"held-out {label}" for name, label in _HELD_OUT.items()}
+        labels = self._training | {name: f"held-out {label}" for name, label in self._held_out.items()}
         parts += [f"{label} {_number(values[name])}" for name, label in labels.items() if name in values]
         units = {"tokens_per_second": "tokens/s", "seconds/step": "s"}
         parts += [f"{_number(values[name])} {unit}" for name, unit in units.items() if name in values]

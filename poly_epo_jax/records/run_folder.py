@@ -37,7 +37,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from poly_epo_jax.metrics import names
+from poly_epo_jax.metrics.logged import is_held_out
 from poly_epo_jax.system.file_lock import InUseError, exclusive
 from poly_epo_jax.system.json_files import Columns, Row, keep_rows
 from poly_epo_jax.system.json_files import read_rows as read_json_rows
@@ -83,7 +83,7 @@ def is_evaluated(folder: Path, step: int) -> bool:
       ValueError: If a complete line is not a row.
     """
     rows = [row for row in read_rows(folder / METRICS) if row["step"] == step]
-    return any(map(names.is_held_out, itertools.chain.from_iterable(rows)))
+    return any(map(is_held_out, itertools.chain.from_iterable(rows)))
 
 
 def drop_rows_after(folder: Path, step: int) -> None:

@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
 from poly_epo_jax.report.document import asset, document
 from poly_epo_jax.report.evaluation_figures import Tree, lay_out_tree
-from poly_epo_jax.report.folders import Evaluation, Evaluations, Run, labels, read_folders
+from poly_epo_jax.report.folders import Evaluation, Evaluations, labels, read_folders
 from poly_epo_jax.report.generations import Collection, bound, evaluation_collection, run_collections
 from poly_epo_jax.report.page import evaluation_summaries, final_values, metrics_table, results_tables, run_summary
-from poly_epo_jax.report.sections import evaluation_sections, run_sections, timeline_section
+from poly_epo_jax.report.sections import figure_sections
 from poly_epo_jax.report.settings import settings_section
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
@@ -54,14 +54,12 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     body = [
         f"<ul class='summary'>{''.join(f'<li>{summary}</li>' for summary in summaries)}</ul>",
         results_tables(results, all_labels),
-        evaluation_sections(drawn),
-        run_sections(drawn, metrics),
-        timeline_section(drawn["timeline"], timelines),
+        figure_sections(drawn, metrics, timelines),
         asset("browser.html"),
         settings_section(
             {label: run.config for label, run in runs.items()}, {label: run.versions for label, run in runs.items()}
         ),
-        _final_metrics(runs),
+        metrics_table({label: final_values(run.metrics + run.timing) for label, run in runs.items()}) if runs else "",
         "<footer class='muted'>Each figure also lies beside this page as PNG and PDF.</footer>",
     ]
     data = {"collections": collections, "bounds": vars(bounds), "degenerate": DEGENERATE_CLUSTER}
@@ -80,7 +78,7 @@ def _draw(
 ) -> dict[str, Figure | None]:
     return {
         "training_dynamics": figures.training_dynamics(metrics),
-        "pass_at_k": figures.pass_at_k(metrics),
+        "pass_at_k": evaluation_figures.held_out_pass_at_k(metrics),
         "comparison": figures.comparison(metrics),
         "evaluation_pass_at_k": evaluation_figures.pass_at_k(results, looks),
         "majority": evaluation_figures.majority(results, looks),
@@ -114,7 +112,3 @@ def _sometimes_solved(evaluation: Evaluation) -> str | None:
     rows = evaluation.results["per_problem"]
     share = {row["problem"]: row["num_correct"] / max(row["num_generations"], 1) for row in rows}
     return min(share, key=lambda problem: abs(share[problem] - 0.5), default=None)
-
-
-def _final_metrics(runs: dict[str, Run]) -> str:
-    return metrics_table({label: final_values(run.metrics + run.timing) for label, run in runs.items()}) if runs else ""

@@ -16,8 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 
-from poly_epo_jax.metrics import names
 from poly_epo_jax.metrics.branching import prefix_tree
+from poly_epo_jax.metrics.evaluation import MAJORITY_ACCURACY, MAJORITY_SHARE, PASS, split
+from poly_epo_jax.metrics.logged import held_out
 from poly_epo_jax.report import figures
 
 Results = Mapping[str, Any]
@@ -36,14 +37,6 @@ class Estimate(NamedTuple):
     mean: float
     low: float | None
     high: float | None
-
-
-class Vote(NamedTuple):
-    """The majority among k generations: its share of the votes, and how often it is right."""
-
-    k: int
-    share: Estimate
-    accuracy: Estimate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,29 +78,32 @@ def curve(results: Results, metric: str) -> list[Estimate]:
     """metric@k in ascending order of k."""
     found = []
     for name, value in results["metrics"].items():
-        stem, k = names.split(name)
+        stem, k = split(name)
         if stem == metric and k is not None:
-            found.append(estimate(k, value))
+            found.append(Estimate(k, float(value["mean"]), finite(value.get("low")), finite(value.get("high"))))
     return sorted(found)
 
 
-def estimate(k: int, value: Mapping[str, Any]) -> Estimate:
-    """A metric of results.json."""
-    return Estimate(k, float(value["mean"]), _finite(value.get("low")), _finite(value.get("high")))
+def last_evaluation(rows: figures.Rows) -> Results:
+    """Returns pass@k of the last row of a run that has it, in the form of results.json."""
+    prefix = held_out(f"{PASS}@")
+    for row in reversed(rows):
+        if found := {name: value for name, value in row.items() if name.startswith(prefix) and value is not None}:
+            return {"metrics": {name.removeprefix(held_out("")): {"mean": value} for name, value in found.items()}}
+    return {"metrics": {}}
 
 
-def votes(results: Results) -> list[Vote]:
-    """Vote share and accuracy of the majority, in ascending order of k."""
-    accuracy = {estimate.k: estimate for estimate in curve(results, names.MAJORITY_ACCURACY)}
-    shares = curve(results, names.MAJORITY_SHARE)
-    return [Vote(share.k, share, accuracy[share.k]) for share in shares if share.k in accuracy]
+def pass_at_k(evaluations: Evaluations, looks: Looks, panel_size: tuple[float, float] = _PANEL) -> Figure | None:
+    """Draws pass@k over k on a log2 axis, with shaded 95% intervals. Returns None without results.
 
-
-def pass_at_k(evaluations: Evaluations, looks: Looks) -> Figure | None:
-    """pass@k over k on a log2 axis, 95% intervals shaded. None without results."""
+    Args:
+      evaluations: Results by benchmark and model.
+      looks: Line style of each model.
+      panel_size: Width and height of a panel, in inches.
+    """
 
     def draw(axes: Axes, results: Results, look: Mapping[str, Any]) -> None:
-        points = curve(results, names.PASS)
+        points = curve(results, PASS)
         ks, means = [point.k for point in points], [point.mean for point in points]
         marked = [place for place, k in enumerate(ks) if k.bit_count() == 1 or place == len(ks) - 1]
         axes.plot(ks, means, **figures.MARKED, **look, markevery=marked)
@@ -116,26 +112,34 @@ def pass_at_k(evaluations: Evaluations, looks: Looks) -> Figure | None:
         axes.fill_between(ks, low, high, color=look["color"], alpha=0.15, linewidth=0)
 
     def finish(axes: Axes) -> None:
-        _log2(axes, "k (attempts)")
+        log2_axis(axes, "k (attempts)")
         axes.set_ylabel("pass@k")
 
-    return _benchmark_panels(evaluations, looks, draw, finish)
+    return _benchmark_panels(evaluations, looks, draw, finish, panel_size)
+
+
+def held_out_pass_at_k(runs: figures.Runs) -> Figure | None:
+    """Draws pass@k of the last evaluation during the training of each run. Returns None if no run has it."""
+    last = {label: last_evaluation(rows) for label, rows in runs.items()}
+    if not any(results["metrics"] for results in last.values()):
+        return None
+    title = "Held-out pass@k at the last evaluation"
+    return pass_at_k({title: last}, figures.styles(list(runs)), (6.5, 3.8))
 
 
 def majority(evaluations: Evaluations, looks: Looks) -> Figure | None:
     """Accuracy of the majority of k generations against its share of the votes. Lines begin on the right, at k = 1."""
 
     def draw(axes: Axes, results: Results, look: Mapping[str, Any]) -> None:
-        points = votes(results)
-        axes.plot([p.share.mean for p in points], [p.accuracy.mean for p in points], **figures.MARKED, **look)
-        for point in points[-1:] if not axes.texts else ():  # the other lines end at the same k
-            place = (point.share.mean, point.accuracy.mean)
-            text = f"k = {point.k}"
+        shares, accuracies = curve(results, MAJORITY_SHARE), curve(results, MAJORITY_ACCURACY)
+        axes.plot([p.mean for p in shares], [p.mean for p in accuracies], **figures.MARKED, **look)
+        if shares and not axes.texts:  # the other lines end at the same k
+            text, place = f"k = {shares[-1].k}", (shares[-1].mean, accuracies[-1].mean)
             note = axes.annotate(text, place, (0, 6), textcoords="offset points", ha="center", fontsize=8)
             note.set(color=look["color"], path_effects=[withStroke(linewidth=2.5, foreground="white")])
 
     def finish(axes: Axes) -> None:
-        axes.set_xlabel("majority's share of the votes")
+        axes.set_xlabel("vote share of the majority answer")
         axes.set_ylabel("majority@k accuracy")
         axes.margins(x=0.1, y=0.15)
 
@@ -150,7 +154,7 @@ def branches(evaluations: Evaluations, looks: Looks) -> Figure | None:
         axes.plot(range(1, len(means) + 1), means, linewidth=2.2, **look)
 
     def finish(axes: Axes) -> None:
-        _log2(axes, "token position")
+        log2_axis(axes, "token position")
         axes.set_ylabel("active branches (mean)")
         axes.set_ylim(bottom=0)
 
@@ -175,8 +179,8 @@ def rollout_trees(title: str, trees: Mapping[str, Tree], looks: Looks) -> Figure
             axes.spines["left"].set_visible(False)
             axes.grid(False)
         marks = [
-            Line2D([], [], color=RIGHT, marker="o", linestyle="", label="right"),
-            Line2D([], [], color=WRONG, marker="X", linestyle="", label="wrong"),
+            Line2D([], [], color=RIGHT, marker="o", linestyle="", label="correct"),
+            Line2D([], [], color=WRONG, marker="X", linestyle="", label="incorrect"),
         ]
         figure.legend(handles=marks, loc="outside upper left", ncols=2, title=title, alignment="left")
     return figure
@@ -215,10 +219,11 @@ def _benchmark_panels(
     looks: Looks,
     draw: Callable[[Axes, Results, Mapping[str, Any]], None],
     finish: Callable[[Axes], None],
+    panel_size: tuple[float, float] = _PANEL,
 ) -> Figure | None:
     if not evaluations:
         return None
-    with figures.panels(len(evaluations), 3, _PANEL) as (figure, panels):
+    with figures.panels(len(evaluations), 3, panel_size) as (figure, panels):
         for axes, (benchmark, models) in zip(panels, evaluations.items(), strict=True):
             for model, results in models.items():
                 draw(axes, results, looks[model])
@@ -229,7 +234,8 @@ def _benchmark_panels(
     return figure
 
 
-def _log2(axes: Axes, label: str) -> None:
+def log2_axis(axes: Axes, label: str) -> None:
+    """Gives the axes a logarithmic x-axis with at most seven ticks at powers of two."""
     axes.set_xscale("log", base=2)
     longest = max((float(np.max(np.asarray(line.get_xdata(), float), initial=1)) for line in axes.lines), default=1.0)
     powers = range(int(math.log2(max(longest, 1))) + 1)
@@ -239,5 +245,6 @@ def _log2(axes: Axes, label: str) -> None:
     axes.set_xlabel(label)
 
 
-def _finite(value: int | float | None) -> float | None:
+def finite(value: int | float | None) -> float | None:
+    """Returns the value, or None if it is missing or not finite."""
     return float(value) if value is not None and math.isfinite(value) else None

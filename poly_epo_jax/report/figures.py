@@ -20,14 +20,20 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from poly_epo_jax.metrics import names
-from poly_epo_jax.report.quantities import HELD_OUT, QUANTITIES, TRAINING
+from poly_epo_jax.metrics.logged import (
+    HELD_OUT_CORRECT_CLUSTERS,
+    HELD_OUT_REWARD,
+    LOGGED_METRICS,
+    describe,
+    is_held_out,
+)
 
 Rows = Sequence[Mapping[str, Any]]
 Runs = Mapping[str, Rows]
 
 DPI = 150
-COMPARED = tuple(HELD_OUT)
+COMPARED = (HELD_OUT_REWARD, HELD_OUT_CORRECT_CLUSTERS)
+"""Held-out metrics by which figures and summaries compare runs."""
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; dashes distinguish the eighth run from the first.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
@@ -75,11 +81,16 @@ def lay_out(figure: Figure) -> None:
 
 
 def training_dynamics(runs: Runs) -> Figure | None:
-    """One panel per metric of `TRAINING` that some run has, with all runs in it (paper, training dynamics figures).
+    """Draws a panel with all runs for each metric of `drawn_metrics` that some run has (paper, training dynamics).
 
-    Each step is drawn faintly under a smoothed line. None if no run has any of the metrics.
+    Each step is drawn faintly under a smoothed line. Returns None if no run has any of the metrics.
     """
-    return _panels(runs, list(TRAINING), max_columns=4, panel_size=(3.5, 2.8))
+    return _panels(runs, drawn_metrics(), max_columns=4, panel_size=(3.5, 2.8))
+
+
+def drawn_metrics() -> list[str]:
+    """Returns the names of the logged metrics that are drawn over training steps."""
+    return [name for name, metric in LOGGED_METRICS.items() if metric.drawn]
 
 
 def comparison(runs: Runs) -> Figure | None:
@@ -87,42 +98,10 @@ def comparison(runs: Runs) -> Figure | None:
     return _panels(runs, COMPARED, max_columns=2, panel_size=(4.5, 3.1))
 
 
-def pass_at_k(runs: Runs) -> Figure | None:
-    """pass@k of each run's last evaluation, k on a log2 axis. None if no run has it."""
-    curves = {label: last_pass_at_k(rows) for label, rows in runs.items()}
-    ks = sorted({k for curve in curves.values() for k in curve})
-    if not ks:
-        return None
-    with panels(1, 1, (6.5, 3.8)) as (figure, (axes,)):
-        for label, style in styles(list(runs)).items():
-            axes.plot(list(curves[label]), list(curves[label].values()), **MARKED, **style)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ks, [str(k) for k in ks])
-        axes.set_xlabel("k")
-        axes.set_title("Held-out pass@k at the last evaluation")
-        add_legend(figure, styles(list(runs)))
-    return figure
-
-
 def series(rows: Rows, metric: str) -> tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]:
     """The steps [T] at which a metric was logged, and its values [T]."""
     points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
     return np.array([step for step, _ in points], int), np.array([value for _, value in points], float)
-
-
-def last_pass_at_k(rows: Rows) -> dict[int, float]:
-    """{k: pass@k} of the last row that has any, in ascending order of k."""
-    for row in reversed(rows):
-        curve = {k: value for name, value in row.items() if (k := _pass_at(name)) and value is not None}
-        if curve:
-            return dict(sorted(curve.items()))
-    return {}
-
-
-def _pass_at(name: str) -> int | None:
-    """The k of a held-out pass@k."""
-    stem, k = names.split(name)
-    return k if stem == names.held_out(names.PASS) else None
 
 
 def smooth(values: Float[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
@@ -147,12 +126,12 @@ def _panels(runs: Runs, metrics: Sequence[str], max_columns: int, panel_size: tu
         for axes, metric in zip(drawn, present, strict=True):
             for label, style in styles(list(runs)).items():
                 steps, values = series(runs[label], metric)
-                if names.is_held_out(metric):
+                if is_held_out(metric):
                     axes.plot(steps, values, **MARKED, **style)
                 else:
                     axes.plot(steps, values, color=style["color"], linewidth=0.7, alpha=faint, zorder=1)
                     axes.plot(steps, smooth(values), linewidth=2.2, **style)
-            axes.set_title(QUANTITIES[metric].title)
+            axes.set_title(describe(metric).title)
             axes.set_xlabel("training step")
             axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         add_legend(figure, styles(list(runs)))

@@ -2,38 +2,29 @@
 
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from poly_epo_jax.metrics import names
+from poly_epo_jax.metrics import evaluation, logged
+from poly_epo_jax.metrics.evaluation import CORRECT_CLUSTERS, PASS, EvaluationMetric
+from poly_epo_jax.metrics.logged import LoggedMetric
 from poly_epo_jax.report import figures
 from poly_epo_jax.report.document import table
-from poly_epo_jax.report.evaluation_figures import Estimate, Evaluations, Results, curve, estimate, model_labels
+from poly_epo_jax.report.evaluation_figures import Evaluations, curve, finite, model_labels
 
-Rows = Sequence[Mapping[str, Any]]
 STEPS_AVERAGED = 10
-_COLUMNS = {  # for a metric@k, the largest k
-    names.at(names.PASS, 1): "pass@1",
-    names.PASS: "pass@{k}",
-    names.MAJORITY_ACCURACY: "majority of {k} right",
-    names.MAJORITY_SHARE: "its vote share",
-    names.CORRECT_CLUSTERS: "correct clusters of {k}",
-    names.INCORRECT_CLUSTERS: "incorrect clusters of {k}",
-    "answer_entropy": "answer entropy",
-    "response_length": "tokens",
-}
 
 
-def run_summary(label: str, rows: Rows) -> str:
+def run_summary(label: str, rows: figures.Rows) -> str:
     """One sentence on how training changed the held-out metrics."""
-    steps, rewards = figures.series(rows, names.HELD_OUT_REWARD)
-    _, clusters = figures.series(rows, names.HELD_OUT_CORRECT_CLUSTERS)
-    name = f"<b>{html.escape(label)}</b>"
-    if not len(steps):
+    name, changes, steps = f"<b>{html.escape(label)}</b>", [], []
+    for metric in figures.COMPARED:
+        at_steps, values = figures.series(rows, metric)
+        if len(at_steps):
+            entry, steps = logged.describe(metric), at_steps
+            changes.append(f"{entry.title}: {values[0]:.{entry.digits}f} → {values[-1]:.{entry.digits}f}")
+    if not changes:
         return f"{name}: no evaluation up to step {rows[-1]['step']}."
-    changes = [f"held-out reward: {rewards[0]:.3f} → {rewards[-1]:.3f}"]
-    if len(clusters):
-        changes.append(f"distinct correct clusters of 8: {clusters[0]:.2f} → {clusters[-1]:.2f}")
     return f"{name}: {', '.join(changes)}, from step {steps[0]} to step {steps[-1]}."
 
 
@@ -52,39 +43,47 @@ def _beside(first: str, other: str, evaluations: Evaluations) -> str:
         if first in models and other in models
     }
     changes = []
-    for metric, title in ((names.PASS, "pass@{k}"), (names.CORRECT_CLUSTERS, "distinct correct clusters of {k}")):
+    for metric in (PASS, CORRECT_CLUSTERS):
         curves = [[{point.k: point.mean for point in curve(side, metric)} for side in pair] for pair in shared.values()]
         ks = set.intersection(*(set(side) for pair in curves for side in pair)) if curves else set()
-        for k in sorted({min(ks), max(ks)} if metric == names.PASS else {max(ks)}) if ks else ():
+        for k in sorted({min(ks), max(ks)} if metric == PASS else {max(ks)}) if ks else ():
             means = [sum(pair[side][k] for pair in curves) / len(curves) for side in (0, 1)]
-            values = [_value(metric, mean) for mean in means]
-            changes.append(f"{title.format(k=k)}: {' → '.join(values if first != other else values[:1])}")
+            entry = evaluation.describe(evaluation.at(metric, k))
+            values = [entry.format(mean) for mean in means]
+            changes.append(f"{entry.title}: {' → '.join(values if first != other else values[:1])}")
     name = f"<b>{html.escape(other)}</b>" + (f" instead of {html.escape(first)}" if first != other else "")
     where = f"on {html.escape(next(iter(shared)))}" if len(shared) == 1 else f"means over {len(shared)} benchmarks"
     return f"{name}: {', '.join(changes)}, {where}." if changes else f"{name}: nothing in common."
 
 
 def results_tables(evaluations: Evaluations, labels: Sequence[str]) -> str:
-    """A table per benchmark: one row per model, one column per metric with its interval."""
-    tables = []
+    """Returns HTML with a table per benchmark: one row per model, one column per metric with its interval."""
+    tables, shown = [], {}
     for benchmark, models in evaluations.items():
-        cells = {model: _metrics_shown(results) for model, results in models.items()}
-        columns = list(dict.fromkeys(column for row in cells.values() for column in row))
-        columns.sort(key=[column for row in cells.values() for column in row].index)
+        columns = evaluation.table_columns((name for one in models.values() for name in one["metrics"]), "report")
+        shown |= columns
         rows = []
-        for model, row in cells.items():
+        for model, results in models.items():
             swatch = f'<span class="swatch look{labels.index(model) % 7}"></span>'
-            rows.append([f"{swatch}{html.escape(model)}", *(row.get(column, "-") for column in columns)])
+            cells = [_cell(metric, results["metrics"].get(name)) for name, metric in columns.items()]
+            rows.append([f"{swatch}{html.escape(model)}", *cells])
         sizes = {(results["num_problems"], results["num_generations"]) for results in models.values()}
         size = " or ".join(
             f"{problems} problems, {generations} generations each" for problems, generations in sorted(sizes)
         )
+        header = ["model", *(html.escape(metric.title) for metric in columns.values())]
         tables.append(
-            f"<h3>{html.escape(benchmark)} <span class='muted'>{size}</span></h3>"
-            f"{table(['model', *map(html.escape, columns)], rows, 'results')}"
+            f"<h3>{html.escape(benchmark)} <span class='muted'>{size}</span></h3>{table(header, rows, 'results')}"
         )
     note = "<p class='muted'>Means over problems; below each its 95% bootstrap interval over problems.</p>"
-    return f"<section><h2>Results</h2>{''.join(tables)}{note}</section>" if tables else ""
+    return f"<section><h2>Results</h2>{''.join(tables)}{note}{metric_list(shown.values())}</section>" if tables else ""
+
+
+def metric_list(metrics: Iterable[EvaluationMetric | LoggedMetric]) -> str:
+    """Returns an HTML list with titles and meanings of metrics. Metrics without a meaning are left out."""
+    named = [(html.escape(metric.title), html.escape(metric.meaning)) for metric in metrics if metric.meaning]
+    entries = [f"<li><b>{title}</b>: {meaning}</li>" for title, meaning in named]
+    return f"<ul class='meanings'>{''.join(entries)}</ul>" if entries else ""
 
 
 def metrics_table(finals: Mapping[str, Mapping[str, float]]) -> str:
@@ -92,48 +91,34 @@ def metrics_table(finals: Mapping[str, Mapping[str, float]]) -> str:
 
     def natural(metric: str) -> list[Any]:
         words_and_numbers = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", metric)]
-        return [not names.is_held_out(metric), "/" in metric, *words_and_numbers]
+        return [not logged.is_held_out(metric), "/" in metric, *words_and_numbers]
 
-    rows = [
-        [html.escape(metric), *(f"{values[metric]:.4g}" if metric in values else "-" for values in finals.values())]
-        for metric in sorted({metric for values in finals.values() for metric in values}, key=natural)
-    ]
+    rows = []
+    for metric in sorted({metric for values in finals.values() for metric in values}, key=natural):
+        cells = [f"{values[metric]:.4g}" if metric in values else "-" for values in finals.values()]
+        rows.append([html.escape(metric), *cells, html.escape(logged.describe(metric).meaning)])
+    header = ["metric", *map(html.escape, finals), "meaning"]
     return (
         "<section><h2>Final metrics of the runs</h2><p class='muted'>Held-out metrics are those of the last "
         f"evaluation; all others are means over the last {STEPS_AVERAGED} steps that logged them.</p>"
-        f"<details><summary>All metrics</summary>{table(['metric', *map(html.escape, finals)], rows)}</details>"
+        f"<details><summary>All metrics</summary>{table(header, rows)}</details>"
         "</section>"
     )
 
 
-def final_values(rows: Rows) -> dict[str, float]:
+def final_values(rows: figures.Rows) -> dict[str, float]:
     """Each metric at the end of a run: from its last evaluation, or as a mean over its last `STEPS_AVERAGED` steps."""
     values = {}
     for metric in {key for row in rows for key in row if key != "step"}:
-        _, logged = figures.series(rows, metric)
-        if len(logged):
-            values[metric] = float(logged[-1] if names.is_held_out(metric) else logged[-STEPS_AVERAGED:].mean())
+        _, found = figures.series(rows, metric)
+        if len(found):
+            values[metric] = float(found[-1] if logged.is_held_out(metric) else found[-STEPS_AVERAGED:].mean())
     return values
 
 
-def _metrics_shown(results: Results) -> dict[str, str]:
-    shown = {}
-    for metric, column in _COLUMNS.items():
-        if metric in results["metrics"]:
-            shown[column] = _cell(metric, estimate(1, results["metrics"][metric]))
-            continue
-        estimates = curve(results, metric)
-        if estimates and (metric != names.PASS or estimates[-1].k > 1):
-            shown[column.format(k=estimates[-1].k)] = _cell(metric, estimates[-1])
-    return shown
-
-
-def _cell(metric: str, shown: Estimate) -> str:
-    _, mean, low, high = shown
-    interval = "" if low is None or high is None else f"{_value(metric, low)} to {_value(metric, high)}"
-    return f"{_value(metric, mean)}<span class='interval'>{interval}</span>"
-
-
-def _value(metric: str, value: float) -> str:
-    digits = 0 if metric == "response_length" else 2 if "clusters" in metric or "entropy" in metric else 3
-    return f"{value:.{digits}f}"
+def _cell(metric: EvaluationMetric, value: Mapping[str, Any] | None) -> str:
+    if value is None:
+        return "-"
+    low, high = finite(value.get("low")), finite(value.get("high"))
+    interval = "" if low is None or high is None else f"{metric.format(low)} to {metric.format(high)}"
+    return f"{metric.format(float(value['mean']))}<span class='interval'>{interval}</span>"

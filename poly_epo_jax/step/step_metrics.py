@@ -7,8 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.metrics import names
-from poly_epo_jax.metrics.diversity import cluster_estimates, degenerate_share
+from poly_epo_jax.metrics.diversity import correct_clusters, degenerate_share, incorrect_clusters
 from poly_epo_jax.records.run_folder import generation_rows
 from poly_epo_jax.rollouts.grading import cluster_ids, clustered, judge_failures
 from poly_epo_jax.system.json_files import Row
@@ -41,11 +40,10 @@ def cluster_metrics(groups: Sequence[GradedGroup], set_size: int) -> Metrics:
         return {}
     rewards, correct = np.stack([graded.rewards for graded in groups]), np.stack([graded.correct for graded in groups])
     clusters, num_generations = cluster_ids(groups), rewards.shape[1]
-    estimates = cluster_estimates(clusters, correct, [num_generations])
     terms = set_rl.exploration_exploitation_synergy(rewards, clusters, set_size)
     return {
-        "clusters/correct": float(estimates[names.at(names.CORRECT_CLUSTERS, num_generations)].mean()),
-        "clusters/incorrect": float(estimates[names.at(names.INCORRECT_CLUSTERS, num_generations)].mean()),
+        "clusters/correct": float(correct_clusters(clusters, correct, num_generations).mean()),
+        "clusters/incorrect": float(incorrect_clusters(clusters, correct, num_generations).mean()),
         "degenerate": degenerate_share(clusters),
         "synergy": float(np.abs(terms.synergy).mean()),
     }

@@ -1,5 +1,6 @@
 """The figures of a study: results in, matplotlib figures out. A method has the same colour and mark in all of them."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,10 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from poly_epo_jax.metrics import names
+from poly_epo_jax.metrics.evaluation import PASS
 from poly_epo_jax.metrics.intervals import Interval
+from poly_epo_jax.metrics.logged import describe, is_held_out
 from poly_epo_jax.report import figures
-from poly_epo_jax.study.results import CORRECT_OF_8, CORRECT_OF_64, HELD_OUT, REWARD, Result, StudyResults
+from poly_epo_jax.report.evaluation_figures import curve, last_evaluation, log2_axis
+from poly_epo_jax.study.results import CORRECT_OF_8, CORRECT_OF_64, REWARD, Result, StudyResults
 
 _MARKS = ("o", "s", "^", "D", "v", "P", "X")
 _PANEL = (3.2, 2.5)
@@ -40,11 +43,10 @@ def by_rate(results: StudyResults, task: str) -> Figure | None:
         return None
     compared = len(results.methods) > 1
     width = max(_PANEL[0], 0.9 + 0.26 * len(results.methods) * len(results.rates))
-    shown = ((REWARD, "Held-out reward"), (CORRECT_OF_8, "Distinct correct of 8"))
     with figures.panels(2 * (1 + compared), 2, (width, _PANEL[1])) as (figure, panels):
-        for column, (metric, title) in enumerate(shown):
+        for column, metric in enumerate(figures.COMPARED):
             _dodged(panels[column], results, task, metric, results.interval)
-            panels[column].set_title(title)
+            panels[column].set_title(describe(metric).title)
             if compared:
                 below = panels[column + 2]
                 _dodged(below, results, task, metric, results.difference)
@@ -60,17 +62,23 @@ def comparison(results: StudyResults, task: str) -> Figure | None:
 
     Means over finished runs, shaded from the lowest to the highest. None if no finished run was evaluated.
     """
-    metrics = {name: HELD_OUT[name] for name in (REWARD, CORRECT_OF_8, CORRECT_OF_64) if name in results.metrics(task)}
+    metrics = [name for name in (REWARD, CORRECT_OF_8, CORRECT_OF_64) if name in results.metrics(task)]
     rates = [rate for rate in results.rates if any(results.of((task, method, rate)) for method in results.methods)]
     if not metrics or not rates:
         return None
     shared = {"sharex": True, "sharey": "col"}
     with figures.panels(len(rates) * len(metrics), len(metrics), _PANEL, **shared) as (figure, panels):
-        cells = [(rate, metric, title) for rate in rates for metric, title in metrics.items()]
-        for axes, (rate, metric, title) in zip(panels, cells, strict=True):
+        for axes, (rate, metric) in zip(panels, itertools.product(rates, metrics), strict=True):
             for method, look in looks(results).items():
-                _band(axes, [_series(run, metric) for run in results.of((task, method, rate))], look, marked=True)
-            axes.set_title(title.capitalize() + (f" at {rate:g}" if len(rates) > 1 else ""))
+                _band(
+                    axes,
+                    [figures.series(run.rows, metric) for run in results.of((task, method, rate))],
+                    look,
+                    marked=True,
+                )
+            axes.set_title(describe(metric).title)
+            if metric == metrics[0] and len(rates) > 1:
+                axes.set_ylabel(f"learning rate {rate:g}")
             axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         for axes in panels[-len(metrics) :]:
             axes.set_xlabel("training step")
@@ -85,10 +93,10 @@ def curves(results: StudyResults, task: str, metric: str) -> Figure | None:
     """
 
     def draw(axes: Axes, runs: Sequence[Result], look: Mapping[str, Any]) -> None:
-        _band(axes, [_series(run, metric) for run in runs], look, marked=names.is_held_out(metric))
+        _band(axes, [figures.series(run.rows, metric) for run in runs], look, marked=is_held_out(metric))
 
     def draw_unfinished(axes: Axes, run: Result, look: Mapping[str, Any]) -> None:
-        axes.plot(*_series(run, metric), color=look["color"], linewidth=0.9, linestyle=(0, (1, 2)))
+        axes.plot(*figures.series(run.rows, metric), color=look["color"], linewidth=0.9, linestyle=(0, (1, 2)))
 
     return _panels(results, task, draw, "training step", draw_unfinished)
 
@@ -97,9 +105,10 @@ def pass_at_k(results: StudyResults, task: str) -> Figure | None:
     """pass@k at the last evaluation during training, one panel per rate: means and ranges over seeds."""
 
     def draw(axes: Axes, runs: Sequence[Result], look: Mapping[str, Any]) -> None:
-        _band(axes, [_as_curve(figures.last_pass_at_k(run.rows)) for run in runs], look, marked=True)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
+        points = [curve(last_evaluation(run.rows), PASS) for run in runs]
+        seeds = [(np.array([p.k for p in found], int), np.array([p.mean for p in found])) for found in points]
+        _band(axes, seeds, look, marked=True)
+        log2_axis(axes, "k (attempts)")
 
     return _panels(results, task, draw, "k (attempts)")
 
@@ -178,14 +187,6 @@ def _band(axes: Axes, seeds: Sequence[Curve], look: Mapping[str, Any], marked: b
     style |= {"marker": look["marker"], "markersize": 4.5, "fillstyle": "none"} if marked else {}
     axes.plot(steps, table.mean(axis=0), **style)
     axes.fill_between(steps, table.min(axis=0), table.max(axis=0), color=look["color"], alpha=0.15, linewidth=0)
-
-
-def _series(run: Result, metric: str) -> Curve:
-    return figures.series(run.rows, metric)
-
-
-def _as_curve(values: Mapping[int, float]) -> Curve:
-    return np.array(list(values), int), np.array(list(values.values()), float)
 
 
 def add_legend(figure: Figure, results: StudyResults, *others: Line2D) -> None:

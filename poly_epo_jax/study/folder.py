@@ -13,7 +13,7 @@ import datetime
 import json
 from pathlib import Path
 
-from poly_epo_jax.metrics import names
+from poly_epo_jax.metrics.logged import is_held_out
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.system.json_files import Columns, Row
 from poly_epo_jax.system.json_files import read_rows as read_json_rows
@@ -71,7 +71,7 @@ def run_state(folder: Path) -> RunState:
         return RunState()
     row = last_row(folder / run_folder.METRICS)
     step = row.get("step", 0)
-    complete = step == num_steps and (not evaluates or any(map(names.is_held_out, row)))
+    complete = step == num_steps and (not evaluates or any(map(is_held_out, row)))
     saved = (folder / run_folder.CHECKPOINTS / str(num_steps)).is_dir()
     return RunState(step, num_steps, complete and saved)
 

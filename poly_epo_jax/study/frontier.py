@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from poly_epo_jax.metrics.intervals import Interval
+from poly_epo_jax.metrics.logged import describe
 from poly_epo_jax.report import figures
 from poly_epo_jax.study.figures import add_legend, looks
 from poly_epo_jax.study.results import CORRECT_OF_8, REWARD, Result, StudyResults
@@ -42,13 +43,13 @@ def frontier(results: StudyResults, task: str) -> Figure | None:
     with figures.panels(1 + bool(crowd), 2, (6.25 if crowd else 8.0, 5.0)) as (figure, panels):
         for axes in panels:
             _draw(axes, results, points)
-            axes.set_xlabel("distinct correct of 8, held out")
-        panels[0].set_ylabel("held-out reward")
+            axes.set_xlabel(describe(CORRECT_OF_8).title)
+        panels[0].set_ylabel(describe(REWARD).title)
         for run in ended:
             place: tuple[Any, Any] = run.at_end(CORRECT_OF_8), run.at_end(REWARD)
             panels[0].plot(*place, "x", color=looks(results)[run.member.method]["color"], markersize=5, alpha=0.8)
         panels[0].margins(0.12)
-        text = "did not finish: its last evaluation"
+        text = "unfinished run (last evaluation)"
         cross = Line2D([], [], color="#555555", marker="x", linestyle="", label=text)
         add_legend(figure, results, *[cross][: len(ended)])
         if crowd:

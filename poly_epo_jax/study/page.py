@@ -8,9 +8,9 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from poly_epo_jax.metrics.intervals import Interval
+from poly_epo_jax.metrics.logged import describe
 from poly_epo_jax.report.document import document, markdown_table, table
-from poly_epo_jax.report.figures import image, save
-from poly_epo_jax.report.quantities import HELD_OUT, TRAINING
+from poly_epo_jax.report.figures import COMPARED, drawn_metrics, image, save
 from poly_epo_jax.study import figures
 from poly_epo_jax.study.frontier import frontier
 from poly_epo_jax.study.reproduction import reproduction_section
@@ -89,8 +89,9 @@ def _task(results: StudyResults, task: str) -> str:
         _figure("Held-out pass@k", PASS_AT_K, figures.pass_at_k(results, task), task),
         f"<h3>During training</h3><p class='muted'>{CURVES}</p>",
     ]
-    for metric, quantity in (HELD_OUT | TRAINING).items():
-        parts.append(_figure(quantity.title, quantity.meaning, figures.curves(results, task, metric), task))
+    for metric in (*COMPARED, *drawn_metrics()):
+        entry = describe(metric)
+        parts.append(_figure(entry.title, entry.meaning, figures.curves(results, task, metric), task))
     for benchmark in _benchmarks(results, task):
         figure = figures.branching(results, task, benchmark)
         parts.append(_figure(f"Branching on {benchmark}", BRANCHING, figure, task))

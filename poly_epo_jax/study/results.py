@@ -9,28 +9,18 @@ from typing import Any
 import numpy as np
 
 from poly_epo_jax.evaluate.folder import find_results
-from poly_epo_jax.metrics import names
+from poly_epo_jax.metrics import evaluation
+from poly_epo_jax.metrics.evaluation import CORRECT_CLUSTERS, EVALUATION_METRICS, at
 from poly_epo_jax.metrics.intervals import Interval, mean_interval, paired_difference
+from poly_epo_jax.metrics.logged import HELD_OUT_CORRECT_CLUSTERS, HELD_OUT_REWARD, describe, held_out
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.study.folder import EVALUATION, PLAN, Member, RunState, read_attempts, run_state
 from poly_epo_jax.system.json_files import Row, read_object
 
-REWARD, CORRECT_OF_8 = names.HELD_OUT_REWARD, names.HELD_OUT_CORRECT_CLUSTERS
-CORRECT_OF_64 = names.held_out(names.at(names.CORRECT_CLUSTERS, 64))
-HELD_OUT = {
-    REWARD: "held-out reward",
-    CORRECT_OF_8: "distinct correct of 8",
-    CORRECT_OF_64: "distinct correct of 64",
-    names.held_out(names.at(names.INCORRECT_CLUSTERS, 8)): "distinct incorrect of 8",
-    names.held_out(names.at(names.PASS, 1)): "pass@1",
-    names.held_out(names.at(names.PASS, 8)): "pass@8",
-    names.held_out(names.at(names.PASS, 64)): "pass@64",
-}
-"""Metrics of the last evaluation during training, with their names in tables."""
-
-EVALUATED = (names.PASS, names.MAJORITY_ACCURACY, names.CORRECT_CLUSTERS, names.INCORRECT_CLUSTERS)
-SHOWN_K = (1, 8, 64)
-"""The metric@k of a separate evaluation that tables show."""
+REWARD, CORRECT_OF_8 = HELD_OUT_REWARD, HELD_OUT_CORRECT_CLUSTERS
+CORRECT_OF_64 = held_out(at(CORRECT_CLUSTERS, 64))
+SHOWN_K = (8, 64)
+"""Numbers of generations at which tables show metrics that depend on k. `every_k` metrics are also shown at k = 1."""
 
 ADVICE = "delete it, and run the study again"
 
@@ -110,12 +100,19 @@ class StudyResults:
         return paired_difference(self.by_seed(cell, metric), self.by_seed((task, self.baseline, rate), metric))[0]
 
     def metrics(self, task: str) -> dict[str, str]:
-        """The metrics that a task's runs have at their end, with their names in tables."""
-        found = dict(HELD_OUT)
-        for benchmark in sorted({name for one in self.results if one.member.task == task for name in one.evaluations}):
-            for metric in (names.at(stem, k) for stem in EVALUATED for k in SHOWN_K):
-                found[f"{benchmark}: {metric}"] = f"{metric.replace('_', ' ')} ({benchmark}, evaluated)"
+        """Returns the titles of the metrics that the runs of a task have at their end, by name."""
+        shown = [
+            at(stem, k)
+            for stem, metric in EVALUATION_METRICS.items()
+            for k in metric.sizes([1, *SHOWN_K] if metric.every_k else SHOWN_K)
+            if "study" in metric.tables
+        ]
+        found = {name: describe(name).title for name in (REWARD, *map(held_out, shown))}
         runs = [one for one in self.results if one.member.task == task]
+        for benchmark in sorted({name for one in runs for name in one.evaluations}):
+            found |= {
+                f"{benchmark}: {name}": f"{evaluation.describe(name).title} ({benchmark}, evaluated)" for name in shown
+            }
         return {metric: title for metric, title in found.items() if any(one.at_end(metric) is not None for one in runs)}
 
 

@@ -15,6 +15,7 @@ from training_runs import SETTINGS, as_flags, environment, rows_of
 from poly_epo_jax.config.keys import ModelSection
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.run_folder import GENERATIONS, read_method, read_rows
+from poly_epo_jax.report.build import write_report
 from poly_epo_jax.startup.trained_policy import open_trained_policy
 
 pytestmark = pytest.mark.slow
@@ -124,6 +125,32 @@ def test_a_sampler(train: Train, folder: Path):
     train("my_sampler.py", "my-sampler", **SHORT)
     recorded = [json.loads(line) for line in (folder / "runs/completions.jsonl").read_text().splitlines()]
     assert len(recorded) == 2 * 8 * 8 + 2 * 8 * 8  # two steps, and the evaluations before and after them
+
+
+def test_an_evaluation_metric(train: Train, folder: Path, caches: dict[str, Path]):
+    rows = train("my_metric.py", "my-metric", **SHORT)
+    evaluated = [row for row in rows if "eval/all_correct@8" in row]
+    assert len(evaluated) == 2
+    for row in evaluated:
+        assert row["eval/all_correct@1"] == pytest.approx(row["eval/pass@1"])
+        assert row["eval/all_correct@8"] <= row["eval/all_correct@2"] <= row["eval/pass@1"]
+    flags = ["--models=trained=runs/my-metric", "--benchmarks=polynomial", "--num_generations=4", "--max_problems=4"]
+    command = [sys.executable, "-m", "poly_epo_jax.evaluate", "--config=my_metric.py", *flags]
+    here = environment(path=ROOT) | {"COLUMNS": "300"}
+    done = subprocess.run(
+        command + as_flags(SETTINGS | caches), cwd=folder, env=here, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all correct@4" in done.stdout
+    metrics = json.loads((folder / "runs/evaluation/polynomial/trained/results.json").read_text())["metrics"]
+    assert 0 <= metrics["all_correct@4"]["mean"] <= metrics["all_correct@1"]["mean"] == metrics["pass@1"]["mean"]
+    assert "<th>all_correct@4</th>" in write_report([folder / "runs/evaluation"], folder / "report").read_text()
+
+
+def test_a_logged_metric(train: Train, folder: Path):
+    before, first, last = train("my_counter.py", "my-counter", **SHORT)
+    assert first["task/invalid_responses"] == pytest.approx(64 * (before["eval/degenerate"] + first["degenerate"]))
+    assert last["task/invalid_responses"] == pytest.approx(64 * last["degenerate"])
 
 
 def test_part_of_the_weights(train: Train, folder: Path):

@@ -56,7 +56,7 @@ def test_it_says_what_the_run_was(run: Path):
     head, body = re.fullmatch(r"---\n(.*?)\n---\n(.*)", card, re.DOTALL).groups()  # pyright: ignore
     assert "base_model: Qwen/Qwen3-0.6B-Base" in head and "library_name: transformers" in head
     assert body.startswith("\n# GRPO on math\n") and "the policy after step 20 of 30" in body
-    assert "| `eval/reward` | 0.25 | 0.75 |" in body and "| `eval/pass@8` | 0.125 | 0.375 |" in body
+    assert "| Held-out reward | 0.25 | 0.75 |" in body and "| Held-out pass@8 | 0.125 | 0.375 |" in body
     assert "0.875" not in body  # later rows do not belong to this checkpoint
     assert "| 3.11.2 | 0.10.2 | abc+ |" in body and "learning rate 1e-06 (linear)" in body
 

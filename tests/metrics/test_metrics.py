@@ -7,8 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from poly_epo_jax.metrics import names
-from poly_epo_jax.metrics.diversity import cluster_estimates, degenerate_share, distinct_clusters
+from poly_epo_jax.metrics.diversity import correct_clusters, degenerate_share, distinct_clusters, incorrect_clusters
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
 
 
@@ -80,25 +79,10 @@ def test_distinct_clusters_of_all_generations_is_the_plain_count():
 def test_cluster_estimates_count_correct_and_incorrect_ones_apart_and_no_degenerate_one(k):
     clusters = np.array([[1, 1, 2, 100], [100, 100, 3, 1]])
     correct = np.array([[True, False, True, True], [False, True, False, False]])
-    estimates = cluster_estimates(clusters, correct, [1, 2, 4])
-    for name, wanted in ((f"correct_clusters@{k}", True), (f"incorrect_clusters@{k}", False)):
+    for function, wanted in ((correct_clusters, True), (incorrect_clusters, False)):
         for prompt in range(2):
             counted = [i for i in range(4) if clusters[prompt, i] != 100 and correct[prompt, i] == wanted]
             subsets = itertools.combinations(range(4), k)
             mean = np.mean([len({clusters[prompt, i] for i in subset if i in counted}) for subset in subsets])
-            assert estimates[name][prompt] == pytest.approx(mean)
+            assert function(clusters, correct, k)[prompt] == pytest.approx(mean)
     assert degenerate_share(clusters) == 3 / 8
-
-
-def test_names_of_metrics_are_taken_apart_as_they_are_made():
-    assert names.at(names.PASS, 64) == "pass@64" and names.split("pass@64") == ("pass", 64)
-    assert names.split("answer_entropy") == ("answer_entropy", None)
-    assert names.split("odd@x") == ("odd@x", None)
-    assert names.HELD_OUT_CORRECT_CLUSTERS == "eval/correct_clusters@8"
-    assert names.split(names.HELD_OUT_CORRECT_CLUSTERS) == (names.held_out(names.CORRECT_CLUSTERS), 8)
-    assert names.is_held_out("eval/reward") and not names.is_held_out("reward")
-
-
-@pytest.mark.parametrize(("most", "expected"), [(1, [1]), (7, [1, 2, 4]), (8, [1, 2, 4, 8])])
-def test_sizes_are_the_powers_of_two(most, expected):
-    assert names.sizes(most) == expected

@@ -20,7 +20,7 @@ NEEDLESS = ("jax", "flax", "orbax", "transformers", "poly_epo_jax.model", "poly_
 
 def test_what_is_read_and_shown_needs_no_jax():
     modules = ["records.run_folder", "records.progress", "records.tracking", "records.timeline"]
-    modules += ["system.json_files", "evaluate.folder", "metrics.names"]
+    modules += ["system.json_files", "evaluate.folder", "metrics.logged"]
     modules += ["metrics.diversity", "report.build", "report.__main__"]
     modules += ["report", "study.spec", "study.results", "study.page", "system.versions"]
     code = f"import sys; {'; '.join(f'import poly_epo_jax.{name}' for name in modules)}; print(*sys.modules)"

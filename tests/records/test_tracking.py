@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
+from poly_epo_jax.metrics.logged import LOGGED_METRICS
 from poly_epo_jax.records import progress, tracking
 from poly_epo_jax.records.run_folder import read_rows
 from poly_epo_jax.records.tracking import Tracker
@@ -239,7 +240,7 @@ def test_plain_lines_are_few_but_hold_each_evaluation_and_the_last_step(tmp_path
     lines = capsys.readouterr().out.splitlines()
     # At 2 s a step: the first, five steps later, the evaluation at 7, then every five steps; 40 is the last.
     assert [int(line.split("/")[0].removeprefix("step ")) for line in lines] == [0, 5, 7, 12, 17, 22, 27, 32, 37, 40]
-    assert lines[0] == "step 0/40  held-out reward 0.250  held-out correct clusters 1.50  12,346 tokens/s  2.00 s"
+    assert lines[0] == "step 0/40  held-out reward 0.250  held-out correct clusters@8 1.50  12,346 tokens/s  2.00 s"
     assert lines[1].startswith("step 5/40  reward 0.500  12,346 tokens/s  2.00 s")
     assert "\x1b" not in "".join(lines)
 
@@ -249,7 +250,8 @@ def test_a_terminal_gets_one_screen_of_what_matters(tmp_path: Path, capsys, monk
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
-    metrics = {name: 0.5 for name in progress._TRAINING}
+    training = {name: metric.brief for name, metric in LOGGED_METRICS.items() if metric.brief and "eval" not in name}
+    metrics = {name: 0.5 for name in training}
     stages = ("generate", "grade", "logprobs", "update", "evaluate", "checkpoint", "step")
     timing = {f"seconds/{stage}": 1.25 for stage in stages} | {"tokens_per_second": 12345.6, "sync/share": 0.0625}
     with Tracker(tmp_path, CONFIG, total_steps=9, resume_step=-1) as tracker:
@@ -262,7 +264,7 @@ def test_a_terminal_gets_one_screen_of_what_matters(tmp_path: Path, capsys, monk
     screen = out[out.rindex("training") :].splitlines()
     assert len(screen) <= 12 and max(map(len, screen)) <= 80
     assert "1/9" in out
-    shown = [*progress._TRAINING.values(), "held out (step 0)", *stages, "sync share", "tokens/s"]
+    shown = [*training.values(), "held out (step 0)", *stages, "sync fraction", "tokens/s"]
     for label in [*shown, "12,346", "0.250", "0.0625"]:
         assert label in "\n".join(screen)
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import reports
 
+from poly_epo_jax.metrics.logged import describe
 from poly_epo_jax.report import __main__ as report_main
 from poly_epo_jax.report import build as report
-from poly_epo_jax.report import figures
+from poly_epo_jax.report import evaluation_figures, figures
 from poly_epo_jax.report import generations as report_generations
 from poly_epo_jax.report import page as report_page
-from poly_epo_jax.report.quantities import QUANTITIES
 
 HOSTILE = reports.HOSTILE
 ROOT = Path(__file__).parents[2]
@@ -164,7 +164,7 @@ def test_every_figure_is_there_as_pdf_too(two_runs: list[Path], page: str):
 
 def test_every_run_has_its_timeline_with_what_is_alone_in_words(page: str):
     assert headings(page) == [
-        *("Held out, during training", "Held-out pass@k", "Training dynamics", "Timeline", "Generations"),
+        *("Held-out metrics during training", "Held-out pass@k", "Training dynamics", "Timeline", "Generations"),
         "Final metrics of the runs",
     ]
     for run in ("grpo", "poly-epo"):
@@ -177,17 +177,17 @@ def headings(page: str) -> list[str]:
     return re.findall(r"<h2>(.*?)</h2>", page)
 
 
-def test_every_quantity_is_shown_and_explained(page: str):
+def test_every_drawn_metric_is_shown_and_explained(page: str):
     text = Page(page).text
-    for metric, quantity in QUANTITIES.items():
+    for metric in (*figures.COMPARED, *figures.drawn_metrics()):
         is_logged = metric != "policy/reference_kl"  # the runs have none
-        assert (f"{quantity.title}: {quantity.meaning}" in text) == is_logged, metric
+        assert (f"{describe(metric).title}: {describe(metric).meaning}" in text) == is_logged, metric
 
 
 def test_figures_are_images_in_the_page(page: str):
     drawn = svgs(page)
-    assert list(drawn) == ["Held out, during training", "Held-out pass@k", "Training dynamics", "Timeline"]
-    for text in ("Response length", "Share cut off", "KL from the sampling policy", "Gradient norm"):
+    assert list(drawn) == ["Held-out metrics during training", "Held-out pass@k", "Training dynamics", "Timeline"]
+    for text in ("Response length", "Truncated responses", "KL(old policy, current policy)", "Gradient norm"):
         assert f">{text}</text>" in drawn["Training dynamics"]
     assert not any(word in svg for svg in drawn.values() for word in ("<script", "onload", 'href="http', "NaN"))
 
@@ -292,7 +292,7 @@ def test_summary_gives_first_and_last_evaluation():
         {"step": 3, "reward": 0.9},
     ]
     assert report_page.run_summary("a", rows) == (
-        "<b>a</b>: held-out reward: 0.250 → 0.500, distinct correct clusters of 8: 1.50 → 3.00, from step 0 to step 2."
+        "<b>a</b>: Held-out reward: 0.250 → 0.500, Held-out correct clusters@8: 1.50 → 3.00, from step 0 to step 2."
     )
     assert report_page.run_summary("a", rows[1:2]) == "<b>a</b>: no evaluation up to step 1."
 
@@ -411,15 +411,15 @@ def test_panels_exist_only_for_logged_metrics():
     runs = {"a": [{"step": 1, "reward": 0.5, "synergy": None}], "b": [{"step": 1, "solved": 0.5}]}
     figure = figures.training_dynamics(runs)
     assert figure is not None
-    assert [axes.get_title("left") for axes in figure.axes] == ["Training reward", "Prompts with a correct generation"]
+    assert [axes.get_title("left") for axes in figure.axes] == ["Training reward", "Solved prompts"]
     assert figures.training_dynamics({"a": [{"step": 1, "policy/ratio": 0.5}]}) is None
-    assert figures.pass_at_k(runs) is None
+    assert evaluation_figures.held_out_pass_at_k(runs) is None
     assert figures.comparison(runs) is None
 
 
 def test_a_run_keeps_its_colour_and_every_run_is_in_the_legend():
     runs = {f"run{i}": [{"step": 0, "eval/reward": 0.1, "eval/pass@1": 0.1, "eval/pass@2": 0.2}] for i in range(9)}
-    drawn = [figures.comparison(runs), figures.pass_at_k(runs)]
+    drawn = [figures.comparison(runs), evaluation_figures.held_out_pass_at_k(runs)]
     looks = []
     for figure in drawn:
         assert figure is not None
@@ -435,8 +435,9 @@ def test_pass_at_k_takes_the_last_evaluation_in_order_of_k():
         {"step": 5, "eval/pass@1": 0.3, "eval/pass@16": 0.9, "eval/pass@2": 0.5, "eval/pass@32": None},
         {"step": 6, "reward": 0.1},
     ]
-    assert figures.last_pass_at_k(rows) == {1: 0.3, 2: 0.5, 16: 0.9}
-    assert list(figures.last_pass_at_k(rows)) == [1, 2, 16]
+    points = evaluation_figures.curve(evaluation_figures.last_evaluation(rows), "pass")
+    assert [(point.k, point.mean) for point in points] == [(1, 0.3), (2, 0.5), (16, 0.9)]
+    assert evaluation_figures.last_evaluation(rows[2:]) == {"metrics": {}}
 
 
 @pytest.mark.parametrize("length", [1, 2, 13, 14, 200])

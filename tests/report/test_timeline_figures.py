@@ -53,13 +53,13 @@ def test_the_sentence_gives_medians():
     told = sentence(windows(10.0, 10.0, 20.0))
     assert told == (
         "A step takes 10 s (median of 3). Generation alone takes 40% of it, judging 20%; for 40% two or more are under "
-        "way. Under way at all: generation 80%, the update 40%, judging 20%."
+        "way. Under way at all: generation 80%, update 40%, judging 20%."
     )
     one_by_one = Window(
         0.0, 2.0, [Span("update", 0.0, 1.5, 1), Span("pause", 1.5, 1.9, 1), Span("sync", 1.9, 1.901, 1)]
     )
     assert sentence({1: one_by_one}) == (
-        "A step takes 2 s (median of 1). The update alone takes 75% of it, pause 20%; nothing overlaps."
+        "A step takes 2 s (median of 1). Update alone takes 75% of it, pause 20%; nothing overlaps."
     )
     assert sentence({1: Window(0.0, 2.0, [])}) == "A step takes 2 s (median of 1). Nothing overlaps."
 

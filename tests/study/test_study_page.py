@@ -16,7 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.lines import Line2D
 from matplotlib.text import Annotation, Text
 
-from poly_epo_jax.report.quantities import QUANTITIES
+from poly_epo_jax.metrics.logged import describe
+from poly_epo_jax.report.figures import COMPARED, drawn_metrics
 from poly_epo_jax.study import figures
 from poly_epo_jax.study.frontier import frontier
 from poly_epo_jax.study.page import write_report
@@ -60,10 +61,10 @@ def text_of(page: str) -> str:
 @pytest.mark.slow
 def test_everything_measured_is_drawn_and_explained(page: str):
     drawn = svgs(page)
-    logged = [one for metric, one in QUANTITIES.items() if metric != "policy/reference_kl"]
-    expected = ["Frontier", "By learning rate", "Held-out pass@k", *(quantity.title for quantity in logged)]
+    logged = [describe(metric) for metric in (*COMPARED, *drawn_metrics()) if metric != "policy/reference_kl"]
+    expected = ["Frontier", "By learning rate", "Held-out pass@k", *(metric.title for metric in logged)]
     assert list(drawn) == [f"{title}: polynomial" for title in [*expected, "Branching on polynomial"]]
-    assert all(quantity.meaning in page for quantity in logged)
+    assert all(metric.meaning in page for metric in logged)
     assert all(f">{method}</text>" in svg for svg in drawn.values() for method in ("poly_epo", "grpo", "grpo_div"))
     assert not any(word in svg for svg in drawn.values() for word in ("nan", "NaN"))
 
@@ -79,7 +80,7 @@ def test_tables_have_means_differences_and_what_is_missing(page: str):
 def test_tables_and_figures_are_files_too(folder: Path, page: str):
     del page  # which writes them
     lines = (folder / "report" / "tables.md").read_text().splitlines()
-    assert lines[0] == "## polynomial" and lines[2].startswith("| method | learning rate | seeds | held-out reward |")
+    assert lines[0] == "## polynomial" and lines[2].startswith("| method | learning rate | seeds | Held-out reward |")
     rows = {tuple(line.split(" | ")[:2]): line for line in lines if line.startswith("| grpo_div")}
     assert "| 2 of 3 | " in rows["| grpo_div", "0.0005"] and "| 3 of 3 | " in rows["| grpo_div", "0.0001"]
     less = lines[lines.index("Less grpo, seed by seed:") :]
@@ -94,9 +95,17 @@ def test_the_comparison_shows_means_of_finished_runs(folder: Path):
     drawn = figures.comparison(read_results(folder), "polynomial")
     assert drawn is not None and len(drawn.axes) == 2 * 3
     assert [axes.get_title("left") for axes in drawn.axes[:3]] == [
-        "Held-out reward at 0.0001",
-        "Distinct correct of 8 at 0.0001",
-        "Distinct correct of 64 at 0.0001",
+        "Held-out reward",
+        "Held-out correct clusters@8",
+        "Held-out correct clusters@64",
+    ]
+    assert [axes.get_ylabel() for axes in drawn.axes] == [
+        "learning rate 0.0001",
+        "",
+        "",
+        "learning rate 0.0005",
+        "",
+        "",
     ]
     assert [float(np.asarray(line.get_ydata())[-1]) for line in drawn.axes[1].lines] == pytest.approx([6.4, 1.2, 6.4])
 
@@ -106,7 +115,7 @@ def test_what_did_not_finish_is_marked_and_why(page: str):
     assert f"polynomial/grpo-lr0.0005-seed2 (step 12 of {NUM_STEPS})" in page
     assert "polynomial/grpo_div-lr0.0005-seed2 (not started)" in page
     assert "train ended with 1: no &lt;room&gt;: make some." in page
-    assert "did not finish: its last evaluation" in svgs(page)["Frontier: polynomial"]
+    assert "unfinished run (last evaluation)" in svgs(page)["Frontier: polynomial"]
 
 
 def test_the_page_tells_settings_versions_and_times(page: str):

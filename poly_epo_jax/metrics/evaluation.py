@@ -1,0 +1,211 @@
+"""Registry of the metrics that evaluations compute from the generations of each problem.
+
+Every evaluation, table and figure reads function, title and format from `EVALUATION_METRICS`. A metric that depends on
+a number k of generations is named `NAME@k`, such as `pass@8`. A configuration file can register further metrics.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from poly_epo_jax.metrics.diversity import correct_clusters, incorrect_clusters
+from poly_epo_jax.metrics.majority import answer_entropy, majority_at_k
+from poly_epo_jax.metrics.pass_at_k import pass_at_k
+from poly_epo_jax.types import Registry
+
+PASS, CORRECT_CLUSTERS = "pass", "correct_clusters"
+MAJORITY_ACCURACY, MAJORITY_SHARE = "majority_accuracy", "majority_share"
+
+ARRAYS = ("rewards", "correct", "answers", "clusters", "lengths")
+"""Arrays that a metric can read. Evaluations during training have `rewards`, `correct` and `clusters` only."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationMetric:
+    """A metric with one value per problem, computed from the m generations of the problem.
+
+    Attributes:
+      function: Function that maps arrays of P problems to values [P]. Its parameters select the arrays, each of shape
+        [P, m]: `rewards`, `correct` (bool), `answers` (ids, see `majority_at_k`), `clusters` (ids) and `lengths`
+        (tokens). Functions of `clusters` only receive the problems that have a clustering. If the function also has a
+        parameter `k`, the metric is computed for several k.
+      title: Name in tables and figures. `{k}` is replaced by k.
+      meaning: One sentence that defines the metric. `{k}` is replaced by k.
+      digits: Number of decimals in tables.
+      every_k: Whether an evaluation computes the metric at every k from 1 to m, instead of at powers of two. Tables
+        show the metric at the smallest and the largest k, instead of at the largest k only.
+      tables: Commands whose tables have the metric as a column.
+
+    Raises:
+      ValueError: If a parameter of `function` is neither `k` nor one of `ARRAYS`.
+    """
+
+    function: Callable[..., Float[np.ndarray, " P"]]
+    title: str
+    meaning: str
+    digits: int = 3
+    every_k: bool = False
+    tables: Collection[str] = ("evaluate", "report", "study")
+
+    def __post_init__(self):
+        unknown = self.parameters - {"k", *ARRAYS}
+        if unknown:
+            raise ValueError(
+                f"The function of the metric {self.title!r} has the parameter {min(unknown)!r}; use only "
+                f"{', '.join(ARRAYS)} and k."
+            )
+
+    @property
+    def parameters(self) -> set[str]:
+        """Names of the parameters of `function`."""
+        return set(inspect.signature(self.function).parameters)
+
+    def format(self, value: float) -> str:
+        """Formats a value for a table."""
+        return f"{value:.{self.digits}f}"
+
+    def sizes(self, candidates: Sequence[int]) -> Sequence[int | None]:
+        """Returns the candidates for k if the metric depends on k, and a single None otherwise."""
+        return candidates if "k" in self.parameters else (None,)
+
+
+EVALUATION_METRICS: Registry[EvaluationMetric] = Registry(
+    {
+        PASS: EvaluationMetric(
+            lambda correct, k: pass_at_k(correct.shape[1], correct.sum(axis=1), k),
+            "pass@{k}",
+            "Probability that at least one of {k} generations of a problem is correct.",
+            every_k=True,
+        ),
+        MAJORITY_ACCURACY: EvaluationMetric(
+            lambda answers, correct, k: majority_at_k(answers, correct, k)[0],
+            "majority@{k} accuracy",
+            "Accuracy of the most frequent answer among {k} generations. Ties are broken at random.",
+        ),
+        MAJORITY_SHARE: EvaluationMetric(
+            lambda answers, correct, k: majority_at_k(answers, correct, k)[1],
+            "majority@{k} vote share",
+            "Fraction of {k} generations that give the most frequent answer.",
+            tables=("evaluate", "report"),
+        ),
+        "solved": EvaluationMetric(
+            lambda correct: correct.any(axis=1).astype(float),
+            "solved",
+            "Fraction of problems with at least one correct generation.",
+            tables=(),
+        ),
+        "answer_entropy": EvaluationMetric(
+            answer_entropy,
+            "answer entropy",
+            "Entropy of the distinct answers of a problem, in nats. Missing answers count as one answer.",
+            digits=2,
+            tables=("report",),
+        ),
+        "response_length": EvaluationMetric(
+            lambda lengths: lengths.mean(axis=1),
+            "response length",
+            "Mean number of tokens of a generation.",
+            digits=0,
+            tables=("report",),
+        ),
+        CORRECT_CLUSTERS: EvaluationMetric(
+            correct_clusters,
+            "correct clusters@{k}",
+            "Expected number of distinct clusters among the correct ones of {k} generations of a problem.",
+            digits=2,
+        ),
+        "incorrect_clusters": EvaluationMetric(
+            incorrect_clusters,
+            "incorrect clusters@{k}",
+            "Expected number of distinct clusters among the incorrect ones of {k} generations of a problem.",
+            digits=2,
+            tables=("report", "study"),
+        ),
+    }
+)
+
+
+def at(stem: str, k: int | None) -> str:
+    """Returns the name of a metric at k: `pass@8`. If k is None, returns `stem`."""
+    return stem if k is None else f"{stem}@{k}"
+
+
+def split(name: str) -> tuple[str, int | None]:
+    """Splits a name into stem and k: ("pass", 8). k is None for a metric that does not depend on k."""
+    stem, _, k = name.partition("@")
+    return (stem, int(k)) if k.isdigit() else (name, None)
+
+
+def powers_of_two(largest: int) -> list[int]:
+    """Returns 1, 2, 4, ... up to `largest`."""
+    return [2**power for power in range(largest.bit_length())]
+
+
+def describe(name: str) -> EvaluationMetric:
+    """Returns the entry of an evaluation metric, with title and meaning at its k.
+
+    A metric without an entry has its name as title. Reports do not execute configuration files, so they show the
+    metrics of a configuration file in this way.
+    """
+    stem, k = split(name)
+    if stem not in EVALUATION_METRICS:
+        return EvaluationMetric(lambda: np.zeros(0), name, "")
+    metric = EVALUATION_METRICS[stem]
+    return dataclasses.replace(metric, title=metric.title.format(k=k), meaning=metric.meaning.format(k=k))
+
+
+def problem_values(
+    arrays: Mapping[str, Shaped[np.ndarray, "P m"]], reading: str = "", curves: bool = True
+) -> dict[str, Float[np.ndarray, " P"]]:
+    """Computes all registered metrics whose arrays are given.
+
+    Args:
+      arrays: Arrays by name, see `EvaluationMetric.function`. `correct` is required.
+      reading: If not empty, only metrics that read this array are computed.
+      curves: Whether metrics with `every_k` are computed at every k. If False, k is a power of two for all metrics.
+
+    Returns:
+      Values [P] by name, such as `pass@8`.
+
+    Raises:
+      ValueError: If a metric does not return a finite value for each problem.
+    """
+    num_problems, num_generations = arrays["correct"].shape
+    values: dict[str, np.ndarray] = {}
+    for stem, metric in EVALUATION_METRICS.items():
+        read = metric.parameters - {"k"}
+        if not read <= arrays.keys() or (reading and reading not in read):
+            continue
+        given = {name: arrays[name] for name in read}
+        ks = range(1, num_generations + 1) if metric.every_k and curves else powers_of_two(num_generations)
+        for k in metric.sizes(ks):
+            found = metric.function(**given, **({} if k is None else {"k": k}))
+            if np.shape(found) != (num_problems,) or not np.isfinite(found).all():
+                raise ValueError(
+                    f"The function of the evaluation metric {stem!r} must return a finite value for each of the "
+                    f"{num_problems} problems; correct it."
+                )
+            values[at(stem, k)] = found
+    return values
+
+
+def table_columns(names: Iterable[str], table: str) -> dict[str, EvaluationMetric]:
+    """Selects the metrics that a table shows.
+
+    Args:
+      names: Names of all computed metrics.
+      table: Command that shows the table: "evaluate" or "report".
+
+    Returns:
+      Entries of the shown metrics by name, see `describe`.
+    """
+    entries = {name: describe(name) for name in names}
+    largest = dict(sorted(map(split, entries), key=lambda name: name[1] or 0))
+    return {
+        name: entry
+        for name, entry in entries.items()
+        if table in entry.tables and (split(name) in largest.items() or (entry.every_k and split(name)[1] == 1))
+    }

@@ -1,0 +1,230 @@
+"""Registry of the metrics that a training run logs, in metrics.jsonl and timing.jsonl.
+
+Progress display, reports and model cards read titles and meanings from `LOGGED_METRICS`. Metrics of the evaluations
+during training are named `eval/NAME`. Their titles and meanings follow from `EVALUATION_METRICS` unless they are
+listed here. A configuration file can register the metrics that its own components log.
+"""
+
+import dataclasses
+
+from poly_epo_jax.metrics import evaluation
+from poly_epo_jax.types import Registry
+
+_HELD_OUT = "eval/"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggedMetric:
+    """A metric with one value per training step.
+
+    Attributes:
+      title: Name in tables and figures.
+      meaning: One sentence that defines the metric, with its unit.
+      brief: Short label for the progress display of a run. If empty, the display does not show the metric.
+      drawn: Whether reports draw the metric over training steps.
+      digits: Number of decimals in summaries.
+    """
+
+    title: str
+    meaning: str
+    brief: str = ""
+    drawn: bool = False
+    digits: int = 3
+
+
+LOGGED_METRICS: Registry[LoggedMetric] = Registry(
+    {
+        # Evaluations during training.
+        "eval/reward": LoggedMetric(
+            "Held-out reward", "Mean reward of generations on problems that are not trained on.", brief="reward"
+        ),
+        "eval/degenerate": LoggedMetric(
+            "Held-out degenerate responses", "Fraction of generations that contain no attempt at reasoning."
+        ),
+        "eval/judge_failed_problems": LoggedMetric(
+            "Held-out judge failures", "Number of held-out problems on which the judge failed."
+        ),
+        # Generations of a step.
+        "reward": LoggedMetric(
+            "Training reward",
+            "Mean reward of the step's generations, before the update.",
+            brief="reward",
+            drawn=True,
+        ),
+        "solved": LoggedMetric(
+            "Solved prompts",
+            "Fraction of the step's prompts with at least one correct generation.",
+            brief="solved",
+            drawn=True,
+        ),
+        "clusters/correct": LoggedMetric(
+            "Correct clusters per prompt",
+            "Number of distinct clusters among the correct generations of a prompt, mean over prompts.",
+            brief="correct clusters",
+            drawn=True,
+        ),
+        "clusters/incorrect": LoggedMetric(
+            "Incorrect clusters per prompt",
+            "Number of distinct clusters among the incorrect generations of a prompt, mean over prompts.",
+            brief="incorrect clusters",
+            drawn=True,
+        ),
+        "synergy": LoggedMetric(
+            "Synergy",
+            "Mean absolute value of the covariance term of the set advantage: the covariance of reward and diversity "
+            "over the sets that contain a generation, minus the covariance over all sets.",
+            brief="synergy",
+            drawn=True,
+        ),
+        "degenerate": LoggedMetric(
+            "Degenerate responses", "Fraction of the step's generations that contain no attempt at reasoning."
+        ),
+        "response/length": LoggedMetric(
+            "Response length", "Mean number of tokens that the policy generated per response.", drawn=True
+        ),
+        "response/truncated": LoggedMetric(
+            "Truncated responses",
+            "Fraction of generations that reached sampling.max_tokens. Truncated responses rarely contain an answer.",
+            drawn=True,
+        ),
+        "response/staleness": LoggedMetric(
+            "Staleness of responses",
+            "Mean number of training steps by which the sampling weights were older than the policy before the update.",
+        ),
+        # Updates of a step.
+        "policy/entropy": LoggedMetric(
+            "Policy entropy",
+            "Mean entropy of the next-token distribution over trained tokens, in nats.",
+            brief="entropy",
+            drawn=True,
+        ),
+        "policy/kl": LoggedMetric(
+            "KL(old policy, current policy)",
+            "Mean estimate of KL(old, current) over trained tokens, in nats. The old policy is the policy before the "
+            "step's first update, so the metric grows with the size of the step's updates.",
+            drawn=True,
+        ),
+        "policy/reference_kl": LoggedMetric(
+            "KL(current policy, initial policy)",
+            "Mean estimate of KL(current, initial) over trained tokens, in nats. Only logged if algo.kl_coef is set.",
+            drawn=True,
+        ),
+        "policy/clip_fraction": LoggedMetric(
+            "Clipped tokens",
+            "Fraction of trained tokens whose probability ratio is clipped by the loss.",
+            brief="clip fraction",
+            drawn=True,
+        ),
+        "policy/gradient_norm": LoggedMetric(
+            "Gradient norm",
+            "Norm of the gradient before it is clipped to optimizer.max_grad_norm, mean over the step's updates.",
+            drawn=True,
+        ),
+        "policy/covariance_fraction": LoggedMetric(
+            "Tokens with high covariance",
+            "Fraction of trained tokens that the loss clip_cov excludes from the gradient, or that kl_cov penalizes.",
+        ),
+        "policy/ratio": LoggedMetric(
+            "Probability ratio", "Mean ratio of the current to the old policy's probability over trained tokens."
+        ),
+        "policy/loss": LoggedMetric("Loss", "Value of the minimized objective, mean over the step's updates."),
+        "policy/learning_rate": LoggedMetric("Learning rate", "Learning rate, mean over the step's updates."),
+        "policy/update_norm": LoggedMetric(
+            "Update norm", "Norm of the change of the trained weights, mean over the step's updates."
+        ),
+        "policy/weight_norm": LoggedMetric(
+            "Weight norm", "Norm of the trained weights after an update, mean over the step's updates."
+        ),
+        "packing/padding": LoggedMetric("Padding", "Fraction of the tokens in packed rows that are padding."),
+        "mismatch/mean": LoggedMetric(
+            "Sampler mismatch",
+            "Mean absolute difference of the trainer's and the sampler's log-probabilities of a response token, in "
+            "nats.",
+        ),
+        "mismatch/max": LoggedMetric(
+            "Maximum sampler mismatch",
+            "Maximum absolute difference of the trainer's and the sampler's log-probabilities of a response token, in "
+            "nats.",
+        ),
+        "mismatch/kl": LoggedMetric(
+            "KL(sampler, trainer)",
+            "Mean estimate of KL(sampler, trainer) over response tokens, in nats, before the step's first update.",
+        ),
+        "mismatch/truncated": LoggedMetric(
+            "Capped importance weights",
+            "Fraction of response tokens whose importance weight is reduced to algo.importance_cap.",
+        ),
+        "mismatch/masked": LoggedMetric(
+            "Masked responses", "Number of responses that algo.max_mismatch excludes from the update."
+        ),
+        # Failures and retries.
+        "judge/failed_prompts": LoggedMetric(
+            "Judge failures", "Number of the step's prompts on which the judge failed."
+        ),
+        "judge/failed/*": LoggedMetric(
+            "Judge failures by kind", "Number of the step's prompts on which the judge failed in this way."
+        ),
+        "judge/skipped_updates": LoggedMetric(
+            "Skipped updates", "Number of the step's updates without a prompt that could be trained on."
+        ),
+        "judge/retries": LoggedMetric("Judge retries", "Number of requests to the judge that were repeated."),
+        "judge/shortened_responses": LoggedMetric(
+            "Shortened responses", "Number of responses that were shortened to fit into the judge's prompt."
+        ),
+        "grader/timeouts": LoggedMetric(
+            "Grader timeouts", "Number of answers with reward 0 because their comparison exceeded its time limit."
+        ),
+        "grader/crashes": LoggedMetric(
+            "Grader crashes", "Number of answers with reward 0 because their comparison ended its worker process."
+        ),
+        "rollouts/server_failures": LoggedMetric("Server failures", "Number of failures of generation servers."),
+        "rollouts/resampled": LoggedMetric("Resampled generations", "Number of generations that were resampled."),
+        "rollouts/wrong_answers": LoggedMetric(
+            "Invalid server responses", "Number of generations that were resampled because a response was invalid."
+        ),
+        "checkpoints/damaged": LoggedMetric(
+            "Corrupted checkpoints", "Number of corrupted checkpoints that were skipped when the run was resumed."
+        ),
+        "attention/distrusted_kernels": LoggedMetric(
+            "Disabled attention kernels", "Number of attention kernels that failed the self-check and are not used."
+        ),
+        # Time and memory.
+        "seconds/step": LoggedMetric("Step time", "Duration of the step, in seconds."),
+        "seconds/*": LoggedMetric("Stage time", "Seconds for which the stage was in progress for the step's batch."),
+        "critical/*": LoggedMetric(
+            "Exclusive stage time", "Seconds of the step in which no other stage was in progress."
+        ),
+        "judge/hidden": LoggedMetric(
+            "Judge overlap", "Fraction of the judge's time in which other prompts were still being generated."
+        ),
+        "sync/share": LoggedMetric("Sync fraction", "Fraction of the step's duration that pushing the weights took."),
+        "tokens_per_second": LoggedMetric("Tokens per second", "Generated tokens divided by the step's duration."),
+        "memory/peak_bytes": LoggedMetric(
+            "Peak memory", "Peak memory of the most heavily used local device or, on CPU, of the process, in bytes."
+        ),
+    }
+)
+"""Logged metrics by name. `PREFIX/*` stands for all names with this prefix that have no entry of their own."""
+
+
+def held_out(name: str) -> str:
+    """Returns the name under which a run logs an evaluation metric on held-out problems."""
+    return _HELD_OUT + name
+
+
+def is_held_out(name: str) -> bool:
+    """Returns True if the logged metric was measured on held-out problems."""
+    return name.startswith(_HELD_OUT)
+
+
+def describe(name: str) -> LoggedMetric:
+    """Returns the entry of a logged metric. A metric without an entry has its name as title."""
+    if name not in LOGGED_METRICS and is_held_out(name):
+        metric = evaluation.describe(name.removeprefix(_HELD_OUT))
+        return LoggedMetric(f"Held-out {metric.title}", metric.meaning, brief=metric.title, digits=metric.digits)
+    family = LOGGED_METRICS.get(f"{name.rpartition('/')[0]}/*", LoggedMetric(name, ""))
+    return LOGGED_METRICS.get(name, family)
+
+
+HELD_OUT_REWARD, HELD_OUT_SOLVED = held_out("reward"), held_out("solved")
+HELD_OUT_CORRECT_CLUSTERS = held_out(evaluation.at(evaluation.CORRECT_CLUSTERS, 8))

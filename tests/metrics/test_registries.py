@@ -1,0 +1,119 @@
+"""The registries of metrics: names, titles, and the values that registered functions compute."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_training import train_tiny
+
+from poly_epo_jax.metrics import evaluation, logged
+from poly_epo_jax.metrics.evaluation import (
+    EVALUATION_METRICS,
+    EvaluationMetric,
+    at,
+    powers_of_two,
+    problem_values,
+    split,
+    table_columns,
+)
+from poly_epo_jax.metrics.logged import LOGGED_METRICS, describe, held_out, is_held_out
+from poly_epo_jax.records.run_folder import METRICS, TIMING, read_rows
+from poly_epo_jax.set_rl import clip_cov_loss
+
+CONDITIONAL = (
+    *("judge/retries", "judge/shortened_responses", "grader/timeouts", "grader/crashes"),
+    *("rollouts/server_failures", "rollouts/resampled", "rollouts/wrong_answers"),
+    *("mismatch/truncated", "mismatch/masked", "memory/peak_bytes"),
+)
+"""Metrics that only runs with servers, mathematical answers or corrections of the mismatch log."""
+ARRAYS = {"rewards": np.eye(3, 4), "correct": np.eye(3, 4) == 1}
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch):
+    """Registers the metric `mine` for one test."""
+
+    def register(function, title="mine@{k}", **fields) -> None:
+        monkeypatch.setattr(evaluation, "EVALUATION_METRICS", dict(EVALUATION_METRICS))
+        evaluation.EVALUATION_METRICS["mine"] = EvaluationMetric(function, title, "Means {k}.", **fields)
+
+    return register
+
+
+def test_names_are_taken_apart_as_they_are_made():
+    assert at("pass", 64) == "pass@64" and split("pass@64") == ("pass", 64)
+    assert at("answer_entropy", None) == "answer_entropy" and split("answer_entropy") == ("answer_entropy", None)
+    assert split("odd@x") == ("odd@x", None)
+    assert logged.HELD_OUT_CORRECT_CLUSTERS == "eval/correct_clusters@8"
+    assert is_held_out(held_out("reward")) and not is_held_out("reward")
+
+
+@pytest.mark.parametrize(("largest", "expected"), [(1, [1]), (7, [1, 2, 4]), (8, [1, 2, 4, 8])])
+def test_sizes_are_powers_of_two(largest: int, expected: list[int]):
+    assert powers_of_two(largest) == expected
+
+
+def test_metrics_are_computed_from_the_arrays_that_are_given():
+    assert problem_values(ARRAYS).keys() == {*(f"pass@{k}" for k in (1, 2, 3, 4)), "solved"}
+    assert problem_values(ARRAYS, curves=False).keys() == {*(f"pass@{k}" for k in (1, 2, 4)), "solved"}
+    clusters = ARRAYS | {"clusters": np.arange(12).reshape(3, 4)}
+    found = problem_values(clusters, reading="clusters")
+    assert found.keys() == {f"{name}_clusters@{k}" for name in ("correct", "incorrect") for k in (1, 2, 4)}
+    assert found["incorrect_clusters@4"].tolist() == [3.0, 3.0, 3.0]
+
+
+def test_a_registered_metric_is_computed_and_shown(registered):
+    registered(lambda rewards, k: k * rewards.sum(axis=1), digits=1)
+    values = problem_values(ARRAYS)
+    assert [values[f"mine@{k}"].tolist() for k in (1, 2, 4)] == [[1.0] * 3, [2.0] * 3, [4.0] * 3]
+    columns = table_columns(values, "report")
+    assert list(columns) == ["pass@1", "pass@4", "mine@4"]
+    assert (columns["mine@4"].title, columns["mine@4"].meaning, columns["mine@4"].format(0.25)) == (
+        "mine@4",
+        "Means 4.",
+        "0.2",
+    )
+    assert describe("eval/mine@4").title == "Held-out mine@4"
+
+
+@pytest.mark.parametrize("values", [np.ones(2), np.float64(1), np.array([1, np.nan, 1])])
+def test_a_metric_without_a_finite_value_for_each_problem_is_named(registered, values: np.ndarray):
+    registered(lambda correct: values)
+    with pytest.raises(ValueError, match=r"'mine'.* 3 problems"):
+        problem_values(ARRAYS)
+
+
+def test_a_metric_that_reads_an_unknown_array_is_rejected(registered):
+    with pytest.raises(ValueError, match="'corect'"):
+        registered(lambda corect: corect)
+
+
+def test_metrics_without_an_entry_are_shown_by_name():
+    assert list(table_columns(["pass@1", "{theirs}@2", "{theirs}@1"], "evaluate")) == ["pass@1", "{theirs}@2"]
+    assert evaluation.describe("{theirs}@2").title == "{theirs}@2"
+    assert describe("theirs/count") == logged.LoggedMetric("theirs/count", "")
+    assert describe("eval/theirs@2").title == "Held-out theirs@2"
+
+
+def test_every_entry_has_a_title_and_a_sentence():
+    entries = {**EVALUATION_METRICS, **LOGGED_METRICS}
+    for name, entry in entries.items():
+        assert entry.title and entry.meaning.endswith(".") and entry.meaning[0].isupper(), name
+
+
+def test_an_entry_for_a_prefix_describes_the_names_below_it():
+    assert describe("seconds/generate") == LOGGED_METRICS["seconds/*"]
+    assert describe("seconds/step") == LOGGED_METRICS["seconds/step"]
+    assert describe("judge/failed/timeout") == LOGGED_METRICS["judge/failed/*"]
+
+
+@pytest.mark.slow
+def test_every_logged_metric_has_an_entry(tmp_path: Path):
+    loss = partial(clip_cov_loss, clip_low=0.2, clip_high=0.28)
+    train_tiny(tmp_path, failing=["q"], loss=loss, changes={"algo.kl_coef": 0.1})
+    rows = read_rows(tmp_path / METRICS) + read_rows(tmp_path / TIMING)
+    names = {name for row in rows for name in row} - {"step"}
+    assert {"policy/covariance_fraction", "policy/reference_kl", "eval/pass@2", "seconds/update"} <= names
+    assert [name for name in names if name.startswith("judge/failed/")]
+    assert not [name for name in (*names, *CONDITIONAL) if not describe(name).meaning]
