@@ -1,12 +1,13 @@
-"""Requests to end a command: Ctrl-C that nothing swallows, and signals that end a run at the next safe moment."""
+"""Ends of commands: exit codes, Ctrl-C that no library can discard, and signals that end a run at a safe moment."""
 
 import asyncio
 import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from types import FrameType
 from typing import TypeVar
 
@@ -98,6 +99,35 @@ class Stop:
         finally:
             task.cancel()
             came.cancel()
+
+
+RESUME = "the same command goes on from what is saved."
+
+
+def exit_code(
+    work: Callable[[], int | None], *errors: type[Exception], failed: int = 2, after_ctrl_c: str = RESUME
+) -> int:
+    """Runs the work of a command, and reports an error or Ctrl-C on stderr in one sentence.
+
+    Args:
+      work: Returns the exit code of the command, or None for 0.
+      errors: Exceptions with messages for users, in addition to ValueError, OSError and ImportError. All others
+        propagate.
+      failed: Exit code after such an error.
+      after_ctrl_c: State of the output after Ctrl-C, and how to continue.
+
+    Returns:
+      The exit code of the command: 130 after Ctrl-C.
+    """
+    try:
+        with heard_ctrl_c():
+            return work() or 0
+    except KeyboardInterrupt:
+        print(f"Ctrl-C: {after_ctrl_c}", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ImportError, *errors) as error:
+        print(f"Error: {' '.join(str(error).split())}", file=sys.stderr)
+        return failed
 
 
 AGAIN_AFTER = 0.01  # seconds
