@@ -211,12 +211,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the command line (`sys.argv` if None) and returns the exit code."""
     parser = config_parser(__doc__)
     add = parser.add_argument
-    add("--models", type=_names, default=[], help="run folders, Hugging Face folders or names, server URLs")
-    add("--benchmarks", type=_names, default=[], help="names, synthetic tasks or files")
+    several = {"type": _names, "default": [], "metavar": "LABEL=NAME,..."}
+    add("--models", **several, help="run folders, Hugging Face folders or names, or server URLs; labels are optional")
+    add("--benchmarks", **several, help="names, synthetic tasks or files; labels are optional")
     add("--num_generations", type=int, default=16, metavar="N", help="generations per problem (default: 16)")
     add("--max_problems", type=int, default=0, metavar="N", help="limit of problems per benchmark (0 = all problems)")
-    add("--judge", type=boolean, choices=(True, False), default=True, help="cluster generations with the judge")
-    add("--output", type=Path, default=Path("runs/evaluation"), metavar="FOLDER", help="default: runs/evaluation")
+    add("--judge", type=boolean, choices=(True, False), default=True, help="whether to cluster the generations")
+    add(
+        "--output",
+        type=Path,
+        default=Path("runs/evaluation"),
+        metavar="FOLDER",
+        help="folder of the evaluation (default: runs/evaluation)",
+    )
     return run_command(parser, arguments, run, training=False)
 
 
