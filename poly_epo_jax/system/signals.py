@@ -132,8 +132,6 @@ def exit_code(
 
 AGAIN_AFTER = 0.01  # seconds
 
-_collecting = False
-
 
 @contextlib.contextmanager
 def heard_ctrl_c() -> Iterator[None]:
@@ -147,39 +145,30 @@ def heard_ctrl_c() -> Iterator[None]:
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    gc.callbacks.insert(0, _begins)
-    gc.callbacks.append(_ends)
+    collecting = False
+
+    def watch(phase: str, _: dict[str, int]) -> None:
+        nonlocal collecting
+        collecting = phase == "start"
+
+    def receive(_: int, frame: FrameType | None) -> None:
+        if collecting or _is_called_in_passing(frame):
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_AFTER)
+        else:
+            raise KeyboardInterrupt
+
+    gc.callbacks.append(watch)
     alarm = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    signal.signal(signal.SIGINT, _receive)
+    signal.signal(signal.SIGINT, receive)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         put_off, _ = signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, alarm)
-        gc.callbacks.remove(_begins)
-        gc.callbacks.remove(_ends)
+        gc.callbacks.remove(watch)
         if put_off:
             raise KeyboardInterrupt
-
-
-def _begins(phase: str, _: dict[str, int]) -> None:
-    global _collecting
-    if phase == "start":
-        _collecting = True
-
-
-def _ends(phase: str, _: dict[str, int]) -> None:
-    global _collecting
-    if phase == "stop":
-        _collecting = False
-
-
-def _receive(_: int, frame: FrameType | None) -> None:
-    if _collecting or _is_called_in_passing(frame):
-        signal.setitimer(signal.ITIMER_REAL, AGAIN_AFTER)
-    else:
-        raise KeyboardInterrupt
 
 
 def _is_called_in_passing(frame: FrameType | None) -> bool:
