@@ -40,7 +40,7 @@ from poly_epo_jax.records.run_folder import CHECKPOINTS, LOCK
 from poly_epo_jax.rollouts import open_server, open_weights, served_model
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import encode_prompts
-from poly_epo_jax.startup.command_line import boolean, config_parser, run_command
+from poly_epo_jax.startup.command_line import config_parser, parse_value, run_command
 from poly_epo_jax.startup.prepare import check_writable
 from poly_epo_jax.startup.read_config import check_judge, make_judge, refuse_passwords
 from poly_epo_jax.startup.trained_policy import open_trained_policy
@@ -210,14 +210,25 @@ def _names(text: str) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the command line (`sys.argv` if None) and returns the exit code."""
     parser = config_parser(__doc__)
-    add = parser.add_argument
     several = {"type": _names, "default": [], "metavar": "LABEL=NAME,..."}
-    add("--models", **several, help="run folders, Hugging Face folders or names, or server URLs; labels are optional")
-    add("--benchmarks", **several, help="names, synthetic tasks or files; labels are optional")
-    add("--num_generations", type=int, default=16, metavar="N", help="generations per problem (default: 16)")
-    add("--max_problems", type=int, default=0, metavar="N", help="limit of problems per benchmark (0 = all problems)")
-    add("--judge", type=boolean, choices=(True, False), default=True, help="whether to cluster the generations")
-    add(
+    parser.add_argument(
+        "--models", **several, help="run folders, Hugging Face folders or names, or server URLs; labels are optional"
+    )
+    parser.add_argument("--benchmarks", **several, help="names, synthetic tasks or files; labels are optional")
+    parser.add_argument(
+        "--num_generations", type=int, default=16, metavar="N", help="generations per problem (default: 16)"
+    )
+    parser.add_argument(
+        "--max_problems", type=int, default=0, metavar="N", help="limit of problems per benchmark (0 = all problems)"
+    )
+    parser.add_argument(
+        "--judge",
+        type=lambda text: parse_value(text, bool),
+        choices=(True, False),
+        default=True,
+        help="whether to cluster the generations",
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         default=Path("runs/evaluation"),

@@ -107,11 +107,6 @@ def read_arguments(arguments: Sequence[str]) -> Config:
     return read_config(_parse(config_parser(None), arguments)[1])
 
 
-def boolean(text: str) -> bool | str:
-    """Returns the boolean that a text stands for, or the text if there is none."""
-    return BOOLEANS.get(text.lower(), text)
-
-
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict]:
     """Returns the flags, and the configuration of --config with all overrides. Without --config, it is the default."""
     overrides = [argument for argument in arguments if argument.startswith(KEY)]
@@ -162,13 +157,13 @@ def _set(config: ConfigDict, override: str) -> None:
         )
     values = functools.reduce(ConfigDict.__getitem__, filter(None, section.split(".")), config)
     kind = types[key] if key in types else str if isinstance(values.get(name), str) else object
-    value = _parse_value(text, kind)
+    value = parse_value(text, kind)
     refuse_passwords(value, key)
     require(value, key, check_of_type(kind))
     values[name] = value
 
 
-def _parse_value(text: str, kind: Any) -> Any:
+def parse_value(text: str, kind: Any) -> Any:
     """Returns a text as a value of a type, or unchanged if that is not possible.
 
     Args:
@@ -176,7 +171,7 @@ def _parse_value(text: str, kind: Any) -> Any:
       kind: Declared type of the key. A text is read as a Python literal unless this is str, bool, int or float.
     """
     if kind is bool or (kind is object and text in ("true", "false")):
-        return boolean(text)
+        return BOOLEANS.get(text.lower(), text)
     value: Any = text
     with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         value = kind(text) if kind in (str, int, float) else ast.literal_eval(text)

@@ -52,16 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             runs = make_runs(study, overrides)
         except ConfigError as error:
-            for mistake in str(error).splitlines():
-                print(f"Error: {mistake}", file=sys.stderr)
+            print("\n".join(f"Error: {mistake}" for mistake in str(error).splitlines()), file=sys.stderr)
             return 2
         with exclusive(folder / LOCK, f"the study {folder}"):
             write_plan(study, runs)
             try:
                 code = 0 if options.report else _run(folder, runs, places)
             except Stopped as stopped:
-                saved = "every run has saved its last step; the same command goes on from there."
-                print(f"{stopped}: {saved}", file=sys.stderr)
+                print(
+                    f"{stopped}: every run has saved its last step; the same command goes on from there.",
+                    file=sys.stderr,
+                )
                 return 128 + stopped.number
             report = write_report(folder)
         print(f"report: {report}")
