@@ -18,7 +18,6 @@ setup(
         "poly_epo_jax": ["py.typed", "report/assets/*", "judges/rubric.md", "tasks/words/*", "bench/aot/*.txtpb"]
     },
     install_requires=[
-        "absl-py>=2.3,<3",
         "datasets>=4.0,<6",
         "flax>=0.12.8,<0.13",
         "grain>=0.2.18,<0.3",

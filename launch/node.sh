@@ -96,11 +96,11 @@ for flag in "$@"; do
   flags+=("$flag")
   if [[ $flag == --config=* ]]; then flags+=("${ours[@]}"); fi
 done
-# Reading the flags here reports a wrong one before servers start.
+# Reading the configuration here reports an invalid value before servers start.
 policy=$(python - "${flags[@]}" <<<'
-from absl import app
-from poly_epo_jax.startup.command_line import CONFIG, parse_flags
-app.run(lambda _: print(CONFIG.value.model.path), flags_parser=parse_flags)')
+import sys
+from poly_epo_jax.startup.command_line import config_parser, run_command
+sys.exit(run_command(config_parser(None), None, lambda config, _: print(config.model.path)))')
 [ -n "$policy" ] || { echo "Error: the configuration has no model.path; name a model with POLICY=..." >&2; exit 1; }
 
 serve() { # NAME GPU MODEL FLAGS...

@@ -12,12 +12,12 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
-from absl import app
 from grain import DatasetIterator
 from jax.sharding import Mesh
 from rich.console import Console
@@ -40,7 +40,7 @@ from poly_epo_jax.rollouts.grading import JudgeError
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import drop_long_prompts, problem_batches
 from poly_epo_jax.startup.base_policy import base_policy
-from poly_epo_jax.startup.command_line import parse_flags, run_command
+from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import Prepared, prepare
 from poly_epo_jax.startup.resume_checks import check_same_model, check_same_run
 from poly_epo_jax.step.advantages import make_advantages, make_estimator, method_title, skips_zero_advantages
@@ -254,10 +254,12 @@ def _problems_that_fit(
     return train_problems, held_out_problems
 
 
-def main(argv: Sequence[str]) -> None:
-    run_command(run, argv, JudgeError, DivergenceError, hosts.HostError)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the command line (`sys.argv` if None) and returns the exit code."""
+    errors = (JudgeError, DivergenceError, hosts.HostError)
+    return run_command(config_parser(__doc__), arguments, lambda config, _: run(config), *errors)
 
 
 if __name__ == "__main__":
     gc.enable()
-    app.run(main, flags_parser=parse_flags)
+    sys.exit(main())

@@ -8,13 +8,14 @@ Weights and tokens are random, so the model need not be here: Qwen3 models are k
 again after changing the mesh, the rows per device or model.remat, and compare.
 """
 
+import argparse
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from absl import app, flags
 from rich.console import Console
 
 from poly_epo_jax.bench.aot.command import compile_for
@@ -22,23 +23,16 @@ from poly_epo_jax.bench.console import console_table, wide_console, write_figure
 from poly_epo_jax.bench.roofline import measure_roofline
 from poly_epo_jax.bench.stages import stage_row, time_stages
 from poly_epo_jax.bench.workload import make_workload
+from poly_epo_jax.config.checks import Range, require
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.memory_plan.tables import plan_of, print_plan, print_plans
 from poly_epo_jax.model.attention.self_check import CHECKED, trust_attention
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
-from poly_epo_jax.startup.command_line import parse_flags, run_command
+from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import check_memory, check_writable, model_shape
 from poly_epo_jax.step.packing import row_tokens
-
-PLAN = flags.DEFINE_bool("plan", False, "Only plans the memory of each device; needs none of the devices.")
-PLANS = flags.DEFINE_bool("plans", False, "The same for every mesh of poly_epo_jax/config/machines.py.")
-COMPILE_FOR = flags.DEFINE_string(
-    "compile-for", "", "Only compiles, for a machine of poly_epo_jax/config/machines.py that need not be here."
-)
-LAYERS = flags.DEFINE_integer("layers", 0, "Of the model, with --compile-for; 0: all.", lower_bound=0)
-OUTPUT = flags.DEFINE_string("output", "", "Where the figures are written; empty: in runs, bench.json and the like.")
 
 
 def run(config: Config, output: Path) -> None:
@@ -125,24 +119,36 @@ def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, An
     )
 
 
-def _run_or_plan(config: Config) -> None:
-    plans = PLAN.value or PLANS.value
-    name = "plan" if plans else f"compiled-{COMPILE_FOR.value}" if COMPILE_FOR.value else "bench"
-    output = Path(OUTPUT.value or f"runs/{name}.json")
+def _run_or_plan(config: Config, flags: argparse.Namespace) -> None:
+    plans, machine = flags.plan or flags.plans, flags.compile_for
+    name = "plan" if plans else f"compiled-{machine}" if machine else "bench"
+    output = flags.output or Path(f"runs/{name}.json")
+    require(flags.layers, "--layers", Range(0, 10**6))
     check_writable("--output", output.parent)
     if output.is_dir():
         raise ConfigError(f"--output={output} is a folder; name a file.")
     if plans:
-        plan(config, output, PLANS.value)
-    elif COMPILE_FOR.value:
-        compile_for(config, COMPILE_FOR.value, LAYERS.value, output, wide_console())
+        plan(config, output, flags.plans)
+    elif machine:
+        compile_for(config, machine, flags.layers, output, wide_console())
     else:
         run(config, output)
 
 
-def main(argv: Sequence[str]) -> None:
-    run_command(_run_or_plan, argv)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the command line (`sys.argv` if None) and returns the exit code."""
+    parser = config_parser(__doc__)
+    parser.add_argument("--plan", action="store_true", help="only plan the memory of each device, which may be absent")
+    parser.add_argument(
+        "--plans", action="store_true", help="only plan the memory, for every mesh of config/machines.py"
+    )
+    parser.add_argument("--compile-for", default="", metavar="NAME", help="only compile, for a machine of machines.py")
+    parser.add_argument(
+        "--layers", type=int, default=0, help="number of layers to compile with --compile-for (0 = all layers)"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the figures; default: in runs/")
+    return run_command(parser, arguments, _run_or_plan)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    sys.exit(main())

@@ -114,9 +114,9 @@ TYPES = {
 
 
 def check_of_type(declared: Any) -> Check:
-    """Checks that a value has a type: one of TYPES, or a tuple, sequence or union of those. Others are not checked.
+    """Returns the check of a declared type: one of TYPES, a mapping, or a tuple, sequence or union of those.
 
-    A tuple may be written as a list.
+    All values of other types are valid. A tuple may be written as a list.
     """
     if declared in TYPES:
         return TYPES[declared]
@@ -125,6 +125,8 @@ def check_of_type(declared: Any) -> Check:
     if origin in (Union, types.UnionType):
         rules = " or ".join(check.rule.removeprefix("must be ") for check in inner)
         return Check(lambda value: any(check.holds(value) for check in inner), f"must be {rules}")
+    if origin is Mapping:
+        return Check(lambda value: isinstance(value, Mapping), "must be a dictionary")
     if origin not in (tuple, Sequence):
         return Check(lambda value: True, "")
     if origin is tuple and ... not in arguments:

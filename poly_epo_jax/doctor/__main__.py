@@ -8,34 +8,34 @@ The short form leaves the servers' weights as they are, and times nothing. The f
 would begin with to the servers, as the run's own first step does; do not run it while others use the servers.
 """
 
+import argparse
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
-
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.doctor.command import run
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.startup.command_line import parse_flags, run_command
+from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import check_writable
 
-SHORT = flags.DEFINE_bool("short", False, "Only what takes seconds and leaves servers as they are.")
-OUTPUT = flags.DEFINE_string("output", "", "Where the table is written as JSON; empty: nowhere.")
+
+def _run(config: Config, flags: argparse.Namespace) -> None:
+    if flags.output:
+        check_writable("--output", flags.output.parent)
+    run(config, flags.short, flags.output)
 
 
-def _run(config: Config) -> None:
-    if OUTPUT.value:
-        check_writable("--output", Path(OUTPUT.value).parent)
-    run(config, SHORT.value, Path(OUTPUT.value) if OUTPUT.value else None)
-
-
-def main(argv: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the command line (`sys.argv` if None) and returns the exit code."""
+    parser = config_parser(__doc__)
+    parser.add_argument("--short", action="store_true", help="run only quick checks that do not modify the servers")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table as JSON to this file")
     # So that temporary folders are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    run_command(_run, argv, hosts.HostError)
+    return run_command(parser, arguments, _run, hosts.HostError)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    sys.exit(main())

@@ -11,19 +11,20 @@ tables. Sampling, judge and synthetic task are those of the configuration. If th
 where it stopped.
 """
 
+import argparse
 import asyncio
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
-from absl import app, flags
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from poly_epo_jax.config.checks import URL, require
+from poly_epo_jax.config.checks import URL, Range, require
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.evaluate.benchmarks import Benchmark, about_evaluation, benchmark_label, label_of, open_benchmark
 from poly_epo_jax.evaluate.draw import draw_generations
@@ -40,7 +41,7 @@ from poly_epo_jax.records.run_folder import CHECKPOINTS, LOCK
 from poly_epo_jax.rollouts import open_server, open_weights, served_model
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import encode_prompts
-from poly_epo_jax.startup.command_line import parse_flags, run_command
+from poly_epo_jax.startup.command_line import config_parser, parse_value, run_command
 from poly_epo_jax.startup.prepare import check_writable
 from poly_epo_jax.startup.read_config import check_judge, make_judge, refuse_passwords
 from poly_epo_jax.startup.trained_policy import open_trained_policy
@@ -48,13 +49,6 @@ from poly_epo_jax.system.file_lock import exclusive
 from poly_epo_jax.system.http_client import ServerError, describe
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.types import Judge, JudgeLoad, Params, Sampling, Served
-
-MODELS = flags.DEFINE_list("models", [], "Run folders, Hugging Face folders or names, server URLs; label= names one.")
-BENCHMARKS = flags.DEFINE_list("benchmarks", [], "Names, synthetic tasks or files; label= names one.")
-NUM_GENERATIONS = flags.DEFINE_integer("num_generations", 16, "Generations per problem.", 1, 4096)
-MAX_PROBLEMS = flags.DEFINE_integer("max_problems", 0, "The first so many problems of each benchmark; 0: all.", 0)
-JUDGED = flags.DEFINE_bool("judge", True, "Whether to cluster the generations with the configuration's judge.")
-OUTPUT = flags.DEFINE_string("output", "runs/evaluation", "Where the evaluation is kept.")
 
 
 @dataclasses.dataclass
@@ -67,40 +61,40 @@ class Model:
     params: Params | None = None
 
 
-def run(config: Config) -> None:
+def run(config: Config, flags: argparse.Namespace) -> None:
     """Draws the missing generations of every model on every benchmark, and shows the results.
 
     Raises:
       ValueError, OSError: a model or benchmark cannot be found, or a server fails; generations drawn so far are kept.
     """
-    _check_flags(config)
+    _check_flags(config, flags)
     mesh = make_mesh(**config.mesh)
     models = {}
-    for name in MODELS.value:
+    for name in flags.models:
         label, model = _open_model(name, config, mesh)
         models[label] = model
         if model.params is not None:
             cache = Path(config.compilation_cache) / CHECKED
             trust_attention(config.model.attention, model.policy.config, mesh, cache)
-    num_generations, found = NUM_GENERATIONS.value, []
+    num_generations, found = flags.num_generations, []
     sampling = Sampling(**config.sampling, seed=config.seed)
-    judged = JUDGED.value and JUDGES[config.judge.name].clusters
-    for name in BENCHMARKS.value:
+    judged = flags.judge and JUDGES[config.judge.name].clusters
+    for name in flags.benchmarks:
         benchmark = open_benchmark(name, config.task)
-        benchmark.problems = benchmark.problems[: MAX_PROBLEMS.value or None]
+        benchmark.problems = benchmark.problems[: flags.max_problems or None]
         if not benchmark.problems:
             raise ConfigError(
                 f"--benchmarks: {name} has no problems; choose another, or raise task.options.num_held_out."
             )
         judge = make_judge(config.judge, benchmark.task) if judged else NoJudge()
         for label, model in models.items():
-            folder = Path(OUTPUT.value) / benchmark.label / label
+            folder = flags.output / benchmark.label / label
             about = about_evaluation(config, name, model.weights, num_generations, judged)
             with exclusive(folder / LOCK, f"the evaluation {folder}"):
                 open_folder(folder, about)
                 rollouts = _open_rollouts(model, benchmark, config, mesh)
                 try:
-                    asyncio.run(_draw(folder, model, rollouts, benchmark, judge, sampling))
+                    asyncio.run(_draw(folder, model, rollouts, benchmark, judge, sampling, num_generations))
                 finally:
                     rollouts.sampler.close()
                 labels = {"benchmark": benchmark.label, "model": label, "sampling": about["sampling"]}
@@ -108,20 +102,26 @@ def run(config: Config) -> None:
                 write_json(folder / RESULTS, results)
             found.append(results)
     Console().print(_table(found, f"{num_generations} generations per problem; 95% intervals over problems"))
-    print(f"See it with: python -m poly_epo_jax.report {OUTPUT.value}")
+    print(f"See it with: python -m poly_epo_jax.report {flags.output}")
 
 
 async def _draw(
-    folder: Path, model: Model, rollouts: Rollouts, benchmark: Benchmark, judge: Judge, sampling: Sampling
+    folder: Path,
+    model: Model,
+    rollouts: Rollouts,
+    benchmark: Benchmark,
+    judge: Judge,
+    sampling: Sampling,
+    num_generations: int,
 ) -> None:
     if isinstance(judge, Served):
         await judge.wait_until_ready()
-    load = JudgeLoad(NUM_GENERATIONS.value, rollouts.max_prompt_tokens, sampling.max_tokens)
+    load = JudgeLoad(num_generations, rollouts.max_prompt_tokens, sampling.max_tokens)
     await say_shortfalls(judge, load)
     if model.params is not None:
         await rollouts.push_weights(model.params, 0)
     with counted(f"{folder.name} on {benchmark.label}: problems", len(benchmark.problems)) as show:
-        await draw_generations(folder, rollouts, benchmark, judge, NUM_GENERATIONS.value, sampling, show)
+        await draw_generations(folder, rollouts, benchmark, judge, num_generations, sampling, show)
 
 
 def _table(results: Sequence[dict[str, Any]], title: str) -> Table:
@@ -141,26 +141,30 @@ def _cell(metric: EvaluationMetric, value: dict[str, float | None] | None) -> st
     return f"{mean} [{low}, {high}]" if low else mean
 
 
-def _check_flags(config: Config) -> None:
-    refuse_passwords({f"--{MODELS.name}": MODELS.value})  # before any of them is shown
-    for flag, make_label in ((MODELS, label_of), (BENCHMARKS, benchmark_label)):
-        names = [name.strip() for name in flag.value]
-        if not any(names):
-            raise ConfigError(f"--{flag.name} is missing; name at least one, commas between several.")
-        labels = [make_label(name) for name in names]
+def _check_flags(config: Config, flags: argparse.Namespace) -> None:
+    require(flags.num_generations, "--num_generations", Range(1, 4096))
+    require(flags.max_problems, "--max_problems", Range(0, 10**9))
+    refuse_passwords({"--models": flags.models})  # before any of them is shown
+    for flag, given, make_label in (
+        ("--models", flags.models, label_of),
+        ("--benchmarks", flags.benchmarks, benchmark_label),
+    ):
+        if not any(given):
+            raise ConfigError(f"{flag} is missing; name at least one, commas between several.")
+        labels = [make_label(name) for name in given]
         for label in labels:
             if "/" in label or label in ("", ".", "..") or labels.count(label) > 1:
                 raise ConfigError(
-                    f"--{flag.name}={','.join(names)} gives one of them the label {label!r}; write label=name, where "
+                    f"{flag}={','.join(given)} gives one of them the label {label!r}; write label=name, where "
                     "each label is another and can name a folder."
                 )
-    for name in MODELS.value:
+    for name in flags.models:
         source = name.rpartition("=")[2]
         if source.startswith(("http://", "https://")):
             require(source, "--models", URL)
-    check_writable("--output", Path(OUTPUT.value))
-    if JUDGED.value:
-        check_judge(config.judge, "--num_generations", NUM_GENERATIONS.value)
+    check_writable("--output", flags.output)
+    if flags.judge:
+        check_judge(config.judge, "--num_generations", flags.num_generations)
 
 
 def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
@@ -193,9 +197,40 @@ def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mes
     return Rollouts(sampler, policy.tokenizer, benchmark.task, longest, config.model.stop_strings)
 
 
-def main(argv: Sequence[str]) -> None:
-    run_command(run, argv, training=False)
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the command line (`sys.argv` if None) and returns the exit code."""
+    parser = config_parser(__doc__)
+    several = {"type": _names, "default": [], "metavar": "LABEL=NAME,..."}
+    parser.add_argument(
+        "--models", **several, help="run folders, Hugging Face folders or names, or server URLs; labels are optional"
+    )
+    parser.add_argument("--benchmarks", **several, help="names, synthetic tasks or files; labels are optional")
+    parser.add_argument(
+        "--num_generations", type=int, default=16, metavar="N", help="generations per problem (default: 16)"
+    )
+    parser.add_argument(
+        "--max_problems", type=int, default=0, metavar="N", help="limit of problems per benchmark (0 = all problems)"
+    )
+    parser.add_argument(
+        "--judge",
+        type=lambda text: parse_value(text, bool),
+        choices=(True, False),
+        default=True,
+        help="whether to cluster the generations",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/evaluation"),
+        metavar="FOLDER",
+        help="folder of the evaluation (default: runs/evaluation)",
+    )
+    return run_command(parser, arguments, run, training=False)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    sys.exit(main())

@@ -15,7 +15,7 @@ from poly_epo_jax.model import hf
 from poly_epo_jax.model.peft import save_adapter
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.startup.trained_policy import base_name, open_trained_policy
-from poly_epo_jax.system.signals import heard_ctrl_c
+from poly_epo_jax.system.signals import exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,17 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", type=Path, help="the base policy of an adapter, if it is not where the run had it")
     options = parser.parse_args(arguments)
     dtype = options.dtype or ("float32" if options.adapter else "bfloat16")
-    try:
-        with heard_ctrl_c():
-            export(options.run, options.folder, options.step, dtype, adapter=options.adapter, base=options.base)
-    except KeyboardInterrupt:
-        print("Ctrl-C: nothing is written; the same command begins anew.", file=sys.stderr)
-        return 130
-    except (OSError, ValueError) as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 2
-    print(f"{'adapter' if options.adapter else 'policy'}: {options.folder}")
-    return 0
+
+    def work() -> None:
+        export(options.run, options.folder, options.step, dtype, adapter=options.adapter, base=options.base)
+        print(f"{'adapter' if options.adapter else 'policy'}: {options.folder}")
+
+    return exit_code(work, after_ctrl_c="nothing is written; the same command starts again.")
 
 
 def export(

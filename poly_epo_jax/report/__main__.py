@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from poly_epo_jax.report.build import write_report
+from poly_epo_jax.system.signals import exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,16 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folders = options.folders
     default = (folders[0] if len(folders) == 1 else folders[0].resolve().parent) / "report"
     models = [name for name in options.models.split(",") if name]
-    try:
-        page = write_report(folders, options.output or default, models)
-    except KeyboardInterrupt:
-        print("Ctrl-C: the report is not whole; the same command writes it anew.", file=sys.stderr)
-        return 130
-    except (OSError, ValueError) as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 2
-    print(f"report: {page}")
-    return 0
+
+    def work() -> None:
+        print(f"report: {write_report(folders, options.output or default, models)}")
+
+    return exit_code(work, after_ctrl_c="the report is incomplete; the same command writes it again.")
 
 
 if __name__ == "__main__":

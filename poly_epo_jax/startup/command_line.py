@@ -1,211 +1,201 @@
-"""What the commands share: --config and its overrides, --help, --print_config, and errors of one sentence."""
+"""Command line of the commands that take a configuration: --config, its overrides, flags, --help and --print_config."""
 
+import argparse
+import ast
 import atexit
-import copy
+import contextlib
 import difflib
+import faulthandler
+import functools
 import inspect
+import logging
 import re
+import runpy
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any, get_origin
 
-from absl import flags, logging
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
-from poly_epo_jax.config.checks import Range
+from poly_epo_jax.config import default
+from poly_epo_jax.config.checks import Range, check_of_type, require
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.config.options import checks_of, options_of
-from poly_epo_jax.startup.read_config import CHOICES, read_config, registry_entries
-from poly_epo_jax.system.signals import heard_ctrl_c
+from poly_epo_jax.startup.read_config import CHOICES, read_config, refuse_passwords, registry_entries
+from poly_epo_jax.system.signals import exit_code
 
-CONFIG = config_flags.DEFINE_config_file(
-    "config",
-    None,
-    "The configuration file, with :method after its name.",
-    lock_config=False,
-    accept_new_attributes=True,  # for options; other unknown keys are refused
-)
-PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Only print the configuration, a key on each line.")
-_LOADER = flags.FLAGS["config"].parser
-HELP = {"-h", "--h", "-help", "--help", "-helpshort", "--helpshort", "-helpfull", "--helpfull"}
+KEY = "--config."
+"""Start of the arguments that override a key of the configuration: --config.KEY=VALUE."""
+
+BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
+
+
+def config_parser(description: str | None) -> argparse.ArgumentParser:
+    """Creates a parser of the flags that all commands with a configuration share; each command adds its own flags."""
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS,
+        description=(description or "").strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", default="", metavar="FILE", help="configuration file, or FILE:METHOD,MACHINE")
+    parser.add_argument("--print_config", action="store_true", help="print the configuration, one key per line")
+    parser.add_argument("-h", "--help", action="store_true", help="print this text, with the values of --config")
+    return parser
 
 
 def run_command(
-    run: Callable[[Config], None], argv: Sequence[str], *errors: type[Exception], training: bool = True
-) -> None:
-    """Runs a command on the configuration of its command line; an error is reported in one sentence.
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    run: Callable[[Config, argparse.Namespace], None],
+    *errors: type[Exception],
+    training: bool = True,
+) -> int:
+    """Runs a command on the configuration of its command line, and returns the exit code.
 
     Args:
-      argv: the arguments that `parse_flags` has left over.
-      errors: the command's own errors, besides the usual ones; their messages say what to do.
-      training: whether the configuration must be fit for training.
+      parser: A parser from `config_parser`.
+      arguments: Arguments of the command. If None, those of the process are used.
+      run: Function of the configuration and the parsed flags. Not called with --help or --print_config.
+      errors: Exceptions of the command that are reported in one sentence, in addition to those of `exit_code`.
+      training: Whether the configuration must be valid for training.
+
+    Returns:
+      0, 1 after an error, or 130 after Ctrl-C.
     """
-    if len(argv) > 1:
-        name, _, value = argv[1].partition("=")
-        sys.exit(f"Error: unknown argument {_without_password(argv[1])}; {_hint(name, value)}.")
-    logging.set_verbosity(logging.WARNING)
-    # At exit everything is written, and Ctrl-C would only print tracebacks from libraries that are cleaning up.
-    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
-    try:
-        with heard_ctrl_c():
-            run(read_config(CONFIG.value, training))
-    except KeyboardInterrupt:
-        print("Ctrl-C: the same command goes on from what is saved.", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError, ImportError, *errors) as error:
-        sys.exit(f"Error: {' '.join(str(error).split())}")
 
-
-def parse_flags(argv: Sequence[str]) -> list[str]:
-    """absl's flag parser, with one sentence instead of a traceback if a key or value is wrong.
-
-    With --help or --print_config it prints and ends the process.
-    """
-    parser = _ConfigFile()
-    flags.FLAGS["config"].parser = parser
-    try:
-        asks_help = not HELP.isdisjoint(argv)
-        config = _check_keys([arg for arg in argv if arg not in HELP], parser)
-        if asks_help:
-            print(_help(config))
-            sys.exit(0)
-        rest = flags.FLAGS(argv)
-        if CONFIG.value is None:
+    def work() -> None:
+        flags, config = _parse(parser, sys.argv[1:] if arguments is None else arguments)
+        if flags.help:
+            parser.epilog = _describe_keys(
+                read_config(config, training=False), f"value in {flags.config}" if flags.config else "default"
+            )
+            parser.print_help()
+        elif not flags.config:
             raise ConfigError(
                 "--config is missing; give a configuration file, such as configs/polynomial.py, or one of your own "
                 "that builds on poly_epo_jax.config.default; --help lists its keys."
             )
-        if PRINT_CONFIG.value:
-            print("\n".join(f"{key} = {value!r}" for key, _, value in read_config(CONFIG.value, training=False).flat()))
-            sys.exit(0)
-        return rest
-    except flags.UnrecognizedFlagError as error:
-        sys.exit(f"Error: unknown flag --{error.flagname}; {_hint(error.flagname, error.flagvalue.partition('=')[2])}.")
-    except (flags.Error, ValueError, TypeError, OSError) as error:
-        sys.exit(f"Error: {_sentence(error)}")
+        elif flags.print_config:
+            print("\n".join(f"{key} = {value!r}" for key, _, value in read_config(config, training=False).flat()))
+        else:
+            run(read_config(config, training), flags)
+
+    if arguments is None:
+        faulthandler.enable()
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    # All files are written when the process exits; Ctrl-C would only print tracebacks of libraries that clean up.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    return exit_code(work, argparse.ArgumentError, *errors, failed=1)
 
 
 def read_arguments(arguments: Sequence[str]) -> Config:
-    """The configuration that a training command with these arguments would have, without running it.
+    """Reads the configuration that a training command with these arguments trains, without running it.
 
     Args:
-      arguments: --config=FILE and its overrides, nothing else.
+      arguments: --config=FILE and overrides of its keys.
 
     Raises:
-      ConfigError: a key or value is wrong; the message is what the command would say.
+      ConfigError: If an argument, key or value is invalid, with the message that the command would print.
     """
-    argv, alone = ["", *arguments], flags.FlagValues()
-    flag = _define(alone, argv)
-    alone["config"].parser = _FILES
+    return read_config(_parse(config_parser(None), arguments)[1])
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict]:
+    """Returns the flags, and the configuration of --config with all overrides. Without --config, it is the default."""
+    overrides = [argument for argument in arguments if argument.startswith(KEY)]
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(f"{override} has no value; write {override}=VALUE.")
+    flags, unknown = parser.parse_known_args([argument for argument in arguments if not argument.startswith(KEY)])
+    if unknown:
+        name, _, value = map(_without_password, unknown[0].partition("="))
+        raise ConfigError(f"unknown argument {name}; {_hint(name.lstrip('-'), value, parser)}.")
+    file, *words = flags.config.split(":", 1)
     try:
-        _check_keys(argv, _FILES)
-        alone(argv)
-    except (flags.Error, ValueError, TypeError, OSError) as error:
-        raise ConfigError(_sentence(error)) from error
-    return read_config(flag.value)
+        config = _get_config(file)(*words) if file else default.get_config()
+    except TypeError as error:
+        raise ConfigError(str(error)) from error
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f"{file} has no get_config() that returns a ConfigDict.")
+    with config.unlocked(), config.ignore_type():
+        for override in overrides:
+            _set(config, override)
+    return flags, config
 
 
-def _define(values: flags.FlagValues, argv: list[str]) -> flags.FlagHolder:
-    return config_flags.DEFINE_config_file(
-        "config", None, flag_values=values, lock_config=False, accept_new_attributes=True, sys_argv=argv
-    )
+@functools.cache
+def _get_config(file: str) -> Callable[..., Any]:
+    """Executes a configuration file once, because it may register parts, and returns its `get_config`."""
+    if not Path(file).is_file():
+        folder = Path(file) if Path(file).is_dir() else Path(file).parent
+        found = ", ".join(sorted(path.name for path in folder.glob("*.py"))) or "none"
+        raise ConfigError(f"--config={file}: there is no such file; configuration files in {folder}: {found}.")
+    name = f"config_{Path(file).stem}"
+    module = sys.modules[name] = ModuleType(name)  # so that objects of its classes can be pickled
+    vars(module).update(runpy.run_path(file, run_name=name))
+    return getattr(module, "get_config", lambda *_: None)
 
 
-def _sentence(error: Exception) -> str:
-    """The last line of the error: if a configuration file fails, its traceback comes first."""
-    return re.sub(r"^[A-Za-z]+Error: ", "", str(error).splitlines()[-1].strip())
+def _set(config: ConfigDict, override: str) -> None:
+    """Sets the key that an override names."""
+    key, _, text = override.removeprefix(KEY).partition("=")
+    types = {name: field.type for name, field, _ in Config().flat()}
+    section, _, name = key.rpartition(".")
+    if key not in types and not (section in types and section.endswith("options")):
+        known = [f"config.{name}" for name in types]
+        inner = [name for name in known if name.startswith(f"config.{key}.")]
+        near = ", ".join(inner or difflib.get_close_matches(f"config.{key}", known))
+        raise ConfigError(
+            f"There is no key config.{key}; {f'choose from {near}' if near else '--help lists the keys'}."
+        )
+    values = functools.reduce(ConfigDict.__getitem__, filter(None, section.split(".")), config)
+    kind = types[key] if key in types else str if isinstance(values.get(name), str) else object
+    value = parse_value(text, kind)
+    refuse_passwords(value, key)
+    require(value, key, check_of_type(kind))
+    values[name] = value
 
 
-class _ConfigFile(flags.ArgumentParser):
-    """Executes a configuration file once although its flag is parsed twice, so that it registers its parts once."""
+def parse_value(text: str, kind: Any) -> Any:
+    """Returns a text as a value of a type, or unchanged if that is not possible.
 
-    def __init__(self):
-        self._configs: dict[str, ConfigDict] = {}
-
-    def parse(self, argument: str) -> ConfigDict:
-        file = Path(argument.partition(":")[0])
-        if not file.is_file():
-            folder = file if file.is_dir() else file.parent
-            there = ", ".join(sorted(found.name for found in folder.glob("*.py"))) or "none"
-            raise ConfigError(f"there is no such file; configuration files in {folder}: {there}.")
-        if argument not in self._configs:
-            self._configs[argument] = _LOADER.parse(argument)
-        return copy.deepcopy(self._configs[argument])
-
-
-_FILES = _ConfigFile()
-"""The files that `read_arguments` has executed."""
-
-
-def _check_keys(argv: Sequence[str], parser: _ConfigFile) -> ConfigDict | None:
-    """The configuration without its overrides, None if no file is named.
-
-    Raises:
-      ConfigError: an override names a key that the configuration does not have.
+    Args:
+      text: The text after `=`.
+      kind: Declared type of the key. A text is read as a Python literal unless this is str, bool, int or float.
     """
-    alone = flags.FlagValues()
-    flag = config_flags.DEFINE_config_file("config", None, flag_values=alone, sys_argv=[])
-    alone["config"].parser = parser
-    overrides = alone(argv, known_only=True)[1:]
-    config = flag.value
-    if config is None:
-        return None
-    keys = list(_keys(config))
-    for name in (override.lstrip("-").partition("=")[0] for override in overrides):
-        section = name.rpartition(".")[0]
-        is_option = section in keys and section.endswith("options")
-        if name.startswith("config.") and name not in keys and not is_option:
-            near = ", ".join(difflib.get_close_matches(name, keys))
-            raise ConfigError(f"There is no key {name}; {f'choose from {near}' if near else '--help lists the keys'}.")
-    return config
+    if kind is bool or (kind is object and text in ("true", "false")):
+        return BOOLEANS.get(text.lower(), text)
+    value: Any = text
+    with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        value = kind(text) if kind in (str, int, float) else ast.literal_eval(text)
+    if tuple in (kind, get_origin(kind)):
+        return tuple(value) if isinstance(value, list | tuple) else (value,)
+    return value
 
 
-def _keys(config: ConfigDict, section: str = "config") -> Iterator[str]:
-    for key, value in config.items():
-        yield f"{section}.{key}"
-        if isinstance(value, ConfigDict):
-            yield from _keys(value, f"{section}.{key}")
-
-
-def _hint(name: str, value: str) -> str:
-    """How to write an unknown flag: a key without --config and its section, or a mistyped flag."""
-    keys = [key for key, _, _ in Config().flat() if f".{key}".endswith(f".{name}")]
-    shown = _without_password(value) or "..."
-    near = [f"config.{key}={shown}" for key in keys] or difflib.get_close_matches(name, list(flags.FLAGS), 1)
-    return f"write {' or '.join(f'--{flag}' for flag in near)}" if near else "--help lists the flags and keys"
+def _hint(name: str, value: str, parser: argparse.ArgumentParser) -> str:
+    """Returns how to write an unknown argument: as a key with --config and its section, or as the nearest flag."""
+    keys = [key for key, _, _ in Config().flat() if f".config.{key}".endswith(f".{name}")]
+    near = [f"{KEY}{key}={value or '...'}" for key in keys]
+    near = near or difflib.get_close_matches(f"--{name}", re.findall(r"--[\w-]+", parser.format_help()), 1)
+    return f"write {' or '.join(near)}" if near else "--help lists the flags and keys"
 
 
 def _without_password(text: str) -> str:
-    """The text with any user and password before an @ replaced, as in a server's address."""
+    """Replaces any user and password before an @, as in the address of a server."""
     return re.sub(r"\S*@", "...@", text)
 
 
-def _named(name: str, registry: Collection[str]) -> str:
-    """A part's name, and its title where its registry entry has one."""
-    title = getattr(registry[name], "title", "") if isinstance(registry, Mapping) else ""
-    return f"{name} ({title})" if title else name
-
-
-def _option(parameter: inspect.Parameter) -> str:
-    """An option's name, its default, and its range where it has one."""
-    rules = [f" ({check.rule})" for check in checks_of(parameter) if isinstance(check, Range)]
-    return "".join([str(parameter.replace(annotation=parameter.empty)), *rules])
-
-
-def _help(config: ConfigDict | None) -> str:
-    """What the command does, its flags, and every key with its type, its value in `config`, and its meaning."""
-    lines = [(sys.modules["__main__"].__doc__ or "").strip(), "", "Flags:"]
-    for flag in (
-        *flags.FLAGS.get_key_flags_for_module(sys.argv[0]),
-        flags.FLAGS["config"],
-        flags.FLAGS["print_config"],
-    ):
-        lines.append(f"  --{flag.name:<20} {flag.help} Default: {flag.default_as_str}.")
-    values = Config() if config is None else read_config(config, training=False)
-    origin = "default" if config is None else "value in that file"
-    lines += ["", f"Keys of the configuration with their type and {origin}, each set by --config.KEY=VALUE:"]
+def _describe_keys(values: Config, origin: str) -> str:
+    """Lists every key by section, with its type, value, meaning and rule."""
+    lines = [f"Keys of the configuration with their type and {origin}, each set by {KEY}KEY=VALUE:"]
     section, entries = "", registry_entries(values)
     for key, field, value in values.flat():
         if "." in key and key.split(".")[0] != section:
@@ -221,3 +211,15 @@ def _help(config: ConfigDict | None) -> str:
         meaning = f"{getattr(field.type, '__name__', 'dict')}: {field.metadata['meaning']}{limits}"
         lines += textwrap.wrap(f"  {f'{key} = {value!r}':<43} {meaning}", 120, subsequent_indent=" " * 50)
     return "\n".join(lines)
+
+
+def _named(name: str, registry: Collection[str]) -> str:
+    """Returns the name of a part, with its title if its registry entry has one."""
+    title = getattr(registry[name], "title", "") if isinstance(registry, Mapping) else ""
+    return f"{name} ({title})" if title else name
+
+
+def _option(parameter: inspect.Parameter) -> str:
+    """Returns the name of an option, its default, and its range if it has one."""
+    rules = [f" ({check.rule})" for check in checks_of(parameter) if isinstance(check, Range)]
+    return "".join([str(parameter.replace(annotation=parameter.empty)), *rules])

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.study.folder import LOCK
 from poly_epo_jax.study.page import write_report
 from poly_epo_jax.study.plan import Run, make_runs, write_plan
@@ -22,7 +23,7 @@ from poly_epo_jax.study.progress import shown
 from poly_epo_jax.study.queue import cores, default_places, gpus, work_off
 from poly_epo_jax.study.spec import read_study
 from poly_epo_jax.system.file_lock import exclusive
-from poly_epo_jax.system.signals import Stopped
+from poly_epo_jax.system.signals import Stopped, exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,26 +45,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.gpus:
         places = gpus(options.gpus)
     logging.getLogger("absl").setLevel(logging.WARNING)
-    try:
+
+    def work() -> int:
         study = read_study(options.file)
         folder = Path(study.folder)
-        runs = make_runs(study, overrides)
+        try:
+            runs = make_runs(study, overrides)
+        except ConfigError as error:
+            print("\n".join(f"Error: {mistake}" for mistake in str(error).splitlines()), file=sys.stderr)
+            return 2
         with exclusive(folder / LOCK, f"the study {folder}"):
             write_plan(study, runs)
-            code = 0 if options.report else _run(folder, runs, places)
+            try:
+                code = 0 if options.report else _run(folder, runs, places)
+            except Stopped as stopped:
+                print(
+                    f"{stopped}: every run has saved its last step; the same command goes on from there.",
+                    file=sys.stderr,
+                )
+                return 128 + stopped.number
             report = write_report(folder)
-    except Stopped as stopped:
-        print(f"{stopped}: every run has saved its last step; the same command goes on from there.", file=sys.stderr)
-        return 128 + stopped.number
-    except KeyboardInterrupt:
-        print("Ctrl-C: the same command goes on from what is saved.", file=sys.stderr)
-        return 130
-    except (ValueError, OSError) as error:
-        for line in str(error).splitlines():
-            print(f"Error: {line}", file=sys.stderr)
-        return 2
-    print(f"report: {report}")
-    return code
+        print(f"report: {report}")
+        return code
+
+    return exit_code(work)
 
 
 def _run(folder: Path, runs: Sequence[Run], places: Sequence[dict[str, str]]) -> int:

@@ -1,14 +1,11 @@
-"""Shows a study while it runs: on a terminal the runs under way, elsewhere a line for each event."""
+"""Shows a study while it runs: on a terminal a bar for each active run, elsewhere a line for each event."""
 
 import contextlib
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from poly_epo_jax.study.folder import clock, run_state
@@ -17,49 +14,47 @@ from poly_epo_jax.study.queue import ENDED, Listener
 from poly_epo_jax.system.json_files import Row
 
 
-class Shown:
-    """The runs under way, and how many have finished and failed."""
+class Shown(Progress):
+    """A task for each active run, and the numbers of finished and failed runs."""
 
     def __init__(self, runs: Sequence[Run], finished: int, console: Console) -> None:
+        name, state = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[state]"))
+        columns = name, BarColumn(24), state, TimeElapsedColumn()
+        # Before the base class is initialized, which renders once.
         self._total, self._finished, self._failed = len(runs), finished, 0
-        self._under_way: dict[str, tuple[Run, str, float]] = {}
-        self._console, self._began = console, time.monotonic()
-        self._lock = threading.Lock()  # the screen is drawn by a thread of its own
+        self._began = time.monotonic()
         self.listener = Listener(self._started, self._ended)
+        super().__init__(*columns, console=console, refresh_per_second=1, disable=not console.is_terminal)
 
-    def __rich__(self) -> RenderableType:
-        table = Table.grid(padding=(0, 2))
-        with self._lock:
-            under_way = list(self._under_way.values())
-        for run, stage, began in under_way:
-            state = run_state(run.folder)
-            told = str(state) if stage == "train" else "evaluating"
-            bar = ProgressBar(max(state.num_steps, 1), state.step, width=24)
-            table.add_row(Text(_name(run)), bar, told, clock(time.monotonic() - began))
-        return Group(table, Text(f"{self._counts()}, {clock(time.monotonic() - self._began)}", style="bold"))
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Reads how far each active run is, and returns the lines to show. Called by a separate thread."""
+        for task in self.tasks:
+            state = run_state(task.fields["run"].folder)
+            task.total, task.completed = max(state.num_steps, 1), state.step
+            task.fields["state"] = str(state) if task.fields["stage"] == "train" else "evaluating"
+        yield from super().get_renderables()
+        yield Text(f"{self._counts()}, {clock(time.monotonic() - self._began)}", style="bold")
 
     def _started(self, run: Run, stage: str) -> None:
-        with self._lock:
-            self._under_way[_name(run)] = (run, stage, time.monotonic())
-        if not self._console.is_terminal:
+        self.add_task(_name(run), run=run, stage=stage, state="")
+        if self.disable:
             state = run_state(run.folder)
             resumed = f" from {state}" if stage == "train" and state.step else ""
             print(f"{_name(run)}: {stage}{resumed}", flush=True)
 
     def _ended(self, run: Run, row: Row) -> None:
-        with self._lock:
-            self._under_way.pop(_name(run), None)
-            done = not row["exit"] and run.is_evaluated()
-            self._finished += done
-            self._failed += row["exit"] not in (0, *ENDED)
-            counts = self._counts()
+        for task in self.tasks:
+            if task.description == _name(run):
+                self.remove_task(task.id)
+        self._finished += not row["exit"] and run.is_evaluated()
+        self._failed += row["exit"] not in (0, *ENDED)
         verb = {"train": "trained", "evaluate": "evaluated"}[row["stage"]]
         if row["exit"]:
             how = "was ended" if row["exit"] in ENDED else "failed"
             text = f"{_name(run)}: {row['stage']} {how} after {clock(row['seconds'])}: {row['error']}"
         else:
             text = f"{_name(run)}: {verb} in {clock(row['seconds'])}"
-        self._console.print(f"{text}  ({counts})", markup=False, highlight=False, soft_wrap=True)
+        self.console.print(f"{text}  ({self._counts()})", markup=False, highlight=False, soft_wrap=True)
 
     def _counts(self) -> str:
         failed = f", {self._failed} failed" if self._failed else ""
@@ -69,13 +64,8 @@ class Shown:
 @contextlib.contextmanager
 def shown(runs: Sequence[Run]) -> Iterator[Listener]:
     """Shows the study inside the `with` block. Yields the listener to notify about its runs."""
-    console = Console()
     finished = sum(run.is_trained() and run.is_evaluated() for run in runs)
-    show = Shown(runs, finished, console)
-    if not console.is_terminal:
-        yield show.listener
-        return
-    with Live(show, console=console, refresh_per_second=1):
+    with Shown(runs, finished, Console()) as show:
         yield show.listener
 
 

@@ -1,12 +1,13 @@
-"""Requests to end a command: Ctrl-C that nothing swallows, and signals that end a run at the next safe moment."""
+"""Ends of commands: exit codes, Ctrl-C that no library can discard, and signals that end a run at a safe moment."""
 
 import asyncio
 import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from types import FrameType
 from typing import TypeVar
 
@@ -100,9 +101,36 @@ class Stop:
             came.cancel()
 
 
-AGAIN_AFTER = 0.01  # seconds
+RESUME = "the same command goes on from what is saved."
 
-_collecting = False
+
+def exit_code(
+    work: Callable[[], int | None], *errors: type[Exception], failed: int = 2, after_ctrl_c: str = RESUME
+) -> int:
+    """Runs the work of a command, and reports an error or Ctrl-C on stderr in one sentence.
+
+    Args:
+      work: Returns the exit code of the command, or None for 0.
+      errors: Exceptions with messages for users, in addition to ValueError, OSError and ImportError. All others
+        propagate.
+      failed: Exit code after such an error.
+      after_ctrl_c: State of the output after Ctrl-C, and how to continue.
+
+    Returns:
+      The exit code of the command: 130 after Ctrl-C.
+    """
+    try:
+        with heard_ctrl_c():
+            return work() or 0
+    except KeyboardInterrupt:
+        print(f"Ctrl-C: {after_ctrl_c}", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ImportError, *errors) as error:
+        print(f"Error: {' '.join(str(error).split())}", file=sys.stderr)
+        return failed
+
+
+AGAIN_AFTER = 0.01  # seconds
 
 
 @contextlib.contextmanager
@@ -117,39 +145,30 @@ def heard_ctrl_c() -> Iterator[None]:
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    gc.callbacks.insert(0, _begins)
-    gc.callbacks.append(_ends)
+    collecting = False
+
+    def watch(phase: str, _: dict[str, int]) -> None:
+        nonlocal collecting
+        collecting = phase == "start"
+
+    def receive(_: int, frame: FrameType | None) -> None:
+        if collecting or _is_called_in_passing(frame):
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_AFTER)
+        else:
+            raise KeyboardInterrupt
+
+    gc.callbacks.append(watch)
     alarm = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    signal.signal(signal.SIGINT, _receive)
+    signal.signal(signal.SIGINT, receive)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         put_off, _ = signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, alarm)
-        gc.callbacks.remove(_begins)
-        gc.callbacks.remove(_ends)
+        gc.callbacks.remove(watch)
         if put_off:
             raise KeyboardInterrupt
-
-
-def _begins(phase: str, _: dict[str, int]) -> None:
-    global _collecting
-    if phase == "start":
-        _collecting = True
-
-
-def _ends(phase: str, _: dict[str, int]) -> None:
-    global _collecting
-    if phase == "stop":
-        _collecting = False
-
-
-def _receive(_: int, frame: FrameType | None) -> None:
-    if _collecting or _is_called_in_passing(frame):
-        signal.setitimer(signal.ITIMER_REAL, AGAIN_AFTER)
-    else:
-        raise KeyboardInterrupt
 
 
 def _is_called_in_passing(frame: FrameType | None) -> bool:

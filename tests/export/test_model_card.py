@@ -77,7 +77,7 @@ def test_a_local_folder_is_no_model_of_the_hub(run: Path, config: dict[str, Any]
 
 def test_its_command_trains_the_same(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(Path(__file__).parents[2])
-    words = shlex.split(command(config))
+    words = shlex.split(command(config).replace("\\\n", ""))
     assert words[:3] == ["python", "-m", "poly_epo_jax.main"]
     read = json.loads(json.dumps(read_arguments(words[3:]).to_dict()))
     assert {**read, **{name: None for name in FOLDERS}} == {**config, **{name: None for name in FOLDERS}}

@@ -59,7 +59,7 @@ OPTIONAL = {
 }
 """What these alone import, though a plain installation does not bring it: they do without, or say what to install."""
 
-DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}
+DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
 """By the name that is imported, where that is another."""
 
 HIDING = ("import_module", "__import__", "spec_from_file_location")
@@ -197,7 +197,7 @@ def test_what_must_not_be_is_found(module: str, source: str, complaint: str):
     [
         ("set_rl.new", "import math\nimport jax.numpy as jnp\nfrom poly_epo_jax.set_rl.sets import enumerate_sets"),
         ("tasks.new", "import math_verify\nfrom poly_epo_jax import set_rl\nfrom poly_epo_jax.types import Task"),
-        ("evaluate.new", "import absl.app\nfrom orbax import checkpoint\nimport math"),
+        ("evaluate.new", "from orbax import checkpoint\nimport math"),
         ("records.tracking", "def f():\n    import wandb"),
         ("tasks.new", 'WORKER = Path(__file__).with_name("worker.py")'),
         ("main", "from poly_epo_jax.train import train\nfrom poly_epo_jax.tasks import TASKS"),

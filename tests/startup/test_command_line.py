@@ -126,8 +126,9 @@ def test_a_plan_leaves_the_figures_of_bench_alone(python: Python, tmp_path: Path
 CTRL_C_AT_THE_END = """
 import atexit, os, signal
 atexit.register(os.kill, os.getpid(), signal.SIGINT)  # while what is imported first cleans up, as JAX does
-from poly_epo_jax.startup.command_line import parse_flags, run_command
-run_command(lambda config: print("done", flush=True), parse_flags(["main", "--config=configs/polynomial.py"]))
+from poly_epo_jax.startup.command_line import config_parser, run_command
+arguments = ["--config=configs/polynomial.py"]
+run_command(config_parser(None), arguments, lambda config, flags: print("done", flush=True))
 """
 
 

@@ -16,8 +16,10 @@ ADDRESS = f"http://me:{SECRET}@host:30000"
         ("main", [f"--config.rollouts.urls=me:{SECRET}@host:30000"], "rollouts.urls holds a user or password"),
         ("main", [f"--config.judge.url={ADDRESS}", "--print_config"], "judge.url holds a user or password"),
         ("main", [f"--config.model.path={ADDRESS}"], "model.path holds a user or password"),
+        ("main", [ADDRESS], "unknown argument ...@host:30000"),
+        ("main", [f"--config.train.num_steps={ADDRESS}"], "train.num_steps holds a user or password"),
         ("main", [f"--rollouts.urls={ADDRESS}"], "write --config.rollouts.urls=...@host:30000"),
-        ("main", [f"rollouts.urls={ADDRESS}"], "unknown argument ...@host:30000"),
+        ("main", [f"rollouts.urls={ADDRESS}"], "write --config.rollouts.urls=...@host:30000"),
         ("evaluate", [f"--models=x={ADDRESS}", "--benchmarks=polynomial"], "--models holds a user or password"),
     ],
 )

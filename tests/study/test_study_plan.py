@@ -54,7 +54,7 @@ def test_the_command_line_counts_before_the_file(tmp_path: Path):
     [
         ({"train.num_step": 3}, "There is no key config.train.num_step; choose from config.train.num_steps"),
         ({"train.num_steps": 0}, "train.num_steps=0 must "),
-        ({"train.num_steps": "many"}, "flag --config.train.num_steps=many: invalid literal for int()"),
+        ({"train.num_steps": "many"}, "train.num_steps='many' must be a whole number."),
         ({"algo.loss": "ppo"}, "algo.loss='ppo' must be one of"),
         ({"task.options": {"num_trains": 3}}, "task.options has 'num_trains', which polynomial does not take"),
         ({"hosts.coordinator": "auto"}, "hosts.coordinator is set, but each run of a study is a process of one host."),

@@ -25,7 +25,7 @@ IMPORTED = [
     *(f"poly_epo_jax.evaluate.{name}" for name in ("benchmarks", "draw", "results")),
     "poly_epo_jax.report.build",
 ]
-"""All but poly_epo_jax.evaluate, whose flags must be declared once."""
+"""All but poly_epo_jax.evaluate.__main__, which is run and not imported."""
 
 
 class ForkServer:
