@@ -204,7 +204,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         ),
     }
 )
-"""Logged metrics by name. `PREFIX/*` stands for all names with this prefix that have no entry of their own."""
+"""Logged metrics by name. `PREFIX/*` stands for all names with this prefix without a separate entry."""
 
 
 def held_out(name: str) -> str:
