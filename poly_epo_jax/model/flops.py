@@ -7,7 +7,6 @@ import numpy as np
 from jaxtyping import Int
 
 from poly_epo_jax.config.keys import Config
-from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import is_adapter, without_adapter
 from poly_epo_jax.model.partition import is_trainable
@@ -62,8 +61,8 @@ def cache_bytes_per_token(config: ModelConfig, value_bytes: int) -> int:
 def trained_sizes(config: Config, shape: ModelConfig) -> list[int]:
     """Elements of each matrix that is trained."""
     if shape.lora_targets:
-        return list(flops.adapter_sizes(shape).values())
-    return [size for path, size in flops.matrix_sizes(shape).items() if is_trainable(path, config.train.trainable)]
+        return list(adapter_sizes(shape).values())
+    return [size for path, size in matrix_sizes(shape).items() if is_trainable(path, config.train.trainable)]
 
 
 def trained_elements(config: Config, shape: ModelConfig, mesh: Mapping[str, int]) -> int:
@@ -73,7 +72,7 @@ def trained_elements(config: Config, shape: ModelConfig, mesh: Mapping[str, int]
     declared = declared_weights(shape)
     return sum(
         size // math.prod(mesh[split] for axis in declared[path].axes if (split := RULES[axis]))
-        for path, size in flops.adapter_sizes(shape).items()
+        for path, size in adapter_sizes(shape).items()
     )
 
 
@@ -83,5 +82,5 @@ def gradient_passes(config: Config, shape: ModelConfig) -> float:
     The backward pass does as many multiplications as the forward pass for the gradients of activations, and as many
     again for the gradients of weights, counting only the weights that are trained.
     """
-    all_sizes = [*flops.matrix_sizes(shape).values(), *flops.adapter_sizes(shape).values()]
+    all_sizes = [*matrix_sizes(shape).values(), *adapter_sizes(shape).values()]
     return 2 + sum(trained_sizes(config, shape)) / sum(all_sizes)

@@ -53,7 +53,7 @@ def peft_tensors(params: Params, config: ModelConfig, dtype: str) -> dict[str, j
     weights, layers, tensors = ARCHITECTURES[config.family].weights, params["layers"], {}
     for name in config.lora_targets:
         for layer in range(config.num_layers):
-            module = PREFIX + _module(weights[f"layers.{name}"].name).format(layer)
+            module = PREFIX + weights[f"layers.{name}"].name.removesuffix(".weight").format(layer)
             a, b = (jnp.asarray(layers[f"{name}_lora_{part}"][layer], jnp.dtype(dtype)) for part in "ab")
             tensors[f"{module}.lora_A.weight"] = a.reshape(math.prod(a.shape[:-1]), -1).T
             tensors[f"{module}.lora_B.weight"] = b.reshape(len(b), -1).T
@@ -68,15 +68,10 @@ def _adapter_config(config: ModelConfig, base: str) -> dict[str, Any]:
         "base_model_name_or_path": base,
         "r": config.lora_rank,
         "lora_alpha": config.lora_scale * config.lora_rank,
-        "target_modules": [_module(weights[f"layers.{name}"].name).rpartition(".")[2] for name in config.lora_targets],
+        "target_modules": [weights[f"layers.{name}"].name.split(".")[-2] for name in config.lora_targets],
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
         "inference_mode": True,
     }
-
-
-def _module(name: str) -> str:
-    """The module that a Hugging Face weight belongs to."""
-    return name.removesuffix(".weight")

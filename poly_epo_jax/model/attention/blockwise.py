@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from poly_epo_jax.model.attention.segments import Segments, whole_blocks
+from poly_epo_jax.model.attention.segments import MASK_VALUE, Segments, whole_blocks
 
 BLOCK = 128  # tokens; scores of this many queries and keys fit a CPU core's cache
-NEVER = -1e30  # the score of an invisible key; finite, so that a block without visible keys gives no NaN
 
 
 def blockwise_attention(
@@ -78,15 +77,10 @@ class _Step(NamedTuple):
         return jnp.tile(seen, (1, self.groups, 1))[:, None]
 
 
-def _steps(q, k, seen):
-    """(query_block) -> _Step."""
-    block, groups = k.shape[3], q.shape[3] // k.shape[3]
-
-    def step(query_block):
-        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, query_block * block, block, axis=1), seen)
-        return _Step(own, query_block, block, groups)
-
-    return step
+def _make_step(q, k, seen, query_block):
+    block, groups = k.shape[-2], q.shape[-2] // k.shape[-2]
+    own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, query_block * block, block, axis=1), seen)
+    return _Step(own, query_block, block, groups)
 
 
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -98,23 +92,21 @@ def _attend(q, k, v, seen):
 
 
 def _forward(q, k, v, seen):
-    make_step = _steps(q, k, seen)
-
     def one_query_block(inputs):
         query_block, q = inputs
-        step = make_step(query_block)
+        step = _make_step(q, k, seen, query_block)
         count, key_block = step.key_blocks()
 
         def one_key_block(i, carry):
             j, (largest, total, out) = key_block(i), carry
-            scores = jnp.where(step.visible(j), _einsum("bkqd,bksd->bkqs", q, k[j]), NEVER)
+            scores = jnp.where(step.visible(j), _einsum("bkqd,bksd->bkqs", q, k[j]), MASK_VALUE)
             new_largest = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
             p, shrink = jnp.exp(scores - new_largest), jnp.exp(largest - new_largest)
             out = out * shrink + _einsum("bkqs,bksd->bkqd", p.astype(v.dtype), v[j])
             return new_largest, total * shrink + p.sum(axis=-1, keepdims=True), out
 
         zero = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
-        carry = jnp.full_like(zero, NEVER), zero, jnp.zeros(q.shape, jnp.float32)
+        carry = jnp.full_like(zero, MASK_VALUE), zero, jnp.zeros(q.shape, jnp.float32)
         largest, total, out = jax.lax.fori_loop(0, count, one_key_block, carry)
         return (out / total).astype(q.dtype), largest + jnp.log(total)
 
@@ -126,11 +118,10 @@ def _forward(q, k, v, seen):
 
 def _backward(residuals, d_out):
     q, k, v, seen, out, log_normalizer = residuals
-    make_step = _steps(q, k, seen)
 
     def one_query_block(carry, inputs):
         query_block, q, out, log_normalizer, d_out = inputs
-        step = make_step(query_block)
+        step = _make_step(q, k, seen, query_block)
         count, key_block = step.key_blocks()
         out_dot = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
 

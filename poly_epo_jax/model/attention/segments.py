@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+MASK_VALUE = -1e30  # the score of an invisible key; finite, so that a block without visible keys gives no NaN
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

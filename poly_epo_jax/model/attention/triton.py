@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pallas_triton
 from jaxtyping import Array, Float
 
-from poly_epo_jax.model.attention.segments import Segments, whole_blocks
+from poly_epo_jax.model.attention.segments import MASK_VALUE, Segments, whole_blocks
 from poly_epo_jax.parallel.sharding import platform
 
 
@@ -34,7 +34,6 @@ class Blocks(NamedTuple):
 FORWARD = {2: Blocks(128, 64, 8), 4: Blocks(64, 32, 4)}
 BACKWARD = {2: Blocks(64, 64, 4), 4: Blocks(32, 32, 4)}
 MIN_WIDTH = 16  # of a matrix that Triton multiplies; all its sizes are powers of two
-NEVER = -1e30  # the score of an invisible key; finite, so that a block without visible keys gives no NaN
 
 
 def triton_attention(
@@ -58,8 +57,7 @@ def _attend(q, k, v, segments, scale):
 def _forward(q, k, v, segments, scale):
     (batch, length, heads, width), groups = q.shape, q.shape[2] // k.shape[2]
     blocks = FORWARD[q.dtype.itemsize]
-    own, row, first = _query_specs(blocks.own, width)
-    whole = pl.BlockSpec((None, length, None, width), lambda i, h, b: (b, 0, h // groups, 0))
+    own, row, first, whole = _query_specs(blocks.own, length, width, groups)
     results = _call(
         functools.partial(_forward_kernel, step=blocks.step, scale=scale),
         blocks,
@@ -79,8 +77,7 @@ def _backward(scale, residuals, d_out):
     groups, blocks = heads // kv_heads, BACKWARD[q.dtype.itemsize]
     out_dot = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
 
-    own, row, first = _query_specs(blocks.own, width)
-    whole = pl.BlockSpec((None, length, None, width), lambda i, h, b: (b, 0, h // groups, 0))
+    own, row, first, whole = _query_specs(blocks.own, length, width, groups)
     (d_q,) = _call(
         functools.partial(_query_kernel, step=blocks.step, scale=scale),
         blocks,
@@ -109,11 +106,12 @@ def _backward(scale, residuals, d_out):
 _attend.defvjp(_forward, _backward)
 
 
-def _query_specs(block, width):
-    """Specs of a block of queries of one head, and of arrays with one number per query: [B, H, T] and [B, T]."""
+def _query_specs(block, length, width, groups):
+    """Specs of a block of queries of one head, of arrays with one number per query, and of all keys of the head."""
     own = pl.BlockSpec((None, block, None, width), lambda i, h, b: (b, i, h, 0))
     row = pl.BlockSpec((None, None, block), lambda i, h, b: (b, h, i))
-    return own, row, pl.BlockSpec((None, block), lambda i, h, b: (b, i))
+    first = pl.BlockSpec((None, block), lambda i, h, b: (b, i))
+    return own, row, first, pl.BlockSpec((None, length, None, width), lambda i, h, b: (b, 0, h // groups, 0))
 
 
 def _call(kernel, blocks, grid, in_specs, out_specs, results):
@@ -154,13 +152,13 @@ def _forward_kernel(q_ref, k_ref, v_ref, first_ref, out_ref, log_normalizer_ref,
         largest, total, out = carry
         at = pl.ds(j * step, step)
         scores = _dot(q, k_ref[at, :], ROWS_BY_ROWS) * (scale * math.log2(math.e))
-        scores = jnp.where(_visible(_positions(j, step)[None], first[:, None], queries[:, None]), scores, NEVER)
+        scores = jnp.where(_visible(_positions(j, step)[None], first[:, None], queries[:, None]), scores, MASK_VALUE)
         new_largest = jnp.maximum(largest, jnp.max(scores, axis=1))
         p, shrink = jnp.exp2(scores - new_largest[:, None]), jnp.exp2(largest - new_largest)
         out = out * shrink[:, None] + _dot(p.astype(v_ref.dtype), v_ref[at, :], ROWS_BY_COLUMNS)
         return new_largest, total * shrink + jnp.sum(p, axis=1), out
 
-    carry = jnp.full(block, NEVER, jnp.float32), jnp.zeros(block, jnp.float32), jnp.zeros(q_ref.shape, jnp.float32)
+    carry = jnp.full(block, MASK_VALUE, jnp.float32), jnp.zeros(block, jnp.float32), jnp.zeros(q_ref.shape, jnp.float32)
     begin, end = jax.lax.div(first_ref[0], step), (i + 1) * (block // step)
     largest, total, out = jax.lax.fori_loop(begin, end, visit, carry)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
