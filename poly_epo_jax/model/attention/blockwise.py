@@ -1,8 +1,8 @@
-"""Attention in plain JAX that never holds all [T, T] scores, only blocks of them (FlashAttention-2, Dao 2023).
+"""Attention in plain JAX that computes the [T, T] scores in blocks (FlashAttention-2, Dao 2023).
 
-A block of queries visits only the blocks of keys from the start of its earliest segment to itself, and before them the
-blocks of the prompts that it shares, so time depends on the lengths of the packed sequences and not of the row. On a
-CPU it takes a third of the time of the whole matrix.
+A block of queries visits the blocks of keys from the start of its earliest segment to itself, and the blocks of shared
+prompts. The time therefore depends on the lengths of the packed sequences, not on the length of the row. On CPUs, it
+takes a third of the time of attention with the full score matrix.
 """
 
 import functools
@@ -13,24 +13,34 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from poly_epo_jax.model.attention.segments import MASK_VALUE, Segments, whole_blocks
+from poly_epo_jax.model.attention.segments import MASK_VALUE, Segments, pad_to_blocks
 
-BLOCK = 128  # tokens; scores of this many queries and keys fit a CPU core's cache
+BLOCK = 128  # Tokens per block. The scores of a block fit in the cache of a CPU core.
 
 
 def blockwise_attention(
     q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], segments: Segments
 ) -> Float[Array, "B T H D"]:
-    """Like `packed_attention`; the backward pass recomputes each block's scores."""
+    """Implements `packed_attention` on any platform. The backward pass recomputes the scores of each block.
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      segments: Visible tokens of each token, including shared prompts.
+
+    Returns:
+      The outputs of all query heads.
+    """
     length, block = q.shape[1], min(BLOCK, q.shape[1])
-    q, k, v = whole_blocks(block, q * q.shape[-1] ** -0.5, k, v)
-    seen = segments.lengthened(block)
+    q, k, v = pad_to_blocks(block, q * q.shape[-1] ** -0.5, k, v)
+    seen = segments.padded(block)
     out = _attend(_query_blocks(q, k.shape[2], block), _blocks(k, block), _blocks(v, block), seen)
     return _rows(out, q.shape[2])[:, :length]
 
 
-# In blocks, queries are [blocks, B, K, G * block, D], with the G query heads of a key head one after another; keys and
-# values are [blocks, B, K, block, D].
+# Blocks of queries are [blocks, B, K, G * block, D], with the G query heads of each key head concatenated. Blocks of
+# keys and values are [blocks, B, K, block, D].
 
 
 def _query_blocks(x, kv_heads, block):
@@ -45,22 +55,25 @@ def _blocks(x, block):
 
 
 def _rows(x, heads):
-    """Blocks of queries -> [B, T, H, D]."""
+    """Converts blocks of queries to [B, T, H, D]."""
     blocks, batch, kv_heads, _, width = x.shape
     x = x.reshape(blocks, batch, kv_heads, heads // kv_heads, -1, width)
     return x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, heads, width)
 
 
 class _Step(NamedTuple):
-    """Which keys a block of queries sees."""
+    """A block of queries, and the keys that it sees."""
 
-    seen: Segments  # of this block's queries, [B, block]
+    seen: Segments  # Segments of the queries in this block, [B, block].
     query_block: jax.Array
     block: int
     groups: int
 
     def key_blocks(self):
-        """How many blocks of keys it visits, and (i) -> the i-th: those of shared prompts, then its own segments'."""
+        """Returns the number of visited key blocks, and a function that maps i to the index of the i-th one.
+
+        Key blocks of shared prompts are visited first, followed by the key blocks of the segments of the queries.
+        """
         seen, own = self.seen, jnp.min(self.seen.first) // self.block
         prompt = jnp.min(seen.prompt) // self.block
         prompt_end = -(-jnp.max(seen.prompt_end) // self.block)
@@ -68,7 +81,7 @@ class _Step(NamedTuple):
         return shared + self.query_block + 1 - own, lambda i: jnp.where(i < shared, prompt + i, own + i - shared)
 
     def visible(self, key_block):
-        """[B, 1, G * block, block]."""
+        """Returns the mask [B, 1, G * block, block] of visible keys in a key block."""
         index = jnp.arange(self.block)
         keys, queries = (key_block * self.block + index)[None, None], self.query_block * self.block + index
         first, prompt, prompt_end = (x[:, :, None] for x in (self.seen.first, self.seen.prompt, self.seen.prompt_end))
@@ -111,7 +124,7 @@ def _forward(q, k, v, seen):
         return (out / total).astype(q.dtype), largest + jnp.log(total)
 
     outputs = jax.lax.map(one_query_block, (jnp.arange(q.shape[0]), q))
-    # The name lets remat keep these, which are all that the backward pass needs of this loop.
+    # Naming these arrays lets remat policies keep them. The backward pass needs no other results of this loop.
     out, log_normalizer = checkpoint_name(outputs, "attention")
     return out, (q, k, v, seen, out, log_normalizer)
 
