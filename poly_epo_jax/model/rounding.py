@@ -9,10 +9,10 @@ import contextlib
 
 import jax
 
-TIMES = 4.0
+SAFETY_FACTOR = 4.0
 """Safety factor. The difference of two independent errors of the same size is 1.4 times as large, and the maximum of
 many errors may be three times the typical error."""
-FLOAT32 = 2.0**-17
+FLOAT32_TOLERANCE = 2.0**-17
 """Relative error of 64 float32 roundings. It sets the tolerance if the compute type is float32."""
 
 
@@ -26,7 +26,7 @@ def allowed(rounding: float, largest: float = 1.0) -> float:
     Returns:
       The tolerance, in the unit of `rounding`.
     """
-    return TIMES * rounding + FLOAT32 * largest
+    return SAFETY_FACTOR * rounding + FLOAT32_TOLERANCE * largest
 
 
 def exactly() -> contextlib.AbstractContextManager[None]:

@@ -167,7 +167,7 @@ def trust_attention(requested: str, config: ModelConfig, mesh: Mesh, cache: Path
         implementation = attention.fastest(requested)
     if implementation == "blockwise":
         return
-    checks = hosts.on_each(lambda: _remembered_check(implementation, mesh, config, cache))
+    checks = hosts.on_each(lambda: _cached_check(implementation, mesh, config, cache))
     failed = next((check for check in checks if not check.passed), None)
     if failed is None:
         return
@@ -178,7 +178,7 @@ def trust_attention(requested: str, config: ModelConfig, mesh: Mesh, cache: Path
         print(f"Warning: {failed}; using the much slower blockwise implementation instead.", file=sys.stderr)
 
 
-def _remembered_check(implementation: str, mesh: Mesh, config: ModelConfig, cache: Path) -> AttentionCheck:
+def _cached_check(implementation: str, mesh: Mesh, config: ModelConfig, cache: Path) -> AttentionCheck:
     device = mesh.local_devices[0]
     name = " ".join(
         [
@@ -187,18 +187,18 @@ def _remembered_check(implementation: str, mesh: Mesh, config: ModelConfig, cach
             f"jax {jax.__version__} jaxlib {importlib.metadata.version('jaxlib')}",
         ]
     )
-    if name in _read(cache):
+    if name in _read_cache(cache):
         return AttentionCheck(implementation, device.device_kind, {})
     alone = Mesh(np.array([[[device]]]), AXES, axis_types=(AxisType.Auto,) * 3)
     check = check_attention(implementation, alone, config)
     if check.passed:
         # The other processes of this run and other runs may write the file concurrently.
         with exclusive(cache.with_suffix(".lock"), f"the file {cache}", wait=True):
-            write_json(cache, _read(cache) | {name: check.errors})
+            write_json(cache, _read_cache(cache) | {name: check.errors})
     return check
 
 
-def _read(cache: Path) -> dict[str, Any]:
+def _read_cache(cache: Path) -> dict[str, Any]:
     """Reads the errors of passed checks, keyed by check. Returns {} if the file is missing or corrupted."""
     try:
         return dict(json.loads(cache.read_text()))
