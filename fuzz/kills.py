@@ -109,7 +109,7 @@ def _attack(soak: Soak) -> Iterator[Outcome]:
 
 def _exported(module: str, code: int, said: str) -> bool:
     """Whether it is an export that was killed once it was written; it is there, and is compared as such."""
-    return module == EXPORT and code == 2 and "exists already" in said
+    return module == EXPORT and code == 2 and "already exists" in said
 
 
 def _other(soak: Soak) -> Path:

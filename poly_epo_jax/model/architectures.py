@@ -1,12 +1,14 @@
-"""The model families by Hugging Face's model_type: how each names its settings and weights, and what is refused here.
+"""Registry of model families, keyed by the `model_type` of Hugging Face configurations.
 
-Another family with the same network is one entry, which may be in a configuration file of your own:
+Each entry maps the configuration keys and weight names of the family to the names of this package, and lists the
+settings that are not supported. A further family with the same network requires one entry, which a configuration file
+can add:
 
     ARCHITECTURES["mistral"] = dataclasses.replace(
         LLAMA, class_name="MistralForCausalLM", refuses=LLAMA.refuses | {"sliding_window": bool}
     )
 
-If its network differs, the difference is a further switch of ModelConfig, which qwen3.py and decoding.py read.
+A family with a different network also requires a new switch in ModelConfig, which qwen3.py and decoding.py implement.
 """
 
 import dataclasses
@@ -21,47 +23,61 @@ from poly_epo_jax.types import Registry
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One weight in both layouts: a letter per axis of ours (without the layers), a word per axis of Hugging Face's.
+    """Name of a weight in Hugging Face files, and its axes in both layouts.
 
-    "dnh" and "nh d" mean that ours is [embed, heads, head_dim] and theirs [heads * head_dim, embed]. In the name, {}
-    stands for the number of the layer.
+    For example, axes "dnh" and hf_axes "nh d" describe a weight of shape [hidden, heads, head_dim] in this package and
+    [heads * head_dim, hidden] in Hugging Face files.
+
+    Attributes:
+      name: Hugging Face name. `{}` stands for the layer number.
+      axes: Axes in this package, one letter per axis. The layer axis is omitted.
+      hf_axes: Axes in Hugging Face files, one word per axis. A word with several letters is a merged axis.
     """
 
     name: str
-    ours: str
-    theirs: str
+    axes: str
+    hf_axes: str
 
-    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """Hugging Face's shape, given ours."""
-        size = dict(zip(self.ours, ours, strict=True))
-        return tuple(math.prod(size[letter] for letter in word) for word in self.theirs.split())
+    def hf_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape in Hugging Face files of a weight that has `shape` in this package."""
+        size = dict(zip(self.axes, shape, strict=True))
+        return tuple(math.prod(size[letter] for letter in word) for word in self.hf_axes.split())
 
-    def export(self, ours: Any) -> Any:
-        """The weight in Hugging Face's layout, as an array of the same library."""
-        order = [self.ours.index(letter) for letter in self._letters]
-        return ours.transpose(order).reshape(self.shape(ours.shape))
+    def export(self, weight: Any) -> Any:
+        """Converts a NumPy or JAX array to the Hugging Face layout."""
+        order = [self.axes.index(letter) for letter in self._letters]
+        return weight.transpose(order).reshape(self.hf_shape(weight.shape))
 
-    def restore(self, theirs: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The weight in our layout, of the given shape: the inverse of `export`."""
-        size = dict(zip(self.ours, shape, strict=True))
-        order = [self._letters.index(letter) for letter in self.ours]
-        return theirs.reshape([size[letter] for letter in self._letters]).transpose(order)
+    def restore(self, hf_weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Converts an array from the Hugging Face layout. Inverse of `export`.
+
+        Args:
+          hf_weight: Weight in the Hugging Face layout.
+          shape: Shape of the weight in this package, without the layer axis.
+
+        Returns:
+          The weight in the layout of this package.
+        """
+        size = dict(zip(self.axes, shape, strict=True))
+        order = [self._letters.index(letter) for letter in self.axes]
+        return hf_weight.reshape([size[letter] for letter in self._letters]).transpose(order)
 
     @property
     def _letters(self) -> str:
-        return self.theirs.replace(" ", "")
+        return self.hf_axes.replace(" ", "")
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A family.
+    """A model family.
 
     Attributes:
-      class_name: the class of its language model in transformers.
-      switches: the fields of ModelConfig that distinguish its network from the others'.
-      config_keys: config.json's key for each shape of ModelConfig.
-      weights: by the dotted path in our parameters.
-      refuses: by key of config.json, a function of its value: whether our network cannot compute what it asks for.
+      class_name: Class name of the family's language model in transformers.
+      switches: Values of the ModelConfig fields in which the networks of the families differ.
+      config_keys: Key in config.json of each ModelConfig field that is read from it.
+      weights: Weights, keyed by dotted path in the parameter tree, such as `layers.q`.
+      refuses: Predicates, keyed by key in config.json. A predicate receives the value of the key and returns True if
+        the model is not supported.
     """
 
     class_name: str

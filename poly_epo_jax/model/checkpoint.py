@@ -1,6 +1,8 @@
-"""Checkpoints of everything that a run needs to continue bit for bit: policy, optimizer, step, data position (Orbax).
+"""Saves and restores checkpoints with Orbax: policy, optimizer state, step and data position.
 
-Each records fingerprints of its content (fingerprint.py), so that a damaged checkpoint is never taken for intact.
+A run that is resumed from a checkpoint continues bit for bit. Each checkpoint contains a record with fingerprints of
+its arrays (fingerprint.py) and the data position, and a digest of this record. Both are verified when it is read.
+`Checkpoints.newest` skips corrupted checkpoints and falls back to the newest valid one.
 """
 
 import contextlib
@@ -31,59 +33,64 @@ from poly_epo_jax.system.text import first_line
 from poly_epo_jax.types import Params
 
 T = TypeVar("T")
-_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE)
-"""Errors of reading that say nothing of what was saved."""
+_TRANSIENT_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE)
+"""Error codes of the operating system that do not indicate a corrupted checkpoint."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged; the message says which, and what to do."""
+    """Raised when a checkpoint is corrupted. The message contains its path."""
 
 
 class Checkpoints:
-    """Saves, in the background unless the arrays are a CPU's, and keeps the newest few.
+    """The checkpoints of a run. Arrays on accelerators are written in the background.
 
     Args:
-      directory: created if it does not exist.
-      keep: how many checkpoints to keep; None: all.
-      read_only: whether the checkpoints belong to another process, which may be saving and deleting them meanwhile.
-      with_frozen: whether checkpoints also hold the frozen weights. If not, the reader gets these from elsewhere.
+      directory: Directory of the checkpoints. It is created if it does not exist.
+      keep: Number of checkpoints to keep. If None, all checkpoints are kept.
+      read_only: Whether the checkpoints belong to another process, which may save and delete checkpoints concurrently.
+      with_frozen: Whether checkpoints contain the frozen weights. If False, the caller provides them to `restore`.
     """
 
     def __init__(self, directory: Path, keep: int | None = None, read_only: bool = False, with_frozen: bool = True):
-        # Orbax logs every file at INFO, and every error that it also raises.
+        # Orbax logs each file at level INFO, and logs errors that it also raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             read_only=read_only,
-            cleanup_tmp_directories=not read_only,  # left by saves that a crash cut short
+            cleanup_tmp_directories=not read_only,  # left behind by interrupted saves
             enable_async_checkpointing=True,
         )
         _drop_late_callbacks()
         self._directory, self._read_only, self._with_frozen = directory.absolute(), read_only, with_frozen
-        self._damaged = self._directory.with_name(f"{directory.name}.damaged")
+        self._corrupted = self._directory.with_name(f"{directory.name}.damaged")
         with self._saving():
             self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the newest complete checkpoint; one that a crash cut short does not count."""
+        """Step of the newest complete checkpoint, or None. Interrupted saves do not count."""
         return self._manager.latest_step()
 
     @property
     def steps(self) -> list[int]:
-        """The steps of all complete checkpoints, in order."""
+        """Steps of all complete checkpoints, in ascending order."""
         return sorted(self._manager.all_steps())
 
     @property
     def num_damaged(self) -> int:
-        """How many checkpoints of this run have been found damaged and set aside so far."""
-        return sum(1 for _ in self._damaged.glob("[0-9]*"))
+        """Number of corrupted checkpoints of this run that were moved to the folder of corrupted checkpoints."""
+        return sum(1 for _ in self._corrupted.glob("[0-9]*"))
 
     def save(self, step: int, state: Any, data_state: dict[str, Any]) -> None:
-        """Saves, or starts to; `state` may be donated as soon as this returns.
+        """Saves a checkpoint, in the background unless the arrays are on CPUs.
+
+        Args:
+          step: Training step.
+          state: Training state. Its arrays may be donated after this method has returned.
+          data_state: State of the data iterator after this step, serializable as JSON.
 
         Raises:
-          OSError: this checkpoint cannot be written, or the previous one could not be.
+          OSError: If this checkpoint cannot be written, or if writing the previous one failed.
         """
         content = {"data": data_state, "fingerprints": fingerprints(state)}
         state = state if self._with_frozen else dataclasses.replace(state, frozen={})
@@ -91,19 +98,26 @@ class Checkpoints:
         with self._saving():
             self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=data))
             if platform() == "cpu":
-                # Its arrays are written from where they are, not from a copy. An update that is donated them meanwhile
-                # would copy them all, and the process would hold the whole state twice.
+                # On CPU, arrays are written without an intermediate copy. If they were donated to an update during the
+                # write, JAX would copy them and the process would hold two copies of the state.
                 self._manager.wait_until_finished()
 
     def restore(self, step: int, like: Any, shardings: Any, frozen: Params | None = None) -> tuple[Any, dict[str, Any]]:
-        """The state and data position at `step`, laid out by `shardings`, whatever mesh they were saved from.
+        """Restores a training state onto any mesh.
 
         Args:
-          frozen: the frozen weights, if the checkpoint does not hold them.
+          step: Step of the checkpoint.
+          like: State with the shapes and types of the saved arrays.
+          shardings: Sharding of each array. It may differ from the sharding at the time of saving.
+          frozen: Frozen weights. Required if the checkpoint does not contain them, otherwise None.
+
+        Returns:
+          A tuple of the state and the state of the data iterator.
 
         Raises:
-          CheckpointError: the checkpoint is damaged.
-          ConfigError: another version has saved other arrays, or `frozen` are not those of the state.
+          CheckpointError: If the checkpoint is corrupted.
+          ConfigError: If the checkpoint contains other arrays, as from another version of this package, or was trained
+            with other frozen weights.
         """
         if frozen is not None:
             like, shardings = (dataclasses.replace(part, frozen={}) for part in (like, shardings))
@@ -114,15 +128,22 @@ class Checkpoints:
     def restore_params(
         self, step: int, like: Params, shardings: Params, trainable: str = "", frozen: Params | None = None
     ) -> Params:
-        """The policy's weights alone; optimizer and data position stay on disk.
+        """Restores the weights of the policy without reading the optimizer state.
 
         Args:
-          trainable: the pattern of the weights that were trained, see `split_params`.
-          frozen: the other weights, if the checkpoint does not hold them.
+          step: Step of the checkpoint.
+          like: Parameter tree with the shapes and types of all weights.
+          shardings: Sharding of each weight.
+          trainable: Regular expression of the trained weights, see `split_params`.
+          frozen: Frozen weights. Required if the checkpoint does not contain them, otherwise None.
+
+        Returns:
+          All weights of the policy.
 
         Raises:
-          CheckpointError: the weights are damaged.
-          ConfigError: another version has saved other arrays, or `frozen` are not those of the state.
+          CheckpointError: If the weights are corrupted.
+          ConfigError: If the checkpoint contains other arrays, as from another version of this package, or was trained
+            with other frozen weights.
         """
         parts = split_params(_abstract(like, shardings), trainable)
         weights = {name: part for name, part in zip(("trainable", "frozen"), parts, strict=True) if part}
@@ -135,37 +156,44 @@ class Checkpoints:
         return merge_params(restored["trainable"], restored.get("frozen", {}) if frozen is None else frozen)
 
     def newest(self, restore: Callable[[int], T]) -> tuple[int, T] | None:
-        """The newest intact checkpoint: its step and the result of `restore`; None if there is no checkpoint at all.
+        """Restores the newest valid checkpoint.
 
-        Damaged newer checkpoints are named on stderr, and set aside if this process is the one that saves.
+        Corrupted newer checkpoints are reported on stderr. Unless `read_only`, they are also moved to the folder of
+        corrupted checkpoints, because training will save these steps again.
+
+        Args:
+          restore: Function that restores the checkpoint of a step. It runs on all processes.
+
+        Returns:
+          The step and the result of `restore`, or None if there are no checkpoints.
 
         Raises:
-          CheckpointError: all checkpoints are damaged; they are left where they are.
+          CheckpointError: If all checkpoints are corrupted. They are not moved.
         """
-        damaged: dict[int, CheckpointError] = {}
-        while left := [step for step in self.steps if step not in damaged]:
+        corrupted: dict[int, CheckpointError] = {}
+        while left := [step for step in self.steps if step not in corrupted]:
             step = left[-1]
             try:
                 restored = hosts.on_all(partial(restore, step))
             except (CheckpointError, hosts.HostError) as error:
-                damaged[step] = CheckpointError(error)
-                self._manager.reload()  # the process that saves may have deleted it and saved another meanwhile
+                corrupted[step] = CheckpointError(error)
+                self._manager.reload()  # The saving process may have deleted this checkpoint and saved another one.
                 continue
-            hosts.on_first(partial(self._set_aside, damaged, step))
+            hosts.on_first(partial(self._quarantine, corrupted, step))
             self._manager.reload()
             return step, restored
-        if damaged:
+        if corrupted:
             raise CheckpointError(
-                f"All checkpoints in {self._directory} are damaged. Restore one from a backup, or delete the run "
-                f"folder to start over. {' '.join(map(str, damaged.values()))}"
+                f"All checkpoints in {self._directory} are corrupted. Restore one from a backup, or delete the run "
+                f"folder to start over. {' '.join(map(str, corrupted.values()))}"
             )
         return None
 
     def close(self) -> None:
-        """Waits until every save that was started is on disk.
+        """Waits until all saves are complete, and releases the resources of Orbax.
 
         Raises:
-          OSError: one cannot be written.
+          OSError: If a checkpoint cannot be written.
         """
         with self._saving():
             self._manager.wait_until_finished()
@@ -185,54 +213,54 @@ class Checkpoints:
         path = self._directory / str(step)
         content = self._read(step, data=ocp.args.JsonRestore()).data
         if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
-            raise CheckpointError(f"The checkpoint {path} is damaged (its digest does not match its record).")
+            raise CheckpointError(f"Checkpoint {path} is corrupted: its digest does not match its record.")
         if others := _other_arrays(tree, content["fingerprints"]):
             raise ConfigError(
-                f"The checkpoint {path} is of another version of poly_epo_jax: it differs in {', '.join(others[:3])}. "
+                f"Checkpoint {path} was saved by another version of poly_epo_jax: {', '.join(others[:3])} differ. "
                 "Resume with that version, or set --config.workdir to a new folder."
             )
         state = self._read(step, state=args).state
         if not _same_content(state, content["fingerprints"]):
-            raise CheckpointError(f"The checkpoint {path} is damaged (it holds other numbers than were saved).")
+            raise CheckpointError(f"Checkpoint {path} is corrupted: its arrays do not match their fingerprints.")
         if frozen is not None and not _same_content({"frozen": frozen}, content["fingerprints"]):
             raise ConfigError(
-                f"The checkpoint {path} was trained beside the weights of another base policy; set model.path to the "
-                "folder that the run started with."
+                f"Checkpoint {path} was trained with other frozen weights; set model.path to the base policy that the "
+                "run was started with."
             )
         return state, content["data"]
 
     def _read(self, step: int, **items: Any) -> Any:
-        """Reads items of a checkpoint by their Orbax arguments. Raises CheckpointError or OSError, whatever fails."""
+        """Reads items of a checkpoint with their Orbax arguments. Raises CheckpointError or OSError on any failure."""
         with _quiet():
             try:
                 return self._manager.restore(step, args=ocp.args.Composite(**items))
             except Exception as error:  # Orbax and TensorStore raise many types
                 reason = _reason(error)
-                if _os_error_code(error) in _PASSING:
+                if _os_error_code(error) in _TRANSIENT_ERRORS:
                     raise OSError(
                         f"Failed to read checkpoint {self._directory / str(step)}: {reason}. Fix the problem and rerun "
                         "the command to resume."
                     ) from error
         # The original error is not chained, because its traceback would keep Orbax's coroutines alive.
-        raise CheckpointError(f"The checkpoint {self._directory / str(step)} is damaged ({reason}).")
+        raise CheckpointError(f"Checkpoint {self._directory / str(step)} is corrupted: {reason}.")
 
-    def _set_aside(self, damaged: dict[int, CheckpointError], step: int) -> None:
-        """Moves damaged checkpoints away, to make room for those that will be saved at the same steps again."""
-        for number, error in damaged.items():
-            print(f"Warning: {error} Going on from that of step {step}.", file=sys.stderr)
+    def _quarantine(self, corrupted: dict[int, CheckpointError], step: int) -> None:
+        """Reports corrupted checkpoints and moves them away, because the same steps will be saved again."""
+        for number, error in corrupted.items():
+            print(f"Warning: {error} Resuming from step {step}.", file=sys.stderr)
             if (self._directory / str(number)).exists() and not self._read_only:
-                self._damaged.mkdir(exist_ok=True)
-                shutil.rmtree(self._damaged / str(number), ignore_errors=True)
-                (self._directory / str(number)).rename(self._damaged / str(number))
+                self._corrupted.mkdir(exist_ok=True)
+                shutil.rmtree(self._corrupted / str(number), ignore_errors=True)
+                (self._directory / str(number)).rename(self._corrupted / str(number))
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # on a full disk TensorStore, the thread or the file may raise
+        except Exception as error:  # On a full disk, TensorStore, its threads or the file system may raise.
             raise OSError(
-                f"The checkpoint cannot be written to {self._directory} ({_reason(error)}); make room or choose a "
-                "writable folder. What was saved before is whole, and the same command goes on from there."
+                f"Failed to write a checkpoint to {self._directory}: {_reason(error)}. Free disk space or choose a "
+                "writable folder. Earlier checkpoints are intact. Rerun the command to resume."
             ) from error
 
 
@@ -259,7 +287,7 @@ def _same_content(tree: Any, saved: Mapping[str, int]) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the coroutines that Orbax leaves behind when reading fails: each would complain once it is collected."""
+    """Suppresses the warnings about coroutines that Orbax leaves behind when reading fails."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         yield
@@ -269,7 +297,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _drop_late_callbacks() -> None:
-    """Silences TensorStore's threads: when writing fails, Orbax closes its loop, and each prints that it is closed."""
+    """Suppresses the errors that TensorStore threads print after Orbax has closed its event loop on a failed write."""
     before = sys.unraisablehook
 
     def hook(raised: Any) -> None:
@@ -280,13 +308,13 @@ def _drop_late_callbacks() -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What the operating system says, or else the first line: TensorStore goes on with all that it knows."""
+    """Returns the error message of the operating system, or the first line of other errors, which may be long."""
     code = _os_error_code(error)
     return first_line(error)[:200] if code is None else os.strerror(code)
 
 
 def _os_error_code(error: Exception) -> int | None:
-    """The operating system's number of the error, if it is one of its."""
+    """Returns the error code of the operating system, or None for other errors."""
     found = re.search(r"os_error_code='(\d+)'", str(error))
     return int(found[1]) if found else error.errno if isinstance(error, OSError) else None
 

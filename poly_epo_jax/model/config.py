@@ -1,21 +1,38 @@
-"""What a model is, whatever its family: its shapes, and how to compute with them."""
+"""Model configuration: architecture and compute options, independent of the model family."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A family, shapes and switches, as in a Hugging Face config; then how to compute.
+    """Architecture of a model, as in a Hugging Face configuration, followed by options of its computation.
 
     Attributes:
-      family: a key of architectures.ARCHITECTURES, which says how Hugging Face names the rest.
-      qk_norm, attention_bias: the switches between the families' networks.
-      dtype: of activations.
-      remat: what the backward pass recomputes, a key of qwen3.REMAT_POLICIES; or "auto", before one is chosen.
-      scan_unroll: layers per step of the layer scan; 0: one, or all of at most qwen3.FEW_LAYERS.
-      attention: a key of attention.IMPLEMENTATIONS, or "auto".
-      longest_sequence: the longest in a packed row; 0: as long as the row. Some kernels do not look farther.
-      lora_rank, lora_scale, lora_targets: of the adapter, see lora.py. Without targets, such as "q", there is none.
+      vocab_size: Number of rows of the embedding.
+      hidden_size: Width of the residual stream.
+      mlp_size: Width of the hidden layer of the MLP.
+      num_layers: Number of decoder layers.
+      num_heads: Number of query heads.
+      num_kv_heads: Number of key and value heads. It divides `num_heads`.
+      head_dim: Width of a head.
+      rope_theta: Base of the rotary embedding frequencies.
+      norm_eps: Constant added to the mean square in RMS norms.
+      max_position: Maximum sequence length stated in the model folder, in tokens.
+      tied_head: Whether the output head shares the weight of the embedding.
+      family: Key of architectures.ARCHITECTURES.
+      qk_norm: Whether queries and keys are normalized, as in Qwen3.
+      attention_bias: Whether query, key and value projections have biases, as in Qwen2.
+      dtype: Type of activations and of weights in matmuls (compute type).
+      param_dtype: Type of stored weights. Adapters are always float32.
+      remat: Key of qwen3.REMAT_POLICIES, or "auto" until a memory plan has chosen one.
+      scan_unroll: Layers per iteration of the layer scan. 0 selects all layers if there are at most qwen3.FEW_LAYERS,
+        and otherwise 1.
+      attention: Key of attention.IMPLEMENTATIONS, or "auto".
+      longest_sequence: Maximum number of tokens of a sequence in a packed row. 0 means that only the row length limits
+        it. Some kernels do not visit keys beyond this distance.
+      lora_rank: Rank of the adapter.
+      lora_scale: Factor alpha / rank of the adapter's output, see lora.py.
+      lora_targets: Weights that have an adapter, such as ("q", "v"). If empty, the model has no adapter.
     """
 
     vocab_size: int

@@ -1,8 +1,8 @@
-"""The network of qwen3.py one token at a time, laid out for matmuls with few columns.
+"""Prefill and single-token decoding with the network of qwen3.py, in a layout for matmuls with few tokens.
 
-Decoding reads every weight once for a handful of tokens. The matmul W x, of a weight [out, in] and tokens as columns,
-then takes at most half the time of the training path's x W. So activations are [features, tokens] here, and each layer
-has its own arrays, because a slice of a stack would be copied before every matmul.
+Decoding reads every weight once for a small number of tokens. In this case the matmul W x of a weight [out, in] and
+tokens as columns takes at most half the time of x W, which training uses. Activations are therefore [features, tokens]
+in this module. Each layer has separate arrays, because a slice of a stacked array would be copied before every matmul.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from poly_epo_jax.model.attention import cached_attention, packed_attention
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.lora import is_adapter, merged
+from poly_epo_jax.model.lora import is_adapter, merge_adapter
 from poly_epo_jax.model.qwen3 import rms_norm
-from poly_epo_jax.parallel.sharding import ROWS, pinned
+from poly_epo_jax.parallel.sharding import ROWS, constrain_sharding
 from poly_epo_jax.types import Params
 
 
 class KVCache(NamedTuple):
-    """Each layer's keys [rows, kv_heads, head_dim, length] and values [rows, kv_heads, length, head_dim].
+    """Keys and values of all layers. The index of a token in the cache is its position in the sequence.
 
-    A token's index is its position. In this layout both matmuls of the attention read contiguous rows.
+    With these layouts, both matmuls of the attention read contiguous rows.
+
+    Attributes:
+      k: Keys of each layer, [rows, kv_heads, head_dim, length].
+      v: Values of each layer, [rows, kv_heads, length, head_dim].
     """
 
     k: tuple[jax.Array, ...]
@@ -31,10 +35,11 @@ class KVCache(NamedTuple):
 
     @property
     def length(self) -> int:
+        """Number of token positions per row."""
         return self.v[0].shape[2]
 
     def resized(self, length: int) -> "KVCache":
-        """The cache cut off, or padded with zeros, to this length."""
+        """Returns the cache truncated or padded with zeros to `length` positions."""
 
         def along(axis: int, x: jax.Array) -> jax.Array:
             x = jax.lax.slice_in_dim(x, 0, min(length, x.shape[axis]), axis=axis)
@@ -43,7 +48,16 @@ class KVCache(NamedTuple):
         return KVCache(tuple(along(3, x) for x in self.k), tuple(along(2, x) for x in self.v))
 
     def with_rows(self, rows: Int[Array, " R"], other: "KVCache", other_rows: Int[Array, " R"]) -> "KVCache":
-        """The cache with `rows` taken from another, up to the shorter length; a row out of bounds is skipped."""
+        """Returns the cache with some rows copied from another cache.
+
+        Args:
+          rows: Destination rows. Indices out of bounds are skipped.
+          other: Cache to copy from. Positions up to the shorter of both lengths are copied.
+          other_rows: Rows of `other`, one for each element of `rows`.
+
+        Returns:
+          A cache of the same shape.
+        """
         length = min(self.length, other.length)
         other = other.resized(length)
         k = (x.at[rows, :, :, :length].set(y[other_rows], mode="drop") for x, y in zip(self.k, other.k, strict=True))
@@ -52,6 +66,16 @@ class KVCache(NamedTuple):
 
 
 def init_cache(config: ModelConfig, rows: int, length: int) -> KVCache:
+    """Creates a cache of zeros in the compute type.
+
+    Args:
+      config: Model configuration.
+      rows: Number of sequences.
+      length: Number of token positions per row.
+
+    Returns:
+      The cache.
+    """
     heads, head_dim, layers = config.num_kv_heads, config.head_dim, range(config.num_layers)
     return KVCache(
         tuple(jnp.zeros((rows, heads, head_dim, length), config.dtype) for _ in layers),
@@ -60,9 +84,15 @@ def init_cache(config: ModelConfig, rows: int, length: int) -> KVCache:
 
 
 def decoding_weights(config: ModelConfig, params: Params) -> Params:
-    """The weights in the compute type, each layer's matrices as [out, in], split like the trainer's own.
+    """Converts weights to the layout of this module, sharded over the mesh like the trained weights.
 
-    An adapter is merged into them.
+    Args:
+      config: Model configuration.
+      params: Weights of the model. An adapter is merged into the weights that it adapts.
+
+    Returns:
+      A dict with `head`, `norm`, `layers`, a list with a dict of weights for each layer, and `embed` unless the head is
+      tied. All weights have the compute type, and the matrices of layers are [out, in].
     """
 
     def of_layer(name: str, weight: jax.Array) -> jax.Array:
@@ -71,7 +101,7 @@ def decoding_weights(config: ModelConfig, params: Params) -> Params:
             weight = weight.reshape(config.hidden_size, -1).T
         elif name in ("o", "gate", "up", "down"):
             weight = weight.reshape(-1, weight.shape[-1]).T
-        return _pinned(name, weight, "fsdp")
+        return _constrain_weight(name, weight, "fsdp")
 
     stacks, embed = params["layers"], params["embed"].astype(config.dtype)
     ends = {"head": embed} if config.tied_head else {"head": params["untied_head"].astype(config.dtype), "embed": embed}
@@ -79,19 +109,24 @@ def decoding_weights(config: ModelConfig, params: Params) -> Params:
         **ends,
         "norm": params["norm"].astype(config.dtype),
         "layers": [
-            {name: of_layer(name, merged(config, stacks, name, i)) for name in stacks if not is_adapter(name)}
+            {name: of_layer(name, merge_adapter(config, stacks, name, i)) for name in stacks if not is_adapter(name)}
             for i in range(config.num_layers)
         ],
     }
 
 
 def whole_weights(weights: Params) -> Params:
-    """`decoding_weights` gathered from their fsdp shards: a whole copy on every device, except for what tensor splits.
+    """Gathers decoding weights over the `fsdp` mesh axis. Sharding over `tensor` is kept.
 
-    Decoding reads every weight once per token. If weights were gathered for each token, they would cross the links
-    between devices, which are an order of magnitude slower than memory; if `decode` gathered them, they would cross
-    once in at most MAX_STEPS tokens. This copy is made once for all generations of a call: it costs one gather, and its
-    memory is free again while the policy is trained.
+    Decoding reads every weight once per token. Gathering once per generation call avoids one gather per token, or per
+    call of `decode` (up to MAX_STEPS tokens), over device links that are an order of magnitude slower than device
+    memory. The copy is freed before the policy is updated.
+
+    Args:
+      weights: Weights from `decoding_weights`.
+
+    Returns:
+      The weights, replicated over `fsdp`. Returned unchanged without a mesh, or if its `fsdp` axis has size 1.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return weights if mesh.empty or mesh.shape["fsdp"] == 1 else _gather(weights)
@@ -99,20 +134,30 @@ def whole_weights(weights: Params) -> Params:
 
 @jax.jit
 def _gather(weights: Params) -> Params:
-    return jax.tree.map_with_path(lambda path, x: _pinned(path[-1].key, x, None), weights)
+    return jax.tree.map_with_path(lambda path, x: _constrain_weight(path[-1].key, x, None), weights)
 
 
-def _pinned(name: str, weight: jax.Array, fsdp: str | None) -> jax.Array:
-    """Pins a weight's layout: heads, MLP and vocabulary are split over tensor, the residual stream over `fsdp`."""
+def _constrain_weight(name: str, weight: jax.Array, fsdp: str | None) -> jax.Array:
+    """Shards heads, MLP and vocabulary over `tensor`. `fsdp` is the mesh axis for the residual stream, or None."""
     if weight.ndim == 1:
         return weight
     if name.endswith("_bias"):
-        return pinned(weight, "tensor")
-    return pinned(weight, *((fsdp, "tensor") if name in ("o", "down") else ("tensor", fsdp)))
+        return constrain_sharding(weight, "tensor")
+    return constrain_sharding(weight, *((fsdp, "tensor") if name in ("o", "down") else ("tensor", fsdp)))
 
 
 def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], valid: Bool[Array, "Q L"]) -> KVCache:
-    """The cache, of length L, of prompts that are padded on the right."""
+    """Computes the cache of Q prompts.
+
+    Args:
+      config: Model configuration.
+      weights: Weights from `decoding_weights`.
+      tokens: Prompt tokens, padded on the right to length L.
+      valid: Mask of the tokens that are not padding.
+
+    Returns:
+      A cache with Q rows of length L.
+    """
     rows, length = tokens.shape
     keys, values = [], []
 
@@ -124,14 +169,25 @@ def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], val
         return out.reshape(rows * length, *q.shape[2:])
 
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    _run(config, weights, tokens.reshape(-1), positions.reshape(-1), attend)
+    _hidden_states(config, weights, tokens.reshape(-1), positions.reshape(-1), attend)
     return KVCache(tuple(keys), tuple(values))
 
 
 def decode(
     config: ModelConfig, weights: Params, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: KVCache
 ) -> tuple[Float[Array, "V B"], KVCache]:
-    """Appends one token per row to the cache; returns the logits of the next token, and the cache."""
+    """Appends one token per row to the cache and computes the logits of the next token.
+
+    Args:
+      config: Model configuration.
+      weights: Weights from `decoding_weights`.
+      tokens: Token of each of the B rows.
+      positions: Position of each token in its sequence. Cached tokens up to this position are visible.
+      cache: Cache with B rows.
+
+    Returns:
+      A tuple of the float32 logits [V, B] and the updated cache.
+    """
     rows = jnp.arange(len(tokens))
     visible = jnp.arange(cache.length)[None] <= positions[:, None]
     keys, values = list(cache.k), list(cache.v)
@@ -141,24 +197,25 @@ def decode(
         values[layer] = values[layer].at[rows, :, positions].set(v)
         return cached_attention(q, keys[layer], values[layer], visible)
 
-    x = _run(config, weights, tokens, positions, attend)
+    x = _hidden_states(config, weights, tokens, positions, attend)
     logits = jnp.matmul(weights["head"], x, preferred_element_type=jnp.float32)
     return logits, KVCache(tuple(keys), tuple(values))
 
 
-def _run(
+def _hidden_states(
     config: ModelConfig,
     weights: Params,
     tokens: Int[Array, " M"],
     positions: Int[Array, " M"],
     attend: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array],
 ) -> Float[Array, "D M"]:
-    """Final hidden states; `attend(q, k, v, layer)` takes and returns arrays [M, heads, head_dim]."""
+    """Returns the final hidden states. `attend(q, k, v, layer)` maps arrays [M, heads, head_dim] to such an array."""
 
     def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
         return rms_norm(x.T, weight, config.norm_eps).T
 
-    # Rotary angles, once for all layers; without the barrier the compiler computes their cosines and sines in each.
+    # Rotary angles are computed once for all layers. Without the barrier, the compiler would compute their cosines and
+    # sines in every layer.
     half = config.head_dim // 2
     frequencies = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None]
@@ -169,16 +226,16 @@ def _run(
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
     def heads(w: Any, name: str, h: jax.Array) -> jax.Array:
-        # Without the barrier the compiler transposes the matmul into the slow one that this layout avoids.
+        # Without the barrier, the compiler would transpose the matmul into the slower form that this layout avoids.
         y = jax.lax.optimization_barrier(w[name] @ h).T.reshape(len(tokens), -1, config.head_dim)
         y = y + w[f"{name}_bias"][None] if config.attention_bias else y
         return rms_norm(y, w[f"{name}_norm"], config.norm_eps) if config.qk_norm and name != "v" else y
 
-    x = pinned(weights["head" if config.tied_head else "embed"][tokens].T, None, ROWS)
+    x = constrain_sharding(weights["head" if config.tied_head else "embed"][tokens].T, None, ROWS)
     for layer, w in enumerate(weights["layers"]):
         h = norm(x, w["attention_norm"])
         attended = attend(rotate(heads(w, "q", h)), rotate(heads(w, "k", h)), heads(w, "v", h), layer)
-        x = pinned(x + w["o"] @ attended.reshape(len(tokens), -1).T, None, ROWS)
+        x = constrain_sharding(x + w["o"] @ attended.reshape(len(tokens), -1).T, None, ROWS)
         h = norm(x, w["mlp_norm"])
-        x = pinned(x + w["down"] @ (jax.nn.silu(w["gate"] @ h) * (w["up"] @ h)), None, ROWS)
+        x = constrain_sharding(x + w["down"] @ (jax.nn.silu(w["gate"] @ h) * (w["up"] @ h)), None, ROWS)
     return norm(x, weights["norm"])

@@ -1,8 +1,9 @@
-"""A number for each array of a tree that tells whether it holds exactly the bits of another, on any mesh.
+"""32-bit fingerprints of the arrays of a tree, which detect changed content and do not depend on the mesh.
 
-It is the sum, modulo 2^32, of a hash of each word and its place. In one place, different words never have the same
-hash, so a single changed word always changes the sum; other changes escape it once in four billion times. Integers have
-the same sum in any order, no device sends more than its own sum, and the cost is that of reading the array once.
+The fingerprint is the sum, modulo 2^32, of a hash of each word and its index. At a given index, different words have
+different hashes, so that changing a single word always changes the sum. Other changes are missed with a probability of
+2^-32. An integer sum does not depend on the order of summation, each device communicates only its partial sum, and the
+cost is that of reading the array once.
 """
 
 import math
@@ -16,26 +17,27 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def fingerprints(tree: Any) -> dict[str, int]:
-    """The fingerprints by each array's name. Every process of a mesh must call this.
+    """Returns the fingerprint of each array, keyed by its name. Every process of a mesh must call this function.
 
-    The arrays are read one after another, because a program for CPUs holds the hashes of all words that it is given.
+    The arrays are processed one at a time, because on CPUs a compiled program holds the hashes of all its input words
+    in memory.
     """
     return {name: int(_fingerprint(leaf)) for name, leaf in zip(array_names(tree), jax.tree.leaves(tree), strict=True)}
 
 
 def array_names(tree: Any) -> list[str]:
-    """The dotted path of each array in the tree, in the order of its leaves."""
+    """Returns the dotted path of each array in the tree, in the order of its leaves."""
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(tree)]
 
 
 @jax.jit
 def _fingerprint(array: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     words = jax.lax.bitcast_convert_type(array, _WORDS[array.dtype.itemsize]).astype(jnp.uint32)
-    places = jnp.zeros(array.shape, jnp.uint32)
+    indices = jnp.zeros(array.shape, jnp.uint32)
     for axis in range(array.ndim):
         stride = math.prod(array.shape[axis + 1 :]) % 2**32
-        places += jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis) * jnp.uint32(stride)
-    mixed = words ^ (places * jnp.uint32(0x9E3779B1))
+        indices += jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis) * jnp.uint32(stride)
+    mixed = words ^ (indices * jnp.uint32(0x9E3779B1))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # MurmurHash3's finalizer, by Austin Appleby
         mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
     return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)

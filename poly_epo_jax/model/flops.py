@@ -1,4 +1,4 @@
-"""Model FLOPs and bytes: what a computation must do at least, from shapes alone. A multiply-add counts as two."""
+"""Model FLOPs and bytes: the minimum work of a computation, derived from shapes. A multiply-add counts as two FLOPs."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,6 @@ import numpy as np
 from jaxtyping import Int
 
 from poly_epo_jax.config.keys import Config
-from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import is_adapter, without_adapter
 from poly_epo_jax.model.partition import is_trainable
@@ -16,26 +15,26 @@ from poly_epo_jax.parallel.mesh import RULES
 
 
 def layer_weights(config: ModelConfig) -> int:
-    """Elements of all layers' matrices; norms and biases are left out, as they cost next to nothing."""
+    """Returns the number of elements of the matrices of all layers. Norms and biases are negligible and not counted."""
     return sum(size for path, size in matrix_sizes(config).items() if path.startswith("layers."))
 
 
 def total_weights(config: ModelConfig) -> int:
-    """Elements of the layers' matrices and of the embedding; the head's too, where it is not tied."""
+    """Returns the number of elements of the matrices of all layers, of the embedding and, unless tied, of the head."""
     return sum(matrix_sizes(config).values())
 
 
 def matrix_sizes(config: ModelConfig) -> dict[str, int]:
-    """Elements of each matrix that reads or writes the residual stream, by its path; layers' matrices are stacked.
+    """Returns the number of elements of each matrix that reads or writes the residual stream, keyed by its path.
 
-    Adapters are left out.
+    The matrices of all layers count together. Adapters are not counted.
     """
     declared = declared_weights(without_adapter(config)).items()
     return {path: math.prod(param.shape) for path, param in declared if "hidden_size" in param.axes}
 
 
 def adapter_sizes(config: ModelConfig) -> dict[str, int]:
-    """Elements of each part of the adapter, of all layers, by its path."""
+    """Returns the number of elements of each adapter matrix, of all layers together, keyed by its path."""
     declared = declared_weights(config).items()
     return {path: math.prod(param.shape) for path, param in declared if is_adapter(path)}
 
@@ -43,10 +42,18 @@ def adapter_sizes(config: ModelConfig) -> dict[str, int]:
 def forward_flops(
     config: ModelConfig, prompt_lengths: Int[np.ndarray, " S"], response_lengths: Int[np.ndarray, " S"]
 ) -> float:
-    """FLOPs of a forward pass over S sequences, with the head on response tokens only; a backward pass costs twice as
-    much.
+    """Returns the FLOPs of a forward pass over S sequences. A backward pass of all weights takes twice as many.
 
-    Attention counts each query's earlier tokens of its own sequence: two matmuls over the head dimension.
+    The head is counted for response tokens only. Attention counts two matmuls over the head dimension for each pair of
+    a query and a key at the same or an earlier position of its sequence.
+
+    Args:
+      config: Model configuration.
+      prompt_lengths: Number of prompt tokens of each sequence.
+      response_lengths: Number of response tokens of each sequence.
+
+    Returns:
+      The number of FLOPs.
     """
     lengths = (prompt_lengths + response_lengths).astype(float)
     matrices = 2 * (layer_weights(config) + sum(adapter_sizes(config).values())) * lengths.sum()
@@ -55,33 +62,68 @@ def forward_flops(
 
 
 def cache_bytes_per_token(config: ModelConfig, value_bytes: int) -> int:
-    """Keys and values of one token in all layers."""
+    """Returns the bytes of the cached keys and values of one token in all layers.
+
+    Args:
+      config: Model configuration.
+      value_bytes: Bytes per cached value.
+
+    Returns:
+      The number of bytes.
+    """
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * value_bytes
 
 
-def trained_sizes(config: Config, shape: ModelConfig) -> list[int]:
-    """Elements of each matrix that is trained."""
-    if shape.lora_targets:
-        return list(flops.adapter_sizes(shape).values())
-    return [size for path, size in flops.matrix_sizes(shape).items() if is_trainable(path, config.train.trainable)]
+def trained_sizes(config: Config, model_config: ModelConfig) -> list[int]:
+    """Returns the number of elements of each trained matrix.
+
+    Args:
+      config: Configuration of the run.
+      model_config: Model configuration. If it has an adapter, the adapter matrices are the trained ones.
+
+    Returns:
+      The sizes, with the matrices of all layers counted together.
+    """
+    if model_config.lora_targets:
+        return list(adapter_sizes(model_config).values())
+    return [size for path, size in matrix_sizes(model_config).items() if is_trainable(path, config.train.trainable)]
 
 
-def trained_elements(config: Config, shape: ModelConfig, mesh: Mapping[str, int]) -> int:
-    """Trained elements on each device of a mesh. It splits every matrix, but an adapter's matrices on one side only."""
-    if not shape.lora_targets:
-        return sum(trained_sizes(config, shape)) // (mesh["fsdp"] * mesh["tensor"])
-    declared = declared_weights(shape)
+def trained_elements(config: Config, model_config: ModelConfig, mesh: Mapping[str, int]) -> int:
+    """Returns the number of trained elements on each device of a mesh.
+
+    Every matrix is sharded over `fsdp` and `tensor`, except for adapter matrices, which are sharded on one side only.
+
+    Args:
+      config: Configuration of the run.
+      model_config: Model configuration.
+      mesh: Size of each mesh axis.
+
+    Returns:
+      The number of elements per device.
+    """
+    if not model_config.lora_targets:
+        return sum(trained_sizes(config, model_config)) // (mesh["fsdp"] * mesh["tensor"])
+    declared = declared_weights(model_config)
     return sum(
         size // math.prod(mesh[split] for axis in declared[path].axes if (split := RULES[axis]))
-        for path, size in flops.adapter_sizes(shape).items()
+        for path, size in adapter_sizes(model_config).items()
     )
 
 
-def gradient_passes(config: Config, shape: ModelConfig) -> float:
-    """The FLOPs of a gradient divided by those of the forward pass: 3 if all weights are trained.
+def gradient_passes(config: Config, model_config: ModelConfig) -> float:
+    """Returns the ratio between the FLOPs of a forward and backward pass and the FLOPs of a forward pass.
 
-    The backward pass does as many multiplications as the forward pass for the gradients of activations, and as many
-    again for the gradients of weights, counting only the weights that are trained.
+    The ratio is 3 if all weights are trained: the backward pass takes as many FLOPs as the forward pass for the
+    gradients of activations, and as many again for the gradients of weights. The second term counts only trained
+    weights.
+
+    Args:
+      config: Configuration of the run.
+      model_config: Model configuration.
+
+    Returns:
+      The ratio, from 2 to 3.
     """
-    all_sizes = [*flops.matrix_sizes(shape).values(), *flops.adapter_sizes(shape).values()]
-    return 2 + sum(trained_sizes(config, shape)) / sum(all_sizes)
+    all_sizes = [*matrix_sizes(model_config).values(), *adapter_sizes(model_config).values()]
+    return 2 + sum(trained_sizes(config, model_config)) / sum(all_sizes)

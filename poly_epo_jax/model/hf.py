@@ -1,7 +1,7 @@
-"""Reads and writes Hugging Face model folders, as architectures.py describes each family.
+"""Reads and writes Hugging Face model folders, with the names and layouts of architectures.py.
 
-A model folder is what transformers writes: config.json with model.safetensors, or with several such files and their
-index (hf_files.py). Weights pass through the host one stacked tensor (loading) or a few files (saving) at a time.
+A model folder has the format of transformers: config.json with model.safetensors, or with several such files and their
+index (hf_files.py). Host memory holds one stacked weight at a time while loading, and a few files while saving.
 """
 
 import math
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from poly_epo_jax.model.architectures import ARCHITECTURES, Weight
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import new_folder, open_tensors, write_tensors
-from poly_epo_jax.model.lora import merged, without_adapter
+from poly_epo_jax.model.lora import merge_adapter, without_adapter
 from poly_epo_jax.model.qwen3 import abstract_model, declared_weights, param_shapes
 from poly_epo_jax.system.digests import write_digests
 from poly_epo_jax.system.json_files import read_object, write_json
@@ -25,27 +25,41 @@ from poly_epo_jax.types import Params
 
 
 class Tensor(NamedTuple):
-    """Where a Hugging Face tensor lies in our tree: a weight, its path, the index there (a layer or all), our shape."""
+    """Location of a Hugging Face tensor in the parameter tree.
+
+    Attributes:
+      weight: Entry of the family's weights.
+      path: Dotted path of the parameter.
+      index: Index of the tensor in the parameter: a layer, or `...` for the complete parameter.
+      shape: Shape of the indexed part of the parameter.
+    """
 
     weight: Weight
     path: str
     index: Any
-    ours: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 def read_config(path: str | Path, **overrides: Any) -> ModelConfig:
-    """The shapes of the model in the folder `path`; `overrides` say how to compute (dtype, param_dtype, remat, ...).
+    """Reads the configuration of a model folder.
+
+    Args:
+      path: Model folder.
+      **overrides: Further fields of ModelConfig, such as dtype, param_dtype and remat.
+
+    Returns:
+      The model configuration.
 
     Raises:
-      FileNotFoundError: `path` is not a model folder.
-      ValueError: the model is not one that `model.qwen3` can compute.
+      FileNotFoundError: If `path` is not a model folder.
+      ValueError: If the configuration is incomplete, or the model is not supported by `model.qwen3`.
     """
     file = _folder(path) / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{path} has no config.json; give a Hugging Face model folder.")
+        raise FileNotFoundError(f"{path} has no config.json; specify a Hugging Face model folder.")
     written = {
         key: value
-        for key, value in read_object(file, "make or download the model folder again").items()
+        for key, value in read_object(file, "create or download the model folder again").items()
         if value is not None
     }
     family = str(written.get("model_type"))
@@ -55,13 +69,15 @@ def read_config(path: str | Path, **overrides: Any) -> ModelConfig:
     architecture = ARCHITECTURES[family]
     rope = {"rope_theta": written.get("rope_theta", 1e4)}
     rope |= written.get("rope_scaling", {}) | written.get("rope_parameters", {})
-    refused = [key for key, refuses in architecture.refuses.items() if key in written and refuses(written[key])]
+    unsupported = [
+        key for key, is_unsupported in architecture.refuses.items() if key in written and is_unsupported(written[key])
+    ]
     if rope.get("rope_type", rope.get("type", "default")) != "default":
-        refused.append("rope_scaling")
+        unsupported.append("rope_scaling")
         written["rope_scaling"] = rope
-    if refused:
-        value = written[refused[0]]
-        raise ValueError(f"{file}: {refused[0]} {value!r} is not supported; choose a {family} model without it.")
+    if unsupported:
+        value = written[unsupported[0]]
+        raise ValueError(f"{file}: {unsupported[0]} {value!r} is not supported; choose a {family} model without it.")
     shapes = _shapes(file, written, architecture.config_keys)
     return ModelConfig(
         **shapes, **architecture.switches, family=family, rope_theta=float(rope["rope_theta"]), **overrides
@@ -69,14 +85,20 @@ def read_config(path: str | Path, **overrides: Any) -> ModelConfig:
 
 
 def load_params(path: str | Path, config: ModelConfig, shardings: Params | None = None) -> Params:
-    """The weights in the folder `path`, as `config.param_dtype`, laid out by `shardings` (else on the default device).
+    """Loads the weights of a model folder.
 
-    They include no adapter, whatever `config` says.
+    Args:
+      path: Model folder.
+      config: Model configuration. Its adapter is ignored.
+      shardings: Sharding of each weight. If None, the weights are placed on the default device.
+
+    Returns:
+      The weights without an adapter, as `config.param_dtype`.
 
     Raises:
-      FileNotFoundError: `path` is not a folder with safetensors files.
-      ValueError: a tensor is missing, unexpected, of another shape than `config` says, not of 16 or 32 bit floats, or
-        not finite.
+      FileNotFoundError: If `path` is not a folder with safetensors files.
+      ValueError: If a tensor is missing or unexpected, has another shape than in `config` or a type other than 16-bit
+        or 32-bit float, or is not finite.
     """
     config = without_adapter(config)
     tensors, source = _tensors(config), open_tensors(_folder(path))
@@ -86,13 +108,13 @@ def load_params(path: str | Path, config: ModelConfig, shardings: Params | None 
         host = np.empty(leaf.shape, leaf.dtype)
         for name, tensor in tensors.items():
             if tensor.path == _dotted(key_path):
-                host[tensor.index] = tensor.weight.restore(source[name].get_tensor(name), tensor.ours)
+                host[tensor.index] = tensor.weight.restore(source[name].get_tensor(name), tensor.shape)
         if sharding is None:
             weight = jnp.asarray(host)
         else:
             weight = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
         if not _is_finite(weight):
-            raise ValueError(f"{path}: {_dotted(key_path)} holds NaN or infinity; get or save the model anew.")
+            raise ValueError(f"{path}: {_dotted(key_path)} contains NaN or infinity; download or save the model again.")
         return weight
 
     shapes = param_shapes(abstract_model(config))
@@ -111,22 +133,31 @@ def save_pretrained(
     tokenizer: PreTrainedTokenizerBase | None = None,
     card: str = "",
 ) -> None:
-    """Writes a model folder that transformers and the servers read. It appears whole or, after a crash, not at all.
+    """Writes a model folder that transformers and the rollout servers can load.
 
-    An adapter is merged into the weights that it adapts.
+    The folder is written under a temporary name and renamed at the end, so that a crash never leaves an incomplete
+    folder at `path`.
 
     Args:
-      tokenizer: written too. A folder with a tokenizer is there to stay, and gets digests of its files.
-      card: the text of its README.md; empty: none.
+      path: Model folder to create.
+      params: Weights of the model. An adapter is merged into the weights that it adapts.
+      config: Model configuration.
+      dtype: Type of the saved weights.
+      max_shard_bytes: Maximum size of a weight file, in bytes, unless it holds a single tensor.
+      eos_token_id: End-of-sequence tokens for both configuration files.
+      pad_token_id: Padding token for both configuration files.
+      tokenizer: Tokenizer to save in the folder. Digests of all files are written only if a tokenizer is given, because
+        folders without one are temporary.
+      card: Text of README.md. If empty, the file is not written.
 
     Raises:
-      OSError: it cannot be written.
-      FileExistsError: `path` is there already.
-      ValueError: `config` is not of its family.
+      OSError: If the folder cannot be written.
+      FileExistsError: If `path` already exists.
+      ValueError: If the switches in `config` are not those of its family.
     """
     token_ids = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
     description, tensors = _config_json(config, dtype) | token_ids, _tensors(config)
-    sizes = {name: math.prod(tensor.ours) * jnp.dtype(dtype).itemsize for name, tensor in tensors.items()}
+    sizes = {name: math.prod(tensor.shape) * jnp.dtype(dtype).itemsize for name, tensor in tensors.items()}
 
     def fetch(names: Sequence[str]) -> dict[str, np.ndarray]:
         return jax.device_get({name: _export(config, params, tensors[name], dtype) for name in names})
@@ -143,9 +174,15 @@ def save_pretrained(
 
 
 def exported_tensors(params: Params, config: ModelConfig, dtype: str) -> Iterator[tuple[str, jax.Array]]:
-    """Every tensor by its Hugging Face name and in that layout, as `dtype`, whole on the first device.
+    """Yields all tensors in the Hugging Face layout, unsharded on the first local device.
 
-    An adapter is merged into the weights that it adapts.
+    Args:
+      params: Weights of the model. An adapter is merged into the weights that it adapts.
+      config: Model configuration.
+      dtype: Type of the tensors.
+
+    Yields:
+      The Hugging Face name and the array of each tensor.
     """
     device = jax.local_devices()[0]
     for name, tensor in _tensors(config).items():
@@ -159,12 +196,12 @@ def _is_finite(weight: jax.Array) -> jax.Array:
 
 def _folder(path: str | Path) -> Path:
     if not Path(path).is_dir():
-        raise FileNotFoundError(f"{path} is not a folder; download the model first and give its local folder.")
+        raise FileNotFoundError(f"{path} is not a folder; download the model first and specify its local folder.")
     return Path(path)
 
 
 def _shapes(file: Path, written: Mapping[str, Any], config_keys: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of ModelConfig that config.json sets, with transformers' defaults for what old files leave out."""
+    """Returns the ModelConfig fields that config.json sets, with the defaults of transformers for missing keys."""
     found = {field: written[key] for field, key in config_keys.items() if key in written}
     heads = found.get("num_heads", 1)
     defaults = {
@@ -176,7 +213,7 @@ def _shapes(file: Path, written: Mapping[str, Any], config_keys: Mapping[str, st
     shapes = defaults | found
     for field, key in config_keys.items():
         if field not in shapes:
-            raise ValueError(f"{file} does not say {key!r}; add it.")
+            raise ValueError(f"{file} does not contain {key!r}; add it.")
     return shapes
 
 
@@ -185,7 +222,7 @@ def _dotted(key_path: Any) -> str:
 
 
 def _tensors(config: ModelConfig) -> dict[str, Tensor]:
-    """Every tensor of the model by its Hugging Face name; an adapter has no place of its own there."""
+    """Returns the tensors of a model folder, keyed by Hugging Face name. Adapters are not among them."""
     tensors, weights = {}, ARCHITECTURES[config.family].weights
     for path, param in declared_weights(without_adapter(config)).items():
         weight = weights[path]
@@ -201,22 +238,28 @@ def _check_tensors(path: str | Path, config: ModelConfig, tensors: dict[str, Ten
     tied = {ARCHITECTURES[config.family].weights["untied_head"].name} if config.tied_head else set()
     for name in source:
         if name not in tensors.keys() | tied:
-            raise ValueError(f"{path} has an unexpected {name}; the config describes another model.")
+            raise ValueError(f"{path} has an unexpected tensor {name}; use the config.json of the same model.")
     for name, tensor in tensors.items():
         if name not in source:
-            raise ValueError(f"{path} lacks {name}; it is incomplete, or the config describes another model.")
-        found, expected = source[name].get_slice(name), tensor.weight.shape(tensor.ours)
+            raise ValueError(
+                f"{path} has no tensor {name}; download the complete model, or use the config.json of the same model."
+            )
+        found, expected = source[name].get_slice(name), tensor.weight.hf_shape(tensor.shape)
         if tuple(found.get_shape()) != expected:
-            raise ValueError(f"{path}: {name} has shape {tuple(found.get_shape())}, but the config implies {expected}.")
+            raise ValueError(
+                f"{path}: {name} has shape {tuple(found.get_shape())}, but config.json requires {expected}."
+            )
         if found.get_dtype() not in ("BF16", "F16", "F32"):
-            raise ValueError(f"{path}: {name} is {found.get_dtype()}; choose a model in BF16, F16 or F32.")
+            raise ValueError(f"{path}: {name} has type {found.get_dtype()}; choose a model in BF16, F16 or F32.")
 
 
 def _config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     architecture = ARCHITECTURES[config.family]
     switches = {switch: getattr(config, switch) for switch in architecture.switches}
     if switches != architecture.switches:
-        raise ValueError(f"A {config.family} model has {architecture.switches}, not {switches}; choose another family.")
+        raise ValueError(
+            f"A {config.family} model requires {architecture.switches}, but has {switches}; choose another family."
+        )
     return {
         "architectures": [architecture.class_name],
         "model_type": config.family,
@@ -226,15 +269,15 @@ def _config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "use_sliding_window": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "dtype": dtype,
-        # The same for transformers 4 and the servers of its time.
+        # The same values under the keys of transformers 4 and of servers that use it.
         "rope_theta": config.rope_theta,
         "torch_dtype": dtype,
-        # Stated because Llama's default is a token.
+        # Written explicitly because the default of Llama is a token id.
         "bos_token_id": None,
     }
 
 
 def _export(config: ModelConfig, params: Params, tensor: Tensor, dtype: str) -> jax.Array:
-    room, _, name = tensor.path.rpartition(".")
-    weight = merged(config, params[room], name, tensor.index) if room else params[name]
+    parent, _, name = tensor.path.rpartition(".")
+    weight = merge_adapter(config, params[parent], name, tensor.index) if parent else params[name]
     return tensor.weight.export(jnp.asarray(weight, jnp.dtype(dtype)))

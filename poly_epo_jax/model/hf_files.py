@@ -1,4 +1,4 @@
-"""Opens the safetensors files of a Hugging Face model folder, and writes them several at a time."""
+"""Opens the safetensors files of a Hugging Face model folder, and writes them with several threads."""
 
 import json
 import shutil
@@ -17,46 +17,46 @@ from safetensors.numpy import save_file
 from poly_epo_jax.system.json_files import write_json
 
 WRITERS = 4
-"""Files that are written at once. The host holds the tensors of these and of the next one."""
-SMALLEST_SHARD = 32 * 2**20  # bytes; smaller files cost more time than they save
+"""Number of files that are written in parallel. Host memory holds the tensors of these files and of the next one."""
+SMALLEST_SHARD = 32 * 2**20  # Bytes. Splitting into smaller files takes more time than it saves.
 _SINGLE, _INDEX, _PATTERN = "model.safetensors", "model.safetensors.index.json", "model{suffix}.safetensors"
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to write files in. It is renamed to `path` at the end, or removed if anything fails.
+    """Yields a temporary folder that is renamed to `path` on exit, or removed after an exception.
 
     Raises:
-      FileExistsError: `path` is there already.
-      OSError: a file cannot be written.
+      FileExistsError: If `path` already exists.
+      OSError: If a file cannot be written.
     """
     if path.exists():
-        raise FileExistsError(f"{path} exists already; choose another folder, or remove it first.")
+        raise FileExistsError(f"{path} already exists; choose another folder, or remove it first.")
     unfinished = path.with_name(f"{path.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # a process that was killed has left it
+    shutil.rmtree(unfinished, ignore_errors=True)  # left behind by a killed process
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
         unfinished.rename(path)
     except SafetensorError as error:
-        raise OSError(f"{path} cannot be written ({error}); make room there, or choose another folder.") from error
+        raise OSError(f"Failed to write {path}: {error}. Free disk space or choose another folder.") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def open_tensors(folder: Path) -> dict[str, Any]:
-    """Name -> the open file that holds it.
+    """Opens the safetensors files of a folder, and returns the open file of each tensor, keyed by tensor name.
 
     Raises:
-      FileNotFoundError: the folder has no safetensors files, or lacks one.
-      ValueError: a file is cut short, or is not a safetensors file.
+      FileNotFoundError: If the folder has no safetensors files, or if a file in its index is missing.
+      ValueError: If a file is truncated or not a safetensors file, or if the index is invalid.
     """
     if (folder / _INDEX).is_file():
         files = _files(folder / _INDEX)
     elif (folder / _SINGLE).is_file():
         files = [_SINGLE]
     else:
-        raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}; convert the model to those.")
+        raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}; convert the model to safetensors.")
     opened = [_open(folder / file) for file in files]
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
@@ -65,14 +65,14 @@ def _files(index: Path) -> list[str]:
     try:
         return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is damaged ({error}); make or download the model folder again.") from error
+        raise ValueError(f"{index} is corrupted: {error}. Create or download the model folder again.") from error
 
 
 def _open(file: Path) -> Any:
     try:
         return safe_open(file, "numpy")
     except SafetensorError as error:
-        raise ValueError(f"{file} is damaged ({error}); make or download the model folder again.") from error
+        raise ValueError(f"{file} is corrupted: {error}. Create or download the model folder again.") from error
 
 
 def write_tensors(
@@ -81,17 +81,18 @@ def write_tensors(
     fetch: Callable[[Sequence[str]], Mapping[str, np.ndarray]],
     max_shard_bytes: int,
 ) -> None:
-    """Writes one file, or several and their index, with a pool of threads.
+    """Writes tensors with a pool of threads to one file, or to several files and their index.
 
     Args:
-      sizes: of every tensor in bytes, by name, in the order in which they are written.
-      fetch: copies one file's tensors to the host while others are written. It is called from this thread alone,
-        because programs on several devices must not be started from several threads.
-      max_shard_bytes: the size of the largest file, unless it holds a single tensor. Large models are cut into smaller
-        files, so that all writers have an even share.
+      folder: Existing folder.
+      sizes: Size in bytes of each tensor, keyed by name, in the order of writing.
+      fetch: Function that copies the tensors of one file to the host while other files are written. It is only called
+        from the calling thread, because programs on several devices must not be started from several threads.
+      max_shard_bytes: Maximum size of a file in bytes, unless it holds a single tensor. Large models are split into
+        smaller files, so that all threads have equal work.
 
     Raises:
-      OSError, SafetensorError: a file cannot be written; the files in progress are waited for.
+      OSError, SafetensorError: If a file cannot be written. Writes in progress finish first.
     """
     even = max(SMALLEST_SHARD, -(-sum(sizes.values()) // (2 * WRITERS)))
     plan = split_state_dict_into_shards_factory(
@@ -112,12 +113,16 @@ def write_tensors(
 
 
 def save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
-    """Writes one file of contiguous arrays, which whoever may read this process's other files may read, too.
+    """Writes a safetensors file with the default file permissions of the process.
+
+    Args:
+      tensors: Contiguous arrays, keyed by name.
+      file: File to write.
 
     Raises:
-      OSError, SafetensorError: it cannot be written.
+      OSError, SafetensorError: If the file cannot be written.
     """
     file.touch()
     mode = file.stat().st_mode
     save_file(tensors, file, metadata={"format": "pt"})
-    file.chmod(mode)  # safetensors 0.8 makes files that only their owner can read (its issue 782)
+    file.chmod(mode)  # safetensors 0.8 creates files that only their owner can read (safetensors issue 782)

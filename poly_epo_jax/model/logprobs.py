@@ -1,7 +1,7 @@
-"""Log-probability and entropy of the response tokens, without ever holding the [tokens, vocabulary] logits.
+"""Log-probability and entropy of response tokens, computed without storing the [tokens, vocabulary] logits.
 
-Only the wanted tokens go through the head, in chunks. The backward pass recomputes each chunk's logits, and accumulates
-the head's gradient in float32, whatever the weights' type.
+Only the selected tokens pass through the head, in chunks. The backward pass recomputes the logits of each chunk. It
+accumulates the gradient of the head in float32, regardless of the type of the weights.
 """
 
 import functools
@@ -16,16 +16,23 @@ from poly_epo_jax.parallel.devices import DEVICES, device_name
 from poly_epo_jax.parallel.sharding import ROWS, platform
 
 LOGITS_SHARE = 0.02
-"""The largest share of an accelerator's memory for a chunk's float32 logits, besides what is computed from them."""
+"""Maximum fraction of accelerator memory for the float32 logits of a chunk, without arrays computed from them."""
 
 
 def chunk_size(device: str, vocab_size: int) -> int:
-    """Tokens per chunk on a device, which is a key of DEVICES or the name of another.
+    """Returns the number of tokens per chunk on a device.
 
-    On a CPU there are so few that the logits stay in cache. For every chunk an accelerator reads the head, and reads
-    and writes the float32 sum of its gradient: by the makers' figures, at 1,024 tokens this takes as long as the
-    chunk's matmuls on a v6e and a third as long on a v5p, and half of that with twice as many. So chunks are the
-    largest power of two within LOGITS_SHARE of the memory that JAX may use; on an unknown device they are 1,024 tokens.
+    On CPUs, the logits of a chunk fit in the cache. On accelerators, each chunk reads the head, and reads and writes
+    the float32 sum of its gradient. According to vendor specifications, this takes as long as the matmuls of 1,024
+    tokens on a v6e, and a third of their time on a v5p. The fraction halves when the chunk size doubles. Chunks are
+    therefore the largest power of two whose logits fit in LOGITS_SHARE of the memory that JAX may use.
+
+    Args:
+      device: Key of DEVICES, or the name of another device.
+      vocab_size: Size of the vocabulary.
+
+    Returns:
+      The number of tokens: 128 on CPUs, and 1024 on devices whose memory size is unknown.
     """
     if device == "cpu":
         return 128
@@ -37,7 +44,7 @@ def chunk_size(device: str, vocab_size: int) -> int:
 
 
 def _default_chunk(vocab_size: int) -> int:
-    """The chunk size for the devices of the current mesh."""
+    """Returns the chunk size for the devices of the current mesh."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return chunk_size(device_name(device.device_kind) if device else platform(), vocab_size)
 
@@ -50,27 +57,39 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """log p(target) and entropy (nats) of softmax(hidden head' / temperature), both float32; 0 where not `wanted`.
+    """Computes log p(target) and the entropy of p = softmax(hidden head' / temperature) for selected tokens.
 
-    Time follows the number of wanted tokens; shapes do not depend on it. Under a mesh each device takes its own rows
-    and its own share of the T positions (T must divide by the tensor axis) with the whole head, gathered once, so that
-    no collective runs inside the vocabulary loop.
+    The time is proportional to the number of selected tokens, but array shapes do not depend on it. Under a mesh, each
+    device processes its local rows and a part of the T positions with the full head. The head is gathered once, so that
+    no collective runs inside the loop over chunks.
+
+    Args:
+      hidden: Final hidden states. Under a mesh, T must be divisible by the size of the `tensor` axis.
+      head: Output embedding.
+      targets: Token whose log-probability is computed at each position.
+      wanted: Mask of the selected tokens.
+      temperature: Sampling temperature.
+      chunk_tokens: Number of tokens per chunk. If None, `chunk_size` selects it for the devices of the mesh.
+
+    Returns:
+      A tuple of the log-probabilities and the entropies, in nats, as float32 [B, T]. Both are 0 where `wanted` is
+      False.
     """
     chunk = chunk_tokens or _default_chunk(len(head))
     return _sharded_logprobs(hidden, head, targets, wanted, temperature, chunk)
 
 
-TOKENS = PartitionSpec(ROWS, "tensor")
-HIDDEN = PartitionSpec(ROWS, "tensor", None)
-HEAD = PartitionSpec("tensor", "fsdp")
-GATHERED = {"fsdp": 1, "tensor": 0}
-"""The axis of the head [V, D] that each mesh axis splits."""
+TOKENS_SPEC = PartitionSpec(ROWS, "tensor")
+HIDDEN_SPEC = PartitionSpec(ROWS, "tensor", None)
+HEAD_SPEC = PartitionSpec("tensor", "fsdp")
+GATHERED_AXES = {"fsdp": 1, "tensor": 0}
+"""Axis of the head [V, D] that is sharded over each mesh axis."""
 
 
 def _on_each_device(function, in_specs, out_specs):
-    """`function` applied to each device's own part under a mesh, else `function` itself.
+    """Maps `function` over the shards of a mesh. Returns it unchanged without a mesh.
 
-    shard_map is not differentiated: both passes are written here, with the collectives that they need.
+    shard_map is not differentiated: `_forward` and `_backward` contain the collectives of both passes explicitly.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function
@@ -78,22 +97,22 @@ def _on_each_device(function, in_specs, out_specs):
 
 
 def _split_axes():
-    """The names of the mesh's axes with more than one device, in order; none without a mesh."""
+    """Returns the names of the mesh axes with more than one device, in order. Returns [] without a mesh."""
     return [name for name, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1]
 
 
 def _gather_head(head):
     for name in _split_axes():
-        if name in GATHERED:
-            head = jax.lax.all_gather(head, name, axis=GATHERED[name], tiled=True)
+        if name in GATHERED_AXES:
+            head = jax.lax.all_gather(head, name, axis=GATHERED_AXES[name], tiled=True)
     return head
 
 
 def _scatter_head(gradient):
-    """Sums the whole head's gradient [D, V] over all devices; each keeps its own part."""
+    """Sums the gradient [D, V] of the full head over all devices. Each device keeps its shard."""
     for name in _split_axes():
-        if name in GATHERED:
-            gradient = jax.lax.psum_scatter(gradient, name, scatter_dimension=1 - GATHERED[name], tiled=True)
+        if name in GATHERED_AXES:
+            gradient = jax.lax.psum_scatter(gradient, name, scatter_dimension=1 - GATHERED_AXES[name], tiled=True)
         else:
             gradient = jax.lax.psum(gradient, name)
     return gradient
@@ -104,12 +123,12 @@ def _logits(hidden, head, temperature):
 
 
 def _take(x, indices):
-    """Rows of x; zeros for indices past its end."""
+    """Returns rows of x, with zeros for indices past its end."""
     return x.at[indices].get(mode="fill", fill_value=0)
 
 
 def _for_each_chunk(indices, count, chunk_tokens, function, outputs):
-    """outputs = function(a chunk of indices, outputs) for as many chunks as hold `count` indices."""
+    """Computes `outputs = function(chunk, outputs)` for consecutive chunks of the first `count` indices."""
 
     def body(chunk, outputs):
         return function(jax.lax.dynamic_slice_in_dim(indices, chunk * chunk_tokens, chunk_tokens), outputs)
@@ -123,10 +142,10 @@ def _sharded_logprobs(hidden, head, targets, wanted, temperature, chunk_tokens):
 
 
 def _flat(hidden, targets, wanted, chunk_tokens):
-    """hidden [tokens, D], targets [tokens], indices of the wanted tokens, their number, and the size of a chunk."""
+    """Returns hidden [tokens, D], targets [tokens], indices and number of the selected tokens, and the chunk size."""
     size = targets.size
     chunk = min(chunk_tokens, size)
-    # The wanted tokens' indices in order; the rest of the array points past the last token.
+    # Indices of the selected tokens, in order. The remaining elements point past the last token.
     indices = jnp.nonzero(wanted.reshape(-1), size=size + -size % chunk, fill_value=size)[0]
     return hidden.reshape(size, -1), targets.reshape(-1), indices, jnp.sum(wanted), chunk
 
@@ -148,14 +167,16 @@ def _forward(hidden, head, targets, wanted, temperature, chunk_tokens):
         outputs = _for_each_chunk(indices, count, chunk, one_chunk, (zeros, zeros, zeros))
         return tuple(x.reshape(shape) for x in outputs)
 
-    each = _on_each_device(local, (HIDDEN, HEAD, TOKENS, TOKENS), (TOKENS, TOKENS, TOKENS))
+    each = _on_each_device(
+        local, (HIDDEN_SPEC, HEAD_SPEC, TOKENS_SPEC, TOKENS_SPEC), (TOKENS_SPEC, TOKENS_SPEC, TOKENS_SPEC)
+    )
     logprobs, entropy, log_normalizer = each(hidden, head, targets, wanted)
     return (logprobs, entropy), (hidden, head, targets, wanted, entropy, log_normalizer)
 
 
 def _backward(temperature, chunk_tokens, residuals, cotangents):
     def local(hidden, head, targets, wanted, *columns):
-        whole, shape = _gather_head(head), hidden.shape
+        full_head, shape = _gather_head(head), hidden.shape
         hidden, targets, indices, count, chunk = _flat(hidden, targets, wanted, chunk_tokens)
         columns = [x.reshape(-1) for x in columns]
 
@@ -163,23 +184,23 @@ def _backward(temperature, chunk_tokens, residuals, cotangents):
             d_hidden, d_head = gradients
             x = _take(hidden, at)
             mean, normalizer, d_logprobs, d_entropy = (_take(x, at)[:, None] for x in columns)
-            log_p = _logits(x, whole, temperature) - normalizer
+            log_p = _logits(x, full_head, temperature) - normalizer
             d_logits = -jnp.exp(log_p) * (d_logprobs + d_entropy * (log_p + mean))
-            # The comparison is fused with the line above; a scatter would be a pass of its own.
-            is_target = jnp.arange(len(whole))[None] == _take(targets, at)[:, None]
+            # The comparison is fused with the line above. A scatter would be a separate pass over the logits.
+            is_target = jnp.arange(len(full_head))[None] == _take(targets, at)[:, None]
             d_logits = jnp.where(is_target, d_logits + d_logprobs, d_logits)
             d_logits = (d_logits / temperature).astype(hidden.dtype)
-            d_x = jnp.einsum("tv,vd->td", d_logits, whole, preferred_element_type=jnp.float32)
+            d_x = jnp.einsum("tv,vd->td", d_logits, full_head, preferred_element_type=jnp.float32)
             d_head += jnp.einsum("dt,tv->dv", transposed(x), d_logits, preferred_element_type=jnp.float32)
             return d_hidden.at[at].set(d_x.astype(hidden.dtype), mode="drop"), d_head
 
-        gradients = jnp.zeros_like(hidden), jnp.zeros(whole.shape[::-1], jnp.float32)
+        gradients = jnp.zeros_like(hidden), jnp.zeros(full_head.shape[::-1], jnp.float32)
         d_hidden, d_head = _for_each_chunk(indices, count, chunk, one_chunk, gradients)
-        # Transposed only after it is scattered: transposing the whole gradient would make a second copy of it.
+        # Transposed after scattering, because transposing the full gradient would create a second copy of it.
         return d_hidden.reshape(shape), _scatter_head(d_head).T.astype(head.dtype)
 
-    in_specs = (HIDDEN, HEAD, TOKENS, TOKENS, TOKENS, TOKENS, TOKENS, TOKENS)
-    d_hidden, d_head = _on_each_device(local, in_specs, (HIDDEN, HEAD))(*residuals, *cotangents)
+    in_specs = (HIDDEN_SPEC, HEAD_SPEC, TOKENS_SPEC, TOKENS_SPEC, TOKENS_SPEC, TOKENS_SPEC, TOKENS_SPEC, TOKENS_SPEC)
+    d_hidden, d_head = _on_each_device(local, in_specs, (HIDDEN_SPEC, HEAD_SPEC))(*residuals, *cotangents)
     return d_hidden, d_head, None, None
 
 

@@ -1,8 +1,9 @@
-"""LoRA (Hu et al., 2021): low-rank adapters, trained alongside frozen weights.
+"""LoRA (Hu et al., 2021): low-rank adapters, which are trained while the other weights are frozen.
 
-A weight W [*in, *out] with an adapter stands for W + (alpha / rank) A B, with A [*in, rank] and B [rank, *out].
-Training computes x W + (alpha / rank) (x A) B, so that nothing of W's size has a gradient (qwen3.py); generating and
-exporting read the sum, `merged`. The parts of an adapter lie next to their weight in the tree: q_lora_a and q_lora_b.
+An adapter replaces a weight W [*in, *out] by W + (alpha / rank) A B, with A [*in, rank] and B [rank, *out]. Training
+computes x W + (alpha / rank) (x A) B, so that no gradient of the size of W is needed (qwen3.py). Generation and export
+use the sum, which `merge_adapter` computes. A and B are stored next to W in the parameter tree, as in `q_lora_a` and
+`q_lora_b`.
 """
 
 import dataclasses
@@ -20,11 +21,11 @@ from poly_epo_jax.model.qwen3 import first_params
 from poly_epo_jax.types import Params
 
 ADAPTER = r"layers\.\w+_lora_[ab]"
-"""The pattern of an adapter's paths."""
+"""Regular expression that matches the paths of adapter weights."""
 
 
 def lora_fields(section: LoraSection) -> dict[str, Any]:
-    """The fields of ModelConfig that the `lora` section sets."""
+    """Returns the ModelConfig fields that the `lora` section sets. Returns {} if its rank is 0."""
     if not section.rank:
         return {}
     targets = tuple(target.removesuffix("_proj") for target in section.targets)
@@ -32,45 +33,64 @@ def lora_fields(section: LoraSection) -> dict[str, Any]:
 
 
 def trained_pattern(config: Config) -> str:
-    """The pattern of the weights that a run trains, see `split_params`."""
+    """Returns the regular expression of the trained weights of a run, see `split_params`."""
     return ADAPTER if config.lora.rank else config.train.trainable
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a weight, by the last word of its path, is part of an adapter."""
+    """Returns True if the path or name of a weight is that of an adapter weight."""
     return re.search(r"_lora_[ab]$", name) is not None
 
 
 def without_adapter(config: ModelConfig) -> ModelConfig:
-    """The base policy's shape, without the adapter."""
+    """Returns the configuration of the same model without an adapter."""
     return dataclasses.replace(config, lora_rank=0, lora_scale=0.0, lora_targets=())
 
 
 def split_adapter(config: ModelConfig, params: Params) -> tuple[Params, Params]:
-    """(adapter, base policy); the adapter is empty if the model has none."""
+    """Splits the parameter tree into the adapter and the other weights.
+
+    Args:
+      config: Model configuration.
+      params: Parameter tree. Leaves may have any type, such as shardings.
+
+    Returns:
+      A tuple of the adapter, {} if the model has none, and the weights of the base policy.
+    """
     return split_params(params, ADAPTER) if config.lora_targets else ({}, params)
 
 
-def first_adapter(config: ModelConfig, seed: int, shardings: Params) -> Params:
-    """The adapter before training, the same on any mesh; {} if the model has none.
+def init_adapter(config: ModelConfig, seed: int, shardings: Params) -> Params:
+    """Creates the initial adapter of a model. Its values do not depend on the mesh.
 
     Args:
-      shardings: of all weights.
+      config: Model configuration.
+      seed: Random seed.
+      shardings: Sharding of each weight of the model, including the adapter.
+
+    Returns:
+      The adapter, or {} if the model has none.
     """
     if not config.lora_targets:
         return {}
 
-    def draw() -> Params:  # the compiler leaves out what is not returned
+    def draw() -> Params:  # the compiler removes the weights that are not returned
         return split_adapter(config, first_params(config, seed))[0]
 
     return jax.jit(draw, out_shardings=split_adapter(config, shardings)[0])()
 
 
-def merged(config: ModelConfig, layers: Mapping[str, Any], name: str, layer: int) -> Any:
-    """A layer's weight [*in, *out]; if it has an adapter, W + (alpha / rank) A B, with both terms in float32.
+def merge_adapter(config: ModelConfig, layers: Mapping[str, Any], name: str, layer: int) -> Any:
+    """Returns a weight of one layer with its adapter merged.
 
     Args:
-      layers: all layers' weights, including those of adapters.
+      config: Model configuration.
+      layers: Stacked weights of all layers, including adapters.
+      name: Name of the weight, such as "q".
+      layer: Index of the layer.
+
+    Returns:
+      W + (alpha / rank) A B of shape [*in, *out], computed in float32. Returned as stored if it has no adapter.
     """
     weight = layers[name][layer]
     if name not in config.lora_targets:

@@ -1,7 +1,7 @@
-"""The matmul of a layer on a mesh: its weight is gathered in the compute type, its gradient scattered in float32.
+"""Matmul of a layer on a mesh: the weight is gathered in the compute type, and its gradient is scattered in float32.
 
-Left to itself, the compiler sums gradients over devices in the activations' type, bfloat16; and on TPUs it sums some of
-them in full on every device before each device keeps its part.
+Without these constraints, the compiler sums gradients over devices in the type of the activations, bfloat16. On TPUs it
+also computes the full sum of some gradients on every device before each device keeps its shard.
 """
 
 import functools
@@ -15,16 +15,21 @@ from poly_epo_jax.parallel.sharding import gather_weight, platform, split_output
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(x: Float[Array, "M ..."], weight: Float[Array, "..."], axes: tuple[str, ...]) -> Float[Array, "M ..."]:
-    """x [M, *in] times a weight [*in, *out], which is cast to the type of x: [M, *out].
+    """Multiplies x [M, *in] by a weight [*in, *out] that is cast to the type of x.
 
     Args:
-      axes: the weight's axes as declared: fields of ModelConfig.
+      x: Inputs of M tokens.
+      weight: Weight, possibly sharded.
+      axes: Names of the axes of the weight, which are fields of ModelConfig.
+
+    Returns:
+      The product [M, *out], in the type of x.
     """
     return _forward(x, weight, axes)[0]
 
 
 def transposed(x: Float[Array, "M K"]) -> Float[Array, "K M"]:
-    """x', copied on a CPU: matmuls that read a matrix against its layout take up to 1.6 times as long there."""
+    """Transposes x. On CPUs, x is copied, because matmuls of a transposed view take up to 1.6 times as long."""
     return jax.lax.optimization_barrier(x.T) if platform() == "cpu" else x.T
 
 
@@ -47,7 +52,7 @@ def _backward(axes, operands, d_out):
 
 
 def _matrices(x, weight, axes):
-    """x [M, in] and the gathered weight [in, out]; XLA's CPU backend takes twice the time for the batched form."""
+    """Returns x as [M, in] and the gathered weight as [in, out]. The batched form takes twice the time on CPUs."""
     rows = x.reshape(len(x), -1)
     return rows, gather_weight(weight.astype(x.dtype), axes).reshape(rows.shape[1], -1)
 

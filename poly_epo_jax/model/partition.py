@@ -1,4 +1,4 @@
-"""Splits a policy's weights into those that training changes and those that it leaves alone."""
+"""Splits the weights of a policy into trainable and frozen weights."""
 
 import re
 
@@ -8,15 +8,27 @@ from poly_epo_jax.types import Params
 
 
 def is_trainable(path: str, pattern: str) -> bool:
-    """Whether a dotted path such as `layers.q` matches the whole pattern; an empty pattern means all."""
+    """Returns True if a weight is trainable.
+
+    Args:
+      path: Dotted path of the weight, such as `layers.q`.
+      pattern: Regular expression that must match the complete path. If empty, all weights are trainable.
+    """
     return not pattern or re.fullmatch(pattern, path) is not None
 
 
 def split_params(params: Params, pattern: str) -> tuple[Params, Params]:
-    """(trainable, frozen), as `is_trainable` decides by each weight's path. Leaves may be anything, such as shardings.
+    """Splits a parameter tree into trainable and frozen weights.
+
+    Args:
+      params: Parameter tree. Leaves may have any type, such as shardings.
+      pattern: Regular expression of the trainable paths, see `is_trainable`.
+
+    Returns:
+      A tuple of the trainable and the frozen weights. Both are trees with the paths of `params`.
 
     Raises:
-      ValueError: no weight matches.
+      ValueError: If no weight matches.
     """
     flat = flatten_dict(params, sep=".")
     trainable = {path: leaf for path, leaf in flat.items() if is_trainable(path, pattern)}
@@ -27,5 +39,5 @@ def split_params(params: Params, pattern: str) -> tuple[Params, Params]:
 
 
 def merge_params(trainable: Params, frozen: Params) -> Params:
-    """All weights together: the inverse of `split_params`."""
+    """Merges trainable and frozen weights into one tree. Inverse of `split_params`."""
     return unflatten_dict(flatten_dict(trainable) | flatten_dict(frozen))

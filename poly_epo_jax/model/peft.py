@@ -1,6 +1,6 @@
-"""Adapters in the format of PEFT, Hugging Face's adapter library: adapter_config.json and adapter_model.safetensors.
+"""Saves adapters in the format of Hugging Face PEFT: adapter_config.json and adapter_model.safetensors.
 
-Servers that take a base model and adapters (SGLang's --lora-paths, vLLM's --lora-modules) read the same folder.
+Servers with adapter support load the same folder (`--lora-paths` of SGLang, `--lora-modules` of vLLM).
 """
 
 import math
@@ -19,25 +19,32 @@ from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.types import Params
 
 PREFIX = "base_model.model."
-"""The start of every name: PEFT's model wraps the base model twice."""
+"""Prefix of every tensor name. The model class of PEFT wraps the base model twice."""
 
 
 def save_adapter(
     path: str | Path, params: Params, config: ModelConfig, base: str, dtype: str = "float32", card: str = ""
 ) -> None:
-    """Writes a policy's adapter. The folder appears whole or, after a crash, not at all.
+    """Writes the adapter of a policy.
+
+    The folder is written under a temporary name and renamed at the end, so that a crash never leaves an incomplete
+    folder at `path`.
 
     Args:
-      base: the base policy's folder or name on the hub, which is written to the adapter's description.
-      card: the text of its README.md; empty: none.
+      path: Folder to create.
+      params: Weights of the policy.
+      config: Model configuration.
+      base: Folder or Hugging Face Hub name of the base policy, for adapter_config.json.
+      dtype: Type of the saved tensors.
+      card: Text of README.md. If empty, the file is not written.
 
     Raises:
-      ValueError: the policy has no adapter.
-      FileExistsError: `path` is there already.
-      OSError: it cannot be written.
+      ValueError: If the policy has no adapter.
+      FileExistsError: If `path` already exists.
+      OSError: If the folder cannot be written.
     """
     if not config.lora_targets:
-        raise ValueError("The run trained the policy's own weights and has no adapter; export it without --adapter.")
+        raise ValueError("The run did not train an adapter; export it without --adapter.")
     tensors = jax.device_get(peft_tensors(params, config, dtype))
     contiguous = {name: np.ascontiguousarray(values) for name, values in tensors.items()}
     with new_folder(Path(path)) as folder:
@@ -49,11 +56,20 @@ def save_adapter(
 
 
 def peft_tensors(params: Params, config: ModelConfig, dtype: str) -> dict[str, jax.Array]:
-    """The adapter by PEFT's names: lora_A [rank, in] and lora_B [out, rank] of each projection."""
+    """Converts the adapter to the names and layout of PEFT.
+
+    Args:
+      params: Weights of the policy.
+      config: Model configuration.
+      dtype: Type of the tensors.
+
+    Returns:
+      The tensors lora_A [rank, in] and lora_B [out, rank] of each adapted weight of each layer, keyed by name.
+    """
     weights, layers, tensors = ARCHITECTURES[config.family].weights, params["layers"], {}
     for name in config.lora_targets:
         for layer in range(config.num_layers):
-            module = PREFIX + _module(weights[f"layers.{name}"].name).format(layer)
+            module = PREFIX + weights[f"layers.{name}"].name.removesuffix(".weight").format(layer)
             a, b = (jnp.asarray(layers[f"{name}_lora_{part}"][layer], jnp.dtype(dtype)) for part in "ab")
             tensors[f"{module}.lora_A.weight"] = a.reshape(math.prod(a.shape[:-1]), -1).T
             tensors[f"{module}.lora_B.weight"] = b.reshape(len(b), -1).T
@@ -68,15 +84,10 @@ def _adapter_config(config: ModelConfig, base: str) -> dict[str, Any]:
         "base_model_name_or_path": base,
         "r": config.lora_rank,
         "lora_alpha": config.lora_scale * config.lora_rank,
-        "target_modules": [_module(weights[f"layers.{name}"].name).rpartition(".")[2] for name in config.lora_targets],
+        "target_modules": [weights[f"layers.{name}"].name.split(".")[-2] for name in config.lora_targets],
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
         "inference_mode": True,
     }
-
-
-def _module(name: str) -> str:
-    """The module that a Hugging Face weight belongs to."""
-    return name.removesuffix(".weight")

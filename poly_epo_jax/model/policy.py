@@ -1,4 +1,4 @@
-"""A policy: model, weights, tokenizer and stop tokens, from a Hugging Face folder or a run's checkpoint."""
+"""Opens a policy, its weights, tokenizer and stop tokens, from a Hugging Face model folder."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from poly_epo_jax.config.keys import LoraSection, ModelSection
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.lora import first_adapter, lora_fields, split_adapter, without_adapter
+from poly_epo_jax.model.lora import init_adapter, lora_fields, split_adapter, without_adapter
 from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
 from poly_epo_jax.model.stop_strings import stop_string_ids
@@ -29,7 +29,15 @@ NO_ADAPTER = LoraSection()
 
 @dataclasses.dataclass
 class Policy:
-    """A model's structure without its weights, its tokenizer and its stop tokens."""
+    """A language model without its weights.
+
+    Attributes:
+      path: Local model folder.
+      config: Model configuration.
+      model: Abstract model, with the shapes of the weights in place of arrays.
+      tokenizer: Tokenizer of the model folder.
+      stop_ids: Tokens that end a response.
+    """
 
     path: Path
     config: ModelConfig
@@ -38,26 +46,38 @@ class Policy:
     stop_ids: tuple[int, ...]
 
     def load_params(self, mesh: Mesh, seed: int = 0, base: Params | None = None) -> Params:
-        """The weights in the folder, laid out on the mesh, together with a new adapter if the policy has one.
+        """Loads the weights of the model folder onto a mesh, and adds a new adapter if the policy has one.
 
         Args:
-          seed: the adapter's seed.
-          base: the weights in the folder, if they are loaded already.
+          mesh: Mesh to shard the weights over.
+          seed: Random seed of the adapter.
+          base: Weights of the model folder, if they are already loaded.
+
+        Returns:
+          All weights of the policy.
         """
-        adapter = first_adapter(self.config, seed, param_shardings(self.model, mesh))
+        adapter = init_adapter(self.config, seed, param_shardings(self.model, mesh))
         return merge_params(adapter, self.load_base(mesh) if base is None else base)
 
     def load_base(self, mesh: Mesh) -> Params:
-        """The weights in the folder alone, laid out on the mesh."""
+        """Loads the weights of the model folder onto a mesh, without an adapter."""
         _, shardings = split_adapter(self.config, param_shardings(self.model, mesh))
         return hf.load_params(self.path, without_adapter(self.config), shardings)
 
     def load_reference(self, mesh: Mesh, seed: int) -> Params:
-        """The weights that training changes, as they were before: all weights, or an adapter that adds nothing yet."""
-        return first_adapter(self.config, seed, param_shardings(self.model, mesh)) or self.load_base(mesh)
+        """Loads the initial values of the weights that may be trained, which define the reference policy.
+
+        Args:
+          mesh: Mesh to shard the weights over.
+          seed: Random seed of the adapter.
+
+        Returns:
+          The initial adapter, whose output is zero, or all weights if the policy has no adapter.
+        """
+        return init_adapter(self.config, seed, param_shardings(self.model, mesh)) or self.load_base(mesh)
 
     def save_description(self, folder: Path) -> None:
-        """Copies what the folder holds besides weights, so that a run can be exported even if its base policy moves."""
+        """Copies configuration and tokenizer to a folder, so that exports do not depend on the base policy folder."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / DIGESTS).unlink(missing_ok=True)
         for name in ("config.json", "generation_config.json"):
@@ -68,53 +88,71 @@ class Policy:
 
 
 def find_model(path: str, download: bool = True) -> Path:
-    """The local folder of a model that is given by its folder or, as `organisation/name`, by its name on the hub.
+    """Returns the local folder of a model.
 
     Args:
-      download: whether to download the model from the hub if it is not here yet.
+      path: Model folder, or Hugging Face Hub name in the form `organization/name`.
+      download: Whether to download a model of the Hub that is not in the local cache.
+
+    Returns:
+      The model folder. It may not exist if `path` is not a Hub name.
 
     Raises:
-      OSError: the model is not here and cannot be downloaded.
+      OSError: If a model of the Hub is not cached locally and is not downloaded.
     """
     if Path(path).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         return Path(path)
     try:
-        patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # templates and vocabularies, too
+        patterns = [
+            "*.json",
+            "*.safetensors",
+            "*.txt",
+            "*.jinja",
+            "*.model",
+        ]  # includes chat templates and vocabularies
         return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=not download))
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise OSError(
-            f"{path} is no folder, and cannot be downloaded ({first_line(error)}); correct model.path, or download "
-            "the model elsewhere and give its folder."
+            f"{path} is not a local folder, and downloading it failed: {first_line(error)}. Correct model.path, or "
+            "download the model elsewhere and set model.path to its folder."
         ) from error
 
 
 def open_policy(path: Path, section: ModelSection, longest_sequence: int = 0, lora: LoraSection = NO_ADAPTER) -> Policy:
-    """The policy in a Hugging Face folder, to be computed as the `model` section of the configuration says.
+    """Opens the policy in a Hugging Face model folder. Weights are not loaded.
 
     Args:
-      lora: the `lora` section, for a policy with an adapter.
-      longest_sequence: the most tokens of a sequence that it is trained on, see ModelConfig.
+      path: Local model folder.
+      section: The `model` section of the configuration.
+      longest_sequence: Maximum number of tokens of a training sequence, see ModelConfig.
+      lora: The `lora` section of the configuration. The default selects a policy without an adapter.
+
+    Returns:
+      The policy.
 
     Raises:
-      ValueError, FileNotFoundError: the folder is missing, damaged, or holds what this code cannot run.
+      ValueError, FileNotFoundError: If the folder is missing or corrupted, or if the model is not supported.
     """
     check_digests(path)
     compute = {name: value for name, value in section.items() if name not in ("path", "stop_strings")}
     config = hf.read_config(path, longest_sequence=longest_sequence, **compute, **lora_fields(lora))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # tokenizers and transformers raise many types, and few of them name the file
+    except Exception as error:  # Tokenizers raise many types of errors, and few of them name the file.
         raise ValueError(
-            f"{path} has no tokenizer that can be read ({first_line(error)}); make or download the folder again."
+            f"Failed to load the tokenizer in {path}: {first_line(error)}. Create or download the model folder again."
         ) from error
     return Policy(path, config, abstract_model(config), tokenizer, _stop_ids(path, tokenizer, section.stop_strings))
 
 
 def _stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> tuple[int, ...]:
-    """The end-of-sequence tokens of generation_config.json and of the tokenizer, which differ for base models.
+    """Returns the end-of-sequence tokens of generation_config.json and of the tokenizer, and the tokens of stop
+    strings.
+
+    The end-of-sequence tokens of both files differ for base models.
 
     Raises:
-      ValueError: no token contains one of the strings.
+      ValueError: If one of the strings is not contained in any token.
     """
     file = path / "generation_config.json"
     eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None

@@ -1,9 +1,9 @@
-"""The shapes of the dense Qwen3 models by name, so that plans and benchmarks need no copy of their folders."""
+"""Architectures of the dense Qwen3 models, so that memory plans and benchmarks do not require their model folders."""
 
 from poly_epo_jax.model.config import ModelConfig
 
 PRESETS = {
-    # hidden size, MLP size, layers, query heads, tied head. All have 8 key heads, heads of 128, and one vocabulary.
+    # Hidden size, MLP size, layers, query heads, tied head. All have 8 key heads, head width 128 and one vocabulary.
     "Qwen3-0.6B": (1024, 3072, 28, 16, True),
     "Qwen3-1.7B": (2048, 6144, 28, 16, True),
     "Qwen3-4B": (2560, 9728, 36, 32, True),
@@ -14,18 +14,22 @@ PRESETS = {
 
 
 def has_preset(name: str) -> bool:
-    """Whether a name on the hub, such as Qwen/Qwen3-4B-Base, is one of PRESETS."""
+    """Returns True if a Hugging Face Hub name, such as `Qwen/Qwen3-4B-Base`, is in PRESETS."""
     return _key(name) in PRESETS
 
 
 def preset_config(name: str, **compute: object) -> ModelConfig:
-    """The shape of one of PRESETS.
+    """Returns the model configuration of a preset.
 
     Args:
-      compute: the fields of ModelConfig that say how to compute, such as dtype.
+      name: Hugging Face Hub name, with or without the organization and the suffix `-Base`.
+      **compute: Compute options of ModelConfig, such as dtype.
+
+    Returns:
+      The model configuration.
 
     Raises:
-      KeyError: it is not one of PRESETS.
+      KeyError: If the model is not in PRESETS.
     """
     hidden_size, mlp_size, num_layers, num_heads, tied_head = PRESETS[_key(name)]
     return ModelConfig(

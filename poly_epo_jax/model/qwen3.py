@@ -1,8 +1,12 @@
-"""Qwen3 in flax.nnx: stacked layers run by one scan, remat by one word, packed training (`decoding` decodes).
+"""Qwen3 in flax.nnx, for packed training sequences. decoding.py generates with the same weights.
 
-Two switches turn the same code into its relatives: without `qk_norm` it is Llama, and with `attention_bias` Qwen2.
-Each weight is declared once, with its initial scale and its axes. The axes are named after the fields of ModelConfig
-that give their sizes, so they also define the weight's shape; parallel.mesh.RULES maps them to the mesh.
+Two switches of ModelConfig select related families: Llama disables `qk_norm`, and Qwen2 also enables `attention_bias`.
+Each weight is declared once, with its initial scale and the names of its axes. These names are the ModelConfig fields
+that contain the axis sizes, so they define the shape of the weight. parallel.mesh.RULES maps them to mesh axes.
+
+The weights of all layers are stacked, and `jax.lax.scan` applies one compiled layer to each slice. Compile time is
+therefore nearly independent of the depth. `jax.checkpoint` (remat) decides which intermediate arrays of a layer the
+scan keeps for the backward pass, and which arrays the backward pass recomputes.
 """
 
 import functools
@@ -17,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from poly_epo_jax.model.attention import packed_attention
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.matmul import matmul
-from poly_epo_jax.parallel.sharding import ROWS, pinned
+from poly_epo_jax.parallel.sharding import ROWS, constrain_sharding
 from poly_epo_jax.types import Params
 
 REMAT_POLICIES = {
@@ -29,22 +33,22 @@ REMAT_POLICIES = {
     "attention": jax.checkpoint_policies.save_only_these_names("attention"),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-"""What is kept for the backward pass, the most first; it recomputes the rest."""
+"""Arrays of a layer that are kept for the backward pass, from most to least memory. Other arrays are recomputed."""
 
 AUTO = "auto"
-"""Stands for one of these in a configuration, until a memory plan has chosen it (memory_plan.plan.make_plan)."""
+"""Value of `model.remat` for which a memory plan selects one of REMAT_POLICIES (memory_plan.plan.make_plan)."""
 
 FEW_LAYERS = 4
-"""So many run without a loop, unless the configuration says otherwise: tiny models are a quarter faster so. In a loop
-over several layers per step, XLA's programs for CPUs copy all gradients at every step."""
+"""Maximum number of layers that `scan_unroll=0` runs without a loop, which makes tiny models 25% faster. With several
+layers per iteration, programs that XLA compiles for CPUs copy all gradients in every iteration."""
 
 
 class Layer(nnx.Module):
-    """A pre-norm decoder layer. Its weights are stacked over layers on axis 0; the scan calls it on one slice."""
+    """A pre-norm decoder layer. Weights are stacked over layers on axis 0, and the scan calls it with one slice."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
-        # `residual` keeps the variance of the residual stream near one at any depth.
+        # The factor `residual` keeps the variance of the residual stream close to 1 at any depth.
         d, residual = config.hidden_size, (2 * config.num_layers) ** -0.5
 
         def weight(*axes: str, scale: float) -> nnx.Param:
@@ -75,7 +79,7 @@ class Layer(nnx.Module):
                 setattr(self, f"{name}_lora_{part}", param)
 
     def __call__(self, x: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        """x [B, T, d] -> x."""
+        """Applies the layer to x [B, T, D], with positions and segment ids [B, T]. Returns an array [B, T, D]."""
         config = self.config
 
         def w(param: nnx.Param) -> jax.Array:
@@ -95,7 +99,7 @@ class Layer(nnx.Module):
         return x + self._project(jax.nn.silu(self._project(h, "gate")) * self._project(h, "up"), "down")
 
     def _project(self, x: jax.Array, name: str) -> jax.Array:
-        """x W, or x W + (alpha / rank) (x A) B where the weight has an adapter (LoRA, eq. 3)."""
+        """Computes x W, or x W + (alpha / rank) (x A) B if the weight has an adapter (LoRA, eq. 3)."""
         y, config = _project(x, getattr(self, name)), self.config
         if name not in config.lora_targets:
             return y
@@ -104,7 +108,7 @@ class Layer(nnx.Module):
 
 
 class Qwen3(nnx.Module):
-    """The policy pi: token ids to final hidden states; `head` turns those into logits (see `logprobs`)."""
+    """The policy network. Maps token ids to final hidden states, which `head` maps to logits (see logprobs.py)."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
@@ -117,63 +121,72 @@ class Qwen3(nnx.Module):
 
     @property
     def head(self) -> Float[Array, "V D"]:
-        """The output embedding, in the compute type."""
+        """Output embedding, in the compute type."""
         return (self.embed if self.config.tied_head else self.untied_head)[...].astype(self.config.dtype)
 
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """Final hidden states of packed rows: causal, and only within equal `segment_ids` (0 is padding).
+        """Computes the final hidden states of packed rows.
 
-        Segments of one prompt may share it, if the attention supports this: see `packed_attention`.
+        Attention is causal and restricted to tokens of the same segment. Segments may also share a prompt that is
+        stored once, if the attention implementation supports it (see `packed_attention`).
+
+        Args:
+          tokens: Token ids.
+          positions: Position of each token in its sequence.
+          segment_ids: Segment of each token. 0 marks padding.
+
+        Returns:
+          Final hidden states, in the compute type.
         """
         config = self.config
         layer_def, weights = nnx.split(self.layers)
 
         def step(x, weights):
-            return pinned(nnx.merge(layer_def, weights)(x, positions, segment_ids), ROWS), None
+            return constrain_sharding(nnx.merge(layer_def, weights)(x, positions, segment_ids), ROWS), None
 
         if config.remat != "none":
             step = jax.checkpoint(step, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
-        x = pinned(self.embed[...][tokens].astype(config.dtype), ROWS)
+        x = constrain_sharding(self.embed[...][tokens].astype(config.dtype), ROWS)
         unroll = config.scan_unroll or (config.num_layers if config.num_layers <= FEW_LAYERS else 1)
         x, _ = jax.lax.scan(step, x, weights, unroll=unroll)
         return rms_norm(x, self.norm[...].astype(config.dtype), config.norm_eps)
 
 
 def abstract_model(config: ModelConfig) -> Qwen3:
-    """The model's structure, with the shapes and axes of its weights in place of arrays."""
+    """Creates the model with the shapes and axes of its weights in place of arrays."""
     return nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0)))
 
 
 def param_shapes(model: Qwen3) -> Params:
-    """The shape and type of each weight of a (possibly abstract) model."""
+    """Returns the shape and type of each weight of a (possibly abstract) model, as a parameter tree."""
     return nnx.to_pure_dict(nnx.split(model)[1])
 
 
 def first_params(config: ModelConfig, seed: int = 0) -> Params:
-    """Random weights."""
+    """Draws random initial weights from a seed. Returns them as a parameter tree."""
     return nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(seed)))[1])
 
 
 @functools.cache
 def declared_weights(config: ModelConfig) -> dict[str, nnx.Param]:
-    """Each weight's declaration, its shape and axes, by its dotted path, such as `layers.q`."""
+    """Returns the declaration (shape and axes) of each weight, keyed by dotted path, such as `layers.q`."""
     state = nnx.split(abstract_model(config))[1]
     leaves = jax.tree.leaves_with_path(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     return {jax.tree_util.keystr(path, simple=True, separator="."): param for path, param in leaves}
 
 
 def _weight(config: ModelConfig, rngs: nnx.Rngs, axes: tuple[str, ...], scale: float, dtype: str = "") -> nnx.Param:
-    """Normal with standard deviation `scale`, of param_dtype if no other type is given."""
+    """Draws a normal weight with standard deviation `scale`, in `dtype` or, if it is empty, in `param_dtype`."""
     shape = tuple(getattr(config, axis) for axis in axes)
     return nnx.Param(scale * jax.random.normal(rngs.params(), shape, dtype or config.param_dtype), axes=axes)
 
 
 def _adapter(config: ModelConfig, rngs: nnx.Rngs, axes: tuple[str, ...]) -> tuple[nnx.Param, nnx.Param]:
-    """A [*in, rank] and B [rank, *out] for weights [*in, *out], both with the layers' axis first, in float32.
+    """Creates A [*in, rank] and B [rank, *out] for a weight [*in, *out], stacked over layers, in float32.
 
-    A is random and B zero, so that training begins with the base policy (LoRA, section 4.1).
+    A is random and B is zero, so that training starts from the base policy (LoRA, section 4.1).
     """
     layers, *rest = axes
     num_inputs = 1 if rest[0] == "hidden_size" else len(rest) - 1  # one side of each weight is the residual stream
@@ -184,25 +197,43 @@ def _adapter(config: ModelConfig, rngs: nnx.Rngs, axes: tuple[str, ...]) -> tupl
 
 
 def _norm(config: ModelConfig, axes: tuple[str, ...], shape: tuple[int, ...]) -> nnx.Param:
-    """Ones, which no axis of the mesh splits."""
+    """Creates a norm weight of ones, which is replicated on all devices."""
     return nnx.Param(jnp.ones(shape, config.param_dtype), axes=axes)
 
 
 def _project(x: jax.Array, param: nnx.Param) -> jax.Array:
-    """x [B, T, *in] times a layer's weight [*in, *out]: [B, T, *out]."""
+    """Multiplies x [B, T, *in] by the weight [*in, *out] of a layer. Returns [B, T, *out]."""
     out: Any = matmul(x.reshape(-1, *x.shape[2:]), param[...], param.axes[1:])
     return out.reshape(*x.shape[:2], *out.shape[1:])
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
-    """x / rms(x) * weight; the mean square is taken in float32."""
+    """Computes x / rms(x) * weight, with the mean square in float32.
+
+    Args:
+      x: Inputs. The mean square is taken over the last axis.
+      weight: Scale of each element of the last axis.
+      eps: Constant added to the mean square.
+
+    Returns:
+      The normalized array, in the type of x.
+    """
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return weight.reshape((1,) * (x.ndim - 1) + weight.shape) * y.astype(x.dtype)
 
 
 def rope(x: Float[Array, "B T N D"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T N D"]:
-    """Rotary position embedding (RoFormer, eq. 34) on halves of the head dimension, in float32."""
+    """Applies rotary position embeddings (RoFormer, eq. 34), computed in float32.
+
+    Args:
+      x: Queries or keys. Element i of the first half of the head is rotated with element i of the second half.
+      positions: Position of each token in its sequence.
+      theta: Base of the frequencies.
+
+    Returns:
+      The rotated array, in the type of x.
+    """
     half = x.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None]

@@ -1,29 +1,34 @@
-"""How far two ways to compute the same numbers may differ, from what rounding to the compute type does to one of them.
+"""Tolerance of numerical checks, derived from the rounding error of the compute type on the device.
 
-The tolerance is not guessed: the plain form is computed twice, in the compute type and in float32 with exact matmuls.
-The difference between the two is that type's rounding on this device. Another form rounds in other places, so it may
-differ from the exact result by a few times as much; a wrong form differs by more.
+The reference implementation is computed twice: in the compute type, and in float32 with exact matmuls. The difference
+is the rounding error of the compute type on this device. Another correct implementation rounds at other points, so its
+error may be a few times larger. The error of an incorrect implementation is larger still.
 """
 
 import contextlib
 
 import jax
 
-TIMES = 4.0
-"""Two independent errors of one size differ by 1.4 times that; the largest of many may be three times the typical."""
-FLOAT32 = 2.0**-17
-"""Sixty-four float32 roundings, relative to the largest number: for when the compute type is float32 itself."""
+SAFETY_FACTOR = 4.0
+"""Safety factor. The difference of two independent errors of the same size is 1.4 times as large, and the maximum of
+many errors may be three times the typical error."""
+FLOAT32_TOLERANCE = 2.0**-17
+"""Relative error of 64 float32 roundings. It sets the tolerance if the compute type is float32."""
 
 
 def allowed(rounding: float, largest: float = 1.0) -> float:
-    """The most that two forms may differ by if the plain form's own rounding is `rounding`.
+    """Returns the maximum allowed difference between two implementations.
 
     Args:
-      largest: the largest of the compared numbers, which float32's own rounding is relative to.
+      rounding: Measured rounding error of the reference implementation in the compute type.
+      largest: Largest magnitude of the compared numbers, to which the float32 rounding error is relative.
+
+    Returns:
+      The tolerance, in the unit of `rounding`.
     """
-    return TIMES * rounding + FLOAT32 * largest
+    return SAFETY_FACTOR * rounding + FLOAT32_TOLERANCE * largest
 
 
 def exactly() -> contextlib.AbstractContextManager[None]:
-    """Inside this context, float32 matmuls are not done in a shorter type, as GPUs and TPUs otherwise do them."""
+    """Returns a context for float32 matmuls in full precision. GPUs and TPUs use a shorter type by default."""
     return jax.default_matmul_precision("highest")

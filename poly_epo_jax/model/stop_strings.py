@@ -1,4 +1,4 @@
-"""Ends responses at a text, such as a line break, whichever token of the tokenizer spells it."""
+"""Finds the tokens whose text contains a stop string, such as a line break, so that generation ends at these tokens."""
 
 from collections.abc import Sequence
 
@@ -6,37 +6,52 @@ from transformers import PreTrainedTokenizerBase
 
 
 def stop_string_ids(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> set[int]:
-    """Every token of the vocabulary whose text contains one of the strings; a control token's text is its name.
+    """Returns the ids of all tokens of the vocabulary whose text contains one of the strings.
 
-    A line break is contained in ".\\n" and "\\n\\n" as well as in "\\n". A string that only several tokens together
-    spell ends nothing.
+    For example, ".\\n" and "\\n\\n" contain the string "\\n". A string that is spread over several tokens does not end
+    a response.
+
+    Args:
+      tokenizer: Tokenizer of the policy.
+      strings: Stop strings. The text of a control token is its name, such as "<|im_end|>".
+
+    Returns:
+      The token ids.
 
     Raises:
-      ValueError: no token contains a string.
+      ValueError: If one of the strings is not contained in any token.
     """
     if not strings:
         return set()
     texts = dict(zip(ids := sorted(tokenizer.get_vocab().values()), _decoded(tokenizer, ids), strict=True))
     found: set[int] = set()
     for string in strings:
-        holding = {index for index, text in texts.items() if string and string in text}
-        if not holding:
+        matches = {index for index, text in texts.items() if string and string in text}
+        if not matches:
             raise ValueError(
-                f"model.stop_strings: no token of the model holds {string!r}; leave it out, or correct it. A string of "
-                "several tokens cannot be one."
+                f"model.stop_strings: no token contains {string!r}; correct or remove it. A stop string must be part "
+                "of a single token."
             )
-        found |= holding
+        found |= matches
     return found
 
 
 def text_before(text: str, strings: Sequence[str]) -> str:
-    """The part of a stop token's `text` before the first of the strings; empty if it contains none of them."""
-    places = [place for string in strings if (place := text.find(string)) >= 0]
-    return text[: min(places)] if places else ""
+    """Returns the part of a text before the first stop string.
+
+    Args:
+      text: Text of a stop token.
+      strings: Stop strings.
+
+    Returns:
+      The text before the first occurrence of any of the strings, or "" if it contains none of them.
+    """
+    starts = [start for string in strings if (start := text.find(string)) >= 0]
+    return text[: min(starts)] if starts else ""
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """The text of each token alone. Tokenizers in Rust decode all at once, which takes a second instead of ten."""
+    """Decodes each token separately. Rust tokenizers decode them in one batch, which takes 1 s instead of 10 s."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return [str(tokenizer.decode([index])) for index in ids]

@@ -1,1 +1,1 @@
-"""Several devices and several processes: hosts, devices, meshes."""
+"""Multiple devices and processes: device specifications, meshes, sharding, and communication between processes."""

@@ -1,4 +1,4 @@
-"""Devices: what their makers state about memory, arithmetic and bandwidths; the most memory held so far."""
+"""Vendor specifications of supported devices, and their peak memory use."""
 
 import dataclasses
 import math
@@ -11,14 +11,23 @@ import jax
 
 
 class Device(NamedTuple):
-    """One GPU or TPU chip; None for values that differ from machine to machine. GB are 10^9 bytes."""
+    """Specification of a GPU or TPU chip. Values that differ between machines are None.
 
-    kinds: tuple[str, ...]  # what jax.Device.device_kind begins with
+    Attributes:
+      kinds: Prefixes of `jax.Device.device_kind`.
+      memory_bytes: Device memory in bytes.
+      flops_per_second: Peak rate of dense bfloat16 matmuls.
+      bytes_per_second: Memory bandwidth.
+      link_bytes_per_second: Bandwidth of all links to other devices, in both directions together.
+      jax_share: Fraction of the device memory that JAX uses by default. On GPUs, XLA_PYTHON_CLIENT_MEM_FRACTION
+        overrides it.
+    """
+
+    kinds: tuple[str, ...]
     memory_bytes: int | None
-    flops_per_second: float | None  # dense bf16 matmuls
-    bytes_per_second: float | None  # to and from its memory
-    link_bytes_per_second: float | None  # to its neighbours, the sum of both directions
-    # The share of the memory that JAX takes; on GPUs, XLA_PYTHON_CLIENT_MEM_FRACTION overrides it.
+    flops_per_second: float | None
+    bytes_per_second: float | None
+    link_bytes_per_second: float | None
     jax_share: float = 1.0
 
 
@@ -33,55 +42,70 @@ DEVICES = {
 
 
 def device_name(kind: str) -> str:
-    """The key in DEVICES of the device that JAX calls `kind`; "" if it is none of them."""
-    if kind == "TPU v5":  # some versions' name for v5p; other devices' names begin like this too
+    """Returns the key in DEVICES of a `jax.Device.device_kind`, or "" for other devices."""
+    # Some versions use this name for v5p. It is not in `kinds`, because other device kinds have the same prefix.
+    if kind == "TPU v5":
         return "v5p"
     return next((name for name, device in DEVICES.items() if kind.startswith(device.kinds)), "")
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The machine of a plan: the kind of device, a key of DEVICES or "", and the sizes of the mesh's axes."""
+    """Target machine of a memory plan.
+
+    Attributes:
+      device: Key of DEVICES, or "" for an unknown device.
+      mesh: Size of each mesh axis.
+    """
 
     device: str
     mesh: Mapping[str, int]
 
     @property
     def platform(self) -> str:
-        """`cpu`, `gpu` or `tpu`. An unknown device is treated as a GPU."""
+        """Platform of the device: `cpu`, `gpu` or `tpu`. Unknown devices are treated as GPUs."""
         if self.device == "cpu":
             return "cpu"
         return "tpu" if self.device and DEVICES[self.device].kinds[0].startswith("TPU") else "gpu"
 
     @property
     def num_devices(self) -> int:
+        """Number of devices of the mesh."""
         return math.prod(self.mesh.values())
 
     @property
     def row_shards(self) -> int:
+        """Number of shards of the rows of a batch."""
         return self.mesh["data"] * self.mesh["fsdp"]
 
     @property
     def weight_shards(self) -> int:
+        """Number of shards of a weight."""
         return self.mesh["fsdp"] * self.mesh["tensor"]
 
 
-STATUS = Path("/proc/self/status")  # Linux
+STATUS = Path("/proc/self/status")  # Only exists on Linux.
 
 
 def peak_bytes() -> int | None:
-    """The peak of this host's fullest device or, if its devices are CPUs, of this process; None: it is not known."""
+    """Returns the peak memory in bytes of the most heavily used local device or, on CPU, of this process.
+
+    Returns None if it is unavailable.
+    """
     return _process_peak() if jax.local_devices()[0].platform == "cpu" else device_peak()
 
 
 def device_peak() -> int | None:
-    """The peak of this host's fullest device; None: the devices do not report it, as CPUs do not."""
+    """Returns the peak memory in bytes of the most heavily used local device.
+
+    Returns None if a device does not report it, as on CPU.
+    """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     found = [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]
     return max(found) if len(found) == len(stats) else None
 
 
 def _process_peak() -> int | None:
-    # Not getrusage's peak, which begins with that of the process that started this one.
+    # The peak of getrusage is not used, because it includes the peak of the parent process at the time of the fork.
     found = re.search(r"^VmHWM:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
     return 1024 * int(found[1]) if found else None

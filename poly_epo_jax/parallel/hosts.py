@@ -1,9 +1,10 @@
-"""Several processes, one per host, that train as one; with a single process everything here is trivial.
+"""Coordination of several training processes, one per host. With a single process, all functions are trivial.
 
-Each process generates, grades and judges a share of the prompts. They exchange the results, and from there on all do
-the same work on the same data, so that the collectives of one process always meet those of the others. Work that may
-fail on one process alone goes through `barrier`, `gather` or `on_first`, which raise on every process what was raised
-on one. Work that contains collectives goes through `collective`, because the others could be waiting inside it.
+Each process generates, grades and judges a share of the prompts. The processes then exchange the results. All further
+computations are the same on all processes, so that each process issues the same collectives in the same order. Work
+that may fail on a single process runs in `barrier`, `gather`, `on_first`, `on_all` or `on_each`, which raise an error
+on all processes if it fails on one. Work that contains collectives runs in `collective`, because the other processes
+may be blocked in a collective when one process fails.
 """
 
 import asyncio
@@ -29,28 +30,32 @@ from poly_epo_jax.system.text import first_line
 
 T = TypeVar("T")
 
-HEARTBEAT_SECONDS = 30
-"""A process that is silent for this long counts as dead, and JAX's runtime ends the others."""
-GOODBYE_SECONDS = 10
-"""How long a process that ends waits for the others to end as well."""
+HEARTBEAT_TIMEOUT_SECONDS = 30
+"""Heartbeat timeout in seconds. When a process misses its heartbeats for this long, the JAX runtime terminates the
+other processes."""
+SHUTDOWN_TIMEOUT_SECONDS = 10
+"""Time in seconds that an exiting process waits for the other processes to exit."""
 
 
 class HostError(RuntimeError):
-    """An error that was raised on another process."""
+    """Raised when another process has raised an error. The message contains its number and its error."""
 
 
 def join(section: HostsSection) -> None:
-    """Connects this process with the others, as `config.hosts` says. Must come before anything that uses a device.
+    """Connects this process to the other processes. Must be called before any device is used.
+
+    Args:
+      section: The `hosts` section of the configuration. Without a coordinator, nothing is done.
 
     Raises:
-      ValueError: the section is wrong, or nothing says who the others are.
+      ValueError: If the section is inconsistent, or if the other processes cannot be reached.
     """
     coordinator = section.coordinator
     if not coordinator:
         if section.count != 1 or section.index != 0:
             raise ValueError(
-                f"hosts.count={section.count} and hosts.index={section.index} need hosts.coordinator, without which "
-                "this process would train alone; set it to HOST:PORT of the first, or leave all three out."
+                f"hosts.count={section.count} and hosts.index={section.index} require hosts.coordinator; set it to "
+                "HOST:PORT of the first process, or remove all three keys to train with a single process."
             )
         return
     explicit: dict[str, Any] = {}
@@ -58,40 +63,43 @@ def join(section: HostsSection) -> None:
         _check(section)
         explicit = {"coordinator_address": coordinator, "num_processes": section.count, "process_id": section.index}
         explicit["coordinator_bind_address"] = _bind_address(coordinator)
-    # On CPUs the collectives of programs that run at the same time would be mixed up.
+    # On CPUs, the collectives of concurrently running programs would be confused with each other.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    # Until training catches it, Ctrl-C has nothing to save, and would wait in vain for the other processes.
+    # Ctrl-C terminates the process until training installs its own handler: there is nothing to save yet, and a
+    # graceful exit would block on the other processes.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    all_is_well = _watchdog(section)
+    stop_watchdog = _watchdog(section)
     try:
         jax.distributed.initialize(
             **explicit,
             initialization_timeout=section.wait_seconds,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=GOODBYE_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
+            shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
-        all_is_well()
+        stop_watchdog()
         raise ValueError(
-            f"hosts.coordinator={coordinator} does not lead to the other processes ({first_line(error)}); under "
-            "SLURM, start them with srun, elsewhere set it to HOST:PORT of the first, with hosts.count and hosts.index."
+            f"Failed to connect to the other processes with hosts.coordinator={coordinator}: {first_line(error)}. "
+            "Under SLURM, start all processes with srun. Otherwise, set hosts.coordinator to HOST:PORT of the first "
+            "process, and set hosts.count and hosts.index."
         ) from error
 
 
 def _check(section: HostsSection) -> None:
     if not 0 <= section.index < section.count:
         raise ValueError(
-            f"hosts.coordinator={section.coordinator} needs hosts.count, the number of processes, and hosts.index, "
-            f"from 0 to one less, but they are {section.count} and {section.index}; set them, or "
-            "hosts.coordinator=auto under SLURM and on TPU pods."
+            f"hosts.coordinator={section.coordinator} requires hosts.count, the number of processes, and hosts.index, "
+            f"from 0 to hosts.count - 1, but they are {section.count} and {section.index}; set both keys, or set "
+            "hosts.coordinator=auto under SLURM or on a TPU pod."
         )
 
 
 def _bind_address(coordinator: str) -> str | None:
-    """Where the first process listens for the others, which need no password: only at the address that they are given.
+    """Returns the address on which the first process listens for connections, which are not authenticated.
 
-    None, which means every address that it has, if they are given a name, which may mean another address elsewhere, or
-    an address that is not its own but leads to it.
+    This is the coordinator address if it is a local address. If the coordinator is a host name, which may resolve to
+    another address on other hosts, or an address that is not local, returns None: the process then listens on all
+    addresses.
     """
     host = coordinator.rpartition(":")[0].strip("[]")
     try:
@@ -104,29 +112,31 @@ def _bind_address(coordinator: str) -> str | None:
 
 
 def count() -> int:
+    """Returns the number of processes."""
     return jax.process_count()
 
 
 def is_first() -> bool:
-    """Whether this is the process that logs, shows and writes what should exist only once."""
+    """Returns True on the first process, which writes logs, output and files that must exist only once."""
     return index() == 0
 
 
 def index() -> int:
-    """This process's number, from 0."""
+    """Returns the number of this process, starting at 0."""
     return jax.process_index()
 
 
 def share(items: Sequence[T]) -> Sequence[T]:
-    """This process's part of the items; the parts of all processes, in order, are the whole."""
+    """Returns the share of this process. The shares of all processes, in order of processes, are all items."""
     return items[len(items) * index() // count() : len(items) * (index() + 1) // count()]
 
 
 async def barrier(work: Awaitable[T]) -> T:
-    """Does this process's part of what all do, and returns its own result once all are done.
+    """Awaits the work of this process, then waits for the work of all processes, and returns the local result.
 
     Raises:
-      HostError: another process failed at its part. If this one did, its own error is raised.
+      HostError: If the work failed on another process only. A local error is raised unchanged.
+      Stopped: If the work of another process was stopped.
     """
     result, error = await _attempt(work)
     await asyncio.to_thread(_agree, None, error)
@@ -134,35 +144,40 @@ async def barrier(work: Awaitable[T]) -> T:
 
 
 async def gather(work: Awaitable[T]) -> list[T]:
-    """Does this process's part, and returns the results of all, in the order of processes.
+    """Awaits the work of this process, and returns the results of all processes, in order of processes.
 
     Raises:
-      HostError: another process failed at its part. If this one did, its own error is raised.
+      HostError: If the work failed on another process only. A local error is raised unchanged.
+      Stopped: If the work of another process was stopped.
     """
     return await asyncio.to_thread(_agree, *await _attempt(work))
 
 
 async def collective(work: Awaitable[T]) -> T:
-    """Does what all do with collectives. If that fails on one of several processes, all of them end at once."""
+    """Awaits work that contains collectives. If it fails on one of several processes, all of them exit immediately."""
     try:
         return await work
     except Exception as error:
         if count() == 1:
             raise
         traceback.print_exception(error)
-        _end(f"failed where all compute together: {first_line(error)}")
+        _end(f"failed in a computation of all processes: {first_line(error)}")
 
 
 def on_first(function: Callable[[], T]) -> T:
-    """Returns or raises, on all processes, what the first process's call does; the others wait for it."""
+    """Calls a function on the first process only, and returns its result on all processes.
+
+    Raises:
+      HostError: If the call failed, on processes other than the first. The first process raises the error unchanged.
+    """
     return on_each(lambda: function() if is_first() else None)[0]  # pyright: ignore[reportReturnType]
 
 
 def on_all(function: Callable[[], T]) -> T:
-    """Returns what the call returns here, once it has returned on all processes.
+    """Calls a function on all processes, waits until all calls have returned, and returns the local result.
 
     Raises:
-      HostError: the call raised on another process. If it did on this one, its own error is raised.
+      HostError: If the call failed on another process only. A local error is raised unchanged.
     """
     result, error = _outcome(function)
     _agree(None, error)
@@ -170,28 +185,28 @@ def on_all(function: Callable[[], T]) -> T:
 
 
 def on_each(function: Callable[[], T]) -> list[T]:
-    """Returns what the call returns on every process, in the order of processes.
+    """Calls a function on all processes, and returns the results of all processes, in order of processes.
 
     Raises:
-      HostError: the call raised on another process. If it did on this one, its own error is raised.
+      HostError: If the call failed on another process only. A local error is raised unchanged.
     """
     return _agree(*_outcome(function))
 
 
 def total(counts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The sums of what every process counted."""
+    """Sums the counters of all processes by name."""
     return {name: sum(one[name] for one in counts) for name in counts[0]}
 
 
 async def _attempt(work: Awaitable[T]) -> tuple[Any, Exception | None]:
     try:
         return await work, None
-    except Exception as error:  # whatever it is, it is raised by _agree, here and everywhere
+    except Exception as error:  # `_agree` raises all errors, on every process.
         return None, error
 
 
 def _outcome(function: Callable[[], T]) -> tuple[Any, Exception | None]:
-    """Like `_attempt`."""
+    """Calls a function like `_attempt` awaits work."""
     try:
         return function(), None
     except Exception as error:
@@ -199,7 +214,7 @@ def _outcome(function: Callable[[], T]) -> tuple[Any, Exception | None]:
 
 
 def _agree(result: Any, error: Exception | None) -> list[Any]:
-    """Every process's result, if none has an error instead."""
+    """Returns the results of all processes. Raises if any process has an error instead."""
     if count() == 1:
         if error is not None:
             raise error
@@ -217,44 +232,48 @@ def _agree(result: Any, error: Exception | None) -> list[Any]:
 
 
 def _exchange(own: bytes) -> list[bytes]:
-    """The bytes of every process."""
+    """Exchanges byte strings of different lengths, and returns those of all processes in order."""
     try:
         lengths = multihost_utils.process_allgather(np.array(len(own), np.int32))
         padded = np.zeros(int(lengths.max()), np.uint8)
         padded[: len(own)] = np.frombuffer(own, np.uint8)
         rows = multihost_utils.process_allgather(padded)
-    except (ValueError, RuntimeError) as error:  # the type and the message depend on the backend
-        _end(f"lost touch with the others: {first_line(error)}")
+    except (ValueError, RuntimeError) as error:  # The type and message of the error depend on the backend.
+        _end(f"lost its connection to the other processes: {first_line(error)}")
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
-def _end(why: str) -> NoReturn:
-    """Ends at once, as there is no one to save with or to say goodbye to. _watchdog prints the last word."""
-    print(f"Process {index()} {why}", file=sys.stderr, flush=True)
+def _end(reason: str) -> NoReturn:
+    """Exits immediately with status 1 and without saving.
+
+    The other processes are unreachable or blocked in a collective. `_watchdog` then prints the error message.
+    """
+    print(f"Process {index()} {reason}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def _watchdog(section: HostsSection) -> Callable[[], None]:
-    """Has a message printed if this process does not end by itself: JAX's runtime aborts it if it loses the others.
+    """Starts a shell process that prints an error message if this process is aborted.
 
-    A shell reads from a pipe that only this process holds, and waits for the line that says that all is well; the
-    function that is returned writes this line.
+    The JAX runtime aborts a process that loses its connection to the others, without running exit handlers. The shell
+    reads from a pipe that only this process has open. If the pipe closes before a line was written to it, the shell
+    prints the message. The returned function writes this line; it also runs at regular exit.
     """
     name = "this process" if section.coordinator == "auto" else f"process {section.index} of {section.count}"
     message = (
-        f"Error: {name} was ended from outside, or did not find the others in {section.wait_seconds} s, "
-        "or one of them is gone, whose log says why. Start all of them again: they go on from the last checkpoint."
+        f"Error: {name} was terminated, could not connect to the other processes within {section.wait_seconds} s, or "
+        "lost one of them; see the logs of all processes. Restart all processes to resume from the last checkpoint."
     )
     watcher = subprocess.Popen(
         ["sh", "-c", 'read -r word; [ "$word" = ended ] || echo "$0" >&2', message],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # so that Ctrl-C does not end it first
+        start_new_session=True,  # Prevents Ctrl-C from terminating the shell first.
     )
 
     def end() -> None:
         if watcher.poll() is None:
             watcher.communicate(b"ended\n")
 
-    # This runs before JAX says goodbye to the others, which it does at exit as well.
+    # This handler must run before JAX disconnects from the other processes, which also happens at exit.
     atexit.register(end)
     return end

@@ -1,4 +1,4 @@
-"""Which meshes fit a number of devices and a model, and the nearest one that does if a mesh does not fit."""
+"""Mesh axes and sharding rules, and validation of meshes against the number of devices and the model."""
 
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
@@ -18,25 +18,30 @@ RULES: dict[str, str | None] = {
     "norm": None,
     "lora_rank": None,
 }
-"""Which mesh axis splits each axis of a weight. A weight's axes are named after the fields of ModelConfig that give
-their sizes."""
+"""Mesh axis over which each axis of a weight is sharded, or None for unsharded axes. The axes of weights are named
+after the ModelConfig fields that contain their sizes. For example, `layers.q` has the axes (num_layers, hidden_size,
+num_heads, head_dim), so its PartitionSpec is (None, "fsdp", "tensor", None)."""
 
 
-def fill_mesh(asked: Mapping[str, Any], num_devices: int) -> dict[str, int]:
-    """The sizes of AXES, with -1 replaced by the number of devices that remain.
+def fill_mesh(requested: Mapping[str, Any], num_devices: int) -> dict[str, int]:
+    """Returns the sizes of the mesh axes, with -1 replaced by the number of remaining devices.
 
     Args:
-      asked: the `mesh` section of a configuration, or a size for each of AXES.
+      requested: The `mesh` section of a configuration, or a mapping with a size for each of AXES.
+      num_devices: Number of available devices.
+
+    Returns:
+      The size of each axis. Their product may be smaller than `num_devices` if no size is -1.
 
     Raises:
-      ConfigError: the devices cannot be arranged like this.
+      ConfigError: If the sizes are invalid or do not match the number of devices.
     """
-    sizes = {axis: asked[axis] for axis in AXES}
+    sizes = {axis: requested[axis] for axis in AXES}
     stated = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     fixed = {axis: size for axis, size in sizes.items() if size != -1}
     if len(open_axes) > 1 or any(size < 1 for size in fixed.values()):
-        raise ConfigError(f"{stated}: every axis must be a positive size, and at most one may be -1.")
+        raise ConfigError(f"{stated}: every axis must have a positive size, and at most one may be -1.")
     used = prod(fixed.values())
     if used > num_devices or (open_axes and num_devices % used):
         raise ConfigError(
@@ -47,46 +52,54 @@ def fill_mesh(asked: Mapping[str, Any], num_devices: int) -> dict[str, int]:
 
 
 def check_mesh(
-    asked: Mapping[str, Any], mesh_shape: Mapping[str, int], model_sizes: Mapping[str, Any], row_tokens: int
+    requested: Mapping[str, Any], mesh_shape: Mapping[str, int], model_sizes: Mapping[str, Any], row_tokens: int
 ) -> None:
-    """Refuses a mesh that the model or a row cannot be split over.
+    """Verifies that the weights of a model and the rows of a batch can be sharded over a mesh.
 
     Args:
-      asked: the `mesh` section of the configuration; the advice keeps the axes that it fixes, as far as possible.
-      mesh_shape: devices along data, fsdp and tensor.
-      model_sizes: the fields of the model's ModelConfig.
-      row_tokens: the configuration's train.row_tokens.
+      requested: The `mesh` section of the configuration. The suggested mesh changes its fixed axes as little as
+        possible.
+      mesh_shape: Number of devices along each mesh axis.
+      model_sizes: Fields of the ModelConfig.
+      row_tokens: Number of tokens per row, train.row_tokens.
 
     Raises:
-      ConfigError: naming the axis, what it must divide, and the nearest mesh that does.
+      ConfigError: If a mesh axis does not divide a size. The message contains the nearest valid mesh.
     """
     splits = [(axis, f"the model's {field}", model_sizes[field]) for field, axis in RULES.items() if axis]
     splits.append(("tensor", "train.row_tokens", row_tokens))
 
-    def works(mesh: Mapping[str, int]) -> bool:
+    def is_valid(mesh: Mapping[str, int]) -> bool:
         return all(size % mesh[axis] == 0 for axis, _, size in splits)
 
     for axis, name, size in splits:
         if size % mesh_shape[axis]:
-            fixed = {axis: size for axis, size in mesh_shape.items() if asked[axis] != -1}
+            fixed = {axis: size for axis, size in mesh_shape.items() if requested[axis] != -1}
             raise ConfigError(
                 f"mesh.{axis}={mesh_shape[axis]} does not divide {name}={size}; "
-                f"{_advice(fixed, prod(mesh_shape.values()), works)}."
+                f"{_advice(fixed, prod(mesh_shape.values()), is_valid)}."
             )
 
 
 def nearest_mesh(
-    wanted: Mapping[str, int], num_devices: int, works: Callable[[Mapping[str, int]], bool]
+    requested: Mapping[str, int], num_devices: int, is_valid: Callable[[Mapping[str, int]], bool]
 ) -> dict[str, int]:
-    """Of the meshes of `num_devices` devices that work, the one with the smallest total change of the wanted axes.
+    """Returns the valid mesh of `num_devices` devices that changes the requested axis sizes the least.
 
-    Ties go to more fsdp, then to less tensor. A mesh of data alone must work.
+    Args:
+      requested: Requested size of some axes.
+      num_devices: Number of devices of the mesh.
+      is_valid: Function that returns True for valid meshes. It must accept a mesh with `data` as its only axis larger
+        than 1.
+
+    Returns:
+      The mesh with the smallest sum of absolute changes. Ties prefer larger `fsdp`, then smaller `tensor`.
     """
 
     def distance(mesh: Mapping[str, int]) -> tuple[int, int, int]:
-        return sum(abs(mesh[axis] - size) for axis, size in wanted.items()), -mesh["fsdp"], mesh["tensor"]
+        return sum(abs(mesh[axis] - size) for axis, size in requested.items()), -mesh["fsdp"], mesh["tensor"]
 
-    return min(filter(works, _meshes(num_devices)), key=distance)
+    return min(filter(is_valid, _meshes(num_devices)), key=distance)
 
 
 def _meshes(num_devices: int) -> Iterator[dict[str, int]]:
@@ -97,7 +110,7 @@ def _meshes(num_devices: int) -> Iterator[dict[str, int]]:
                 yield {"data": num_devices // (tensor * fsdp), "fsdp": fsdp, "tensor": tensor}
 
 
-def _advice(wanted: Mapping[str, int], num_devices: int, works: Callable[[Mapping[str, int]], bool]) -> str:
-    mesh = nearest_mesh(wanted, num_devices, works)
+def _advice(requested: Mapping[str, int], num_devices: int, is_valid: Callable[[Mapping[str, int]], bool]) -> str:
+    mesh = nearest_mesh(requested, num_devices, is_valid)
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
     return f"the nearest mesh that works on {num_devices} device{'s' * (num_devices > 1)} is {sizes}"

@@ -1,7 +1,8 @@
-"""How arrays are laid out on the mesh: its axes `data`, `fsdp`, `tensor`, and parallel.mesh.RULES for weights' axes.
+"""Meshes with the axes `data`, `fsdp` and `tensor`, and the sharding of weights and activations over them.
 
-`data` replicates the weights, `fsdp` splits each weight along its embedding axis, `tensor` splits heads, MLP and
-vocabulary. Rows of a batch are split over `data` and `fsdp` together.
+Weights are replicated over `data`. `fsdp` shards each weight along its embedding axis, and `tensor` shards heads, MLP
+and vocabulary, as defined by parallel.mesh.RULES. The rows of a batch are sharded over `data` and `fsdp` together:
+`fsdp` weights are gathered before they are used, and their gradients are summed and scattered afterwards.
 """
 
 import math
@@ -30,33 +31,40 @@ def make_mesh(
     devices: int = 0,
     available: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh over the first data * fsdp * tensor devices; one of the three may be -1 and takes the rest.
+    """Creates a mesh over the first data * fsdp * tensor devices.
 
-    Neighbours along `tensor`, then along `fsdp`, are close to each other: on TPUs in the torus, on GPUs in a node.
+    Devices that are neighbors along `tensor`, and next along `fsdp`, are physically close: in the torus of TPUs, or in
+    the same node on GPUs.
 
     Args:
-      device: the kind that the devices must be, a key of DEVICES; empty: any.
-      devices: how many of them to use; 0: all.
-      available: the jax.Devices to choose from, which need not be here; None: those of this process.
+      data: Size of the axis `data`. One of the three sizes may be -1, which selects the number of remaining devices.
+      fsdp: Size of the axis `fsdp`.
+      tensor: Size of the axis `tensor`.
+      device: Required device kind, a key of DEVICES. If empty, any kind is accepted.
+      devices: Number of devices to use. 0 selects all devices.
+      available: Devices to choose from, which may be descriptions of absent devices. If None, `jax.devices()`.
+
+    Returns:
+      The mesh.
 
     Raises:
-      ConfigError: the devices cannot be arranged like this.
+      ConfigError: If the devices are of another kind, or if their number does not match the axes.
     """
     available = jax.devices() if available is None else available
     kind = available[0].device_kind
     if device and device_name(kind) != device:
-        raise ConfigError(f"mesh.device={device}, but the devices here are {kind}; choose another mesh.")
+        raise ConfigError(f"mesh.device={device}, but the available devices are {kind}; change mesh.device.")
     if devices > len(available):
-        raise ConfigError(f"mesh.devices={devices}, but there are {len(available)} here; choose another mesh.")
+        raise ConfigError(f"mesh.devices={devices}, but only {len(available)} are available; reduce it.")
     sizes = fill_mesh({"data": data, "fsdp": fsdp, "tensor": tensor}, devices or len(available))
     shape, used = tuple(sizes.values()), math.prod(sizes.values())
     if used == len(available):
-        # Physical axes may be split, so that no arrangement is refused for the shape of the machine.
+        # Splitting physical axes is allowed, so that the topology of the machine does not restrict the mesh.
         arranged = mesh_utils.create_device_mesh(shape, available, allow_split_physical_axes=True)
     elif jax.process_count() > 1:
         raise ConfigError(
-            f"The mesh takes {used} of {len(available)} devices, but with {jax.process_count()} processes all must "
-            "take part; set one axis to -1."
+            f"The mesh uses {used} of {len(available)} devices, but {jax.process_count()} processes must use all "
+            "devices; set one mesh axis to -1."
         )
     else:
         arranged = np.asarray(available[:used]).reshape(shape)
@@ -64,7 +72,15 @@ def make_mesh(
 
 
 def param_shardings(model: nnx.Module, mesh: Mesh) -> dict[str, Any]:
-    """The NamedSharding of every weight of a (possibly abstract) model, in the model's own tree."""
+    """Returns the sharding of each weight of a model, according to parallel.mesh.RULES.
+
+    Args:
+      model: Model, possibly abstract.
+      mesh: Mesh.
+
+    Returns:
+      A tree of NamedSharding with the structure of the parameter tree.
+    """
     _, state = nnx.split(model)
     return nnx.to_pure_dict(
         jax.tree.map(
@@ -76,59 +92,90 @@ def param_shardings(model: nnx.Module, mesh: Mesh) -> dict[str, Any]:
 
 
 def platform() -> str:
-    """`cpu`, `gpu` or `tpu`: where the program that is being traced will run.
+    """Returns the platform (`cpu`, `gpu` or `tpu`) on which the function that is being traced will run.
 
-    This is read from the devices of the current mesh, because programs are also compiled for devices that are not here.
+    It is determined by the devices of the current mesh, because programs are also compiled for absent devices.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of batch arrays [rows, ...]."""
+    """Returns the sharding of batch arrays [rows, ...]."""
     return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of arrays that are replicated on all devices."""
     return NamedSharding(mesh, PartitionSpec())
 
 
-def pinned(x: jax.Array, *spec: Any) -> jax.Array:
-    """Fixes the layout of an array under a mesh; activations [rows, ...] have the spec ROWS."""
+def constrain_sharding(x: jax.Array, *spec: Any) -> jax.Array:
+    """Constrains the sharding of an array under a mesh.
+
+    Args:
+      x: Array.
+      *spec: Elements of the PartitionSpec. Activations [rows, ...] use ROWS.
+
+    Returns:
+      The constrained array. Returned unchanged without a mesh, or inside shard_map.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:  # with manual axes, x holds this device's own rows
+    if mesh.empty or mesh.manual_axes:  # With manual axes, x is the local shard.
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
 def gather_weight(weight: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """A weight gathered from its fsdp shards, so that its matmuls are split over rows and tensor only.
+    """Gathers a weight over `fsdp`, so that its matmuls are sharded over rows and `tensor` only.
 
-    Left to itself, the compiler instead gathers the activations of all rows if both axes are split, and gathers a
-    weight once for each use of it.
+    Without this constraint, the compiler gathers the activations of all rows if both axes are sharded, and gathers a
+    weight once per use.
+
+    Args:
+      weight: Sharded weight.
+      axes: Names of its axes, keys of RULES.
+
+    Returns:
+      The weight, replicated over `fsdp`.
     """
-    return pinned(weight, *(None if RULES[axis] == "fsdp" else RULES[axis] for axis in axes))
+    return constrain_sharding(weight, *(None if RULES[axis] == "fsdp" else RULES[axis] for axis in axes))
 
 
 def split_outputs(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Outputs [rows, out], split over tensor if the weight's output axes are, as the weight's gradient will read them.
+    """Shards the outputs of a matmul as the gradient of its weight requires them.
 
-    Left to itself, the compiler may keep them split over rows for the backward pass, and exchange those of all layers.
+    Without this constraint, the compiler may keep the outputs of all layers in another sharding for the backward pass,
+    and exchange them there.
+
+    Args:
+      x: Outputs [rows, out].
+      axes: Names of the output axes of the weight, keys of RULES.
+
+    Returns:
+      The outputs, sharded over `tensor` if one of the output axes of the weight is.
     """
-    return pinned(x, ROWS, "tensor") if "tensor" in [RULES[axis] for axis in axes] else x
+    return constrain_sharding(x, ROWS, "tensor") if "tensor" in [RULES[axis] for axis in axes] else x
 
 
 def summed_over_rows(
     product: Callable[[jax.Array, jax.Array], jax.Array], shape: Sequence[int], axes: tuple[str, ...], num_inputs: int
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """A weight's gradient from all rows: each device takes the product of its own, then they are summed and split.
+    """Wraps a function that computes a weight gradient from local rows, so that it sums over the rows of all devices.
 
-    Only this guarantees that gradients are scattered, in the type of the product. Left to itself, the compiler may
-    gather the activations of all rows, or all heads of the gradient, or give every device the sum of all.
+    Each device computes the product of its local rows. The products are then summed and scattered in their own type.
+    Without this wrapper, the compiler may gather the activations of all rows or all heads of the gradient, or compute
+    the full sum on every device.
 
     Args:
-      product: (inputs [rows, in], gradients of outputs [rows, out]) -> [in, out], where tensor splits in or out.
-      shape, axes: the weight's; its first `num_inputs` axes are those of the inputs.
+      product: Function of inputs [rows, in] and output gradients [rows, out] that returns [in, out]. Either `in` or
+        `out` may be sharded over `tensor`.
+      shape: Shape of the weight.
+      axes: Names of the axes of the weight, keys of RULES.
+      num_inputs: Number of leading axes of the weight that are input axes.
+
+    Returns:
+      A function with the arguments of `product` that returns the gradient of the weight, sharded like the weight.
     """
     mesh, split = jax.sharding.get_abstract_mesh(), [RULES[axis] for axis in axes]
     if mesh.empty:
@@ -139,7 +186,7 @@ def summed_over_rows(
         gradient = product(x, d_out).reshape(own)
         if mesh.shape["fsdp"] > 1 and "fsdp" in split:
             gradient = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=split.index("fsdp"), tiled=True)
-        elif mesh.shape["fsdp"] > 1:  # a thin matrix that every part has whole
+        elif mesh.shape["fsdp"] > 1:  # Adapter matrices without an axis that is sharded over fsdp.
             gradient = jax.lax.psum(gradient, "fsdp")
         return jax.lax.psum(gradient, "data") if mesh.shape["data"] > 1 else gradient
 
@@ -149,9 +196,10 @@ def summed_over_rows(
 
 
 def host_mesh(mesh: Mesh) -> Mesh:
-    """A mesh of this process's devices alone; if all devices belong to one process, the same mesh.
+    """Returns a mesh of the local devices. Returns `mesh` if all of its devices belong to one process.
 
-    Its `tensor` axis, then its `fsdp` axis, is as large as the host allows; the rest is `data`.
+    The size of the `tensor` axis is the greatest common divisor of its size in `mesh` and the number of local devices.
+    The `fsdp` axis is sized in the same way from the remaining devices. The rest is `data`.
     """
     if len({device.process_index for device in mesh.devices.flat}) == 1:
         return mesh
@@ -162,13 +210,21 @@ def host_mesh(mesh: Mesh) -> Mesh:
 
 
 def params_on_host(params: Params, mesh: Mesh) -> Params:
-    """The weights laid out on `host_mesh(mesh)`: a whole copy on every host, gathered by a collective of all hosts."""
+    """Copies weights to `host_mesh(mesh)`, so that each process has a full copy. All processes must call this function.
+
+    Args:
+      params: Weights, sharded over `mesh`.
+      mesh: Mesh of all processes.
+
+    Returns:
+      The weights, sharded over the local devices. Returned unchanged with a single process.
+    """
     if jax.process_count() == 1:
         return params
-    here = host_mesh(mesh)
+    local_mesh = host_mesh(mesh)
     by_host = sorted(mesh.devices.flatten().tolist(), key=lambda device: device.process_index)
     hosts = Mesh(
-        np.asarray(by_host).reshape(-1, *here.devices.shape),
+        np.asarray(by_host).reshape(-1, *local_mesh.devices.shape),
         ("hosts", *AXES),
         axis_types=(AxisType.Auto,) * 4,
     )
@@ -177,6 +233,6 @@ def params_on_host(params: Params, mesh: Mesh) -> Params:
         assert isinstance(x.sharding, NamedSharding)
         copies = jax.device_put(x, NamedSharding(hosts, x.sharding.spec))
         shards = [shard.data for shard in copies.addressable_shards]
-        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(here, x.sharding.spec), shards)
+        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(local_mesh, x.sharding.spec), shards)
 
     return jax.tree.map(gather, params)

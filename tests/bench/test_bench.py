@@ -71,7 +71,7 @@ def test_a_kernel_that_a_run_would_not_use_is_not_timed(small_roofline, tmp_path
     timed: list[str] = []
     monkeypatch.setattr(bench, "time_stages", lambda *_: iter(timed.append(attention.fastest("auto")) or ()))
     figures(tiny_config(compilation_cache=str(tmp_path / "compiled")), tmp_path)
-    assert timed == ["blockwise"] and "Warning: the attention kernel broken is wrong" in capsys.readouterr().err
+    assert timed == ["blockwise"] and "Warning: the attention kernel broken is incorrect" in capsys.readouterr().err
 
 
 def test_the_papers_batch_packs_with_less_than_five_percent_padding():

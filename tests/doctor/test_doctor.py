@@ -50,7 +50,7 @@ def test_a_run_on_one_device_passes(tmp_path):
     assert statuses(found) == dict.fromkeys(("devices", "kernel", "decoding", "checkpoint"), "passed") | absent
     assert found["devices"].seen.endswith("mesh data 1, fsdp 1, tensor 1")
     kernel = found["kernel"]  # of model.attention=auto, by its own name
-    assert kernel.seen.startswith("the attention kernel blockwise is right on cpu: ")
+    assert kernel.seen.startswith("the attention kernel blockwise is correct on cpu: ")
     for name in ("values", "dq", "dk", "dv"):
         error, most = (float(kernel.figures[f"{kind} of {name}"]) for kind in ("error", "allowed"))
         assert error <= most < 1e-3 and f"{name} {error:.1e} of {most:.1e}" in kernel.seen
@@ -83,7 +83,7 @@ def test_a_broken_kernel_is_named(tmp_path, monkeypatch, dtype, break_it):
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="broken"))
     (found,) = examined(config, "kernel").values()
     assert found.status == "failed"
-    assert found.seen.startswith("the attention kernel broken is wrong on cpu") and "set --config" in found.seen
+    assert found.seen.startswith("the attention kernel broken is incorrect on cpu") and "set --config" in found.seen
     names = ("values", "dq", "dk", "dv")
     assert set(found.figures) == {f"{kind} of {name}" for kind in ("error", "allowed") for name in names}
     assert any(float(found.figures[f"error of {name}"]) > float(found.figures[f"allowed of {name}"]) for name in names)
@@ -135,7 +135,7 @@ def test_a_disk_that_gives_other_bits_back_is_found(tmp_path, monkeypatch):
     [
         ({"mesh__fsdp": 3}, "mesh.fsdp=3 does not divide the model's hidden_size=16; the nearest mesh that works on 3"),
         ({"mesh__fsdp": 16}, "mesh.data=1, mesh.fsdp=16, mesh.tensor=1 takes 16 devices, but there are 8; the nearest"),
-        ({"mesh__device": "h200", "mesh__devices": 8}, "mesh.device=h200, but the devices here are cpu"),
+        ({"mesh__device": "h200", "mesh__devices": 8}, "mesh.device=h200, but the available devices are cpu"),
     ],
     ids=["not a divisor", "too many", "other devices"],
 )

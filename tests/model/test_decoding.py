@@ -1,4 +1,4 @@
-"""Decoding one token at a time equals the packed forward pass, for every related model, at any cache length."""
+"""Tests that decoding one token at a time matches the packed forward pass for all families and cache lengths."""
 
 import dataclasses
 import functools
@@ -7,42 +7,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_qwen3 import QWEN3, RELATIVES, build, forward, pack, random_params
+from test_qwen3 import FAMILIES, QWEN3, build, forward, pack, random_params
 
 from poly_epo_jax.model import decoding
 
-LENGTHS, TOTAL = (5, 8, 1), 9  # of the prompts, and of all that is read
+LENGTHS, TOTAL = (5, 8, 1), 9  # Prompt lengths, and the number of tokens of each row.
 prefill = jax.jit(decoding.prefill, static_argnums=0)
 decode = jax.jit(decoding.decode, static_argnums=0)
 decoding_weights = jax.jit(decoding.decoding_weights, static_argnums=0)
 
 
 def decoded(config, params, tokens, cache_length):
-    """Logits [rows, position, V] of what follows each token from the prompt's last one on, each row at its pace."""
+    """Computes logits [rows, position, V] after each token from the last prompt token onwards."""
     weights = decoding_weights(config, params)
     valid = np.arange(8)[None] < np.array(LENGTHS)[:, None]
     prompts = prefill(config, weights, jnp.asarray(np.where(valid, tokens[:, :8], 0)), jnp.asarray(valid))
     cache = decoding.init_cache(config, len(LENGTHS) + 1, cache_length)
-    cache = cache.with_rows(jnp.array([3, 1, 0, 9]), prompts, jnp.array([0, 1, 2, 0]))  # 9 is no row
+    cache = cache.with_rows(jnp.array([3, 1, 0, 9]), prompts, jnp.array([0, 1, 2, 0]))  # Row 9 does not exist.
     rows = np.array([3, 1, 0])
     logits = np.zeros((len(LENGTHS), TOTAL, config.vocab_size), np.float32)
     positions, now = np.zeros(4, np.int32), np.zeros(4, np.int32)
     for step in range(TOTAL):
-        place = np.minimum(np.array(LENGTHS) - 1 + step, TOTAL - 1)
-        positions[rows], now[rows] = place, tokens[np.arange(3), place]
+        position = np.minimum(np.array(LENGTHS) - 1 + step, TOTAL - 1)
+        positions[rows], now[rows] = position, tokens[np.arange(3), position]
         found, cache = decode(config, weights, jnp.asarray(now), jnp.asarray(positions), cache)
-        logits[np.arange(3), place] = np.asarray(found).T[rows]
+        logits[np.arange(3), position] = np.asarray(found).T[rows]
     return logits
 
 
 @functools.cache
-def setting(name):
-    config = RELATIVES[name]
+def make_case(name):
+    config = FAMILIES[name]
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (len(LENGTHS), TOTAL))
     return config, random_params(config), tokens
 
 
-def assert_logits_of_the_packed_forward(config, params, tokens, logits, atol):
+def assert_matches_packed_forward(config, params, tokens, logits, atol):
     head = np.asarray(build(config, params).head, np.float32)
     for row, length in enumerate(LENGTHS):
         hidden = forward(config, params, pack(tokens[row]))[0, :TOTAL]
@@ -53,26 +53,26 @@ def assert_logits_of_the_packed_forward(config, params, tokens, logits, atol):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache_length", [TOTAL, TOTAL + 7])
-@pytest.mark.parametrize("name", RELATIVES)
-def test_decoding_equals_the_packed_forward(name, cache_length):
-    config, params, tokens = setting(name)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decoding_matches_the_packed_forward_pass(name, cache_length):
+    config, params, tokens = make_case(name)
     logits = decoded(config, params, tokens, cache_length)
-    assert_logits_of_the_packed_forward(config, params, tokens, logits, atol=2e-5)
+    assert_matches_packed_forward(config, params, tokens, logits, atol=2e-5)
 
 
 @pytest.mark.slow
 def test_decoding_in_bfloat16():
-    config, params, tokens = setting("qwen3")
+    config, params, tokens = make_case("qwen3")
     config = dataclasses.replace(config, dtype="bfloat16")
-    assert_logits_of_the_packed_forward(config, params, tokens, decoded(config, params, tokens, TOTAL), atol=0.1)
+    assert_matches_packed_forward(config, params, tokens, decoded(config, params, tokens, TOTAL), atol=0.1)
     weights = decoding_weights(config, params)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
-    assert "embed" not in weights  # a tied head serves as both
+    assert "embed" not in weights  # The tied head is also the embedding.
     assert decoding.init_cache(config, 1, 4).k[0].dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("length", [3, 6, 11])
-def test_a_resized_cache_keeps_what_fits(length):
+def test_resizing_a_cache_truncates_or_pads(length):
     rng = np.random.default_rng(0)
     cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), decoding.init_cache(QWEN3, 2, 6))
     resized, kept = cache.resized(length), min(length, 6)

@@ -1,4 +1,4 @@
-"""A fingerprint depends on the bits of an array, not on where the array lies."""
+"""Tests that fingerprints depend on the bits of an array but not on its sharding."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from poly_epo_jax.parallel.sharding import make_mesh
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.int8])
-def test_each_bit_counts(dtype: type):
+def test_every_bit_changes_the_fingerprint(dtype: type):
     values = np.asarray(np.random.default_rng(0).integers(-100, 100, (3, 5)), dtype)
     before = fingerprints({"x": {"y": values}})
     assert before.keys() == {"x.y"} and before == fingerprints({"x": {"y": jnp.array(values)}})
@@ -25,8 +25,8 @@ def test_each_bit_counts(dtype: type):
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-def test_a_mesh_changes_nothing():
+def test_fingerprints_do_not_depend_on_the_mesh():
     values = np.random.default_rng(0).standard_normal((8, 6, 4)).astype(np.float32)
     mesh, spec = make_mesh(2, 2, 2), jax.sharding.PartitionSpec(("data", "fsdp"), "tensor")
-    spread = jax.device_put(values, jax.sharding.NamedSharding(mesh, spec))
-    assert fingerprints([spread]) == fingerprints([values])
+    sharded = jax.device_put(values, jax.sharding.NamedSharding(mesh, spec))
+    assert fingerprints([sharded]) == fingerprints([values])

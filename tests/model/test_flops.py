@@ -1,4 +1,4 @@
-"""Model FLOPs, compared with counts by hand and with the model's own weights."""
+"""Compares model FLOPs with manual counts and with the weights of the model."""
 
 import jax
 import numpy as np
@@ -22,27 +22,27 @@ BILLIONS = {
 
 
 @pytest.mark.parametrize("tied_head", [True, False])
-def test_weights_are_those_of_the_model_without_norms(tied_head):
+def test_total_weights_counts_the_matrices_of_the_model(tied_head):
     config = ModelConfig(50, 6, 10, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, tied_head=tied_head)
     leaves = jax.tree.leaves_with_path(nnx.split(Qwen3(config, nnx.Rngs(0)))[1])
     matrices = sum(leaf.size for path, leaf in leaves if "norm" not in jax.tree_util.keystr(path))
     assert flops.total_weights(config) == matrices
 
 
-def test_forward_flops_by_hand():
+def test_forward_flops_match_a_manual_count():
     """Two sequences of 2 + 1 and 1 + 2 tokens: 6 tokens through the layers, 3 through the head, 12 query-key pairs."""
     per_token = 3 * (6 * 32 + 2 * 6 * 16 + 32 * 6 + 3 * 6 * 10)
     expected = 2 * 6 * per_token + 3 * 2 * 2 * 32 * 12 + 2 * 3 * 50 * 6
     assert flops.forward_flops(CONFIG, np.array([2, 1]), np.array([1, 2])) == expected
 
 
-def test_the_cache_of_qwen3_4b():
+def test_cache_bytes_of_qwen3_4b():
     config = preset_config("Qwen/Qwen3-4B-Base")
     assert flops.cache_bytes_per_token(config, 2) == 147_456
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_have_the_size_that_their_authors_state(name):
+def test_presets_have_the_published_sizes(name):
     config = preset_config(f"Qwen/{name}-Base", dtype="float32")
     assert config.dtype == "float32"
     assert flops.total_weights(config) / 1e9 == pytest.approx(BILLIONS[name], rel=0.005)

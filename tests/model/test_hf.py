@@ -25,7 +25,7 @@ SMALL = ModelConfig(
 
 
 def random_params(config, seed=0):
-    """The initial weights, each moved at random, so that norms are not ones and biases not zeros."""
+    """Draws initial weights and adds noise, so that norms are not 1 and biases are not 0."""
     params = nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(seed)))[1])
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: x + jnp.asarray(0.2 * rng.standard_normal(x.shape), x.dtype), params)
@@ -36,7 +36,7 @@ def assert_trees_equal(found, expected):
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_an_entry_names_every_weight_of_its_family_and_no_other(family):
+def test_registry_entries_name_exactly_the_weights_of_their_family(family):
     entry = ARCHITECTURES[family]
     config = dataclasses.replace(SMALL, family=family, **entry.switches, tied_head=False)
     assert {tensor.path for tensor in hf._tensors(config).values()} == set(entry.weights)
@@ -44,7 +44,7 @@ def test_an_entry_names_every_weight_of_its_family_and_no_other(family):
 
 
 @pytest.mark.slow
-def test_params_have_the_models_own_structure(tmp_path):
+def test_loaded_params_have_the_structure_of_the_model(tmp_path):
     save_pretrained(tmp_path / "model", random_params(SMALL), SMALL)
     params = load_params(tmp_path / "model", SMALL)
     assert jax.tree.structure(params) == jax.tree.structure(random_params(SMALL))
@@ -52,7 +52,7 @@ def test_params_have_the_models_own_structure(tmp_path):
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-def test_weights_are_laid_out_by_the_given_shardings(tmp_path):
+def test_weights_have_the_given_shardings(tmp_path):
     params = random_params(SMALL)
     save_pretrained(tmp_path / "model", params, SMALL, dtype="float32")
     shardings = param_shardings(nnx.eval_shape(lambda: Qwen3(SMALL, nnx.Rngs(0))), make_mesh(2, 2, 2))
@@ -63,7 +63,7 @@ def test_weights_are_laid_out_by_the_given_shardings(tmp_path):
     assert_trees_equal(load_params(tmp_path / "again", SMALL), params)
 
 
-def test_shards_stay_below_the_limit_and_the_index_names_every_tensor(tmp_path):
+def test_shards_respect_the_limit_and_the_index_contains_every_tensor(tmp_path):
     limit = 2_000
     save_pretrained(tmp_path / "model", random_params(SMALL), SMALL, max_shard_bytes=limit)
     index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())
@@ -79,7 +79,7 @@ def test_shards_stay_below_the_limit_and_the_index_names_every_tensor(tmp_path):
     assert index["metadata"]["total_size"] == 2 * sum(x.size for x in jax.tree.leaves(random_params(SMALL)))
 
 
-def test_a_crash_leaves_no_folder_and_the_next_save_succeeds(tmp_path, monkeypatch):
+def test_a_failed_save_leaves_no_folder_and_the_next_save_succeeds(tmp_path, monkeypatch):
     params = random_params(SMALL)
 
     for error in (OSError("disk full"), SafetensorError("disk full"), KeyboardInterrupt("disk full")):
@@ -92,7 +92,7 @@ def test_a_crash_leaves_no_folder_and_the_next_save_succeeds(tmp_path, monkeypat
             with pytest.raises((OSError, KeyboardInterrupt), match="disk full"):
                 save_pretrained(tmp_path / "model", params, SMALL)
         assert not list(tmp_path.iterdir())
-    (tmp_path / "model.unfinished").mkdir()  # as SIGKILL would leave it
+    (tmp_path / "model.unfinished").mkdir()  # as left behind after SIGKILL
     save_pretrained(tmp_path / "model", params, SMALL)
     assert [folder.name for folder in tmp_path.iterdir()] == ["model"]
 
@@ -104,7 +104,7 @@ def test_stop_and_padding_tokens_are_written_for_generation(tmp_path):
         assert written.from_pretrained(tmp_path / "model").pad_token_id == 9
 
 
-def test_a_folder_without_stop_token_does_not_inherit_llamas(tmp_path):
+def test_a_folder_without_stop_token_does_not_use_the_llama_defaults(tmp_path):
     llama = dataclasses.replace(SMALL, family="llama", qk_norm=False)
     save_pretrained(tmp_path / "model", random_params(llama), llama)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
@@ -113,7 +113,7 @@ def test_a_folder_without_stop_token_does_not_inherit_llamas(tmp_path):
 
 
 def write_config(folder, **changes):
-    """A config.json as transformers 4 wrote it, with `changes` (None deletes a key)."""
+    """Writes a config.json in the format of transformers 4 with some changes. None deletes a key."""
     written = {
         "model_type": "qwen3",
         "vocab_size": 40,
@@ -137,7 +137,7 @@ def write_config(folder, **changes):
     (folder / "config.json").write_text(json.dumps(written))
 
 
-def test_an_old_config_reads_the_same(tmp_path):
+def test_configs_of_transformers_4_are_supported(tmp_path):
     write_config(tmp_path)
     assert read_config(tmp_path, **FLOAT32) == SMALL
 
@@ -152,19 +152,19 @@ def test_an_old_config_reads_the_same(tmp_path):
         ({"rope_theta": 5e5, "rope_scaling": {"type": "default"}}, 5e5),
     ],
 )
-def test_rope_theta_is_found_in_old_and_new_places(changes, rope_theta, tmp_path):
+def test_rope_theta_is_read_from_old_and_new_keys(changes, rope_theta, tmp_path):
     write_config(tmp_path, **changes)
     assert read_config(tmp_path).rope_theta == rope_theta
 
 
-def test_what_older_configs_leave_out_has_transformers_defaults(tmp_path):
+def test_missing_keys_have_the_defaults_of_transformers(tmp_path):
     write_config(tmp_path, model_type="llama", num_key_value_heads=None, head_dim=None, tie_word_embeddings=None)
     config = read_config(tmp_path)
     assert (config.num_kv_heads, config.head_dim, config.tied_head) == (4, 4, False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_we_write_serves_old_and_new_readers(dtype, tmp_path):
+def test_saved_configs_have_old_and_new_keys(dtype, tmp_path):
     config = dataclasses.replace(SMALL, rope_theta=12345.0)
     save_pretrained(tmp_path / "model", random_params(config), config, dtype=dtype)
     written = json.loads((tmp_path / "model/config.json").read_text())
@@ -185,22 +185,22 @@ def test_what_we_write_serves_old_and_new_readers(dtype, tmp_path):
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window True is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .* is not supported"),
-        ({"hidden_size": None}, "does not say 'hidden_size'; add it"),
-        ({"vocab_size": None}, "does not say 'vocab_size'; add it"),
+        ({"hidden_size": None}, "'hidden_size'; add it"),
+        ({"vocab_size": None}, "'vocab_size'; add it"),
     ],
 )
-def test_a_model_that_ours_cannot_compute_is_refused(changes, message, tmp_path):
+def test_unsupported_models_are_rejected(changes, message, tmp_path):
     write_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         read_config(tmp_path)
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="Qwen/Qwen3-4B is not a folder; download the model first"):
+def test_missing_folders_and_files_are_rejected(tmp_path):
+    with pytest.raises(FileNotFoundError, match="Qwen/Qwen3-4B is not a folder"):
         read_config("Qwen/Qwen3-4B")
-    with pytest.raises(FileNotFoundError, match="is not a folder; download the model first"):
+    with pytest.raises(FileNotFoundError, match="absent is not a folder"):
         load_params(tmp_path / "absent", SMALL)
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json; give a Hugging Face model folder"):
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         read_config(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         load_params(tmp_path, SMALL)
@@ -212,7 +212,7 @@ def edit_tensors(folder, edit):
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_a_tied_checkpoint_may_hold_its_head_too(tmp_path):
+def test_a_tied_model_folder_may_contain_its_head(tmp_path):
     save_pretrained(tmp_path / "model", random_params(SMALL), SMALL, dtype="float32")
     edit_tensors(tmp_path / "model", lambda tensors: tensors.update({"lm_head.weight": np.zeros((40, 16), np.float32)}))
     assert_trees_equal(load_params(tmp_path / "model", SMALL), random_params(SMALL))
@@ -224,42 +224,40 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda tensors: tensors.pop(K_PROJ), f"lacks {K_PROJ}; it is incomplete"),
-        (lambda tensors: tensors.update(extra=np.zeros(3)), "has an unexpected extra; the config describes another"),
+        (lambda tensors: tensors.pop(K_PROJ), f"has no tensor {K_PROJ};"),
+        (lambda tensors: tensors.update(extra=np.zeros(3)), "unexpected tensor extra;"),
         (
             lambda tensors: tensors.update({K_PROJ: np.zeros((24, 16), np.float32)}),
-            rf"{K_PROJ} has shape \(24, 16\), but the config implies \(12, 16\)",
+            rf"{K_PROJ} has shape \(24, 16\), but .* \(12, 16\)",
         ),
         (
             lambda tensors: tensors.update({K_PROJ: np.zeros((12, 16), np.int8)}),
-            f"{K_PROJ} is I8; choose a model in BF16, F16 or F32",
+            f"{K_PROJ} has type I8; .* BF16, F16 or F32",
         ),
         (
             lambda tensors: tensors.update({K_PROJ: np.where(np.eye(12, 16), np.nan, 0).astype(np.float32)}),
-            "layers.k holds NaN or infinity; get or save the model anew",
+            "layers.k contains NaN or infinity",
         ),
     ],
     ids=["missing", "unexpected", "shape", "type", "NaN"],
 )
-def test_tensors_that_do_not_fit_are_refused(edit, message, tmp_path):
+def test_invalid_tensors_are_rejected(edit, message, tmp_path):
     save_pretrained(tmp_path / "model", random_params(SMALL), SMALL)
     edit_tensors(tmp_path / "model", edit)
     with pytest.raises(ValueError, match=message):
         load_params(tmp_path / "model", SMALL)
 
 
-def test_an_untied_model_needs_its_head(tmp_path):
+def test_an_untied_model_requires_its_head(tmp_path):
     save_pretrained(tmp_path / "model", random_params(SMALL), SMALL)
-    with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):
+    with pytest.raises(ValueError, match=r"has no tensor lm_head\.weight"):
         load_params(tmp_path / "model", dataclasses.replace(SMALL, tied_head=False))
 
 
-def test_saving_refuses_what_its_family_is_not_and_what_is_there(tmp_path):
+def test_saving_rejects_other_switches_and_existing_folders(tmp_path):
     both = dataclasses.replace(SMALL, attention_bias=True)
-    with pytest.raises(
-        ValueError, match=r"A qwen3 model has .*, not .*'attention_bias': True.*; choose another family"
-    ):
+    with pytest.raises(ValueError, match=r"A qwen3 model requires .*, but has .*'attention_bias': True"):
         save_pretrained(tmp_path / "model", random_params(both), both)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(FileExistsError, match="exists already; choose another folder, or remove it first"):
+    with pytest.raises(FileExistsError, match="already exists"):
         save_pretrained(tmp_path, random_params(SMALL), SMALL)

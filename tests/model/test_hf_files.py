@@ -1,4 +1,4 @@
-"""Several files at a time: who writes which, how much the host holds, and what happens if one cannot be written."""
+"""Tests parallel writing of weight files: distribution over threads, host memory, and write errors."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ def fetch(names: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 2_000, 1_000, 1])
-def test_every_tensor_is_read_back(tmp_path: Path, max_shard_bytes: int):
+def test_written_tensors_are_read_back(tmp_path: Path, max_shard_bytes: int):
     write_tensors(tmp_path, SIZES, fetch, max_shard_bytes)
     source = open_tensors(tmp_path)
     assert source.keys() == VALUES.keys()
@@ -35,7 +35,7 @@ def test_every_tensor_is_read_back(tmp_path: Path, max_shard_bytes: int):
     assert len(list(tmp_path.glob("*.safetensors"))) == num_files
 
 
-def test_all_writers_have_an_even_share_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_large_models_are_split_evenly_between_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hf_files, "SMALLEST_SHARD", 1_000)
     write_tensors(tmp_path, SIZES, fetch, 10**9)
     held = [sum(values.nbytes for values in load_file(file).values()) for file in tmp_path.glob("*.safetensors")]
@@ -43,7 +43,7 @@ def test_all_writers_have_an_even_share_of_a_large_model(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
-def test_whoever_may_read_other_files_may_read_the_tensors(tmp_path: Path, umask: int):
+def test_weight_files_have_the_default_permissions(tmp_path: Path, umask: int):
     before = os.umask(umask)
     try:
         write_tensors(tmp_path, SIZES, fetch, 2_000)
@@ -53,10 +53,10 @@ def test_whoever_may_read_other_files_may_read_the_tensors(tmp_path: Path, umask
     assert len(files) == 13 and {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o666 & ~umask}
 
 
-def test_files_are_written_side_by_side_while_the_next_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """No file is done before all writers have one and the next is fetched: one after the other would end in error."""
+def test_files_are_written_in_parallel_while_the_next_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Blocks each write until all threads write and the next file is fetched, so that sequential writes would fail."""
     changed = threading.Condition()
-    fetched = begun = written = most_held = 0
+    fetched = begun = written = max_held = 0
 
     def save(*arguments: Any, **keywords: Any) -> None:
         nonlocal begun, written
@@ -67,19 +67,19 @@ def test_files_are_written_side_by_side_while_the_next_is_fetched(tmp_path: Path
             written += 1
 
     def watched(names: Sequence[str]) -> dict[str, np.ndarray]:
-        nonlocal fetched, most_held
+        nonlocal fetched, max_held
         with changed:
             fetched += 1
-            most_held = max(most_held, fetched - written)
+            max_held = max(max_held, fetched - written)
             changed.notify_all()
         return fetch(names)
 
     monkeypatch.setattr(hf_files, "save_file", save)
     write_tensors(tmp_path, SIZES, watched, 1)
-    assert (fetched, written, most_held) == (24, 24, WRITERS + 1)
+    assert (fetched, written, max_held) == (24, 24, WRITERS + 1)
 
 
-def test_a_file_that_cannot_be_written_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_write_error_stops_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     begun = []
 
     def save(content: Any, path: Path, **keywords: Any) -> None:

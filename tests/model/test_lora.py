@@ -1,4 +1,4 @@
-"""Adapters against the same products written out: a layer with an adapter equals the layer with merged weights."""
+"""Compares adapters with explicitly merged weights: computation, training, generation and export."""
 
 import asyncio
 import dataclasses
@@ -29,10 +29,10 @@ from poly_epo_jax.model import flops
 from poly_epo_jax.model.hf import load_params, save_pretrained
 from poly_epo_jax.model.lora import (
     ADAPTER,
-    first_adapter,
+    init_adapter,
     is_adapter,
     lora_fields,
-    merged,
+    merge_adapter,
     split_adapter,
     without_adapter,
 )
@@ -73,36 +73,39 @@ def start(update, params=None):
     return update.init(jax.device_put(params or adapted_params(), shardings))
 
 
-# What it computes
+# Computation.
 
 
 @pytest.mark.slow
-def test_an_adapted_layer_is_the_layer_of_the_merged_weights():
+def test_an_adapted_model_matches_merged_weights():
     found, expected = hidden_states(ADAPTED_MODEL, adapted_params()), hidden_states(TINY_MODEL, tiny_params())
     assert np.abs(found - expected).max() > 0.1
     expected = hidden_states(TINY_MODEL, merged_by_hand(adapted_params()))
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
 
 
-def test_merged_adds_in_float32_whatever_the_weights_are():
+def test_merging_uses_float32_for_all_weight_types():
     params, expected = adapted_params(), merged_by_hand(adapted_params())
     for name in NAMES:
-        found = merged(ADAPTED, params["layers"], name, 1)
+        found = merge_adapter(ADAPTED, params["layers"], name, 1)
         np.testing.assert_allclose(found, expected["layers"][name][1], rtol=0, atol=1e-6)
     half = {name: jnp.asarray(w, "float32" if is_adapter(name) else "bfloat16") for name, w in params["layers"].items()}
     a, b = (np.asarray(half[f"down_lora_{part}"][0]) for part in "ab")
     np.testing.assert_allclose(
-        merged(ADAPTED, half, "down", 0), np.asarray(half["down"][0], np.float32) + SCALE * a @ b, rtol=0, atol=1e-6
+        merge_adapter(ADAPTED, half, "down", 0),
+        np.asarray(half["down"][0], np.float32) + SCALE * a @ b,
+        rtol=0,
+        atol=1e-6,
     )
-    assert merged(ADAPTED, params["layers"], "q_norm", 0) is not None
+    assert merge_adapter(ADAPTED, params["layers"], "q_norm", 0) is not None
 
 
 @pytest.mark.slow
-def test_a_new_adapter_changes_nothing_and_is_the_same_on_every_mesh():
+def test_initial_adapters_have_zero_output_and_do_not_depend_on_the_mesh():
     shardings = [param_shardings(ADAPTED_MODEL, make_mesh(*axes)) for axes in ((1, 1, 1), (1, 2, 2))]
-    first, on_mesh = (as_numpy(first_adapter(ADAPTED, 5, laid_out)) for laid_out in shardings)
+    first, on_mesh = (as_numpy(init_adapter(ADAPTED, 5, sharding)) for sharding in shardings)
     jax.tree.map(np.testing.assert_array_equal, first, on_mesh)
-    other = as_numpy(first_adapter(ADAPTED, 6, shardings[0]))
+    other = as_numpy(init_adapter(ADAPTED, 6, shardings[0]))
     for name in NAMES:
         a, b = (first["layers"][f"{name}_lora_{part}"] for part in "ab")
         assert not b.any() and a.dtype == b.dtype == np.float32
@@ -113,20 +116,20 @@ def test_a_new_adapter_changes_nothing_and_is_the_same_on_every_mesh():
     np.testing.assert_array_equal(hidden_states(ADAPTED_MODEL, params), hidden_states(TINY_MODEL, tiny_params()))
 
 
-def test_without_a_rank_there_is_nothing_of_it():
+def test_rank_0_disables_the_adapter():
     assert lora_fields(LoraSection(alpha=3.0, targets=("q_proj",))) == {}
     assert without_adapter(ADAPTED) == TINY
-    assert split_adapter(TINY, tiny_params())[0] == {} == first_adapter(TINY, 0, {})
+    assert split_adapter(TINY, tiny_params())[0] == {} == init_adapter(TINY, 0, {})
     assert flops.adapter_sizes(TINY) == {}
 
 
-def test_only_the_targets_have_one():
+def test_only_targets_have_an_adapter():
     fields = lora_fields(dataclasses.replace(SECTION, targets=("o_proj", "up_proj")))
     names = {path.split(".")[1] for path in flops.adapter_sizes(dataclasses.replace(TINY, **fields))}
     assert names == {"o_lora_a", "o_lora_b", "up_lora_a", "up_lora_b"}
 
 
-def test_flops_and_sizes_count_it_apart():
+def test_flops_and_sizes_count_the_adapter_separately():
     adapter, base = split_adapter(ADAPTED, adapted_params())
     assert sum(flops.adapter_sizes(ADAPTED).values()) == sum(leaf.size for leaf in jax.tree.leaves(adapter))
     assert flops.total_weights(ADAPTED) == flops.total_weights(TINY)
@@ -136,12 +139,12 @@ def test_flops_and_sizes_count_it_apart():
     assert jax.tree.structure(base) == jax.tree.structure(tiny_params())
 
 
-# How it is trained
+# Training.
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule():
-    """d/dA = (alpha / rank) dW B' and d/dB = (alpha / rank) A' dW, with dW of the update that has no adapters."""
+def test_gradients_match_the_chain_rule_of_merged_weights():
+    """Checks dA = (alpha / rank) dW B' and dB = (alpha / rank) A' dW, with dW from an update without adapters."""
     params, (microbatches, _) = adapted_params(), minibatches()
     update, whole = make_update(), make_update(adapted=False)
     (placed, *_) = update.with_old_logprobs(start(update), [microbatches])
@@ -163,7 +166,7 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule():
 
 
 @pytest.mark.slow
-def test_the_adapter_alone_changes_and_has_moments():
+def test_only_the_adapter_changes_and_has_moments():
     update = make_update()
     state = start(update)
     before = as_numpy(state.params)
@@ -176,11 +179,11 @@ def test_the_adapter_alone_changes_and_has_moments():
 
 
 @pytest.mark.slow
-def test_the_reference_policy_is_the_base_for_nothing():
-    """Given the new adapter alone, the update compares with the base policy, which the state has."""
+def test_the_reference_policy_is_the_base_policy():
+    """Given only the initial adapter, the update uses the base policy in its state as the reference policy."""
     update = make_update(kl_coef=0.1)
     shardings = param_shardings(ADAPTED_MODEL, update.mesh)
-    reference = first_adapter(ADAPTED, 0, shardings)
+    reference = init_adapter(ADAPTED, 0, shardings)
     (batch, *_), *_ = update.with_old_logprobs(start(update), minibatches(), reference)
     whole = make_update(adapted=False, kl_coef=0.1)
     base = jax.tree.map(jnp.asarray, tiny_params())
@@ -200,7 +203,7 @@ def train_step(*axes):
 @pytest.mark.slow
 @needs_eight_devices
 @pytest.mark.parametrize("axes", [(2, 2, 2), (1, 8, 1)], ids=str)
-def test_on_a_mesh_it_is_trained_as_on_one_device(axes):
+def test_training_does_not_depend_on_the_mesh(axes):
     found, expected = train_step(*axes), train_step(1, 1, 1)
     for tree, alone in ((found[0], expected[0]), (found[1].params, expected[1].params)):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5), tree, alone)
@@ -208,7 +211,7 @@ def test_on_a_mesh_it_is_trained_as_on_one_device(axes):
 
 
 @needs_eight_devices
-def test_each_part_is_split_as_the_side_of_the_weight_that_it_has():
+def test_adapter_matrices_are_sharded_like_their_side_of_the_weight():
     trainable = make_update((2, 2, 2)).shardings.trainable["layers"]
     specs = {name: sharding.spec for name, sharding in trainable.items()}
     assert specs["q_lora_a"] == PartitionSpec(None, "fsdp", None)
@@ -217,12 +220,12 @@ def test_each_part_is_split_as_the_side_of_the_weight_that_it_has():
     assert specs["down_lora_b"] == PartitionSpec(None, None, "fsdp")
 
 
-# Who reads it
+# Generation and export.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [(1, 1, 1), pytest.param((2, 2, 2), marks=needs_eight_devices)], ids=str)
-def test_the_sampler_generates_from_the_merged_weights(axes):
+def test_the_sampler_uses_merged_weights(axes):
     mesh = make_mesh(*axes)
 
     def generate(model, params):
@@ -238,7 +241,7 @@ def test_the_sampler_generates_from_the_merged_weights(axes):
     assert generate(ADAPTED_MODEL, params) == generate(TINY_MODEL, plain)
 
 
-def test_a_model_folder_holds_the_merged_weights(tmp_path):
+def test_exported_models_have_merged_weights(tmp_path):
     save_pretrained(tmp_path / "model", adapted_params(), ADAPTED, dtype="float32")
     loaded = load_params(tmp_path / "model", ADAPTED)
     assert jax.tree.structure(loaded) == jax.tree.structure(tiny_params())

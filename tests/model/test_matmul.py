@@ -1,4 +1,4 @@
-"""A layer's matmul on a mesh: its values, its gradients, and the type in which devices sum them."""
+"""Tests the sharded matmul: values, gradients, and the type in which devices sum gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def gradients(x, weight, d_out):
 
 
 def exact(x, weight, d_out):
-    """In float64, of the bfloat16 numbers that are multiplied."""
+    """Computes output and gradients in float64 from the bfloat16 inputs."""
     x, w, d = (np.asarray(a.astype(jnp.bfloat16), np.float64) for a in (x, weight, d_out))
     return np.tensordot(x, w, 1), np.tensordot(d, w, ((1, 2), (1, 2))), np.tensordot(x.T, d, 1)
 
@@ -30,7 +30,7 @@ def error(found, expected):
     return np.abs(np.asarray(found, np.float64) - expected).max() / np.abs(expected).max()
 
 
-def test_without_a_mesh():
+def test_matmul_without_a_mesh():
     out, d_x, d_weight = jax.jit(gradients)(X, WEIGHT, D_OUT)
     assert (out.dtype, d_x.dtype, d_weight.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
     for found, expected, tolerance in zip(
@@ -41,7 +41,7 @@ def test_without_a_mesh():
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 @pytest.mark.parametrize("sizes", [(1, 4, 1), (2, 2, 2), (1, 2, 4)])
-def test_devices_sum_gradients_in_float32_and_keep_their_part(sizes):
+def test_gradients_are_summed_in_float32_and_scattered(sizes):
     mesh = make_mesh(*sizes)
     rows, split = PartitionSpec(("data", "fsdp")), PartitionSpec("fsdp", "tensor")
     arguments = [
@@ -56,8 +56,8 @@ def test_devices_sum_gradients_in_float32_and_keep_their_part(sizes):
     assert error(out, expected[0]) < 4e-3 and error(d_x, expected[1]) < 4e-3
 
 
-def test_sums_in_bfloat16_would_be_seen():
-    """What the test above excludes: each device's part rounded before they are summed."""
+def test_sums_in_bfloat16_are_detected():
+    """Rounding the partial sum of each device, which the test above excludes, exceeds the tolerance."""
     parts = [
         np.tensordot(np.asarray(x.T, np.float32), np.asarray(d, np.float32), 1)
         for x, d in zip(np.split(X, 4), np.split(D_OUT, 4), strict=True)

@@ -1,4 +1,4 @@
-"""An adapter's folder, applied to the transformers model as PEFT does: W + (lora_alpha / r) lora_B lora_A."""
+"""Applies a saved adapter to a transformers model as PEFT does: W + (lora_alpha / r) lora_B lora_A."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from poly_epo_jax.model.qwen3 import abstract_model, declared_weights
 TOKENS = np.random.default_rng(0).integers(0, ADAPTED.vocab_size, (2, 9))
 
 
-def test_names_shapes_and_description(tmp_path):
+def test_saved_adapters_have_names_shapes_and_config_of_peft(tmp_path):
     save_adapter(tmp_path / "adapter", adapted_params(), ADAPTED, "Qwen/base")
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     module = f"{PREFIX}model.layers.1.self_attn.q_proj"
@@ -35,14 +35,14 @@ def test_names_shapes_and_description(tmp_path):
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     ]
     assert described["base_model_name_or_path"] == "Qwen/base" and described["peft_type"] == "LORA"
-    with pytest.raises(FileExistsError, match="choose another folder"):
+    with pytest.raises(FileExistsError, match="already exists"):
         save_adapter(tmp_path / "adapter", adapted_params(), ADAPTED, "Qwen/base")
-    with pytest.raises(ValueError, match="export it without --adapter"):
+    with pytest.raises(ValueError, match="without --adapter"):
         save_adapter(tmp_path / "other", adapted_params(), without_adapter(ADAPTED), "Qwen/base")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-def test_transformers_with_the_adapter_has_our_logits(tmp_path, family):
+def test_transformers_with_the_adapter_gives_the_same_logits(tmp_path, family):
     torch = _torch()
     config = dataclasses.replace(ADAPTED, family=family, **ARCHITECTURES[family].switches, head_dim=4)
     params = _params(config)
@@ -78,7 +78,9 @@ def _params(config):
 
 def _torch():
     if not os.environ.get("POLY_EPO_REQUIRE_TORCH"):
-        pytest.importorskip("torch", reason="torch is not installed: bash launch/test.sh installs it for CPUs")
+        pytest.importorskip(
+            "torch", reason="torch is not installed; run bash launch/test.sh, which installs it for CPUs"
+        )
     import torch  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)

@@ -21,17 +21,17 @@ QWEN3 = ModelConfig(
     head_dim=12,
     dtype="float32",
 )
-RELATIVES = {
+FAMILIES = {
     "qwen3": QWEN3,
     "qwen2": dataclasses.replace(QWEN3, qk_norm=False, attention_bias=True),
     "llama": dataclasses.replace(QWEN3, qk_norm=False, tied_head=False),
 }
 LENGTHS = (5, 9, 1)
-ROW = 16  # tokens: the three sequences and one of padding
+ROW = 16  # Tokens per row: the three sequences and one padding token.
 
 
 def random_params(config, seed=0):
-    """The initial weights, each moved at random, so that norms are not ones and biases not zeros."""
+    """Draws initial weights and adds noise, so that norms are not 1 and biases are not 0."""
     params = nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(seed)))[1])
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: x + jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype), params)
@@ -58,7 +58,7 @@ def sequences(seed=0):
 
 
 def pack(*sequences):
-    """One row: the sequences as segments 1, 2, ..., then padding."""
+    """Packs the sequences into one row as segments 1, 2, ..., followed by padding."""
     tokens, positions, segment_ids = np.zeros((3, 1, ROW), np.int32)
     start = 0
     for segment, sequence in enumerate(sequences, 1):
@@ -73,9 +73,9 @@ def assert_trees_close(found, expected, atol):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RELATIVES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_packed_sequences_do_not_see_each_other(name):
-    config = RELATIVES[name]
+    config = FAMILIES[name]
     params = random_params(config)
     packed = forward(config, params, pack(*sequences()))
     start = 0
@@ -96,7 +96,7 @@ def test_later_tokens_do_not_change_earlier_ones():
 
 
 @pytest.mark.slow
-def test_scanned_equals_unrolled():
+def test_scanned_and_unrolled_layers_match():
     params, batch = random_params(QWEN3), pack(*sequences())
     unrolled = dataclasses.replace(QWEN3, scan_unroll=2)
     np.testing.assert_allclose(forward(unrolled, params, batch), forward(QWEN3, params, batch), atol=1e-5, rtol=0)
@@ -104,38 +104,40 @@ def test_scanned_equals_unrolled():
 
 
 @pytest.mark.slow
-def test_every_remat_word_gives_the_same_gradients():
+def test_remat_policies_give_the_same_gradients():
     params, batch = random_params(QWEN3), pack(*sequences())
-    gradients = {word: loss_gradients(dataclasses.replace(QWEN3, remat=word), params, batch) for word in REMAT_POLICIES}
+    gradients = {
+        policy: loss_gradients(dataclasses.replace(QWEN3, remat=policy), params, batch) for policy in REMAT_POLICIES
+    }
     assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(gradients["none"]))
-    for word in REMAT_POLICIES:
-        assert_trees_close(gradients[word], gradients["none"], atol=1e-5)
+    for policy in REMAT_POLICIES:
+        assert_trees_close(gradients[policy], gradients["none"], atol=1e-5)
 
 
 @pytest.mark.slow
-def test_remat_words_trade_memory():
+def test_remat_policies_are_ordered_by_memory():
     config = dataclasses.replace(QWEN3, num_layers=16)
     params, batch = random_params(config), tuple(jnp.tile(x, (16, 1)) for x in pack(*sequences()))
 
-    def temporary_bytes(word):
-        lowered = loss_gradients.lower(dataclasses.replace(config, remat=word), params, batch)
+    def temporary_bytes(policy):
+        lowered = loss_gradients.lower(dataclasses.replace(config, remat=policy), params, batch)
         memory = lowered.compile().memory_analysis()
         assert memory is not None
         return memory.temp_size_in_bytes
 
-    full, attention, dots, none = (temporary_bytes(word) for word in ("full", "attention", "dots", "none"))
+    full, attention, dots, none = (temporary_bytes(policy) for policy in ("full", "attention", "dots", "none"))
     assert full < attention < dots < none
 
 
-def test_the_head_is_the_embedding_when_tied():
+def test_a_tied_head_is_the_embedding():
     params = random_params(QWEN3)
     assert "untied_head" not in params
     np.testing.assert_array_equal(build(QWEN3, params).head, params["embed"])
-    llama = random_params(RELATIVES["llama"])
-    np.testing.assert_array_equal(build(RELATIVES["llama"], llama).head, llama["untied_head"])
+    llama = random_params(FAMILIES["llama"])
+    np.testing.assert_array_equal(build(FAMILIES["llama"], llama).head, llama["untied_head"])
 
 
-def test_types_are_those_of_the_config():
+def test_types_match_the_config():
     config = dataclasses.replace(QWEN3, dtype="bfloat16")
     params = random_params(config)
     model = build(config, params)
@@ -144,8 +146,8 @@ def test_types_are_those_of_the_config():
     assert model.head.dtype == "bfloat16"
 
 
-def test_initial_activations_keep_their_scale():
-    config = RELATIVES["llama"]
+def test_initial_logits_have_unit_scale():
+    config = FAMILIES["llama"]
     params = nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(0)))[1])
     logits = forward(config, params, pack(*sequences())) @ params["untied_head"].T
     assert 0.5 < float(jnp.std(logits)) < 2
@@ -159,18 +161,18 @@ def test_rms_norm_matches_float64():
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-def test_rope_turns_each_pair_by_its_angle():
-    """Coordinates (i, i + D/2) are a complex number, turned by position * theta^(-2i/D)."""
+def test_rope_rotates_each_pair_by_its_angle():
+    """Elements (i, i + D/2) form a complex number that is rotated by position * theta^(-2i/D)."""
     rng = np.random.default_rng(0)
     x, positions = rng.standard_normal((2, 7, 3, 8)), rng.integers(0, 100, (2, 7))
-    turn = np.exp(1j * positions[:, :, None, None] * 50.0 ** (-np.arange(4) / 4))
-    turned = (x[..., :4] + 1j * x[..., 4:]) * turn
+    rotation = np.exp(1j * positions[:, :, None, None] * 50.0 ** (-np.arange(4) / 4))
+    rotated = (x[..., :4] + 1j * x[..., 4:]) * rotation
     found = rope(jnp.asarray(x, jnp.float32), jnp.asarray(positions), 50.0)
-    np.testing.assert_allclose(found, np.concatenate([turned.real, turned.imag], -1), atol=1e-4)
+    np.testing.assert_allclose(found, np.concatenate([rotated.real, rotated.imag], -1), atol=1e-4)
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-def test_under_a_mesh_gradients_are_the_same():
+def test_gradients_do_not_depend_on_the_mesh():
     config = dataclasses.replace(QWEN3, vocab_size=64)
     params = random_params(config)
     batch = tuple(jnp.concatenate([x] * 8) for x in pack(*sequences()))

@@ -1,4 +1,4 @@
-"""A response ends at any token that contains a stop string, and keeps the token's text before it."""
+"""Tests that responses end at tokens that contain a stop string, and keep the text before it."""
 
 import os
 from pathlib import Path
@@ -13,20 +13,20 @@ from poly_epo_jax.model.stop_strings import stop_string_ids, text_before
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.types import Completion, Problem, Sampling
 
-BREAK, SPACE = "Ċ", "Ġ"  # as byte-level vocabularies spell a line break and a space
+BREAK, SPACE = "Ċ", "Ġ"  # Line break and space in byte-level vocabularies.
 TOKENS = ("<|im_end|>", "d", "o", "g", ".", BREAK, SPACE, f".{BREAK}", f"{BREAK}{BREAK}", f"g.{BREAK}o")
 WITH_BREAK = {5, 7, 8, 9}
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    made = Tokenizer(models.BPE({token: index for index, token in enumerate(TOKENS)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    made.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
+    tokenizer_object = Tokenizer(models.BPE({token: index for index, token in enumerate(TOKENS)}, []))
+    tokenizer_object.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer_object.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer_object, eos_token="<|im_end|>")
 
 
-def test_every_token_that_holds_one_is_found(tokenizer: PreTrainedTokenizerFast):
+def test_all_tokens_that_contain_a_stop_string_are_found(tokenizer: PreTrainedTokenizerFast):
     assert stop_string_ids(tokenizer, ()) == set()
     assert stop_string_ids(tokenizer, ("\n",)) == WITH_BREAK
     assert stop_string_ids(tokenizer, ("\n\n",)) == {8}
@@ -35,8 +35,8 @@ def test_every_token_that_holds_one_is_found(tokenizer: PreTrainedTokenizerFast)
 
 
 @pytest.mark.parametrize("string", ["", "\t", "dog", "<|endoftext|>"])
-def test_one_that_no_token_holds_is_refused(string: str, tokenizer: PreTrainedTokenizerFast):
-    with pytest.raises(ValueError, match=r"model\.stop_strings: no token of the model holds"):
+def test_strings_that_no_token_contains_are_rejected(string: str, tokenizer: PreTrainedTokenizerFast):
+    with pytest.raises(ValueError, match=r"model\.stop_strings: no token contains"):
         stop_string_ids(tokenizer, ("\n", string))
 
 
@@ -50,7 +50,7 @@ def test_one_that_no_token_holds_is_refused(string: str, tokenizer: PreTrainedTo
         ("a", (), ""),
     ],
 )
-def test_the_text_before_the_first_one(text: str, strings: tuple[str, ...], before: str):
+def test_text_before_the_first_stop_string(text: str, strings: tuple[str, ...], before: str):
     assert text_before(text, strings) == before
 
 
@@ -66,7 +66,7 @@ def test_the_text_before_the_first_one(text: str, strings: tuple[str, ...], befo
         ([1, 2, 3], "length", "dog"),
     ],
 )
-def test_a_response_is_cut_there_and_all_its_tokens_are_trained_on(
+def test_text_is_truncated_but_all_tokens_are_trained(
     ids: list[int], reason: str, text: str, tokenizer: PreTrainedTokenizerFast
 ):
     class Spelling(Scripted):
@@ -80,11 +80,11 @@ def test_a_response_is_cut_there_and_all_its_tokens_are_trained_on(
 
 
 @pytest.mark.slow
-def test_the_vocabulary_of_qwen3():
+def test_stop_tokens_of_the_qwen3_vocabulary():
     folder = os.environ.get("POLY_EPO_SHARED")
     if not folder:
-        pytest.skip("POLY_EPO_SHARED names no folder with the tokenizer of Qwen3")
+        pytest.skip("POLY_EPO_SHARED is not set; set it to a folder with the tokenizer of Qwen3")
     tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "tokenizers" / "qwen3")
-    spelled = {index for token, index in tokenizer.get_vocab().items() if BREAK in token}
-    assert stop_string_ids(tokenizer, ("\n",)) == spelled and len(spelled) > 500
+    expected = {index for token, index in tokenizer.get_vocab().items() if BREAK in token}
+    assert stop_string_ids(tokenizer, ("\n",)) == expected and len(expected) > 500
     assert stop_string_ids(tokenizer, ("<|im_end|>", "<|endoftext|>")) == {151643, 151645}

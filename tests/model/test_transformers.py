@@ -1,4 +1,4 @@
-"""Our model and our sampler, compared with transformers, which computes with torch."""
+"""Compares the model and the embedded sampler with transformers on torch."""
 
 import dataclasses
 import functools
@@ -23,13 +23,15 @@ from poly_epo_jax.model.qwen3 import Qwen3
 if os.environ.get("POLY_EPO_REQUIRE_TORCH"):
     import torch  # pyright: ignore[reportMissingImports]
 else:
-    torch = pytest.importorskip("torch", reason="torch is not installed: bash launch/test.sh installs it for CPUs")
+    torch = pytest.importorskip(
+        "torch", reason="torch is not installed; run bash launch/test.sh, which installs it for CPUs"
+    )
 
 torch.set_num_threads(1)
 
 
 def draw_config(index):
-    """Configuration `index` of ten: each family, with one key head, as many as query heads, and some between."""
+    """Draws one of ten configurations. They cover all families with 1, 2 and 4 key heads for 4 query heads."""
     rng = np.random.default_rng(index)
     family = ("qwen3", "qwen2", "llama")[index % 3]
     heads = 4
@@ -53,7 +55,7 @@ def draw_config(index):
 
 
 def random_transformer(config, seed=0):
-    """The transformers model of the same shapes, written with transformers' own names for them."""
+    """Creates a transformers model of the same architecture with random weights."""
     shapes = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -81,7 +83,7 @@ def random_transformer(config, seed=0):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def our_logits(config, params, tokens):
+def compute_logits(config, params, tokens):
     model = nnx.merge(nnx.split(nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0))))[0], params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     return model(tokens, positions, jnp.ones_like(tokens)) @ model.head.T
@@ -92,11 +94,11 @@ def assert_same_logits(config, params, transformer):
     with torch.no_grad():
         expected = transformer(torch.as_tensor(tokens)).logits.numpy()
     assert expected.std() > 0.3
-    np.testing.assert_allclose(our_logits(config, params, jnp.asarray(tokens)), expected, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(compute_logits(config, params, jnp.asarray(tokens)), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("index", range(10))
-def test_logits_of_a_folder_that_transformers_wrote(index, tmp_path):
+def test_folders_saved_by_transformers_give_the_same_logits(index, tmp_path):
     config, folder = draw_config(index), tmp_path / "model"
     transformer = random_transformer(config, seed=index)
     transformer.save_pretrained(folder, max_shard_size="20KB" if index % 2 else "5GB")
@@ -107,7 +109,7 @@ def test_logits_of_a_folder_that_transformers_wrote(index, tmp_path):
 
 
 @pytest.mark.parametrize("index", range(10))
-def test_transformers_gives_the_same_logits_for_a_folder_that_we_wrote(index, tmp_path):
+def test_transformers_gives_the_same_logits_for_exported_folders(index, tmp_path):
     config, folder = draw_config(index), tmp_path / "model"
     params = random_params(config, seed=index)
     save_pretrained(folder, params, config, dtype="float32", max_shard_bytes=20_000 if index % 2 else 5 * 10**9)
@@ -119,7 +121,7 @@ def test_transformers_gives_the_same_logits_for_a_folder_that_we_wrote(index, tm
     assert_trees_equal(load_params(folder, config), params)
 
 
-def test_bfloat16_files_hold_the_rounded_weights(tmp_path):
+def test_bfloat16_files_contain_rounded_weights(tmp_path):
     config = dataclasses.replace(SMALL, tied_head=False)
     params = random_params(config)
     save_pretrained(tmp_path / "float32", params, config, dtype="float32")
@@ -145,7 +147,7 @@ def test_loaded_weights_have_the_param_dtype(written, param_dtype, tmp_path):
     np.testing.assert_array_equal(params["embed"].astype(jnp.float32), expected)
 
 
-def test_greedy_generations_are_those_of_transformers(tmp_path):
+def test_greedy_generations_match_transformers(tmp_path):
     params = tiny_params()
     hf.save_pretrained(tmp_path / "model", params, TINY, dtype="float32")
     transformer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()

@@ -1,4 +1,4 @@
-"""The first process listens only at the address that the others are given."""
+"""Tests that the first process listens only on the coordinator address if it is a local address."""
 
 import os
 import socket
@@ -21,11 +21,12 @@ port = f"{int(sys.argv[1].rpartition(':')[2]):04X}"
 rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
 print(*(row[1].removesuffix(f":{port}") for row in rows if row[1].endswith(f":{port}") and row[3] == "0A"))
 """
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # as the kernel writes it, for IPv4 and mapped into IPv6
+# In the format of /proc/net, for IPv4 and for IPv4 mapped to IPv6.
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_coordinator_on_this_host_is_reached_from_this_host_only(host: str):
+def test_a_loopback_coordinator_listens_on_loopback_only(host: str):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -40,10 +41,10 @@ def test_a_coordinator_on_this_host_is_reached_from_this_host_only(host: str):
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "node-0", "node-0.cluster.internal"])
-def test_where_others_may_know_it_by_another_address_it_listens_at_all(host: str):
+def test_host_names_and_remote_addresses_listen_on_all_addresses(host: str):
     assert _bind_address(f"{host}:8476") is None
 
 
-def test_of_its_own_addresses_it_listens_at_the_one_they_are_told():
+def test_local_addresses_listen_on_that_address():
     assert _bind_address("127.0.0.1:8476") == "127.0.0.1:8476"
-    assert _bind_address("[::1]:8476") in ("[::1]:8476", None)  # None on a host without IPv6
+    assert _bind_address("[::1]:8476") in ("[::1]:8476", None)  # None on hosts without IPv6.

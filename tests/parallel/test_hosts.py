@@ -1,4 +1,4 @@
-"""Several processes train as one: real processes on this machine, with collectives between CPUs."""
+"""Tests training with several processes on this machine, with collectives between CPUs."""
 
 import os
 import re
@@ -21,8 +21,8 @@ CHANGES = {
     "train.num_steps": STEPS,
     "checkpoint.every": CHECKPOINT_EVERY,
     "eval.every": 5,
-    "optimizer.schedule": "constant",  # so that a shorter run is the beginning of a longer one
-    "train.prompts_per_batch": 6,  # which four processes cannot share evenly
+    "optimizer.schedule": "constant",  # A shorter run then equals the start of a longer run.
+    "train.prompts_per_batch": 6,  # Not divisible by four processes.
     "train.prompts_per_minibatch": 3,
 }
 XLA_WARNING = re.compile(r"W\d{4} \S+ +\d+ \w+\.cc:\d+\] ")
@@ -41,7 +41,7 @@ def run_of(single: Run, name: str, count: int, **changes: object) -> Run:
 
 
 def assert_same(run: Run, single: Run) -> None:
-    """Weights to 1e-5, every sampled token, every row once."""
+    """Compares weights (to 1e-5), sampled tokens and logged rows. Each row must exist once."""
     before, after = jax.tree.leaves(single.params()), jax.tree.leaves(run.params())
     assert max(float(np.abs(leaf).max()) for leaf in before) > 0.1
     for one, other in zip(before, after, strict=True):
@@ -56,9 +56,10 @@ def assert_same(run: Run, single: Run) -> None:
 
 @pytest.fixture(scope="module")
 def eventful(single: Run) -> tuple[Run, list[str]]:
-    """One run, by four processes until SIGTERM, twice by two until one is killed, and by two to its end.
+    """Runs training with four processes until SIGTERM, twice with two until one is killed, and with two to the end.
 
-    Beside it what the survivors said.
+    Returns:
+      A tuple of the run and the logs of the processes that were not killed.
     """
 
     def by(count: int, **changes: object) -> Run:
@@ -68,36 +69,37 @@ def eventful(single: Run) -> tuple[Run, list[str]]:
     assert preempted.stop(5, 0.0, signal.SIGTERM, index=1) == [128 + signal.SIGTERM] * 4
     found = re.search(r"SIGTERM: Saved after step (\d+)\. Rerun the command", preempted.log())
     assert found and preempted.checkpoints()[-1] == int(found[1]) == preempted.logged_steps()[-1]
-    # One process logs.
+    # Only the first process logs.
     assert "step" in preempted.log(0) and all("step" not in preempted.log(index) for index in range(1, 4))
 
-    others_died = []
+    survivor_logs = []
     for killed, step in ((1, 7), (0, 2 * CHECKPOINT_EVERY)):
         pair = by(2)
         codes = pair.stop(step, 0.0, signal.SIGKILL, index=killed)
         assert codes[killed] == -signal.SIGKILL and codes[1 - killed] != 0
-        others_died.append(pair.log(1 - killed, until="from the last checkpoint."))
+        survivor_logs.append(pair.log(1 - killed, until="from the last checkpoint."))
     ended = by(2)
     ended.finish()
     assert f"Done: {ended.folder}" in ended.log(0) and "Done" not in ended.log(1)
-    return ended, others_died
+    return ended, survivor_logs
 
 
 @pytest.mark.slow
-def test_several_train_as_one_and_checkpoints_move(single: Run, eventful: tuple[Run, list[str]]):
+def test_several_processes_match_a_single_process(single: Run, eventful: tuple[Run, list[str]]):
     assert_same(eventful[0], single)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [1, 0])
-def test_the_death_of_one_ends_the_other_with_a_sentence(eventful: tuple[Run, list[str]], killed: int):
-    # The collectives' own output may precede it on its line.
+def test_killing_one_process_terminates_the_other_with_a_message(eventful: tuple[Run, list[str]], killed: int):
+    # Output of the collectives may precede the message on the same line.
     assert (
         eventful[1][1 - killed]
         .strip()
         .endswith(
-            f"Error: process {1 - killed} of 2 was ended from outside, or did not find the others in 300 s, "
-            "or one of them is gone, whose log says why. Start all of them again: they go on from the last checkpoint."
+            f"Error: process {1 - killed} of 2 was terminated, could not connect to the other processes within 300 s, "
+            "or lost one of them; see the logs of all processes. Restart all processes to resume from the last "
+            "checkpoint."
         )
     )
 
@@ -109,7 +111,7 @@ from poly_epo_jax.parallel import hosts
 
 coordinator, index = sys.argv[1], int(sys.argv[2])
 hosts.join(HostsSection(coordinator, 2, index, wait_seconds=60))
-print = functools.partial(print, file=sys.stderr)  # the collectives write of themselves to stdout, at any moment
+print = functools.partial(print, file=sys.stderr)  # The collectives write to stdout at any time.
 """
 FAILING = """
 async def work(fails):
@@ -136,7 +138,7 @@ async def compute(fails):
     if fails:
         raise ValueError(f"no luck on {index}")
 
-hosts.on_first(lambda: 0)  # from here on both are connected, so that the end of one is noticed at once
+hosts.on_first(lambda: 0)  # Connects both processes, so that the exit of one is detected immediately.
 asyncio.run(hosts.collective(compute(index == 1)))
 hosts.on_first(lambda: 0)
 """
@@ -156,10 +158,13 @@ for order in ([0, 1, 2, 3], [0, 2, 1, 3], [3, 1, 2, 0]):
 """
 
 
-def said_by_two(script: str, devices: int = 1, code: int = 0) -> list[list[str]]:
-    """The lines that two processes with so many devices each print, but XLA's warnings.
+def run_two_processes(script: str, devices: int = 1, code: int = 0) -> list[list[str]]:
+    """Runs a script in two connected processes, and returns the lines that each prints, without warnings of XLA.
 
-    The script has join() called for it.
+    Args:
+      script: Python code that runs after `hosts.join`.
+      devices: Number of devices per process.
+      code: Expected exit status.
     """
     coordinator = f"127.0.0.1:{free_port()}"
     flags = f"--xla_force_host_platform_device_count={devices}"
@@ -174,39 +179,40 @@ def said_by_two(script: str, devices: int = 1, code: int = 0) -> list[list[str]]
         )
         for index in range(2)
     ]
-    said = [one.communicate(timeout=120)[1].splitlines() for one in processes]
+    outputs = [one.communicate(timeout=120)[1].splitlines() for one in processes]
     assert [one.returncode for one in processes] == [code, code]
-    return [[line for line in lines if not XLA_WARNING.match(line)] for lines in said]
+    return [[line for line in lines if not XLA_WARNING.match(line)] for lines in outputs]
 
 
 @pytest.mark.slow
-def test_what_fails_on_one_is_raised_on_all():
+def test_an_error_on_one_process_is_raised_on_all():
     zero, one = ["ValueError no luck on 0"] * 2, ["ValueError no luck on 1"] * 2
     of_zero, of_one = (["HostError Process 0 of 2: no luck on 0"] * 2, ["HostError Process 1 of 2: no luck on 1"] * 2)
-    first, second = said_by_two(FAILING)
+    first, second = run_two_processes(FAILING)
     assert first == ["[1, 10] 1 0", "[0, 10]", *of_one, *zero, *zero, "ZeroDivisionError division by zero"]
     assert second == ["[1, 10] 10 0", "[0, 10]", *one, *of_zero, *one, "HostError Process 0 of 2: division by zero"]
 
 
 @pytest.mark.slow
-def test_what_fails_where_all_compute_ends_all():
-    first, second = said_by_two(COMPUTING, code=1)
+def test_an_error_between_collectives_terminates_all_processes():
+    first, second = run_two_processes(COMPUTING, code=1)
     assert second[0] == "Traceback (most recent call last):" and second[-3] == "ValueError: no luck on 1"
-    assert second[-2] == "Process 1 failed where all compute together: no luck on 1"
-    assert first[-2].startswith("Process 0 lost touch with the others: ")
-    assert [lines[-1].split(" was ended")[0] for lines in (first, second)] == [
+    assert second[-2] == "Process 1 failed in a computation of all processes: no luck on 1"
+    assert first[-2].startswith("Process 0 lost its connection to the other processes: ")
+    assert [lines[-1].split(" was terminated")[0] for lines in (first, second)] == [
         "Error: process 0 of 2",
         "Error: process 1 of 2",
     ]
 
 
 @pytest.mark.slow
-def test_every_host_gathers_whole_weights_from_any_order_of_devices():
-    # The first mesh has one host's devices side by side along tensor, the second along fsdp, and the third mixes them.
-    assert said_by_two(GATHERING, devices=2) == [["(1, 1, 2) True", "(1, 1, 2) True", "(1, 1, 2) True"]] * 2
+def test_each_process_gathers_full_weights_for_any_device_order():
+    # The devices of a process are neighbors along tensor in the first mesh, along fsdp in the second, and neither in
+    # the third.
+    assert run_two_processes(GATHERING, devices=2) == [["(1, 1, 2) True", "(1, 1, 2) True", "(1, 1, 2) True"]] * 2
 
 
-def test_shares_are_the_whole(monkeypatch: pytest.MonkeyPatch):
+def test_shares_partition_the_items(monkeypatch: pytest.MonkeyPatch):
     items = list(range(7))
     for count in (1, 2, 3, 4, 9):
         monkeypatch.setattr(hosts, "count", lambda count=count: count)
@@ -218,5 +224,5 @@ def test_shares_are_the_whole(monkeypatch: pytest.MonkeyPatch):
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_counts_add_up():
+def test_total_sums_counters():
     assert hosts.total([{"a": 1.0, "b": 0.0}, {"a": 2.0, "b": 5.0}]) == {"a": 3.0, "b": 5.0}

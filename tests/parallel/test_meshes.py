@@ -1,4 +1,4 @@
-"""Training and sampling are the same on any mesh of eight devices as on one device."""
+"""Tests that training and sampling on meshes of eight devices match a single device."""
 
 import asyncio
 import functools
@@ -37,7 +37,8 @@ from poly_epo_jax.types import Sampling
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
-# [layers, ...] of TINY and their parts on a 2 x 2 x 2 mesh: fsdp halves the embedding, tensor all others except norms.
+# Sharding and shard shapes of the weights of TINY on a 2 x 2 x 2 mesh. fsdp shards the embedding axis, tensor the
+# others.
 SHARDS = {
     "embed": (PartitionSpec("tensor", "fsdp"), (16, 8)),
     "norm": (PartitionSpec(None), (16,)),
@@ -57,9 +58,9 @@ SHARDS = {
 
 @functools.cache
 def train_step(*axes):
-    """(gradient, its sums of metrics, state after a step of two updates, the step's metrics) on a mesh."""
+    """Returns gradient, metric sums of the gradient, state after two updates, and metrics of the step on a mesh."""
     mesh = make_mesh(*axes)
-    # With eps close to the gradient's size, the update is no coarser than the gradient.
+    # With eps close to the size of the gradient, Adam does not amplify rounding errors of small gradients.
     config = optimizer_config(eps=1e-3, weight_decay=0.1)
     update = PolicyUpdate(
         TINY_MODEL, mesh, Objective(ppo_clip_loss, kl_coef=0.1, entropy_coef=0.01), config, total_updates=2
@@ -84,7 +85,7 @@ ON_MESHES = pytest.mark.parametrize("axes", [(2, 2, 2), *SLOW], ids="{0[0]}x{0[1
 
 @pytest.mark.slow
 @ON_MESHES
-def test_gradients_are_those_of_one_device(axes):
+def test_gradients_match_one_device(axes):
     gradient, sums, *_ = train_step(*axes)
     expected, expected_sums, *_ = train_step(1, 1, 1)
     assert all(np.abs(leaf).max() > 0.05 for leaf in jax.tree.leaves(expected))
@@ -94,7 +95,7 @@ def test_gradients_are_those_of_one_device(axes):
 
 
 @ON_MESHES
-def test_a_step_ends_as_on_one_device(axes):
+def test_a_training_step_matches_one_device(axes):
     _, _, state, metrics = train_step(*axes)
     _, _, expected, expected_metrics = train_step(1, 1, 1)
     moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), expected.params, tiny_params())
@@ -123,7 +124,7 @@ def is_adam(part):
 
 
 def collectives_in_loops(compiled):
-    """(number of loops, kinds of collectives that run inside of them) of a compiled program."""
+    """Returns the number of loops of a compiled program, and the kinds of collectives that run inside them."""
     bodies = loop_bodies(compiled.as_text())
     return len(bodies), {kind for body in bodies for kind in COLLECTIVES.findall(body)}
 
@@ -142,18 +143,18 @@ def compiled_gradient(logprobs):
 
 
 def test_no_collective_runs_inside_the_vocabulary_loop():
-    def of_all(hidden, head, targets):
+    def all_logprobs(hidden, head, targets):
         return token_logprobs(hidden, head, targets, jnp.ones(targets.shape, bool), chunk_tokens=8)
 
-    loops, kinds = collectives_in_loops(compiled_gradient(of_all))
-    assert loops >= 2  # forward and backward
+    loops, kinds = collectives_in_loops(compiled_gradient(all_logprobs))
+    assert loops >= 2  # Forward and backward pass.
     assert kinds == set()
 
 
-def test_collectives_inside_of_loops_are_found():
-    """The same loop left to the compiler has them: the test above can fail."""
+def test_collectives_inside_loops_are_detected():
+    """Without explicit sharding, the same loop contains collectives, so the test above can fail."""
 
-    def left_to_the_compiler(hidden, head, targets):
+    def without_shard_map(hidden, head, targets):
         def one_chunk(chunk):
             log_p = jax.nn.log_softmax(chunk[0] @ head.T)
             logprobs = jnp.take_along_axis(log_p, chunk[1][..., None], axis=-1)[..., 0]
@@ -162,14 +163,14 @@ def test_collectives_inside_of_loops_are_found():
         chunks = hidden.reshape(8, 4, 8, 16).swapaxes(0, 1), targets.reshape(8, 4, 8).swapaxes(0, 1)
         return jax.lax.map(one_chunk, chunks)
 
-    loops, kinds = collectives_in_loops(compiled_gradient(left_to_the_compiler))
+    loops, kinds = collectives_in_loops(compiled_gradient(without_shard_map))
     assert loops >= 2
     assert "all-reduce" in kinds
 
 
 @pytest.mark.slow
-def test_weights_are_gathered_and_not_the_activations_of_all_rows():
-    """Four rows of 52 tokens, one on each fsdp part: no product is of all 208 tokens."""
+def test_weights_are_gathered_instead_of_activations():
+    """With four rows of 52 tokens, one on each fsdp shard, no array has all 208 tokens."""
     update = PolicyUpdate(TINY_MODEL, make_mesh(1, 4, 2), Objective(ppo_clip_loss), optimizer_config(), total_updates=1)
     text = update.lower(4, 52)["gradient"].compile().as_text() or ""
     shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", text)}
@@ -179,7 +180,7 @@ def test_weights_are_gathered_and_not_the_activations_of_all_rows():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [9, 2])
-def test_greedy_generations_are_those_of_one_device(count):
+def test_greedy_generations_match_one_device(count):
     def generate(mesh):
         tokenizer = build_character_tokenizer(TINY_ALPHABET)
         params = on_mesh(tiny_params(), mesh)
@@ -198,7 +199,7 @@ def test_greedy_generations_are_those_of_one_device(count):
     assert generate(make_mesh(2, 2, 2)) == expected
 
 
-def test_one_axis_may_take_what_is_left():
+def test_one_axis_may_take_the_remaining_devices():
     assert dict(make_mesh(2, -1, 2).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
     assert dict(make_mesh(1, 3, 1).shape) == {"data": 1, "fsdp": 3, "tensor": 1}
 
@@ -206,9 +207,9 @@ def test_one_axis_may_take_what_is_left():
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ((-1, -1, 1), "mesh.data=-1, mesh.fsdp=-1, mesh.tensor=1: every axis must be .*, and at most one may be -1"),
-        ((2, 0, 1), "mesh.fsdp=0, mesh.tensor=1: every axis must be a positive size"),
-        ((2, -2, 1), "mesh.fsdp=-2, mesh.tensor=1: every axis must be a positive size"),
+        ((-1, -1, 1), "mesh.data=-1, mesh.fsdp=-1, mesh.tensor=1: every axis must .*, and at most one may be -1"),
+        ((2, 0, 1), "mesh.fsdp=0, mesh.tensor=1: .* positive size"),
+        ((2, -2, 1), "mesh.fsdp=-2, mesh.tensor=1: .* positive size"),
         ((3, -1, 1), "takes a multiple of 3 devices, but there are 8; the nearest mesh .* is data=2, fsdp=4, tensor=1"),
         (
             (4, 4, 1),
@@ -216,28 +217,28 @@ def test_one_axis_may_take_what_is_left():
         ),
     ],
 )
-def test_meshes_that_cannot_be_are_refused(axes, message):
+def test_invalid_meshes_are_rejected(axes, message):
     with pytest.raises(ValueError, match=message):
         make_mesh(*axes)
 
 
-def test_another_kind_or_number_of_devices_is_refused():
-    with pytest.raises(ValueError, match=r"mesh\.device=h200, but the devices here are cpu"):
+def test_another_kind_or_number_of_devices_is_rejected():
+    with pytest.raises(ValueError, match=r"mesh\.device=h200, but .* cpu"):
         make_mesh(1, -1, 1, device="h200")
-    with pytest.raises(ValueError, match=r"mesh\.devices=16, but there are 8 here"):
+    with pytest.raises(ValueError, match=r"mesh\.devices=16, but only 8 are available"):
         make_mesh(1, -1, 1, devices=16)
     assert dict(make_mesh(1, -1, 1, device="cpu", devices=4).shape) == {"data": 1, "fsdp": 4, "tensor": 1}
 
 
-def test_with_several_processes_every_device_takes_part(monkeypatch):
+def test_several_processes_must_use_all_devices(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="takes 4 of 8 devices, but with 2 processes all must take part"):
+    with pytest.raises(ValueError, match="uses 4 of 8 devices, but 2 processes"):
         make_mesh(1, 4, 1)
     assert make_mesh(1, -1, 1).size == 8
 
 
 class Chip:
-    """A TPU chip as far as its place matters."""
+    """A TPU chip with the attributes that determine its position."""
 
     platform, device_kind, slice_index, core_on_chip = "tpu", "TPU v6 lite", 0, 0
 
@@ -246,10 +247,10 @@ class Chip:
 
 
 @pytest.mark.parametrize("axes", [(1, 8, 2), (1, 4, 4), (2, 2, 4), (1, -1, 1), (4, 1, 4)])
-def test_tensor_parts_are_neighbours_in_the_torus(axes, monkeypatch):
-    """Sixteen chips, 4 x 4, that are listed in no good order."""
-    places = np.random.default_rng(0).permutation([(x, y, 0) for y in range(4) for x in range(4)])
-    chips = [Chip(id, tuple(place)) for id, place in enumerate(places.tolist())]
+def test_tensor_shards_are_neighbors_in_the_torus(axes, monkeypatch):
+    """16 chips in a 4 x 4 torus, listed in random order."""
+    positions = np.random.default_rng(0).permutation([(x, y, 0) for y in range(4) for x in range(4)])
+    chips = [Chip(id, tuple(position)) for id, position in enumerate(positions.tolist())]
     monkeypatch.setattr(jax, "devices", lambda: chips)
     found = make_mesh(*axes).devices
     assert {chip.id for chip in found.flat} == set(range(16))

@@ -1,4 +1,4 @@
-"""The peak memory of training is reported where the system provides it."""
+"""Tests the peak memory of devices and processes."""
 
 import mmap
 import sys
@@ -15,20 +15,20 @@ from poly_epo_jax.parallel.devices import device_peak, peak_bytes
 SIZE = 200_000_000
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells it")
-def test_on_a_cpu_it_is_that_of_the_process():
-    Path("/proc/self/clear_refs").write_text("5")  # from now on, not what earlier tests have held
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="requires /proc of Linux")
+def test_cpu_peak_is_that_of_the_process():
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of earlier tests
     before = peak_bytes()
     assert before is not None and device_peak() is None
     with mmap.mmap(-1, SIZE) as pages:
         np.frombuffer(pages, np.uint8)[:] = 1
         held = peak_bytes()
-    assert held is not None and held > before + 0.9 * SIZE  # other threads may free some meanwhile
+    assert held is not None and held > before + 0.9 * SIZE  # Other threads may free memory at the same time.
     after = peak_bytes()
-    assert after is not None and after > 0.99 * held  # Linux counts pages a few at a time
+    assert after is not None and after > 0.99 * held  # Linux updates page counts in batches.
 
 
-def test_of_devices_it_is_that_of_the_fullest(monkeypatch: pytest.MonkeyPatch):
+def test_device_peak_is_the_maximum_over_devices(monkeypatch: pytest.MonkeyPatch):
     def devices(*stats: dict[str, int] | None) -> None:
         found = [SimpleNamespace(platform="gpu", memory_stats=lambda own=own: own) for own in stats]
         monkeypatch.setattr(jax, "local_devices", lambda: found)
@@ -39,6 +39,6 @@ def test_of_devices_it_is_that_of_the_fullest(monkeypatch: pytest.MonkeyPatch):
     assert peak_bytes() is None
 
 
-def test_a_system_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path):
+def test_peak_is_none_if_unavailable(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr(peak_memory, "STATUS", tmp_path / "status")
     assert peak_bytes() is None

@@ -1,4 +1,8 @@
-"""Causal attention within packed segments, behind one function: a kernel for GPUs, one for TPUs, and a plain form."""
+"""Causal attention within packed segments, with a kernel for GPUs, a kernel for TPUs and a blockwise implementation in
+JAX.
+
+`packed_attention` selects the implementation. `cached_attention` is used for decoding.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,7 @@ from poly_epo_jax.model.attention.segments import Segments, make_segments
 from poly_epo_jax.parallel.sharding import ROWS, platform
 
 
-# Kernels are imported only where they run, as Pallas takes time to import.
+# Kernels are imported when they are first used, because importing Pallas takes time.
 def _triton(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax.Array:
     from poly_epo_jax.model.attention.triton import triton_attention
 
@@ -24,17 +28,17 @@ def _splash(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax
 
 
 IMPLEMENTATIONS = {"blockwise": blockwise_attention, "triton": _triton, "splash": _splash}
-"""(q, k, v, segments) -> the attention's result. All give the name "attention" to their result and to whatever else the
-backward pass needs, so that remat can keep them."""
+"""Functions `(q, k, v, segments) -> out`. They name their result and the other arrays that the backward pass needs
+"attention" (`checkpoint_name`), so that remat policies can keep these arrays."""
 
 SHARES_PROMPTS = ("blockwise",)
-"""The implementations that read `Segments.prompt`. The others need rows in which each sequence has its own prompt."""
+"""Implementations that support shared prompts. The others require rows in which each sequence contains its prompt."""
 
 KERNELS = {"cpu": "blockwise", "gpu": "triton", "tpu": "splash"}
-"""The fastest form on each platform; there is no kernel for other platforms."""
+"""Fastest implementation on each platform. Other platforms use `blockwise`."""
 
 distrusted: set[str] = set()
-"""Kernels that have failed the self-check on this process's devices; "auto" does not use them."""
+"""Kernels that failed the self-check in this process. They are not selected by "auto"."""
 
 
 def packed_attention(
@@ -43,22 +47,35 @@ def packed_attention(
     v: Float[Array, "B T K D"],
     segment_ids: Int[Array, "B T"],
     implementation: str = "auto",
-    longest: int = 0,
+    max_segment_tokens: int = 0,
     positions: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H D"]:
-    """softmax(q k' / sqrt(D)) v over the earlier tokens of the same segment, K key heads shared by H query heads.
+    """Computes softmax(q k' / sqrt(D)) v over the visible tokens of packed rows.
 
-    A segment is a run of equal ids; several sequences lie in one row. A token of padding (id 0) sees itself only.
+    A row contains several segments (runs of equal ids). A token sees itself and the earlier tokens of its segment.
+    Padding tokens see only themselves. H query heads share K key heads.
 
     Args:
-      implementation: a key of IMPLEMENTATIONS, or "auto": the platform's own.
-      longest: no segment may have more tokens; the caller must ensure this. 0: none is longer than its row.
-      positions: of the tokens in their sequences. With one of SHARES_PROMPTS, a segment that begins at a position above
-        0 sees the segment that it continues, see `make_segments`.
+      q: Queries.
+      k: Keys.
+      v: Values.
+      segment_ids: Segment of each token. 0 marks padding.
+      implementation: Key of IMPLEMENTATIONS. "auto" selects the fastest one for the platform.
+      max_segment_tokens: Maximum number of tokens of a segment, which the caller guarantees. 0 means that only the row
+        length limits segments.
+      positions: Position of each token in its sequence. With an implementation in SHARES_PROMPTS, a segment that starts
+        at a position above 0 also sees the prompt that it continues, see `make_segments`. If None, prompts are not
+        shared.
+
+    Returns:
+      The outputs of all query heads.
     """
-    attend, segments = IMPLEMENTATIONS[fastest(implementation)], make_segments(segment_ids, longest, positions)
+    attend, segments = (
+        IMPLEMENTATIONS[fastest(implementation)],
+        make_segments(segment_ids, max_segment_tokens, positions),
+    )
     if not jax.sharding.get_abstract_mesh().empty:
-        # The compiler cannot split a kernel or its loops, so each device runs them on its own rows and heads.
+        # The compiler cannot shard a kernel or its loops. Each device runs them on its local rows and heads.
         heads, rows = PartitionSpec(ROWS, None, "tensor", None), PartitionSpec(ROWS, None)
         attend = jax.shard_map(attend, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False)
     return attend(q, k, v, segments)
@@ -70,9 +87,16 @@ def cached_attention(
     v: Float[Array, "B K S D"],
     visible: Bool[Array, "B S"],
 ) -> Float[Array, "B H D"]:
-    """Attention of one new token per row over the `visible` ones of S cached tokens.
+    """Computes the attention of one new token per row over S cached tokens, with the softmax in float32.
 
-    Keys and values are laid out as the two matmuls read them. The softmax is computed in float32.
+    Args:
+      q: Queries of the new tokens.
+      k: Cached keys, in the layout of KVCache.
+      v: Cached values, in the layout of KVCache.
+      visible: Mask of the visible tokens. At least one token of each row must be visible.
+
+    Returns:
+      The outputs of all query heads.
     """
     rows, kv_heads, head_dim, _ = k.shape
     grouped = q.reshape(rows, kv_heads, -1, head_dim) * head_dim**-0.5
@@ -82,7 +106,10 @@ def cached_attention(
 
 
 def fastest(implementation: str) -> str:
-    """The implementation itself or, for "auto", that of the platform being traced for, unless it is distrusted."""
+    """Returns the implementation that a value of `model.attention` selects.
+
+    "auto" selects the kernel of the platform that is being traced for, or "blockwise" if it failed the self-check.
+    """
     if implementation != "auto":
         return implementation
     kernel = KERNELS.get(platform(), "blockwise")

@@ -1,8 +1,8 @@
-"""Attention in plain JAX that never holds all [T, T] scores, only blocks of them (FlashAttention-2, Dao 2023).
+"""Attention in plain JAX that computes the [T, T] scores in blocks (FlashAttention-2, Dao 2023).
 
-A block of queries visits only the blocks of keys from the start of its earliest segment to itself, and before them the
-blocks of the prompts that it shares, so time depends on the lengths of the packed sequences and not of the row. On a
-CPU it takes a third of the time of the whole matrix.
+A block of queries visits the blocks of keys from the start of its earliest segment to itself, and the blocks of shared
+prompts. The time therefore depends on the lengths of the packed sequences, not on the length of the row. On CPUs, it
+takes a third of the time of attention with the full score matrix.
 """
 
 import functools
@@ -13,25 +13,34 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from poly_epo_jax.model.attention.segments import Segments, whole_blocks
+from poly_epo_jax.model.attention.segments import MASK_VALUE, Segments, pad_to_blocks
 
-BLOCK = 128  # tokens; scores of this many queries and keys fit a CPU core's cache
-NEVER = -1e30  # the score of an invisible key; finite, so that a block without visible keys gives no NaN
+BLOCK = 128  # Tokens per block. The scores of a block fit in the cache of a CPU core.
 
 
 def blockwise_attention(
     q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], segments: Segments
 ) -> Float[Array, "B T H D"]:
-    """Like `packed_attention`; the backward pass recomputes each block's scores."""
+    """Implements `packed_attention` on any platform. The backward pass recomputes the scores of each block.
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      segments: Visible tokens of each token, including shared prompts.
+
+    Returns:
+      The outputs of all query heads.
+    """
     length, block = q.shape[1], min(BLOCK, q.shape[1])
-    q, k, v = whole_blocks(block, q * q.shape[-1] ** -0.5, k, v)
-    seen = segments.lengthened(block)
+    q, k, v = pad_to_blocks(block, q * q.shape[-1] ** -0.5, k, v)
+    seen = segments.padded(block)
     out = _attend(_query_blocks(q, k.shape[2], block), _blocks(k, block), _blocks(v, block), seen)
     return _rows(out, q.shape[2])[:, :length]
 
 
-# In blocks, queries are [blocks, B, K, G * block, D], with the G query heads of a key head one after another; keys and
-# values are [blocks, B, K, block, D].
+# Blocks of queries are [blocks, B, K, G * block, D], with the G query heads of each key head concatenated. Blocks of
+# keys and values are [blocks, B, K, block, D].
 
 
 def _query_blocks(x, kv_heads, block):
@@ -46,22 +55,25 @@ def _blocks(x, block):
 
 
 def _rows(x, heads):
-    """Blocks of queries -> [B, T, H, D]."""
+    """Converts blocks of queries to [B, T, H, D]."""
     blocks, batch, kv_heads, _, width = x.shape
     x = x.reshape(blocks, batch, kv_heads, heads // kv_heads, -1, width)
     return x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, heads, width)
 
 
 class _Step(NamedTuple):
-    """Which keys a block of queries sees."""
+    """A block of queries, and the keys that it sees."""
 
-    seen: Segments  # of this block's queries, [B, block]
+    seen: Segments  # Segments of the queries in this block, [B, block].
     query_block: jax.Array
     block: int
     groups: int
 
     def key_blocks(self):
-        """How many blocks of keys it visits, and (i) -> the i-th: those of shared prompts, then its own segments'."""
+        """Returns the number of visited key blocks, and a function that maps i to the index of the i-th one.
+
+        Key blocks of shared prompts are visited first, followed by the key blocks of the segments of the queries.
+        """
         seen, own = self.seen, jnp.min(self.seen.first) // self.block
         prompt = jnp.min(seen.prompt) // self.block
         prompt_end = -(-jnp.max(seen.prompt_end) // self.block)
@@ -69,7 +81,7 @@ class _Step(NamedTuple):
         return shared + self.query_block + 1 - own, lambda i: jnp.where(i < shared, prompt + i, own + i - shared)
 
     def visible(self, key_block):
-        """[B, 1, G * block, block]."""
+        """Returns the mask [B, 1, G * block, block] of visible keys in a key block."""
         index = jnp.arange(self.block)
         keys, queries = (key_block * self.block + index)[None, None], self.query_block * self.block + index
         first, prompt, prompt_end = (x[:, :, None] for x in (self.seen.first, self.seen.prompt, self.seen.prompt_end))
@@ -78,15 +90,10 @@ class _Step(NamedTuple):
         return jnp.tile(seen, (1, self.groups, 1))[:, None]
 
 
-def _steps(q, k, seen):
-    """(query_block) -> _Step."""
-    block, groups = k.shape[3], q.shape[3] // k.shape[3]
-
-    def step(query_block):
-        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, query_block * block, block, axis=1), seen)
-        return _Step(own, query_block, block, groups)
-
-    return step
+def _make_step(q, k, seen, query_block):
+    block, groups = k.shape[-2], q.shape[-2] // k.shape[-2]
+    own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, query_block * block, block, axis=1), seen)
+    return _Step(own, query_block, block, groups)
 
 
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -98,39 +105,36 @@ def _attend(q, k, v, seen):
 
 
 def _forward(q, k, v, seen):
-    make_step = _steps(q, k, seen)
-
     def one_query_block(inputs):
         query_block, q = inputs
-        step = make_step(query_block)
+        step = _make_step(q, k, seen, query_block)
         count, key_block = step.key_blocks()
 
         def one_key_block(i, carry):
             j, (largest, total, out) = key_block(i), carry
-            scores = jnp.where(step.visible(j), _einsum("bkqd,bksd->bkqs", q, k[j]), NEVER)
+            scores = jnp.where(step.visible(j), _einsum("bkqd,bksd->bkqs", q, k[j]), MASK_VALUE)
             new_largest = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
             p, shrink = jnp.exp(scores - new_largest), jnp.exp(largest - new_largest)
             out = out * shrink + _einsum("bkqs,bksd->bkqd", p.astype(v.dtype), v[j])
             return new_largest, total * shrink + p.sum(axis=-1, keepdims=True), out
 
         zero = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
-        carry = jnp.full_like(zero, NEVER), zero, jnp.zeros(q.shape, jnp.float32)
+        carry = jnp.full_like(zero, MASK_VALUE), zero, jnp.zeros(q.shape, jnp.float32)
         largest, total, out = jax.lax.fori_loop(0, count, one_key_block, carry)
         return (out / total).astype(q.dtype), largest + jnp.log(total)
 
     outputs = jax.lax.map(one_query_block, (jnp.arange(q.shape[0]), q))
-    # The name lets remat keep these, which are all that the backward pass needs of this loop.
+    # Naming these arrays lets remat policies keep them. The backward pass needs no other results of this loop.
     out, log_normalizer = checkpoint_name(outputs, "attention")
     return out, (q, k, v, seen, out, log_normalizer)
 
 
 def _backward(residuals, d_out):
     q, k, v, seen, out, log_normalizer = residuals
-    make_step = _steps(q, k, seen)
 
     def one_query_block(carry, inputs):
         query_block, q, out, log_normalizer, d_out = inputs
-        step = make_step(query_block)
+        step = _make_step(q, k, seen, query_block)
         count, key_block = step.key_blocks()
         out_dot = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
 

@@ -1,7 +1,7 @@
-"""Checks that an attention kernel computes what the plain form computes, on the very device that it will run on.
+"""Compares attention kernels with a reference implementation on the device that they will run on.
 
-A changed compiler, driver or internal interface can make a kernel wrong without any error, and training with it would
-look like a poor learning rate. The test case is small, and checks that have passed are remembered.
+A new compiler, driver or internal interface can make a kernel incorrect without an error, and the effect on training
+would resemble a bad learning rate. The test case is small, and passed checks are cached.
 """
 
 import dataclasses
@@ -31,20 +31,22 @@ from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.text import first_line
 
 CHECKED = "attention.json"
-"""The file in the folder of compiled programs that records which checks have passed."""
+"""File name of the cache of passed checks, in the directory of the compilation cache."""
 
-# The segments of a row of packed sequences, followed by padding; and a row that is one sequence. They begin and end
-# inside blocks, and whole blocks are skipped, whatever the kernel's blocks.
+# Segment lengths of two rows: packed sequences followed by padding, and a single sequence. For all block sizes of the
+# kernels, segments start and end within blocks, and some blocks are skipped.
 SEGMENTS = ((1, 100, 413, 6, 250, 300), (1280,))
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCheck:
-    """By how much a kernel's values and gradients differ from those of the definition in float32.
+    """Result of comparing a kernel with the float32 reference implementation.
 
     Attributes:
-      errors: by name, the largest relative error of a token, and the largest that rounding allows.
-      error: why the kernel cannot be run; empty if it can.
+      implementation: Key of attention.IMPLEMENTATIONS.
+      device: Device kind, as reported by JAX.
+      errors: Largest relative error of a token and its limit, keyed by array name (`values`, `dq`, `dk`, `dv`).
+      error: Reason why the kernel does not run. Empty if it runs.
     """
 
     implementation: str
@@ -54,29 +56,40 @@ class AttentionCheck:
 
     @property
     def passed(self) -> bool:
-        return not self.error and all(found <= most for found, most in self.errors.values())
+        """Whether the kernel runs and all errors are within their limits."""
+        return not self.error and all(found <= limit for found, limit in self.errors.values())
 
     def __str__(self) -> str:
         if self.error:
             return f"the attention kernel {self.implementation} does not run on {self.device} ({self.error})"
-        listed = ", ".join(f"{name} {found:.1e} of {most:.1e}" for name, (found, most) in self.errors.items())
-        verdict = "is right" if self.passed else "is wrong"
+        listed = ", ".join(f"{name} {found:.1e} ({limit:.1e})" for name, (found, limit) in self.errors.items())
+        verdict = "is correct" if self.passed else "is incorrect"
         name = f"the attention kernel {self.implementation}"
-        return f"{name} {verdict} on {self.device}: relative errors, of allowed: {listed}"
+        return f"{name} {verdict} on {self.device}: relative errors (limits) are {listed}"
 
 
-def check_attention(implementation: str, mesh: Mesh, shape: ModelConfig) -> AttentionCheck:
-    """Runs a key of attention.IMPLEMENTATIONS on a mesh, with the heads and types of a model."""
+def check_attention(implementation: str, mesh: Mesh, config: ModelConfig) -> AttentionCheck:
+    """Compares an attention implementation with the reference implementation on a mesh.
+
+    Args:
+      implementation: Key of attention.IMPLEMENTATIONS.
+      mesh: Mesh to run on.
+      config: Model configuration, which defines the head width, the query heads per key head and the compute
+        type.
+
+    Returns:
+      The errors of values and gradients, or the reason why the implementation does not run.
+    """
     length, kv_heads = max(map(sum, SEGMENTS)), 2 * mesh.shape["tensor"]
     ids = np.array([np.repeat([*range(1, len(r) + 1), 0], [*r, length - sum(r)]) for r in SEGMENTS], np.int32)
     ids = np.tile(ids, (mesh.shape["data"] * mesh.shape["fsdp"], 1))
     rng, heads, real = (
         np.random.default_rng(0),
-        shape.num_heads // shape.num_kv_heads * kv_heads,
+        config.num_heads // config.num_kv_heads * kv_heads,
         (ids > 0)[..., None, None],
     )
     draws = [
-        rng.standard_normal((*ids.shape, n, shape.head_dim), np.float32) for n in (heads, kv_heads, kv_heads, heads)
+        rng.standard_normal((*ids.shape, n, config.head_dim), np.float32) for n in (heads, kv_heads, kv_heads, heads)
     ]
 
     def results(attend: Callable[..., jax.Array], dtype: str) -> list[np.ndarray]:
@@ -91,25 +104,35 @@ def check_attention(implementation: str, mesh: Mesh, shape: ModelConfig) -> Atte
     kind = mesh.devices.flat[0].device_kind
     with jax.set_mesh(mesh):
         with exactly():
-            exact = results(plain_attention, "float32")
-        rough = results(plain_attention, shape.dtype)
+            exact = results(reference_attention, "float32")
+        reference = results(reference_attention, config.dtype)
         try:
             kernel = functools.partial(attention.packed_attention, implementation=implementation)
-            found = results(kernel, shape.dtype)
-        except Exception as error:  # whatever a compiler raises, this kernel is not to be used
+            found = results(kernel, config.dtype)
+        except Exception as error:  # Compilers raise many types of errors. In all cases, the kernel cannot be used.
             return AttentionCheck(implementation, kind, {}, first_line(error))
-    pairs = zip(("values", "dq", "dk", "dv"), found, rough, exact, strict=True)
+    pairs = zip(("values", "dq", "dk", "dv"), found, reference, exact, strict=True)
     return AttentionCheck(
         implementation, kind, {name: (_error(x, z), allowed(_error(y, z))) for name, x, y, z in pairs}
     )
 
 
-def plain_attention(
+def reference_attention(
     q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], segment_ids: Int[Array, "B T"]
 ) -> Float[Array, "B T H D"]:
-    """`packed_attention` by its definition, with the whole [T, T] scores."""
-    place = jnp.arange(segment_ids.shape[1])
-    visible = (segment_ids[:, :, None] == segment_ids[:, None]) & (place[:, None] >= place[None])[None]
+    """Implements `packed_attention` with the full [T, T] score matrix, as a reference.
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      segment_ids: Segment of each token. Padding (id 0) also sees earlier padding, so its outputs must be ignored.
+
+    Returns:
+      The outputs of all query heads.
+    """
+    index = jnp.arange(segment_ids.shape[1])
+    visible = (segment_ids[:, :, None] == segment_ids[:, None]) & (index[:, None] >= index[None])[None]
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf)).astype(v.dtype)
@@ -117,58 +140,66 @@ def plain_attention(
 
 
 def _error(found: np.ndarray, expected: np.ndarray) -> float:
-    """The error of the worst token and head; for small vectors, relative to the root mean square of all."""
+    """Returns the largest relative error over tokens and heads.
+
+    The error of a vector is relative to its norm or, if it is larger, to the root mean square of all norms.
+    """
     norms = np.linalg.norm(expected, axis=-1)
     errors = np.linalg.norm(found - expected, axis=-1) / np.maximum(norms, np.sqrt(np.mean(norms**2)))
     return float(np.max(errors)) if np.isfinite(errors).all() else np.inf
 
 
-def trust_attention(asked: str, shape: ModelConfig, mesh: Mesh, cache: Path) -> None:
-    """Checks on every host the kernel that `asked`, the value of model.attention, selects on a mesh.
+def trust_attention(requested: str, config: ModelConfig, mesh: Mesh, cache: Path) -> None:
+    """Verifies on every process the attention kernel that `model.attention` selects.
 
-    With "auto", a kernel that fails is not used from here on, and a warning says so. Checks that have passed are kept
-    in `cache`, a JSON file, for each kernel, device, shape of heads and version of the libraries.
+    If the kernel that "auto" selects fails on any process, it is disabled with a warning.
+
+    Args:
+      requested: Value of `model.attention`.
+      config: Model configuration.
+      mesh: Mesh of the run.
+      cache: JSON file of passed checks, keyed by kernel, heads, compute type, device and library versions.
 
     Raises:
-      ConfigError: a kernel that was requested by name fails.
+      ConfigError: If a kernel that was requested by name fails.
     """
     with jax.set_mesh(mesh):
-        implementation = attention.fastest(asked)
+        implementation = attention.fastest(requested)
     if implementation == "blockwise":
         return
-    checks = hosts.on_each(lambda: _remembered_check(implementation, mesh, shape, cache))
+    checks = hosts.on_each(lambda: _cached_check(implementation, mesh, config, cache))
     failed = next((check for check in checks if not check.passed), None)
     if failed is None:
         return
-    if asked != "auto":
-        raise ConfigError(f"model.attention={asked}: {failed}; set model.attention=auto or blockwise, the plain form.")
+    if requested != "auto":
+        raise ConfigError(f"model.attention={requested}: {failed}; set model.attention=auto or blockwise.")
     attention.distrusted.add(implementation)
     if hosts.is_first():
-        print(f"Warning: {failed}; the plain form is used, which is much slower.", file=sys.stderr)
+        print(f"Warning: {failed}; using the much slower blockwise implementation instead.", file=sys.stderr)
 
 
-def _remembered_check(implementation: str, mesh: Mesh, shape: ModelConfig, cache: Path) -> AttentionCheck:
+def _cached_check(implementation: str, mesh: Mesh, config: ModelConfig, cache: Path) -> AttentionCheck:
     device = mesh.local_devices[0]
     name = " ".join(
         [
-            f"{implementation} {shape.num_heads}:{shape.num_kv_heads}x{shape.head_dim} {shape.dtype}",
+            f"{implementation} {config.num_heads}:{config.num_kv_heads}x{config.head_dim} {config.dtype}",
             f"{device.device_kind} {' '.join(device.client.platform_version.split())}",
             f"jax {jax.__version__} jaxlib {importlib.metadata.version('jaxlib')}",
         ]
     )
-    if name in _read(cache):
+    if name in _read_cache(cache):
         return AttentionCheck(implementation, device.device_kind, {})
     alone = Mesh(np.array([[[device]]]), AXES, axis_types=(AxisType.Auto,) * 3)
-    check = check_attention(implementation, alone, shape)
+    check = check_attention(implementation, alone, config)
     if check.passed:
-        # Every host of a run writes it, and other runs do.
+        # The other processes of this run and other runs may write the file concurrently.
         with exclusive(cache.with_suffix(".lock"), f"the file {cache}", wait=True):
-            write_json(cache, _read(cache) | {name: check.errors})
+            write_json(cache, _read_cache(cache) | {name: check.errors})
     return check
 
 
-def _read(cache: Path) -> dict[str, Any]:
-    """The errors of each check by its name; a file that is missing or damaged is written anew."""
+def _read_cache(cache: Path) -> dict[str, Any]:
+    """Reads the errors of passed checks, keyed by check. Returns {} if the file is missing or corrupted."""
     try:
         return dict(json.loads(cache.read_text()))
     except (FileNotFoundError, ValueError, TypeError):

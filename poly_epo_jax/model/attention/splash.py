@@ -1,8 +1,9 @@
-"""JAX's splash attention for TPUs, made to visit only the blocks of packed sequences' own triangles, in both passes.
+"""JAX's splash attention for TPUs, restricted in both passes to the blocks that packed sequences need.
 
-Its causal mask visits a row's whole triangle, and segment ids only mask within it: seven times the work at a mean of
-1,700 tokens in rows of 16,384. But arrays tell the kernels which block comes at each step of their grid and whether to
-work on it, and these arrays may be computed from the segments while the program runs.
+With its own causal mask, splash attention visits the triangle of the complete row and only masks other segments. This
+is seven times as much work for sequences of 1,700 tokens on average in rows of 16,384. However, the kernels read arrays
+that contain the block of each grid step and whether to process it. This module computes these arrays from the segments
+at run time.
 """
 
 import inspect
@@ -13,45 +14,56 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jaxtyping import Array, Float
 
-from poly_epo_jax.model.attention.segments import Segments, whole_blocks
+from poly_epo_jax.model.attention.segments import Segments, pad_to_blocks
 from poly_epo_jax.parallel.sharding import platform
 
-# Tokens per block. At the lengths above, blocks of 512 have 1.67 times the area of the segments' own triangles, and
-# blocks of 256 only 1.33 times; but blocks of 256 take 3.7 times as many steps, and a step costs some tenths of a
-# microsecond, about as much as a block of 512 takes to compute. Neither has been measured.
+# Tokens per block. At the lengths above, the visited area is 1.67 times the area of the segments' triangles with blocks
+# of 512, and 1.33 times with blocks of 256. However, blocks of 256 take 3.7 times as many steps, and the overhead of a
+# step is a few tenths of a microsecond, about the compute time of a block of 512. These are estimates, not
+# measurements.
 BLOCK = 512
-LANES = 128  # blocks are whole multiples of it
-# The arrays lie in a megabyte of scalar memory, in which each of these grid rows takes two lines of 512 bytes.
+LANES = 128  # Blocks are multiples of this number of tokens.
+# The arrays are stored in 1 MB of scalar memory, where each of these grid rows takes two lines of 512 bytes.
 MAX_GRID_ROWS = 1023
 
 
 def splash_attention(
     q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], segments: Segments
 ) -> Float[Array, "B T H D"]:
-    """Like `packed_attention`; on a CPU it is interpreted, which is slow.
+    """Implements `packed_attention` on TPUs. On CPUs, the kernel is interpreted, which is slow.
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      segments: Visible tokens of each token. Shared prompts are not supported.
+
+    Returns:
+      The outputs of all query heads.
 
     Raises:
-      ImportError: JAX's kernel, whose internal interface this uses, is not the one known here.
+      ImportError: If the internal interface of JAX's kernel is not the expected one.
     """
     length, heads, width = q.shape[1:]
     block = min(BLOCK, length + -length % LANES)
-    q, k, v = whole_blocks(block, q * width**-0.5, k, v)
-    segments = segments.lengthened(block)
+    q, k, v = pad_to_blocks(block, q * width**-0.5, k, v)
+    segments = segments.padded(block)
     groups = _groups(len(q), steps(segments, block), q.shape[1] // block)
 
     def one_group(infos, q, k, v, first):
         out = _kernel(infos, block)(*(x.swapaxes(0, 1) for x in (q, k, v)), splash.SegmentIds(first, first))
         return out.swapaxes(0, 1)  # pyright: ignore[reportAttributeAccessIssue]
 
-    # Rows are laid end to end, as blocks of other rows are never visited. The axis of groups is kept even if it is 1:
-    # without it XLA transposes the kernel's log-normalizers, 128 copies of each, before it takes one of them.
+    # The rows of a group are concatenated, because blocks of other rows are never visited. The group axis is kept even
+    # if its size is 1. Without it, XLA would transpose all 128 copies of the kernel's log-normalizers before selecting
+    # one.
     joined = (x.reshape(groups, -1, *x.shape[2:]) for x in (q, k, v, segments.first))
     out = jax.vmap(one_group)(mask_infos(segments, block, groups), *joined)
     return out.reshape(-1, q.shape[1], heads, width)[:, :length].astype(q.dtype)
 
 
 def _groups(rows: int, num_steps: int, blocks: int) -> int:
-    """How many kernels process the rows, one after another: as few as the scalar memory allows."""
+    """Returns the minimum number of groups of rows such that the arrays of a group fit in scalar memory."""
     lines = blocks * -(-num_steps // LANES)
     return next(n for n in range(1, rows + 1) if rows % n == 0 and (rows // n * lines <= MAX_GRID_ROWS or n == rows))
 
@@ -74,13 +86,13 @@ def _kernel(infos: tuple[MaskInfo, MaskInfo], block: int) -> splash.SplashAttent
 
 
 def _known_options(**options):
-    """The options, if JAX's kernel takes them and needs no others."""
+    """Returns the options if JAX's kernel accepts them and requires no others. Raises ImportError otherwise."""
     parameters = inspect.signature(getattr(splash, "_splash_attention", lambda: None)).parameters.values()
     needed = {p.name for p in parameters if p.default is p.empty and p.kind is p.KEYWORD_ONLY}
     if not needed <= options.keys() <= {p.name for p in parameters} or MaskInfo._fields[:5] != FIELDS:
         raise ImportError(
-            f"The splash attention of jax {jax.__version__} is not the one that poly_epo_jax knows how to bound; set "
-            "model.attention=blockwise, or install the version of launch/lock.txt."
+            f"The splash attention interface of jax {jax.__version__} is not supported; set model.attention=blockwise, "
+            "or install the version in launch/lock.txt."
         )
     return options
 
@@ -93,16 +105,33 @@ def _causal(queries: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def steps(segments: Segments, block: int) -> int:
-    """The most blocks of keys that any block of queries sees; those of a whole row if nothing bounds its segments."""
+    """Returns the maximum number of key blocks that a query block sees.
+
+    Args:
+      segments: Segments of rows that are padded to a multiple of `block`.
+      block: Number of tokens per block.
+
+    Returns:
+      The number of blocks. It is the number of blocks per row if the segment length is not limited.
+    """
     blocks = segments.first.shape[1] // block
-    return min(blocks, -(-(segments.longest - 1) // block) + 1) if segments.longest else blocks
+    return min(blocks, -(-(segments.max_segment_tokens - 1) // block) + 1) if segments.max_segment_tokens else blocks
 
 
 def mask_infos(segments: Segments, block: int, groups: int) -> tuple[MaskInfo, MaskInfo]:
-    """What the kernels of queries, and the kernel of keys, visit: [groups, ...], each of rows laid end to end.
+    """Computes the blocks that the kernels visit.
 
-    A line of the grid is filled from its end: its last step is its last block. The steps before its first block already
-    hold that block, so it is fetched while the previous line ends, and nothing else is fetched.
+    Grid lines are right-aligned: the last step of a line is its last block. Unused steps at the start of a line refer
+    to its first block. It is therefore fetched while the previous line is processed, and no other block is fetched.
+
+    Args:
+      segments: Segments of rows that are padded to a multiple of `block`.
+      block: Number of tokens per block.
+      groups: Number of groups of rows. The rows of a group are concatenated.
+
+    Returns:
+      A tuple of the mask info of the kernels that iterate over query blocks, and of the kernel that iterates over key
+      blocks. Their arrays have a leading axis of size `groups`.
     """
     rows, length = segments.first.shape
     blocks, num_steps = length // block, steps(segments, block)
@@ -117,7 +146,7 @@ def mask_infos(segments: Segments, block: int, groups: int) -> tuple[MaskInfo, M
 
     def info(at, begin):
         nearest, is_visited = jnp.maximum(at, begin), (at >= begin).astype(jnp.int32)
-        # All heads share it, as the axis of 1 says.
+        # The axis of size 1 is the head axis: all heads share the blocks.
         infos = nearest[:, None], None, is_visited[:, None], None, positions
         return MaskInfo(*infos)  # pyright: ignore[reportArgumentType]
 

@@ -1,9 +1,9 @@
-"""Attention for GPUs in Pallas' Triton dialect (FlashAttention-2, Dao 2023) that skips other sequences in both passes.
+"""Attention for GPUs in Pallas Triton (FlashAttention-2, Dao 2023), which skips other sequences in both passes.
 
-Each program has a block of queries and visits the blocks of keys from the start of its first segment to itself; for the
-gradients of keys and values it has a block of keys, and visits the blocks of queries that see it. No two programs write
-to the same place, so results do not depend on their order. Scores are in units of log 2, in which exponentials are
-cheapest.
+Each kernel instance processes a block of queries and visits the blocks of keys from the start of its first segment to
+itself. For the gradients of keys and values, it processes a block of keys and visits the blocks of queries that see it.
+Each output block is written by a single instance, so results are deterministic. Scores are scaled for base-2
+exponentials, which are the fastest.
 """
 
 import functools
@@ -17,36 +17,53 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pallas_triton
 from jaxtyping import Array, Float
 
-from poly_epo_jax.model.attention.segments import Segments, whole_blocks
+from poly_epo_jax.model.attention.segments import MASK_VALUE, Segments, pad_to_blocks
 from poly_epo_jax.parallel.sharding import platform
 
 
 class Blocks(NamedTuple):
-    """Tokens of the block that a program keeps, and of those that it visits, which divide it; and its warps."""
+    """Block sizes of a kernel.
+
+    Attributes:
+      own: Tokens of the block that an instance processes.
+      step: Tokens of the blocks that it visits. Divides `own`.
+      warps: Number of warps.
+    """
 
     own: int
     step: int
     warps: int
 
 
-# By the bytes of a value. A thread has 255 registers: a program's float32 sums, one [own, width] forward and two for
-# the gradients of keys and values, take at most half of them at a width of 128.
+# Keyed by bytes per value. A thread has 255 registers. At head width 128, the float32 accumulators (one [own, width] in
+# the forward pass, two for the gradients of keys and values) take at most half of them.
 FORWARD = {2: Blocks(128, 64, 8), 4: Blocks(64, 32, 4)}
 BACKWARD = {2: Blocks(64, 64, 4), 4: Blocks(32, 32, 4)}
-MIN_WIDTH = 16  # of a matrix that Triton multiplies; all its sizes are powers of two
-NEVER = -1e30  # the score of an invisible key; finite, so that a block without visible keys gives no NaN
+MIN_WIDTH = 16  # Minimum matrix width for matmuls in Triton, whose sizes must be powers of two.
 
 
 def triton_attention(
     q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], segments: Segments
 ) -> Float[Array, "B T H D"]:
-    """Like `packed_attention`; on a CPU it is interpreted, which is slow. float32 is multiplied in TF32, as by XLA."""
+    """Implements `packed_attention` on GPUs. On CPUs, the kernels are interpreted, which is slow.
+
+    Matmuls of float32 inputs use TF32, as in XLA.
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      segments: Visible tokens of each token. Shared prompts are not supported.
+
+    Returns:
+      The outputs of all query heads.
+    """
     length, width, block = q.shape[1], q.shape[3], FORWARD[q.dtype.itemsize].own
     padding = max(MIN_WIDTH, pl.next_power_of_2(width)) - width
     q, k, v = (
-        jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, padding)]) if padding else x for x in whole_blocks(block, q, k, v)
+        jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, padding)]) if padding else x for x in pad_to_blocks(block, q, k, v)
     )
-    out: Any = _attend(q, k, v, segments.lengthened(block), width**-0.5)
+    out: Any = _attend(q, k, v, segments.padded(block), width**-0.5)
     return out[:, :length, :, :width]
 
 
@@ -58,8 +75,7 @@ def _attend(q, k, v, segments, scale):
 def _forward(q, k, v, segments, scale):
     (batch, length, heads, width), groups = q.shape, q.shape[2] // k.shape[2]
     blocks = FORWARD[q.dtype.itemsize]
-    own, row, first = _query_specs(blocks.own, width)
-    whole = pl.BlockSpec((None, length, None, width), lambda i, h, b: (b, 0, h // groups, 0))
+    own, row, first, whole = _query_specs(blocks.own, length, width, groups)
     results = _call(
         functools.partial(_forward_kernel, step=blocks.step, scale=scale),
         blocks,
@@ -68,7 +84,7 @@ def _forward(q, k, v, segments, scale):
         [own, row],
         [q, jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)],
     )(q, k, v, segments.first)
-    # The name lets remat keep these, which are all that the backward pass needs of this kernel.
+    # Naming these arrays lets remat policies keep them. The backward pass needs no other results of this kernel.
     out, log_normalizer = checkpoint_name(tuple(results), "attention")
     return out, (q, k, v, segments, out, log_normalizer)
 
@@ -79,8 +95,7 @@ def _backward(scale, residuals, d_out):
     groups, blocks = heads // kv_heads, BACKWARD[q.dtype.itemsize]
     out_dot = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
 
-    own, row, first = _query_specs(blocks.own, width)
-    whole = pl.BlockSpec((None, length, None, width), lambda i, h, b: (b, 0, h // groups, 0))
+    own, row, first, whole = _query_specs(blocks.own, length, width, groups)
     (d_q,) = _call(
         functools.partial(_query_kernel, step=blocks.step, scale=scale),
         blocks,
@@ -109,11 +124,12 @@ def _backward(scale, residuals, d_out):
 _attend.defvjp(_forward, _backward)
 
 
-def _query_specs(block, width):
-    """Specs of a block of queries of one head, and of arrays with one number per query: [B, H, T] and [B, T]."""
+def _query_specs(block, length, width, groups):
+    """Returns the specs of a query block, of per-query arrays [B, H, T] and [B, T], and of all keys of a head."""
     own = pl.BlockSpec((None, block, None, width), lambda i, h, b: (b, i, h, 0))
     row = pl.BlockSpec((None, None, block), lambda i, h, b: (b, h, i))
-    return own, row, pl.BlockSpec((None, block), lambda i, h, b: (b, i))
+    first = pl.BlockSpec((None, block), lambda i, h, b: (b, i))
+    return own, row, first, pl.BlockSpec((None, length, None, width), lambda i, h, b: (b, 0, h // groups, 0))
 
 
 def _call(kernel, blocks, grid, in_specs, out_specs, results):
@@ -130,7 +146,7 @@ def _call(kernel, blocks, grid, in_specs, out_specs, results):
 
 
 def _dot(a, b, contract):
-    """a and b contracted over these axes, summed in float32."""
+    """Contracts a and b over these axes, with float32 accumulation."""
     return jax.lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
 
 
@@ -138,7 +154,7 @@ ROWS_BY_ROWS, ROWS_BY_COLUMNS = ((1,), (1,)), ((1,), (0,))
 
 
 def _positions(block, size):
-    """The positions of the tokens of a block."""
+    """Returns the indices of the tokens of a block."""
     return block * size + jnp.arange(size, dtype=jnp.int32)
 
 
@@ -154,13 +170,13 @@ def _forward_kernel(q_ref, k_ref, v_ref, first_ref, out_ref, log_normalizer_ref,
         largest, total, out = carry
         at = pl.ds(j * step, step)
         scores = _dot(q, k_ref[at, :], ROWS_BY_ROWS) * (scale * math.log2(math.e))
-        scores = jnp.where(_visible(_positions(j, step)[None], first[:, None], queries[:, None]), scores, NEVER)
+        scores = jnp.where(_visible(_positions(j, step)[None], first[:, None], queries[:, None]), scores, MASK_VALUE)
         new_largest = jnp.maximum(largest, jnp.max(scores, axis=1))
         p, shrink = jnp.exp2(scores - new_largest[:, None]), jnp.exp2(largest - new_largest)
         out = out * shrink[:, None] + _dot(p.astype(v_ref.dtype), v_ref[at, :], ROWS_BY_COLUMNS)
         return new_largest, total * shrink + jnp.sum(p, axis=1), out
 
-    carry = jnp.full(block, NEVER, jnp.float32), jnp.zeros(block, jnp.float32), jnp.zeros(q_ref.shape, jnp.float32)
+    carry = jnp.full(block, MASK_VALUE, jnp.float32), jnp.zeros(block, jnp.float32), jnp.zeros(q_ref.shape, jnp.float32)
     begin, end = jax.lax.div(first_ref[0], step), (i + 1) * (block // step)
     largest, total, out = jax.lax.fori_loop(begin, end, visit, carry)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
@@ -200,7 +216,7 @@ def _key_kernel(
     step,
     scale,
 ):
-    """The scores are transposed here: keys by queries. All heads that share the keys are summed."""
+    """Computes d_k and d_v with transposed scores [keys, queries], summed over the query heads that share the keys."""
     block, j = k_ref.shape[0], pl.program_id(0)
     k, v, keys = k_ref[...], v_ref[...], _positions(j, block)
 

@@ -21,11 +21,11 @@ from poly_epo_jax.model import attention
 from poly_epo_jax.model.attention import IMPLEMENTATIONS, blockwise, cached_attention, fastest, packed_attention
 from poly_epo_jax.parallel.sharding import make_mesh
 
-SHAPES = [(1, 1), (4, 1), (4, 2), (6, 6)]  # query heads, key heads
+SHAPES = [(1, 1), (4, 1), (4, 2), (6, 6)]  # Number of query heads and key heads.
 
 
 def attention_reference(q, k, v, visible):
-    """softmax(q k' / sqrt(D)) v in float64, one query at a time; visible(b, t) lists the keys that it sees."""
+    """Computes softmax(q k' / sqrt(D)) v in float64, one query at a time. `visible(b, t)` returns its visible keys."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     out = np.zeros_like(q)
     for b, t, h in np.ndindex(q.shape[:3]):
@@ -36,7 +36,8 @@ def attention_reference(q, k, v, visible):
     return out
 
 
-@pytest.mark.parametrize("block", [4, 17, 64])  # 17 tokens: with padding, exactly, and in one block
+# Rows have 17 tokens, so these blocks require padding, match the row, and exceed it.
+@pytest.mark.parametrize("block", [4, 17, 64])
 @pytest.mark.parametrize(("heads", "kv_heads"), SHAPES)
 def test_blockwise_matches_a_float64_loop(heads, kv_heads, block, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", block)
@@ -50,7 +51,7 @@ def test_blockwise_matches_a_float64_loop(heads, kv_heads, block, monkeypatch):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), SHAPES)
-def test_cached_attention_sees_exactly_its_mask(heads, kv_heads):
+def test_cached_attention_sees_only_visible_tokens(heads, kv_heads):
     rng = np.random.default_rng(heads)
     q, k, v = random_inputs(rng, 3, 9, heads, kv_heads, head_dim=4)
     q, visible = q[:, :1], rng.random((3, 9)) < 0.5
@@ -60,14 +61,14 @@ def test_cached_attention_sees_exactly_its_mask(heads, kv_heads):
     np.testing.assert_allclose(out, expected[:, 0], atol=1e-5, rtol=0)
 
 
-def test_auto_is_blockwise_on_the_cpu():
+def test_auto_selects_blockwise_on_cpu():
     rng = np.random.default_rng(0)
     q, k, v = map(jnp.asarray, random_inputs(rng, 1, 9, 2, 1, 4))
     ids = jnp.asarray(random_packing(rng, 1, 9))
     np.testing.assert_array_equal(packed_attention(q, k, v, ids), packed_attention(q, k, v, ids, "blockwise"))
 
 
-def assert_same_as_the_whole_matrix(implementation, inputs, segment_ids, mesh=None, atol=1e-4):
+def assert_matches_full_matrix(implementation, inputs, segment_ids, mesh=None, atol=1e-4):
     expected = output_and_gradients(whole_matrix, inputs, segment_ids)
     attend = functools.partial(packed_attention, implementation=implementation)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
@@ -78,16 +79,16 @@ def assert_same_as_the_whole_matrix(implementation, inputs, segment_ids, mesh=No
 
 @pytest.mark.parametrize("block", [8, 32, 64])
 @pytest.mark.parametrize("seed", range(3))
-def test_blockwise_gradients_are_those_of_the_whole_matrix(block, seed, monkeypatch):
+def test_blockwise_gradients_match_the_full_matrix(block, seed, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", block)
     rng = np.random.default_rng(seed)
     inputs, segment_ids = random_inputs(rng, 2, 61, 4, 2, head_dim=6), random_packing(rng, 2, 61)
-    assert_same_as_the_whole_matrix("blockwise", inputs, segment_ids, atol=1e-5)
+    assert_matches_full_matrix("blockwise", inputs, segment_ids, atol=1e-5)
 
 
 @pytest.mark.parametrize("block", [8, 16])
 @pytest.mark.parametrize("seed", range(3))
-def test_blockwise_shares_prompts_as_the_whole_matrix_does(block, seed, monkeypatch):
+def test_blockwise_with_shared_prompts_matches_the_full_matrix(block, seed, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", block)
     rng = np.random.default_rng(seed)
     inputs, (segment_ids, positions) = random_inputs(rng, 2, 61, 4, 2, head_dim=6), shared_packing(rng, 2, 61)
@@ -99,8 +100,8 @@ def test_blockwise_shares_prompts_as_the_whole_matrix_does(block, seed, monkeypa
         np.testing.assert_allclose(x, y, atol=1e-5, rtol=0)
 
 
-def test_blockwise_visits_no_keys_between_a_prompt_and_the_segment_that_shares_it(monkeypatch):
-    """Keys that are not numbers would show in the output: their blocks are not even read."""
+def test_blockwise_skips_keys_between_a_shared_prompt_and_its_segment(monkeypatch):
+    """NaN keys would produce NaN outputs if their blocks were read."""
     monkeypatch.setattr(blockwise, "BLOCK", 8)
     q, k, v = random_inputs(np.random.default_rng(0), 1, 48, 2, 1, head_dim=4)
     segment_ids, shared, own = np.repeat([[1, 2, 3]], 16, axis=1), np.arange(16), 16 + np.arange(16)
@@ -115,8 +116,8 @@ def test_blockwise_visits_no_keys_between_a_prompt_and_the_segment_that_shares_i
     assert np.isnan(out).all()
 
 
-def test_blockwise_visits_no_keys_before_the_earliest_segment(monkeypatch):
-    """Keys that are not numbers would show in the output: their blocks are not even read."""
+def test_blockwise_skips_keys_before_the_earliest_segment(monkeypatch):
+    """NaN keys would produce NaN outputs if their blocks were read."""
     monkeypatch.setattr(blockwise, "BLOCK", 8)
     q, k, v = random_inputs(np.random.default_rng(0), 1, 32, 2, 1, head_dim=4)
     segment_ids = np.repeat([[1, 2]], 16, axis=1)
@@ -126,7 +127,7 @@ def test_blockwise_visits_no_keys_before_the_earliest_segment(monkeypatch):
     assert np.isfinite(out[:, 16:]).all()
 
 
-def test_blockwise_never_holds_the_whole_matrix():
+def test_blockwise_does_not_store_the_full_matrix():
     def temporary_bytes(attend):
         shapes = [(1, 2048, heads, 4) for heads in (4, 2, 2)]
         inputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
@@ -142,14 +143,14 @@ def test_blockwise_never_holds_the_whole_matrix():
 @pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_under_a_mesh_each_device_runs_the_kernel_on_its_rows_and_heads(implementation: str):
+def test_each_device_of_a_mesh_runs_the_kernel_on_its_rows_and_heads(implementation: str):
     rng = np.random.default_rng(0)
     inputs, segment_ids = random_inputs(rng, 2, 256, 4, 2, head_dim=64), random_packing(rng, 2, 256)
-    assert_same_as_the_whole_matrix(implementation, inputs, segment_ids, make_mesh(data=1, fsdp=2, tensor=2), atol=1e-4)
+    assert_matches_full_matrix(implementation, inputs, segment_ids, make_mesh(data=1, fsdp=2, tensor=2), atol=1e-4)
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", "blockwise"), ("gpu", "triton"), ("tpu", "splash")])
-def test_auto_is_the_kernel_of_the_devices_that_are_traced_for(device: str, expected: str, monkeypatch):
+def test_auto_selects_the_kernel_of_the_target_devices(device: str, expected: str, monkeypatch):
     with devices_elsewhere(device):
         assert fastest("auto") == expected
         assert fastest("splash") == "splash"

@@ -19,7 +19,7 @@ SHAPE = ModelConfig(32, 32, 32, 1, 4, 2, 16, dtype="float32")
 
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch):
-    """This machine's kernel is a copy of the plain form, and cases are small."""
+    """Registers a copy of the blockwise implementation as the kernel of this machine, and reduces the test case."""
     monkeypatch.setattr(self_check, "SEGMENTS", ((1, 30, 70, 6, 60, 30), (200,)))
     monkeypatch.setattr(attention, "IMPLEMENTATIONS", dict(attention.IMPLEMENTATIONS))
     monkeypatch.setattr(attention, "distrusted", set())
@@ -27,7 +27,7 @@ def as_on_an_accelerator(monkeypatch):
 
 
 def break_kernel(monkeypatch, change) -> None:
-    """What `auto` takes here is the plain form with a change."""
+    """Makes "auto" select the blockwise implementation with a modification."""
     monkeypatch.setitem(attention.IMPLEMENTATIONS, "copy", change(attention.IMPLEMENTATIONS["blockwise"]))
     monkeypatch.setattr(attention, "KERNELS", {"cpu": "copy"})
 
@@ -75,64 +75,65 @@ def check() -> AttentionCheck:
     return check_attention("copy", make_mesh(1, 1, 1), SHAPE)
 
 
-def trust(tmp_path: Path, asked: str = "auto") -> None:
-    trust_attention(asked, SHAPE, make_mesh(1, 1, 1), tmp_path / "compiled" / "attention.json")
+def trust(tmp_path: Path, requested: str = "auto") -> None:
+    trust_attention(requested, SHAPE, make_mesh(1, 1, 1), tmp_path / "compiled" / "attention.json")
 
 
-def test_a_right_kernel_passes():
+def test_a_correct_kernel_passes():
     found = check()
-    assert found.passed and all(0 < error < most < 1e-4 for error, most in found.errors.values())
-    assert str(found).startswith("the attention kernel copy is right on cpu: relative errors, of allowed: values ")
+    assert found.passed and all(0 < error < limit < 1e-4 for error, limit in found.errors.values())
+    assert str(found).startswith("the attention kernel copy is correct on cpu: relative errors (limits) are values ")
 
 
 @pytest.mark.parametrize("broken", [without_segments, one_key_too_few, wrong_gradient, slightly_too_large])
-def test_a_wrong_kernel_is_found(broken, monkeypatch):
+def test_an_incorrect_kernel_fails(broken, monkeypatch):
     break_kernel(monkeypatch, broken)
     found = check()
     assert not found.passed and not found.error
     assert (found.errors["values"][0] < 1e-5) == (broken is wrong_gradient)
 
 
-def test_a_kernel_that_cannot_run_says_why(monkeypatch):
+def test_a_kernel_that_does_not_run_reports_the_error(monkeypatch):
     break_kernel(monkeypatch, raises)
     assert str(check()) == "the attention kernel copy does not run on cpu (sm_52 has no such instruction)"
 
 
-def test_nan_is_wrong(monkeypatch):
+def test_nan_is_an_infinite_error(monkeypatch):
     break_kernel(monkeypatch, lambda attend: lambda *inputs: np.nan * attend(*inputs))
     assert check().errors["values"][0] == np.inf
 
 
-def test_a_slight_error_is_found_in_values_and_gradients(monkeypatch):
+def test_small_errors_in_values_and_gradients_are_detected(monkeypatch):
     break_kernel(monkeypatch, slightly_too_large)
-    assert all(most < error == pytest.approx(1e-4, rel=0.1) for error, most in check().errors.values())
+    assert all(limit < error == pytest.approx(1e-4, rel=0.1) for error, limit in check().errors.values())
 
 
 @pytest.mark.parametrize("broken", [without_segments, slightly_too_large])
-def test_auto_leaves_a_wrong_kernel_and_says_so(tmp_path, monkeypatch, capsys, broken):
+def test_auto_disables_an_incorrect_kernel_with_a_warning(tmp_path, monkeypatch, capsys, broken):
     break_kernel(monkeypatch, broken)
     trust(tmp_path)
     assert attention.fastest("auto") == "blockwise" and attention.distrusted == {"copy"}
-    said = capsys.readouterr().err
-    assert said.startswith("Warning: the attention kernel copy is wrong on cpu: ") and said.count("\n") == 1
-    figures = re.findall(r"(\w+) (\d\.\de[-+]\d+) of (\d\.\de[-+]\d+)", said)
-    assert [name for name, *_ in figures] == ["values", "dq", "dk", "dv"]
-    assert any(float(error) > float(most) for _, error, most in figures) and "plain form is used" in said
+    printed = capsys.readouterr().err
+    assert printed.startswith("Warning: the attention kernel copy is incorrect on cpu: ") and printed.count("\n") == 1
+    errors = re.findall(r"(\w+) (\d\.\de[-+]\d+) \((\d\.\de[-+]\d+)\)", printed)
+    assert [name for name, *_ in errors] == ["values", "dq", "dk", "dv"]
+    assert any(float(error) > float(limit) for _, error, limit in errors) and "blockwise" in printed
     assert not (tmp_path / "compiled").exists()
 
 
-def test_a_wrong_kernel_that_is_named_is_refused(tmp_path, monkeypatch):
+def test_an_incorrect_kernel_requested_by_name_is_rejected(tmp_path, monkeypatch):
     break_kernel(monkeypatch, without_segments)
     with pytest.raises(
-        ConfigError, match=r"^model.attention=copy: the attention kernel copy is wrong on .*; set model.attention=auto"
+        ConfigError,
+        match=r"^model.attention=copy: the attention kernel copy is incorrect on .*; set model.attention=auto",
     ):
         trust(tmp_path, "copy")
 
 
-def test_what_has_passed_is_remembered_until_something_changes(tmp_path, monkeypatch):
+def test_passed_checks_are_cached_until_a_version_changes(tmp_path, monkeypatch):
     trust(tmp_path)
     break_kernel(monkeypatch, raises)
-    trust(tmp_path)  # from the file
+    trust(tmp_path)  # reads the cache
     assert attention.fastest("auto") == "copy"
     with monkeypatch.context() as newer:
         newer.setattr(jax, "__version__", "99")
@@ -141,20 +142,20 @@ def test_what_has_passed_is_remembered_until_something_changes(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"copy": '])
-def test_a_damaged_memory_is_no_memory(tmp_path, content):
+def test_a_corrupted_cache_is_ignored(tmp_path, content):
     (tmp_path / "compiled").mkdir()
     (tmp_path / "compiled" / "attention.json").write_text(content)
     trust(tmp_path)
     assert attention.fastest("auto") == "copy"
 
 
-def test_the_plain_form_needs_no_check(tmp_path, monkeypatch):
+def test_blockwise_is_not_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(self_check, "check_attention", None)
     trust(tmp_path, "blockwise")
 
 
 @pytest.mark.slow
-def test_the_triton_kernel_passes_interpreted(monkeypatch):
+def test_the_interpreted_triton_kernel_passes(monkeypatch):
     monkeypatch.setattr(triton, "FORWARD", {4: triton.Blocks(32, 16, 4)})
     monkeypatch.setattr(triton, "BACKWARD", {4: triton.Blocks(32, 16, 4)})
     assert check_attention("triton", make_mesh(1, 1, 1), SHAPE).passed

@@ -26,7 +26,7 @@ def mask_infos(segments: Segments, groups: int) -> Any:
 
 
 def visited(segments: Segments, groups: int) -> tuple[np.ndarray, np.ndarray]:
-    """How often the kernels of queries, and that of keys, work on each block [groups, blocks, blocks]."""
+    """Counts how often query and key kernels process each block, as two arrays [groups, blocks, blocks]."""
     keys, queries = mask_infos(segments, groups)
     blocks = np.asarray(keys.data_next).shape[2]
     of_queries, of_keys = np.zeros((2, groups, blocks, blocks), int)
@@ -38,7 +38,7 @@ def visited(segments: Segments, groups: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def needed(segment_ids: np.ndarray, groups: int) -> np.ndarray:
-    """Which blocks [groups, blocks, blocks] hold a visible pair, the rows of a group laid end to end."""
+    """Returns the mask [groups, blocks, blocks] of blocks with a visible pair. Rows of a group are concatenated."""
     rows, length = segment_ids.shape
     blocks, per_group = length // BLOCK, rows // groups
     own: Any = visible(segment_ids).reshape(rows, blocks, BLOCK, blocks, BLOCK).any((2, 4))
@@ -52,7 +52,7 @@ def needed(segment_ids: np.ndarray, groups: int) -> np.ndarray:
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("longest", [0, 20])
 @pytest.mark.parametrize("seed", range(10))
-def test_each_block_with_a_visible_pair_is_visited_once_and_no_other(seed: int, longest: int, groups: int):
+def test_exactly_the_blocks_with_a_visible_pair_are_visited_once(seed: int, longest: int, groups: int):
     ids = random_packing(np.random.default_rng(seed), 4, 64, longest=longest or None)
     of_queries, of_keys = visited(make_segments(jnp.asarray(ids), longest), groups)
     np.testing.assert_array_equal(of_queries, needed(ids, groups))
@@ -60,8 +60,8 @@ def test_each_block_with_a_visible_pair_is_visited_once_and_no_other(seed: int, 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_block_is_fetched_that_is_not_visited(seed: int):
-    """The kernels fetch a block when it differs from that of the step before."""
+def test_only_visited_blocks_are_fetched(seed: int):
+    """The kernels fetch a block if it differs from the block of the previous step."""
     ids = random_packing(np.random.default_rng(seed), 1, 64)
     keys, queries = mask_infos(make_segments(jnp.asarray(ids)), 1)
     for info, order in ((keys, np.asarray(keys.data_next)), (queries, np.asarray(queries.data_next).swapaxes(2, 3))):
@@ -70,7 +70,7 @@ def test_no_block_is_fetched_that_is_not_visited(seed: int):
 
 
 def one_later(segments: Segments) -> Segments:
-    """Each segment begins a block later than it does."""
+    """Moves the start of each segment one block to the right."""
     return dataclasses.replace(segments, first=jnp.minimum(segments.first + BLOCK, jnp.arange(64)[None]))
 
 
@@ -79,11 +79,11 @@ def the_whole_row(segments: Segments) -> Segments:
 
 
 def too_short(segments: Segments) -> Segments:
-    return dataclasses.replace(segments, longest=2 * BLOCK)
+    return dataclasses.replace(segments, max_segment_tokens=2 * BLOCK)
 
 
 @pytest.mark.parametrize("mutant", [one_later, the_whole_row, too_short])
-def test_wrong_bounds_would_be_found(mutant):
+def test_incorrect_bounds_are_detected(mutant):
     ids = np.repeat([[1, 2]], [30, 34], axis=1).astype(np.int32)
     assert (visited(make_segments(jnp.asarray(ids)), 1)[0] == needed(ids, 1)).all()
     of_queries, of_keys = visited(mutant(make_segments(jnp.asarray(ids))), 1)
@@ -103,21 +103,21 @@ def test_wrong_bounds_would_be_found(mutant):
         (2048, 1, 1, 4),
     ],
 )
-def test_rows_are_joined_as_far_as_the_scalar_memory_allows(rows: int, num_steps: int, blocks: int, groups: int):
+def test_scalar_memory_limits_the_rows_of_a_group(rows: int, num_steps: int, blocks: int, groups: int):
     assert splash._groups(rows, num_steps, blocks) == groups
 
 
-def test_an_interface_that_has_moved_is_refused_in_a_sentence():
-    with pytest.raises(ImportError, match="is not the one that poly_epo_jax knows how to bound"):
+def test_a_changed_interface_is_rejected():
+    with pytest.raises(ImportError, match=r"splash attention .* model\.attention=blockwise"):
         splash._known_options(block_sizes=None, mask_like_nothing_known=0)
 
 
 SPLASH = functools.partial(packed_attention, implementation="splash")
-BOUNDED = functools.partial(packed_attention, implementation="splash", longest=200)
+BOUNDED = functools.partial(packed_attention, implementation="splash", max_segment_tokens=200)
 
 
 def compare(seed: int, heads: int, kv_heads: int, head_dim: int, dtype: str, limit: float) -> None:
-    """A row of three blocks, or two that end within one and whose segments are bounded."""
+    """Compares one row of three blocks (even seeds), or two incomplete rows with a segment limit (odd seeds)."""
     rng, is_odd = np.random.default_rng(seed), seed % 2
     ids = random_packing(rng, 1 + is_odd, 384 - is_odd, longest=200 if is_odd else None)
     inputs = [jnp.asarray(x, dtype) for x in random_inputs(rng, len(ids), ids.shape[1], heads, kv_heads, head_dim)]
@@ -135,20 +135,21 @@ CASES = [
 
 
 @pytest.mark.slow
-def test_splash_is_the_plain_form(monkeypatch):
-    monkeypatch.setattr(splash, "BLOCK", 128)  # three blocks: some are skipped, and segments cross the others
+def test_splash_matches_the_reference(monkeypatch):
+    # Rows have three blocks: some are skipped, and segments cross the others.
+    monkeypatch.setattr(splash, "BLOCK", 128)
     compare(1, *CASES[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("case", CASES)
-def test_splash_is_the_plain_form_over_random_packings(case, seed: int, monkeypatch):
+def test_splash_matches_the_reference_over_random_packings(case, seed: int, monkeypatch):
     monkeypatch.setattr(splash, "BLOCK", 128)
     compare(seed, *case)
 
 
 @pytest.mark.parametrize(("remat", "kernels"), [("full", 4), ("attention", 3), ("dots", 3), ("none", 3)])
-def test_remat_runs_the_kernels_of_a_layer_no_more_than_it_must(remat: str, kernels: int):
-    """Forward, again unless its results are kept, and one for the gradients of queries and one for those of keys."""
+def test_remat_runs_each_kernel_of_a_layer_only_as_needed(remat: str, kernels: int):
+    """Forward, a second forward unless its results are kept, the query gradient, and the key and value gradient."""
     assert kernel_calls(remat, "tpu") == kernels

@@ -23,12 +23,12 @@ SMALL_FORWARD = dict.fromkeys((2, 4), triton.Blocks(32, 16, 4))
 SMALL_BACKWARD = dict.fromkeys((2, 4), triton.Blocks(32, 16, 4))
 
 
-def attending() -> Callable[..., Any]:
-    """Its programs are its own: what is patched is in all of them."""
+def make_attention() -> Callable[..., Any]:
+    """Returns a new function, so that its compiled programs include the current patches."""
     return functools.partial(packed_attention, implementation="triton")
 
 
-TRITON = attending()
+TRITON = make_attention()
 
 
 def compare(
@@ -41,7 +41,7 @@ def compare(
     assert max(relative_errors(output_and_gradients(attend, inputs, ids), expected)) < limit
 
 
-# The last is padded: Triton wants powers of two.
+# The last case is padded, because Triton requires powers of two.
 CASES = [
     (4, 2, 64, "float32", 1e-5),
     (3, 3, 128, "float32", 1e-5),
@@ -52,7 +52,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[::3])
-def test_triton_is_the_plain_form(case, monkeypatch):
+def test_triton_matches_the_reference(case, monkeypatch):
     monkeypatch.setattr(triton, "FORWARD", SMALL_FORWARD)
     monkeypatch.setattr(triton, "BACKWARD", SMALL_BACKWARD)
     compare(1, *case)
@@ -61,7 +61,7 @@ def test_triton_is_the_plain_form(case, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("case", CASES)
-def test_triton_is_the_plain_form_over_random_packings(case, seed: int, monkeypatch):
+def test_triton_matches_the_reference_over_random_packings(case, seed: int, monkeypatch):
     monkeypatch.setattr(triton, "FORWARD", SMALL_FORWARD)
     monkeypatch.setattr(triton, "BACKWARD", SMALL_BACKWARD)
     compare(seed, *case)
@@ -76,16 +76,16 @@ def not_causal(keys, first, queries):
 
 
 @pytest.mark.parametrize("mutant", [off_by_one, not_causal])
-def test_a_wrong_mask_would_be_found(mutant, monkeypatch):
+def test_an_incorrect_mask_is_detected(mutant, monkeypatch):
     monkeypatch.setattr(triton, "FORWARD", SMALL_FORWARD)
     monkeypatch.setattr(triton, "BACKWARD", SMALL_BACKWARD)
     monkeypatch.setattr(triton, "_visible", mutant)
     with pytest.raises(AssertionError):
-        compare(1, *CASES[3], attend=attending())
+        compare(1, *CASES[3], attend=make_attention())
 
 
-def test_other_sequences_are_not_even_read(monkeypatch):
-    """Keys, values and queries that are not numbers would show in whatever is computed from their blocks."""
+def test_other_sequences_are_not_read(monkeypatch):
+    """NaN queries, keys and values would produce NaN in all results that are computed from their blocks."""
     monkeypatch.setattr(triton, "FORWARD", SMALL_FORWARD)
     monkeypatch.setattr(triton, "BACKWARD", SMALL_BACKWARD)
     rng = np.random.default_rng(0)
@@ -112,7 +112,7 @@ KERNELS = ["forward_kernel", "query_kernel", "key_kernel"]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_a_gpu_gets_three_kernels_and_no_square_of_the_row(dtype):
+def test_gpu_programs_have_three_kernels_and_no_full_score_matrix(dtype):
     traced = traced_gradient(4096, dtype)
     text = str(traced.jaxpr)
     assert re.findall(r"name=packed_attention_(\w+)", text) == KERNELS
@@ -121,7 +121,7 @@ def test_a_gpu_gets_three_kernels_and_no_square_of_the_row(dtype):
 
 
 @pytest.mark.skipif(
-    jax.__version_info__ > (0, 10, 2), reason="later versions lower Triton kernels only beside CUDA's plugin"
+    jax.__version_info__ > (0, 10, 2), reason="later versions require the CUDA plugin to lower Triton kernels"
 )
 def test_the_kernels_lower_for_cuda():
     text = traced_gradient(1024, jnp.bfloat16).lower(lowering_platforms=("cuda",)).as_text()
@@ -130,6 +130,6 @@ def test_the_kernels_lower_for_cuda():
 
 
 @pytest.mark.parametrize(("remat", "kernels"), [("full", 4), ("attention", 3), ("dots", 3), ("none", 3)])
-def test_remat_runs_the_kernels_of_a_layer_no_more_than_it_must(remat: str, kernels: int):
-    """Forward, again unless its results are kept, and one for the gradients of queries and one for those of keys."""
+def test_remat_runs_each_kernel_of_a_layer_only_as_needed(remat: str, kernels: int):
+    """Forward, a second forward unless its results are kept, the query gradient, and the key and value gradient."""
     assert kernel_calls(remat, "gpu") == kernels
