@@ -21,9 +21,8 @@ from poly_epo_jax.types import Registry, Sampler
 WEIGHT_SYNCS = ("disk", "tensor")
 
 
-def _embedded(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> EmbeddedSampler:
-    limits = config.train.max_prompt_tokens, config.rollouts.max_concurrent
-    return EmbeddedSampler(model, mesh, stop_ids, *limits)
+def _embedded(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:
+    return open_weights(model, mesh, stop_ids, config, config.train.max_prompt_tokens)
 
 
 def _jetstream(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:

@@ -1,7 +1,7 @@
 """A sampler inside the trainer: it uses the policy's own weights, and slots in which generations take turns."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -55,7 +55,7 @@ class EmbeddedSampler:
         origins = [(place, index) for place, request in enumerate(requests) for index in range(len(request.seeds))]
         slots, version = self._slots(requests, sampling), self.version
         while not slots.is_done:
-            for finished in await _to_the_end(slots.advance):
+            for finished in await run_to_completion(asyncio.to_thread(slots.advance)):
                 stopped = bool(np.isin(finished.token_ids[-1], self.stop_ids))
                 reason = "stop" if stopped else "length"
                 yield Completion(*origins[finished.job], finished.token_ids, finished.logprobs, reason, version)
@@ -81,11 +81,11 @@ class EmbeddedSampler:
         )
 
 
-async def _to_the_end(function: Callable[[], T]) -> T:
-    """Runs the function in a thread, shielded: cancellation waits for the thread."""
-    thread = asyncio.ensure_future(asyncio.to_thread(function))
+async def run_to_completion(work: Awaitable[T]) -> T:
+    """Awaits `work`. If this is cancelled, it waits until `work` has finished before it raises CancelledError."""
+    task = asyncio.ensure_future(work)
     try:
-        return await asyncio.shield(thread)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait([thread])
+        await asyncio.wait([task])
         raise

@@ -153,18 +153,13 @@ class Driver(orchestrator.Driver):
         self._watch(self._generate_again, idx)
 
     def _generate_again(self, idx: int) -> None:
-        """Starts over if the thread found all slots free: none holds a request, so nothing is lost."""
+        """Restarts the thread's loop if it found all slots free. No slot holds a request then, so nothing is lost."""
         while True:
-            with contextlib.suppress(_NoSlotTaken):
-                return self._generate_once(idx)
-
-    def _generate_once(self, idx: int) -> None:
-        try:
-            super()._generate_thread(idx)
-        except AssertionError as error:
-            if str(error).startswith("At this point we must have some requests inserted"):
-                raise _NoSlotTaken from None
-            raise
+            try:
+                return super()._generate_thread(idx)
+            except AssertionError as error:
+                if not str(error).startswith("At this point we must have some requests inserted"):
+                    raise
 
     def _watch(self, thread: Callable[[int], None], idx: int) -> None:
         try:
@@ -182,10 +177,6 @@ class Driver(orchestrator.Driver):
         told = RuntimeError(f"JetStream's thread {thread} failed with {type(error).__name__}: {error}")
         told.__cause__ = error
         return told
-
-
-class _NoSlotTaken(Exception):
-    pass
 
 
 orchestrator.delete_pytree = _delete_pytree

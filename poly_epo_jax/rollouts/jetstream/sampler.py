@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from poly_epo_jax.model.decoding import decoding_weights, whole_weights
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.rollouts.completion_check import completion_flaw
+from poly_epo_jax.rollouts.embedded.sampler import run_to_completion
 from poly_epo_jax.rollouts.jetstream import mended as jetstream
 from poly_epo_jax.rollouts.jetstream.engine import EngineSize, Policy, Qwen3Engine, unpack
 from poly_epo_jax.types import Completion, Params, Request, Sampling
@@ -99,7 +100,7 @@ class JetStreamSampler:
                 yield completion
         finally:
             running.cancel()  # if it has not ended
-            await _to_the_end(self._on_loop(self._idle()))
+            await run_to_completion(self._on_loop(self._idle()))
 
     async def _on_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
@@ -158,13 +159,3 @@ class JetStreamSampler:
         if flaw := completion_flaw(token_ids, logprobs, reason, **limits):
             raise RuntimeError(f"JetStream failed at problem {request.problem_id}: {flaw}.")
         return Completion(place, index, token_ids, logprobs, reason, versions.pop())
-
-
-async def _to_the_end(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Awaits the coroutine, shielded: cancellation waits for it."""
-    task = asyncio.ensure_future(coroutine)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
