@@ -13,7 +13,7 @@ from lies import DRAWS, put
 from lying_servers import MAX_TOKENS, STOP_IDS, VOCABULARY, LyingServer
 
 from poly_epo_jax.rollouts.completion_check import completion_flaw
-from poly_epo_jax.rollouts.sglang import read_answers
+from poly_epo_jax.rollouts.sglang import parse_responses
 from poly_epo_jax.system.http_client import ServerError, WrongAnswer
 from poly_epo_jax.types import Request, Sampling
 
@@ -23,7 +23,7 @@ HARMLESS = {"abort", "other weights"}  # are told apart from wrong answers
 
 
 def flaw(answer: Any) -> str:
-    (read,) = read_answers(answer, REQUEST, 1, STOP_IDS)
+    (read,) = parse_responses(answer, REQUEST, 1, STOP_IDS)
     if isinstance(read, WrongAnswer):
         return str(read)
     assert read.finish_reason is not None
@@ -38,7 +38,7 @@ def honest(seed: int) -> Any:
 def test_what_is_drawn_is_read():
     reasons = set()
     for seed in range(20):
-        (read,) = read_answers(honest(seed), REQUEST, 1, STOP_IDS)
+        (read,) = parse_responses(honest(seed), REQUEST, 1, STOP_IDS)
         assert not isinstance(read, WrongAnswer) and flaw(honest(seed)) == ""
         reasons.add(read.finish_reason)
     assert reasons == {"stop", "length"}
@@ -51,7 +51,7 @@ def test_a_stop_token_at_the_longest_length_ended_it():
     answer["output_ids"] = [3, 3, 3, 1]
     answer["meta_info"] |= {"completion_tokens": 4, "output_token_logprobs": entries}
     answer["meta_info"]["finish_reason"] = {"type": "length", "length": 4}
-    (read,) = read_answers(answer, REQUEST, 1, STOP_IDS)
+    (read,) = parse_responses(answer, REQUEST, 1, STOP_IDS)
     assert not isinstance(read, WrongAnswer) and read.finish_reason == "stop" and flaw(answer) == ""
 
 
@@ -62,7 +62,7 @@ def test_what_cannot_have_been_drawn_is_refused(name: str):
 
 def test_answers_are_as_many_as_seeds():
     with pytest.raises(WrongAnswer, match="it gave 1 answers to 2 seeds"):
-        read_answers([honest(0)], REQUEST, 2, STOP_IDS)
+        parse_responses([honest(0)], REQUEST, 2, STOP_IDS)
 
 
 def lying(request: httpx.Request) -> httpx.Response:

@@ -182,11 +182,11 @@ def test_a_real_server(tmp_path: Path):
     async def ask(url: str) -> list[Any]:
         async with open_client(60.0) as client:
             with pytest.raises(ServerError, match="without --enable-memory-saver"):
-                await sglang.lay_down(client, url)
+                await sglang.release_memory(client, url)
             with pytest.MonkeyPatch.context() as all_the_same:
-                all_the_same.setattr(sglang, "_check_able", lambda client, url: asyncio.sleep(0))
-                await sglang.lay_down(client, url)
-                await sglang.lay_down(client, url)  # it is already asleep
+                all_the_same.setattr(sglang, "_check_memory_saver", lambda client, url: asyncio.sleep(0))
+                await sglang.release_memory(client, url)
+                await sglang.release_memory(client, url)  # it is already asleep
             before = (await SGLANG.served_model(url)).weight_version
             await sglang.wake(client, url)
             await sglang.wake(client, url)  # it is already awake

@@ -36,7 +36,7 @@ from poly_epo_jax.types import Generation, Group, Problem, Sampler, Sampling
 
 try:
     from poly_epo_jax.rollouts.jetstream import mended as jetstream
-    from poly_epo_jax.rollouts.jetstream.engine import EngineSize, Policy, Qwen3Engine, unpack
+    from poly_epo_jax.rollouts.jetstream.engine import EngineSize, Qwen3Engine, SamplingState, unpack
     from poly_epo_jax.rollouts.jetstream.sampler import JetStreamSampler
 except ConfigError as missing:
     if os.environ.get("POLY_EPO_REQUIRE_JETSTREAM"):
@@ -238,7 +238,7 @@ def test_generations_that_are_broken_off_leave_no_trace(make_rollouts, embedded)
 
     asyncio.run(first_of(many))
     asyncio.run(cancelled())
-    assert rollouts.sampler._driver._prefill_backlog.empty() and rollouts.sampler._engine.policy is None
+    assert rollouts.sampler._driver._prefill_backlog.empty() and rollouts.sampler._engine.sampling_state is None
     taken, insert = set(), rollouts.sampler._engine.insert
     rollouts.sampler._engine.insert = lambda *args, slot: taken.add(slot) or insert(*args, slot)
     assert_same_groups(generate(rollouts), generate(embedded))
@@ -321,7 +321,7 @@ def test_its_own_server_answers_a_client(embedded):
     import grpc  # pyright: ignore[reportMissingImports]
 
     engine = Qwen3Engine(TINY, MESH, STOP_IDS, EngineSize(2, 2, MAX_PROMPT, MAX_TOKENS))
-    engine.policy = Policy(embedded.sampler.weights, 5, Sampling(MAX_TOKENS, temperature=0.0))
+    engine.sampling_state = SamplingState(embedded.sampler.weights, 5, Sampling(MAX_TOKENS, temperature=0.0))
     config = jetstream.config_lib.ServerConfig(
         interleaved_slices=("cpu=8",), interleaved_engine_create_fns=(lambda devices: engine,)
     )
