@@ -119,13 +119,13 @@ def random_sequences(
 
 
 def optimizer_config(**changes: Any) -> OptimizerSection:
-    """Returns an optimizer configuration with a constant learning rate."""
+    """Returns an optimizer configuration with a constant learning rate and without weight decay."""
     settings = {"learning_rate": 1e-2, "schedule": "constant", "final_fraction": 0.0, "max_grad_norm": 1.0}
     return OptimizerSection(**settings | changes)
 
 
 def trainer_logprobs(seed: int, groups: Sequence[Group], temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the log-probabilities of all generated tokens, of the trainer with `tiny_params(seed)` and the sampler."""
+    """Returns the log-probabilities of all generated tokens, by the trainer (`tiny_params(seed)`) and the sampler."""
     mesh = make_mesh(1, 1, 1)
     update = _update(temperature)
     pairs = [(group.prompt_ids, y) for group in groups for y in group.generations]

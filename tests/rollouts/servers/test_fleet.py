@@ -120,49 +120,49 @@ def test_an_unexpected_error_of_a_recovery_is_raised():
 
 
 def test_requests_contain_all_sampling_parameters(monkeypatch):
-    asked = []
+    bodies = []
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
             return answer_to_get(request.url.path, weight_version="w")
-        asked.append(json.loads(request.content))
+        bodies.append(json.loads(request.content))
         return generated(request, "w")
 
     rollouts, problems = open_rollouts(answer, monkeypatch, URLS, None), tiny_problems(5, 8)
     sampling = Sampling(7, temperature=0.5, top_p=0.9, top_k=3, seed=11)
     groups = collect(rollouts, problems, 4, sampling)
     assert sorted(group.problem.id for group in groups) == ["0", "1", "2", "3", "4"]
-    assert len(asked) == 5  # One request per prompt.
-    assert all(body["return_logprob"] and len(body["input_ids"]) == 4 for body in asked)
-    assert all(ids == body["input_ids"][0] for body in asked for ids in body["input_ids"])
-    said = [parameters for body in asked for parameters in body["sampling_params"]]
-    seeds = [parameters.pop("sampling_seed") for parameters in said]
+    assert len(bodies) == 5  # One request per prompt.
+    assert all(body["return_logprob"] and len(body["input_ids"]) == 4 for body in bodies)
+    assert all(ids == body["input_ids"][0] for body in bodies for ids in body["input_ids"])
+    sent = [parameters for body in bodies for parameters in body["sampling_params"]]
+    seeds = [parameters.pop("sampling_seed") for parameters in sent]
     assert len(set(seeds)) == 20 and all(0 <= seed < 2**31 for seed in seeds)
     parameters = {"max_new_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop_token_ids": [1, 14]}
-    assert said == [parameters] * 20
+    assert sent == [parameters] * 20
     collect(rollouts, problems, 4, sampling)
-    again = [parameters["sampling_seed"] for body in asked[5:] for parameters in body["sampling_params"]]
+    again = [parameters["sampling_seed"] for body in bodies[5:] for parameters in body["sampling_params"]]
     assert sorted(again) == sorted(seeds)
 
 
 def test_only_missing_generations_of_a_group_are_resampled(monkeypatch):
     """The aborted generation of a list is resampled alone, with the same seed."""
-    asked = []
+    bodies = []
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
             return answer_to_get(request.url.path, weight_version="w")
         parameters = json.loads(request.content)["sampling_params"]
-        asked.append([one["sampling_seed"] for one in parameters] if isinstance(parameters, list) else parameters)
+        bodies.append([one["sampling_seed"] for one in parameters] if isinstance(parameters, list) else parameters)
         answers = generated(request, "w").json()
-        if len(asked) == 1:
+        if len(bodies) == 1:
             answers[1]["meta_info"]["finish_reason"]["type"] = "abort"
         return httpx.Response(200, json=answers)
 
     rollouts = open_rollouts(answer, monkeypatch, URLS, None)
     (group,) = collect(rollouts, tiny_problems(1, 8), 4, Sampling(7))
     assert len(group.generations) == 4
-    first, second = asked
+    first, second = bodies
     assert second["sampling_seed"] == first[1]
     assert rollouts.metrics()["rollouts/resampled"] == 1
 

@@ -179,15 +179,15 @@ def test_an_update_continues_without_a_worker_that_terminates(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("listed", "says"),
+    ("listed", "message"),
     [(list(WORKERS), "GET http://b.*does not accept connections"), ([], "lists no workers; start one")],
 )
-def test_an_error_without_workers_names_the_router(listed: list[str], says: str, tmp_path: Path, monkeypatch):
+def test_an_error_without_workers_names_the_router(listed: list[str], message: str, tmp_path: Path, monkeypatch):
     fake = Routed()
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path, wait_seconds=0.0)
     asyncio.run(rollouts.push_weights(tiny_params(1), 1))
     fake.listed, fake.dead = listed, set(WORKERS)
-    with pytest.raises(ServerError, match=f"No worker of router http://router .*{says}"):
+    with pytest.raises(ServerError, match=f"No worker of router http://router .*{message}"):
         asyncio.run(rollouts.push_weights(tiny_params(2), 2))
 
 

@@ -79,5 +79,5 @@ def test_copies_are_complete_before_jax_reuses_its_memory(monkeypatch):
 
 def test_the_error_without_torch_names_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match="pip install torch, or set rollouts.weight_sync=disk"):
+    with pytest.raises(ImportError, match=r"pip install torch, or set rollouts\.weight_sync=disk"):
         TensorSync(TINY, "float32", tensor_parallel=1)

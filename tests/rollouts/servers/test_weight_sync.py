@@ -193,10 +193,8 @@ def test_a_push_that_the_end_of_a_batch_interrupted_is_repeated(tmp_path: Path, 
     asyncio.run(main())
 
 
-def test_one_of_two_processes_with_shared_servers_pushes_and_the_other_waits(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(
-        served_weights.secrets, "token_hex", lambda _: "run"
-    )  # All processes of a run use the same name.
+def test_one_of_two_processes_with_shared_servers_pushes_the_weights(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(served_weights.secrets, "token_hex", lambda _: "run")  # Both processes use the same name.
     monkeypatch.setattr(served_weights, "POLL_INTERVAL_SECONDS", 0.001)
     seconds = [0.0]
     monkeypatch.setattr(served_weights, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
