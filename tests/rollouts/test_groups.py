@@ -182,5 +182,5 @@ def test_chat_prompts_use_the_chat_template_of_the_tokenizer():
 def test_a_chat_prompt_without_a_chat_template_raises_an_error():
     tokenizer = build_character_tokenizer(ALPHABET)
     rollouts = Rollouts(Recording(lambda *_: "c"), tokenizer, ByLetter(), max_prompt_tokens=8)
-    with pytest.raises(ValueError, match=r"tokenizer has no chat template.* task\.options\.template"):
+    with pytest.raises(ValueError, match=r"tokenizer has no chat template.*task\.options\.template"):
         collect(rollouts, [Problem("chat", "ab", "", chat=True)], 1, Sampling(MAX_TOKENS))
