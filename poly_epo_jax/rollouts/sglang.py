@@ -28,10 +28,12 @@ class SGLang:
     """Implements `Dialect` for SGLang."""
 
     async def wait_for(self, url: str, seconds: float) -> None:
+        """Waits until `/v1/models` responds, see `Dialect.wait_for`."""
         # /health is not used, because it generates a token, which a paused server never does.
         await wait_until_healthy(f"{url}/v1/models", seconds, f"SGLang server {url}")
 
     async def probe(self, url: str) -> Endpoint:
+        """Recognizes routers by `/workers` and servers that accept weights by `/update_weights_from_disk`."""
         try:
             async with open_client(ANSWER_SECONDS) as client:
                 workers = await client.get(f"{url}/workers")
@@ -43,6 +45,7 @@ class SGLang:
         return Endpoint(url, workers.status_code == 200, update.status_code != 404)
 
     async def workers(self, url: str, seconds: float) -> list[str]:
+        """Returns the workers that `/workers` lists, see `Dialect.workers`."""
         await wait_until_healthy(f"{url}/health", seconds, f"SGLang router {url}")
         try:
             async with open_client(ANSWER_SECONDS) as client:
@@ -55,6 +58,7 @@ class SGLang:
         return urls
 
     async def served_model(self, url: str) -> ServedModel:
+        """Returns the model that `/model_info` reports."""
         async with open_client(ANSWER_SECONDS) as client:
             answer = await client.get(f"{url}/model_info")
             if answer.status_code == 404:  # Routers and sglang-jax only have the older route.
@@ -71,6 +75,7 @@ class SGLang:
         sampling: Sampling,
         stop_ids: Sequence[int],
     ) -> list[ServerCompletion | WrongAnswer]:
+        """Generates completions with `/generate`, see `Dialect.generate`."""
         response = await client.post(f"{url}/generate", json=_body(request, indices, sampling, stop_ids))
         if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
             reason = f"{response.status_code}: {printable(response.text)}"
@@ -78,12 +83,15 @@ class SGLang:
         return parse_responses(read_json(response), request, len(indices), stop_ids)
 
     async def pause(self, client: httpx.AsyncClient, url: str) -> None:
+        """Aborts all generations and pauses the server."""
         await post(client, url, "pause_generation", {"mode": "abort"})
 
     async def resume(self, client: httpx.AsyncClient, url: str) -> None:
+        """Resumes a paused server."""
         await post(client, url, "continue_generation", {})
 
     async def probe_weights(self, client: httpx.AsyncClient, url: str, num_tokens: int) -> tuple[str, int]:
+        """Generates one token after `num_tokens` tokens with id 0, see `Dialect.probe_weights`."""
         body = {"input_ids": [0] * num_tokens, "sampling_params": {"max_new_tokens": 1}}
         answer = await post(client, url, "generate", body)
         return field(answer, "meta_info.weight_version", str), field(answer, "meta_info.cached_tokens", int)

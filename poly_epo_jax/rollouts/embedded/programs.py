@@ -95,7 +95,15 @@ def start(config: ModelConfig, num_slots: int, max_tokens: int, size: int) -> Sl
 
 @partial(jax.jit, static_argnames="size")
 def resize(state: SlotState, size: int) -> SlotState:
-    """Copies the state with a cache of `size` tokens."""
+    """Copies the state into one with another cache length.
+
+    Args:
+      state: The decoding state.
+      size: New length of the cache, in tokens. It must fit all active sequences.
+
+    Returns:
+      The resized state.
+    """
     return constrain_rows(state._replace(cache=state.cache.resized(size)))
 
 
@@ -249,5 +257,13 @@ def decode(
 
 @jax.jit
 def read(state: SlotState, rows: Int[Array, " R"]) -> tuple[Int[Array, "R T"], Float[Array, "R T"]]:
-    """Returns the response tokens [R, T] and their log-probabilities [R, T] of the slots `rows`."""
+    """Reads the results of slots.
+
+    Args:
+      state: The decoding state.
+      rows: Slots [R].
+
+    Returns:
+      Response tokens [R, T] and their log-probabilities [R, T]. Entries beyond the response length are undefined.
+    """
     return state.tokens[rows], state.logprobs[rows]

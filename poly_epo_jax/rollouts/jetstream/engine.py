@@ -275,9 +275,11 @@ class _TokenIds(jetstream.tokenizer_api.Tokenizer):
     stop_tokens = frozenset()
 
     def encode(self, s: str, **kwargs: Any) -> Any:
+        """Raises NotImplementedError."""
         raise NotImplementedError("Text requests are not supported; send token ids.")
 
     def decode(self, token_ids: list[int], **kwargs: Any) -> str:
+        """Raises NotImplementedError."""
         raise NotImplementedError("Text responses are not supported; request token ids.")
 
 

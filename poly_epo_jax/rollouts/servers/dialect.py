@@ -141,7 +141,12 @@ class Dialect(Protocol):
         ...
 
     async def probe_weights(self, client: httpx.AsyncClient, url: str, num_tokens: int) -> tuple[str, int]:
-        """Generates one token after a fixed prompt of `num_tokens` tokens.
+        """Generates one token after a fixed prompt.
+
+        Args:
+          client: Client for the HTTP request.
+          url: URL of the server.
+          num_tokens: Number of prompt tokens.
 
         Returns:
           Name of the weights that generated the token, and number of prompt tokens that were read from a cache.

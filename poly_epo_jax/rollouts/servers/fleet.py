@@ -92,7 +92,12 @@ class ServerPool:
                 self._changed.notify_all()
 
     def fail(self, server: Server, why: str) -> None:
-        """Marks a server as failed, and starts its recovery. It is given no requests until it has recovered."""
+        """Marks a server as failed, and starts its recovery. It does not receive requests until it has recovered.
+
+        Args:
+          server: The server.
+          why: Description of the failure, for stderr.
+        """
         if server.is_up:
             server.is_up, server.has_failed = False, True
             print(f"Server {server.url} failed: {why}. Its prompts are retried.", file=sys.stderr)

@@ -111,16 +111,19 @@ class DiskSync:
         self._prepared = version
 
     def switch(self) -> None:
+        """Makes the prepared version the current one. The previous one is removed by the next `push`."""
         self._outdated += [self._version] if self._version else []
         self._version = self._prepared
 
     async def push(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
+        """Makes the servers load the current folder, and removes older versions."""
         body = {"model_path": str(self._folder / self._version), "weight_version": self._version, "flush_cache": True}
         await asyncio.gather(*(post(client, url, "update_weights_from_disk", body) for url in urls))
         while self._outdated:  # Removed only now, because a restarted server may still have been reading it.
             await asyncio.to_thread(shutil.rmtree, self._folder / self._outdated.pop())
 
     def close(self) -> None:
+        """Removes the folder."""
         if self._folder != Path():
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = Path()
@@ -176,14 +179,17 @@ class TensorSync:
         self._buckets: list[Any] = []  # Kept alive because servers may still open handles to their memory.
 
     def prepare(self, params: Params, version: str) -> None:
+        """Stores references to the weights, which must not be donated until `switch` is called."""
         self._prepared = params, version
 
     def switch(self) -> None:
+        """Replaces the buckets of the current weights by buckets of the prepared weights."""
         self._buckets = []
         (params, self._version), self._prepared = self._prepared, ({}, "")
         self._buckets = list(self._make_buckets(params))
 
     async def push(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
+        """Sends all buckets to the servers, within one weight update per server."""
         # Closes an update that a killed trainer left open. Without an open update, the server only returns an error.
         await asyncio.gather(*(client.post(f"{url}/end_weight_update", json={}) for url in urls))
         await asyncio.gather(*(post(client, url, "begin_weight_update", {"selector": "all"}) for url in urls))
@@ -201,6 +207,7 @@ class TensorSync:
             await asyncio.gather(*(post(client, url, "end_weight_update", {}) for url in urls))
 
     def close(self) -> None:
+        """Frees the buckets."""
         self._buckets = []
 
     def _make_buckets(self, params: Params) -> Iterator[dict[str, Any]]:
