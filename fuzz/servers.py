@@ -109,7 +109,7 @@ async def _sample(server: LyingServer, for_ever: bool) -> str:
     try:
         completions = [completion async for completion in sampler.sample([request], Sampling(MAX_TOKENS))]
     except ServerError as error:
-        final = for_ever or re.search("refuses the prompt|changed weights|does not say|different", str(error))
+        final = for_ever or re.search("rejected the|changed during|identify|does not report|different", str(error))
         return _flaw(str(error), server.url) if final else f"not asked for again: {error}"
     for completion in completions:
         token_ids, logprobs = drawn(int(seeds[completion.index]) >> 1)

@@ -1,4 +1,4 @@
-"""The samplers that produce generations: what each can do, and how to open it."""
+"""Registry of the samplers that training can use, and constructors of samplers for evaluation."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -21,9 +21,8 @@ from poly_epo_jax.types import Registry, Sampler
 WEIGHT_SYNCS = ("disk", "tensor")
 
 
-def _embedded(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> EmbeddedSampler:
-    limits = config.train.max_prompt_tokens, config.rollouts.max_concurrent
-    return EmbeddedSampler(model, mesh, stop_ids, *limits)
+def _embedded(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:
+    return open_weights(model, mesh, stop_ids, config, config.train.max_prompt_tokens)
 
 
 def _jetstream(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:
@@ -38,7 +37,7 @@ def _jetstream(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config
 
 def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, *, sleep: bool = False) -> SGLangSampler:
     if sleep and config.train.staleness:
-        raise ConfigError("rollouts.options.sleep=True lets no server generate meanwhile; set train.staleness=0.")
+        raise ConfigError("rollouts.options.sleep=True does not support train.staleness=1; set train.staleness=0.")
     section, longest = config.rollouts, config.train.max_prompt_tokens
     if section.shared and not hosts.is_first():
         sync = None
@@ -70,21 +69,36 @@ def _client(
 
 
 def open_weights(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, max_prompt_tokens: int) -> Sampler:
-    """Returns a sampler for evaluating local weights; it takes prompts of up to `max_prompt_tokens`."""
+    """Returns a sampler that evaluates local weights.
+
+    Args:
+      model: The policy. It may be abstract.
+      mesh: Mesh of this process.
+      stop_ids: Token ids that end a generation.
+      config: Configuration. Only `rollouts.max_concurrent` is used.
+      max_prompt_tokens: Maximum number of prompt tokens.
+    """
     return EmbeddedSampler(model, mesh, stop_ids, max_prompt_tokens, config.rollouts.max_concurrent)
 
 
 async def served_model(url: str) -> ServedModel:
-    """What a server reports about its model.
+    """Returns the model that the server at `url` reports.
 
     Raises:
-      httpx.HTTPError: the server does not report it.
+      httpx.HTTPError: If the server does not respond or its response is invalid.
     """
     return await SGLANG.served_model(url)
 
 
 def open_server(url: str, model: Qwen3, stop_ids: Sequence[int], config: Config) -> Sampler:
-    """Returns a sampler for evaluating whatever weights a server of this model has."""
+    """Returns a sampler that evaluates the current weights of a server.
+
+    Args:
+      url: URL of the server or router.
+      model: The policy. It may be abstract.
+      stop_ids: Token ids that end a generation.
+      config: Configuration. Only `rollouts.max_concurrent` and the timeouts of section `rollouts` are used.
+    """
     return _client([url], AdoptedWeights(config.rollouts.wait_seconds), model, stop_ids, config)
 
 
@@ -92,14 +106,15 @@ def open_server(url: str, model: Qwen3, stop_ids: Sequence[int], config: Config)
 class SamplerEntry:
     """A sampler that training can use.
 
-    Args:
-      open: (model, mesh, stop_ids, config, **options) -> sampler; the model may be abstract, the mesh is this host's.
-      title: its name in prose.
-      needs_urls: whether its servers must be listed in rollouts.urls.
-      while_training: whether it can generate while the policy is trained (train.staleness).
-      cache_growth: if it decodes in the trainer's memory, the most that its caches take while they grow, as a multiple
-        of full-length caches; None if it decodes elsewhere.
-      has_slots: whether it decodes in `embedded.slots`, the only decoder that bench times.
+    Attributes:
+      open: Function `(model, mesh, stop_ids, config, **options) -> sampler`. The model may be abstract. The mesh is
+        that of this process. The options are those of `rollouts.options`.
+      title: Name of the sampler in messages.
+      needs_urls: Whether its servers must be listed in `rollouts.urls`.
+      while_training: Whether it can generate while the policy is trained, as `train.staleness=1` requires.
+      cache_growth: Peak size of its caches while they grow, as a multiple of full-length caches, if it decodes in the
+        trainer's memory. None if it decodes elsewhere.
+      has_slots: Whether it decodes with `embedded.slots`, the only decoder that the benchmark measures.
     """
 
     open: Callable[..., Sampler]
@@ -111,7 +126,7 @@ class SamplerEntry:
 
 
 SAMPLERS: Registry[SamplerEntry] = Registry(
-    # The last time it grows, a cache of three quarters of the full length is copied into one of full length.
+    # When a cache grows for the last time, a cache of 3/4 of the full length is copied into one of full length.
     embedded=SamplerEntry(_embedded, "the trainer's own sampler", cache_growth=1.75, has_slots=True),
     jetstream=SamplerEntry(_jetstream, "JetStream", cache_growth=1.0),
     sglang=SamplerEntry(_sglang, "SGLang servers", needs_urls=True, while_training=True),

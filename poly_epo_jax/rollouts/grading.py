@@ -1,4 +1,4 @@
-"""Rewards and clusters for groups as they arrive: grading and judging overlap the generation of other prompts."""
+"""Grades and judges groups as soon as they are generated, while other groups are still being generated."""
 
 import asyncio
 from collections import Counter
@@ -24,7 +24,7 @@ from poly_epo_jax.types import (
 
 
 class JudgeError(RuntimeError):
-    """The judge fails so often that training on the other prompts would be a different experiment."""
+    """Raised when the judge fails on more than `judge.max_failed_share` of a batch's prompts."""
 
 
 async def grade_groups(
@@ -35,14 +35,22 @@ async def grade_groups(
     then: Callable[[GradedGroup], Awaitable[None]] | None = None,
     clock: StageClock | None = None,
 ) -> tuple[list[GradedGroup], Metrics]:
-    """Grades and judges each group as soon as it is complete, and hands it to `then`, if given.
+    """Grades and judges each group as soon as it is complete.
 
     Args:
-      clock: records when groups were generated, graded or judged.
+      groups: Groups in the order in which their generations complete.
+      problems: Problems of these groups. The result has the same order.
+      task: Computes the rewards.
+      judge: Clusters the generations of each group.
+      then: Function that is called with each graded group. If None, nothing is called.
+      clock: Records when groups were generated, graded or judged. If None, a new clock is used.
 
     Returns:
-      The graded groups in the order of `problems`; and timing: the seconds of these three stages, and `judge/hidden`,
-      the share of the judge's seconds that passed while other groups were still being generated.
+      A tuple of the graded groups and a dict of timings: the seconds of the stages `generate`, `grade` and `judge`, and
+      `judge/hidden`, the fraction of the judge's time during which other groups were still being generated.
+
+    Raises:
+      ValueError: If a reward is not in [0, 1], or a feature of the judge is not finite.
     """
     clock = clock or StageClock()
     running = []
@@ -84,41 +92,47 @@ def _check_numbers(problem: Problem, rewards: np.ndarray, clustering: Any) -> No
     wrong = rewards[~((rewards >= 0) & (rewards <= 1))]
     if wrong.size:
         raise ValueError(
-            f"The task's reward for problem {problem.id} is {wrong[0]}; it must be a number from 0 to 1 for every "
-            "response."
+            f"The task's reward for problem {problem.id} is {wrong[0]}, but must be a number from 0 to 1; correct "
+            "the task's reward function."
         )
     for name, feature in clustering.features.items() if isinstance(clustering, Clustering) else ():
         if not np.isfinite(feature).all():
             raise ValueError(
-                f"The judge's feature {name!r} for problem {problem.id} is not finite; it must hold numbers for every "
-                "response."
+                f"The judge's feature {name!r} for problem {problem.id} is not finite; correct the judge so that it "
+                "returns finite numbers for every response."
             )
 
 
 def judged(graded: Sequence[GradedGroup]) -> list[GradedGroup]:
-    """The groups that the judge did not fail on."""
+    """Returns the groups on which the judge did not fail."""
     return [group for group in graded if not isinstance(group.clustering, JudgeFailure)]
 
 
 def clustered(graded: Sequence[GradedGroup]) -> list[GradedGroup]:
-    """The groups that have a clustering."""
+    """Returns the groups that have a clustering."""
     return [group for group in graded if isinstance(group.clustering, Clustering)]
 
 
 def cluster_ids(graded: Sequence[GradedGroup]) -> Int[np.ndarray, "P N"]:
-    """The clusters of the groups that have a clustering."""
+    """Returns the cluster ids [P, N], int32, of the P groups that have a clustering."""
     ids = [group.clustering.ids for group in graded if isinstance(group.clustering, Clustering)]
     return np.array(ids, np.int32).reshape(len(ids), -1 if ids else 0)
 
 
 def judge_failures(graded: Sequence[GradedGroup]) -> list[JudgeFailure]:
-    """The failures of the groups that the judge could not cluster."""
+    """Returns the failures of the groups on which the judge failed."""
     return [group.clustering for group in graded if isinstance(group.clustering, JudgeFailure)]
 
 
 def check_judge(graded: Sequence[GradedGroup], max_failed_share: float) -> None:
-    """Raises:
-    JudgeError: the judge failed on more than this share of the groups.
+    """Verifies that the judge did not fail too often.
+
+    Args:
+      graded: Graded groups of a batch.
+      max_failed_share: Maximum fraction of groups on which the judge may fail.
+
+    Raises:
+      JudgeError: If the judge failed on more than this fraction of the groups.
     """
     failures = judge_failures(graded)
     if len(failures) > max_failed_share * len(graded):
@@ -126,5 +140,5 @@ def check_judge(graded: Sequence[GradedGroup], max_failed_share: float) -> None:
         reason = next(failure.reason for failure in failures if failure.kind == kind)
         raise JudgeError(
             f"The judge failed on {len(failures)} of {len(graded)} prompts, more than judge.max_failed_share="
-            f"{max_failed_share:g} allows; {count} times it was {kind}, for example: {reason}"
+            f"{max_failed_share:g} allows. The most frequent failure is {kind} ({count} times), for example: {reason}"
         )

@@ -1,4 +1,8 @@
-"""Prompts in, groups of N generations out, for every sampler: encoding, seeds, turns, decoding, grouping."""
+"""Generates groups of N generations with a sampler.
+
+Independently of the sampler, `Rollouts` encodes prompts, derives seeds, runs the turns of multi-turn tasks, decodes the
+generated text and groups the generations by prompt.
+"""
 
 import asyncio
 import contextlib
@@ -35,7 +39,7 @@ from poly_epo_jax.types import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Draft:
-    """A group in progress: its complete generations, keyed by the index of their seed."""
+    """A group in progress. `complete` contains the complete generations, keyed by the index of their seed."""
 
     problem: Problem
     prompt_ids: Int[np.ndarray, " L"]
@@ -45,7 +49,14 @@ class _Draft:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Turn:
-    """A request for one turn: of all of a draft's generations, or of the one at `index`, which continues `before`."""
+    """A request for the first turn of all generations of a draft, or for a later turn of the generation `index`.
+
+    Attributes:
+      draft: The group of the generations.
+      request: Request to the sampler.
+      index: Index of the generation of a later turn.
+      before: Previous turns of this generation. None in the first turn.
+    """
 
     draft: _Draft
     request: Request
@@ -54,14 +65,19 @@ class _Turn:
 
 
 class Rollouts:
-    """Makes groups of generations with a sampler.
+    """Generates groups of N generations with a sampler.
 
-    If the task is Conversational, it may reply to a completion that ended with a stop token. The reply's tokens are
-    appended outside `loss_mask`, and the policy continues from all tokens so far; its own are never encoded again.
+    A Conversational task may reply to a completion that ended with a stop token. The tokens of the reply are appended
+    with `loss_mask` False, and the policy continues after all previous tokens. Generated tokens are never decoded and
+    encoded again, because encoding could split the text into other tokens than the policy sampled.
 
     Args:
-      max_prompt_tokens: longer prompts are refused.
-      stop_strings: if a stop token contains one of these, the characters before it belong to the text.
+      sampler: Generates completions.
+      tokenizer: Tokenizer of the policy.
+      task: Task of the problems. It only takes part in the generation if it is Conversational.
+      max_prompt_tokens: Maximum number of prompt tokens. Longer prompts raise an error.
+      stop_strings: If the text of a stop token contains one of these strings, the characters before the string belong
+        to the response.
     """
 
     def __init__(
@@ -79,7 +95,7 @@ class Rollouts:
     async def push_weights(self, params: Params, version: int) -> None:
         """Pushes new weights to the sampler, after all multi-turn generations in progress are complete.
 
-        Callers must therefore read all groups of a conversational task before they await this.
+        Callers must therefore consume all groups of a conversational task before they await this method.
 
         Args:
           params: All weights of the policy, see `Sampler.push_weights`.
@@ -91,12 +107,12 @@ class Rollouts:
         await self.sampler.push_weights(params, version)
 
     async def sleep(self) -> None:
-        """Frees the sampler's memory for the update, if the sampler can. Nothing may be generated before a push."""
+        """Frees the sampler's memory, if supported. Nothing may be generated until weights are pushed."""
         if isinstance(self.sampler, Sleeping):
             await self.sampler.sleep()
 
     def metrics(self) -> Metrics:
-        """The sampler's counts since the last call."""
+        """Returns the sampler's counters since the last call."""
         return self.sampler.metrics() if isinstance(self.sampler, Counting) else {}
 
     async def generate(
@@ -104,11 +120,16 @@ class Rollouts:
     ) -> AsyncGenerator[Group, None]:
         """Yields a group for each problem, as soon as its last generation is complete.
 
-        Turns run in rounds: the next one begins when the current one is complete for all problems.
+        Turns run in rounds: the next turn begins when the current turn is complete for all problems.
+
+        Args:
+          problems: Problems whose prompts are completed.
+          num_generations: Number N of generations per problem.
+          sampling: Sampling parameters. `max_tokens` limits the entire response, including replies of the task.
 
         Raises:
-          ValueError: a prompt is empty, or longer than `max_prompt_tokens`.
-          RuntimeError: the sampler left a completion out, or changed its weights between two turns.
+          ValueError: If a prompt is empty or longer than `max_prompt_tokens`, or a log-probability is not finite.
+          RuntimeError: If a completion is missing, or the weights changed between two turns of a generation.
         """
         drafts = [
             _Draft(problem, ids, generation_seeds(sampling.seed, problem, num_generations))
@@ -126,8 +147,8 @@ class Rollouts:
                     async for completion in completions:
                         turn = turns[completion.request]
                         draft, index = turn.draft, turn.index + completion.index
-                        generation = self._joined(turn, completion)
-                        generation = await self._replied(draft.problem, generation, sampling.max_tokens)
+                        generation = self._append_completion(turn, completion)
+                        generation = await self._append_reply(draft.problem, generation, sampling.max_tokens)
                         if _ends_with_reply(generation):
                             next_turns.append(_next_turn(draft, index, generation, sampling.max_tokens))
                             continue
@@ -139,11 +160,13 @@ class Rollouts:
         for draft in drafts:
             if len(draft.complete) < num_generations:
                 missing = num_generations - len(draft.complete)
-                raise RuntimeError(f"The sampler left out {missing} completions of problem {draft.problem.id}.")
+                raise RuntimeError(
+                    f"{missing} completions of problem {draft.problem.id} are missing; check the sampler."
+                )
 
     @contextlib.contextmanager
     def _conversation(self) -> Iterator[None]:
-        """If the task is conversational, new weights wait until this context ends."""
+        """Delays weight pushes until the context ends, if the task is conversational."""
         if not isinstance(self._task, Conversational):
             yield
             return
@@ -159,21 +182,21 @@ class Rollouts:
         prompts = encode_prompts(self._tokenizer, problems)
         for problem, ids in zip(problems, prompts, strict=True):
             if not len(ids):
-                raise ValueError(f"The prompt of problem {problem.id} is empty; leave the problem out.")
+                raise ValueError(f"The prompt of problem {problem.id} is empty; remove the problem.")
             if len(ids) > self.max_prompt_tokens:
                 raise ValueError(
                     f"The prompt of problem {problem.id} has {len(ids)} tokens, more than "
-                    f"train.max_prompt_tokens={self.max_prompt_tokens}; raise that, or leave the problem out."
+                    f"train.max_prompt_tokens={self.max_prompt_tokens}; raise it, or remove the problem."
                 )
         return prompts
 
-    def _joined(self, turn: _Turn, completion: Completion) -> Generation:
-        """Appends the completion to what came before; if it stopped, its last token is the stop token."""
+    def _append_completion(self, turn: _Turn, completion: Completion) -> Generation:
+        """Appends a completion to the previous turns. If it ended by "stop", its last token is the stop token."""
         ids, before = completion.token_ids, turn.before
         if not np.isfinite(completion.logprobs).all():
             raise ValueError(
-                f"The sampler's log-probabilities for problem {turn.request.problem_id} are not finite; its weights or "
-                "sampling.temperature are out of all bounds."
+                f"The sampler's log-probabilities for problem {turn.request.problem_id} are not finite; check its "
+                "weights and sampling.temperature."
             )
         written = Generation(
             ids,
@@ -187,10 +210,10 @@ class Rollouts:
             return written
         if before.weight_version != written.weight_version:
             raise RuntimeError(
-                f"Between two turns of problem {turn.request.problem_id} the weights changed from version "
-                f"{before.weight_version} to {written.weight_version}; push weights through Rollouts only."
+                f"The weights changed from version {before.weight_version} to {written.weight_version} between two "
+                f"turns of problem {turn.request.problem_id}; push weights with Rollouts.push_weights only."
             )
-        return _concatenated(before, written)
+        return _concatenate(before, written)
 
     def _text(self, token_ids: Any, finish_reason: FinishReason) -> str:
         if finish_reason != "stop":
@@ -198,8 +221,8 @@ class Rollouts:
         rest = text_before(str(self._tokenizer.decode(token_ids[-1:])), self._stop_strings)
         return str(self._tokenizer.decode(token_ids[:-1])) + rest
 
-    async def _replied(self, problem: Problem, generation: Generation, max_tokens: int) -> Generation:
-        """Appends the task's reply, if there is one. A reply that leaves no room ends the response."""
+    async def _append_reply(self, problem: Problem, generation: Generation, max_tokens: int) -> Generation:
+        """Appends the task's reply, if any. If it would leave no tokens for the policy, the response ends instead."""
         task = self._task
         if generation.finish_reason != "stop" or not isinstance(task, Conversational):
             return generation
@@ -210,29 +233,38 @@ class Rollouts:
         if len(generation.token_ids) + len(ids) >= max_tokens:
             return dataclasses.replace(generation, finish_reason="length")
         logprobs, mask = np.zeros(len(ids), np.float32), np.zeros(len(ids), bool)
-        return _concatenated(generation, Generation(ids, logprobs, mask, (text,), "stop", generation.weight_version))
+        return _concatenate(generation, Generation(ids, logprobs, mask, (text,), "stop", generation.weight_version))
 
 
 def generation_seeds(seed: int, problem: Problem, num_generations: int) -> UInt32[np.ndarray, " N"]:
-    """One seed per generation, which does not depend on the other problems that are generated for."""
+    """Derives one seed per generation. Seeds do not depend on the other problems of the batch.
+
+    Args:
+      seed: Seed of the batch, `Sampling.seed`.
+      problem: The problem. Its id and, if it is not 0, its occurrence in the batch are mixed into the seeds.
+      num_generations: Number N of generations. The seeds of a smaller N are a prefix of those of a larger N.
+
+    Returns:
+      Seeds [N], uint32.
+    """
     words = np.frombuffer(hashlib.sha256(problem.id.encode()).digest(), np.uint32).tolist()
     again = [problem.occurrence] if problem.occurrence else []
     return np.random.SeedSequence([seed, *words, *again]).generate_state(num_generations)
 
 
 def _ends_with_reply(generation: Generation) -> bool:
-    """The policy and the task take turns, and the policy begins."""
+    """Returns True if the last turn is a reply of the task. Turns alternate, and the policy begins."""
     return len(generation.turns) % 2 == 0
 
 
 def _next_turn(draft: _Draft, index: int, before: Generation, max_tokens: int) -> _Turn:
-    """Continues from all tokens so far, with a seed of its own and the room that is left."""
+    """Creates the request for the next turn of a generation, with a new seed and the remaining token limit."""
     seed = np.random.SeedSequence([int(draft.seeds[index]), len(before.turns)]).generate_state(1)
     ids = np.concatenate([draft.prompt_ids, before.token_ids])
     return _Turn(draft, Request(draft.problem.id, ids, seed, max_tokens - len(before.token_ids)), index, before)
 
 
-def _concatenated(first: Generation, second: Generation) -> Generation:
+def _concatenate(first: Generation, second: Generation) -> Generation:
     return Generation(
         np.concatenate([first.token_ids, second.token_ids]),
         np.concatenate([first.logprobs, second.logprobs]),

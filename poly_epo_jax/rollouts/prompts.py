@@ -1,4 +1,4 @@
-"""Prompts of problems: their tokens, which of them are too long, and the order in which batches take them."""
+"""Encodes the prompts of problems, drops prompts that are too long, and iterates over batches of problems."""
 
 import collections
 import dataclasses
@@ -14,19 +14,26 @@ from poly_epo_jax.types import Problem
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[Int[np.ndarray, " L"]]:
-    """The tokens of each prompt. Nothing is added to its text, except the tokenizer's chat template if it is a chat.
+    """Encodes the prompts of problems, without adding special tokens.
+
+    Args:
+      tokenizer: Tokenizer of the policy. Its chat template is applied to problems with `chat` True.
+      problems: Problems to encode.
+
+    Returns:
+      The tokens [L] of each prompt, int32.
 
     Raises:
-      ValueError: a prompt is a chat, and the tokenizer has no chat template.
+      ValueError: If a prompt is a chat message and the tokenizer does not have a chat template.
     """
     if not problems:
         return []
     if any(problem.chat for problem in problems) and not tokenizer.chat_template:
         raise ValueError(
-            "The task's prompts are messages of a chat, but the policy's tokenizer has no chat template; give it one, "
-            "or the task a prompt of its own, as task.options.template does for math."
+            "The task's prompts are chat messages, but the policy's tokenizer has no chat template; add a template to "
+            "the tokenizer, or use plain prompts (task.options.template for task math)."
         )
-    # All at once, because fast tokenizers then use every core.
+    # A single call, because fast tokenizers process a batch on all cores.
     encoded = tokenizer([_prompt_text(tokenizer, problem) for problem in problems], add_special_tokens=False)
     return [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
 
@@ -41,33 +48,51 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> str:
 def drop_long_prompts(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> tuple[list[Problem], int]:
-    """The problems whose prompts take at most `max_tokens` tokens, and how many were dropped."""
+    """Drops problems whose prompts have more than `max_tokens` tokens.
+
+    Args:
+      problems: Problems to filter.
+      tokenizer: Tokenizer of the policy.
+      max_tokens: Maximum number of prompt tokens.
+
+    Returns:
+      A tuple of the remaining problems, in order, and the number of dropped problems.
+    """
     encoded = encode_prompts(tokenizer, problems)
     kept = [problem for problem, ids in zip(problems, encoded, strict=True) if len(ids) <= max_tokens]
     return kept, len(problems) - len(kept)
 
 
 def problem_batches(problems: Sequence[Problem], batch_size: int, seed: int) -> DatasetIterator[list[Problem]]:
-    """Endless batches of problems; `get_state()` and `set_state()` save and restore the exact position.
+    """Returns an endless iterator over batches of problems, in a new random order in each epoch.
 
-    A batch that continues into the next epoch may hold a problem twice; `occurrence` tells the two apart.
+    `get_state()` and `set_state()` of the iterator save and restore its exact position. A batch that continues into the
+    next epoch may contain a problem twice. The two copies differ in `occurrence`.
+
+    Args:
+      problems: All problems of an epoch.
+      batch_size: Number of problems per batch.
+      seed: Seed of the random order.
+
+    Returns:
+      The iterator.
 
     Raises:
-      ValueError: there are fewer problems than a batch takes.
+      ValueError: If there are fewer than `batch_size` problems.
     """
     if batch_size > len(problems):
         raise ValueError(
-            f"A batch takes {batch_size} prompts, but there are only {len(problems)} training problems; lower "
+            f"train.prompts_per_batch={batch_size}, but there are only {len(problems)} training problems; lower "
             "train.prompts_per_batch or use more problems."
         )
-    # Grain's own "without end" is 2^63 - 1 problems, which overflows for batches of one.
+    # `repeat(None)` means 2^63 - 1 problems in grain, which overflows for batches of size 1.
     epochs = grain.MapDataset.source(problems).shuffle(seed=seed).repeat(10**9)
     dataset = epochs.batch(batch_size, batch_fn=_with_occurrences)
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
 
 def _with_occurrences(batch: Sequence[Problem]) -> list[Problem]:
-    """The problems, each with the number of its earlier occurrences in the batch."""
+    """Sets `occurrence` of each problem to the number of its earlier occurrences in the batch."""
     before = collections.Counter[str]()
     counted = []
     for problem in batch:

@@ -190,8 +190,8 @@ def no_token(honest):
 
 
 LIES = {
-    "/generate": (changed("a token", no_token), "answered wrongly: it wrote token -1, which is not in the vocabulary"),
-    "GET /model_info": (changed("no version", functools.partial(put, ("weight_version",), None)), "does not say"),
+    "/generate": (changed("a token", no_token), "invalid completion: token -1 is not in the vocabulary"),
+    "GET /model_info": (changed("no version", functools.partial(put, ("weight_version",), None)), "does not report"),
     "GET /v1/models": (Lie("nothing", lambda honest, writer: asyncio.sleep(0)), "did not become healthy"),
 }
 

@@ -1,4 +1,4 @@
-"""SGLang's answers to /generate are read, or refused with a sentence; fuzz/servers.py tries far more."""
+"""Tests that responses to /generate are parsed, or rejected with a reason. fuzz/servers.py tests many more."""
 
 import asyncio
 import re
@@ -13,17 +13,18 @@ from lies import DRAWS, put
 from lying_servers import MAX_TOKENS, STOP_IDS, VOCABULARY, LyingServer
 
 from poly_epo_jax.rollouts.completion_check import completion_flaw
-from poly_epo_jax.rollouts.sglang import read_answers
+from poly_epo_jax.rollouts.sglang import parse_responses
 from poly_epo_jax.system.http_client import ServerError, WrongAnswer
 from poly_epo_jax.types import Request, Sampling
 
 REQUEST = Request("p", np.array([3, 4, 5]), np.arange(2, dtype=np.uint32), MAX_TOKENS)
 URLS = ["http://a", "http://b"]
-HARMLESS = {"abort", "other weights"}  # are told apart from wrong answers
+HARMLESS = {"abort", "other weights"}  # Valid responses whose generations are resampled.
 
 
 def flaw(answer: Any) -> str:
-    (read,) = read_answers(answer, REQUEST, 1, STOP_IDS)
+    """Returns the reason why a response is invalid, or an empty string."""
+    (read,) = parse_responses(answer, REQUEST, 1, STOP_IDS)
     if isinstance(read, WrongAnswer):
         return str(read)
     assert read.finish_reason is not None
@@ -32,41 +33,42 @@ def flaw(answer: Any) -> str:
 
 
 def honest(seed: int) -> Any:
+    """Returns a valid response."""
     return LyingServer().answer(seed, REQUEST.prompt_ids.tolist())
 
 
-def test_what_is_drawn_is_read():
+def test_valid_responses_are_parsed():
     reasons = set()
     for seed in range(20):
-        (read,) = read_answers(honest(seed), REQUEST, 1, STOP_IDS)
+        (read,) = parse_responses(honest(seed), REQUEST, 1, STOP_IDS)
         assert not isinstance(read, WrongAnswer) and flaw(honest(seed)) == ""
         reasons.add(read.finish_reason)
     assert reasons == {"stop", "length"}
 
 
-def test_a_stop_token_at_the_longest_length_ended_it():
-    """SGLang calls it length."""
-    answer = DRAWS["log-probability 5.0"](honest(0))  # for its form
+def test_a_stop_token_at_the_maximum_length_is_reported_as_stop():
+    """SGLang reports "length"."""
+    answer = DRAWS["log-probability 5.0"](honest(0))  # Only its structure is used.
     entries = [[-1.0, token, None] for token in (3, 3, 3, 1)]
     answer["output_ids"] = [3, 3, 3, 1]
     answer["meta_info"] |= {"completion_tokens": 4, "output_token_logprobs": entries}
     answer["meta_info"]["finish_reason"] = {"type": "length", "length": 4}
-    (read,) = read_answers(answer, REQUEST, 1, STOP_IDS)
+    (read,) = parse_responses(answer, REQUEST, 1, STOP_IDS)
     assert not isinstance(read, WrongAnswer) and read.finish_reason == "stop" and flaw(answer) == ""
 
 
 @pytest.mark.parametrize("name", sorted(DRAWS.keys() - HARMLESS))
-def test_what_cannot_have_been_drawn_is_refused(name: str):
+def test_impossible_responses_are_rejected(name: str):
     assert flaw(DRAWS[name](honest(0))).isprintable() and flaw(DRAWS[name](honest(0)))
 
 
-def test_answers_are_as_many_as_seeds():
-    with pytest.raises(WrongAnswer, match="it gave 1 answers to 2 seeds"):
-        read_answers([honest(0)], REQUEST, 2, STOP_IDS)
+def test_a_wrong_number_of_completions_is_rejected():
+    with pytest.raises(WrongAnswer, match="1 completions for 2 seeds"):
+        parse_responses([honest(0)], REQUEST, 2, STOP_IDS)
 
 
 def lying(request: httpx.Request) -> httpx.Response:
-    """A token that is not in the vocabulary, from the first of two servers."""
+    """Responds with a token that is not in the vocabulary if the request is for the first server."""
     if request.method == "GET":
         return answer_to_get(request.url.path, weight_version="w")
     answers = generated(request, "w").json()
@@ -77,7 +79,7 @@ def lying(request: httpx.Request) -> httpx.Response:
     return httpx.Response(200, json=answers)
 
 
-def test_a_wrong_answer_is_redrawn_by_another_server(monkeypatch, capsys):
+def test_an_invalid_completion_is_resampled_by_another_server(monkeypatch, capsys):
     async def drawn_once(request: httpx.Request) -> httpx.Response:
         if request.method == "POST":
             asked.append(request.url.host)
@@ -94,12 +96,12 @@ def test_a_wrong_answer_is_redrawn_by_another_server(monkeypatch, capsys):
     assert asked == ["a", "b"]
     counts = {"rollouts/server_failures": 0.0, "rollouts/resampled": 1.0, "rollouts/wrong_answers": 1.0}
     assert rollouts.metrics() == counts
-    said = "http://a answered wrongly: it wrote token 32, which is not in the vocabulary of 32 (problem 0)"
-    assert capsys.readouterr().err.startswith(said)
+    message = "http://a returned an invalid completion: token 32 is not in the vocabulary of 32 tokens (problem 0)"
+    assert capsys.readouterr().err.startswith(message)
 
 
-def test_a_server_that_always_answers_wrongly_is_named(monkeypatch):
+def test_the_error_names_a_server_that_always_responds_with_invalid_completions(monkeypatch):
     rollouts = open_rollouts(lying, monkeypatch, URLS[:1], None)
-    said = "The last time, http://a answered wrongly: it wrote token 32, which is not in the vocabulary of 32."
-    with pytest.raises(ServerError, match=re.escape(said)):
+    message = "http://a returned an invalid completion: token 32 is not in the vocabulary of 32 tokens."
+    with pytest.raises(ServerError, match=re.escape(message)):
         collect(rollouts, tiny_problems(1, 8), 2, Sampling(4))

@@ -1,4 +1,4 @@
-"""Groups are graded and judged while others are still being generated."""
+"""Tests that groups are graded and judged while others are still being generated."""
 
 import asyncio
 import dataclasses
@@ -20,7 +20,7 @@ async def stream(groups: Sequence[Group]) -> AsyncIterator[Group]:
         yield one
 
 
-def test_results_follow_the_order_of_the_problems():
+def test_results_have_the_order_of_the_problems():
     groups = [group(PROBLEMS[i], texts) for i, texts in ((2, "ab"), (0, "ca"), (1, "dd"))]
     graded, _ = asyncio.run(grade_groups(stream(groups), PROBLEMS, ByLetter(), LetterJudge()))
     assert [one.group for one in graded] == [groups[1], groups[2], groups[0]]
@@ -29,7 +29,7 @@ def test_results_follow_the_order_of_the_problems():
     assert {one.rewards.dtype for one in graded} == {np.dtype(np.float32)}
 
 
-def test_a_problem_that_is_there_twice_has_two_places():
+def test_a_repeated_problem_has_two_results():
     problems = [PROBLEMS[1], PROBLEMS[0], dataclasses.replace(PROBLEMS[1], occurrence=1)]
     groups = [group(problem, texts) for problem, texts in zip(problems, ("ab", "ca", "dd"), strict=True)]
     for arrived in itertools.permutations(groups):
@@ -38,7 +38,7 @@ def test_a_problem_that_is_there_twice_has_two_places():
 
 
 def test_grading_overlaps_generation():
-    """Each prompt is generated only once the one before it has been judged: without overlap this never ends."""
+    """Each group is generated only after the previous one has been judged, which would deadlock without overlap."""
 
     async def main() -> list[str]:
         was_judged = {problem.id: asyncio.Event() for problem in PROBLEMS}
@@ -62,8 +62,8 @@ def test_grading_overlaps_generation():
     assert asyncio.run(main()) == [f"{verb} {problem.id}" for problem in PROBLEMS for verb in ("generate", "judge")]
 
 
-def test_groups_are_judged_at_once():
-    """Every judgement waits until all have begun."""
+def test_groups_are_judged_concurrently():
+    """Each call of the judge waits until all calls have started."""
 
     async def main() -> None:
         barrier = asyncio.Barrier(len(PROBLEMS))
@@ -79,28 +79,28 @@ def test_groups_are_judged_at_once():
     asyncio.run(main())
 
 
-def test_a_failed_judgement_keeps_its_reason_and_is_not_among_the_judged():
+def test_judge_failures_keep_their_reason_and_are_excluded():
     groups = [group(problem, "ab") for problem in PROBLEMS]
     graded, _ = asyncio.run(grade_groups(stream(groups), PROBLEMS, ByLetter(), LetterJudge(failing=["q"])))
     assert graded[1].clustering == JudgeFailure("broken", "out of order")
     check_judge(graded, max_failed_share=0.34)
-    with pytest.raises(JudgeError, match=r"failed on 1 of 3 prompts, more than .*=0\.33 allows; 1 times it was broken"):
+    with pytest.raises(JudgeError, match=r"failed on 1 of 3 prompts, .*=0\.33 .* broken \(1 times\)"):
         check_judge(graded, max_failed_share=0.33)
     np.testing.assert_array_equal(graded[1].rewards, [1, 0])
     assert judged(graded) == [graded[0], graded[2]]
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1.001, -1e-9, 1e300, None])
-def test_a_reward_outside_0_to_1_is_refused(reward: Any):
+def test_rewards_outside_0_to_1_raise_an_error(reward: Any):
     class Generous(ByLetter):
         def reward(self, problem: Problem, generation: Generation) -> float:
             return reward if generation.text == "b" else 1.0
 
-    with pytest.raises(ValueError, match=r"reward for problem p is .*; it must be a number from 0 to 1 for every"):
+    with pytest.raises(ValueError, match=r"reward for problem p is .* from 0 to 1"):
         asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Generous(), LetterJudge()))
 
 
-def test_a_judges_feature_that_is_not_finite_is_refused():
+def test_judge_features_that_are_not_finite_raise_an_error():
     class Embedding(LetterJudge):
         async def cluster(self, group: Group) -> Clustering:
             return Clustering(np.zeros(2, np.int32), features={"embedding": np.array([[0.0, 1.0], [0.0, np.inf]])})
@@ -109,7 +109,7 @@ def test_a_judges_feature_that_is_not_finite_is_refused():
         asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, ByLetter(), Embedding()))
 
 
-def test_what_is_correct_is_the_task_s_to_say():
+def test_the_task_determines_which_rewards_are_correct():
     class Tenths(ByLetter):
         def reward(self, problem: Problem, generation: Generation) -> float:
             return {"a": 1.0, "b": 0.7, "c": 0.6, "d": 0.0}[generation.text]
@@ -123,7 +123,7 @@ def test_what_is_correct_is_the_task_s_to_say():
         assert graded.correct.tolist() == expected and graded.correct.dtype == bool
 
 
-def test_an_error_in_a_reward_is_not_swallowed():
+def test_errors_of_the_reward_are_raised():
     class Broken(ByLetter):
         def reward(self, problem: Problem, generation: Generation) -> float:
             raise ZeroDivisionError(problem.id)
@@ -132,8 +132,8 @@ def test_an_error_in_a_reward_is_not_swallowed():
         asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Broken(), LetterJudge()))
 
 
-def test_the_share_of_hidden_judging_is_told(now: list[float]):
-    """One judgement takes 4 s, of which the first passes while the next prompt is generated: a quarter is hidden."""
+def test_the_overlap_of_judging_and_generation_is_measured(now: list[float]):
+    """The judge takes 4 s. During the first second, the next prompt is still being generated."""
 
     async def main() -> Metrics:
         is_judging, is_generated = asyncio.Event(), asyncio.Event()

@@ -1,4 +1,4 @@
-"""Groups from scripted completions: grouping, seeds, and the conversion from text to tokens and back."""
+"""Tests `Rollouts` with predefined completions: grouping, seeds, and the conversion between text and tokens."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -19,12 +19,12 @@ MAX_TOKENS = 12
 
 
 def ids(text: str) -> list[int]:
-    """The tokens of a text in which STOP is the stop token."""
+    """Returns the tokens of a text in which STOP represents the stop token."""
     return [1 if character == STOP else ALPHABET.index(character) + 2 for character in text]
 
 
 class Recording(Scripted):
-    """Remembers what it was asked for, call by call."""
+    """Records the requests of each call."""
 
     def __init__(self, say: Callable[[Request, int], str]):
         super().__init__(say, ALPHABET)
@@ -44,7 +44,7 @@ def generate(sampler: Scripted, task: ByLetter, num_generations: int = 1, max_to
     return collect(open_rollouts(sampler, task), PROBLEMS, num_generations, Sampling(max_tokens))
 
 
-def test_every_problem_has_a_group_of_its_completions_in_the_order_of_their_seeds():
+def test_groups_contain_completions_in_the_order_of_their_seeds():
     class Shuffled(Recording):
         async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
             completions = [completion async for completion in super().sample(requests, sampling)]
@@ -66,8 +66,8 @@ def test_every_problem_has_a_group_of_its_completions_in_the_order_of_their_seed
         assert request.seeds.tolist() == generation_seeds(0, problem, 4).tolist()
 
 
-def test_seeds_depend_on_the_sampling_the_problem_and_the_place_alone():
-    """A run that is resumed by another version has to draw the same tokens: the numbers may not change."""
+def test_seeds_depend_only_on_the_sampling_seed_problem_and_occurrence():
+    """The seeds must not change between versions, so that a resumed run samples the same tokens."""
     p, q, again = Problem("p", "", ""), Problem("q", "", ""), Problem("p", "", "", occurrence=1)
     seeds = generation_seeds(0, p, 3)
     assert seeds.tolist() == [3361635020, 2075578834, 2972712664] and seeds.dtype == np.uint32
@@ -76,8 +76,8 @@ def test_seeds_depend_on_the_sampling_the_problem_and_the_place_alone():
     assert len({*seeds.tolist()} | {seed for other in others for seed in other.tolist()}) == 4 * 3
 
 
-def test_groups_come_as_they_complete():
-    """The second problem's completions come only once the first group has been read."""
+def test_groups_are_yielded_as_soon_as_they_are_complete():
+    """The sampler yields the completions of the second problem only after the first group has been read."""
 
     async def main() -> list[str]:
         is_read, seen = asyncio.Event(), []
@@ -98,7 +98,7 @@ def test_groups_come_as_they_complete():
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled"])
-def test_what_is_broken_off_ends_the_sampler_first(how: str):
+def test_the_sampler_ends_before_the_reader(how: str):
     async def main() -> None:
         happened = []
 
@@ -109,7 +109,7 @@ def test_what_is_broken_off_ends_the_sampler_first(how: str):
                     happened.append("waits")
                     await asyncio.Event().wait()
                 finally:
-                    await asyncio.sleep(0)  # as if a thread had to end
+                    await asyncio.sleep(0)  # As if the sampler waited for a thread.
                     happened.append("sampler")
 
         async def read() -> None:
@@ -135,23 +135,23 @@ def test_what_is_broken_off_ends_the_sampler_first(how: str):
     asyncio.run(main())
 
 
-def test_a_sampler_that_leaves_something_out_is_found_out():
+def test_missing_completions_raise_an_error():
     class Forgetful(Recording):
         async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
             async for completion in super().sample(requests, sampling):
                 if (completion.request, completion.index) != (1, 2):
                     yield completion
 
-    with pytest.raises(RuntimeError, match="left out 1 completions of problem b"):
+    with pytest.raises(RuntimeError, match="1 completions of problem b are missing"):
         generate(Forgetful(lambda *_: "a"), ByLetter(), 3)
 
 
-def test_no_problems_ask_for_nothing():
+def test_without_problems_nothing_is_sampled():
     sampler = Recording(lambda *_: "a")
     assert collect(open_rollouts(sampler), [], 4, Sampling(MAX_TOKENS)) == [] and not sampler.calls
 
 
-def test_the_sampler_s_counts_are_the_rollouts():
+def test_rollouts_return_the_counters_of_the_sampler():
     class CountingSampler(Recording):
         def metrics(self) -> dict[str, float]:
             return {"rollouts/resampled": 3.0}
@@ -167,7 +167,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def test_a_chat_goes_through_the_tokenizer_s_own_template():
+def test_chat_prompts_use_the_chat_template_of_the_tokenizer():
     tokenizer = build_character_tokenizer(ALPHABET + "u")
     tokenizer.chat_template = CHAT_TEMPLATE
     problems = [Problem("chat", "ab", "", chat=True), Problem("plain", "ab", "")]
@@ -175,12 +175,12 @@ def test_a_chat_goes_through_the_tokenizer_s_own_template():
     rollouts = Rollouts(sampler, tokenizer, ByLetter(), max_prompt_tokens=8)
     prompts = {group.problem.id: group.prompt_ids for group in collect(rollouts, problems, 1, Sampling(MAX_TOKENS))}
     assert {name: tokenizer.decode(prompt) for name, prompt in prompts.items()} == {"chat": "uxabyz", "plain": "ab"}
-    # The template's tokens count: the chat is as long as what the policy reads.
+    # The tokens of the template count towards the prompt length.
     assert drop_long_prompts(problems, tokenizer, max_tokens=5) == ([problems[1]], 1)
 
 
-def test_a_chat_without_a_template_is_refused():
+def test_a_chat_prompt_without_a_chat_template_raises_an_error():
     tokenizer = build_character_tokenizer(ALPHABET)
     rollouts = Rollouts(Recording(lambda *_: "c"), tokenizer, ByLetter(), max_prompt_tokens=8)
-    with pytest.raises(ValueError, match=r"tokenizer has no chat template; give it one, or .* task\.options\.template"):
+    with pytest.raises(ValueError, match=r"tokenizer has no chat template.*task\.options\.template"):
         collect(rollouts, [Problem("chat", "ab", "", chat=True)], 1, Sampling(MAX_TOKENS))

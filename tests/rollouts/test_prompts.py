@@ -1,4 +1,4 @@
-"""Every problem is seen once per epoch, in an order that a checkpoint can resume."""
+"""Tests batches of problems: each problem occurs once per epoch, and the position can be saved and restored."""
 
 import itertools
 import json
@@ -16,8 +16,8 @@ def drawn(batches, count: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 7, 10])
-def test_every_epoch_holds_every_problem_once(batch_size: int):
-    """Also where an epoch ends within a batch."""
+def test_every_epoch_contains_every_problem_once(batch_size: int):
+    """Includes epochs that end within a batch."""
     batches = drawn(problem_batches(PROBLEMS, batch_size, seed=0), 3 * len(PROBLEMS))
     assert all(len(batch) == batch_size for batch in batches)
     order = list(itertools.chain(*batches))[: 3 * len(PROBLEMS)]
@@ -27,13 +27,13 @@ def test_every_epoch_holds_every_problem_once(batch_size: int):
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-def test_batches_hold_the_problems_themselves():
+def test_batches_contain_the_original_problem_objects():
     batch = next(problem_batches(PROBLEMS, 4, seed=0))
     assert isinstance(batch, list)
     assert all(problem is PROBLEMS[int(problem.id)] for problem in batch)
 
 
-def test_a_problem_that_is_twice_in_a_batch_says_which_time_it_is():
+def test_repeated_problems_in_a_batch_differ_in_occurrence():
     batches = list(itertools.islice(problem_batches(PROBLEMS, 7, seed=0), 40))
     counted = [[(problem.id, problem.occurrence) for problem in batch] for batch in batches]
     assert all(len(set(batch)) == 7 for batch in counted)
@@ -42,14 +42,14 @@ def test_a_problem_that_is_twice_in_a_batch_says_which_time_it_is():
     assert all(problem == PROBLEMS[int(problem.id)] for batch in batches for problem in batch)
 
 
-def test_the_order_follows_the_seed():
+def test_the_order_depends_on_the_seed():
     first, again, other = (drawn(problem_batches(PROBLEMS, 5, seed), 4) for seed in (0, 0, 1))
     assert first == again != other
 
 
 @pytest.mark.parametrize("seen", [0, 1, 3, 4, 11])
-def test_a_saved_position_is_exact(seen: int):
-    """Also after it has been through JSON, as in a checkpoint."""
+def test_a_saved_position_is_restored_exactly(seen: int):
+    """The position is serialized as JSON, as in a checkpoint."""
     batches = problem_batches(PROBLEMS, 3, seed=1)
     drawn(batches, seen)
     state = json.loads(json.dumps(batches.get_state()))
@@ -61,6 +61,6 @@ def test_a_saved_position_is_exact(seen: int):
     assert drawn(resumed, 8) == rest
 
 
-def test_too_few_problems_are_refused():
-    with pytest.raises(ValueError, match=r"takes 11 prompts, but there are only 10 .* lower train.prompts_per_batch"):
+def test_too_few_problems_raise_an_error():
+    with pytest.raises(ValueError, match=r"train.prompts_per_batch=11, but there are only 10"):
         problem_batches(PROBLEMS, 11, seed=0)

@@ -1,4 +1,4 @@
-"""SGLang rollouts with real servers: their generations, their weights, and their failures."""
+"""Tests SGLang rollouts with real servers: generations, weight updates and failures."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ FLAGS = ("--max-total-tokens", "16384", "--max-running-requests", "32", "--conte
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the servers start with: weights of no version."""
+    """Folder of the model with which the servers start. Its weights have no version."""
     require_sglang()
     folder = tmp_path_factory.mktemp("sglang") / "model"
     hf.save_pretrained(folder, tiny_params(9), TINY, dtype="float32", eos_token_id=1)
@@ -78,7 +78,7 @@ def assert_generated_by(seed: int, groups: Sequence[Group], version: int, temper
 
 
 def assert_complete(groups: Sequence[Group], problems: Sequence[Problem], num_generations: int) -> None:
-    """Every problem once, every generation whole."""
+    """Asserts that each problem has one group, with complete generations."""
     assert sorted(group.problem.id for group in groups) == sorted(problem.id for problem in problems)
     for group in groups:
         assert len(group.generations) == num_generations
@@ -86,7 +86,7 @@ def assert_complete(groups: Sequence[Group], problems: Sequence[Problem], num_ge
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_generations_are_the_trainers(servers, sync, temperature):
+def test_generations_match_the_trainer(servers, sync, temperature):
     rollouts, problems = rollouts_of(servers, sync), tiny_problems(12, MAX_PROMPT)
     assert isinstance(rollouts.sampler, Sampler) and isinstance(rollouts.sampler, Counting)
     asyncio.run(rollouts.push_weights(weights(1), 3))
@@ -113,14 +113,14 @@ def test_every_update_reaches_every_server(servers, sync):
 
 
 def rollouts_on(server: SGLangServer, rollouts: Rollouts) -> Rollouts:
-    """The same client, as it talks to one of its servers."""
+    """Returns the same client with a single server."""
     sampler = object.__new__(SGLangSampler)
     sampler.__dict__ = rollouts.sampler.__dict__ | {"urls": [server.url]}
     return Rollouts(sampler, TOKENIZER, ByLetter(), MAX_PROMPT)
 
 
-def test_a_cache_of_older_weights_is_found_out(servers, tmp_path, monkeypatch):
-    """Without the flush, the tokens that follow a cached prompt would come from keys and values of the old weights."""
+def test_a_cache_of_older_weights_is_detected(servers, tmp_path, monkeypatch):
+    """Without the flush, tokens after a cached prompt would be generated with keys and values of the old weights."""
     rollouts, problems = rollouts_of(servers[:1], DiskSync(tmp_path, "a run", TINY, "float32")), tiny_problems(8, 8)[7:]
     sampling = Sampling(24)
     asyncio.run(rollouts.push_weights(weights(1), 1))
@@ -131,24 +131,24 @@ def test_a_cache_of_older_weights_is_found_out(servers, tmp_path, monkeypatch):
     async def without_flush(client, url, endpoint, body):
         return await send(client, url, endpoint, body | {"flush_cache": False} if "flush_cache" in body else body)
 
-    with monkeypatch.context() as forgetful:
-        forgetful.setattr(weight_sync, "post", without_flush)
-        with pytest.raises(ServerError, match="kept the cache of its old weights"):
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_sync, "post", without_flush)
+        with pytest.raises(ServerError, match="did not flush its cache"):
             asyncio.run(rollouts.push_weights(weights(2), 2))
 
         async def unchecked(self, client, url):
             pass
 
-        forgetful.setattr(ServedWeights, "_check", unchecked)
+        patch.setattr(ServedWeights, "_check", unchecked)
         trainer, sampler = trainer_logprobs(2, collect(rollouts, problems, 8, sampling), 1.0)
-        assert np.abs(trainer - sampler).max() > 0.01  # so the check is worth having
+        assert np.abs(trainer - sampler).max() > 0.01  # The stale cache changes the results.
 
     asyncio.run(rollouts.push_weights(weights(2), 3))
     assert_generated_by(2, collect(rollouts, problems, 8, sampling), version=3)
 
 
-def test_a_health_check_is_not_taken_for_an_old_cache(servers, tmp_path, monkeypatch):
-    """It generates after the same token as the check, and anyone may ask for one: routers do every minute."""
+def test_a_health_check_is_not_mistaken_for_a_stale_cache(servers, tmp_path, monkeypatch):
+    """The prompt of a health check begins with the same token. Routers send one every minute."""
     rollouts = rollouts_of(servers[:1], DiskSync(tmp_path, "a run", TINY, "float32"))
     check, cached = ServedWeights._check, []
 
@@ -162,7 +162,7 @@ def test_a_health_check_is_not_taken_for_an_old_cache(servers, tmp_path, monkeyp
     assert cached[0]["cached_tokens"] == 1
 
 
-def test_weights_of_another_run_are_not_trained_on(servers, tmp_path):
+def test_generations_with_weights_of_another_run_are_rejected(servers, tmp_path):
     mine = rollouts_of(servers[:1], DiskSync(tmp_path, "mine", TINY, "float32"))
     theirs = rollouts_of(servers[:1], DiskSync(tmp_path, "theirs", TINY, "float32"))
     asyncio.run(mine.push_weights(weights(1), 1))
@@ -198,7 +198,7 @@ def test_partial_generations_are_resampled(servers, tmp_path):
 def collect_over_a_restart(
     rollouts: Rollouts, problems: Sequence[Problem], servers: Sequence[SGLangServer]
 ) -> list[Group]:
-    """All groups. After two of them the second server is killed, and started again while the first is held up."""
+    """Returns all groups. After two groups, the second server is killed and restarted while the first is paused."""
     held, dying = servers
     asked: list[str] = []
 
@@ -210,7 +210,7 @@ def collect_over_a_restart(
     def restart() -> None:
         dying.start()
         deadline = time.monotonic() + STARTED_WITHIN
-        while len(dying.requests()) < len(asked) + 4:  # pause, load, continue, check
+        while len(dying.requests()) < len(asked) + 4:  # Pause, load, continue, verify.
             assert time.monotonic() < deadline
             time.sleep(0.2)
         httpx.post(f"{held.url}/continue_generation", json={}).raise_for_status()
@@ -220,20 +220,20 @@ def collect_over_a_restart(
         async for group in rollouts.generate(problems, 4, Sampling(300)):
             groups.append(group)
             if len(groups) == 2:
-                kill()  # while nothing else is asked for, so that most of the problems are left
+                kill()  # Blocks the event loop, so that most of the problems are still pending.
                 action = asyncio.create_task(asyncio.to_thread(restart))
         assert action is not None
         await action
         return groups
 
     groups = asyncio.run(main())
-    # It was started with weights of no version, and got the current ones before it was asked for anything.
+    # The restarted server received the current weights before its first prompt.
     since = dying.requests()[len(asked) :]
     assert since[:2] == ["pause_generation", "update_weights_from_disk"] and since.count("generate") > 3
     return groups
 
 
-def test_a_server_that_dies_in_a_batch_is_current_before_it_serves_again(servers, tmp_path, capsys):
+def test_a_server_that_restarts_during_a_batch_is_updated_before_it_generates(servers, tmp_path, capsys):
     sync, problems = DiskSync(tmp_path, "a run", TINY, "float32"), tiny_problems(24, MAX_PROMPT)
     rollouts = rollouts_of(servers, sync, max_concurrent=16)
     asyncio.run(rollouts.push_weights(weights(1), 1))
@@ -241,11 +241,11 @@ def test_a_server_that_dies_in_a_batch_is_current_before_it_serves_again(servers
     assert_complete(groups, problems, 4)
     assert_generated_by(1, groups, version=1)
     assert rollouts.metrics() == COUNTS | {"rollouts/server_failures": 1.0}
-    said = capsys.readouterr().err
-    assert f"The server {servers[1].url} failed" in said and f"The server {servers[1].url} is back" in said
+    output = capsys.readouterr().err
+    assert f"Server {servers[1].url} failed" in output and f"Server {servers[1].url} has recovered" in output
 
 
-def test_a_worker_that_dies_behind_a_router_is_current_before_it_serves_again(servers, tmp_path, capsys):
+def test_a_worker_that_restarts_during_a_batch_is_updated_before_it_generates(servers, tmp_path, capsys):
     problems, dying = tiny_problems(24, MAX_PROMPT), servers[1]
     with running([Router(servers, tmp_path / "router.log")]) as (router,):
         rollouts = rollouts_of([router], DiskSync(tmp_path / "weights", "a run", TINY, "float32"), max_concurrent=16)
@@ -263,11 +263,11 @@ def test_a_worker_that_dies_behind_a_router_is_current_before_it_serves_again(se
         assert_complete(groups, problems, 4)
         assert_generated_by(2, groups, version=2)
         assert rollouts.metrics() == COUNTS | {"rollouts/server_failures": 1.0}
-        said = capsys.readouterr().err
-        assert f"The server {dying.url} failed" in said and f"The server {dying.url} is back" in said
+        output = capsys.readouterr().err
+        assert f"Server {dying.url} failed" in output and f"Server {dying.url} has recovered" in output
 
 
-def test_a_worker_that_is_listed_before_it_answers_holds_nothing_up(servers, tmp_path):
+def test_a_listed_worker_that_does_not_respond_causes_no_delay(servers, tmp_path):
     problems, late = tiny_problems(24, MAX_PROMPT), servers[1]
     with running([Router(servers, tmp_path / "router.log")]) as (router,):
         rollouts = rollouts_of([router], DiskSync(tmp_path / "weights", "a run", TINY, "float32"), max_concurrent=16)
@@ -287,14 +287,14 @@ def test_a_worker_that_is_listed_before_it_answers_holds_nothing_up(servers, tmp
         assert rollouts.metrics() == COUNTS
 
 
-def test_a_request_that_the_server_refuses_ends_the_run(servers, tmp_path):
+def test_a_rejected_request_raises_an_error(servers, tmp_path):
     rollouts = rollouts_of(servers, DiskSync(tmp_path, "a run", TINY, "float32"))
     asyncio.run(rollouts.push_weights(weights(1), 1))
-    with pytest.raises(ServerError, match=r"refuses the prompt of problem \d with 400: .*context"):
+    with pytest.raises(ServerError, match=r"rejected the prompt of problem \d with 400: .*context"):
         collect(rollouts, tiny_problems(2, MAX_PROMPT), 2, Sampling(2000))
 
 
-def test_an_update_that_a_server_refuses_ends_the_run(servers, tmp_path, monkeypatch):
+def test_a_rejected_update_raises_an_error(servers, tmp_path, monkeypatch):
     sync = DiskSync(tmp_path, "a run", TINY, "float32")
     rollouts = rollouts_of(servers, sync)
     monkeypatch.setattr(hf, "save_pretrained", lambda path, *arguments, **keywords: path.mkdir(parents=True))
@@ -302,7 +302,7 @@ def test_an_update_that_a_server_refuses_ends_the_run(servers, tmp_path, monkeyp
         asyncio.run(rollouts.push_weights(weights(1), 1))
 
 
-def test_two_versions_at_most_are_on_disk(servers, tmp_path):
+def test_only_the_current_version_remains_on_disk(servers, tmp_path):
     rollouts = rollouts_of(servers[:1], DiskSync(tmp_path / "below", "a run", TINY, "float32"))
     for version in (1, 2, 3):
         asyncio.run(rollouts.push_weights(weights(version), version))

@@ -1,4 +1,4 @@
-"""A server that answers as sglang-jax 0.1.0rc0 does: it can be evaluated, but not used for training."""
+"""Tests a fake server that responds like sglang-jax 0.1.0rc0. It can be evaluated, but not used for training."""
 
 import asyncio
 import json
@@ -15,13 +15,13 @@ from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.types import Sampling
 
 URL = "http://jax"
-IDS = [5, 0, 0, 7, 14]  # pad tokens, and the stop token
+IDS = [5, 0, 0, 7, 14]  # Includes pad tokens and the stop token.
 EARLIER = [5, 0]
 INFO = {"model_path": "m", "tokenizer_path": "t", "is_generation": True, "preferred_sampling_params": None}
 
 
 def answer(request: httpx.Request) -> httpx.Response:
-    """Special tokens and the stop token are not in output_ids, earlier entries come again, weights have no version."""
+    """Responds without special and stop tokens in output_ids, with repeated entries, and without a weight version."""
     paths = {"/get_model_info": INFO, "/v1/models": {"object": "list", "data": []}}
     if request.method == "GET":
         path = request.url.path
@@ -34,7 +34,7 @@ def answer(request: httpx.Request) -> httpx.Response:
     return httpx.Response(200, json=[one] * len(json.loads(request.content)["sampling_params"]))
 
 
-def test_its_generations_are_read_whole(monkeypatch):
+def test_generations_are_parsed_completely(monkeypatch):
     rollouts = open_rollouts(answer, monkeypatch, [URL], None)
     (group,) = collect(rollouts, tiny_problems(1, 8), 3, Sampling(8))
     assert len(group.generations) == 3
@@ -45,8 +45,8 @@ def test_its_generations_are_read_whole(monkeypatch):
     assert asyncio.run(served_model(URL)) == ("m", "t", "")
 
 
-def test_training_over_it_is_refused_before_any_weights_are_written(tmp_path: Path, monkeypatch):
+def test_training_is_rejected_before_weights_are_written(tmp_path: Path, monkeypatch):
     rollouts = open_rollouts(answer, monkeypatch, [URL], tmp_path)
-    with pytest.raises(ServerError, match=r"http://jax has no /update_weights_from_disk .* rollouts.name=embedded"):
+    with pytest.raises(ServerError, match=r"http://jax does not support weight updates.* rollouts.name=embedded"):
         asyncio.run(rollouts.push_weights(tiny_params(1), 1))
     assert not any(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Whole runs with real SGLang servers: the laptop's run in small, and its variants. test_node.py has the paper's."""
+"""Tests small versions of the laptop run with real SGLang servers. test_node.py tests the run of the paper."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from poly_epo_jax.startup.base_policy import base_policy_folder
 
 pytestmark = pytest.mark.slow
 
-# A base policy that is right half of the time, and a rate at which 20 steps show whether it learns.
+# The base policy solves half of the problems, and the learning rate is large enough to improve it in 20 steps.
 SMALL = SETTINGS | {
     "base.clean_steps": 300,
     "base.noisy_steps": 30,
@@ -31,10 +31,10 @@ SMALL = SETTINGS | {
 
 
 def run(folder: Path, config: str, count: int = 1, torch: str = "", **settings: Any) -> list[dict[str, Any]]:
-    """The metrics of a run in so many processes of its own; `torch` is a folder from which they import it."""
+    """Runs training in `count` processes and returns the metrics. If set, `torch` is the folder of torch for them."""
     command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={config}"]
     command += as_flags(SMALL | {"workdir": folder} | settings)
-    packages = ["networkx"] if torch else []  # torch imports it
+    packages = ["networkx"] if torch else []  # Required by torch.
     coordinator, processes = f"127.0.0.1:{free_port()}", []
     for index in range(count):
         hosts = {"coordinator": coordinator, "count": count, "index": index} if count > 1 else {}
@@ -50,8 +50,8 @@ def run(folder: Path, config: str, count: int = 1, torch: str = "", **settings: 
         )
     try:
         for process in processes:
-            said = process.communicate(timeout=1200)[0]
-            assert process.returncode == 0, said[-3000:]
+            output = process.communicate(timeout=1200)[0]
+            assert process.returncode == 0, output[-3000:]
     finally:
         for process in processes:
             process.kill()
@@ -60,7 +60,7 @@ def run(folder: Path, config: str, count: int = 1, torch: str = "", **settings: 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> Path:
-    """The base policy, which a run of one step leaves in its cache."""
+    """Folder of the base policy, which a run of one step creates in its cache."""
     require_sglang()
     folder = tmp_path_factory.mktemp("embedded") / "run"
     settings: dict[str, Any] = caches | {"train.num_steps": 1, "eval.every": 0}
@@ -81,7 +81,7 @@ def servers(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[li
 
 @pytest.fixture
 def served(servers: list[SGLangServer], caches: dict[str, Path]) -> dict[str, Any]:
-    """The settings of a run over these servers."""
+    """Settings of a run with these servers."""
     return caches | {
         "rollouts.name": "sglang",
         "rollouts.urls": ",".join(server.url for server in servers),
@@ -91,22 +91,22 @@ def served(servers: list[SGLangServer], caches: dict[str, Path]) -> dict[str, An
     }
 
 
-def test_it_learns_over_servers(served, tmp_path):
-    """The laptop's run in small, by GRPO, whose reward rises within a few steps."""
+def test_training_with_servers_raises_the_reward(served, tmp_path):
+    """GRPO, because its reward rises within a few steps."""
     settings = served | {"rollouts.weights_dir": tmp_path / "w", "train.num_steps": 20, "eval.every": 20}
     rows = run(tmp_path / "run", "configs/polynomial.py:grpo", **settings)
     assert [row["step"] for row in rows] == list(range(1, 21))
-    # The servers' policy equals the trainer's token by token, so it learns as it does without them.
+    # The log-probabilities of servers and trainer agree for every token.
     assert max(row["mismatch/max"] for row in rows) < 1e-3
     assert {row["response/staleness"] for row in rows} == {0.0}
     assert sum(row["rollouts/resampled"] + row["rollouts/server_failures"] for row in rows) == 0
     rewards = [row["reward"] for row in rows]
     assert np.mean(rewards[-5:]) - np.mean(rewards[:3]) > 0.1
-    assert not any((tmp_path / "w").glob("*"))  # nothing is left where weights were handed over
+    assert not any((tmp_path / "w").glob("*"))  # The folder for weights has been removed.
 
 
-def test_the_doctor_passes_servers_of_other_weights(servers, served, tmp_path):
-    """Those that training has left; afterwards they have the run's."""
+def test_the_doctor_passes_servers_with_other_weights(servers, served, tmp_path):
+    """The servers have weights of an earlier run, and those of this run afterwards."""
     settings = SMALL | served | {"workdir": tmp_path / "run", "rollouts.weights_dir": tmp_path / "w"}
     command = [sys.executable, "-m", "poly_epo_jax.doctor", "--config=configs/polynomial.py"]
     command += [f"--output={tmp_path / 'doctor.json'}", *as_flags(settings)]
@@ -122,35 +122,35 @@ def test_the_doctor_passes_servers_of_other_weights(servers, served, tmp_path):
 def test_one_step_off_policy(served, tmp_path):
     settings = served | {
         "train.num_steps": 5,
-        "optimizer.schedule": "constant",  # so that there may be more steps
+        "optimizer.schedule": "constant",  # With a constant schedule, num_steps can be raised later.
         "train.staleness": 1,
         "algo.importance_cap": 2.0,
         "rollouts.weight_sync": "tensor",
     }
     rows = run(tmp_path / "run", "configs/polynomial.py", torch=require_torch(), **settings)
     assert [row["response/staleness"] for row in rows] == [0, 1, 1, 1, 1]
-    # The sampler's policy is the trainer's in the first step, and one step behind it afterwards.
+    # The weights of the sampler are current in the first step, and one step old in the others.
     assert rows[0]["mismatch/max"] < 1e-3 < min(row["mismatch/max"] for row in rows)
     longer = settings | {"train.num_steps": 7}
     rows = run(tmp_path / "run", "configs/polynomial.py", torch=require_torch(), **longer)
     assert [row["step"] for row in rows] == list(range(1, 8))
 
 
-def test_two_hosts_share_servers(served, tmp_path):
+def test_two_processes_share_servers(served, tmp_path):
     settings = served | {"rollouts.shared": True, "rollouts.weights_dir": tmp_path / "w", "train.num_steps": 3}
     rows = run(tmp_path / "run", "configs/polynomial.py", count=2, **settings)
     assert [row["step"] for row in rows] == [1, 2, 3]
-    # Every token of both hosts is from the current weights, which one of them sent.
+    # Both processes sampled all tokens with the current weights, which one of them pushed.
     assert max(row["mismatch/max"] for row in rows) < 1e-3
     assert {row["response/staleness"] for row in rows} == {0.0}
     assert sum(row["rollouts/resampled"] + row["rollouts/server_failures"] for row in rows) == 0
     assert min(row["policy/update_norm"] for row in rows) > 0 and not any((tmp_path / "w").glob("*"))
 
 
-def test_a_server_and_a_folder_are_evaluated_alike(servers, base, tmp_path):
-    """Greedily, so that both write the same: the server's weights are left as they are."""
+def test_evaluations_of_a_server_and_a_folder_agree(servers, base, tmp_path):
+    """Greedy generations are equal, and the evaluation does not change the weights of the server."""
     url = servers[0].url
-    weights = {"model_path": str(base), "weight_version": "of the folder"}  # other tests have changed them
+    weights = {"model_path": str(base), "weight_version": "of the folder"}  # Other tests have changed the weights.
     assert httpx.post(f"{url}/update_weights_from_disk", json=weights).json()["success"]
     command = [sys.executable, "-m", "poly_epo_jax.evaluate", "--config=configs/polynomial.py"]
     command += [f"--models=folder={base},server={url}", "--benchmarks=polynomial"]

@@ -1,6 +1,7 @@
-"""Servers that sleep while the trainer computes: the order of calls, and a sentence for what goes wrong.
+"""Tests servers that sleep while the trainer computes: the order of requests, and the error messages.
 
-A CPU has no memory saver: the real server refuses to sleep; if asked all the same, it frees nothing and answers.
+The memory saver is not available on CPU. The real server is started without it, so the sampler rejects the server. If
+it is sent the requests anyway, it responds without freeing memory.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ SLEEPS = ["pause_generation", "update_weight_version", "release_memory_occupatio
 
 
 class Server:
-    """Keeps SGLang's rules: it sleeps once, is woken once, and does nothing between."""
+    """Fake SGLang server. It must not be put to sleep or woken twice, or generate while it sleeps."""
 
     def __init__(self, saver: bool = True, router: bool = False):
         self.version, self.calls, self.asleep, self.empty = "default", list[str](), False, False
@@ -83,7 +84,7 @@ def opened(server: Server, monkeypatch: pytest.MonkeyPatch, folder: Path, sleeps
     return rollouts
 
 
-def test_it_sleeps_after_the_batch_and_wakes_before_it_is_given_weights(tmp_path: Path, monkeypatch):
+def test_a_server_sleeps_after_the_batch_and_wakes_before_the_weight_update(tmp_path: Path, monkeypatch):
     server = Server()
     rollouts = opened(server, monkeypatch, tmp_path)
 
@@ -104,14 +105,14 @@ def test_a_server_that_another_run_left_asleep_is_woken_once(tmp_path: Path, mon
     server = Server()
     server.asleep, server.empty, server.version = True, True, sglang.ASLEEP
     rollouts = opened(server, monkeypatch, tmp_path)
-    server.broken = "pause_generation"  # so that the update is tried again, on a server that is already awake
+    server.broken = "pause_generation"  # The update is retried on a server that is already awake.
     with pytest.raises(ServerError):
         asyncio.run(rollouts.push_weights(tiny_params(1), 1))
     asyncio.run(rollouts.push_weights(tiny_params(2), 2))
     assert server.calls.count("resume_memory_occupation") == 1 and not server.asleep
 
 
-def test_a_run_that_lets_nothing_sleep_wakes_it_too(tmp_path: Path, monkeypatch):
+def test_a_sleeping_server_is_woken_by_a_run_without_sleep(tmp_path: Path, monkeypatch):
     server = Server()
     server.asleep, server.empty, server.version = True, True, sglang.ASLEEP
     rollouts = opened(server, monkeypatch, tmp_path, sleeps=False)
@@ -120,16 +121,16 @@ def test_a_run_that_lets_nothing_sleep_wakes_it_too(tmp_path: Path, monkeypatch)
 
 
 @pytest.mark.parametrize("version", [sglang.ASLEEP, sglang.EMPTY])
-def test_without_weights_to_push_it_is_not_asked(version: str, monkeypatch):
+def test_an_evaluation_rejects_a_server_without_weights(version: str, monkeypatch):
     server = Server()
     server.version = version
     rollouts = open_rollouts(server.handle, monkeypatch, [URL], None)
-    with pytest.raises(ServerError, match=r"http://a holds no weights: .* Start it again"):
+    with pytest.raises(ServerError, match=r"http://a has no weights.* Restart it"):
         collect(rollouts, tiny_problems(2, 8), 2, Sampling(4))
     assert server.calls == []
 
 
-def test_who_does_not_ask_for_it_is_left_awake(tmp_path: Path, monkeypatch):
+def test_servers_stay_awake_by_default(tmp_path: Path, monkeypatch):
     server = Server()
     rollouts = opened(server, monkeypatch, tmp_path, sleeps=False)
     asyncio.run(rollouts.sleep())
@@ -138,14 +139,16 @@ def test_who_does_not_ask_for_it_is_left_awake(tmp_path: Path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("server", "broken", "says"),
+    ("server", "broken", "message"),
     [
-        (Server(saver=False), "", "http://a was started without --enable-memory-saver and cannot give up its memory"),
-        (Server(), "release_memory_occupation", r"http://a cannot give up its memory \(500\); see its log"),
-        (Server(), "resume_memory_occupation", r"http://a cannot take its memory back \(500\); see its log"),
+        (Server(saver=False), "", "http://a cannot release its memory; start it with --enable"),
+        (Server(), "release_memory_occupation", r"http://a cannot release its memory \(500\)"),
+        (Server(), "resume_memory_occupation", r"http://a cannot reallocate its memory \(500\)"),
     ],
 )
-def test_what_goes_wrong_is_said(server: Server, broken: str, says: str, tmp_path: Path, monkeypatch):
+def test_errors_name_the_server_and_the_failed_request(
+    server: Server, broken: str, message: str, tmp_path: Path, monkeypatch
+):
     rollouts = opened(server, monkeypatch, tmp_path)
     asyncio.run(rollouts.push_weights(tiny_params(0), 0))
     server.broken = broken
@@ -154,17 +157,17 @@ def test_what_goes_wrong_is_said(server: Server, broken: str, says: str, tmp_pat
         await rollouts.sleep()
         await rollouts.push_weights(tiny_params(1), 1)
 
-    with pytest.raises(ServerError, match=says):
+    with pytest.raises(ServerError, match=message):
         asyncio.run(step())
 
 
-def test_routers_are_refused(tmp_path: Path, monkeypatch):
+def test_routers_are_rejected(tmp_path: Path, monkeypatch):
     rollouts = opened(Server(router=True), monkeypatch, tmp_path)
     with pytest.raises(ServerError, match=r"list the servers themselves in rollouts.urls"):
         asyncio.run(rollouts.sleep())
 
 
-def test_nothing_may_be_generated_ahead():
+def test_staleness_is_rejected():
     config = get_config()
     config.rollouts.update({"name": "sglang", "urls": URL, "options": {"sleep": True}})
     config.update_from_flattened_dict({"train.staleness": 1, "algo.importance_cap": 2.0})
@@ -181,15 +184,15 @@ def test_a_real_server(tmp_path: Path):
 
     async def ask(url: str) -> list[Any]:
         async with open_client(60.0) as client:
-            with pytest.raises(ServerError, match="without --enable-memory-saver"):
-                await sglang.lay_down(client, url)
-            with pytest.MonkeyPatch.context() as all_the_same:
-                all_the_same.setattr(sglang, "_check_able", lambda client, url: asyncio.sleep(0))
-                await sglang.lay_down(client, url)
-                await sglang.lay_down(client, url)  # it is already asleep
+            with pytest.raises(ServerError, match="--enable-memory-saver"):
+                await sglang.release_memory(client, url)
+            with pytest.MonkeyPatch.context() as without_check:
+                without_check.setattr(sglang, "_check_memory_saver", lambda client, url: asyncio.sleep(0))
+                await sglang.release_memory(client, url)
+                await sglang.release_memory(client, url)  # The server is already asleep.
             before = (await SGLANG.served_model(url)).weight_version
             await sglang.wake(client, url)
-            await sglang.wake(client, url)  # it is already awake
+            await sglang.wake(client, url)  # The server is already awake.
             await SGLANG.resume(client, url)
             return [before, *await SGLANG.probe_weights(client, url, 8)]
 

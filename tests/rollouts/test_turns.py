@@ -1,4 +1,4 @@
-"""Responses of several turns: the tokens and masks of all turns, seeds, rounds, and one version of the weights."""
+"""Tests multi-turn responses: tokens and masks, seeds, order of the turns, and a single weight version."""
 
 import asyncio
 import dataclasses
@@ -16,7 +16,7 @@ from poly_epo_jax.types import Completion, Conversational, Generation, Problem, 
 
 
 class Replying(ByLetter):
-    """Replies with one question mark more at each turn, until the policy has said "d"."""
+    """Replies with one more question mark in each turn, until the policy's text ends with "d"."""
 
     def __init__(self):
         self.seen: list[tuple[str, tuple[str, ...]]] = []
@@ -26,7 +26,7 @@ class Replying(ByLetter):
         return None if generation.turns[-1].endswith("d") else "?" * (len(generation.turns) // 2 + 1)
 
 
-def test_two_turns_are_the_tokens_of_both_and_the_reply_between_them():
+def test_two_turns_contain_both_completions_and_the_reply():
     def say(request: Request, index: int) -> str:
         return "xd" if 1 in request.prompt_ids else "ad" if (request.problem_id, index) == ("b", 0) else "ab"
 
@@ -35,7 +35,7 @@ def test_two_turns_are_the_tokens_of_both_and_the_reply_between_them():
     groups = generate(sampler, task, 2)
     for group in groups:
         for index, y in enumerate(group.generations):
-            if (group.problem.id, index) == ("b", 0):  # the only one that has no second turn
+            if (group.problem.id, index) == ("b", 0):  # The only generation without a second turn.
                 assert y.turns == ("ad",) and y.token_ids.tolist() == ids("ad.") and y.loss_mask.all()
                 continue
             assert y.turns == ("ab", "?", "xd") and y.text == "ab?xd"
@@ -57,8 +57,8 @@ def test_two_turns_are_the_tokens_of_both_and_the_reply_between_them():
     assert [r.seeds.tolist() for r in again.calls[1]] == [r.seeds.tolist() for r in second]
 
 
-def test_a_group_of_several_turns_comes_with_its_last_generation():
-    """Those that end with the first turn come before the second begins."""
+def test_a_group_is_yielded_with_the_last_turn_of_its_generations():
+    """Groups that end with the first turn are yielded before the second turn begins."""
 
     async def main() -> None:
         begun = []
@@ -82,12 +82,12 @@ def test_a_group_of_several_turns_comes_with_its_last_generation():
 @pytest.mark.parametrize(
     ("max_tokens", "text", "reason", "calls"),
     [
-        (5, "ab?d", "stop", 2),  # "ab." and "?" leave space for one token, the policy's last
-        (4, "ab", "length", 1),  # there would be no space after the reply, so it is not made
+        (5, "ab?d", "stop", 2),  # "ab." and "?" leave one token for the policy.
+        (4, "ab", "length", 1),  # The reply would leave no tokens, so it is omitted.
         (3, "ab", "length", 1),
     ],
 )
-def test_a_response_is_no_longer_than_it_may_be_with_replies(max_tokens: int, text: str, reason: str, calls: int):
+def test_replies_count_towards_the_token_limit(max_tokens: int, text: str, reason: str, calls: int):
     class Bounded(Recording):
         def completion(self, place: int, index: int, text: str) -> Completion:
             whole, room = super().completion(place, index, text), self.calls[-1][place].max_tokens
@@ -105,7 +105,7 @@ def test_a_response_is_no_longer_than_it_may_be_with_replies(max_tokens: int, te
     assert all(request.max_tokens >= 1 for call in sampler.calls for request in call)
 
 
-def test_a_completion_that_did_not_stop_is_not_replied_to():
+def test_truncated_completions_receive_no_reply():
     class Cut(Recording):
         def completion(self, place: int, index: int, text: str) -> Completion:
             return dataclasses.replace(super().completion(place, index, text), finish_reason="length")
@@ -117,19 +117,19 @@ def test_a_completion_that_did_not_stop_is_not_replied_to():
 
 
 def ambiguous_tokenizer() -> PreTrainedTokenizerFast:
-    """`ab` is one token, and `a` and `b` are too: a policy may write `ab` in two ways."""
+    """Returns a tokenizer in which the text `ab` is either one token or the tokens `a` and `b`."""
     vocabulary = {"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "ab": 4, "?": 5}
     tokenizer = Tokenizer(models.BPE({**vocabulary}, [("a", "b")]))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def test_the_policy_s_own_tokens_are_never_encoded_again():
+def test_generated_tokens_are_not_encoded_again():
     tokenizer = ambiguous_tokenizer()
     assert tokenizer.encode("ab") == [4]
 
     class Spelling(Recording):
         def completion(self, place: int, index: int, text: str) -> Completion:
-            ids = np.array([2, 3, 1], np.int32)  # a, b, apart
+            ids = np.array([2, 3, 1], np.int32)  # "a" and "b" as separate tokens.
             return Completion(place, index, ids, np.full(3, -1, np.float32), "stop", 0)
 
     class Once(ByLetter):
@@ -144,8 +144,8 @@ def test_the_policy_s_own_tokens_are_never_encoded_again():
     assert y.loss_mask.tolist() == [True, True, True, False, False, True, True, True]
 
 
-def test_new_weights_wait_for_the_last_turn():
-    """Between two turns nothing is sampled, and yet a generation is from one version."""
+def test_weight_pushes_wait_for_the_last_turn():
+    """Nothing is sampled between two turns, but all turns must be generated with the same weights."""
 
     async def main() -> None:
         may_reply, pushed = asyncio.Event(), []
@@ -182,13 +182,12 @@ def test_new_weights_wait_for_the_last_turn():
     asyncio.run(main())
 
 
-def test_weights_that_change_between_two_turns_are_found_out():
+def test_a_weight_change_between_two_turns_raises_an_error():
     class Changing(Recording):
         async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
             self.version = len(self.calls)
             async for completion in super().sample(requests, sampling):
                 yield completion
 
-    message = "Between two turns of problem a the weights changed from version 0 to 1; push weights through Rollouts"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match="weights changed from version 0 to 1 between two turns of problem a"):
         generate(Changing(lambda *_: "a"), Replying())

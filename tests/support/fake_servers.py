@@ -1,4 +1,4 @@
-"""SGLang's HTTP API without SGLang: an in-memory transport, and answers in the same form as the real ones."""
+"""Fake SGLang servers: an in-memory HTTP transport, and responses in the format of real servers."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -28,13 +28,14 @@ def open_rollouts(
     folder: Path | None,
     wait_seconds: float = PATIENCE,
 ) -> Rollouts:
-    """Returns rollouts whose requests `handle` answers.
+    """Returns rollouts whose HTTP requests are handled by `handle`.
 
     Args:
-      handle: Answers all requests.
+      handle: Function that maps a request to a response.
+      monkeypatch: Replaces the HTTP transport and disables retry delays.
       urls: Servers and routers.
-      folder: Weights are pushed through this folder. If None, the servers keep their weights.
-      wait_seconds: Maximum time in seconds to wait for a server.
+      folder: Folder through which weights are pushed. If None, the servers keep their weights.
+      wait_seconds: Timeout in seconds for a server that does not respond.
     """
     monkeypatch.setattr(servers, "open_transport", lambda: httpx.MockTransport(handle))
     for module in (served_weights, sglang):
@@ -49,13 +50,13 @@ def open_rollouts(
 
 
 def answer_to_get(path: str, **info: Any) -> httpx.Response:
-    """What an SGLang server answers to the requests that only ask."""
+    """Returns the response of an SGLang server to a GET request."""
     status = {"/workers": 404, "/update_weights_from_disk": 405}.get(path, 200)
     return httpx.Response(status, json=info)
 
 
 def generated(request: httpx.Request, version: str, reason: str = "stop", tokens: int = 1) -> httpx.Response:
-    """`tokens` tokens, the last of which is a stop token, for each prompt of a request."""
+    """Returns a response with `tokens` tokens, the last of which is a stop token, for each prompt of a request."""
     body = json.loads(request.content)
     is_list = isinstance(body["sampling_params"], list)
     prompt_ids = body["input_ids"][0] if is_list else body["input_ids"]

@@ -1,4 +1,4 @@
-"""A policy that is small enough to compile in a moment, with problems and sequences to train it on."""
+"""A tiny policy that compiles quickly, with problems, training sequences, samplers, a task and a judge for it."""
 
 import asyncio
 import functools
@@ -48,12 +48,12 @@ TINY = ModelConfig(
 TINY_MODEL = nnx.eval_shape(lambda: Qwen3(TINY, nnx.Rngs(0)))
 PROBLEMS = [Problem(id, f"{id}:", "a") for id in ("p", "q", "r")]
 LETTERS = "abcd"
-PATIENCE = 60.0  # seconds until a test gives up waiting; nothing takes this long in a test that passes
-TINY_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123"  # with <pad> and <eos>: TINY.vocab_size
+PATIENCE = 60.0  # Timeout in seconds of waits in tests. It is never reached in a test that passes.
+TINY_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123"  # Together with <pad> and <eos>, TINY.vocab_size tokens.
 
 
 def tiny_params(seed: int = 0) -> Params:
-    """Weights of TINY, in numpy: whoever takes them gets arrays of its own. Norms are near one, all else is random."""
+    """Returns random weights of TINY as NumPy arrays. Norm weights are close to one."""
     rng = np.random.default_rng(seed)
 
     def draw(param: Any) -> Any:
@@ -65,30 +65,31 @@ def tiny_params(seed: int = 0) -> Params:
 
 
 def on_mesh(params: Params, mesh: Mesh) -> Params:
+    """Places weights of TINY on a mesh."""
     return jax.device_put(params, param_shardings(TINY_MODEL, mesh))
 
 
 def state_at(params: Params) -> TrainState:
-    """A state with these weights, for what reads nothing else of it."""
+    """Returns a training state that contains weights only."""
     return TrainState(params, {}, None, None)
 
 
 def tiny_problems(count: int, max_length: int, seed: int = 0) -> list[Problem]:
-    """Prompts of random characters; their lengths take turns from 1 to `max_length`."""
+    """Returns problems with random prompts, whose lengths cycle from 1 to `max_length` characters."""
     rng = np.random.default_rng(seed)
     prompts = ["".join(rng.choice(list(TINY_ALPHABET), i % max_length + 1)) for i in range(count)]
     return [Problem(str(i), prompt, "") for i, prompt in enumerate(prompts)]
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Returns once it is true."""
+    """Waits until `true()` is True, at most PATIENCE seconds."""
     async with asyncio.timeout(PATIENCE):
         while not true():
             await asyncio.sleep(0.001)
 
 
 def collect(rollouts: Rollouts, problems: Sequence[Problem], num_generations: int, sampling: Sampling) -> list[Group]:
-    """All groups that the rollouts yield, in the order of the problems."""
+    """Returns all groups that the rollouts yield, in the order of the problems."""
 
     async def wait() -> list[Group]:
         return [group async for group in rollouts.generate(problems, num_generations, sampling)]
@@ -100,7 +101,7 @@ def collect(rollouts: Rollouts, problems: Sequence[Problem], num_generations: in
 def random_sequences(
     rng: np.random.Generator, count: int, max_prompt: int = 6, max_response: int = 12, vocab: int = TINY.vocab_size
 ) -> list[TrainingSequence]:
-    """Prompts and responses of 1 to `max_prompt` and `max_response` random tokens, with random advantages."""
+    """Returns sequences of 1 to `max_prompt` prompt tokens and 1 to `max_response` response tokens, all random."""
     sequences = []
     for _ in range(count):
         prompt, response = (rng.integers(1, size + 1) for size in (max_prompt, max_response))
@@ -118,13 +119,13 @@ def random_sequences(
 
 
 def optimizer_config(**changes: Any) -> OptimizerSection:
-    """A constant learning rate, and no decay."""
+    """Returns an optimizer configuration with a constant learning rate and without weight decay."""
     settings = {"learning_rate": 1e-2, "schedule": "constant", "final_fraction": 0.0, "max_grad_norm": 1.0}
     return OptimizerSection(**settings | changes)
 
 
 def trainer_logprobs(seed: int, groups: Sequence[Group], temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """(the trainer's with `tiny_params(seed)`, the sampler's) log-probabilities of all tokens that the policy wrote."""
+    """Returns the log-probabilities of all generated tokens, by the trainer (`tiny_params(seed)`) and the sampler."""
     mesh = make_mesh(1, 1, 1)
     update = _update(temperature)
     pairs = [(group.prompt_ids, y) for group in groups for y in group.generations]
@@ -148,7 +149,7 @@ def _update(temperature: float) -> PolicyUpdate:
 
 
 def group(problem: Problem, texts: Sequence[str]) -> Group:
-    """Responses of one letter, followed by a stop token."""
+    """Returns a group whose responses are single letters, each followed by a stop token."""
 
     def generation(text: str) -> Generation:
         ids = np.array([2 + LETTERS.index(text), 1], np.int32)
@@ -159,11 +160,11 @@ def group(problem: Problem, texts: Sequence[str]) -> Group:
 
 
 class Scripted:
-    """A sampler whose completions are written down, each with a stop token after it.
+    """A sampler with predefined completions, each followed by a stop token.
 
     Args:
-      say: the text for a seed of a request, by its index.
-      alphabet: that the texts and the prompts are written in.
+      say: Function that maps a request and the index of a seed to the text of the completion.
+      alphabet: Characters of the texts and prompts.
     """
 
     def __init__(self, say: Callable[[Request, int], str], alphabet: str):
@@ -187,7 +188,10 @@ class Scripted:
 
 
 class RandomLetters(Scripted):
-    """Responses of one letter, that follow from the seeds; prompts are written in the letters and "pqr:0123456789"."""
+    """A sampler whose responses are single letters, derived from the seeds.
+
+    Prompts may contain the letters and the characters "pqr:0123456789".
+    """
 
     def __init__(self):
         super().__init__(lambda request, index: LETTERS[request.seeds[index] % 4], LETTERS + "pqr:0123456789")
@@ -197,7 +201,7 @@ class RandomLetters(Scripted):
 
 
 class ByLetter:
-    """The right letter earns 1; each letter is a strategy."""
+    """A task with reward 1 for the letter that is the answer. Each letter is a strategy."""
 
     train_problems: Sequence[Problem] = PROBLEMS
     held_out_problems: Sequence[Problem] = PROBLEMS[:2]
@@ -210,7 +214,7 @@ class ByLetter:
 
 
 class LetterJudge:
-    """Clusters by letter, and has no clustering for some problems."""
+    """A judge that clusters responses by letter, and fails for the problems with the ids `failing`."""
 
     def __init__(self, failing: Sequence[str] = ()):
         self.failing = failing

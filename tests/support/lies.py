@@ -1,4 +1,4 @@
-"""Lies that servers tell: about drawn tokens, about weights, about clusters, and about HTTP itself."""
+"""Invalid server responses: about generated tokens, weights and clusters, and at the level of HTTP."""
 
 import asyncio
 import functools
@@ -34,7 +34,7 @@ FIELDS: list[Sequence[str | int]] = [
 
 
 def put(path: Sequence[str | int], value: Any, answer: Any) -> Any:
-    """The answer with another value at a path."""
+    """Sets the value at a path of a response body, and returns the body."""
     if not path:
         return value
     *way, last = path
@@ -43,6 +43,7 @@ def put(path: Sequence[str | int], value: Any, answer: Any) -> Any:
 
 
 def remove(path: Sequence[str | int], answer: Any) -> Any:
+    """Removes the value at a path of a response body, and returns the body."""
     *way, last = path
     del functools.reduce(lambda inner, name: inner[name], way, answer)[last]
     return answer
@@ -51,7 +52,7 @@ def remove(path: Sequence[str | int], answer: Any) -> Any:
 def rewritten(
     answer: Any, token_ids: list[Any], reason: str, logprobs: list[Any] | None = None, matched: Any = None
 ) -> Any:
-    """An answer of these tokens, all of whose fields agree."""
+    """Returns a response body with other tokens, in which all fields are consistent unless the arguments are not."""
     logprobs = [-1.0] * len(token_ids) if logprobs is None else logprobs
     entries = [[p, token, None] for p, token in zip(logprobs, token_ids, strict=True)]
     matched = matched or (token_ids[-1] if token_ids else 1)
@@ -91,10 +92,10 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
 
 
 def lies_about_draws() -> Iterator[Lie]:
-    """Of one of two answers; and of how many there are."""
+    """Yields responses in which the first completion is invalid, or the number of completions is wrong."""
 
     def first(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """What a single answer is changed to, or the first of a list."""
+        """Applies `change` to a single completion, or to the first one of a list."""
         return lambda honest: [change(honest[0]), *honest[1:]] if isinstance(honest, list) else change(honest)
 
     for name, change in DRAWS.items():
@@ -112,13 +113,14 @@ def lies_about_draws() -> Iterator[Lie]:
 
 
 def lies_about(*paths: Sequence[str | int]) -> Iterator[Lie]:
-    """Junk for the whole answer, and for these fields of it."""
+    """Yields responses in which the entire body, or one of these fields, is replaced by junk."""
     for path, junk in itertools.product(((), *paths), JUNK):
         name = ".".join(map(str, path)) or "answer"
         yield changed(f"{name}={junk!r:.20}", lambda honest, path=path, junk=junk: put(path, junk, honest))
 
 
 def lies_about_clusters() -> Iterator[Lie]:
+    """Yields replies of a judge with invalid clusters, or with a wrong number of verdicts."""
     content = ("choices", 0, "message", "content")
     for cluster in (0, 3, -1, 99, True, 1.0, "1", None, [1], 10**30):
         reply = {"1": REPLY["1"], "2": REPLY["2"] | {"cluster": cluster}}
@@ -128,7 +130,7 @@ def lies_about_clusters() -> Iterator[Lie]:
 
 
 def _sent(name: str, *pieces: bytes, pause: float = 0.0, hold: bool = False) -> Lie:
-    """These bytes, with a pause after each; held: the connection then stays open."""
+    """Sends `pieces` with a pause in seconds after each. If `hold` is True, the connection then stays open."""
 
     async def tell(honest: Any, writer: asyncio.StreamWriter) -> None:
         for piece in pieces:
@@ -147,7 +149,7 @@ def _body(content: bytes, *headers: bytes, status: bytes = b"200 OK") -> bytes:
 
 
 def _cut(part: float, length: int) -> Lie:
-    """Part of the honest answer, which is said to be so much longer."""
+    """Sends part of the valid body, with a Content-Length that exceeds it by `length` bytes."""
 
     async def tell(honest: Any, writer: asyncio.StreamWriter) -> None:
         body = json.dumps(honest).encode()
@@ -158,7 +160,7 @@ def _cut(part: float, length: int) -> Lie:
 
 
 def _encoded(encoding: bytes) -> Lie:
-    """Well-formed, but in an encoding that nobody asked for."""
+    """Sends a well-formed body with a content encoding that was not requested."""
     return _sent(f"encoding {encoding!r}", _body(gzip.compress(b"{}"), b"Content-Encoding: " + encoding))
 
 
@@ -167,7 +169,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 @functools.cache
 def lies_about_http() -> tuple[Lie, ...]:
-    """Those that take long come last."""
+    """Returns responses that violate HTTP or have unexpected bodies. Slow ones are last."""
     bomb = gzip.compress(MEGABYTE * 300, 1)
     statuses = (204, 206, 300, 302, 304, 307, 400, 401, 403, 404, 408, 413, 418, 429, 500, 502, 503, 504, 599)
     return (

@@ -1,4 +1,4 @@
-"""A server on a real socket that answers as SGLang, its router or a judge would, except for one lie."""
+"""A server on a real socket that responds like SGLang, its router or a judge, except for one invalid response."""
 
 import asyncio
 import contextlib
@@ -17,9 +17,13 @@ Tell = Callable[[Any, asyncio.StreamWriter], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Lie:
-    """Takes the honest answer and writes another to the connection, which is then closed.
+    """An invalid response.
 
-    One that is `slow` is told for as long as it is listened to.
+    Attributes:
+      name: Description of the response.
+      tell: Coroutine function that takes the valid response body and writes the invalid response to the connection,
+        which is closed afterwards.
+      slow: Whether the response lasts until the client closes the connection.
     """
 
     name: str
@@ -28,7 +32,7 @@ class Lie:
 
 
 def changed(name: str, change: Callable[[Any], Any]) -> Lie:
-    """The honest answer, changed."""
+    """Returns a `Lie` whose response body is `change` applied to the valid one."""
 
     async def tell(honest: Any, writer: asyncio.StreamWriter) -> None:
         writer.write(response(200, change(json.loads(json.dumps(honest)))))
@@ -37,23 +41,24 @@ def changed(name: str, change: Callable[[Any], Any]) -> Lie:
 
 
 def response(status: int, answer: Any) -> bytes:
+    """Encodes an HTTP response with a JSON body."""
     body = json.dumps(answer).encode()
     return b"HTTP/1.1 %d OK\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
 
 
 def drawn(seed: int) -> tuple[list[int], list[float]]:
-    """The tokens and log-probabilities that follow from a seed; half of all are cut off at the longest length."""
+    """Returns random tokens and log-probabilities of a seed. Half of all responses have the maximum length."""
     random = np.random.default_rng(seed)
     stops = bool(random.integers(2))
     count = int(random.integers(1, MAX_TOKENS + 1)) if stops else MAX_TOKENS
-    token_ids = random.integers(8, 14, count).tolist()  # contains no junk
+    token_ids = random.integers(8, 14, count).tolist()  # These token ids do not occur in JUNK of lies.py.
     if stops:
         token_ids[-1] = 1
     return token_ids, (-random.exponential(size=count)).tolist()
 
 
 class LyingServer:
-    """Tells `lie` in answer to requests for `path`, `times` times, and is honest otherwise."""
+    """A server that responds with `lie` to the first `times` requests for `path`, and correctly otherwise."""
 
     def __init__(self) -> None:
         self.lie: Lie | None = None
@@ -62,6 +67,7 @@ class LyingServer:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
+        """Runs the server on a free port, and sets `url`."""
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.url = "http://127.0.0.1:{1}".format(*server.sockets[0].getsockname())
         try:
@@ -113,7 +119,7 @@ class LyingServer:
         return [self.answer(one["sampling_seed"], ids) for one, ids in zip(parameters, prompts, strict=True)]
 
     def answer(self, seed: int, prompt_ids: list[int]) -> Any:
-        """What SGLang says of one generation."""
+        """Returns the response of SGLang for one seed and prompt."""
         token_ids, logprobs = drawn(seed)
         stopped = token_ids[-1] in STOP_IDS
         reason = {"type": "stop", "matched": token_ids[-1]} if stopped else {"type": "length", "length": MAX_TOKENS}

@@ -1,4 +1,4 @@
-"""Generations whose tokens do not matter."""
+"""Generations with a given text and placeholder tokens."""
 
 import numpy as np
 
@@ -6,5 +6,5 @@ from poly_epo_jax.types import Generation
 
 
 def response(text: str, weight_version: int = 0) -> Generation:
-    """One turn that says `text`."""
+    """Returns a generation with the single turn `text`."""
     return Generation(np.zeros(1, np.int32), np.zeros(1, np.float32), np.ones(1, bool), (text,), "stop", weight_version)

@@ -1,4 +1,4 @@
-"""The embedded sampler with the tiny policy."""
+"""Rollouts with the embedded sampler and the tiny policy of `fakes`."""
 
 import asyncio
 
@@ -17,14 +17,17 @@ TOKENIZER = build_character_tokenizer(TINY_ALPHABET)
 
 
 def make_rollouts(seed=0, max_concurrent=64, task=None):
+    """Returns rollouts with the weights `tiny_params(seed)`, version 0."""
     sampler = EmbeddedSampler(TINY_MODEL, MESH, STOP_IDS, MAX_PROMPT, max_concurrent)
     asyncio.run(sampler.push_weights(on_mesh(tiny_params(seed), MESH), 0))
     return Rollouts(sampler, TOKENIZER, task or ByLetter(), MAX_PROMPT)
 
 
 def generate(rollouts, problems, num_generations, max_tokens=MAX_TOKENS, **sampling):
+    """Returns the groups of all problems, in their order."""
     return collect(rollouts, problems, num_generations, Sampling(max_tokens, **sampling))
 
 
 def token_ids(groups):
+    """Returns the token ids of each generation of each group."""
     return [[y.token_ids.tolist() for y in group.generations] for group in groups]

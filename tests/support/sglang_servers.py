@@ -1,4 +1,4 @@
-"""Real SGLang servers on the CPU, each in its own process group and stopped by the process that started it."""
+"""Starts and stops real SGLang servers and routers on CPU, each in its own process group."""
 
 import contextlib
 import os
@@ -17,11 +17,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SGLANG = ROOT / "third_party" / "sglang"
-STARTED_WITHIN = 300.0  # seconds; 15 on an idle machine
+STARTED_WITHIN = 300.0  # Start timeout in seconds. A start takes 15 s on an idle machine.
 
 
 def require_sglang() -> None:
-    """Skips, or where POLY_EPO_REQUIRE_SGLANG is set fails, the test that cannot run without SGLang's environment."""
+    """Skips the test if the SGLang environment is not installed, or fails it if POLY_EPO_REQUIRE_SGLANG is set."""
     if any((SGLANG / "env-cpu").glob("installed-*")):
         return
     reason = "SGLang's CPU environment is not installed: bash third_party/sglang/setup.sh cpu"
@@ -31,9 +31,10 @@ def require_sglang() -> None:
 
 
 def require_torch() -> str:
-    """Likewise without torch, whose tensors SGLang takes weights as, where they are handed over in memory.
+    """Skips the test if torch is not installed, unless POLY_EPO_REQUIRE_TORCH is set. Torch is used for tensor pushes.
 
-    Returns the PYTHONPATH of a process that needs it.
+    Returns:
+      Folder of torch, for the PYTHONPATH of processes that import it.
     """
     if not os.environ.get("POLY_EPO_REQUIRE_TORCH"):
         pytest.importorskip("torch", reason="torch is not installed: bash launch/test.sh installs it for CPUs")
@@ -41,13 +42,20 @@ def require_torch() -> str:
 
 
 def free_port() -> int:
+    """Returns a free TCP port on 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 class SGLangServer:
-    """A server of the model in a folder; `start` returns once it answers, `kill` is SIGKILL."""
+    """A server of the model in a folder.
+
+    Args:
+      model: Folder of the model.
+      log: File to which the output of the server is appended.
+      *flags: Additional flags of sglang.launch_server.
+    """
 
     def __init__(self, model: Path, log: Path, *flags: str):
         self.port = free_port()
@@ -57,7 +65,8 @@ class SGLangServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
-        # The server's threads would spin while others need the cores.
+        """Starts the process without waiting for it."""
+        # One thread, because idle threads busy-wait and would slow down other processes.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SGLANG / "cpu_shim")}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -65,6 +74,11 @@ class SGLangServer:
             )
 
     def wait(self) -> None:
+        """Waits until the server responds.
+
+        Raises:
+          TimeoutError: If it does not respond within STARTED_WITHIN seconds.
+        """
         deadline = time.monotonic() + STARTED_WITHIN
         while time.monotonic() < deadline:
             assert self._process is not None and self._process.poll() is None, self._log.read_text()[-3000:]
@@ -78,24 +92,25 @@ class SGLangServer:
         return httpx.get(f"{self.url}/health", timeout=20).status_code == 200
 
     def start(self) -> "SGLangServer":
+        """Starts the process and waits until the server responds."""
         self.launch()
         self.wait()
         return self
 
     def requests(self) -> list[str]:
-        """The paths of the POST requests that it has answered, in order, also before it was last killed."""
+        """Returns the paths of all successful POST requests in order, including those before a restart."""
         answered = re.findall(r'"POST /(\w+) HTTP/1.1" 200', self._log.read_text())
-        return [path for path in answered if path != "freeze_gc"]  # its own, when it has started
+        return [path for path in answered if path != "freeze_gc"]  # Sent by the server itself after its start.
 
     def kill(self) -> None:
-        """Ends the server, its scheduler and its detokenizer at once; the port is free afterwards."""
+        """Kills the server and its subprocesses with SIGKILL. The port is free afterwards."""
         if self._process is not None:
             self.send(signal.SIGKILL)
             self._process.wait()
             self._process = None
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal, such as SIGSTOP, to the server and all that it has started."""
+        """Sends a signal, such as SIGSTOP, to the server and its subprocesses."""
         assert self._process is not None
         for pid in [self._process.pid, *descendants(self._process.pid)]:
             with contextlib.suppress(ProcessLookupError):
@@ -107,7 +122,7 @@ AnyServer = TypeVar("AnyServer", bound=SGLangServer)
 
 @contextlib.contextmanager
 def running(servers: list[AnyServer]) -> Iterator[list[AnyServer]]:
-    """Starts them side by side, and ends them whatever happens."""
+    """Starts servers in parallel, and kills them when the context ends."""
     try:
         for server in servers:
             server.launch()
@@ -120,7 +135,12 @@ def running(servers: list[AnyServer]) -> Iterator[list[AnyServer]]:
 
 
 class Router(SGLangServer):
-    """SGLang's router in front of servers, with the same way to start and to end."""
+    """A router of SGLang in front of servers.
+
+    Args:
+      servers: Workers of the router.
+      log: File to which the output of the router is appended.
+    """
 
     def __init__(self, servers: Sequence[SGLangServer], log: Path):
         super().__init__(Path(), log)
@@ -130,7 +150,7 @@ class Router(SGLangServer):
         self._command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
 
     def workers(self) -> set[str]:
-        """URLs of the servers that it gives prompts to."""
+        """Returns the URLs of the workers that the router lists."""
         return {worker["url"] for worker in httpx.get(f"{self.url}/workers").json()["workers"]}
 
     def _answers(self) -> bool:
@@ -138,9 +158,9 @@ class Router(SGLangServer):
 
 
 def descendants(pid: int) -> list[int]:
-    """Ids of all that a process has started, and what these have, as far as their parents still run."""
+    """Returns the ids of all descendants of a process whose parents are still running."""
     children: list[int] = []
-    with contextlib.suppress(OSError):  # the process, or one of its threads, has ended meanwhile
+    with contextlib.suppress(OSError):  # The process or thread has ended in the meantime.
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
                 children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Serves a model: bash third_party/sglang/serve.sh gpu|cpu MODEL PORT [flags of sglang.launch_server, which win]
+# Serves a model with SGLang. Additional flags of sglang.launch_server override the defaults below.
+#
+#   bash third_party/sglang/serve.sh gpu|cpu MODEL PORT [flags]
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 [ $# -ge 3 ] || { echo "Usage: bash third_party/sglang/serve.sh gpu|cpu MODEL PORT [flags]" >&2; exit 2; }
@@ -13,9 +15,9 @@ compgen -G "$here/env-$device/installed-*" >/dev/null || {
 flags=(--model-path "$model" --host 127.0.0.1 --port "$port" --skip-server-warmup)
 if [ "$device" = cpu ]; then
   export PYTHONPATH=$here/cpu_shim SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-  # In float32, with a float32 KV cache, so that log-probabilities can be compared with the trainer's. An idle scheduler
-  # or a second thread would spin, and take a core from the other servers and the trainer. Making a cache for as many
-  # tokens as fit in memory would take minutes.
+  # float32 weights and KV cache make log-probabilities comparable with the trainer's. An idle scheduler or a second
+  # thread would busy-wait and occupy a core that other servers and the trainer need. The cache size is limited, because
+  # creating a cache for all free memory takes minutes.
   flags+=(--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph --dtype float32
     --mem-fraction-static 0.2 --max-total-tokens 65536 --sleep-on-idle)
 fi

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes or reuses SGLang's own environment next to this file: env-gpu to serve on NVIDIA GPUs, env-cpu to run the tests.
+# Creates or reuses a separate environment for SGLang in this folder: env-gpu for NVIDIA GPUs, env-cpu for the tests.
 #
-#   bash third_party/sglang/setup.sh gpu|cpu        (SGLANG_PYTHON=... names another interpreter)
+#   bash third_party/sglang/setup.sh gpu|cpu        (SGLANG_PYTHON=... selects another interpreter)
 #
-# It is kept apart from the trainer's, as the two pin different versions of torch and transformers. The CPU pins leave
-# out packages that only CUDA needs, which `pip install sglang` would bring in. cpu_shim/ stands in for sgl_kernel, of
-# which there is no CPU wheel, and for two operators of torchvision.
+# SGLang and the trainer require different versions of torch and transformers. The CPU requirements omit packages that
+# only CUDA needs, which `pip install sglang` would install. cpu_shim/ replaces sgl_kernel, which is not available as a
+# CPU wheel, and two operators of torchvision.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/../../launch/environments.sh"
@@ -19,10 +19,10 @@ stamp=$env/installed-$(cksum <"$pins" | tr -d ' ')
 [ ! -e "$stamp" ] || exit 0
 found=$("$python" --version 2>/dev/null) || found=missing
 [[ $found == "Python $version."* ]] ||
-  fail "SGLang's $1 pins need Python $version, and $python is $found; install it, or name one with SGLANG_PYTHON=..."
+  fail "SGLang for $1 requires Python $version, but $python is $found; install it, or select one with SGLANG_PYTHON=..."
 echo "Installing SGLang for $1 into $env (a few minutes) ..."
 make_env "$env" "$python"
-# PyPI's torch needs CUDA's libraries; the build for CPUs has an index of its own.
+# torch on PyPI requires CUDA libraries. The CPU build is in a separate index.
 if [ "$1" = cpu ]; then
   install "$env" --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$(grep ^torch== "$pins")"
 fi

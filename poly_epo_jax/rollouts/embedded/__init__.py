@@ -1,1 +1,1 @@
-"""The sampler inside the trainer."""
+"""Sampler that generates in the trainer's process, with the trainer's devices and weights."""

@@ -1,4 +1,7 @@
-"""The device programs of the slots: start, insert prompts, decode until some slots have finished, read."""
+"""Compiled programs that operate on decoding slots: create the state, prefill and insert prompts, decode, read tokens.
+
+A slot is one row of the decoding state and generates one response at a time.
+"""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,11 +18,23 @@ from poly_epo_jax.parallel.sharding import ROWS
 from poly_epo_jax.rollouts.embedded.token_sampling import sample_tokens
 from poly_epo_jax.types import Params
 
-MAX_STEPS = 256  # per call of `decode`, which cannot be interrupted: cancellation waits for it
+MAX_STEPS = 256  # Maximum number of tokens per call of `decode`. Cancellation waits until the call has finished.
 
 
 class SlotState(NamedTuple):
-    """Per slot [B]: `token` is the next one to be read, at `position`; `length` and `limit` count response tokens."""
+    """Decoding state of B slots.
+
+    Attributes:
+      active: Whether the slot is generating [B], bool.
+      seed: Seed of the generation [B], uint32.
+      token: Next input token [B], int32.
+      position: Position of `token` in the sequence [B], int32.
+      length: Number of response tokens generated so far [B], int32.
+      limit: Maximum number of response tokens [B], int32.
+      tokens: Response tokens [B, T], int32. The first `length` tokens of a row are valid.
+      logprobs: Log-probabilities [B, T] of these tokens, float32.
+      cache: Keys and values of the sequences.
+    """
 
     active: jax.Array
     seed: jax.Array
@@ -27,13 +42,17 @@ class SlotState(NamedTuple):
     position: jax.Array
     length: jax.Array
     limit: jax.Array
-    tokens: jax.Array  # [B, T]
-    logprobs: jax.Array  # [B, T]
+    tokens: jax.Array
+    logprobs: jax.Array
     cache: KVCache
 
 
-def on_rows(state: SlotState) -> SlotState:
-    """Pins the layout, so that every program accepts the state as the others return it."""
+def constrain_rows(state: SlotState) -> SlotState:
+    """Shards the state over rows, and its cache also over heads.
+
+    All programs return states with these shardings, so that each program accepts the result of the others without
+    recompilation.
+    """
     heads = PartitionSpec(ROWS, "tensor")
     cache = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, heads), state.cache)
     rest = jax.tree.map(
@@ -44,10 +63,22 @@ def on_rows(state: SlotState) -> SlotState:
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def start(config: ModelConfig, num_slots: int, max_tokens: int, size: int) -> SlotState:
+    """Creates a state without active slots.
+
+    Args:
+      config: Configuration of the model.
+      num_slots: Number B of slots.
+      max_tokens: Maximum number T of response tokens.
+      size: Length of the cache, in tokens.
+
+    Returns:
+      The state.
+    """
+
     def zeros(dtype, *shape):
         return jnp.zeros((num_slots, *shape), dtype)
 
-    return on_rows(
+    return constrain_rows(
         SlotState(
             active=zeros(bool),
             seed=zeros(jnp.uint32),
@@ -64,7 +95,16 @@ def start(config: ModelConfig, num_slots: int, max_tokens: int, size: int) -> Sl
 
 @partial(jax.jit, static_argnames="size")
 def resize(state: SlotState, size: int) -> SlotState:
-    return on_rows(state._replace(cache=state.cache.resized(size)))
+    """Copies the state into one with another cache length.
+
+    Args:
+      state: The decoding state.
+      size: New length of the cache, in tokens. It must fit all active sequences.
+
+    Returns:
+      The resized state.
+    """
+    return constrain_rows(state._replace(cache=state.cache.resized(size)))
 
 
 prefill = jax.jit(decoding.prefill, static_argnums=0)
@@ -81,12 +121,28 @@ def insert(
     positions: Int[Array, " R"],
     limits: Int[Array, " R"],
 ) -> SlotState:
-    """Copies prompts into slots up to their last token, which decoding reads first. A row number of B is skipped."""
+    """Starts R generations in free slots.
+
+    The cache of a slot receives its prompt without the last token, which is the first input token of decoding.
+
+    Args:
+      state: The decoding state. Its buffers are donated.
+      prefilled: Cache with the keys and values of prompts.
+      rows: Slots [R]. Entries equal to B are skipped.
+      prompts: Rows [R] of the prompts in `prefilled`.
+      seeds: Seeds [R] of the generations.
+      tokens: Last tokens [R] of the prompts.
+      positions: Positions [R] of these tokens.
+      limits: Maximum numbers [R] of response tokens.
+
+    Returns:
+      The updated state.
+    """
 
     def put(x: jax.Array, values: jax.Array | int | bool) -> jax.Array:
         return x.at[rows].set(values, mode="drop")
 
-    return on_rows(
+    return constrain_rows(
         state._replace(
             active=put(state.active, True),
             seed=put(state.seed, seeds),
@@ -102,10 +158,21 @@ def insert(
 def next_token(
     config: ModelConfig, weights: Params, state: SlotState, stop_ids: Int[Array, " S"], **sampling: Any
 ) -> SlotState:
-    """Decodes one more token in every active slot; `sampling` is passed on to `sample_tokens`.
+    """Generates one token in every active slot.
 
-    Each device takes its own rows, with whole weights: left to itself, the compiler gathers what is written to the
-    caches. It does split heads, MLP and vocabulary over tensor, with an all-reduce after each half of a layer.
+    Rows are sharded manually with `shard_map`, because the compiler would otherwise gather the values that are written
+    to the caches. Each device processes its own rows. Attention heads, MLP and vocabulary are sharded over `tensor` by
+    the compiler, with one all-reduce after each half of a layer.
+
+    Args:
+      config: Configuration of the model.
+      weights: Weights from `decoding.whole_weights`.
+      state: The decoding state.
+      stop_ids: Token ids [S] that end a generation.
+      **sampling: `temperature`, `top_p` and `top_k`, see `sample_tokens`.
+
+    Returns:
+      The updated state.
     """
     one_token = partial(_next_token, config, **sampling)
     mesh = jax.sharding.get_abstract_mesh()
@@ -123,7 +190,7 @@ def _next_token(
     rows = jnp.arange(len(state.token))
     logits, cache = decoding.decode(config, weights, state.token, state.position, state.cache)
     token, logprob = sample_tokens(logits, state.seed, state.length, **sampling)
-    place = jnp.where(state.active, state.length, state.tokens.shape[1])  # out of bounds: not written
+    place = jnp.where(state.active, state.length, state.tokens.shape[1])  # Out-of-bounds writes are dropped.
     length = state.length + state.active
     stopped = (token[:, None] == stop_ids[None]).any(axis=1)
     return state._replace(
@@ -153,17 +220,29 @@ def decode(
     top_p: float,
     top_k: int,
 ) -> tuple[SlotState, Int[Array, "3 B"]]:
-    """Decodes until `turnover` more slots have finished, all have, or one has reached the end of the cache.
+    """Decodes until `turnover` more slots or all slots have finished, or a slot has reached the end of the cache.
+
+    One call generates at most MAX_STEPS tokens per slot.
+
+    Args:
+      config: Configuration of the model.
+      weights: Weights from `decoding.whole_weights`.
+      state: The decoding state. Its buffers are donated.
+      stop_ids: Token ids [S] that end a generation.
+      turnover: Number of slots that must finish before the call returns.
+      temperature: Divisor of the logits. 0 is greedy.
+      top_p: Probability mass of the kept tokens. 1 disables the filter.
+      top_k: Number of most likely tokens to keep. 0 disables the filter.
 
     Returns:
-      The state, and for each slot whether it is active, its length and its position.
+      The updated state, and an int32 array [3, B] with the rows `active`, `length` and `position` of the state.
     """
     size = state.cache.length
     enough = jnp.maximum(state.active.sum() - turnover, 0)
 
-    def goes_on(carry: tuple[jax.Array, SlotState]) -> Bool[Array, ""]:
+    def should_continue(carry: tuple[jax.Array, SlotState]) -> Bool[Array, ""]:
         step, state = carry
-        # A single sum, so that devices with different rows agree with one collective per token.
+        # Both counts are computed in a single sum, which requires only one collective per token.
         active, at_the_end = jnp.stack([state.active, state.active & (state.position >= size)]).sum(axis=1)
         return (active > enough) & (at_the_end == 0) & (step < MAX_STEPS)
 
@@ -172,10 +251,19 @@ def decode(
         sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         return step + 1, next_token(config, weights, state, stop_ids, **sampling)
 
-    _, state = jax.lax.while_loop(goes_on, one_token, (jnp.zeros((), jnp.int32), state))
-    return on_rows(state), jnp.stack([state.active.astype(jnp.int32), state.length, state.position])
+    _, state = jax.lax.while_loop(should_continue, one_token, (jnp.zeros((), jnp.int32), state))
+    return constrain_rows(state), jnp.stack([state.active.astype(jnp.int32), state.length, state.position])
 
 
 @jax.jit
 def read(state: SlotState, rows: Int[Array, " R"]) -> tuple[Int[Array, "R T"], Float[Array, "R T"]]:
+    """Reads the results of slots.
+
+    Args:
+      state: The decoding state.
+      rows: Slots [R].
+
+    Returns:
+      Response tokens [R, T] and their log-probabilities [R, T]. Entries beyond the response length are undefined.
+    """
     return state.tokens[rows], state.logprobs[rows]

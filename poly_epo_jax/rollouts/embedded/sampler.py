@@ -1,7 +1,7 @@
-"""A sampler inside the trainer: it uses the policy's own weights, and slots in which generations take turns."""
+"""Sampler that generates with the trainer's weights on the trainer's devices, with continuous batching."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -18,14 +18,15 @@ T = TypeVar("T")
 
 
 class EmbeddedSampler:
-    """Decodes on the trainer's mesh; each prompt is read once for all of its generations.
+    """Decodes on the trainer's mesh. Each prompt is prefilled once for all of its generations.
 
     Args:
-      model: the policy, possibly abstract: only its configuration is used.
-      stop_ids: a generation ends with any of these tokens.
-      max_prompt_tokens: for a first turn. A later turn's prompt includes the turns before it, but the whole sequence
-        gets no longer.
-      max_concurrent: generations decoded at once; the others wait until one of them has finished.
+      model: The policy. It may be abstract, because only its configuration is used.
+      mesh: Mesh of the trainer.
+      stop_ids: Token ids that end a generation.
+      max_prompt_tokens: Maximum number of prompt tokens of a first turn. The prompt of a later turn includes the
+        previous turns, but a sequence is never longer than `max_prompt_tokens` plus the response limit.
+      max_concurrent: Maximum number of generations that are decoded at once. The others wait for a free slot.
     """
 
     def __init__(self, model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], max_prompt_tokens: int, max_concurrent: int):
@@ -37,25 +38,37 @@ class EmbeddedSampler:
         self._decoding_weights = jax.jit(partial(decoding_weights, model.config))
 
     async def push_weights(self, params: Params, version: int) -> None:
-        """Keeps the trainer's own arrays, which must stay valid until the last generation from them is sampled."""
+        """Stores references to the trainer's arrays.
+
+        Args:
+          params: All weights of the policy. They must not be donated until the last generation with them has finished.
+          version: Number of training steps that produced the weights.
+        """
         self._params = params
         self.version = version
 
     @property
     def weights(self) -> Params:
-        """A copy in the layout and the type that decoding reads. It is held while decoding, not during the update."""
+        """A copy with the shardings and dtype for decoding. It exists during decoding, but not during the update."""
         with jax.set_mesh(self.mesh):
             return self._decoding_weights(self._params)
 
     def close(self) -> None:
-        """Does nothing, as only arrays are held."""
+        """Does nothing, because only references to arrays are stored."""
 
     async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-        """Yields each completion once it is finished. The event loop stays free meanwhile."""
+        """Yields each completion as soon as it has finished.
+
+        Decoding runs in a thread and does not block the event loop.
+
+        Args:
+          requests: Requests with the same number of seeds each.
+          sampling: Sampling parameters.
+        """
         origins = [(place, index) for place, request in enumerate(requests) for index in range(len(request.seeds))]
         slots, version = self._slots(requests, sampling), self.version
         while not slots.is_done:
-            for finished in await _to_the_end(slots.advance):
+            for finished in await run_to_completion(asyncio.to_thread(slots.advance)):
                 stopped = bool(np.isin(finished.token_ids[-1], self.stop_ids))
                 reason = "stop" if stopped else "length"
                 yield Completion(*origins[finished.job], finished.token_ids, finished.logprobs, reason, version)
@@ -81,11 +94,11 @@ class EmbeddedSampler:
         )
 
 
-async def _to_the_end(function: Callable[[], T]) -> T:
-    """Runs the function in a thread, shielded: cancellation waits for the thread."""
-    thread = asyncio.ensure_future(asyncio.to_thread(function))
+async def run_to_completion(work: Awaitable[T]) -> T:
+    """Awaits `work`. If cancelled, waits until `work` has finished before it raises CancelledError."""
+    task = asyncio.ensure_future(work)
     try:
-        return await asyncio.shield(thread)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait([thread])
+        await asyncio.wait([task])
         raise

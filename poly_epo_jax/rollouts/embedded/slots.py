@@ -1,7 +1,8 @@
-"""Continuous batching: a fixed number of slots decode in parallel, and each that finishes makes room for the next.
+"""Continuous batching: a fixed number of slots decode in parallel, and the next generation reuses a finished slot.
 
-The host only refills: it puts waiting generations into free slots, starts a loop on the device that ends once some
-slots have finished, and reads those. The cache has one of a few sizes, large enough for the longest active sequence.
+The host inserts waiting generations into free slots, runs a decoding loop on the devices until some slots have
+finished, and reads their tokens. The cache has one of a few sizes, so that attention does not read a full-length cache
+while all active sequences are short.
 """
 
 from collections.abc import Sequence
@@ -18,14 +19,21 @@ from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.programs import SlotState
 from poly_epo_jax.types import Params, Sampling
 
-CACHE_SIZES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of the longest sequence allowed; the decoding loop is compiled for each
-SHORT_CACHE = 64  # a cache of at most this length has only one size
-TURNOVER = 8  # the decoding loop ends once one slot in this many has finished
-SHORTEST_PROMPT = 16  # prompts are padded to the next power of two, and at least to this
+# Cache lengths as fractions of the maximum sequence length. The decoding loop is compiled for each length in use.
+CACHE_SIZES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
+SHORT_CACHE = 64  # Caches of at most this length, in tokens, have a single size.
+TURNOVER = 8  # The decoding loop returns when one slot in this many has finished.
+MIN_PADDED_PROMPT = 16  # Prompts are padded to powers of two that are at least this long, in tokens.
 
 
 class Job(NamedTuple):
-    """One generation: the index of its prompt, its seed, and its maximum number of tokens."""
+    """One generation.
+
+    Attributes:
+      prompt: Index of the prompt.
+      seed: Seed of the generation.
+      max_tokens: Maximum number of response tokens.
+    """
 
     prompt: int
     seed: int
@@ -33,7 +41,13 @@ class Job(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The result of a job, identified by its index among the jobs."""
+    """The result of a job.
+
+    Attributes:
+      job: Index of the job.
+      token_ids: Generated tokens [T].
+      logprobs: Log-probabilities [T] of these tokens.
+    """
 
     job: int
     token_ids: Int[np.ndarray, " T"]
@@ -41,14 +55,22 @@ class Finished(NamedTuple):
 
 
 class Slots:
-    """Decodes jobs in order.
+    """Decodes a list of jobs with continuous batching. Jobs are started in order.
 
     Args:
-      weights: `decoding.decoding_weights` of the policy; a whole copy is held for as long as the slots are.
-      prompts: the tokens of each prompt.
-      num_slots: generations decoded at once; a multiple of the mesh's rows.
-      max_prompts: prompts whose keys and values are held at once, apart from the slots; also a multiple of the rows.
-      max_length: the longest prompt and response together, over all calls; it determines what is compiled.
+      config: Configuration of the model.
+      weights: Weights from `decoding.decoding_weights`. A copy that is replicated over `fsdp` is kept until the slots
+        are deleted.
+      mesh: Mesh with the axes `data`, `fsdp` and `tensor`. Slots are sharded over `data` and `fsdp`.
+      stop_ids: Token ids [S] that end a generation.
+      prompts: Tokens [L] of each prompt.
+      jobs: Generations to decode.
+      sampling: Sampling parameters.
+      num_slots: Number of generations that are decoded at once. Must be a multiple of data * fsdp.
+      max_prompts: Number of prompts that are prefilled at once, in addition to the slots. Must be a multiple of
+        data * fsdp.
+      max_length: Maximum number of tokens of a prompt and its response. It determines the shapes of the compiled
+        programs, so it should be the same in all calls.
     """
 
     def __init__(
@@ -70,22 +92,26 @@ class Slots:
         self._prompts, self._jobs, self._sampling = prompts, jobs, sampling
         self._max_prompts = max_prompts
         self._turnover = max(1, num_slots // TURNOVER)
-        self._prompt_size = max(SHORTEST_PROMPT, 1 << (max(map(len, prompts)) - 1).bit_length())
+        self._prompt_size = max(MIN_PADDED_PROMPT, 1 << (max(map(len, prompts)) - 1).bit_length())
         self._sizes = cache_sizes(max_length)
-        self._next = 0  # index of the next job
-        self._owner = np.full(num_slots, -1)  # the job in each slot
+        self._next = 0  # Index of the next job.
+        self._owner = np.full(num_slots, -1)  # Index of the job in each slot, or -1 if the slot is free.
         self._position = np.zeros(num_slots, np.int64)
-        self._chunk, self._prefilled = -1, KVCache((), ())  # the prompts now held
+        self._chunk, self._prefilled = -1, KVCache((), ())  # The prefilled chunk of prompts.
         self._state: SlotState | None = None
 
     @property
     def is_done(self) -> bool:
+        """True if all jobs have finished."""
         return self._next == len(self._jobs) and bool((self._owner < 0).all())
 
     def advance(self) -> list[Finished]:
-        """Refills slots, decodes until some have finished, and empties those. Blocks."""
+        """Fills free slots, decodes until some slots have finished, and returns their results in job order.
+
+        Blocks until the devices have finished.
+        """
         with jax.set_mesh(self._mesh):
-            state = self._refilled(self._fitted())
+            state = self._refill(self._fit_cache())
             state, status = programs.decode(
                 self._config,
                 self._weights,
@@ -102,26 +128,29 @@ class Slots:
             finished = []
             for start in range(0, len(rows), self._turnover):
                 chunk = rows[start : start + self._turnover]
-                tokens, logprobs = jax.device_get(programs.read(state, self._padded(chunk)))
+                tokens, logprobs = jax.device_get(programs.read(state, self._pad(chunk)))
                 for row, ids, values in zip(chunk, tokens, logprobs, strict=False):
                     length = lengths[row]
                     finished.append(Finished(int(self._owner[row]), ids[:length].copy(), values[:length].copy()))
         self._owner[rows] = -1
         return sorted(finished)
 
-    def _fitted(self) -> SlotState:
-        """The state, with a cache that is long enough for a while but no longer than necessary."""
+    def _fit_cache(self) -> SlotState:
+        """Returns the state with a cache that has headroom for all active and starting sequences.
+
+        The cache shrinks if a smaller size suffices, and grows only if a sequence no longer fits.
+        """
         starting = self._jobs[self._next : self._next + int((self._owner < 0).sum())]
         lengths = [*self._position[self._owner >= 0], *(len(self._prompts[job.prompt]) for job in starting)]
         longest = max(lengths) + 1
-        room = self._sizes[0] // 2
-        size = next((size for size in self._sizes if size >= longest + room), self._sizes[-1])
+        headroom = self._sizes[0] // 2
+        size = next((size for size in self._sizes if size >= longest + headroom), self._sizes[-1])
         if self._state is None:
             return programs.start(self._config, len(self._owner), self._sampling.max_tokens, size)
         present = self._state.cache.length
         return programs.resize(self._state, size) if size < present or longest > present else self._state
 
-    def _refilled(self, state: SlotState) -> SlotState:
+    def _refill(self, state: SlotState) -> SlotState:
         free = np.flatnonzero(self._owner < 0)
         while len(free) and self._next < len(self._jobs):
             chunk = self._jobs[self._next].prompt // self._max_prompts
@@ -134,12 +163,12 @@ class Slots:
             state = programs.insert(
                 state,
                 self._prefilled,
-                self._padded(rows, filling=len(self._owner)),
-                prompts=self._padded([job.prompt % self._max_prompts for job in jobs]),
-                seeds=self._padded([job.seed for job in jobs], dtype=np.uint32),
-                tokens=self._padded([int(ids[-1]) for ids in prompts]),
-                positions=self._padded([len(ids) - 1 for ids in prompts]),
-                limits=self._padded([job.max_tokens for job in jobs]),
+                self._pad(rows, filling=len(self._owner)),
+                prompts=self._pad([job.prompt % self._max_prompts for job in jobs]),
+                seeds=self._pad([job.seed for job in jobs], dtype=np.uint32),
+                tokens=self._pad([int(ids[-1]) for ids in prompts]),
+                positions=self._pad([len(ids) - 1 for ids in prompts]),
+                limits=self._pad([job.max_tokens for job in jobs]),
             )
             self._owner[rows] = np.arange(self._next, self._next + len(jobs))
             self._next += len(jobs)
@@ -153,18 +182,27 @@ class Slots:
             tokens[row, : len(ids)], valid[row, : len(ids)] = ids, True
         return programs.prefill(self._config, self._weights, tokens, valid)
 
-    def _padded(self, values: Sequence[int] | np.ndarray, filling: int = 0, dtype: type = np.int32) -> np.ndarray:
-        """Pads values to the number of slots that are inserted or read at once."""
+    def _pad(self, values: Sequence[int] | np.ndarray, filling: int = 0, dtype: type = np.int32) -> np.ndarray:
+        """Pads values to the number of slots that are inserted or read per call."""
         padded = np.full(self._turnover, filling, dtype)
         padded[: len(values)] = values
         return padded
 
 
 def capacity(mesh: Mesh, max_concurrent: int, num_jobs: int, num_generations: int) -> tuple[int, int]:
-    """How many slots serve `num_jobs`, and how many prompts are held alongside them; every device gets its share.
+    """Returns the number of slots, and of prompts that are prefilled at once. Both are multiples of data * fsdp.
 
-    With one generation per prompt, as in later turns, the number of jobs differs from call to call. The slots are then
-    a power of two, so that few programs are compiled, and only as many prompts are held as are inserted at once.
+    With one generation per prompt, as in later turns, the number of jobs varies between calls. It is then rounded up to
+    a power of two, so that few programs are compiled, and one prompt is prefilled for every TURNOVER slots.
+
+    Args:
+      mesh: Mesh with the axes `data` and `fsdp`.
+      max_concurrent: Maximum number of generations that are decoded at once.
+      num_jobs: Number of generations.
+      num_generations: Number of generations per prompt.
+
+    Returns:
+      Arguments `num_slots` and `max_prompts` of `Slots`.
     """
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
 
@@ -178,6 +216,6 @@ def capacity(mesh: Mesh, max_concurrent: int, num_jobs: int, num_generations: in
 
 
 def cache_sizes(max_length: int) -> list[int]:
-    """The lengths, in tokens, that a cache may have."""
-    shares = CACHE_SIZES if max_length > SHORT_CACHE else CACHE_SIZES[-1:]
-    return sorted({min(max_length, -(-int(max_length * share) // 8) * 8) for share in shares})
+    """Returns the cache lengths in tokens, in ascending order, for sequences of at most `max_length` tokens."""
+    fractions = CACHE_SIZES if max_length > SHORT_CACHE else CACHE_SIZES[-1:]
+    return sorted({min(max_length, -(-int(max_length * fraction) // 8) * 8) for fraction in fractions})

@@ -1,9 +1,10 @@
-"""Draws the next token of every row from its cumulative probabilities, with top-k and top-p filters but no sort.
+"""Samples the next token of every row from cumulative probabilities, with top-k and top-p filters but without sorting.
 
-The vocabulary is split into blocks: one uniform number picks a block by the blocks' probabilities, another picks a
-token within it. The filters keep whatever is at least as likely as some threshold, so a draw may ignore top-p at first.
-If the tokens likelier than the drawn one already reach `top_p`, top-p keeps neither that token nor any as unlikely, and
-the next draw is among the likelier ones. The token that is finally accepted has the filtered distribution.
+The vocabulary is split into blocks. One uniform random number selects a block by the blocks' total probabilities, and a
+second one selects a token within the block. Both filters keep the tokens whose probability reaches a threshold, so
+top-p is implemented by rejection: a token is first drawn without top-p. If the tokens that are more likely than the
+drawn token already reach `top_p`, top-p would remove the drawn token and all tokens that are at most as likely. The
+next draw is then restricted to the more likely tokens. The accepted token has the filtered distribution.
 """
 
 from functools import partial
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float, Int, UInt32
 
-BLOCK = 128  # tokens of the vocabulary in a block
+BLOCK = 128  # Number of vocabulary tokens per block.
 
 
 @partial(jax.jit, static_argnames=("temperature", "top_p", "top_k"))
@@ -26,36 +27,48 @@ def sample_tokens(
     top_p: float,
     top_k: int,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """One token per row, and its log-softmax(logits / temperature), which is not renormalised for the filters.
+    """Samples one token per row.
 
-    The randomness depends only on the generation's seed and the token's index in the response. The filters keep the
-    `top_k` likeliest tokens (0: all), and of those the fewest likeliest whose probabilities reach `top_p` of their sum;
-    ties with the last token kept are kept too.
+    The randomness depends only on the seed of the generation and on the index of the token in the response, so a
+    generation does not depend on the other rows. Top-k is applied before top-p. Tokens that are as likely as the least
+    likely token that a filter keeps are kept as well.
+
+    Args:
+      logits: Logits [V, B] of B rows over V tokens.
+      seeds: Seeds [B] of the generations.
+      indices: Indices [B] of the sampled tokens in their responses, counted from 0.
+      temperature: Divisor of the logits. 0 selects the most likely token.
+      top_p: Minimum fraction of the probability mass left by top-k that the kept tokens must reach. The most likely
+        tokens are kept. 1 disables the filter.
+      top_k: Number of most likely tokens to keep. 0 disables the filter.
+
+    Returns:
+      Token ids [B], int32, and their log-softmax(logits / temperature) [B], which is not renormalized for the filters.
     """
     padding = -logits.shape[0] % BLOCK
     logits = jnp.pad(logits / (temperature or 1.0), ((0, padding), (0, 0)), constant_values=-jnp.inf)
     logits = logits.reshape(-1, BLOCK, logits.shape[1])
-    likeliest = logits.max(axis=1)
-    shifted = logits - likeliest.max(axis=0)[None, None]
+    max_logits = logits.max(axis=1)
+    shifted = logits - max_logits.max(axis=0)[None, None]
     mass = jnp.exp(shifted).sum(axis=1)
     log_total = jnp.log(mass.sum(axis=0))
     if temperature == 0:
-        block = jnp.argmax(likeliest, axis=0)
+        block = jnp.argmax(max_logits, axis=0)
         place = jnp.argmax(_block(logits, block), axis=0)
     else:
         p = jnp.exp(shifted)
         if top_k:
             p = keep_top_k(p, top_k)
             mass = p.sum(axis=1)
-        block, place = _draw(p, mass, seeds, indices, top_p)
+        block, place = _draw_tokens(p, mass, seeds, indices, top_p)
     logprob = _pick(_block(shifted, block), place) - log_total
     return (block * BLOCK + place).astype(jnp.int32), logprob
 
 
-def _draw(
+def _draw_tokens(
     p: Float[Array, "C K B"], mass: Float[Array, "C B"], seeds: jax.Array, indices: jax.Array, top_p: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws (block, place in it) of a token per row, by `p`, among what top-p keeps; `mass` is each block's sum."""
+    """Draws one token per row from `p` with top-p, as (block, index within the block); `mass` holds the block sums."""
     enough = top_p * mass.sum(axis=0)
 
     def draw(attempt: jax.Array | int, floor: jax.Array, mass: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -73,8 +86,8 @@ def _draw(
         attempt, accepted, block, place, floor, mass = state
         drawn_block, drawn_place, drawn = draw(attempt, floor, mass)
         block, place = jnp.where(accepted, block, drawn_block), jnp.where(accepted, place, drawn_place)
-        likelier = mass_above(p, drawn)
-        return attempt + 1, accepted | (likelier.sum(axis=0) < enough), block, place, drawn, likelier
+        mass_above_drawn = mass_above(p, drawn)
+        return attempt + 1, accepted | (mass_above_drawn.sum(axis=0) < enough), block, place, drawn, mass_above_drawn
 
     zeros = jnp.zeros(enough.shape, jnp.int32)
     start = (0, jnp.zeros(enough.shape, bool), zeros, zeros, nothing, mass)
@@ -83,32 +96,64 @@ def _draw(
 
 
 def mass_above(p: Float[Array, "C K B"], floor: Float[Array, " B"]) -> Float[Array, "C B"]:
-    """Per block, the sum of the values that are greater than their row's floor."""
+    """Returns, for each block, the sum of the values that exceed the threshold of their row.
+
+    Args:
+      p: Non-negative values [C, K, B] of C blocks of K tokens in B rows.
+      floor: Thresholds [B].
+
+    Returns:
+      Sums [C, B].
+    """
     return jnp.where(p > floor[None, None], p, 0.0).sum(axis=1)
 
 
 def two_uniforms(seeds: jax.Array, indices: jax.Array, attempt: jax.Array | int) -> list[jax.Array]:
-    """Two numbers in [0, 1) per row: Threefry of the counter (index, 0) under the key (seed, attempt)."""
+    """Returns two uniform random numbers in [0, 1) per row: Threefry of counter (index, 0) and key (seed, attempt).
+
+    Args:
+      seeds: Seeds [B] of the generations, uint32.
+      indices: Indices [B] of the sampled tokens in their responses.
+      attempt: Number of rejected draws of this token.
+
+    Returns:
+      Two float32 arrays [B] of multiples of 2^-24.
+    """
     key = seeds, jnp.full_like(seeds, attempt)
     words = threefry2x32_p.bind(*key, indices.astype(jnp.uint32), jnp.zeros_like(seeds))
     return [(word >> 8).astype(jnp.float32) * 2.0**-24 for word in words]
 
 
 def invert(weights: Float[Array, "K B"], u: Float[Array, " B"]) -> Int[Array, " B"]:
-    """Inverts each row's cumulative weights at u in [0, 1); the index it returns never has zero weight."""
+    """Returns an index per row, drawn by inverting the row's cumulative weights.
+
+    Args:
+      weights: Non-negative weights [K, B]. At least one weight of each row must be positive.
+      u: Uniform random numbers [B] in [0, 1).
+
+    Returns:
+      Indices [B], int32. Their weights are never zero.
+    """
     cumulative = jnp.where(weights > 0, jnp.cumsum(weights, axis=0), 0.0)
-    # Rounding may put cumulative sums slightly out of order; for a value below their maximum, one is always found.
+    # Due to rounding, cumulative sums may not be monotonic. A sum above u times their maximum always exists.
     return jnp.argmax(cumulative > (u * cumulative.max(axis=0))[None], axis=0).astype(jnp.int32)
 
 
 def keep_top_k(p: Float[Array, "C K B"], k: int) -> Float[Array, "C K B"]:
-    """Sets every value below the k-th largest of its row to zero; all values are in [0, 1].
+    """Sets all values below the k-th largest value of their row to zero. Ties with the k-th largest value are kept.
 
-    The k-th largest is found by bisecting an interval of integers: floats in [0, 1] are ordered like their bits.
+    The k-th largest value is found by bisection over integers, because floats in [0, 1] are ordered like their bits.
+
+    Args:
+      p: Values [C, K, B] in [0, 1] of C blocks of K tokens in B rows.
+      k: Number of values to keep in each row.
+
+    Returns:
+      The filtered values [C, K, B].
     """
     bits = jax.lax.bitcast_convert_type(p, jnp.int32)
 
-    def unsettled(state):
+    def is_unsettled(state):
         low, high, count = state
         return (high - low > 1) & (count != k)
 
@@ -116,13 +161,13 @@ def keep_top_k(p: Float[Array, "C K B"], k: int) -> Float[Array, "C K B"]:
         low, high, count = state
         middle = (low + high) // 2
         reached = (bits >= middle[None, None]).sum(axis=(0, 1), dtype=jnp.int32)
-        up = unsettled(state) & (reached >= k)
-        down = unsettled(state) & (reached < k)
+        up = is_unsettled(state) & (reached >= k)
+        down = is_unsettled(state) & (reached < k)
         return jnp.where(up, middle, low), jnp.where(down, middle, high), jnp.where(up, reached, count)
 
     low = jnp.zeros(p.shape[2:], jnp.int32)
     high = jnp.full_like(low, jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32) + 1)
-    low, _, _ = jax.lax.while_loop(lambda state: unsettled(state).any(), halve, (low, high, jnp.full_like(low, -1)))
+    low, _, _ = jax.lax.while_loop(lambda state: is_unsettled(state).any(), halve, (low, high, jnp.full_like(low, -1)))
     return jnp.where(bits >= low[None, None], p, 0.0)
 
 

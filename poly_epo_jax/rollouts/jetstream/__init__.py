@@ -1,1 +1,1 @@
-"""The embedded sampler's programs, driven by JetStream."""
+"""Sampler that runs the compiled programs of the embedded sampler with the scheduler of JetStream."""

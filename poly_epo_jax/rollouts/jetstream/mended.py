@@ -1,19 +1,20 @@
-"""google-jetstream 0.2.2, with fixes for everything that keeps it from running alongside a trainer on today's JAX.
+"""Patches google-jetstream 0.2.2 so that it runs in the trainer's process and with current releases of JAX.
 
-JetStream is archived: this is its last release. It is patched from outside, once, when this module is imported.
-Nothing else may import jetstream before that. The patches address these problems:
+JetStream is archived, and 0.2.2 is its last release. The patches are applied when this module is imported. No other
+module may import jetstream before that. They address these problems:
 
-- seqio would bring in TensorFlow, for the vocabulary of text requests. Such requests are refused; two empty classes
-  stand in for the names that jetstream.engine imports.
-- orchestrator.delete_pytree calls jax.tree_map, which JAX no longer has: the first request would end in an error.
-- The orchestrator sets the root logger to DEBUG, adds a handler to it, and logs several lines per token through it.
-- JetThread kills the process on any error. Here an error ends the driver, and is raised to everyone who waits.
-- Some of its threads are not daemons: a program that ends with an error would wait for them for ever.
-- The generating thread asserts that a slot is taken, which is wrong if another thread has just freed the last one.
-- Stopping a driver spins, and removes the stop messages from the queues before the threads have read them.
-- A text request would end the driver, and a request that is too long is truncated silently. Engines refuse what they
-  cannot serve: `check(token_ids)` raises a ValueError.
-- The server listens on all interfaces, without authentication.
+- jetstream.engine imports seqio, which requires TensorFlow, for the vocabulary of text requests. Two empty classes
+  replace the imported names, and text requests are rejected.
+- orchestrator.delete_pytree calls jax.tree_map, which was removed from JAX, so that the first request would fail.
+- The orchestrator sets the root logger to DEBUG, adds a handler to it, and logs several lines per token.
+- JetThread kills the process on any error. With the patch, an error stops the driver and is raised to all callers that
+  wait for results.
+- Some threads are not daemon threads, so that a process that fails would wait for them forever.
+- The generating thread asserts that a slot is occupied, which fails if another thread has just freed the last slot.
+- Stopping a driver busy-waits, and removes stop messages from the queues before the threads have read them.
+- A text request would stop the driver, and prompts that are too long are truncated silently. With the patch, requests
+  are validated by `check(token_ids)` of the engine, which raises ValueError.
+- The server listens on all network interfaces without authentication. With the patch, it listens on 127.0.0.1.
 """
 
 import contextlib
@@ -35,10 +36,10 @@ VERSION = "0.2.2"
 
 
 def _check_version() -> None:
-    """Refuses a google-jetstream that is missing or of another version.
+    """Verifies that google-jetstream is installed in the supported version.
 
     Raises:
-      ConfigError: the message says what to install.
+      ConfigError: If it is missing or has another version. The message contains the installation command.
     """
     try:
         found = f"version {importlib.metadata.version('google-jetstream')} is installed"
@@ -46,9 +47,9 @@ def _check_version() -> None:
         found = "none is installed"
     if found != f"version {VERSION} is installed":
         raise ConfigError(
-            f"rollouts.name='jetstream' needs google-jetstream {VERSION}, and {found}; in the repository run: bash "
-            "third_party/jetstream/setup.sh; elsewhere install this package's extra 'jetstream', and run: pip install "
-            f"--no-deps google-jetstream=={VERSION}"
+            f"rollouts.name='jetstream' requires google-jetstream {VERSION}, but {found}. In the repository, run bash "
+            "third_party/jetstream/setup.sh. Elsewhere, install this package with the extra 'jetstream' and run pip "
+            f"install --no-deps google-jetstream=={VERSION}."
         )
 
 
@@ -101,32 +102,32 @@ class _DaemonThread(threading.Thread):
 
 
 class Driver(orchestrator.Driver):
-    """JetStream's driver, except that its first error ends it and is raised to all waiting and all later requests."""
+    """JetStream driver that stops at its first error, and raises it to all pending and later requests."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._failing = threading.Lock()
         self._failure: tuple[str, Exception] | None = None
-        self._channels: weakref.WeakSet[Any] = weakref.WeakSet()  # on which someone waits for tokens
+        self._channels: weakref.WeakSet[Any] = weakref.WeakSet()  # Channels of the requests in progress.
         super().__init__(*args, **kwargs)
 
     def place_request_on_prefill_queue(self, request: Any) -> None:
-        """Accepts a request that consists of token ids.
+        """Queues a request that consists of token ids.
 
         Raises:
-          ValueError: it is text, or the engine refuses it.
-          RuntimeError: the driver has failed.
+          ValueError: If the request is text, or the engine rejects it.
+          RuntimeError: If the driver has failed.
         """
         if isinstance(request.prefill_content, str):
-            raise ValueError("The request is text; send token ids (DecodeRequest.token_content).")
+            raise ValueError("Text requests are not supported; send token ids (DecodeRequest.token_content).")
         self._prefill_engines[0].check(request.prefill_content)
         with self._failing:
             if self._failure:
-                raise self._told()
+                raise self._driver_error()
             self._channels.add(request.return_channel)
         super().place_request_on_prefill_queue(request)
 
     def stop(self) -> None:
-        """Ends the threads. Requests still in progress are never answered."""
+        """Stops the threads. Requests in progress never receive a response."""
         self.live = False
         backlogs = [self._prefill_backlog, *self._transfer_backlogs]
         backlogs += [*self._generate_backlogs.values(), *self._detokenize_backlogs]
@@ -134,10 +135,10 @@ class Driver(orchestrator.Driver):
             while thread.is_alive():
                 for backlog in backlogs:
                     try:
-                        backlog.put_nowait(None)  # for the thread that reads
+                        backlog.put_nowait(None)  # Wakes the thread that reads from this queue.
                     except queue.Full:
                         with contextlib.suppress(queue.Empty):
-                            backlog.get_nowait()  # makes room for the thread that writes
+                            backlog.get_nowait()  # Unblocks the thread that writes to this queue.
                 thread.join(timeout=0.02)
 
     def _prefill_thread(self, idx: int) -> None:
@@ -153,18 +154,13 @@ class Driver(orchestrator.Driver):
         self._watch(self._generate_again, idx)
 
     def _generate_again(self, idx: int) -> None:
-        """Starts over if the thread found all slots free: none holds a request, so nothing is lost."""
+        """Restarts the thread's loop if it found all slots free. No slot holds a request then, so nothing is lost."""
         while True:
-            with contextlib.suppress(_NoSlotTaken):
-                return self._generate_once(idx)
-
-    def _generate_once(self, idx: int) -> None:
-        try:
-            super()._generate_thread(idx)
-        except AssertionError as error:
-            if str(error).startswith("At this point we must have some requests inserted"):
-                raise _NoSlotTaken from None
-            raise
+            try:
+                return super()._generate_thread(idx)
+            except AssertionError as error:
+                if not str(error).startswith("At this point we must have some requests inserted"):
+                    raise
 
     def _watch(self, thread: Callable[[int], None], idx: int) -> None:
         try:
@@ -174,18 +170,14 @@ class Driver(orchestrator.Driver):
                 self.live = False
                 self._failure = self._failure or (threading.current_thread().name, error)
                 for channel in list(self._channels):
-                    channel.set_exception(self._told())
+                    channel.set_exception(self._driver_error())
 
-    def _told(self) -> RuntimeError:
+    def _driver_error(self) -> RuntimeError:
         assert self._failure
         thread, error = self._failure
-        told = RuntimeError(f"JetStream's thread {thread} failed with {type(error).__name__}: {error}")
-        told.__cause__ = error
-        return told
-
-
-class _NoSlotTaken(Exception):
-    pass
+        error_to_raise = RuntimeError(f"JetStream's thread {thread} failed with {type(error).__name__}: {error}")
+        error_to_raise.__cause__ = error
+        return error_to_raise
 
 
 orchestrator.delete_pytree = _delete_pytree

@@ -1,7 +1,7 @@
-"""A sampler inside the trainer, driven by JetStream: its queues, slots and continuous batching, with our programs.
+"""Sampler that generates in the trainer's process with the queues, slots and continuous batching of JetStream.
 
-JetStream's threads, and an event loop that reads from them, run alongside the trainer. A prompt is read once for all
-generations of its slot.
+The threads of JetStream, and a thread with an event loop that reads their results, run alongside the trainer. A prompt
+is prefilled once for all generations of its slot.
 """
 
 import asyncio
@@ -17,21 +17,25 @@ from jax.sharding import Mesh
 from poly_epo_jax.model.decoding import decoding_weights, whole_weights
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.rollouts.completion_check import completion_flaw
+from poly_epo_jax.rollouts.embedded.sampler import run_to_completion
 from poly_epo_jax.rollouts.jetstream import mended as jetstream
-from poly_epo_jax.rollouts.jetstream.engine import EngineSize, Policy, Qwen3Engine, unpack
+from poly_epo_jax.rollouts.jetstream.engine import EngineSize, Qwen3Engine, SamplingState, unpack
 from poly_epo_jax.types import Completion, Params, Request, Sampling
 
 Columns = list[list[int]]
-"""What JetStream returns for one generation: a row for each token."""
+"""Result of JetStream for one generation: COLUMNS numbers for each token."""
 
 
 class JetStreamSampler:
-    """Decodes on the trainer's mesh. Only one call's generations run at a time; the next call and new weights wait.
+    """Decodes on the trainer's mesh with JetStream.
+
+    Only one call of `sample` generates at a time. Further calls and weight pushes wait until it has finished.
 
     Args:
-      model: the policy, possibly abstract: only its configuration is used.
-      stop_ids: a generation ends with any of these tokens.
-      size: the engine's size. A prompt with more generations than fit in one slot takes several slots.
+      model: The policy. It may be abstract, because only its configuration is used.
+      mesh: Mesh of the trainer.
+      stop_ids: Token ids that end a generation.
+      size: Sizes of the engine. A prompt with more than `samples_per_slot` generations uses several slots.
     """
 
     def __init__(self, model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], size: EngineSize):
@@ -40,7 +44,7 @@ class JetStreamSampler:
         self._decoding_weights = jax.jit(partial(decoding_weights, model.config))
         self._weights: Params | None = None
         self._engine = Qwen3Engine(model.config, mesh, stop_ids, size)
-        # JetStream calls it interleaved when one engine both reads prompts and decodes.
+        # Interleaved mode: the same engine prefills and decodes.
         self._driver = jetstream.orchestrator.Driver(
             prefill_engines=[self._engine],
             generate_engines=[self._engine],
@@ -50,14 +54,20 @@ class JetStreamSampler:
             jax_padding=False,
         )
         self._orchestrator = jetstream.orchestrator.LLMOrchestrator(driver=self._driver)
-        # JetStream passes tokens to an event loop, and breaks once that has ended; the trainer's may end at any time.
+        # JetStream sends tokens to an event loop and fails if the loop has been closed. The trainer may close its event
+        # loop at any time, so the sampler runs a separate one.
         self._loop = asyncio.new_event_loop()
-        self._turn = asyncio.Lock()  # on that loop; its holder has all slots
+        self._turn = asyncio.Lock()  # Used on this loop only. Its holder owns all slots.
         self._thread = threading.Thread(target=self._loop.run_forever, name="jetstream-rollouts", daemon=True)
         self._thread.start()
 
     async def push_weights(self, params: Params, version: int) -> None:
-        """Waits for the generations in progress, then copies the weights into the layout that decoding reads."""
+        """Waits for the generations in progress, and copies the weights with the shardings and dtype for decoding.
+
+        Args:
+          params: All weights of the policy.
+          version: Number of training steps that produced the weights.
+        """
         await self._on_loop(self._swap(params, version))
 
     async def _swap(self, params: Params, version: int) -> None:
@@ -66,7 +76,7 @@ class JetStreamSampler:
                 self._weights, self._version = self._decoding_weights(params), version
 
     def close(self) -> None:
-        """Waits for the generations in progress, then ends the threads."""
+        """Waits for the generations in progress, and stops the threads."""
         asyncio.run_coroutine_threadsafe(self._idle(), self._loop).result()
         self._driver.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -74,20 +84,25 @@ class JetStreamSampler:
         self._loop.close()
 
     async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-        """Yields the completions of a slot, at most `samples_per_slot` of one request, once all of them have finished.
+        """Yields the completions of a slot as soon as all of them have finished.
 
-        The event loop stays free meanwhile.
+        A slot has up to `samples_per_slot` completions of one request. Decoding runs in threads and does not block the
+        event loop.
+
+        Args:
+          requests: Requests to complete.
+          sampling: Sampling parameters.
 
         Raises:
-          ValueError: a response may exceed the cache that the engine was created with.
-          RuntimeError: JetStream or the engine has failed, or there are no weights yet.
+          ValueError: If `sampling.max_tokens` exceeds the response limit of the engine.
+          RuntimeError: If JetStream or the engine has failed, or no weights have been pushed.
         """
         if self._weights is None:
-            raise RuntimeError("There are no weights to generate with; call push_weights first.")
+            raise RuntimeError("No weights have been pushed to the sampler; call push_weights first.")
         if sampling.max_tokens > self._size.max_tokens:
             raise ValueError(
-                f"Responses of {sampling.max_tokens} tokens do not fit JetStream's cache, which was made for "
-                f"sampling.max_tokens={self._size.max_tokens}; raise that."
+                f"Responses of {sampling.max_tokens} tokens do not fit into the cache of JetStream, which was created "
+                f"for sampling.max_tokens={self._size.max_tokens}; raise sampling.max_tokens."
             )
         finished: asyncio.Queue[Completion | Exception] = asyncio.Queue()
         running = asyncio.run_coroutine_threadsafe(self._decode(requests, sampling, finished), self._loop)
@@ -98,14 +113,14 @@ class JetStreamSampler:
                     raise completion
                 yield completion
         finally:
-            running.cancel()  # if it has not ended
-            await _to_the_end(self._on_loop(self._idle()))
+            running.cancel()  # Has no effect if it has finished.
+            await run_to_completion(self._on_loop(self._idle()))
 
     async def _on_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     async def _idle(self) -> None:
-        """Returns once no slot is taken."""
+        """Waits until all slots are free."""
         async with self._turn:
             pass
 
@@ -114,7 +129,7 @@ class JetStreamSampler:
         async with self._turn:
             assert self._weights is not None
             with jax.set_mesh(self._mesh):
-                self._engine.policy = Policy(whole_weights(self._weights), self._version, sampling)
+                self._engine.sampling_state = SamplingState(whole_weights(self._weights), self._version, sampling)
             slots = [
                 asyncio.create_task(self._slot(place, request, start, finished))
                 for place, request in enumerate(requests)
@@ -123,12 +138,12 @@ class JetStreamSampler:
             try:
                 await asyncio.wait(slots)
             finally:
-                # Generations still in progress end with the next step; nothing reads the weights after that.
-                self._engine.policy = None
+                # Generations that are still in progress end with the next step. Then no program reads the weights.
+                self._engine.sampling_state = None
                 await asyncio.wait(slots)
 
     async def _slot(self, place: int, request: Request, start: int, finished: asyncio.Queue) -> None:
-        """Puts the completions of a slot's seeds, from `start` on, into `finished`; or else the error that occurred."""
+        """Decodes the seeds of one slot, beginning with `start`. Puts the completions, or an error, into `finished`."""
         seeds = request.seeds[start : start + self._size.samples_per_slot]
         try:
             samples = await self._columns(dataclasses.replace(request, seeds=seeds))
@@ -139,7 +154,7 @@ class JetStreamSampler:
             finished.put_nowait(completion)
 
     async def _columns(self, request: Request) -> list[Columns]:
-        """The columns of a slot's generations, collected token by token."""
+        """Collects the results of a slot's generations token by token."""
         ids = jetstream.jetstream_pb2.DecodeRequest.TokenContent(token_ids=[self._engine.ticket(request)])
         message = jetstream.jetstream_pb2.DecodeRequest(max_tokens=request.max_tokens, token_content=ids)
         columns: list[Columns] = [[] for _ in request.seeds]
@@ -152,19 +167,9 @@ class JetStreamSampler:
     def _completion(self, request: Request, place: int, index: int, columns: Columns) -> Completion:
         token_ids, logprobs, versions = unpack(columns)
         if len(versions) != 1:
-            raise RuntimeError(f"JetStream sampled a generation with the weight versions {sorted(versions)}, not one.")
+            raise RuntimeError(f"Completion of JetStream with weight versions {sorted(versions)} instead of one.")
         reason = "stop" if int(token_ids[-1]) in self._stop_ids else "length"
         limits = {"max_tokens": request.max_tokens, "stop_ids": self._stop_ids, "vocab_size": self._vocab_size}
         if flaw := completion_flaw(token_ids, logprobs, reason, **limits):
-            raise RuntimeError(f"JetStream failed at problem {request.problem_id}: {flaw}.")
+            raise RuntimeError(f"Invalid completion of JetStream for problem {request.problem_id}: {flaw}.")
         return Completion(place, index, token_ids, logprobs, reason, versions.pop())
-
-
-async def _to_the_end(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Awaits the coroutine, shielded: cancellation waits for it."""
-    task = asyncio.ensure_future(coroutine)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise

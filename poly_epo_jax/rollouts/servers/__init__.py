@@ -1,1 +1,1 @@
-"""The sampler outside the trainer: SGLang servers."""
+"""Sampler that sends prompts and weights to inference servers, such as SGLang."""

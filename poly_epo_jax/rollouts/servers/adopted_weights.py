@@ -1,4 +1,4 @@
-"""The weights that servers have already, for evaluating them as they are."""
+"""Evaluation of servers with the weights that they already have."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,17 +12,17 @@ from poly_epo_jax.types import Params
 
 
 class AdoptedWeights:
-    """The weights that all servers have when a batch begins. Takes the place of `ServedWeights`.
+    """The weights that all servers have at the start of a batch, as a replacement for `ServedWeights`.
 
     Args:
-      wait_seconds: Maximum time in seconds to wait for a server that does not answer.
-      dialect: The servers' dialect.
+      wait_seconds: Timeout in seconds for a server that does not respond.
+      dialect: API of the servers.
 
     Attributes:
       version: Always 0.
       name: Name of the weights on the servers.
-      current: The servers of the batch.
-      routers: Routers among them, which are given the prompts themselves.
+      current: Servers and routers of the batch.
+      routers: Routers of the batch. Prompts are sent to the router instead of its workers.
     """
 
     def __init__(self, wait_seconds: float, dialect: Dialect = SGLANG):
@@ -33,45 +33,45 @@ class AdoptedWeights:
         self._wait_seconds = wait_seconds
 
     async def servers(self, urls: Sequence[str]) -> list[str]:
-        """Waits for all servers and routers in `urls`, adopts the weights that they have, and returns `urls`.
+        """Waits for all servers and routers in `urls`, adopts their weights, and returns `urls`.
 
         Raises:
-          ServerError: If one does not answer or has no weights, or if they have different weights.
+          ServerError: If one of them does not respond or has no weights, or if they have different weights.
         """
         await asyncio.gather(*(self.dialect.wait_for(url, self._wait_seconds) for url in urls))
         endpoints = await asyncio.gather(*map(self.dialect.probe, urls))
         self.routers = {endpoint.url for endpoint in endpoints if endpoint.is_router}
         found = dict(zip(urls, await asyncio.gather(*map(self._name_at, urls)), strict=True))
         if len(set(found.values())) > 1:
-            raise ServerError(f"The servers serve different weights, {found}; evaluate one at a time.")
+            raise ServerError(f"The servers have different weights: {found}; evaluate one server at a time.")
         check_awake(found)
         self.name, self.current = found[urls[0]], set(urls)
         return list(urls)
 
     async def ensure_current(self, url: str) -> None:
-        """Returns once the server answers again.
+        """Waits until a server responds, and verifies that its weights have not changed.
 
         Raises:
-          ServerError: If it does not, or has other weights.
+          ServerError: If the server does not respond, or has other weights.
         """
         await self.dialect.wait_for(url, self._wait_seconds)
         if await self._name_at(url) != self.name:
-            raise ServerError(f"{url} changed weights during the batch; rerun the evaluation.")
+            raise ServerError(f"The weights of {url} changed during the batch; rerun the evaluation.")
 
     async def update(
         self, urls: Sequence[str], params: Params, version: int, idle: Callable[[], Awaitable[None]]
     ) -> None:
-        """Raises ValueError, because the servers keep their weights."""
-        raise ValueError("This sampler was opened to leave the servers' weights as they are; give it weights.")
+        """Raises ValueError, because this class does not push weights."""
+        raise ValueError("AdoptedWeights does not push weights to servers; use ServedWeights.")
 
     async def sleep(self, urls: Sequence[str]) -> None:
-        """Does nothing: the servers stay awake."""
+        """Does nothing, because the servers stay awake."""
 
     def close(self) -> None:
-        """Does nothing: no weights are stored."""
+        """Does nothing, because no weights are stored."""
 
     async def _name_at(self, url: str) -> str:
         try:
             return (await self.dialect.served_model(url)).weight_version
         except httpx.HTTPError as error:
-            raise ServerError(f"{url} does not say what it serves: {describe(error)}; see its log.") from error
+            raise ServerError(f"{url} does not report its weight version: {describe(error)}; see its log.") from error

@@ -1,4 +1,4 @@
-"""Completions from SGLang servers whose weights are known to be the newest."""
+"""Samples completions from SGLang servers, and verifies that they were generated with the current weights."""
 
 import asyncio
 import dataclasses
@@ -13,42 +13,50 @@ import numpy as np
 from poly_epo_jax.records.timeline import waiting
 from poly_epo_jax.rollouts.completion_check import completion_flaw
 from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
-from poly_epo_jax.rollouts.servers.dialect import Answer
-from poly_epo_jax.rollouts.servers.fleet import Fleet, Server
+from poly_epo_jax.rollouts.servers.dialect import ServerCompletion
+from poly_epo_jax.rollouts.servers.fleet import Server, ServerPool
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
 from poly_epo_jax.system.http_client import MAX_BYTES, ServerError, WrongAnswer, backoff_seconds, describe, open_client
 from poly_epo_jax.types import Completion, FinishReason, Metrics, Params, Request, Sampling
 
 MAX_ATTEMPTS = 8
-"""Attempts per request; before each one except the first, failed servers are waited for."""
+"""Maximum number of attempts per request. Retries wait until a server is available."""
 TOKEN_BYTES = 256
-"""Bytes that a server may spend per token, on average: its id twice, its log-probability, its text."""
+"""Maximum average response size in bytes per token, for its id (twice), its log-probability and its text."""
 
 
 @dataclasses.dataclass(eq=False)
-class _Draw:
-    """A request's completions by index: those received so far, and what was last wrong with another."""
+class _PendingRequest:
+    """A request that is not complete yet.
+
+    Attributes:
+      place: Index of the request in the batch.
+      request: The request.
+      done: Valid completions received so far, keyed by the index of their seed.
+      last_error: Description of the last error.
+      last_invalid_server: Server that sent the last invalid completion. Other servers are preferred for the retry.
+    """
 
     place: int
     request: Request
     done: dict[int, Completion] = dataclasses.field(default_factory=dict)
-    trouble: str = ""
-    doubted: Server | None = None  # the server that last answered it wrongly
+    last_error: str = ""
+    last_invalid_server: Server | None = None
 
 
 class SGLangSampler:
     """A client of one or more SGLang servers that serve the policy, or of routers in front of such servers.
 
-    All generations of a batch come from the same weights. Generations from other weights, aborted generations and
-    invalid generations are resampled with the same seed, invalid ones by another server if there is one. (SGLang
-    respects seeds if it runs with --enable-deterministic-inference.)
+    All generations of a batch are sampled with the same weights. Generations that were aborted, are invalid or were
+    sampled with other weights are resampled with the same seed. Invalid generations are resampled by another server if
+    one is available. SGLang respects seeds if it is started with --enable-deterministic-inference.
 
     Args:
       urls: Servers and routers.
       weights: Pushes the policy's weights to the servers, or adopts the weights that they have.
       stop_ids: Tokens that end a generation.
-      vocab_size: Size of the vocabulary. Answers with larger token ids are rejected.
-      max_concurrent: Maximum number of generations that one server is given at once.
+      vocab_size: Size of the vocabulary. Completions with token ids outside of it are rejected.
+      max_concurrent: Maximum number of generations that run on one server at once.
       timeout_seconds: Timeout in seconds for the generations of one prompt.
     """
 
@@ -72,18 +80,23 @@ class SGLangSampler:
         self._counts = Counter[str]()
 
     async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-        """Yields the completions of each request as soon as all of them have arrived.
+        """Yields the completions of each request as soon as all completions of this request have arrived.
+
+        Args:
+          requests: Requests to complete. Each request is sent to one server at a time.
+          sampling: Sampling parameters.
 
         Raises:
-          ServerError: If no server is left, one rejects a request, or all answers to a request are invalid.
+          ServerError: If no server is available, if a server rejects a request, or if a request fails MAX_ATTEMPTS
+            times.
         """
         servers = await self._weights.servers(self.urls)
-        fleet = Fleet(servers, self._weights.current, self.max_concurrent, self._weights.ensure_current)
+        pool = ServerPool(servers, self._weights.current, self.max_concurrent, self._weights.ensure_current)
         tasks = [
-            asyncio.create_task(self._complete(fleet, _Draw(place, request), sampling))
+            asyncio.create_task(self._complete(pool, _PendingRequest(place, request), sampling))
             for place, request in enumerate(requests)
         ]
-        batch = asyncio.create_task(_end(tasks, fleet))
+        batch = asyncio.create_task(_end(tasks, pool))
         self._running.add(batch)
         batch.add_done_callback(self._running.discard)
         try:
@@ -96,23 +109,27 @@ class SGLangSampler:
             await batch
 
     async def push_weights(self, params: Params, version: int) -> None:
-        """Loads the weights into every server that answers, and verifies that it uses them, with an empty cache.
+        """Pushes weights to all servers that respond, and verifies that they use these weights and an empty cache.
 
-        Generations in progress finish with the weights that they started with, even on a server that restarts: the new
+        Generations in progress finish with the weights that they started with, even if their server restarts: the new
         weights are prepared alongside the old ones, and pushed once all of these generations are complete.
 
+        Args:
+          params: All weights of the policy.
+          version: Number of training steps that produced the weights.
+
         Raises:
-          ServerError: If a server does not accept the weights, or continues with others.
+          ServerError: If a server does not accept the weights, or generates with other weights afterwards.
           OSError: If the weights cannot be written.
         """
         await self._weights.update(self.urls, params, version, self._idle)
 
     async def sleep(self) -> None:
-        """Leaves the servers' memory to the trainer until weights are pushed, if `weights.sleeps`."""
+        """Releases the servers' memory until the next weight push, if `weights.sleeps` is True."""
         await self._weights.sleep(self.urls)
 
     def metrics(self) -> Metrics:
-        """Server failures, resampled generations, and how many of those were wrong, since the last call."""
+        """Returns the numbers of server failures, resampled and invalid generations since the last call."""
         counts, self._counts = self._counts, Counter[str]()
         return {f"rollouts/{name}": float(counts[name]) for name in ("server_failures", "resampled", "wrong_answers")}
 
@@ -126,82 +143,82 @@ class SGLangSampler:
             while self._running:
                 await asyncio.wait(self._running)
 
-    async def _complete(self, fleet: Fleet, draw: _Draw, sampling: Sampling) -> list[Completion]:
-        """All completions of a request."""
-        request = draw.request
+    async def _complete(self, pool: ServerPool, pending: _PendingRequest, sampling: Sampling) -> list[Completion]:
+        """Requests completions until all of them are valid, and returns them in the order of their seeds."""
+        request = pending.request
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(backoff_seconds(attempt))
-            missing = [index for index in range(len(request.seeds)) if index not in draw.done]
+            missing = [index for index in range(len(request.seeds)) if index not in pending.done]
             tokens = len(missing) * (len(request.prompt_ids) + request.max_tokens)
-            # A client for each request: the cost of a call in httpx grows with the number of calls of its client.
+            # A separate client per request, because the cost of an httpx call grows with the client's number of calls.
             client = open_client(self.timeout_seconds, MAX_BYTES + TOKEN_BYTES * tokens)
-            async with fleet.lease(len(missing), tokens, draw.doubted) as server, client:
-                # A list costs the server less than a call for each seed, but routers accept no lists.
+            async with pool.lease(len(missing), tokens, pending.last_invalid_server) as server, client:
+                # One call with a list of seeds is cheaper for the server, but routers do not accept lists.
                 calls = [[index] for index in missing] if server.url in self._weights.routers else [missing]
                 generate = functools.partial(self._weights.dialect.generate, client, server.url, request)
                 answered = await asyncio.gather(
                     *(generate(indices, sampling, self.stop_ids) for indices in calls), return_exceptions=True
                 )
                 for indices, answers in zip(calls, answered, strict=True):
-                    self._keep(fleet, server, draw, indices, answers)
-            if len(draw.done) == len(request.seeds):
-                return [draw.done[index] for index in range(len(request.seeds))]
+                    self._collect(pool, server, pending, indices, answers)
+            if len(pending.done) == len(request.seeds):
+                return [pending.done[index] for index in range(len(request.seeds))]
         raise ServerError(
-            f"The servers {', '.join(self.urls)} failed {MAX_ATTEMPTS} times to generate for problem "
-            f"{request.problem_id}; see their logs for why they die, abort or err. The last time, {draw.trouble}."
+            f"Failed to generate completions for problem {request.problem_id} on {', '.join(self.urls)} after "
+            f"{MAX_ATTEMPTS} attempts; see the server logs. Last error: {pending.last_error}."
         )
 
-    def _keep(
+    def _collect(
         self,
-        fleet: Fleet,
+        pool: ServerPool,
         server: Server,
-        draw: _Draw,
+        pending: _PendingRequest,
         indices: Sequence[int],
-        answers: Sequence[Answer | WrongAnswer] | BaseException,
+        answers: Sequence[ServerCompletion | WrongAnswer] | BaseException,
     ) -> None:
-        """Keeps complete generations from the current weights; the others will be resampled."""
+        """Collects valid completions that were sampled with the current weights. All others will be resampled."""
         if isinstance(answers, WrongAnswer):
             answers = [answers] * len(indices)
         if isinstance(answers, httpx.HTTPError):
-            self._fail(fleet, server, draw, describe(answers))
+            self._mark_failed(pool, server, pending, describe(answers))
             return
         if isinstance(answers, BaseException):
             raise answers
         for index, answer in zip(indices, answers, strict=True):
             if isinstance(answer, WrongAnswer):
-                self._refuse(server, draw, str(answer))
+                self._reject(server, pending, str(answer))
             elif answer.weight_version != (name := self._weights.name):
                 self._counts["resampled"] += 1
-                self._fail(fleet, server, draw, f"it generates from weights {answer.weight_version} instead of {name}")
+                self._mark_failed(pool, server, pending, f"it has weights {answer.weight_version} instead of {name}")
             elif answer.finish_reason is None:
                 self._counts["resampled"] += 1
-                draw.trouble = f"{server.url} broke a generation off"
-            elif flaw := self._flaw(draw.request, answer, answer.finish_reason):
-                self._refuse(server, draw, flaw)
+                pending.last_error = f"{server.url} aborted a generation"
+            elif flaw := self._flaw(pending.request, answer, answer.finish_reason):
+                self._reject(server, pending, flaw)
             else:
                 ids, logprobs = answer.token_ids.astype(np.int32), answer.logprobs.astype(np.float32)
                 version = self._weights.version
-                draw.done[index] = Completion(draw.place, index, ids, logprobs, answer.finish_reason, version)
+                pending.done[index] = Completion(pending.place, index, ids, logprobs, answer.finish_reason, version)
 
-    def _flaw(self, request: Request, answer: Answer, finish_reason: FinishReason) -> str:
+    def _flaw(self, request: Request, answer: ServerCompletion, finish_reason: FinishReason) -> str:
         limits = {"max_tokens": request.max_tokens, "stop_ids": self.stop_ids, "vocab_size": self.vocab_size}
         return completion_flaw(answer.token_ids, answer.logprobs, finish_reason, **limits)
 
-    def _refuse(self, server: Server, draw: _Draw, why: str) -> None:
+    def _reject(self, server: Server, pending: _PendingRequest, why: str) -> None:
         self._counts.update(resampled=1, wrong_answers=1)
-        draw.doubted, draw.trouble = server, f"{server.url} answered wrongly: {why}"
-        if not server.has_erred:
-            server.has_erred = True
-            print(f"{draw.trouble} (problem {draw.request.problem_id}). It is asked again.", file=sys.stderr)
+        pending.last_invalid_server, pending.last_error = server, f"{server.url} returned an invalid completion: {why}"
+        if not server.reported_invalid:
+            server.reported_invalid = True
+            print(f"{pending.last_error} (problem {pending.request.problem_id}). Resampling.", file=sys.stderr)
 
-    def _fail(self, fleet: Fleet, server: Server, draw: _Draw, why: str) -> None:
+    def _mark_failed(self, pool: ServerPool, server: Server, pending: _PendingRequest, why: str) -> None:
         self._counts["server_failures"] += server.is_up
-        draw.trouble = f"{server.url} failed: {why}"
-        fleet.fail(server, why)
+        pending.last_error = f"{server.url} failed: {why}"
+        pool.fail(server, why)
 
 
-async def _end(tasks: Sequence[asyncio.Task[list[Completion]]], fleet: Fleet) -> None:
-    """Returns once all requests are complete or given up, and no server is being revived for them."""
+async def _end(tasks: Sequence[asyncio.Task[list[Completion]]], pool: ServerPool) -> None:
+    """Waits until all requests have succeeded or failed, and stops the recovery of failed servers."""
     await asyncio.gather(*tasks, return_exceptions=True)
-    await fleet.close()
+    await pool.close()

@@ -1,8 +1,8 @@
-"""How to talk to servers of one kind: which requests they understand, and how to read their answers.
+"""The interface to the HTTP API of a kind of inference server.
 
-The rest of this package knows nothing of requests and answers, except for `weight_sync`, each of whose
-classes loads weights in one way into one kind of server. Another kind of server therefore takes a class that meets
-`Dialect`, in a file beside `sglang.py`, and a line in `rollouts.SAMPLERS`.
+The rest of this package is independent of the API, except for `weight_sync`: each of its classes implements one way to
+load weights into one kind of server. To support another kind of server, implement `Dialect` in a file next to
+`sglang.py`, and register a sampler in `rollouts.SAMPLERS`.
 """
 
 import dataclasses
@@ -19,7 +19,13 @@ from poly_epo_jax.types import FinishReason, Request, Sampling
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """What is at a URL: a router, whose workers may take weights, or a server, which may take them itself."""
+    """The kind of server at a URL.
+
+    Attributes:
+      url: URL of the server.
+      is_router: Whether it is a router, which forwards prompts to its workers.
+      takes_weights: Whether it accepts new weights. For a router, this says nothing about its workers.
+    """
 
     url: str
     is_router: bool
@@ -27,15 +33,28 @@ class Endpoint:
 
 
 class ServedModel(NamedTuple):
-    """A server's model: where its weights and tokenizer come from, and the weights' name, if they have one."""
+    """The model that a server reports.
+
+    Attributes:
+      path: Path or name of the model.
+      tokenizer_path: Path or name of the tokenizer.
+      weight_version: Name of the current weights. Empty if the server does not report one.
+    """
 
     path: str
     tokenizer_path: str
     weight_version: str
 
 
-class Answer(NamedTuple):
-    """A generation of T tokens, the stop token included; `finish_reason` is None if it was aborted."""
+class ServerCompletion(NamedTuple):
+    """A completion of T tokens that a server returned.
+
+    Attributes:
+      token_ids: Generated tokens [T], including the stop token.
+      logprobs: Log-probabilities [T] of these tokens.
+      finish_reason: Reason why the generation ended. None if it was aborted.
+      weight_version: Name of the weights that generated the tokens. Empty if the server does not report one.
+    """
 
     token_ids: Int[np.ndarray, " T"]
     logprobs: Float[np.ndarray, " T"]
@@ -45,34 +64,45 @@ class Answer(NamedTuple):
 
 @runtime_checkable
 class Dialect(Protocol):
-    """Requests that a server understands. Each raises httpx.HTTPError if the server answers wrongly or not at all."""
+    """Requests to one kind of server.
+
+    All methods raise `httpx.HTTPError` if the server does not respond or its response is invalid.
+    """
 
     async def wait_for(self, url: str, seconds: float) -> None:
-        """Returns once whatever is at `url` answers; a router answers once it has a worker.
+        """Waits until the server or router at `url` responds. A router responds once it has a worker.
+
+        Args:
+          url: URL of the server or router.
+          seconds: Timeout in seconds.
 
         Raises:
-          ServerError: it did not answer within `seconds`.
+          ServerError: If it does not respond within `seconds`.
         """
         ...
 
     async def probe(self, url: str) -> Endpoint:
-        """Finds out what is at `url`.
+        """Determines the kind of server at `url`.
 
         Raises:
-          ServerError: the server does not say.
+          ServerError: If the kind of server cannot be determined.
         """
         ...
 
     async def workers(self, url: str, seconds: float) -> list[str]:
-        """The servers behind a router, once it answers.
+        """Waits until a router responds, and returns the URLs of its workers.
+
+        Args:
+          url: URL of the router.
+          seconds: Timeout in seconds.
 
         Raises:
-          ServerError: it did not answer within `seconds`, or does not name them.
+          ServerError: If the router does not respond within `seconds`, or its list of workers is invalid.
         """
         ...
 
     async def served_model(self, url: str) -> ServedModel:
-        """What the server reports about its model."""
+        """Returns the model that a server reports."""
         ...
 
     async def generate(
@@ -83,28 +113,42 @@ class Dialect(Protocol):
         indices: Sequence[int],
         sampling: Sampling,
         stop_ids: Sequence[int],
-    ) -> Sequence[Answer | WrongAnswer]:
-        """A generation for each of the request's seeds at `indices`, all from weights of one version.
+    ) -> Sequence[ServerCompletion | WrongAnswer]:
+        """Generates one completion for each of the selected seeds of a request.
 
-        A router is given one seed at a time. An answer that cannot be read is replaced by what is wrong with it.
+        Args:
+          client: Client for the HTTP requests.
+          url: URL of the server or router.
+          request: Prompt, seeds and token limit.
+          indices: Indices of the seeds. Routers are given one seed per call.
+          sampling: Sampling parameters.
+          stop_ids: Token ids that end a generation.
+
+        Returns:
+          One item per index: a completion from weights of a single version, or the reason why it is invalid.
 
         Raises:
-          ServerError: the server refuses the request, and would refuse it again.
+          ServerError: If the server rejects the request permanently, so that a retry is useless.
         """
         ...
 
     async def pause(self, client: httpx.AsyncClient, url: str) -> None:
-        """Aborts what the server is generating, so that it can be given weights."""
+        """Aborts the generations of a server and pauses it, so that it can load weights."""
         ...
 
     async def resume(self, client: httpx.AsyncClient, url: str) -> None:
-        """Lets the server continue."""
+        """Resumes a paused server."""
         ...
 
     async def probe_weights(self, client: httpx.AsyncClient, url: str, num_tokens: int) -> tuple[str, int]:
-        """Generates one token after a prompt of `num_tokens`, which is the same each time.
+        """Generates one token after a fixed prompt.
+
+        Args:
+          client: Client for the HTTP request.
+          url: URL of the server.
+          num_tokens: Number of prompt tokens.
 
         Returns:
-          The version of the weights that generated the token, and how much of the prompt came from a cache.
+          Name of the weights that generated the token, and number of prompt tokens that were read from a cache.
         """
         ...

@@ -1,4 +1,4 @@
-"""Several servers share one batch: each request goes to the least busy one, and a failed one is waited for."""
+"""Distributes the requests of a batch over servers: sends each to the least busy one, and recovers failed servers."""
 
 import asyncio
 import dataclasses
@@ -11,26 +11,37 @@ from poly_epo_jax.system.http_client import ServerError
 
 @dataclasses.dataclass(eq=False)
 class Server:
-    """A server, and the requests that it has not answered yet."""
+    """A server and its outstanding requests.
+
+    Attributes:
+      url: URL of the server.
+      num_generations: Number of outstanding generations.
+      tokens: Maximum number of outstanding tokens: prompts, and generations at their maximum length.
+      is_up: Whether the server can be given requests.
+      has_failed: Whether the server has failed in this batch.
+      reported_invalid: Whether an invalid completion of the server has been reported on stderr.
+      failure: Error of a failed recovery. If set, the server is not used for the rest of the batch.
+    """
 
     url: str
     num_generations: int = 0
-    tokens: int = 0  # of the prompts, and of their generations at their longest
+    tokens: int = 0
     is_up: bool = True
-    has_failed: bool = False  # in this batch
-    has_erred: bool = False  # a wrong answer has been reported
-    failure: Exception | None = None  # why it was given up
+    has_failed: bool = False
+    reported_invalid: bool = False
+    failure: Exception | None = None
 
 
-class Fleet:
-    """Chooses the server of each request. Lives for one batch, in one event loop.
+class ServerPool:
+    """Selects the server of each request. A pool is used for one batch, in one event loop.
 
     Args:
       urls: All servers of the batch.
-      ready: Servers that can be asked at once. The others are revived first, which delays no request if one is ready.
-      max_concurrent: Maximum number of generations that one server is given at once. The rest wait for the next free
-        server.
-      revive: Waits until a server can be asked. If it raises, the server is given up for this batch.
+      ready: Servers that can be given requests immediately. The other servers are recovered in the background.
+      max_concurrent: Maximum number of generations that run on one server at once. Further requests wait for a server
+        with free capacity.
+      recover: Function that waits until a server can be given requests. If it raises, the server is not used for the
+        rest of the batch.
     """
 
     def __init__(
@@ -38,30 +49,38 @@ class Fleet:
         urls: Sequence[str],
         ready: Collection[str],
         max_concurrent: int,
-        revive: Callable[[str], Awaitable[None]],
+        recover: Callable[[str], Awaitable[None]],
     ):
         self._servers = [Server(url, is_up=url in ready) for url in urls]
         self._max_concurrent = max_concurrent
-        self._revive = revive
+        self._recover = recover
         self._changed = asyncio.Condition()
-        self._revivals: set[asyncio.Task[None]] = set()
+        self._recoveries: set[asyncio.Task[None]] = set()
         for server in self._servers:
             if not server.is_up:
-                self._start_revival(server)
+                self._start_recovery(server)
 
     @asynccontextmanager
     async def lease(self, num_generations: int, tokens: int, other_than: Server | None = None) -> AsyncIterator[Server]:
-        """The server with the fewest outstanding tokens, once one has room; not `other_than` if another one is up.
+        """Waits for free capacity, and assigns a request to the server with the fewest outstanding tokens.
+
+        Args:
+          num_generations: Number of generations of the request. An idle server accepts any number.
+          tokens: Maximum number of tokens of the request: prompts, and generations at their maximum length.
+          other_than: Server to avoid if another server is up.
+
+        Yields:
+          The server. Its capacity is released when the context ends.
 
         Raises:
-          ServerError: If every server has been given up.
+          ServerError: If the recovery of every server has failed.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._next(num_generations, other_than) or not self._any_left())
             server = self._next(num_generations, other_than)
             if server is None:
                 failures = [server.failure for server in self._servers if server.failure is not None]
-                raise ServerError(f"No server is left to generate. {failures[-1]}") from failures[-1]
+                raise ServerError(f"All servers have failed. {failures[-1]}") from failures[-1]
             server.num_generations += num_generations
             server.tokens += tokens
         try:
@@ -73,20 +92,25 @@ class Fleet:
                 self._changed.notify_all()
 
     def fail(self, server: Server, why: str) -> None:
-        """Sends the server nothing more until it is revived."""
+        """Marks a server as failed, and starts its recovery. It does not receive requests until it has recovered.
+
+        Args:
+          server: The server.
+          why: Description of the failure, for stderr.
+        """
         if server.is_up:
             server.is_up, server.has_failed = False, True
-            print(f"The server {server.url} failed: {why}. Its prompts wait or go to others.", file=sys.stderr)
-            self._start_revival(server)
+            print(f"Server {server.url} failed: {why}. Its prompts are retried.", file=sys.stderr)
+            self._start_recovery(server)
 
     async def close(self) -> None:
-        """Stops waiting for failed servers."""
-        for task in self._revivals:
+        """Cancels the recovery of failed servers."""
+        for task in self._recoveries:
             task.cancel()
-        await asyncio.gather(*self._revivals, return_exceptions=True)
+        await asyncio.gather(*self._recoveries, return_exceptions=True)
 
     def _next(self, num_generations: int, other_than: Server | None) -> Server | None:
-        """The server for the next request, if one has room. An idle server takes any number of generations."""
+        """Returns the server for the next request, or None if no server has free capacity."""
         up = [server for server in self._servers if server.is_up]
         up = [server for server in up if server is not other_than] or up
         free = [s for s in up if not s.num_generations or s.num_generations + num_generations <= self._max_concurrent]
@@ -95,19 +119,19 @@ class Fleet:
     def _any_left(self) -> bool:
         return any(server.failure is None for server in self._servers)
 
-    def _start_revival(self, server: Server) -> None:
-        task = asyncio.create_task(self._revive_server(server))
-        self._revivals.add(task)
-        task.add_done_callback(self._revivals.discard)
+    def _start_recovery(self, server: Server) -> None:
+        task = asyncio.create_task(self._recover_server(server))
+        self._recoveries.add(task)
+        task.add_done_callback(self._recoveries.discard)
 
-    async def _revive_server(self, server: Server) -> None:
+    async def _recover_server(self, server: Server) -> None:
         try:
-            await self._revive(server.url)
+            await self._recover(server.url)
             server.is_up = True
             if server.has_failed:
-                print(f"The server {server.url} is back.", file=sys.stderr)
-        except Exception as failure:  # of any kind: it is raised to the requests that wait for this server
+                print(f"Server {server.url} has recovered.", file=sys.stderr)
+        except Exception as failure:  # Any error is stored, so that it reaches the requests that wait for a server.
             server.failure = failure
-            print(f"The server {server.url} is given up for this batch: {failure}", file=sys.stderr)
+            print(f"Server {server.url} is not used for the rest of this batch: {failure}", file=sys.stderr)
         async with self._changed:
             self._changed.notify_all()

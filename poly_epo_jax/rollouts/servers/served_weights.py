@@ -1,4 +1,15 @@
-"""The policy's weights on servers: the current version, and how every server gets it."""
+"""Pushes weights of the policy to servers, and keeps track of the servers that have the current version.
+
+A weight update has these steps:
+
+1. The new weights are prepared (`WeightSync.prepare`), while servers still generate with the current ones.
+2. `idle` waits until no generation is in progress, so that all generations of a batch have the same weights.
+3. All servers that respond are paused, load the weights, and are resumed.
+4. Each server generates one token. It must report the new weight version and must not use its old cache.
+
+Servers that do not respond during an update, or fail later, are updated in the same way by `ensure_current` before they
+are given prompts again.
+"""
 
 import asyncio
 import itertools
@@ -12,36 +23,37 @@ import httpx
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.servers.dialect import Dialect, Endpoint
 from poly_epo_jax.rollouts.servers.weight_sync import WeightSync
-from poly_epo_jax.rollouts.sglang import SGLANG, lay_down, wake
+from poly_epo_jax.rollouts.sglang import SGLANG, release_memory, wake
 from poly_epo_jax.system.http_client import ServerError, backoff_seconds, describe, open_client
 from poly_epo_jax.types import Params
 
 MAX_ATTEMPTS = 8
-"""Attempts per weight update; after a failed one, the next waits for the server to answer again."""
+"""Maximum number of attempts per weight update. Each attempt waits until the servers respond."""
 PROBE_TOKENS = 128
-"""Length of the prompt with which a server is checked, if prompts may be that long."""
-LOOK_SECONDS = 0.5  # between two checks whether another host has pushed its weights
+"""Maximum number of prompt tokens of the request that verifies an update."""
+POLL_INTERVAL_SECONDS = 0.5  # Interval between checks for weights of another process, or for a worker of a router.
 
 
 class ServedWeights:
-    """One version of the policy, under a name that no other run uses, for the servers that should have it.
+    """Distributes one version of the policy's weights to servers, under a name that is unique to the run.
 
-    Routers are replaced by their workers: weights and prompts go to the workers directly.
+    Routers are replaced by their workers: weights and prompts are sent to the workers directly.
 
     Args:
-      sync: Loads the weights. If None, another host pushes them to the same servers, and this host waits until the
-        servers have them. All hosts must then have finished their generations before any of them calls `update`.
-      max_prompt_tokens: Maximum number of prompt tokens that the servers are ever given.
+      sync: Loads the weights. If None, another process pushes them to the same servers, and this process waits until
+        the servers have them. In this case, all processes must have finished their generations before any of them calls
+        `update`.
+      max_prompt_tokens: Maximum number of tokens of a prompt.
       timeout_seconds: Timeout in seconds of one weight update.
-      wait_seconds: Maximum time in seconds to wait for a server that does not answer.
-      dialect: The servers' dialect.
+      wait_seconds: Timeout in seconds for a server that does not respond.
+      dialect: API of the servers.
       sleeps: Whether the servers free their memory from `sleep` to the next `update`. Only SGLang supports this.
 
     Attributes:
       version: Number of training steps that produced the current weights.
-      current: Servers that have finished loading the current weights. All others are checked, and given the weights if
+      current: Servers that have been verified to use the current weights. All other servers are checked, and updated if
         necessary, before they are given prompts.
-      routers: Routers that are given prompts; always empty.
+      routers: Routers that are given prompts. Always empty.
     """
 
     def __init__(
@@ -63,7 +75,7 @@ class ServedWeights:
         self._timeout_seconds = timeout_seconds
         self._wait_seconds = wait_seconds
         self._endpoints: dict[str, Endpoint] = {}
-        # Two runs that update the same server by mistake notice each other by this word; all hosts use the same one.
+        # This name reveals two runs that update the same server by mistake. All processes of a run share it.
         self._run = hosts.on_first(lambda: secrets.token_hex(4))
 
     @property
@@ -72,34 +84,34 @@ class ServedWeights:
         return f"{self._run}-{self.version}"
 
     async def servers(self, urls: Sequence[str]) -> list[str]:
-        """Returns the servers in `urls` and the workers that its routers list, including those that do not answer.
+        """Returns the servers in `urls` and the workers of its routers, including workers that do not respond.
 
         Raises:
-          ServerError: If a router does not answer, or a server of `urls` does not accept weights.
+          ServerError: If a router does not respond, or a server in `urls` does not accept weights.
         """
         return list(itertools.chain(*[await self._listed(url) for url in urls]))
 
     async def update(
         self, urls: Sequence[str], params: Params, version: int, idle: Callable[[], Awaitable[None]]
     ) -> None:
-        """Makes new weights the current ones, and pushes them to all servers that answer.
+        """Makes new weights the current ones, and pushes them to all servers that respond.
 
-        The weights are prepared alongside the current ones. Until `idle` returns, servers generate from the current
-        weights, which are also given to servers that restart.
+        Until `idle` returns, servers generate with the previous weights, which are also pushed to servers that restart.
 
         Args:
-          urls: Servers and routers. All of these servers must answer, but only one worker of each router. Workers that
-            do not answer yet are given the weights later, before their first prompt.
+          urls: Servers and routers. All listed servers and at least one worker of each router must respond. Workers
+            that do not respond are updated later, before they are given prompts.
           params: All weights of the policy.
           version: Number of training steps that produced the weights.
-          idle: Waits until no generation is in progress.
+          idle: Function that waits until no generation is in progress.
 
         Raises:
-          ServerError: If a server does not answer, does not accept the weights, or continues with others.
+          ServerError: If a server does not respond, does not accept the weights, or generates with other weights
+            afterwards.
           OSError: If the weights cannot be written.
         """
         if self._sync is not None:
-            if not self.current:  # A server that does not accept weights is rejected before any are written.
+            if not self.current:  # The first update rejects servers without weight updates before it writes weights.
                 await self._answering(urls)
             await asyncio.to_thread(self._sync.prepare, params, f"{self._run}-{version}")
         await idle()
@@ -109,10 +121,11 @@ class ServedWeights:
             await self._push(urls)
 
     async def ensure_current(self, url: str) -> None:
-        """Returns once the server has the current weights, regardless of those that it was started with.
+        """Waits until a server responds, and pushes the current weights to it unless it has them.
 
         Raises:
-          ServerError: If it does not answer, or does not accept them; or if the other host does not push them.
+          ServerError: If the server does not respond or does not accept the weights, or if the process that pushes the
+            weights has not pushed them within `timeout_seconds`.
         """
         await self.dialect.wait_for(url, self._wait_seconds)
         if self._sync is None:
@@ -122,10 +135,10 @@ class ServedWeights:
         self.current.add(url)
 
     async def sleep(self, urls: Sequence[str]) -> None:
-        """Makes the servers free their memory until the next `update`, if `sleeps` is set and this host pushes.
+        """Makes the servers free their memory until the next `update`, if `sleeps` is True and this process pushes.
 
         Raises:
-          ServerError: If a server cannot, does not answer, or is a router.
+          ServerError: If a server does not support this, does not respond, or is a router.
         """
         if not self.sleeps or self._sync is None:
             return
@@ -136,9 +149,9 @@ class ServedWeights:
             )
         try:
             async with open_client(self._timeout_seconds) as client:
-                await asyncio.gather(*(lay_down(client, url) for url in urls))
+                await asyncio.gather(*(release_memory(client, url) for url in urls))
         except httpx.HTTPError as error:
-            raise ServerError(f"{', '.join(urls)} cannot be put to sleep: {describe(error)}; see its log.") from error
+            raise ServerError(f"Failed to put {', '.join(urls)} to sleep: {describe(error)}; see its log.") from error
 
     def close(self) -> None:
         """Frees the stored weights."""
@@ -146,32 +159,32 @@ class ServedWeights:
             self._sync.close()
 
     async def _endpoint(self, url: str) -> Endpoint:
-        """Waits for the server or router at `url` and probes it, once per URL.
+        """Waits for the server or router at `url` and determines its kind. The result is cached.
 
         Raises:
-          ServerError: If it does not answer, or is a server that does not accept weights.
+          ServerError: If it does not respond, or is a server that does not accept weights.
         """
         if url not in self._endpoints:
             await self.dialect.wait_for(url, self._wait_seconds)
             endpoint = await self.dialect.probe(url)
             if not (endpoint.is_router or endpoint.takes_weights):
                 raise ServerError(
-                    f"{url} has no /update_weights_from_disk (sglang-jax has none), so it can be evaluated but not "
-                    "trained over; train over SGLang servers, or with rollouts.name=embedded."
+                    f"{url} does not support weight updates: it has no route /update_weights_from_disk (sglang-jax has "
+                    "none). It can only be evaluated; train with SGLang servers or rollouts.name=embedded."
                 )
             self._endpoints[url] = endpoint
         return self._endpoints[url]
 
     async def _listed(self, url: str) -> list[str]:
-        """Returns the workers of the router at `url`, or `url` itself if there is a server."""
+        """Returns the workers of the router at `url`, or `url` itself if it belongs to a server."""
         is_router = (await self._endpoint(url)).is_router
         return await self.dialect.workers(url, self._wait_seconds) if is_router else [url]
 
     async def _answering(self, urls: Sequence[str]) -> list[str]:
-        """Waits for the servers in `urls` and for one worker of each router; returns all that answer.
+        """Waits for all servers in `urls` and one worker of each router, and returns all that respond.
 
         Raises:
-          ServerError: If one of them does not answer in time, or does not accept weights.
+          ServerError: If one of them does not respond within `wait_seconds`, or does not accept weights.
         """
         return list(itertools.chain(*await asyncio.gather(*map(self._answering_at, urls))))
 
@@ -188,15 +201,15 @@ class ServedWeights:
                 await asyncio.gather(*map(self._endpoint, found))
                 return found
             if time.monotonic() >= deadline:
-                reason = errors[-1] if errors else "it lists none; start one, or correct the router's --worker-urls."
-                raise ServerError(f"No worker of the router {url} answered within {self._wait_seconds:.0f} s: {reason}")
-            await asyncio.sleep(LOOK_SECONDS)
+                reason = errors[-1] if errors else "it lists no workers; start one, or correct its --worker-urls."
+                raise ServerError(f"No worker of router {url} responded within {self._wait_seconds:.0f} s: {reason}")
+            await asyncio.sleep(POLL_INTERVAL_SECONDS)
 
     async def _push(self, urls: Sequence[str]) -> None:
-        """Pauses the servers that answer, loads the current weights, resumes them, and checks that they use these.
+        """Pauses the servers that respond, loads the current weights, resumes the servers, and verifies the update.
 
         Raises:
-          ServerError: If a server does not accept the weights, or continues with others.
+          ServerError: If a server does not accept the weights, or generates with other weights afterwards.
         """
         assert self._sync is not None
         for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -205,7 +218,7 @@ class ServedWeights:
             self.current -= set(servers)
             try:
                 async with open_client(self._timeout_seconds) as client:
-                    if self.dialect is SGLANG:  # a run that died may have left them asleep
+                    if self.dialect is SGLANG:  # Servers are still asleep if a previous run was killed.
                         await asyncio.gather(*(wake(client, url) for url in servers))
                     await asyncio.gather(*(self.dialect.pause(client, url) for url in servers))
                     await self._sync.push(client, servers)
@@ -214,9 +227,14 @@ class ServedWeights:
                 self.current |= set(servers)
                 return
             except httpx.HTTPError as error:
-                print(f"The weight update of {', '.join(servers)} broke off: {describe(error)}.", file=sys.stderr)
+                print(
+                    f"The weight update of {', '.join(servers)} was interrupted: {describe(error)}. Retrying.",
+                    file=sys.stderr,
+                )
                 await asyncio.sleep(backoff_seconds(attempt))
-        raise ServerError(f"The weights could not be pushed to {', '.join(urls)}, {MAX_ATTEMPTS} times in a row.")
+        raise ServerError(
+            f"Failed to push weights to {', '.join(urls)} in {MAX_ATTEMPTS} attempts; see the server logs."
+        )
 
     async def _has_version(self, url: str) -> bool:
         """Returns True if the server reports the name of the current weights."""
@@ -230,24 +248,24 @@ class ServedWeights:
         while not await self._has_version(url):
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"{url} was not given the weights {self.name} in {self._timeout_seconds:g} s by the first host, "
-                    "which pushes them; see its log, or raise rollouts.timeout_seconds."
+                    f"The first process did not push weights {self.name} to {url} within {self._timeout_seconds:g} s; "
+                    "see its log, or raise rollouts.timeout_seconds."
                 )
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL_SECONDS)
 
     async def _check(self, client: httpx.AsyncClient, url: str) -> None:
-        """Asks for one token after a prompt that every earlier check has left in the cache.
+        """Verifies an update by generating one token after a fixed prompt, which every earlier check left in the cache.
 
-        An old cache holds all of that prompt. A few of its tokens prove nothing, as others' prompts may start like it:
-        SGLang's health check, which routers ask for, generates after the first of them.
+        A cache that was not flushed contains the entire prompt. A few cached tokens are accepted, because other prompts
+        may begin with the same tokens: the health check of SGLang, which routers call, generates a token after the
+        first of them.
         """
         version, cached_tokens = await self.dialect.probe_weights(client, url, self._probe_tokens)
         if version != self.name:
             raise ServerError(
-                f"{url} generates from weights {version} after an update to {self.name}; see whether another run "
-                "updates it."
+                f"{url} generates with weights {version} after an update to {self.name}; check whether another run "
+                "updates the same server."
             )
-        if cached_tokens >= max(2, self._probe_tokens // 2):  # a health check leaves 1; pages of 64 tokens, half
-            raise ServerError(
-                f"{url} kept the cache of its old weights through an update to {self.name}; start it again."
-            )
+        # A health check leaves 1 cached token. A stale cache with pages of 64 tokens still covers half of the prompt.
+        if cached_tokens >= max(2, self._probe_tokens // 2):
+            raise ServerError(f"{url} did not flush its cache during an update to {self.name}; restart it.")

@@ -1,4 +1,4 @@
-"""Two ways to load a policy's weights into SGLang servers: from a folder on disk, or as tensors."""
+"""Loads weights into SGLang servers, either from a folder on disk or as tensors."""
 
 import asyncio
 import base64
@@ -24,43 +24,59 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.rollouts.sglang import post
 from poly_epo_jax.types import Params
 
-BUCKET_BYTES = 10**9
+BUCKET_BYTES = 10**9  # Maximum size of a bucket, unless a single tensor is larger.
 METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
 
 
 @runtime_checkable
 class WeightSync(Protocol):
-    """Holds the current weights in the form that servers load, so that a server that comes back can load them again."""
+    """Stores the current weights in a form that servers can load, also when they restart."""
 
     def prepare(self, params: Params, version: str) -> None:
-        """Prepares weights named `version`; meanwhile, servers may generate from the current ones, and come back."""
+        """Prepares new weights. Until `switch` is called, servers may generate with the current ones and reload them.
+
+        Args:
+          params: All weights of the policy.
+          version: Name of the weights.
+
+        Raises:
+          OSError: If the weights cannot be written.
+        """
         ...
 
     def switch(self) -> None:
-        """From now on, `push` loads the prepared weights."""
+        """Makes the prepared weights the current ones, which `push` loads."""
         ...
 
     async def push(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
-        """Loads the current weights into the paused servers and flushes their caches.
+        """Loads the current weights into paused servers, and flushes their caches.
+
+        Args:
+          client: Client for the HTTP requests.
+          urls: URLs of the servers.
 
         Raises:
-          ServerError: a server did not accept them.
-          httpx.HTTPError: the connection to a server failed.
+          ServerError: If a server does not accept the weights.
+          httpx.HTTPError: If the connection to a server fails.
         """
         ...
 
     def close(self) -> None:
-        """Frees whatever is held."""
+        """Frees the stored weights."""
         ...
 
 
 class DiskSync:
-    """Writes a Hugging Face folder that every server reads: under /dev/shm on one host, on a shared disk for several.
+    """Writes weights to a Hugging Face folder that every server reads.
 
     Args:
-      folder: versions are written below it, in a new folder that only this user can enter, although everyone may write
-        to /dev/shm. Servers of other users, apart from root, cannot read it.
-      run: names the folder, so that the next process of a run that was killed removes what that left behind.
+      folder: Parent directory: /dev/shm if the servers run on this host, otherwise a shared disk. Weights are written
+        to a new subfolder that only this user can access, because other users may write to /dev/shm. The servers must
+        run as the same user or as root.
+      run: Name of the run, from which the name of the subfolder is derived. Subfolders that a killed process of the
+        same run left behind are removed.
+      config: Configuration of the model.
+      dtype: Data type of the written weights.
     """
 
     def __init__(self, folder: Path, run: str, config: ModelConfig, dtype: str):
@@ -74,10 +90,14 @@ class DiskSync:
         self._outdated: list[str] = []
 
     def prepare(self, params: Params, version: str) -> None:
-        """Writes all of `version`, alongside the current one.
+        """Writes new weights to the folder, next to the current ones.
+
+        Args:
+          params: All weights of the policy.
+          version: Name of the weights.
 
         Raises:
-          OSError: it cannot be written.
+          OSError: If the weights cannot be written.
         """
         if self._folder == Path():
             self._folder = _private_folder(self._parent, self._prefix)
@@ -85,56 +105,62 @@ class DiskSync:
             hf.save_pretrained(self._folder / version, params, self._config, dtype=self._dtype)
         except OSError as error:
             raise OSError(
-                f"The weights cannot be written to {self._folder} ({error}); make room there, or set "
-                "rollouts.weights_dir to a folder with room for two versions."
+                f"Failed to write weights to {self._folder}: {error}. Free disk space, or set rollouts.weights_dir to "
+                "a folder with space for two copies of the weights."
             ) from error
         self._prepared = version
 
     def switch(self) -> None:
+        """Makes the prepared version the current one. The previous one is removed by the next `push`."""
         self._outdated += [self._version] if self._version else []
         self._version = self._prepared
 
     async def push(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
+        """Makes the servers load the current folder, and removes older versions."""
         body = {"model_path": str(self._folder / self._version), "weight_version": self._version, "flush_cache": True}
         await asyncio.gather(*(post(client, url, "update_weights_from_disk", body) for url in urls))
-        while self._outdated:  # only now: a server that had just come back may have been reading it
+        while self._outdated:  # Removed only now, because a restarted server may still have been reading it.
             await asyncio.to_thread(shutil.rmtree, self._folder / self._outdated.pop())
 
     def close(self) -> None:
+        """Removes the folder."""
         if self._folder != Path():
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = Path()
 
 
 def _private_folder(parent: Path, prefix: str) -> Path:
-    """A new folder that only this user can enter, and that nobody can have made before.
+    """Creates a new folder that only this user can access.
 
     Raises:
-      OSError: it cannot be made, or everyone could put another folder in its place.
+      OSError: If the folder cannot be created, or if other users could replace it.
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
         if parent.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
-            raise PermissionError(0, f"everyone may replace folders there; chmod +t {parent}")
+            raise PermissionError(0, f"other users can replace folders in it; run chmod +t {parent}")
         return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     except OSError as error:
         raise OSError(
-            f"No folder for weights can be made in {parent} ({error.strerror}); set rollouts.weights_dir to another."
+            f"Failed to create a folder for weights in {parent} ({error.strerror}); correct this, or set "
+            "rollouts.weights_dir to another folder."
         ) from error
 
 
 class TensorSync:
-    """Sends flattened buckets of tensors: handles to CUDA memory if the weights are on a GPU, otherwise the bytes.
+    """Sends weights as flattened buckets of tensors: CUDA memory handles for weights on a GPU, otherwise raw bytes.
 
-    A handle works for servers on this host that see the trainer's first GPU under the same number; servers must not be
-    data parallel. Only one copy of the weights is held, as the device may not have room for two; so `switch` does all
-    the work.
+    CUDA handles require servers on this host that see the trainer's first GPU under the same index. Data-parallel
+    servers are not supported. Only one copy of the buckets is kept, because the device may not have enough memory for
+    two. The buckets are therefore created by `switch` instead of `prepare`.
 
     Args:
-      tensor_parallel: the number of ranks of each server, which all get the same payload.
+      config: Configuration of the model.
+      dtype: Data type of the weights that are sent.
+      tensor_parallel: Number of tensor-parallel ranks of each server. All ranks receive the same payload.
 
     Raises:
-      ImportError: torch is not installed.
+      ImportError: If torch is not installed.
     """
 
     def __init__(self, config: ModelConfig, dtype: str, tensor_parallel: int):
@@ -142,26 +168,29 @@ class TensorSync:
             import torch  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ImportError(
-                "rollouts.weight_sync=tensor needs torch, which no extra brings, as its versions pin CUDA's "
-                "libraries; pip install torch, or choose disk."
+                "rollouts.weight_sync=tensor requires torch, which no extra installs because its releases pin CUDA "
+                "libraries; run pip install torch, or set rollouts.weight_sync=disk."
             ) from None
         self._torch: Any = torch
         self._config, self._dtype, self._ranks = config, dtype, tensor_parallel
         self._metadata = _metadata_class()
         self._version = ""
         self._prepared: tuple[Params, str] = {}, ""
-        self._buckets: list[Any] = []  # kept for as long as a server may still open the handles to them
+        self._buckets: list[Any] = []  # Kept alive because servers may still open handles to their memory.
 
     def prepare(self, params: Params, version: str) -> None:
+        """Stores references to the weights, which must not be donated until `switch` is called."""
         self._prepared = params, version
 
     def switch(self) -> None:
+        """Replaces the buckets of the current weights by buckets of the prepared weights."""
         self._buckets = []
         (params, self._version), self._prepared = self._prepared, ({}, "")
         self._buckets = list(self._make_buckets(params))
 
     async def push(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
-        # A trainer that died may have left its update open; if none did, the server just says so.
+        """Sends all buckets to the servers, within one weight update per server."""
+        # Closes an update that a killed trainer left open. Without an open update, the server only returns an error.
         await asyncio.gather(*(client.post(f"{url}/end_weight_update", json={}) for url in urls))
         await asyncio.gather(*(post(client, url, "begin_weight_update", {"selector": "all"}) for url in urls))
         try:
@@ -178,6 +207,7 @@ class TensorSync:
             await asyncio.gather(*(post(client, url, "end_weight_update", {}) for url in urls))
 
     def close(self) -> None:
+        """Frees the buckets."""
         self._buckets = []
 
     def _make_buckets(self, params: Params) -> Iterator[dict[str, Any]]:
@@ -199,11 +229,11 @@ class TensorSync:
             metadata.append(self._metadata(name, tensor.shape, tensor.dtype, start, end, flat.numel()))
             parts.append(flat)
             start = end
-        # Concatenating also copies: a handle can only be made of memory that torch owns, not of JAX's.
+        # Concatenation copies the tensors to memory of torch, because handles to memory of JAX cannot be created.
         bucket = self._torch.cat(parts)
         if bucket.is_cuda:
-            # The copy has only been queued. JAX, which knows nothing of torch's queue, reclaims its memory as soon as
-            # the tensors that refer to it are gone.
+            # The copy is asynchronous. JAX does not track work that torch has queued, and reuses the source memory as
+            # soon as the tensors that refer to it are deleted.
             self._torch.cuda.synchronize(bucket.device)
         return {"flattened_tensor": bucket, "metadata": metadata}
 
@@ -216,7 +246,7 @@ class TensorSync:
 
 
 def _metadata_class() -> type:
-    """The class that describes a tensor in a bucket, under the name by which SGLang unpickles its own class."""
+    """Returns a class with the module and name of SGLang's tensor metadata class, so that SGLang can unpickle it."""
 
     @dataclasses.dataclass
     class FlattenedTensorMetadata:

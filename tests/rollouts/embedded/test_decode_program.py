@@ -1,4 +1,4 @@
-"""Decoding on a mesh, compiled but not run: what devices send each other for each token."""
+"""Tests the collectives per token of the decoding program on a mesh, which is compiled but not run."""
 
 import functools
 from collections import Counter
@@ -26,7 +26,7 @@ CONFIG = ModelConfig(
 
 @functools.cache
 def compiled_decode(axes: tuple[int, int, int]) -> tuple[str, Params, Params]:
-    """(the decoding program, the weights' shardings as they are pushed, and as the program reads them)."""
+    """Returns the decoding program as text, and the shardings of pushed weights and of gathered weights."""
     mesh, rows = make_mesh(*axes), ROWS_OF_A_DEVICE * axes[0] * axes[1]
 
     def abstract(tree, shardings):
@@ -42,14 +42,14 @@ def compiled_decode(axes: tuple[int, int, int]) -> tuple[str, Params, Params]:
         pushed = result_of(jax.jit(functools.partial(decoding_weights, CONFIG)), params)
         whole = result_of(jax.jit(whole_weights), pushed)
         state = result_of(jax.jit(functools.partial(programs.start, CONFIG, rows, 32, 48)))
-        sampling = {"temperature": 1.0, "top_p": 0.9, "top_k": 20}  # its loops are inside the loop over tokens
+        sampling = {"temperature": 1.0, "top_p": 0.9, "top_k": 20}  # The filters contain inner loops.
         decode = programs.decode.lower(CONFIG, whole, state, jnp.zeros(2, jnp.int32), turnover=2, **sampling)
         shardings = [jax.tree.map(lambda x: x.sharding, weights) for weights in (pushed, whole)]
         return decode.compile().as_text() or "", *shardings
 
 
 BY_TENSOR = {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
-"""A token's: after each half of a layer and after the embedding; and the logits, of which the whole row is sampled."""
+"""Collectives per token: all-reduces after each half of a layer and after the embedding, an all-gather of logits."""
 
 
 @pytest.mark.slow
@@ -57,22 +57,22 @@ BY_TENSOR = {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
     ("axes", "expected"),
     [
         ((1, 1, 1), {}),
-        ((1, 8, 1), {"all-reduce": 1}),  # whether to go on
+        ((1, 8, 1), {"all-reduce": 1}),  # Termination condition of the loop.
         ((1, 1, 2), BY_TENSOR),
         ((2, 2, 2), BY_TENSOR | {"all-reduce": BY_TENSOR["all-reduce"] + 1}),
     ],
     ids=str,
 )
-def test_a_token_sends_no_more_than_tensor_splitting_needs(axes, expected):
+def test_a_token_requires_only_the_collectives_of_tensor_sharding(axes, expected):
     assert collectives_per_pass(compiled_decode(axes)[0]) == Counter(expected)
 
 
-def test_nothing_is_gathered_ahead_of_the_loop():
+def test_the_program_contains_no_all_gather_over_fsdp():
     text, _, _ = compiled_decode((1, 8, 1))
     assert "all-gather" not in text
 
 
-def test_weights_are_pushed_in_parts_and_read_whole():
+def test_pushed_weights_are_sharded_and_gathered_weights_are_replicated_over_fsdp():
     _, pushed, whole = compiled_decode((2, 2, 2))
 
     def parts(shardings):

@@ -1,4 +1,4 @@
-"""The embedded sampler: compared with the trainer's forward pass, and by its statistics."""
+"""Compares the embedded sampler with the trainer's forward pass, and tests the distribution of its tokens."""
 
 import asyncio
 import threading
@@ -49,14 +49,14 @@ def groups(rollouts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_are_the_trainers(rollouts, temperature):
+def test_log_probabilities_match_the_trainer(rollouts, temperature):
     groups = generate(rollouts, PROBLEMS, 4, temperature=temperature)
     trainer, sampler = trainer_logprobs(0, groups, temperature)
     assert len(trainer) > 200 and trainer.std() > 0.5
     np.testing.assert_allclose(sampler, trainer, rtol=0, atol=1e-4)
 
 
-def test_groups_come_whole(rollouts, groups):
+def test_groups_are_complete(rollouts, groups):
     assert isinstance(rollouts.sampler, Sampler)
     assert [group.problem for group in groups] == PROBLEMS
     for group in groups:
@@ -81,23 +81,23 @@ def test_a_stop_token_ends_a_generation(groups):
 
 
 def test_generations_of_a_prompt_differ(groups):
-    # Generations that stop at once may agree.
+    # Short generations may be equal by chance.
     long = [tuple(ids) for group in token_ids(groups) for ids in group if len(ids) > 5]
     assert len(set(long)) == len(long) > 10
 
 
 @pytest.mark.slow
-def test_a_generation_depends_on_its_seed_alone(rollouts, groups):
-    few_at_once = make_rollouts(max_concurrent=10)  # a prompt's generations are not all decoded at once
+def test_a_generation_depends_only_on_its_prompt_and_seed(rollouts, groups):
+    few_at_once = make_rollouts(max_concurrent=10)  # The generations of a prompt are not all decoded at once.
     assert_same_generations(generate(few_at_once, PROBLEMS, 4), groups)
     assert_same_generations(generate(few_at_once, PROBLEMS[:3], 4), groups[:3])
-    other_neighbours = [PROBLEMS[0], *tiny_problems(10, MAX_PROMPT, seed=1)[1:-1], PROBLEMS[-1]]
-    found = generate(rollouts, other_neighbours, 4)
+    other_neighbors = [PROBLEMS[0], *tiny_problems(10, MAX_PROMPT, seed=1)[1:-1], PROBLEMS[-1]]
+    found = generate(rollouts, other_neighbors, 4)
     assert_same_generations([found[0], found[-1]], [groups[0], groups[-1]])
     assert token_ids(found[1:-1]) != token_ids(groups[1:-1])
 
 
-def test_another_seed_gives_other_generations(rollouts, groups):
+def test_other_seeds_give_other_generations(rollouts, groups):
     assert_same_generations(generate(rollouts, PROBLEMS, 4), groups)
     pairs = zip(token_ids(groups), token_ids(generate(rollouts, PROBLEMS, 4, seed=1)), strict=True)
     assert all(one != other for one, other in pairs)
@@ -110,7 +110,7 @@ def hidden_and_head(params, tokens):
 
 
 def next_probabilities(ids, temperature):
-    """softmax(logits / temperature) of what follows `ids`, in float64."""
+    """Returns softmax(logits / temperature) of the token after `ids`, in float64."""
     tokens = np.zeros((1, MAX_PROMPT + MAX_TOKENS), np.int32)
     tokens[0, : len(ids)] = ids
     hidden, head = (np.asarray(x, np.float64) for x in hidden_and_head(tiny_params(), tokens))
@@ -129,8 +129,8 @@ def assert_drawn_from(tokens, probabilities):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 6)], ids=["all", "filtered"])
-def test_tokens_are_drawn_from_the_softmax(top_p, top_k):
-    """The first token, and the second after the commonest first, of 4096 generations of one prompt."""
+def test_tokens_are_sampled_from_the_softmax(top_p, top_k):
+    """Tests the first token, and the second token after the most frequent first token, of 4096 generations."""
     (group,) = generate(
         make_rollouts(max_concurrent=4096), PROBLEMS[4:5], 4096, max_tokens=2, temperature=0.7, top_p=top_p, top_k=top_k
     )
@@ -144,10 +144,10 @@ def test_tokens_are_drawn_from_the_softmax(top_p, top_k):
         assert kept.sum() < TINY.vocab_size or not top_k
         assert_drawn_from(tokens, np.where(kept, unfiltered, 0) / unfiltered[kept].sum())
         logprobs = [y.logprobs[len(before)] for y in group.generations if not before or y.token_ids[0] == common]
-        np.testing.assert_allclose(logprobs, np.log(unfiltered[tokens]), rtol=0, atol=1e-4)  # not renormalised
+        np.testing.assert_allclose(logprobs, np.log(unfiltered[tokens]), rtol=0, atol=1e-4)  # Not renormalized.
 
 
-def test_new_weights_change_generations_and_their_version(rollouts, groups):
+def test_new_weights_change_generations_and_weight_version(rollouts, groups):
     assert {y.weight_version for group in groups for y in group.generations} == {0}
     asyncio.run(rollouts.push_weights(on_mesh(tiny_params(1), MESH), 7))
     changed = generate(rollouts, PROBLEMS, 4)
@@ -159,42 +159,42 @@ def test_new_weights_change_generations_and_their_version(rollouts, groups):
     assert_same_generations(generate(rollouts, PROBLEMS, 4), groups)
 
 
-def test_a_prompt_that_is_too_long_is_refused(rollouts):
+def test_prompts_that_are_too_long_raise_an_error(rollouts):
     too_long = Problem("seven", "a" * 11, "")
-    message = "The prompt of problem seven has 11 tokens, more than train.max_prompt_tokens=10; raise that, or"
+    message = r"prompt of problem seven has 11 tokens, more than train\.max_prompt_tokens=10"
     with pytest.raises(ValueError, match=message):
         generate(rollouts, [*PROBLEMS[:9], too_long], 4)
 
 
-def test_an_empty_prompt_is_refused(rollouts):
-    with pytest.raises(ValueError, match="The prompt of problem blank is empty; leave the problem out"):
+def test_empty_prompts_raise_an_error(rollouts):
+    with pytest.raises(ValueError, match="prompt of problem blank is empty"):
         generate(rollouts, [Problem("blank", "", "")], 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_refilled_slots_equal_single_requests(temperature):
-    """Responses of very different lengths, many more than slots, in caches of every size: each as if it were alone."""
+def test_refilled_slots_match_single_requests(temperature):
+    """Compares many responses of different lengths, which use caches of all sizes, with single requests."""
     problems, sampling = tiny_problems(9, MAX_PROMPT, seed=3), {"max_tokens": 90, "temperature": temperature}
     busy, alone = make_rollouts(max_concurrent=5), make_rollouts(max_concurrent=1)
     found = generate(busy, problems, 4, **sampling)
     expected = [generate(alone, [problem], 4, **sampling)[0] for problem in problems]
-    # In caches of other sizes float32 rounds otherwise: 99% differ by less than 2e-6, one of 2,800 by 1.1e-5.
+    # Rounding depends on the cache size: 99% of the values differ by less than 2e-6, one of 2,800 by 1.1e-5.
     assert_same_generations(found, expected, atol=2e-5)
     lengths = {len(y.token_ids) for group in found for y in group.generations}
     assert min(lengths) < 5 and max(lengths) > 40 and len(lengths) >= (9 if temperature else 4)
 
 
 class Asking(ByLetter):
-    """Asks on, twice."""
+    """Replies twice."""
 
     def reply(self, problem: Problem, generation: Generation) -> str | None:
         return "ab" if len(generation.turns) < 5 else None
 
 
 @pytest.mark.slow
-def test_later_turns_go_on_from_all_tokens_before_them():
-    """By the trainer's log-probabilities of what the policy wrote, and alone as among others."""
+def test_later_turns_continue_after_all_previous_tokens():
+    """Compares with the trainer's log-probabilities of the generated tokens, and with single requests."""
     problems, sampling = tiny_problems(9, MAX_PROMPT, seed=6), {"max_tokens": 40, "temperature": 0.7}
     groups = generate(make_rollouts(task=Asking()), problems, 4, **sampling)
     generations = [y for group in groups for y in group.generations]
@@ -213,8 +213,8 @@ def number_of_programs():
 
 
 @pytest.mark.slow
-def test_a_run_compiles_once():
-    """Steps of one size share the decoding loop, whatever their prompts; so do instances."""
+def test_later_calls_do_not_compile_again():
+    """Calls of the same size share the compiled decoding loop, also in other instances of the sampler."""
     problems = tiny_problems(12, MAX_PROMPT, seed=4)
     generate(make_rollouts(max_concurrent=8), problems[:4], 4)
     compiled = number_of_programs()
@@ -224,9 +224,9 @@ def test_a_run_compiles_once():
 
 
 @pytest.mark.slow
-def test_groups_come_as_they_complete_and_the_event_loop_is_free():
+def test_groups_are_yielded_early_without_blocking_the_event_loop():
     rollouts = make_rollouts(max_concurrent=4)
-    generate(rollouts, PROBLEMS, 4)  # compiles
+    generate(rollouts, PROBLEMS, 4)  # Compiles the programs.
 
     async def watch() -> tuple[list[int], int]:
         ticks, seen = 0, []
@@ -247,7 +247,7 @@ def test_groups_come_as_they_complete_and_the_event_loop_is_free():
     assert len(seen) == len(PROBLEMS) and len(set(seen)) > 3 and seen[0] > 0 and ticks > seen[0]
 
 
-def test_a_generation_that_is_broken_off_leaves_no_thread_and_no_trace(rollouts, groups):
+def test_a_cancelled_generation_waits_for_its_thread_and_leaves_no_state(rollouts, groups):
     busy: list[bool] = []
     advance, may_go_on = Slots.advance, threading.Event()
 
@@ -268,13 +268,13 @@ def test_a_generation_that_is_broken_off_leaves_no_thread_and_no_trace(rollouts,
         task = asyncio.create_task(first_of(PROBLEMS[:1]))
         await until(lambda: bool(busy))
         task.cancel()
-        for _ in range(10):  # turns of the event loop, in which a task that does not wait for the thread would end
+        for _ in range(10):  # A task that does not wait for the thread would end during these iterations.
             await asyncio.sleep(0)
         has_waited = not task.done()
         may_go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert has_waited and not busy  # the work on the device has ended
+        assert has_waited and not busy  # The device is idle.
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Slots, "advance", watched)

@@ -1,4 +1,4 @@
-"""Draws, compared with a softmax filtered by sorting: by statistics, and token by token."""
+"""Compares token sampling with a softmax that is filtered by sorting, statistically and token by token."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ FILTERS = [(0.1, 0), (0.5, 0), (0.9, 0), (0.99, 0), (0.999, 0), (1.0, 1), (1.0, 
 
 
 def reference_kept(probabilities, top_p, top_k):
-    """By sorting. Ties with the last token kept are kept too."""
+    """Returns a mask of the kept tokens, computed by sorting. Ties with the last kept token are kept."""
     ordered = np.sort(probabilities)[::-1]
     kept = probabilities >= ordered[min(top_k or len(ordered), len(ordered)) - 1]
     ordered = ordered[ordered >= probabilities[kept].min()]
@@ -27,7 +27,7 @@ def softmax(logits):
 
 
 def draw(logits, draws=DRAWS, index=3, temperature=1.0, top_p=1.0, top_k=0):
-    """Tokens and log-probabilities of as many seeds."""
+    """Samples one token for each of `draws` seeds, and returns the tokens and their log-probabilities."""
     columns = jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[:, None], (len(logits), draws))
     indices = jnp.full(draws, index, jnp.int32)
     seeds = jnp.arange(draws, dtype=jnp.uint32) * jnp.uint32(2654435761)
@@ -45,8 +45,8 @@ def random_logits(size, spread=1.0, ties=False, seed=0):
     ("size", "spread", "ties", "temperature", "top_p", "top_k"),
     [
         (32, 1.0, False, 1.0, 1.0, 0),
-        (300, 1.0, False, 1.4, 1.0, 0),  # blocks, the last one cut short
-        (40, 0.5, False, 1.0, 0.3, 0),  # rejected over and over
+        (300, 1.0, False, 1.4, 1.0, 0),  # Several blocks, the last one incomplete.
+        (40, 0.5, False, 1.0, 0.3, 0),  # Many rejections.
         (300, 0.5, True, 1.0, 0.5, 0),
         (40, 1.0, True, 1.0, 1.0, 7),
         (300, 1.0, False, 1.3, 0.6, 60),
@@ -62,23 +62,23 @@ def test_tokens_have_the_filtered_distribution(size, spread, ties, temperature, 
     assert not counts[~kept].any() and expected[kept].min() > 5
     chi_square, freedom = ((counts - expected)[kept] ** 2 / expected[kept]).sum(), kept.sum() - 1
     assert abs(chi_square - freedom) < 4.5 * np.sqrt(2 * freedom)
-    np.testing.assert_allclose(logprobs, np.log(unfiltered[tokens]), rtol=0, atol=2e-6)  # not renormalised
+    np.testing.assert_allclose(logprobs, np.log(unfiltered[tokens]), rtol=0, atol=2e-6)  # Not renormalized.
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), FILTERS)
 @pytest.mark.parametrize("spread", [0.1, 1.0, 5.0])
 @pytest.mark.parametrize("ties", [False, True])
-def test_what_is_accepted_is_what_sorting_keeps(top_p, top_k, spread, ties):
-    """Every token of every row, also those that a draw would never meet."""
+def test_accepted_tokens_are_those_that_sorting_keeps(top_p, top_k, spread, ties):
+    """Tests every token of every row, including tokens that are practically never sampled."""
     logits = np.random.default_rng(0).normal(scale=spread, size=(50, 300)).astype(np.float32)
     if ties:
         logits = np.round(logits * 4) / 4
     expected = np.stack([reference_kept(softmax(row), top_p, top_k) for row in logits])
-    p = jnp.exp(jnp.asarray(logits - logits.max(axis=1, keepdims=True))).T[None]  # one block
+    p = jnp.exp(jnp.asarray(logits - logits.max(axis=1, keepdims=True))).T[None]  # A single block.
     if top_k:
         p = jax.jit(token_sampling.keep_top_k, static_argnums=1)(p, top_k)
-    likelier = jax.vmap(lambda floor: token_sampling.mass_above(p, floor)[0])(p[0])
-    accepted = likelier < top_p * p.sum(axis=(0, 1))[None] if top_p < 1 else True
+    above = jax.vmap(lambda floor: token_sampling.mass_above(p, floor)[0])(p[0])
+    accepted = above < top_p * p.sum(axis=(0, 1))[None] if top_p < 1 else True
     found = np.asarray(accepted & (p[0] > 0)).T
     np.testing.assert_array_equal(found, expected)
     if top_k and not ties:
@@ -93,14 +93,14 @@ def test_what_is_accepted_is_what_sorting_keeps(top_p, top_k, spread, ties):
         (0.39, 0, {1}),
         (0.41, 0, {1, 3}),
         (0.91, 0, {0, 1, 2, 3}),
-        (0.75, 3, {1, 3}),  # 0.7 of the 0.9 that top-k leaves
+        (0.75, 3, {1, 3}),  # Tokens 1 and 3 have 0.7 of the remaining mass of 0.9.
     ],
 )
-def test_filters_by_hand(top_p, top_k, kept):
+def test_filters_keep_the_expected_tokens(top_p, top_k, kept):
     assert set(draw(np.log([0.1, 0.4, 0.2, 0.3]), draws=500, top_p=top_p, top_k=top_k)[0].tolist()) == kept
 
 
-def test_temperature_0_takes_the_first_of_the_likeliest():
+def test_temperature_0_selects_the_first_most_likely_token():
     logits = np.minimum(random_logits(3 * BLOCK - 50, ties=True), 2)
     assert (logits == logits.max()).sum() > 1
     tokens, logprobs = draw(logits, draws=5, temperature=0.0)
@@ -109,7 +109,7 @@ def test_temperature_0_takes_the_first_of_the_likeliest():
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
-def test_a_draw_depends_on_its_own_seed_and_index_alone(top_p):
+def test_a_sampled_token_depends_only_on_its_seed_and_index(top_p):
     logits = jnp.asarray(np.stack([random_logits(50, seed=seed) for seed in range(40)], axis=1))
     seeds, indices = jnp.arange(40, dtype=jnp.uint32) % 10, jnp.arange(40, dtype=jnp.int32) // 5
     settings = {"temperature": 1.0, "top_p": top_p, "top_k": 0}
@@ -132,7 +132,7 @@ def test_uniform_numbers_are_uniform_and_independent():
         assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.025
 
 
-def test_tokens_without_weight_are_never_drawn():
+def test_tokens_without_weight_are_never_sampled():
     weights = np.zeros((64, 3000), np.float32)
     rng = np.random.default_rng(0)
     weights[rng.integers(0, 64, (5, 3000)), np.arange(3000)] = rng.exponential(size=(5, 3000))

@@ -1,4 +1,4 @@
-"""JetStream's driver over our engine, compared with the embedded sampler, the trainer, and a client of its server."""
+"""Compares the JetStream sampler with the embedded sampler and the trainer, and tests failures and the gRPC server."""
 
 import asyncio
 import importlib.metadata
@@ -36,7 +36,7 @@ from poly_epo_jax.types import Generation, Group, Problem, Sampler, Sampling
 
 try:
     from poly_epo_jax.rollouts.jetstream import mended as jetstream
-    from poly_epo_jax.rollouts.jetstream.engine import EngineSize, Policy, Qwen3Engine, unpack
+    from poly_epo_jax.rollouts.jetstream.engine import EngineSize, Qwen3Engine, SamplingState, unpack
     from poly_epo_jax.rollouts.jetstream.sampler import JetStreamSampler
 except ConfigError as missing:
     if os.environ.get("POLY_EPO_REQUIRE_JETSTREAM"):
@@ -62,7 +62,7 @@ def updated(rollouts, seed=0, version=0):
 
 @pytest.fixture
 def make_rollouts():
-    """A constructor of samplers that are closed in the end."""
+    """Returns a function that creates rollouts, whose samplers are closed after the test."""
     made = []
 
     def make(size=SIZE, mesh=MESH):
@@ -116,8 +116,8 @@ def assert_same_groups(found, expected):
     ],
     ids=["greedy", "sampled", "filtered", "not a multiple of the samples of a slot"],
 )
-def test_generations_are_those_of_the_embedded_sampler(rollouts, embedded, num_generations, sampling):
-    """Also continuous batching: every case has more requests than there are slots."""
+def test_generations_match_the_embedded_sampler(rollouts, embedded, num_generations, sampling):
+    """Every case has more requests than slots, so it also tests continuous batching."""
     found = generate(rollouts, PROBLEMS, num_generations, **sampling)
     assert_same_groups(found, generate(embedded, PROBLEMS, num_generations, **sampling))
     reasons = [y.finish_reason for group in found for y in group.generations]
@@ -126,8 +126,8 @@ def test_generations_are_those_of_the_embedded_sampler(rollouts, embedded, num_g
 
 
 @pytest.mark.slow
-def test_later_turns_are_those_of_the_embedded_sampler(rollouts, embedded):
-    """Their prompts are longer than max_prompt_tokens."""
+def test_later_turns_match_the_embedded_sampler(rollouts, embedded):
+    """The prompts of later turns are longer than max_prompt_tokens."""
 
     class Asking(ByLetter):
         def reply(self, problem: Problem, generation: Generation) -> str | None:
@@ -142,22 +142,22 @@ def test_later_turns_are_those_of_the_embedded_sampler(rollouts, embedded):
 
 
 @pytest.mark.slow
-def test_log_probabilities_are_the_trainers(rollouts):
+def test_log_probabilities_match_the_trainer(rollouts):
     trainer, sampler = trainer_logprobs(0, generate(rollouts, temperature=0.7), 0.7)
     assert len(trainer) > 200 and trainer.std() > 0.5
     np.testing.assert_allclose(sampler, trainer, rtol=0, atol=1e-4)
 
 
-def test_a_group_is_the_same_alone_and_among_others(rollouts):
+def test_a_group_does_not_depend_on_other_groups(rollouts):
     together = generate(rollouts)
     assert_same_groups([generate(rollouts, [problem])[0] for problem in PROBLEMS], together)
 
 
 @pytest.mark.slow
-def test_greedy_generations_are_those_of_one_device(make_rollouts, rollouts):
+def test_greedy_generations_match_one_device(make_rollouts, rollouts):
     mesh = make_mesh(2, 2, 2)
     sharded = make_rollouts(mesh=mesh)
-    with pytest.raises(RuntimeError, match="There are no weights to generate with; call push_weights first"):
+    with pytest.raises(RuntimeError, match="call push_weights first"):
         generate(sharded)
     asyncio.run(sharded.push_weights(on_mesh(tiny_params(), mesh), 0))
     problems = PROBLEMS[:4]
@@ -167,11 +167,11 @@ def test_greedy_generations_are_those_of_one_device(make_rollouts, rollouts):
 
 
 @pytest.mark.slow
-def test_new_weights_wait_for_the_generations_under_way(make_rollouts, embedded):
-    """Also those that are asked for by whoever reads the generations, between two of them."""
+def test_weight_pushes_wait_for_generations_in_progress(make_rollouts, embedded):
+    """Weights are pushed by the consumer of the generations between two groups."""
     rollouts, params = make_rollouts(), on_mesh(tiny_params(1), MESH)
 
-    async def swap_meanwhile():
+    async def push_between_groups():
         groups = []
         async for group in rollouts.generate(PROBLEMS, 4, Sampling(MAX_TOKENS)):
             if not groups:
@@ -180,7 +180,7 @@ def test_new_weights_wait_for_the_generations_under_way(make_rollouts, embedded)
         return sorted(groups, key=lambda group: int(group.problem.id))
 
     before = generate(embedded)
-    assert_same_groups(asyncio.run(swap_meanwhile()), before)
+    assert_same_groups(asyncio.run(push_between_groups()), before)
     after = generate(rollouts)
     assert versions(before) == {0} and versions(after) == {7}
     trainer, sampler = trainer_logprobs(1, after, 1.0)
@@ -188,7 +188,7 @@ def test_new_weights_wait_for_the_generations_under_way(make_rollouts, embedded)
 
 
 @pytest.mark.slow
-def test_calls_and_updates_take_turns(make_rollouts, embedded):
+def test_calls_and_updates_run_one_after_another(make_rollouts, embedded):
     rollouts, params = make_rollouts(), on_mesh(tiny_params(), MESH)
 
     async def all_groups(temperature):
@@ -209,7 +209,7 @@ def test_calls_and_updates_take_turns(make_rollouts, embedded):
 
 
 @pytest.mark.slow
-def test_generations_that_are_broken_off_leave_no_trace(make_rollouts, embedded):
+def test_cancelled_generations_leave_no_state(make_rollouts, embedded):
     size = EngineSize(slots=2, samples_per_slot=4, max_prompt_tokens=MAX_PROMPT, max_tokens=2000)
     rollouts = make_rollouts(size)
     many = [*PROBLEMS[1:], *tiny_problems(30, MAX_PROMPT, seed=5)[1:]]
@@ -221,34 +221,34 @@ def test_generations_that_are_broken_off_leave_no_trace(make_rollouts, embedded)
         await iterator.aclose()
 
     async def cancelled():
-        under_way, may_go_on, step = threading.Event(), threading.Event(), rollouts.sampler._engine.generate
+        in_progress, may_continue, step = threading.Event(), threading.Event(), rollouts.sampler._engine.generate
 
         def held(*args):
-            under_way.set()
-            assert may_go_on.wait(PATIENCE)
+            in_progress.set()
+            assert may_continue.wait(PATIENCE)
             return step(*args)
 
         rollouts.sampler._engine.generate = held
         task = asyncio.create_task(first_of(many))
-        await until(under_way.is_set)
+        await until(in_progress.is_set)
         task.cancel()
-        may_go_on.set()
+        may_continue.set()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(first_of(many))
     asyncio.run(cancelled())
-    assert rollouts.sampler._driver._prefill_backlog.empty() and rollouts.sampler._engine.policy is None
+    assert rollouts.sampler._driver._prefill_backlog.empty() and rollouts.sampler._engine.sampling_state is None
     taken, insert = set(), rollouts.sampler._engine.insert
     rollouts.sampler._engine.insert = lambda *args, slot: taken.add(slot) or insert(*args, slot)
     assert_same_groups(generate(rollouts), generate(embedded))
     assert taken == {0, 1}
 
 
-def test_generations_go_on_where_the_last_slot_is_freed_under_the_drivers_eyes(make_rollouts, rollouts):
-    """The slot is freed between the driver's two looks at the slots: at the second it finds all of them free."""
+def test_the_driver_continues_if_the_last_slot_is_freed_between_its_checks(make_rollouts, rollouts):
+    """The slot is freed between the driver's two checks, so that the second check finds all slots free."""
     late, (expected,) = make_rollouts(), generate(rollouts, PROBLEMS[:1])
-    last_step = 1 + max(len(y.token_ids) for y in expected.generations)  # the last step finds that all have ended
+    last_step = 1 + max(len(y.token_ids) for y in expected.generations)  # The last step detects the end.
     driver, engine = late.sampler._driver, late.sampler._engine
     backlog, slots = driver._generate_backlogs[0], driver._generate_slots[0]
     get, put, step, init = backlog.get, slots.put, engine.generate, engine.init_decode_state
@@ -264,7 +264,8 @@ def test_generations_go_on_where_the_last_slot_is_freed_under_the_drivers_eyes(m
             raise
 
     def put_late(slot, block=True):
-        frees = not threading.current_thread().name.startswith("generate")  # that one only puts back what it looked at
+        # The generating thread only returns a slot after it has checked it.
+        frees = not threading.current_thread().name.startswith("generate")
         assert not frees or has_looked.wait(PATIENCE)
         put(slot, block)
         if frees:
@@ -283,27 +284,27 @@ def test_an_error_of_the_engine_is_raised_to_the_caller(make_rollouts, step):
     rollouts = make_rollouts()
 
     def broken(*args, **kwargs):
-        raise FloatingPointError("the engine is on fire")
+        raise FloatingPointError("engine failure")
 
     setattr(rollouts.sampler._engine, step, broken)
     thread = "prefill-0" if step == "prefill" else "generate-0"
-    for _ in range(2):  # it stays broken, and says so
-        message = f"JetStream's thread {thread} failed with FloatingPointError: the engine is on fire"
+    for _ in range(2):  # Later calls fail as well.
+        message = f"thread {thread} failed with FloatingPointError: engine failure"
         with pytest.raises(RuntimeError, match=message):
             generate(rollouts)
 
 
-def test_what_does_not_fit_is_refused(rollouts):
-    message = "problem seven has 11 tokens, more than train.max_prompt_tokens=10; raise that, or leave"
+def test_requests_that_are_too_long_raise_an_error(rollouts):
+    message = r"problem seven has 11 tokens, more than train\.max_prompt_tokens=10"
     with pytest.raises(ValueError, match=message):
         generate(rollouts, [*PROBLEMS, Problem("seven", "a" * 11, "")])
-    with pytest.raises(ValueError, match=r"Responses of 13 tokens do not fit .* sampling.max_tokens=12; raise that"):
+    with pytest.raises(ValueError, match=r"Responses of 13 tokens .* sampling.max_tokens=12; raise"):
         generate(rollouts, max_tokens=13)
     assert generate(rollouts, []) == []
 
 
 @pytest.mark.parametrize("installed", [None, "0.2.1"])
-def test_without_google_jetstream_one_sentence_says_what_to_run(monkeypatch, installed):
+def test_the_error_without_google_jetstream_contains_the_command_to_install_it(monkeypatch, installed):
     def version(name):
         if installed is None:
             raise importlib.metadata.PackageNotFoundError(name)
@@ -311,17 +312,17 @@ def test_without_google_jetstream_one_sentence_says_what_to_run(monkeypatch, ins
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = f"version {installed} is" if installed else "none is"
-    message = rf"needs google-jetstream 0\.2\.2, and {found} installed; .* bash third_party/jetstream/setup\.sh"
+    message = rf"google-jetstream 0\.2\.2, but {found} installed.* bash third_party/jetstream/setup\.sh"
     with pytest.raises(ConfigError, match=message):
         jetstream._check_version()
 
 
 @pytest.mark.slow
-def test_its_own_server_answers_a_client(embedded):
+def test_the_grpc_server_of_jetstream_answers_a_client(embedded):
     import grpc  # pyright: ignore[reportMissingImports]
 
     engine = Qwen3Engine(TINY, MESH, STOP_IDS, EngineSize(2, 2, MAX_PROMPT, MAX_TOKENS))
-    engine.policy = Policy(embedded.sampler.weights, 5, Sampling(MAX_TOKENS, temperature=0.0))
+    engine.sampling_state = SamplingState(embedded.sampler.weights, 5, Sampling(MAX_TOKENS, temperature=0.0))
     config = jetstream.config_lib.ServerConfig(
         interleaved_slices=("cpu=8",), interleaved_engine_create_fns=(lambda devices: engine,)
     )
@@ -337,16 +338,16 @@ def test_its_own_server_answers_a_client(embedded):
                 return list(client.Decode(message(max_tokens=6, token_content=content), timeout=60))
 
             responses = decode(expected.prompt_ids.tolist())
-            for prompt_ids, complaint in (([1] * 11, "has 11 tokens, not 1 to 10"), ([32], "are not from 0 to 31")):
+            for prompt_ids, complaint in (([1] * 11, "has 11 tokens, but must have 1 to 10"), ([32], "0 to 31")):
                 with pytest.raises(grpc.RpcError, match=complaint):
                     decode(prompt_ids)
             with pytest.raises(grpc.RpcError, match="send token ids"):
                 list(client.Decode(message(text_content=message.TextContent(text="a")), timeout=60))
             health = client.HealthCheck(jetstream.jetstream_pb2.HealthCheckRequest(), timeout=60)
-            assert health.is_live  # the refusals have not ended it
+            assert health.is_live  # The rejected requests have not stopped the driver.
     finally:
         server.stop()
-    for sample in (0, 1):  # both samples of the slot, decoded greedily
+    for sample in (0, 1):  # Both greedy samples of the slot.
         samples = [response.stream_content.samples[sample].token_ids for response in responses]
         token_ids, logprobs, found = unpack([ids for ids in samples if ids])
         np.testing.assert_array_equal(token_ids, expected.generations[0].token_ids)

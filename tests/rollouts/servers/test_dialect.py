@@ -1,4 +1,4 @@
-"""A server of another kind: everything that the sampler asks of it goes through its dialect."""
+"""Tests that `SGLangSampler` works with another kind of server through its `Dialect`."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from fakes import ByLetter, collect
 
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.servers.client import SGLangSampler
-from poly_epo_jax.rollouts.servers.dialect import Answer, Dialect, Endpoint, ServedModel
+from poly_epo_jax.rollouts.servers.dialect import Dialect, Endpoint, ServedModel, ServerCompletion
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
 from poly_epo_jax.rollouts.servers.weight_sync import WeightSync
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
@@ -21,7 +21,7 @@ PROBLEMS = [Problem(name, name, "") for name in "abc"]
 
 
 class Other:
-    """A server that needs no HTTP; it breaks its first generation off."""
+    """A dialect without HTTP. Its first generation is aborted."""
 
     def __init__(self):
         self.version, self.happened, self.is_paused, self.num_answers = "initial", [], False, 0
@@ -46,15 +46,15 @@ class Other:
         indices: Sequence[int],
         sampling: Sampling,
         stop_ids: Sequence[int],
-    ) -> list[Answer | WrongAnswer]:
+    ) -> list[ServerCompletion | WrongAnswer]:
         assert not self.is_paused
         return [self.answer(request, index) for index in indices]
 
-    def answer(self, request: Request, index: int) -> Answer:
+    def answer(self, request: Request, index: int) -> ServerCompletion:
         self.num_answers += 1
         token = 2 + int(request.seeds[index]) % 3
         reason = None if self.num_answers == 1 else "stop"
-        return Answer(np.array([token, 1], np.int32), np.full(2, -1, np.float32), reason, self.version)
+        return ServerCompletion(np.array([token, 1], np.int32), np.full(2, -1, np.float32), reason, self.version)
 
     async def pause(self, client: httpx.AsyncClient, url: str) -> None:
         self.is_paused = True
@@ -67,7 +67,7 @@ class Other:
 
 
 class Renaming:
-    """Loads nothing but the name."""
+    """A weight sync that only transfers the name of the weights."""
 
     def __init__(self, server: Other):
         self.server, self.prepared, self.present, self.pushed = server, "", "", []
@@ -86,7 +86,7 @@ class Renaming:
         pass
 
 
-def test_generations_and_weights_go_through_the_dialect():
+def test_generations_and_weight_updates_use_the_dialect():
     server = Other()
     sync = Renaming(server)
     assert isinstance(server, Dialect) and isinstance(sync, WeightSync)

@@ -1,4 +1,4 @@
-"""Which server is asked next, and the content of each request; real servers are in test_sglang.py."""
+"""Tests the selection of servers and the content of requests. test_sglang.py uses real servers."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ import pytest
 from fake_servers import answer_to_get, generated, open_rollouts
 from fakes import PATIENCE, collect, tiny_problems, until
 
-from poly_epo_jax.rollouts.servers.fleet import Fleet
+from poly_epo_jax.rollouts.servers.fleet import ServerPool
 from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.types import Sampling
 
@@ -19,28 +19,28 @@ async def never(url: str) -> None:
     await asyncio.Event().wait()
 
 
-def test_the_server_with_the_fewest_outstanding_tokens_is_next():
+def test_the_server_with_the_fewest_outstanding_tokens_is_selected():
     async def main() -> list[str]:
-        fleet = Fleet(URLS, URLS, 100, never)
-        async with fleet.lease(4, 900) as first, fleet.lease(4, 200) as second, fleet.lease(4, 200) as third:
-            async with fleet.lease(4, 1) as fourth:
+        pool = ServerPool(URLS, URLS, 100, never)
+        async with pool.lease(4, 900) as first, pool.lease(4, 200) as second, pool.lease(4, 200) as third:
+            async with pool.lease(4, 1) as fourth:
                 pass
-            async with fleet.lease(4, 1000) as fifth, fleet.lease(4, 1) as sixth:
+            async with pool.lease(4, 1000) as fifth, pool.lease(4, 1) as sixth:
                 return [server.url for server in (first, second, third, fourth, fifth, sixth)]
 
     assert asyncio.run(main()) == ["http://a", "http://b", "http://b", "http://b", "http://b", "http://a"]
 
 
-def test_no_server_is_given_more_than_it_takes_but_for_one_group():
+def test_the_generation_limit_of_a_server_is_only_exceeded_by_a_single_request():
     async def main() -> None:
-        fleet, asks, happened = Fleet(URLS[:1], URLS, 10, never), asyncio.Event(), []
+        pool, asks, happened = ServerPool(URLS[:1], URLS, 10, never), asyncio.Event(), []
 
         async def second() -> None:
             asks.set()
-            async with fleet.lease(1, 1):
+            async with pool.lease(1, 1):
                 happened.append("the second is given")
 
-        async with fleet.lease(64, 1):  # larger than the limit, but alone
+        async with pool.lease(64, 1):  # Exceeds the limit, but the server is idle.
             task = asyncio.create_task(second())
             await asks.wait()
             happened.append("the first is done")
@@ -50,136 +50,136 @@ def test_no_server_is_given_more_than_it_takes_but_for_one_group():
     asyncio.run(main())
 
 
-def test_a_server_that_failed_is_asked_again_once_it_is_back():
+def test_a_failed_server_is_used_again_after_it_has_recovered():
     async def main() -> None:
         back = asyncio.Event()
 
-        async def revive(url: str) -> None:
+        async def recover(url: str) -> None:
             assert url == "http://a"
             await back.wait()
 
-        fleet = Fleet(URLS, URLS, 100, revive)
-        async with fleet.lease(4, 1) as dead:
-            fleet.fail(dead, "it died")
-            fleet.fail(dead, "it is still dead")
-        async with fleet.lease(4, 1) as other, fleet.lease(4, 1) as again:
+        pool = ServerPool(URLS, URLS, 100, recover)
+        async with pool.lease(4, 1) as dead:
+            pool.fail(dead, "it died")
+            pool.fail(dead, "it is still dead")
+        async with pool.lease(4, 1) as other, pool.lease(4, 1) as again:
             assert other.url == again.url == "http://b"
             back.set()
             await until(lambda: dead.is_up)
-            async with fleet.lease(4, 1) as server:
+            async with pool.lease(4, 1) as server:
                 assert server.url == "http://a"
-        await fleet.close()
+        await pool.close()
 
     asyncio.run(main())
 
 
-def test_a_server_that_is_given_up_is_told_though_others_go_on(capsys):
+def test_a_failed_recovery_is_reported_while_other_servers_continue(capsys):
     async def main() -> None:
-        async def give_up(url: str) -> None:
+        async def fail_to_recover(url: str) -> None:
             raise ServerError(f"{url} has melted.")
 
-        fleet = Fleet(URLS, URLS, 100, give_up)
-        async with fleet.lease(4, 1) as server:
-            fleet.fail(server, "it died")
+        pool = ServerPool(URLS, URLS, 100, fail_to_recover)
+        async with pool.lease(4, 1) as server:
+            pool.fail(server, "it died")
             await until(lambda: server.failure is not None)
-        async with fleet.lease(4, 1) as other:
+        async with pool.lease(4, 1) as other:
             assert other.url == "http://b"
 
     asyncio.run(main())
-    assert "The server http://a is given up for this batch: http://a has melted." in capsys.readouterr().err
+    assert "Server http://a is not used for the rest of this batch: http://a has melted." in capsys.readouterr().err
 
 
-def test_when_every_server_is_given_up_the_reason_is_told():
+def test_an_error_is_raised_if_all_recoveries_fail():
     async def main() -> None:
-        async def give_up(url: str) -> None:
+        async def fail_to_recover(url: str) -> None:
             raise ServerError(f"{url} has melted.")
 
-        fleet = Fleet(URLS[:1], URLS, 100, give_up)
-        async with fleet.lease(4, 1) as server:
-            fleet.fail(server, "it died")
-        async with fleet.lease(4, 1):
+        pool = ServerPool(URLS[:1], URLS, 100, fail_to_recover)
+        async with pool.lease(4, 1) as server:
+            pool.fail(server, "it died")
+        async with pool.lease(4, 1):
             pass
 
-    with pytest.raises(ServerError, match=r"No server is left to generate. http://a has melted."):
+    with pytest.raises(ServerError, match=r"All servers have failed. http://a has melted."):
         asyncio.run(main())
 
 
-def test_a_revival_that_breaks_is_told_and_not_waited_for():
+def test_an_unexpected_error_of_a_recovery_is_raised():
     async def main() -> None:
-        async def breaks(url: str) -> None:
+        async def raise_key_error(url: str) -> None:
             raise KeyError("weight_version")
 
-        fleet = Fleet(URLS[:1], URLS, 100, breaks)
-        async with fleet.lease(4, 1) as server:
-            fleet.fail(server, "it died")
-        async with asyncio.timeout(PATIENCE), fleet.lease(4, 1):
+        pool = ServerPool(URLS[:1], URLS, 100, raise_key_error)
+        async with pool.lease(4, 1) as server:
+            pool.fail(server, "it died")
+        async with asyncio.timeout(PATIENCE), pool.lease(4, 1):
             pass
 
     with pytest.raises(ServerError, match="weight_version"):
         asyncio.run(main())
 
 
-def test_requests_say_all_that_sampling_does(monkeypatch):
-    asked = []
+def test_requests_contain_all_sampling_parameters(monkeypatch):
+    bodies = []
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
             return answer_to_get(request.url.path, weight_version="w")
-        asked.append(json.loads(request.content))
+        bodies.append(json.loads(request.content))
         return generated(request, "w")
 
     rollouts, problems = open_rollouts(answer, monkeypatch, URLS, None), tiny_problems(5, 8)
     sampling = Sampling(7, temperature=0.5, top_p=0.9, top_k=3, seed=11)
     groups = collect(rollouts, problems, 4, sampling)
     assert sorted(group.problem.id for group in groups) == ["0", "1", "2", "3", "4"]
-    assert len(asked) == 5  # one for each prompt
-    assert all(body["return_logprob"] and len(body["input_ids"]) == 4 for body in asked)
-    assert all(ids == body["input_ids"][0] for body in asked for ids in body["input_ids"])
-    said = [parameters for body in asked for parameters in body["sampling_params"]]
-    seeds = [parameters.pop("sampling_seed") for parameters in said]
+    assert len(bodies) == 5  # One request per prompt.
+    assert all(body["return_logprob"] and len(body["input_ids"]) == 4 for body in bodies)
+    assert all(ids == body["input_ids"][0] for body in bodies for ids in body["input_ids"])
+    sent = [parameters for body in bodies for parameters in body["sampling_params"]]
+    seeds = [parameters.pop("sampling_seed") for parameters in sent]
     assert len(set(seeds)) == 20 and all(0 <= seed < 2**31 for seed in seeds)
     parameters = {"max_new_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop_token_ids": [1, 14]}
-    assert said == [parameters] * 20
+    assert sent == [parameters] * 20
     collect(rollouts, problems, 4, sampling)
-    again = [parameters["sampling_seed"] for body in asked[5:] for parameters in body["sampling_params"]]
+    again = [parameters["sampling_seed"] for body in bodies[5:] for parameters in body["sampling_params"]]
     assert sorted(again) == sorted(seeds)
 
 
-def test_only_what_is_missing_of_a_group_is_resampled(monkeypatch):
-    """With the seeds that it was first asked for with: each generation is kept apart, though asked for in one list."""
-    asked = []
+def test_only_missing_generations_of_a_group_are_resampled(monkeypatch):
+    """The aborted generation of a list is resampled alone, with the same seed."""
+    bodies = []
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
             return answer_to_get(request.url.path, weight_version="w")
         parameters = json.loads(request.content)["sampling_params"]
-        asked.append([one["sampling_seed"] for one in parameters] if isinstance(parameters, list) else parameters)
+        bodies.append([one["sampling_seed"] for one in parameters] if isinstance(parameters, list) else parameters)
         answers = generated(request, "w").json()
-        if len(asked) == 1:
+        if len(bodies) == 1:
             answers[1]["meta_info"]["finish_reason"]["type"] = "abort"
         return httpx.Response(200, json=answers)
 
     rollouts = open_rollouts(answer, monkeypatch, URLS, None)
     (group,) = collect(rollouts, tiny_problems(1, 8), 4, Sampling(7))
     assert len(group.generations) == 4
-    first, second = asked
+    first, second = bodies
     assert second["sampling_seed"] == first[1]
     assert rollouts.metrics()["rollouts/resampled"] == 1
 
 
-def test_a_server_that_always_aborts_is_not_asked_for_ever(monkeypatch):
+def test_a_server_that_always_aborts_raises_an_error_after_8_attempts(monkeypatch):
     def abort(request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
             return answer_to_get(request.url.path, weight_version="w")
         return generated(request, "w", "abort", tokens=0)
 
     rollouts = open_rollouts(abort, monkeypatch, URLS, None)
-    with pytest.raises(ServerError, match="failed 8 times to generate for problem 0; see their logs"):
+    with pytest.raises(ServerError, match="for problem 0 on http://a, http://b after 8 attempts"):
         collect(rollouts, tiny_problems(1, 8), 2, Sampling(4))
     assert rollouts.metrics()["rollouts/resampled"] == 16
 
 
-def test_weights_that_change_during_an_evaluation_end_it(monkeypatch):
+def test_a_weight_change_during_an_evaluation_raises_an_error(monkeypatch):
     version = "w"
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -189,5 +189,5 @@ def test_weights_that_change_during_an_evaluation_end_it(monkeypatch):
         version = "another"
         return generated(request, version)
 
-    with pytest.raises(ServerError, match=r"http://[ab] changed weights during the batch; rerun the evaluation"):
+    with pytest.raises(ServerError, match=r"http://[ab] changed during the batch; rerun the evaluation"):
         collect(open_rollouts(answer, monkeypatch, URLS, None), tiny_problems(1, 8), 2, Sampling(4))

@@ -1,4 +1,4 @@
-"""Workers behind a router have the current weights before they are asked; the real router is in test_sglang.py."""
+"""Tests weight updates and prompts of workers behind a router. test_sglang.py uses a real router."""
 
 import asyncio
 import json
@@ -21,20 +21,20 @@ WORKERS: tuple[str, str] = ("http://a", "http://b")
 
 
 class Routed:
-    """Two workers and a router that asks the next listed one that lives, as the real one does."""
+    """Fake router with two workers. Like the real router, it forwards prompts to running workers in turn."""
 
     def __init__(self) -> None:
         self.versions: dict[str, str] = dict.fromkeys(WORKERS, "default")
         self.listed: list[str] = list(WORKERS)
         self.dead: set[str] = set()
-        self.served: list[tuple[str, str]] = []  # which worker generated, from which weights
-        self.fixed: set[str] = set()  # workers that accept no weights
+        self.served: list[tuple[str, str]] = []  # (worker, weight version) of each generation.
+        self.fixed: set[str] = set()  # Workers that do not accept weights.
         self.hung: set[str] = set()
-        self.dying = ""  # a worker that dies when it is given weights
-        self.first = ""  # a worker that must generate before the others do
-        self.waiting = 0  # prompts that wait for it
+        self.dying = ""  # Worker that terminates when it receives weights.
+        self.first = ""  # Worker that must generate before the others do.
+        self.waiting = 0  # Number of prompts that wait for `first`.
         self.asked = 0
-        self.answers = math.inf  # to how many prompts; the others wait
+        self.answers = math.inf  # Number of prompts that the router answers. Further prompts wait.
 
     async def handle(self, request: httpx.Request) -> httpx.Response:
         url = f"http://{request.url.host}"
@@ -97,7 +97,7 @@ async def all_groups(rollouts: Rollouts) -> list[Group]:
     return [group async for group in rollouts.generate(tiny_problems(32, 8), 4, Sampling(4))]
 
 
-def test_weights_and_prompts_go_to_every_worker(tmp_path: Path, monkeypatch):
+def test_weights_and_prompts_are_sent_to_all_workers(tmp_path: Path, monkeypatch):
     fake = Routed()
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
     for version in (1, 2):
@@ -108,7 +108,7 @@ def test_weights_and_prompts_go_to_every_worker(tmp_path: Path, monkeypatch):
     assert not fake.asked and rollouts.metrics()["rollouts/server_failures"] == 0
 
 
-def test_a_worker_with_other_weights_is_brought_to_the_present_ones_before_it_serves(tmp_path: Path, monkeypatch):
+def test_a_worker_with_other_weights_is_updated_before_it_generates(tmp_path: Path, monkeypatch):
     fake = Routed()
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
     asyncio.run(rollouts.push_weights(tiny_params(1), 1))
@@ -118,7 +118,7 @@ def test_a_worker_with_other_weights_is_brought_to_the_present_ones_before_it_se
     assert sum(version == "1" for _, version in fake.served) == 8
 
 
-def test_a_worker_that_joins_the_router_has_the_weights_before_it_is_asked(tmp_path: Path, monkeypatch):
+def test_an_added_worker_is_updated_before_it_generates(tmp_path: Path, monkeypatch):
     fake = Routed()
     fake.listed.remove(WORKERS[1])
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
@@ -134,7 +134,7 @@ def test_a_worker_that_joins_the_router_has_the_weights_before_it_is_asked(tmp_p
 
 
 @pytest.mark.parametrize("how", ["dead", pytest.param("hung", marks=pytest.mark.slow)])
-def test_a_worker_that_never_answers_holds_up_neither_weights_nor_batch(how: str, tmp_path: Path, monkeypatch):
+def test_a_worker_that_does_not_respond_delays_neither_updates_nor_batches(how: str, tmp_path: Path, monkeypatch):
     fake = Routed()
     getattr(fake, how).add(WORKERS[1])
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
@@ -148,7 +148,7 @@ def test_a_worker_that_never_answers_holds_up_neither_weights_nor_batch(how: str
 
 
 @pytest.mark.parametrize("how", ["dead", pytest.param("hung", marks=pytest.mark.slow)])
-def test_a_worker_that_answers_late_has_the_weights_before_it_is_asked(how: str, tmp_path: Path, monkeypatch):
+def test_a_worker_that_responds_late_is_updated_before_it_generates(how: str, tmp_path: Path, monkeypatch):
     fake, late = Routed(), WORKERS[1]
     silent: set[str] = getattr(fake, how)
     silent.add(late)
@@ -156,9 +156,9 @@ def test_a_worker_that_answers_late_has_the_weights_before_it_is_asked(how: str,
 
     async def main() -> None:
         await rollouts.push_weights(tiny_params(1), 1)
-        fake.first = late  # the other worker finishes nothing before this one does
+        fake.first = late  # The other worker finishes no request before this one does.
         batch = asyncio.create_task(all_groups(rollouts))
-        await until(lambda: fake.waiting == 16)  # as many as it is given at once
+        await until(lambda: fake.waiting == 16)  # max_concurrent / generations per prompt.
         assert fake.versions[late] == "default"
         silent.clear()
         assert {y.weight_version for group in await batch for y in group.generations} == {1}
@@ -168,30 +168,31 @@ def test_a_worker_that_answers_late_has_the_weights_before_it_is_asked(how: str,
     assert rollouts.metrics()["rollouts/resampled"] == 0
 
 
-def test_a_worker_that_dies_as_it_is_given_weights_is_left_out(tmp_path: Path, monkeypatch, capsys):
+def test_an_update_continues_without_a_worker_that_terminates(tmp_path: Path, monkeypatch, capsys):
     fake = Routed()
     fake.dying = WORKERS[1]
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
     asyncio.run(rollouts.push_weights(tiny_params(1), 1))
-    assert "The weight update of http://a, http://b broke off" in capsys.readouterr().err
+    assert "The weight update of http://a, http://b was interrupted" in capsys.readouterr().err
     collect(rollouts, tiny_problems(4, 8), 2, Sampling(4))
     assert_served(fake, WORKERS[:1], "1", 4)
 
 
 @pytest.mark.parametrize(
-    ("listed", "says"), [(list(WORKERS), "GET http://b.*does not accept connections"), ([], "lists none; start one")]
+    ("listed", "message"),
+    [(list(WORKERS), "GET http://b.*does not accept connections"), ([], "lists no workers; start one")],
 )
-def test_without_any_worker_the_router_is_named(listed: list[str], says: str, tmp_path: Path, monkeypatch):
+def test_an_error_without_workers_names_the_router(listed: list[str], message: str, tmp_path: Path, monkeypatch):
     fake = Routed()
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path, wait_seconds=0.0)
     asyncio.run(rollouts.push_weights(tiny_params(1), 1))
     fake.listed, fake.dead = listed, set(WORKERS)
-    with pytest.raises(ServerError, match=f"No worker of the router http://router answered within 0 s: .*{says}"):
+    with pytest.raises(ServerError, match=f"No worker of router http://router .*{message}"):
         asyncio.run(rollouts.push_weights(tiny_params(2), 2))
 
 
-def test_a_router_is_evaluated_as_it_is(monkeypatch):
-    """It is given the prompts itself, and no weights are sent."""
+def test_an_evaluation_sends_prompts_to_the_router(monkeypatch):
+    """No weights are pushed."""
     fake = Routed()
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], None)
     fake.versions = dict.fromkeys(WORKERS, "")
@@ -200,16 +201,16 @@ def test_a_router_is_evaluated_as_it_is(monkeypatch):
     assert fake.asked == 8
 
 
-def test_a_worker_that_takes_no_weights_is_refused_at_the_start(tmp_path: Path, monkeypatch):
+def test_workers_without_weight_updates_are_rejected_at_the_start(tmp_path: Path, monkeypatch):
     fake = Routed()
     fake.fixed = set(WORKERS)
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
-    with pytest.raises(ServerError, match=r"http://a has no /update_weights_from_disk .* rollouts.name=embedded"):
+    with pytest.raises(ServerError, match=r"http://a does not support weight updates.* rollouts.name=embedded"):
         asyncio.run(rollouts.push_weights(tiny_params(1), 1))
-    assert not any(tmp_path.iterdir())  # no weights were written
+    assert not any(tmp_path.iterdir())  # No weights were written.
 
 
-def test_a_worker_that_joins_and_takes_no_weights_is_given_up(tmp_path: Path, monkeypatch, capsys):
+def test_an_added_worker_without_weight_updates_is_not_used(tmp_path: Path, monkeypatch, capsys):
     fake = Routed()
     fake.listed.remove(WORKERS[1])
     rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
@@ -218,10 +219,10 @@ def test_a_worker_that_joins_and_takes_no_weights_is_given_up(tmp_path: Path, mo
     fake.fixed.add(WORKERS[1])
     collect(rollouts, tiny_problems(32, 8), 4, Sampling(4))
     assert_served(fake, WORKERS[:1], "1", 32)
-    assert "given up for this batch: http://b has no /update_weights_from_disk" in capsys.readouterr().err
+    assert "http://b does not support weight updates" in capsys.readouterr().err
 
 
-def test_a_router_in_trouble_is_named(tmp_path: Path, monkeypatch):
+def test_an_error_of_the_router_names_it(tmp_path: Path, monkeypatch):
     fake, asked = Routed(), []
 
     async def handle(request: httpx.Request) -> httpx.Response:
@@ -229,5 +230,5 @@ def test_a_router_in_trouble_is_named(tmp_path: Path, monkeypatch):
         return httpx.Response(500) if len(asked) > 1 else await fake.handle(request)
 
     rollouts = open_rollouts(handle, monkeypatch, [ROUTER], tmp_path)
-    with pytest.raises(ServerError, match=r"router http://router .*answered 500"):
+    with pytest.raises(ServerError, match=r"router http://router: it answered 500"):
         asyncio.run(rollouts.push_weights(tiny_params(1), 1))

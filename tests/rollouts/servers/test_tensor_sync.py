@@ -1,4 +1,4 @@
-"""Tensors handed to torch, whose copies run only when its queue does; real torch and servers are in test_sglang.py."""
+"""Tests `TensorSync` with a fake torch whose copies are asynchronous. test_sglang.py uses real torch and servers."""
 
 import sys
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from poly_epo_jax.rollouts.servers.weight_sync import TensorSync
 
 
 class Tensor:
-    """Bytes on a GPU: of JAX's, which are overwritten as soon as the tensor is gone, or of torch's own."""
+    """Fake GPU tensor. Memory borrowed from JAX is overwritten as soon as the tensor is deleted."""
 
     is_cuda, device, dtype = True, "cuda:0", "float32"
 
@@ -38,7 +38,7 @@ class Tensor:
 
 
 class Torch:
-    """Queues what is to be copied, and copies when it is waited for."""
+    """Fake torch that queues copies and executes them in `synchronize`."""
 
     uint8 = "uint8"
 
@@ -64,20 +64,20 @@ class Torch:
             target[:] = source
 
 
-def test_copies_are_complete_before_jax_has_its_memory_back(monkeypatch):
+def test_copies_are_complete_before_jax_reuses_its_memory(monkeypatch):
     torch = Torch()
     monkeypatch.setitem(sys.modules, "torch", torch)
     sync = TensorSync(TINY, "float32", tensor_parallel=1)
     sync.prepare(tiny_params(1), "1")
     sync.switch()
-    torch.synchronize("cuda:0")  # as happens eventually
+    torch.synchronize("cuda:0")  # The queue also runs eventually without a call of `synchronize`.
     (bucket,) = sync._buckets
     expected = [array for _, array in hf.exported_tensors(tiny_params(1), TINY, "float32")]
     expected = np.concatenate([np.array(array).reshape(-1).view(np.uint8) for array in expected])
     np.testing.assert_array_equal(bucket["flattened_tensor"].memory, expected)
 
 
-def test_without_torch_it_is_said_what_to_do(monkeypatch):
+def test_the_error_without_torch_names_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match="pip install torch, or choose disk"):
+    with pytest.raises(ImportError, match=r"pip install torch, or set rollouts\.weight_sync=disk"):
         TensorSync(TINY, "float32", tensor_parallel=1)

@@ -1,4 +1,4 @@
-"""Weights are written while generations run, and pushed when they are complete; real servers are in test_sglang.py."""
+"""Tests the order of weight updates, generations and restarts of servers. test_sglang.py uses real servers."""
 
 import asyncio
 import json
@@ -24,14 +24,14 @@ URLS = ["http://a", "http://b"]
 
 
 class Servers:
-    """Servers that load any folder that is there, and generate one token once `may_end` is set."""
+    """Fake servers that load any existing folder, and generate one token as soon as `may_end` is set."""
 
     def __init__(self) -> None:
         self.versions = dict.fromkeys(URLS, "default")
         self.loaded: list[tuple[str, str]] = []
-        self.happened: list[str] = []  # what was answered, and loaded
-        self.looks = Counter[str]()  # at a server's version
-        self.held: list[str] = []  # servers that are dying, and are asked whether they answer
+        self.happened: list[str] = []  # Completed generations and loaded weights, in order.
+        self.looks = Counter[str]()  # Number of queries of the weight version, by server.
+        self.held: list[str] = []  # Failed servers with a pending health check.
         self.asked, self.may_end, self.may_answer = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.dying = ""
         self.paused: set[str] = set()
@@ -63,7 +63,7 @@ class Servers:
         if endpoint == "generate" and "return_logprob" in body:
             self.asked.set()
             if self.dying == url:
-                self.versions[url] = "default"  # as it was started with
+                self.versions[url] = "default"  # The version that it was started with.
                 raise httpx.ConnectError("dead")
             version = self.versions[url]
             await until(lambda: url not in self.paused)
@@ -86,7 +86,7 @@ def versions(groups: list[Group]) -> set[int]:
     return {y.weight_version for group in groups for y in group.generations}
 
 
-def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Path, monkeypatch, now: list[float]):
+def test_weights_are_written_during_generations_and_pushed_after_them(tmp_path: Path, monkeypatch, now: list[float]):
     async def main() -> None:
         fake = Servers()
         rollouts, busy = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path), BusyTime()
@@ -105,7 +105,7 @@ def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Pa
         await fake.asked.wait()
         updating = asyncio.create_task(update())
         await until(lambda: on_disk(tmp_path) == ["1", "2"])
-        await until(stands_still)  # the update waits for generations, which does not count as time for the weights
+        await until(stands_still)  # Waiting for generations does not count as update time.
         before, now[0] = busy.seconds(), now[0] + 100
         fake.may_end.set()
         assert versions(await generating) == {1}
@@ -120,7 +120,7 @@ def test_weights_are_written_beside_generations_and_sent_after_them(tmp_path: Pa
 
 
 async def lost_in_a_batch(fake: Servers, rollouts: Rollouts) -> tuple[asyncio.Task, asyncio.Task]:
-    """A batch from the first weights during which server a has died, and the update to the second that waits for it."""
+    """Starts a batch with weights 1 in which server a fails, and an update to weights 2 that waits for the batch."""
     await rollouts.push_weights(tiny_params(1), 1)
     fake.dying = "http://a"
     generating = asyncio.create_task(generate(rollouts))
@@ -128,7 +128,7 @@ async def lost_in_a_batch(fake: Servers, rollouts: Rollouts) -> tuple[asyncio.Ta
     return generating, asyncio.create_task(rollouts.push_weights(tiny_params(2), 2))
 
 
-def test_a_server_that_comes_back_meanwhile_is_given_the_weights_of_its_batch(tmp_path: Path, monkeypatch, capsys):
+def test_a_server_that_recovers_during_a_batch_gets_the_weights_of_the_batch(tmp_path: Path, monkeypatch, capsys):
     async def main() -> None:
         fake = Servers()
         generating, updating = await lost_in_a_batch(fake, open_rollouts(fake.handle, monkeypatch, URLS, tmp_path))
@@ -138,8 +138,8 @@ def test_a_server_that_comes_back_meanwhile_is_given_the_weights_of_its_batch(tm
         await until(lambda: fake.versions["http://a"] != "default")
         assert fake.loaded[2:] == [("http://a", "1")] and not updating.done()
         assert on_disk(tmp_path) == ["1", "2"]
-        # The server is back once it has been checked, not as soon as it has the weights.
-        await until(lambda: "The server http://a is back" in capsys.readouterr().err)
+        # The server has recovered when it has been verified, not as soon as it has loaded the weights.
+        await until(lambda: "Server http://a has recovered" in capsys.readouterr().err)
         fake.may_end.set()
         assert versions(await generating) == {1}
         await updating
@@ -149,15 +149,13 @@ def test_a_server_that_comes_back_meanwhile_is_given_the_weights_of_its_batch(tm
     asyncio.run(main())
 
 
-def test_a_server_that_is_still_lost_when_the_batch_is_complete_is_given_only_the_new_weights(
-    tmp_path: Path, monkeypatch
-):
+def test_a_server_that_recovers_after_the_batch_gets_only_the_new_weights(tmp_path: Path, monkeypatch):
     async def main() -> None:
         fake = Servers()
         generating, updating = await lost_in_a_batch(fake, open_rollouts(fake.handle, monkeypatch, URLS, tmp_path))
         fake.may_end.set()
         assert versions(await generating) == {1}
-        await until(lambda: fake.held == ["http://a"])  # by the update: nothing else asks any more
+        await until(lambda: fake.held == ["http://a"])  # By the update: the recovery has been cancelled.
         assert not updating.done() and fake.loaded[2:] == [] and on_disk(tmp_path) == ["1", "2"]
         fake.dying = ""
         fake.may_answer.set()
@@ -168,8 +166,8 @@ def test_a_server_that_is_still_lost_when_the_batch_is_complete_is_given_only_th
     asyncio.run(main())
 
 
-def test_a_server_whose_weights_were_pushed_as_its_batch_ended_is_given_them_again(tmp_path: Path, monkeypatch):
-    """It stays paused where the client that was to let it go on is gone, and says that it has the weights."""
+def test_a_push_that_the_end_of_a_batch_interrupted_is_repeated(tmp_path: Path, monkeypatch):
+    """The server remains paused, although it reports the current weight version."""
 
     async def main() -> None:
         fake = Servers()
@@ -195,9 +193,9 @@ def test_a_server_whose_weights_were_pushed_as_its_batch_ended_is_given_them_aga
     asyncio.run(main())
 
 
-def test_of_two_hosts_that_share_servers_one_sends_and_the_other_waits(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(served_weights.secrets, "token_hex", lambda _: "run")  # as hosts agree upon
-    monkeypatch.setattr(served_weights, "LOOK_SECONDS", 0.001)
+def test_one_of_two_processes_with_shared_servers_pushes_the_weights(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(served_weights.secrets, "token_hex", lambda _: "run")  # Both processes use the same name.
+    monkeypatch.setattr(served_weights, "POLL_INTERVAL_SECONDS", 0.001)
     seconds = [0.0]
     monkeypatch.setattr(served_weights, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
 
@@ -210,7 +208,7 @@ def test_of_two_hosts_that_share_servers_one_sends_and_the_other_waits(tmp_path:
         second = Rollouts(sampler, build_character_tokenizer(TINY_ALPHABET), ByLetter(), 8)
 
         async def begin(version: int) -> asyncio.Task[list[Group]]:
-            """The second host's batch, once it has looked at both servers and found the weights at neither."""
+            """Starts a batch of the second process, and waits until it has queried both servers without success."""
             await second.push_weights(tiny_params(version), version)
             fake.looks.clear()
             task = asyncio.create_task(generate(second))
@@ -220,7 +218,7 @@ def test_of_two_hosts_that_share_servers_one_sends_and_the_other_waits(tmp_path:
 
         waiting = await begin(1)
         seconds[0] = 31.0
-        with pytest.raises(ServerError, match=r"http://[ab] was not given the weights run-1 in 30 s by the first host"):
+        with pytest.raises(ServerError, match=r"did not push weights run-1 to http://[ab] within 30 s"):
             async with asyncio.timeout(PATIENCE):
                 await waiting
         for version in (1, 2):

@@ -1,8 +1,8 @@
-"""Stands in for the CPU build of `sgl_kernel`, of which there is no wheel.
+"""Replaces the CPU build of `sgl_kernel`, which is not available as a wheel.
 
-SGLang on a CPU imports these names when it starts. Only the first is called in ordinary serving; the others belong to
-speculative decoding. `torch.ops.sgl_kernel.convert_weight_packed` has to stay undefined, or SGLang takes this for the
-build that has AMX.
+SGLang imports these names when it starts on CPU. Only the first function is called during normal serving; the others
+are used by speculative decoding. `torch.ops.sgl_kernel.convert_weight_packed` must remain undefined, because SGLang
+would otherwise assume the build for AMX.
 """
 
 __version__ = "0.0.0+cpustub"
@@ -17,7 +17,7 @@ def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, e
 
 def _missing(name):
     def function(*arguments, **keywords):
-        raise NotImplementedError(f"sgl_kernel.{name} is not part of the stand-in for CPU tests.")
+        raise NotImplementedError(f"sgl_kernel.{name} is not implemented by the replacement for CPU tests.")
 
     function.__name__ = name
     return function
