@@ -70,7 +70,7 @@ def pkpo_advantages(rewards: Float[Array | np.ndarray, "P N"], k: int) -> Float[
     _, num_generations = check_features(rewards=rewards)
     if not 2 <= k <= num_generations:
         raise ValueError(f"k is {k}, but must lie between 2 and num_generations {num_generations}.")
-    return _climb(rewards, _overtaken(num_generations, k))
+    return _climb(rewards, _best(num_generations, k)[1:])
 
 
 def _climb(rewards: Array | np.ndarray, shares: Float[np.ndarray, " steps"]) -> Float[Array, "P N"]:
@@ -94,12 +94,9 @@ def _beaten(N: int, k: int) -> Float[np.ndarray, " steps"]:
 
 
 @functools.cache
-def _overtaken(N: int, k: int) -> Float[np.ndarray, " steps"]:
-    """Of all sets, the share that joins a given generation from place j on with k - 1 of the j lowest; j = 1..N-1."""
-    return np.array([math.comb(j, k - 1) / math.comb(N, k) for j in range(1, N)], float)
-
-
-@functools.cache
 def _best(N: int, k: int) -> Float[np.ndarray, " N"]:
-    """Of all sets, the share whose best generation has place j; j = 0..N-1."""
+    """Returns the fraction of all sets that join one generation with k - 1 of the j lowest, for j = 0..N-1.
+
+    This is the fraction of the sets whose best generation has place j.
+    """
     return np.array([math.comb(j, k - 1) / math.comb(N, k) for j in range(N)], float)

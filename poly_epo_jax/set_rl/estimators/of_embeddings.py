@@ -111,14 +111,13 @@ def set_po_advantages(
       ValueError: on NaN (detected outside jit only); on mismatched shapes.
     """
     _, num_generations = check_features(rewards=rewards, embeddings=embeddings)
-    if num_generations == 1:
-        return jnp.zeros(rewards.shape)
+    num_others = max(num_generations - 1, 1)
     kernel = jnp.maximum(cosines(embeddings), 0)
     mass = kernel.sum(axis=-1)
     whole = -jnp.log1p(mass / num_generations).mean(axis=-1, keepdims=True)
-    without = -jnp.log1p((mass[:, None, :] - kernel) / (num_generations - 1))  # [P, i that is left out, j]
+    without = -jnp.log1p((mass[:, None, :] - kernel) / num_others)  # [P, i that is left out, j]
     itself = jnp.diagonal(without, axis1=1, axis2=2)
-    without = (without.sum(axis=-1) - itself) / (num_generations - 1)
+    without = (without.sum(axis=-1) - itself) / num_others
     return centred(jnp.asarray(rewards) + weight * (whole - without))
 
 
