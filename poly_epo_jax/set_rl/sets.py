@@ -16,10 +16,10 @@ _SMALL_TABLE = 2**16
 def check_set_size(num_generations: int, set_size: int) -> None:
     """Raises ValueError if not 1 <= set_size < num_generations."""
     if set_size < 1:
-        raise ValueError(f"set_size is {set_size}, but must be at least 1.")
+        raise ValueError(f"set_size={set_size} must be at least 1.")
     if num_generations <= set_size:
         raise ValueError(
-            f"num_generations is {num_generations}, but must exceed set_size {set_size}; "
+            f"num_generations={num_generations} must exceed set_size={set_size}; "
             "generate more responses per prompt or use smaller sets."
         )
 
@@ -65,9 +65,7 @@ def sample_sets(
     check_set_size(num_generations, set_size)
     total = math.comb(num_generations, set_size)
     if not 1 <= num_sets <= total:
-        raise ValueError(
-            f"num_sets is {num_sets}, but must lie between 1 and C({num_generations}, {set_size}) = {total}."
-        )
+        raise ValueError(f"num_sets={num_sets} must lie between 1 and C({num_generations}, {set_size}) = {total}.")
     # Selecting rows from a table of all sets is faster if the table is small, or at most twice as long as the result.
     if total <= max(_SMALL_TABLE, 2 * num_sets):
         rows = jax.random.choice(key, total, (num_sets,), replace=False)

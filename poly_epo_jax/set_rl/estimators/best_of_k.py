@@ -92,7 +92,7 @@ def pkpo_advantages(rewards: Float[Array | np.ndarray, "P N"], k: int) -> Float[
     """
     _, num_generations = check_features(rewards=rewards)
     if not 2 <= k <= num_generations:
-        raise ValueError(f"k is {k}, but must lie between 2 and num_generations={num_generations}.")
+        raise ValueError(f"k={k} must lie between 2 and num_generations={num_generations}.")
     return _climb(rewards, _best(num_generations, k)[1:])
 
 
