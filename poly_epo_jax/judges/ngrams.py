@@ -62,7 +62,11 @@ class NgramsJudge:
 
 
 def component_roots(is_near: Bool[np.ndarray, "N N"]) -> Int[np.ndarray, " N"]:
-    """Returns, for each index, the smallest index in its connected component of the graph of near pairs."""
+    """Returns, for each index, the smallest index in its connected component of the graph of near pairs.
+
+    Args:
+      is_near: Symmetric adjacency matrix of the graph.
+    """
     connected = is_near | np.eye(len(is_near), dtype=bool)
     while not np.array_equal(wider := connected @ connected, connected):
         connected = wider

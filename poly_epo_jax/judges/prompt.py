@@ -84,6 +84,10 @@ def delimiter_code(problem: str, responses: Sequence[str]) -> str:
 
     A response can contain the code only by chance, because changing a response changes the code. The code does not
     depend on the order of the responses.
+
+    Args:
+      problem: Text of the problem.
+      responses: Texts of the responses.
     """
     return hashlib.sha256(json.dumps([problem, sorted(responses)]).encode()).hexdigest()[:16]
 
@@ -98,7 +102,13 @@ def escape_control_tokens(text: str) -> str:
 
 
 def shorten(text: str, max_chars: int, code: str) -> str:
-    """Replaces the middle of texts longer than `max_chars` by a line that states the number of removed characters."""
+    """Replaces the middle of a long text by a line that states the number of removed characters.
+
+    Args:
+      text: The text.
+      max_chars: Maximum number of characters. Longer texts keep their first and last `max_chars // 2` characters.
+      code: Delimiter code, which the inserted line contains.
+    """
     half = max_chars // 2
     left_out = len(text) - 2 * half
     if len(text) <= max_chars:

@@ -30,7 +30,15 @@ def incorrect_clusters(
 ) -> Float[np.ndarray, " P"]:
     """Returns the expected number of distinct clusters among the incorrect ones of k generations.
 
-    `DEGENERATE_CLUSTER` is not counted. Arguments and errors are those of `correct_clusters`.
+    `DEGENERATE_CLUSTER` is not counted.
+
+    Args:
+      clusters: Cluster ids of the m generations of P problems.
+      correct: Whether each generation is correct.
+      k: Number of generations that are drawn, at most m.
+
+    Raises:
+      ValueError: If k is not in [1, m].
     """
     return correct_clusters(clusters, ~correct, k)
 

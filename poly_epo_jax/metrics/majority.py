@@ -100,9 +100,9 @@ def answer_entropy(answers: Int[np.ndarray, "problems generations"]) -> Float[np
     """Returns the entropy of the distinct answers of each problem, in nats: sum_a p_a ln(1 / p_a).
 
     p_a is the fraction of generations with answer a. The entropy is 0 if all answers are equal, and ln(generations) if
-    all differ. Missing answers (id -1) count as one answer. This is the discrete semantic entropy of Farquhar et al.
-    2024 (Nature 630, 625-630), where the task decides which answers are equal. Estimates from few generations are too
-    low, so only compare estimates from equal numbers of generations.
+    all differ. Missing answers (`NO_ANSWER`) count as one answer. This is the discrete semantic entropy of Farquhar et
+    al. 2024 (Nature 630, 625-630), where the task decides which answers are equal. Estimates from few generations are
+    too low, so only compare estimates from equal numbers of generations.
     """
     return np.array([_entropy(ids) for ids in answers], dtype=np.float64)
 

@@ -100,7 +100,16 @@ def reward_plus_diversity_advantages(
 ) -> Float[Array, "P N"]:
     """Computes the marginal set advantages of `reward_plus_diversity` over all C(N, n) sets without forming them.
 
-    Arguments and errors are those of `polychromic_advantages`.
+    Args:
+      rewards: Rewards of the N generations of P prompts.
+      clusters: Cluster ids of the generations. `DEGENERATE_CLUSTER` adds no diversity.
+      set_size: Number n of generations in a set.
+
+    Returns:
+      Advantages [P, N].
+
+    Raises:
+      ValueError: If not 1 <= set_size < N, if a reward is NaN (detected outside jit only), or if shapes differ.
     """
     on = _effects(rewards, clusters, set_size)
     return on.reward + on.diversity
@@ -127,7 +136,16 @@ def exploration_exploitation_synergy(
       product = E[R | y in G] E[d | y in G] - E[R] E[d]
       synergy = Cov(R, d | y in G) - Cov(R, d)
 
-    Arguments and errors are those of `polychromic_advantages`.
+    Args:
+      rewards: Rewards of the N generations of P prompts.
+      clusters: Cluster ids of the generations. `DEGENERATE_CLUSTER` adds no diversity.
+      set_size: Number n of generations in a set.
+
+    Returns:
+      The two terms of the advantages.
+
+    Raises:
+      ValueError: If not 1 <= set_size < N, if a reward is NaN (detected outside jit only), or if shapes differ.
     """
     on = _effects(rewards, clusters, set_size)
     product = on.mean_reward * on.diversity + on.mean_diversity * on.reward + on.reward * on.diversity

@@ -81,8 +81,19 @@ def ppo_clip_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0
 def cispo_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossAndMetrics:
     """Computes CISPO's loss: term = stop_gradient(clip(w, 1 - clip_low, 1 + clip_high)) A log p.
 
-    Unlike with `ppo_clip_loss`, every token keeps a gradient. Arguments, results and errors are those of
-    `ppo_clip_loss`, except that `clip_fraction` counts the tokens whose ratio lies outside the clip range.
+    Unlike with `ppo_clip_loss`, every token keeps a gradient.
+
+    Args:
+      tokens: Tokens of a microbatch.
+      clip_low: Lower clip range of the ratio w.
+      clip_high: Upper clip range of the ratio w.
+
+    Returns:
+      The loss, and the sums of `ppo_clip_loss`. `clip_fraction` is the number of tokens whose ratio lies outside the
+      clip range.
+
+    Raises:
+      ValueError: If the arrays of `tokens` differ in shape.
     """
     _check_shapes(tokens)
     ratio = jax.lax.stop_gradient(jnp.exp(tokens.log_ratio))
@@ -114,8 +125,17 @@ def gspo_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28)
     of a token's log-probability uses the weight and advantage of that token, as in the paper's GSPO-token and in verl.
     This equals GSPO if weights and advantages are equal within a sequence. The paper clips to 1 - 3e-4 and 1 + 4e-4.
 
-    Arguments, results and errors are those of `ppo_clip_loss`, except that `ratio` and `clip_fraction` refer to the
-    ratio of the token's sequence.
+    Args:
+      tokens: Tokens of a microbatch.
+      clip_low: Lower clip range of the ratio s.
+      clip_high: Upper clip range of the ratio s.
+
+    Returns:
+      The loss, and the sums of `ppo_clip_loss`. `ratio` and `clip_fraction` refer to the ratio s of the token's
+      sequence.
+
+    Raises:
+      ValueError: If the arrays of `tokens` differ in shape.
     """
     _check_shapes(tokens)
     log_ratio, stopped = tokens.log_ratio, jax.lax.stop_gradient(tokens.log_ratio)
@@ -154,7 +174,7 @@ def clip_cov_loss(
       cov_high: Upper bound of the covariance of candidates.
 
     Returns:
-      The results of `ppo_clip_loss`, with the additional sum `covariance_fraction` (number of detached tokens).
+      The loss, the sums of `ppo_clip_loss`, and the sum `covariance_fraction` (number of detached tokens).
 
     Raises:
       ValueError: If the arrays of `tokens` differ in shape.
@@ -187,7 +207,7 @@ def kl_cov_loss(
       cov_kl_coef: Coefficient of the penalty.
 
     Returns:
-      The results of `ppo_clip_loss` with `clip_fraction` 0, and the additional sum `covariance_fraction` (number of
+      The loss, the sums of `ppo_clip_loss` (with `clip_fraction` 0), and the sum `covariance_fraction` (number of
       penalized tokens).
 
     Raises:

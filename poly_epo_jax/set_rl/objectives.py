@@ -85,14 +85,25 @@ def determinant(
 
 
 def diversity(clusters: Int[Array | np.ndarray, "*prompts K n"]) -> Float[Array, "*prompts K"]:
-    """Returns the number of distinct clusters of each set, without `DEGENERATE_CLUSTER`, divided by n: d(G) of §4."""
+    """Returns the number of distinct clusters of each set, without `DEGENERATE_CLUSTER`, divided by n: d(G) of §4.
+
+    Args:
+      clusters: Cluster ids of the n generations of each set.
+    """
     clusters = jnp.asarray(clusters)
     seen_before = jnp.tril(clusters[..., :, None] == clusters[..., None, :], -1).any(axis=-1)
     return (~seen_before & (clusters != DEGENERATE_CLUSTER)).mean(axis=-1)
 
 
 def pass_at_n(rewards: Float[Array | np.ndarray, "*prompts K n"]) -> Float[Array, "*prompts K"]:
-    """Scores sets by their maximum reward: f = max_i r_i. For 0/1 rewards, the expectation of f is pass@n."""
+    """Scores sets by their maximum reward: f = max_i r_i. For 0/1 rewards, the expectation of f is pass@n.
+
+    Args:
+      rewards: Rewards of the n generations of each set.
+
+    Returns:
+      Scores of the sets.
+    """
     return jnp.max(rewards, axis=-1)
 
 
@@ -100,6 +111,12 @@ def mean_reward(rewards: Float[Array | np.ndarray, "*prompts K n"]) -> Float[Arr
     """Scores sets by their mean reward: f = 1/n sum_i r_i.
 
     Over all sets, the marginal set advantage is GRPO's advantage times (N - n) / (n (N - 1)).
+
+    Args:
+      rewards: Rewards of the n generations of each set.
+
+    Returns:
+      Scores of the sets.
     """
     return jnp.mean(rewards, axis=-1)
 

@@ -2,7 +2,7 @@
 
 All estimators are exact over all C(N, k) sets, for any N, and form no sets. Let r_(0) <= .. <= r_(N-1) be the sorted
 rewards of a prompt. The result of a generation is a sum over the steps r_(j) - r_(j-1) below its own reward, each times
-a fraction of sets, which is a ratio of binomials. All terms are non-negative, so none cancel.
+a fraction of sets, which is a ratio of binomials. All terms are non-negative, so there is no cancellation.
 """
 
 import functools

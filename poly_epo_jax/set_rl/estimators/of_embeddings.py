@@ -149,7 +149,11 @@ def set_po_advantages(
 
 
 def cosines(embeddings: Float[Array | np.ndarray, "*sets n D"]) -> Float[Array, "*sets n n"]:
-    """Returns the cosine similarities between the embeddings of each set, and 0 for zero embeddings."""
+    """Returns the cosine similarities between the embeddings of each set, and 0 for zero embeddings.
+
+    Args:
+      embeddings: Embeddings of the n generations of each set, with D dimensions.
+    """
     embeddings = jnp.asarray(embeddings, float)
     lengths = jnp.linalg.norm(embeddings, axis=-1, keepdims=True)
     return _inner_products(embeddings / jnp.where(lengths > 0, lengths, 1))
