@@ -20,7 +20,9 @@ def check_features(**features: Array | np.ndarray) -> tuple[int, int]:
         raise ValueError(f"Features must share their leading [P, N] shape, but have the shapes {shapes}.")
     for name, feature in features.items():
         if not isinstance(feature, Tracer) and np.isnan(feature).any():
-            raise ValueError(f"{name} contain NaN; set each value to a number, such as 0 for a missing score.")
+            raise ValueError(
+                f"The feature {name} contains NaN; set each value to a number, such as 0 for a missing score."
+            )
     num_prompts, num_generations = set(shapes.values()).pop()
     return num_prompts, num_generations
 

@@ -156,7 +156,7 @@ def clip_cov_loss(
 ) -> LossAndMetrics:
     """Computes the Clip-Cov loss (Cui et al., arXiv 2505.22617), which detaches a few tokens of `ppo_clip_loss`.
 
-    The detached tokens are those whose gradient would reduce the entropy most. The covariance of a token is
+    Updates of tokens with a high covariance reduce the entropy of the policy. The covariance of a token is
     cov_t = (A_t - mean A) (log p_t - mean log p), with means over the microbatch's response tokens. The candidates are
     the unclipped tokens with cov_low < cov_t < cov_high. The gradient of a random selection of them is removed.
 
@@ -183,7 +183,7 @@ def clip_cov_loss(
     term, held_back, ratio = _clipped(tokens.log_ratio, tokens, clip_low, clip_high)
     covariances = _covariances(tokens)
     is_candidate = tokens.is_response & ~held_back & (covariances > cov_low) & (covariances < cov_high)
-    chance = _few(cov_fraction, tokens) / jnp.maximum(is_candidate.sum(), 1)
+    chance = _num_selected(cov_fraction, tokens) / jnp.maximum(is_candidate.sum(), 1)
     is_detached = is_candidate & (jax.random.uniform(_key_of(tokens), term.shape) < chance)
     term = jnp.where(is_detached, jax.lax.stop_gradient(term), term)
     metrics = _ratio_metrics(held_back, tokens, ratio)
@@ -217,10 +217,9 @@ def kl_cov_loss(
     ratio = jnp.exp(tokens.log_ratio)
     covariances = jnp.where(tokens.is_response, _covariances(tokens), -jnp.inf)
     ascending = jnp.sort(covariances.ravel())
-    is_penalized = tokens.is_response & (covariances >= ascending[-_few(cov_fraction, tokens)])
-    distance = jnp.maximum(
-        tokens.log_ratio, -tokens.log_ratio
-    )  # its gradient at 0 is 0; the gradient of abs is 1 there
+    is_penalized = tokens.is_response & (covariances >= ascending[-_num_selected(cov_fraction, tokens)])
+    # The gradient of this form of abs is 0 at 0; the gradient of jnp.abs would be 1.
+    distance = jnp.maximum(tokens.log_ratio, -tokens.log_ratio)
     term = ratio * tokens.advantages - jnp.where(is_penalized, cov_kl_coef * distance, 0)
     metrics = _ratio_metrics(jnp.zeros_like(is_penalized), tokens, ratio)
     return _loss(term, tokens), metrics | {"covariance_fraction": jnp.sum(is_penalized, dtype=jnp.float32)}
@@ -322,7 +321,7 @@ def _covariances(tokens: Tokens) -> Array:
     return jax.lax.stop_gradient(above_mean(tokens.advantages) * above_mean(tokens.logprobs))
 
 
-def _few(fraction: float, tokens: Tokens) -> Int[Array, ""]:
+def _num_selected(fraction: float, tokens: Tokens) -> Int[Array, ""]:
     """Returns the given fraction of the number of response tokens, rounded down, but at least 1."""
     return jnp.maximum(jnp.floor(fraction * tokens.is_response.sum()), 1).astype(int)
 

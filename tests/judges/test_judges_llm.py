@@ -274,9 +274,7 @@ def test_all_prompts_share_one_wait(serve, monkeypatch):
     clock = iter([1.0, 4.0, 11.0, 12.0, 13.0, 20.0, 21.0])
     monkeypatch.setattr(llm, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     judge = make_judge(wait_seconds=10.0)
-    assert [failure(judge).kind for _ in range(3)] == [
-        "unreachable"
-    ] * 3  # the first after 10 s, the others immediately
+    assert [failure(judge).kind for _ in range(3)] == ["unreachable"] * 3  # after 10 s, and then immediately
     serve(completion(REPLY))
     assert isinstance(cluster(judge), Clustering)
     serve(down, down, completion(REPLY))  # the next outage has its own wait

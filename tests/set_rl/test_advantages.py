@@ -325,9 +325,9 @@ ON_ALL_ADVANTAGES = pytest.mark.parametrize(
 @ON_ALL_ADVANTAGES
 def test_nan_rewards_are_rejected(advantages):
     rewards = np.array([[1, 0, np.nan, 0]], np.float32)
-    with pytest.raises(ValueError, match="rewards contain NaN"):
+    with pytest.raises(ValueError, match="rewards contains NaN"):
         advantages(rewards, np.zeros((1, 4), int))
-    with pytest.raises(ValueError, match="rewards contain NaN"):
+    with pytest.raises(ValueError, match="rewards contains NaN"):
         grpo_advantages(rewards)
 
 

@@ -35,7 +35,7 @@ def pass_at_n_advantages(rewards: Float[Array | np.ndarray, "P N"], set_size: in
     """
     _, num_generations = check_features(rewards=rewards)
     check_set_size(num_generations, set_size)
-    return centred(_climb(rewards, _beaten(num_generations, set_size)))
+    return centred(_sum_of_steps(rewards, _fraction_below(num_generations, set_size)))
 
 
 def passk_advantages(rewards: Float[Array | np.ndarray, "P N"], k: int) -> Float[Array, "P N"]:
@@ -62,7 +62,7 @@ def passk_advantages(rewards: Float[Array | np.ndarray, "P N"], k: int) -> Float
     advantages = pass_at_n_advantages(rewards, k)
     ascending = jnp.sort(jnp.asarray(rewards, float), axis=-1)
     shortfall = ascending[:, -1:] - ascending  # difference of the prompt's and the set's best reward
-    share = jnp.asarray(_best(ascending.shape[-1], k), ascending.dtype)[None]
+    share = jnp.asarray(_fraction_best(ascending.shape[-1], k), ascending.dtype)[None]
     mean = (share * shortfall).sum(axis=-1, keepdims=True)
     variance = (share * (shortfall - mean) ** 2).sum(axis=-1, keepdims=True)
     return jnp.where(variance > 0, advantages / jnp.sqrt(jnp.where(variance > 0, variance, 1)), 0)
@@ -93,10 +93,10 @@ def pkpo_advantages(rewards: Float[Array | np.ndarray, "P N"], k: int) -> Float[
     _, num_generations = check_features(rewards=rewards)
     if not 2 <= k <= num_generations:
         raise ValueError(f"k={k} must lie between 2 and num_generations={num_generations}.")
-    return _climb(rewards, _best(num_generations, k)[1:])
+    return _sum_of_steps(rewards, _fraction_best(num_generations, k)[1:])
 
 
-def _climb(rewards: Array | np.ndarray, shares: Float[np.ndarray, " steps"]) -> Float[Array, "P N"]:
+def _sum_of_steps(rewards: Array | np.ndarray, shares: Float[np.ndarray, " steps"]) -> Float[Array, "P N"]:
     """Adds up the steps from the lowest reward of a prompt to each generation's reward, each times its fraction."""
     rewards = jnp.asarray(rewards, float)
     order = jnp.argsort(rewards, axis=-1)
@@ -111,13 +111,13 @@ def _climb(rewards: Array | np.ndarray, shares: Float[np.ndarray, " steps"]) -> 
 
 
 @functools.cache
-def _beaten(N: int, k: int) -> Float[np.ndarray, " steps"]:
+def _fraction_below(N: int, k: int) -> Float[np.ndarray, " steps"]:
     """Returns the fraction of a generation's sets whose other members are among j - 1 given others, for j = 1..N-1."""
     return np.array([math.comb(j - 1, k - 1) / math.comb(N - 1, k - 1) for j in range(1, N)], float)
 
 
 @functools.cache
-def _best(N: int, k: int) -> Float[np.ndarray, " N"]:
+def _fraction_best(N: int, k: int) -> Float[np.ndarray, " N"]:
     """Returns the fraction of all sets that consist of a given generation and k - 1 of the j lowest, for j = 0..N-1.
 
     For the generation with rank j, this is the fraction of all sets in which it is the best.

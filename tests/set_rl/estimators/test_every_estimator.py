@@ -148,7 +148,7 @@ def test_nan_and_mismatched_shapes_are_rejected(name, monkeypatch):
     read = [key for key in inspect.signature(function).parameters if key in features]
     for key in set(read) & {"rewards", "mean_logprob", "embeddings"}:
         broken = {name: features[name] for name in read} | {key: np.full_like(features[key], np.nan)}
-        with pytest.raises(ValueError, match=f"{key} contain NaN"):
+        with pytest.raises(ValueError, match=f"{key} contains NaN"):
             function(**broken, **NUMBERS[name])
     if len(read) > 1:
         monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
