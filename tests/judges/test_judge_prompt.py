@@ -161,7 +161,7 @@ def test_the_rubric_contains_the_number_of_responses(tmp_path):
     (tmp_path / "own.txt").write_text('{num_responses} of {"1": {}} \u00e9', encoding="utf-8")
     own, _ = build_messages(load_rubric(str(tmp_path / "own.txt")), "What is 2 + 2?", ["4"], 100)
     assert own[0] == {"role": "system", "content": '1 of {"1": {}} \u00e9'}
-    with pytest.raises(ValueError, match=r"prompt_file .*none\.txt is not a file"):
+    with pytest.raises(ValueError, match=r"prompt_file=.*none\.txt is not a file"):
         load_rubric(str(tmp_path / "none.txt"))
 
 
