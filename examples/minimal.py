@@ -139,7 +139,7 @@ def train(folder: str, num_steps: int) -> None:
         sequences = sample(model, params, tokenizer, problems, jax.random.fold_in(key, step))
         rewards_PN, clusters_PN = grade(task, tokenizer, problems, sequences)
         params, state = update(model, optimizer, params, state, sequences, advantages(rewards_PN, clusters_PN))
-        distinct = np.mean([len(set(ids[right])) for ids, right in zip(clusters_PN, rewards_PN == 1, strict=True)])
+        distinct = np.mean([len(set(ids[correct])) for ids, correct in zip(clusters_PN, rewards_PN == 1, strict=True)])
         print(f"step {step}: reward {rewards_PN.mean():.2f}, distinct correct strategies of {N}: {distinct:.2f}")
 
 

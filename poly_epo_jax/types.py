@@ -1,6 +1,7 @@
-"""The types that pass through a training step, and the three interfaces that users implement: Sampler, Task, Judge.
+"""Core data types of a training step, and the protocols that users implement: `Sampler`, `Task` and `Judge`.
 
-`Problem -> Group of N Generations -> GradedGroup (rewards, clusters)`; everything after that is arrays.
+A step turns each `Problem` into a `Group` of N generations, and then into a `GradedGroup` with rewards and clusters.
+All later stages operate on arrays.
 """
 
 import dataclasses
@@ -11,23 +12,27 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
 Params = dict[str, Any]
-"""A policy's weights: a nested dict of arrays, the state of `model.qwen3.Qwen3`."""
+"""Weights of a policy: the state of `model.qwen3.Qwen3` as a nested dict of arrays."""
 
 DEGENERATE_CLUSTER = 100
-"""The cluster of generations that are no attempt at reasoning (paper appendix, LM-Judge and Diversity Function)."""
+"""Cluster id of degenerate responses: responses without reasoning (paper appendix, LM-Judge and Diversity Function)."""
 
 
 FinishReason = Literal["stop", "length"]
-"""A stop token ended the response, or its token limit did."""
+"""Reason for the end of a response: "stop" for a stop token, "length" for the token limit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One task instance: `prompt` is the text the policy reads, `answer` whatever the task checks against.
+    """A problem of a task.
 
-    If `chat` is true, `prompt` is a user's message, which the tokenizer's own chat template turns into that text.
-    `occurrence` counts, from 0, the problem's earlier occurrences in the batch: at the end of an epoch a batch may hold
-    it twice. Both are the same problem, but have different generations.
+    Attributes:
+      id: Unique name of the problem within its task.
+      prompt: Text that the policy completes or, if `chat` is True, the user message of a chat.
+      answer: Reference answer, in the format that the task's reward expects.
+      chat: Whether the chat template of the tokenizer is applied to `prompt`.
+      occurrence: Number of earlier occurrences of the problem in the batch. A batch that spans the end of an epoch may
+        contain a problem twice. The occurrences compare equal, but have different generations.
     """
 
     id: str
@@ -39,15 +44,18 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Generation:
-    """One response y_i of T tokens, in one turn or several.
+    """A response y_i of T tokens, in one or several turns.
 
-    `loss_mask` [T] marks what the policy wrote and may be trained on; the rest are the task's replies, whose logprobs
-    are 0. `token_ids` and `logprobs` [T] include the stop token of each of the policy's turns; `text` does not, except
-    for the part of that token's text before a stop string.
-    `logprobs` are log-softmax(logits / temperature) of the chosen tokens, not renormalised for top-p or top-k: with
-    either of these, a generation is for evaluation only.
-    `turns` are the policy's text, the task's reply, the policy's next text and so on. `weight_version` is the number of
-    training steps that the sampling weights had seen.
+    Attributes:
+      token_ids: Tokens of all turns, including the stop token of each of the policy's turns.
+      logprobs: Log-probabilities of the tokens, in nats: log-softmax(logits / temperature), not renormalized for top-p
+        or top-k. Generations sampled with top-p or top-k can therefore be used for evaluation only. 0 for tokens of the
+        task's replies.
+      loss_mask: True for tokens that the policy generated, which can be trained on, and False for the task's replies.
+      turns: Alternating texts of the policy and the task, starting with the policy. They do not contain stop tokens,
+        except for the part of a stop token's text before a stop string.
+      finish_reason: Reason for the end of the last turn.
+      weight_version: Number of training steps that produced the sampling weights.
     """
 
     token_ids: Int[np.ndarray, " T"]
@@ -59,13 +67,19 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """All turns, one after the other."""
+        """Concatenated text of all turns."""
         return "".join(self.turns)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
-    """A prompt x and its N generations."""
+    """A prompt x and its N generations.
+
+    Attributes:
+      problem: The problem.
+      prompt_ids: Token ids of the prompt.
+      generations: The N generations.
+    """
 
     problem: Problem
     prompt_ids: Int[np.ndarray, " L"]
@@ -74,9 +88,12 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Clustering:
-    """Cluster ids [N], `DEGENERATE_CLUSTER` for what is no attempt at reasoning; and the judge's reasons, if any.
+    """The clusters of the N generations of a group.
 
-    `features` are arrays [N, ...] by name, such as embeddings, that the judge adds for advantage estimators.
+    Attributes:
+      ids: Cluster ids, `DEGENERATE_CLUSTER` for degenerate responses. Ids have a meaning only within their group.
+      rationales: The judge's reason for each id, or None if the judge gives none.
+      features: Arrays [N, ...] by name, such as embeddings, which the judge adds for advantage estimators.
     """
 
     ids: Int[np.ndarray, " N"]
@@ -86,9 +103,11 @@ class Clustering:
 
 @dataclasses.dataclass(frozen=True)
 class JudgeFailure:
-    """Why a judge could not cluster a group. A clustering is never invented in its place.
+    """The result of a judge that failed to cluster a group. Failures are never replaced by a default clustering.
 
-    `kind` is one word, by which failures are counted; `reason` is a sentence.
+    Attributes:
+      kind: One word, under which the failure is counted in the metrics.
+      reason: One sentence that describes the failure.
     """
 
     kind: str
@@ -97,9 +116,13 @@ class JudgeFailure:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GradedGroup:
-    """A group with its rewards [N], which of them count as correct [N], and its clustering or why it has none.
+    """A group with its rewards and clusters.
 
-    `clustering` is None if no judge is asked for one.
+    Attributes:
+      group: The group.
+      rewards: Rewards of the N generations in [0, 1].
+      correct: Whether each generation counts as correct.
+      clustering: The clustering, the failure of the judge, or None if the judge does not cluster.
     """
 
     group: Group
@@ -110,9 +133,14 @@ class GradedGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How to sample. `top_p` 1 and `top_k` 0 switch their filters off; `temperature` 0 is greedy.
+    """Sampling parameters.
 
-    `max_tokens` bounds a whole response, the task's replies included.
+    Attributes:
+      max_tokens: Maximum number of tokens of a response, including the task's replies.
+      temperature: Sampling temperature. 0 selects greedy decoding.
+      top_p: Cumulative probability of the tokens that are sampled from. 1 disables the filter.
+      top_k: Number of most probable tokens that are sampled from. 0 disables the filter.
+      seed: Seed from which the seed of each completion is derived.
     """
 
     max_tokens: int
@@ -124,9 +152,15 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt of L tokens to be completed N times, once with each seed, by at most `max_tokens` tokens each.
+    """A prompt of L tokens and the seeds of its N completions.
 
-    A completion depends on its prompt and seed, not on what is sampled alongside it. `problem_id` is for messages.
+    A completion depends only on its prompt and seed, not on other completions that are sampled at the same time.
+
+    Attributes:
+      problem_id: Id of the problem, for messages.
+      prompt_ids: Token ids of the prompt.
+      seeds: One seed per completion.
+      max_tokens: Maximum number of tokens of a completion.
     """
 
     problem_id: str
@@ -137,7 +171,16 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Completion:
-    """The completion of one seed: `request` is the index of its request, `index` that of its seed; see Generation."""
+    """The completion of a prompt with one seed.
+
+    Attributes:
+      request: Index of the request.
+      index: Index of the seed within the request.
+      token_ids: Sampled tokens, see `Generation`.
+      logprobs: Log-probabilities of the tokens, see `Generation`.
+      finish_reason: Reason for the end of the completion.
+      weight_version: Number of training steps that produced the sampling weights.
+    """
 
     request: int
     index: int
@@ -149,12 +192,15 @@ class Completion:
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Where completions come from: token ids in, token ids out."""
+    """Samples completions in token ids for prompts in token ids."""
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-        """Yields every completion of every request, in any order. Those of one call are from weights of one version.
+        """Yields all completions of all requests, in any order. All completions of a call use weights of one version.
 
-        `sampling` says how tokens are sampled; the requests say how many, and with which seeds.
+        Args:
+          requests: Prompts, seeds and token limits.
+          sampling: Temperature, top-p, top-k, and the maximum number of tokens of any completion. The seeds and the
+            token limit of each completion are those of its request.
         """
         ...
 
@@ -168,7 +214,7 @@ class Sampler(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees what the sampler holds."""
+        """Releases the resources of the sampler."""
         ...
 
 
@@ -177,57 +223,66 @@ class Judge(Protocol):
     """Clusters the generations of one prompt by reasoning strategy (paper §4)."""
 
     async def cluster(self, group: Group) -> Clustering | JudgeFailure | None:
-        """Which generations share a strategy, or why that could not be determined; None from the judge `none`."""
+        """Returns the clustering of a group, or a failure. Only the judge `none` returns None."""
         ...
 
 
 @runtime_checkable
 class Task(Protocol):
-    """Problems and their verifiable reward. The protocols below describe what else a task may offer."""
+    """Problems with a verifiable reward. The protocols below describe optional methods of a task.
+
+    Attributes:
+      train_problems: Problems that are trained on.
+      held_out_problems: Problems that are evaluated during training.
+    """
 
     train_problems: Sequence[Problem]
     held_out_problems: Sequence[Problem]
 
     def reward(self, problem: Problem, generation: Generation) -> float:
-        """r(x, y) in [0, 1]."""
+        """Returns the reward r(x, y) in [0, 1]."""
         ...
 
 
 @runtime_checkable
 class PartialCredit(Task, Protocol):
-    """A task whose responses count as correct from a reward of `correct_from` on; for other tasks, from 1 on."""
+    """A task with partial rewards.
+
+    Attributes:
+      correct_from: Minimum reward of a correct response. It is 1 for other tasks.
+    """
 
     correct_from: float
 
 
 @runtime_checkable
 class Strategic(Task, Protocol):
-    """A task that knows the strategies of its responses."""
+    """A task that determines the strategy of each response."""
 
     def strategy(self, problem: Problem, generation: Generation) -> Hashable | None:
-        """A value that is equal for responses of one strategy; None for what is no attempt."""
+        """Returns a value that is equal for responses with the same strategy, or None for a degenerate response."""
         ...
 
 
 @runtime_checkable
 class Voting(Task, Protocol):
-    """A task whose responses give answers that can be compared."""
+    """A task whose responses contain final answers that can be compared."""
 
     def answer(self, problem: Problem, generation: Generation) -> str | None:
-        """The answer that the response gives, if it gives one."""
+        """Returns the final answer of the response, or None if it has none."""
         ...
 
     def same_answer(self, problem: Problem, first: str, second: str) -> bool:
-        """Whether two answers count as the same vote."""
+        """Returns True if two answers count as the same vote."""
         ...
 
 
 @runtime_checkable
 class Conversational(Task, Protocol):
-    """A task of several turns: it replies to what the policy wrote, and the policy continues."""
+    """A task with several turns, which replies to the policy before the policy continues."""
 
     def reply(self, problem: Problem, generation: Generation) -> str | None:
-        """The exact text that the policy reads next, control tokens included; None if the response is complete."""
+        """Returns the text of the reply, including control tokens, or None if the response is complete."""
         ...
 
 
@@ -236,13 +291,19 @@ class Served(Protocol):
     """A judge that depends on a server."""
 
     async def wait_until_ready(self) -> None:
-        """Returns once the server answers; called before the first step."""
+        """Waits until the server responds. Called before the first step."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class JudgeLoad:
-    """The most that a judge is shown at once: how many responses, and how many tokens in the prompt and in each."""
+    """Size of the largest request to a judge.
+
+    Attributes:
+      num_responses: Number of responses.
+      prompt_tokens: Maximum number of tokens of the prompt.
+      response_tokens: Maximum number of tokens of a response.
+    """
 
     num_responses: int
     prompt_tokens: int
@@ -251,46 +312,47 @@ class JudgeLoad:
 
 @runtime_checkable
 class Limited(Protocol):
-    """A judge that can read and write only a limited amount."""
+    """A judge with limits on the size of requests and replies."""
 
     async def shortfalls(self, load: JudgeLoad) -> list[str]:
-        """What would not fit, one sentence each; called before the first step."""
+        """Returns one sentence per limit that the load exceeds. Called before the first step."""
         ...
 
 
 @runtime_checkable
 class Sleeping(Protocol):
-    """A sampler that can give up its memory for the update."""
+    """A sampler that can release its memory during the update."""
 
     async def sleep(self) -> None:
-        """Called when a batch is complete; the sleep ends when weights are pushed. Nothing is sampled in between."""
+        """Releases memory after a batch is complete. No samples are requested until the next `push_weights` call."""
         ...
 
 
 @runtime_checkable
 class Counting(Protocol):
-    """A task, judge or sampler that counts what it retried or gave up; the counts go to the step's metrics."""
+    """A task, judge or sampler with counters, such as retries, which are logged with the metrics of a step."""
 
     def metrics(self) -> dict[str, float]:
-        """The counts since the last call."""
+        """Returns the counts since the last call."""
         ...
 
 
 Metrics = dict[str, float]
+"""Values by name, such as `eval/reward`."""
 
 
 Part = TypeVar("Part")
 
 
 class Registry(dict[str, Part]):
-    """A dict in which a taken name cannot be given to another part, as runs that name it would silently change."""
+    """A dict whose entries cannot be replaced, because this would change runs that refer to them by name."""
 
     def __setitem__(self, name: str, part: Part) -> None:
-        """Registers a part.
+        """Registers an entry.
 
         Raises:
-          ValueError: the name is taken.
+          ValueError: If the name is already registered.
         """
         if name in self:
-            raise ValueError(f"There is a part named {name!r} already; choose another name than {', '.join(self)}.")
+            raise ValueError(f"The name {name!r} is already registered; choose a name other than {', '.join(self)}.")
         super().__setitem__(name, part)

@@ -1,4 +1,4 @@
-"""The judges that cluster the generations of a prompt: what each needs, and how to open it."""
+"""Registry of the judges, which cluster the generations of a prompt."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,23 +11,25 @@ from poly_epo_jax.types import DEGENERATE_CLUSTER, Group, Judge, Registry, Strat
 
 
 class NoJudge:
-    """Does not cluster."""
+    """A judge that does not cluster."""
 
     async def cluster(self, group: Group) -> None:
+        """Returns None."""
         return None
 
 
 @dataclasses.dataclass(frozen=True)
 class JudgeEntry:
-    """A judge that can be named in judge.name.
+    """An entry of `JUDGES`, selected by `judge.name`.
 
-    Args:
-      open: (task, section `judge` of the configuration, **judge.options) -> judge.
-      title: its name in prose.
-      task: the protocol that the task must meet.
-      needs_url: whether its server must be named in judge.url.
-      clusters: whether its clusters mean anything. If they do not, no advantage estimator may read them.
-      most: the most generations of a prompt that it can cluster; None: any number.
+    Attributes:
+      open: Function `(task, section, **options) -> judge`, where `section` is the `judge` section of the configuration
+        and `options` are `judge.options`.
+      title: Name of the judge in prose.
+      task: Protocol that the task must implement.
+      needs_url: Whether `judge.url` is required.
+      clusters: Whether the judge clusters. If False, methods that read clusters are rejected.
+      most: Maximum number of generations of a prompt that the judge can cluster. If None, there is no limit.
     """
 
     open: Callable[..., Judge]
@@ -42,6 +44,6 @@ JUDGES: Registry[JudgeEntry] = Registry(
     exact=JudgeEntry(lambda task, section: ExactJudge(task), "the task's own strategies", task=Strategic),
     answer=JudgeEntry(lambda task, section: AnswerJudge(task), "final answers", task=Voting),
     llm=JudgeEntry(LLMJudge, "a language model", needs_url=True, most=DEGENERATE_CLUSTER - 1),
-    ngrams=JudgeEntry(NgramsJudge, "pieces of text in common"),
+    ngrams=JudgeEntry(NgramsJudge, "shared character n-grams"),
     none=JudgeEntry(lambda task, section: NoJudge(), "no clusters", clusters=False),
 )

@@ -1,4 +1,4 @@
-"""The judge for tasks whose responses give answers: one cluster for each answer."""
+"""Judge that clusters responses by their final answers."""
 
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
@@ -8,13 +8,17 @@ from poly_epo_jax.types import Clustering, Group, Voting
 
 
 class AnswerJudge:
-    """Clusters by the final answer: generations share a cluster if `task.same_answer` says their answers are equal."""
+    """Clusters generations by their final answers, which are compared with `task.same_answer`.
+
+    Args:
+      task: Extracts and compares the answers.
+    """
 
     def __init__(self, task: Voting):
         self._task = task
 
     async def cluster(self, group: Group) -> Clustering:
-        """A generation without an answer is in `DEGENERATE_CLUSTER`."""
+        """Returns one cluster per answer. Generations without an answer are in `DEGENERATE_CLUSTER`."""
         return clusters_of(await asyncio.to_thread(self._first_equals, group))
 
     def _first_equals(self, group: Group) -> list[int | None]:
@@ -24,15 +28,15 @@ class AnswerJudge:
 
 
 def first_equals(answers: Sequence[Hashable | None], same: Callable[[int, int], bool]) -> list[int | None]:
-    """For each answer, the index of the first answer that equals it; None where there is no answer.
+    """Returns, for each answer, the index of the first equal answer, or None for missing answers.
 
     Args:
-      answers: their spellings, and anything else that distinguishes two of them.
-      same: whether the answers at two indices are equal; identical entries are equal without being compared.
+      answers: Spellings of the answers, with any other data that distinguishes two answers. None is a missing answer.
+      same: Function that returns True if the answers at two indices are equal. It is not called for identical entries.
     """
-    spelled: dict[Hashable, int] = {}  # for each spelling, the index of the first answer that equals it
-    for place, answer in enumerate(answers):
+    spelled: dict[Hashable, int] = {}  # index of the first equal answer, by spelling
+    for index, answer in enumerate(answers):
         if answer is not None and answer not in spelled:
             firsts = dict.fromkeys(spelled.values())
-            spelled[answer] = next((first for first in firsts if same(first, place)), place)
+            spelled[answer] = next((first for first in firsts if same(first, index)), index)
     return [None if answer is None else spelled[answer] for answer in answers]

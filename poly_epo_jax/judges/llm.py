@@ -1,4 +1,4 @@
-"""The judge that reads the responses: a language model behind an OpenAI-compatible server (paper §4 and appendix)."""
+"""Judge that clusters responses with a language model on an OpenAI-compatible server (paper §4 and appendix)."""
 
 import asyncio
 import collections
@@ -32,32 +32,36 @@ from poly_epo_jax.types import Clustering, Group, Judge, JudgeFailure, JudgeLoad
 
 VERSION = re.compile(r"/v[0-9]\w*/")
 RETRIED = ("unavailable", "truncated", "malformed")
-"""Kinds of failure after which the judge is asked again."""
+"""Kinds of failures after which the request is retried."""
 
 
 class LLMJudge:
-    """Clusters the N responses of a prompt with one chat completion, whose form a JSON schema prescribes.
+    """Clusters the N responses of a prompt with one chat completion, whose format is constrained by a JSON schema.
 
-    Every reply is checked, and whatever goes wrong becomes a JudgeFailure, never a clustering. Its kinds are
+    Every reply is validated. All errors result in a JudgeFailure of one of these kinds:
 
-      unreachable  the server accepted no connections for `wait_seconds`
-      refused      it answered with an error that it would repeat
-      unavailable  it answered 429 or 5xx, or too late, or the connection broke; asked again after a delay
-      truncated    the reply is incomplete; asked again with another seed
-      malformed    the reply is not what was asked for; asked again with another seed
+      unreachable  The server did not accept connections for `judge.wait_seconds`.
+      refused      The server responded with a permanent error.
+      unavailable  The server responded with status 429 or 5xx or did not respond in time, or the connection failed. The
+                   request is retried after a delay.
+      truncated    The reply is incomplete. The request is retried with another seed.
+      malformed    The reply does not match the schema. The request is retried with another seed.
 
     Args:
-      section: the judge's server: its address without the /v1 that every path begins with (a path that names another
-        version of the API, such as Gemini's /v1beta/openai, replaces it), its model, its key, and limits on requests.
-      temperature: the judge's sampling temperature.
-      max_tokens: the longest reply; a response takes about 50, a rationale of 120 characters and the text around it.
-      attempts: how many requests to make for one prompt, in total, until a reply is well-formed.
-      prompt_file: a text that replaces the rubric, in which `{num_responses}` stands for N; "": the one shipped here.
-      max_response_chars: the judge reads only this many characters of a longer response, from its beginning and end.
-      context_tokens: how many tokens prompt and reply may take together; 0: what the server lists, if it does.
+      task: Task of the run. Not used.
+      section: Section `judge` of the configuration: URL, model, API key and request limits. "/v1" is appended to the
+        URL unless its path contains another API version, such as Gemini's /v1beta/openai.
+      temperature: Sampling temperature of the judge.
+      max_tokens: Maximum number of tokens of a reply. Each response takes about 50 tokens, for a rationale of 120
+        characters and the JSON around it.
+      attempts: Maximum number of requests per prompt, including the first.
+      prompt_file: Path of a text file that replaces the rubric, in which `{num_responses}` stands for N. If empty, the
+        rubric of the package is used.
+      max_response_chars: Maximum number of characters per response. Longer responses are shortened in the middle.
+      context_tokens: Maximum number of tokens of prompt and reply. 0 uses the value listed by the server, if any.
 
     Raises:
-      ValueError: there is no such file, or the key's environment variable is not set.
+      ValueError: If the prompt file does not exist, or the environment variable of the API key is not set.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class LLMJudge:
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def cluster(self, group: Group) -> Clustering | JudgeFailure:
-        """Which responses share a strategy, with a rationale for each; or why that could not be determined."""
+        """Requests a clustering, with a rationale for each response. Returns the last failure if all attempts fail."""
         responses = [generation.text for generation in group.generations]
         schema = {"name": "clusters", "schema": reply_schema(len(responses)), "strict": True}
         messages, num_shortened = build_messages(
@@ -109,10 +113,10 @@ class LLMJudge:
                 self._counts["retries"] += 1
 
     async def wait_until_ready(self) -> None:
-        """Returns once the server answers.
+        """Waits until the server responds.
 
         Raises:
-          ServerError: it did not answer within `wait_seconds`.
+          ServerError: If the server does not respond within `judge.wait_seconds`.
         """
         try:
             await wait_until_healthy(
@@ -122,16 +126,16 @@ class LLMJudge:
             raise ServerError(self._without_key(str(error))) from None
 
     async def shortfalls(self, load: JudgeLoad) -> list[str]:
-        """Which parts of the load would not fit into the judge's context, or its verdicts into a reply."""
+        """Returns one sentence per limit of the judge that the load exceeds: its context, or the length of a reply."""
         context = self._context_tokens
         if not context:
-            with contextlib.suppress(httpx.HTTPError, ReplyError):  # the first prompt will report what is wrong
+            with contextlib.suppress(httpx.HTTPError, ReplyError):  # the first prompt reports the error
                 async with open_client(self._section.timeout_seconds) as client:
                     context = read_context(await self._send(client, "GET", "/models"), self.model)
         return shortfalls(load, self._rubric, self._max_response_chars, self._max_tokens, context)
 
     def metrics(self) -> dict[str, float]:
-        """How many requests were repeated and how many responses were shortened since the last call."""
+        """Returns the numbers of retried requests and of shortened responses since the last call."""
         counts, self._counts = self._counts, collections.Counter[str]()
         return {f"judge/{name}": float(counts[name]) for name in ("retries", "shortened_responses")}
 
@@ -146,7 +150,7 @@ class LLMJudge:
         except ReplyError as error:
             kind, reason = error.kind, str(error)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            kind, reason = "unreachable", f"{describe(error)}; start it, or correct judge.url"
+            kind, reason = "unreachable", f"{describe(error)}; start the server, or correct judge.url"
         except httpx.HTTPStatusError as error:
             kind, reason = self._refusal(error.response)
         except WrongAnswer as error:
@@ -158,7 +162,7 @@ class LLMJudge:
     async def _send(
         self, client: httpx.AsyncClient, method: str, path: str, payload: dict[str, Any] | None = None
     ) -> bytes:
-        """The body of a successful answer. All prompts share one wait for a server that is not there."""
+        """Returns the body of a successful response. All prompts share one wait for an unreachable server."""
         failures = 0
         while True:
             try:
@@ -176,15 +180,15 @@ class LLMJudge:
 
     def _refusal(self, response: httpx.Response) -> tuple[str, str]:
         status = response.status_code
-        # The key is removed before the text is cut, so that no part of it remains.
-        reason = f"it answered {status}: {printable(self._without_key(response.text))}"
+        # The key is removed before the text is shortened, because shortening could leave a part of the key.
+        reason = f"HTTP status {status}: {printable(self._without_key(response.text))}"
         if status in (401, 403):
             variable = f"the environment variable {self._section.api_key_env}" if self._key else "judge.api_key_env"
-            reason = f"it answered {status}; check {variable}"
+            reason = f"HTTP status {status}; check {variable}"
         return "unavailable" if status == 429 or status >= 500 else "refused", reason
 
     def _slot(self) -> asyncio.Semaphore:
-        """The current event loop's semaphore: each belongs to one loop, and a judge may outlive a loop."""
+        """Returns the semaphore of the current event loop, because a semaphore belongs to one loop."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self._section.max_concurrent)
@@ -201,51 +205,61 @@ def _read_key(variable: str) -> str:
     if not variable:
         return ""
     key = os.environ.get(variable, "").strip()
-    # If a key is not valid in a header, httpx would quote all of it in its error.
+    # If the key is invalid in a header, the error message of httpx would contain the key.
     if not key or not (key.isascii() and key.isprintable()):
         raise ValueError(
-            f"The judge's api_key_env names the environment variable {variable}, which holds no key; set it, or leave "
-            "api_key_env empty for a server without keys."
+            f"The environment variable {variable} (judge.api_key_env) does not contain a valid API key; set it, or "
+            "leave judge.api_key_env empty for a server without keys."
         )
     return key
 
 
 def _seed(group: Group, attempt: int) -> int:
-    """The same seed for the same group, another for each attempt; 31 bits, which every server accepts."""
+    """Returns a seed that depends on the group and the attempt only. It has 31 bits, which all servers accept."""
     versions = [generation.weight_version for generation in group.generations]
     words = json.dumps([group.problem.id, versions, attempt]).encode()
     return int.from_bytes(hashlib.sha256(words).digest()[:4]) >> 1
 
 
 CHARS_PER_TOKEN = 3
-"""In mathematical text: 2.98 with Qwen3's tokenizer, over 3,000 problems and over the rubric."""
+"""Characters per token of mathematical text. Qwen3's tokenizer has 2.98 on 3,000 problems and on the rubric."""
 TOKENS_PER_VERDICT = 50
-"""In a reply, for each response: a rationale of 120 characters takes about 30, the text around it 17."""
+"""Tokens of a reply per response: about 30 for a rationale of 120 characters, and 17 for the JSON around it."""
 TOKENS_PER_FRAME = 50
-"""In a request, for each text: the two lines that delimit it."""
+"""Tokens of the two delimiter lines of each text in a request."""
 
 
 async def say_shortfalls(judge: Judge, load: JudgeLoad) -> None:
-    """Warns on stderr of anything that would exceed a judge's limits."""
+    """Prints a warning to stderr for each limit of the judge that a request of this size would exceed.
+
+    Args:
+      judge: The judge. Judges without limits never cause warnings.
+      load: Size of the largest request.
+    """
     if isinstance(judge, Limited):
         for shortfall in await judge.shortfalls(load):
             print(f"Warning: {shortfall}", file=sys.stderr)
 
 
 def shortfalls(load: JudgeLoad, rubric: str, max_response_chars: int, max_tokens: int, context: int) -> list[str]:
-    """Everything that would not fit, one sentence each; a `context` of 0 is unknown, and is taken to hold everything.
+    """Estimates the size of a request and its reply, and compares them with the limits of the judge.
 
     Args:
-      max_response_chars: longer responses are shortened to this many characters.
-      max_tokens: the longest reply, in tokens.
-      context: how many tokens the judge's prompt and reply may take together.
+      load: Size of the request.
+      rubric: Text of the system message.
+      max_response_chars: Maximum number of characters per response. Longer responses are shortened.
+      max_tokens: Maximum number of tokens of a reply.
+      context: Maximum number of tokens of prompt and reply. 0 means unknown; the prompt is then not checked.
+
+    Returns:
+      One sentence per exceeded limit.
     """
     found, responses = [], load.num_responses
     reply = responses * TOKENS_PER_VERDICT
     if reply > max_tokens:
         found.append(
-            f"The judge's reply about {responses} responses takes about {reply} tokens, more than "
-            f"judge.options.max_tokens={max_tokens}; raise it, or have fewer generations of a prompt."
+            f"The judge's reply for {responses} responses takes about {reply} tokens, which exceeds "
+            f"judge.options.max_tokens={max_tokens}; raise it, or lower the number of generations per prompt."
         )
     longest = min(load.response_tokens, math.ceil(max_response_chars / CHARS_PER_TOKEN))
     texts = load.prompt_tokens + responses * longest + (1 + responses) * TOKENS_PER_FRAME
@@ -253,7 +267,7 @@ def shortfalls(load: JudgeLoad, rubric: str, max_response_chars: int, max_tokens
     if 0 < context < needed:
         found.append(
             f"{responses} responses of {longest} tokens each, the rubric and the reply take about {needed} tokens, "
-            f"more than the judge's context of {context}; serve it with a longer one, or lower "
+            f"which exceeds the judge's context of {context}; raise the context length of the server, or lower "
             "judge.options.max_response_chars."
         )
     return found

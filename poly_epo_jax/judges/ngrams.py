@@ -1,4 +1,4 @@
-"""The judge that compares only spelling: it needs no server and no model, and knows nothing about strategies."""
+"""Judge that clusters responses by shared character n-grams. It does not require a server or a model."""
 
 import asyncio
 import zlib
@@ -12,17 +12,23 @@ from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.types import Clustering, Group, Task
 
-ROUNDING = 1e-5  # of cosines of float32 vectors, so that equal texts match at a threshold of 1, too
+ROUNDING = 1e-5  # rounding error of float32 cosines, so that equal texts also match at a threshold of 1
 
 
 class NgramsJudge:
-    """Embeds responses by the pieces of text that they contain, and clusters those with similar embeddings.
+    """Embeds responses by their character n-grams, and clusters responses with similar embeddings.
 
-    A response's pieces are all its runs of `length` characters. The CRC-32 of a piece assigns it one of `dimensions`;
-    the embedding counts the pieces in each dimension, and is divided by its norm. Two responses share a cluster if the
-    cosine of their embeddings is at least `threshold`, or if a chain of such pairs connects them. At a threshold of 1,
-    they share one if they contain the same pieces equally often, up to pieces that share a dimension. An empty response
-    is degenerate, and its embedding is 0.
+    The CRC-32 of an n-gram maps it to a dimension. The embedding counts the n-grams per dimension, and is normalized to
+    length 1. Two responses share a cluster if the cosine of their embeddings is at least `threshold`, or if a chain of
+    such pairs connects them. At a threshold of 1, they share a cluster if they contain the same n-grams equally often,
+    except for collisions of n-grams in a dimension. An empty response is degenerate, and its embedding is 0.
+
+    Args:
+      task: Task of the run. Not used.
+      section: Section `judge` of the configuration. Not used.
+      length: Number of characters in an n-gram.
+      dimensions: Number D of dimensions of the embeddings.
+      threshold: Minimum cosine of two responses in a cluster.
     """
 
     def __init__(
@@ -37,26 +43,30 @@ class NgramsJudge:
         self._length, self._dimensions, self._threshold = length, dimensions, threshold
 
     async def cluster(self, group: Group) -> Clustering:
-        """Adds the feature `embeddings` [N, dimensions]."""
+        """Returns the clusters, with the feature `embeddings` of shape [N, dimensions]."""
         return await asyncio.to_thread(self._clustered, [generation.text for generation in group.generations])
 
     def _clustered(self, texts: list[str]) -> Clustering:
         embeddings = np.stack([self._embedded(text) for text in texts])
-        firsts = first_connected(embeddings @ embeddings.T >= self._threshold - ROUNDING)
+        firsts = component_roots(embeddings @ embeddings.T >= self._threshold - ROUNDING)
         keys = [first if text else None for first, text in zip(firsts.tolist(), texts, strict=True)]
         return Clustering(clusters_of(keys).ids, features={"embeddings": embeddings})
 
     def _embedded(self, text: str) -> Float[np.ndarray, " D"]:
         data = text.encode("utf-32-le", errors="surrogatepass")  # four bytes per character
         size = 4 * self._length
-        pieces = [data[i : i + size] for i in range(0, max(len(data) - size, 0) + 1, 4)] if text else []
-        places = np.array([zlib.crc32(piece) % self._dimensions for piece in pieces], int)
-        counts = np.bincount(places, minlength=self._dimensions).astype(np.float32)
+        ngrams = [data[i : i + size] for i in range(0, max(len(data) - size, 0) + 1, 4)] if text else []
+        indices = np.array([zlib.crc32(ngram) % self._dimensions for ngram in ngrams], int)
+        counts = np.bincount(indices, minlength=self._dimensions).astype(np.float32)
         return counts / max(float(np.linalg.norm(counts)), 1.0)
 
 
-def first_connected(is_near: Bool[np.ndarray, "N N"]) -> Int[np.ndarray, " N"]:
-    """For each index, the first one that a chain of near pairs connects it to; at the latest, itself."""
+def component_roots(is_near: Bool[np.ndarray, "N N"]) -> Int[np.ndarray, " N"]:
+    """Returns, for each index, the smallest index in its connected component of the graph of near pairs.
+
+    Args:
+      is_near: Symmetric adjacency matrix of the graph.
+    """
     connected = is_near | np.eye(len(is_near), dtype=bool)
     while not np.array_equal(wider := connected @ connected, connected):
         connected = wider

@@ -1,7 +1,7 @@
-"""What the judge reads and how it must reply: rubric, delimited responses, JSON schema (paper appendix "LM-Judge").
+"""Prompt of the language model judge, and the JSON schema of its reply (paper appendix "LM-Judge").
 
-The rubric is the system message, the same for every prompt with N responses, so that servers reuse its KV cache and
-chat templates set it apart from the user message, which holds what the policy wrote.
+The rubric is the system message, and the delimited responses are the user message. The rubric is equal for all prompts
+with N responses, so that servers can reuse its KV cache. Chat templates separate it from the text of the policy.
 """
 
 import hashlib
@@ -15,37 +15,51 @@ from typing import Any
 from poly_epo_jax.system.text import printable
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
-# Printable ASCII without `"` and `\`. Beyond 128 repetitions, xgrammar takes another path, which fails in its 0.2.7.
+# Printable ASCII without `"` and `\`. With more than 128 repetitions, xgrammar 0.2.7 uses another code path, which
+# fails.
 RATIONALE_PATTERN = r"^[!#-\[\]-~][ !#-\[\]-~]{0,119}$"
 
-# <|im_end|>, </think>, <s>; [INST], [/INST], [|assistant|]; ]~b], [e~[; and the full-width forms of all of them, which
-# tokenizers that normalise text read alike: U+FF1C for <, U+FF3B and U+3010 for [, U+FF5C for |, U+FF0F for /.
+# Matches the start of <|im_end|>, </think>, <s>, [INST], [/INST], [|assistant|], ]~b] and [e~[, and of their full-width
+# forms, which some tokenizers normalize to ASCII: U+FF1C for <, U+FF3B and U+3010 for [, U+FF5C for |, U+FF0F for /.
 CONTROL_TOKEN_START = re.compile(
     r"[<\uff1c\ufe64](?=[^\s=\uff1d])|[\[\uff3b\u3010](?=[|\uff5c]|[/\uff0f]?[^\W\d]{3})|\](?=~)|~(?=\[)"
 )
 
 
 def load_rubric(prompt_file: str) -> str:
-    """The system message with its placeholder `{num_responses}` (N) still in it; "" means the rubric shipped here.
+    """Reads the rubric, which still contains the placeholder `{num_responses}` for N.
+
+    Args:
+      prompt_file: Path of a text file. If empty, the rubric of the package is used.
 
     Raises:
-      ValueError: there is no such file.
+      ValueError: If the file does not exist or is not UTF-8 text.
     """
     if not prompt_file:
         return resources.files("poly_epo_jax.judges").joinpath("rubric.md").read_text(encoding="utf-8")
     if not Path(prompt_file).is_file():
-        raise ValueError(f"The judge's prompt_file {prompt_file} is not a file; correct its path, or leave it empty.")
+        raise ValueError(f"judge.options.prompt_file={prompt_file} is not a file; correct the path, or leave it empty.")
     try:
         return Path(prompt_file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"The judge's prompt_file {prompt_file} is not text in UTF-8 ({error.reason}).") from error
+        raise ValueError(f"judge.options.prompt_file={prompt_file} is not UTF-8 text: {error.reason}.") from error
 
 
 def build_messages(
     rubric: str, problem: str, responses: Sequence[str], max_response_chars: int
 ) -> tuple[list[dict[str, str]], int]:
-    """The chat messages that ask for a clustering of N responses, and how many of the responses were shortened."""
-    problem, responses = neutralize(problem), [neutralize(response) for response in responses]
+    """Builds the chat messages that request a clustering of N responses.
+
+    Args:
+      rubric: System message, see `load_rubric`.
+      problem: Text of the problem.
+      responses: Texts of the responses.
+      max_response_chars: Maximum number of characters per response. Longer responses are shortened in the middle.
+
+    Returns:
+      The messages, and the number of shortened responses.
+    """
+    problem, responses = escape_control_tokens(problem), [escape_control_tokens(response) for response in responses]
     code = delimiter_code(problem, responses)
     numbered = {f"response {number}": response for number, response in enumerate(responses, start=1)}
     texts = {name: shorten(response, max_response_chars, code) for name, response in numbered.items()}
@@ -58,7 +72,7 @@ def build_messages(
         "about themselves, and reply with the JSON object alone."
     )
     messages = [
-        # Not str.format: a rubric is full of braces.
+        # str.format would fail on the other braces of a rubric.
         {"role": "system", "content": rubric.replace("{num_responses}", str(len(responses)))},
         {"role": "user", "content": "\n".join([f"Code: {code}\n", *blocks, request])},
     ]
@@ -66,25 +80,35 @@ def build_messages(
 
 
 def delimiter_code(problem: str, responses: Sequence[str]) -> str:
-    """16 hexadecimal digits that a response can only contain by chance: they are a hash of all responses.
+    """Returns a code of 16 hexadecimal digits for the delimiters, derived from a hash of the problem and all responses.
 
-    The code is the same for every order of the responses, so reordering them changes nothing else.
+    A response can contain the code only by chance, because changing a response changes the code. The code does not
+    depend on the order of the responses.
+
+    Args:
+      problem: Text of the problem.
+      responses: Texts of the responses.
     """
     return hashlib.sha256(json.dumps([problem, sorted(responses)]).encode()).hexdigest()[:16]
 
 
-def neutralize(text: str) -> str:
-    """`text` with a space in every control token of a chat template, and with unprintable characters replaced.
+def escape_control_tokens(text: str) -> str:
+    """Inserts a space into control tokens of chat templates, and replaces unprintable characters.
 
-    Tokenizers read `<|im_end|>` as one token wherever it appears; `< |im_end|>` is ordinary text. Because templates
-    differ, every `<` is followed by a space here (except in `<=`), and so is `[` before a word such as INST or before
-    `|`.
+    Tokenizers encode `<|im_end|>` as one token at any position, but `< |im_end|>` as ordinary text. Because templates
+    differ, a space is inserted after each `<` (except in `<=`), and after each `[` before `|` or a word such as INST.
     """
     return CONTROL_TOKEN_START.sub(r"\g<0> ", printable(text))
 
 
 def shorten(text: str, max_chars: int, code: str) -> str:
-    """`text`, or if it is too long, its first and last `max_chars // 2` characters around a line that says so."""
+    """Replaces the middle of a long text by a line that states the number of removed characters.
+
+    Args:
+      text: The text.
+      max_chars: Maximum number of characters. Longer texts keep their first and last `max_chars // 2` characters.
+      code: Delimiter code, which the inserted line contains.
+    """
     half = max_chars // 2
     left_out = len(text) - 2 * half
     if len(text) <= max_chars:
@@ -93,7 +117,7 @@ def shorten(text: str, max_chars: int, code: str) -> str:
 
 
 def reply_schema(num_responses: int) -> dict[str, Any]:
-    """The JSON schema of a reply: for each of "1" to "N", in order, a short rationale and then a cluster."""
+    """Returns the JSON schema of a reply: for each key "1" to "N", in order, a short rationale and a cluster id."""
     clusters = [*range(1, num_responses + 1), DEGENERATE_CLUSTER]
     verdict = {
         "rationale": {"type": "string", "pattern": RATIONALE_PATTERN},

@@ -1,4 +1,4 @@
-"""Reads a judge's reply and trusts nothing in it: the schema that the server should enforce is checked again here."""
+"""Parses and validates replies of the language model judge, because servers may not enforce the JSON schema."""
 
 import json
 from reprlib import repr as _brief
@@ -11,7 +11,11 @@ from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering
 
 
 class ReplyError(Exception):
-    """A reply that is not a clustering. `kind` is "truncated" (the reply is incomplete) or "malformed"."""
+    """Raised when a reply is not a valid clustering.
+
+    Attributes:
+      kind: "truncated" if the reply is incomplete, otherwise "malformed".
+    """
 
     def __init__(self, kind: str, reason: str):
         super().__init__(reason)
@@ -19,44 +23,52 @@ class ReplyError(Exception):
 
 
 def read_clustering(body: bytes, num_responses: int) -> Clustering:
-    """The clustering in a chat completion: a verdict for each of N responses, with ids in 1..N or 100.
+    """Parses the clustering in a chat completion.
+
+    Args:
+      body: Body of the HTTP response.
+      num_responses: Number N of responses that were requested to be clustered.
+
+    Returns:
+      Cluster ids in 1..N or 100, with rationales.
 
     Raises:
-      ReplyError: anything about it is not as requested.
+      ReplyError: If the body is not a chat completion, or its content does not match `reply_schema`.
     """
     verdicts = _parse(_content(_parse(body.decode(errors="replace"), "the completion")), "the reply")
     names = [str(number) for number in range(1, num_responses + 1)]
     if not isinstance(verdicts, dict):
-        raise ReplyError("malformed", f"the reply is no JSON object but {_brief(verdicts)}")
+        raise ReplyError("malformed", f"the reply must be a JSON object, but is {_brief(verdicts)}")
     if missing := [name for name in names if name not in verdicts]:
-        raise ReplyError("malformed", f"the reply leaves out response {', '.join(missing)}")
+        raise ReplyError("malformed", f"the reply does not contain response {', '.join(missing)}")
     if extra := [name for name in verdicts if name not in names]:
-        raise ReplyError("malformed", f"the reply has keys that are no responses: {_brief(extra)}")
+        raise ReplyError("malformed", f"the reply contains unknown responses: {_brief(extra)}")
     allowed = {*range(1, num_responses + 1), DEGENERATE_CLUSTER}
     rationales, ids = zip(*(_verdict(name, verdicts[name], allowed) for name in names), strict=True)
     return Clustering(np.array(ids, np.int32), rationales)
 
 
 def read_model_name(body: bytes) -> str:
-    """The first model that a server lists.
+    """Returns the name of the first model in a list of models.
 
     Raises:
-      ReplyError: it lists none.
+      ReplyError: If the list is empty or malformed.
     """
     match _parse(body.decode(errors="replace"), "the list of models"):
         case {"data": [{"id": str(name)}, *_]}:
             return name
-    raise ReplyError("malformed", "its /v1/models lists no model; name one in judge.model")
+    raise ReplyError("malformed", "/v1/models does not list a model; set judge.model")
 
 
 def read_context(body: bytes, model: str) -> int:
-    """How many tokens a model's prompt and reply may take together, as its server lists it; 0 if it does not.
+    """Returns the maximum number of tokens of prompt and reply in a list of models, or 0 if it is not listed.
 
     Args:
-      model: the model's name on the server; "": the first one.
+      body: Body of the HTTP response.
+      model: Name of the model on the server. If empty, the first model with a context length is used.
 
     Raises:
-      ReplyError: this is not a list of models.
+      ReplyError: If the body is not JSON.
     """
     listed = _parse(body.decode(errors="replace"), "the list of models")
     models = listed.get("data") if isinstance(listed, dict) else None
@@ -72,12 +84,12 @@ def _content(completion: Any) -> str:
         case {"choices": [{"finish_reason": str(finish_reason), "message": {**message}}, *_]}:
             pass
         case _:
-            raise ReplyError("malformed", f"the server's answer is no chat completion but {_brief(completion)}")
+            raise ReplyError("malformed", f"the response must be a chat completion, but is {_brief(completion)}")
     if finish_reason == "length":
-        raise ReplyError("truncated", "the reply reached its token limit; raise max_tokens of judge.options")
+        raise ReplyError("truncated", "the reply reached its token limit; raise judge.options.max_tokens")
     if finish_reason != "stop":
-        raise ReplyError("truncated", f"the reply was broken off (finish_reason {_brief(finish_reason)})")
-    # Servers that take a model for a reasoning model put its constrained output in the second field.
+        raise ReplyError("truncated", f"the reply is incomplete (finish_reason={_brief(finish_reason)})")
+    # Servers that treat the model as a reasoning model return the constrained output in the second field.
     for field in ("content", "reasoning_content"):
         match message.get(field):
             case str(content) if content.strip():
@@ -94,27 +106,27 @@ def _parse(text: str, name: str) -> Any:
 
 
 def _flaw(text: str, error: Exception) -> str:
-    """What is wrong with a text that is not JSON, in words that distinguish the usual mistakes of judges."""
+    """Describes why a text is not JSON, with specific messages for common mistakes of judges."""
     match text.strip():
         case fenced if fenced.startswith("```"):
-            return "it stands in a code fence"
+            return "it is in a code fence"
         case surrounded if "{" in surrounded and not surrounded.startswith("{"):
-            return "there is text before it"
-    return f"there is text after it: {error}" if "Extra data" in str(error) else str(error)
+            return "it has leading text"
+    return f"it has trailing text: {error}" if "Extra data" in str(error) else str(error)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) < len(pairs):
-        raise ReplyError("malformed", f"a key occurs twice among {_brief([key for key, _ in pairs])}")
+        raise ReplyError("malformed", f"the keys {_brief([key for key, _ in pairs])} contain a duplicate")
     return unique
 
 
 def _verdict(name: str, verdict: Any, allowed: set[int]) -> tuple[str, int]:
     match verdict:
         case {"rationale": str(rationale), "cluster": cluster} if rationale.strip() and len(verdict) == 2:
-            # `in` alone would accept `True` and 1.0, too.
+            # `in` alone would also accept `True` and 1.0.
             if type(cluster) is int and cluster in allowed:
                 return printable(rationale), cluster
-            raise ReplyError("malformed", f"response {name} is put into cluster {_brief(cluster)}, which is none")
-    raise ReplyError("malformed", f"response {name} has no rationale and cluster but {_brief(verdict)}")
+            raise ReplyError("malformed", f"response {name} has an invalid cluster id: {_brief(cluster)}")
+    raise ReplyError("malformed", f"response {name} must have a rationale and a cluster, but has {_brief(verdict)}")

@@ -1,7 +1,7 @@
-"""The generations of a prompt as a tree of shared prefixes, and how early it spreads.
+"""Prefix tree of the generations of a prompt, and its number of branches at each token position.
 
-Two generations that agree through token h - 1 and differ at token h branch at h (paper §6.1, branching in generations).
-Positions h count tokens from 1; the prompt is the root, at h = 0.
+Two generations whose first h - 1 tokens are equal and whose tokens h differ branch at h (paper §6.1, branching in
+generations). Positions h start at 1; the prompt is the root, at h = 0.
 """
 
 import dataclasses
@@ -14,26 +14,29 @@ from jaxtyping import Float, Int
 def active_branches(
     token_ids: Sequence[Int[np.ndarray, " _"]], max_position: int | None = None
 ) -> Int[np.ndarray, " positions"]:
-    """Branches at each position h: distinct prefixes of length h among the generations of at least h tokens.
+    """Counts the distinct prefixes of length h among the generations with at least h tokens, for each position h.
 
-    Entry h - 1 is position h. A generation that has ended is on no branch, so the count may fall.
+    Generations that have ended are not counted, so the count may decrease with h.
 
-    In lexicographic order, generations of the same prefix are neighbours, and none that has ended lies between them.
-    So each generation opens a branch one token after the prefix that it shares with the one before it, and closes it
-    at its end: one sort and one comparison for each generation.
+    In lexicographic order, generations with a common prefix are adjacent, without shorter generations between them.
+    Each generation therefore opens a branch one token after the prefix that it shares with its predecessor, and closes
+    the branch at its end. This takes one sort, and one comparison per generation.
 
     Args:
-      token_ids: the generations of one prompt, without padding.
-      max_position: the last position counted; the longest generation's end if None.
+      token_ids: Token ids of the generations of one prompt, without padding.
+      max_position: Number of positions. If None, the length of the longest generation.
+
+    Returns:
+      Number of branches, with position h at index h - 1.
 
     Raises:
-      ValueError: for a negative max_position.
+      ValueError: If `max_position` is negative.
     """
     if max_position is None:
         max_position = max(map(len, token_ids), default=0)
     if max_position < 0:
-        raise ValueError(f"max_position is {max_position}, but must not be negative.")
-    # Any order that keeps equal prefixes together will do, so bytes are compared, which is fastest.
+        raise ValueError(f"max_position={max_position} must not be negative.")
+    # Any order that keeps equal prefixes adjacent suffices. Comparing bytes is fastest.
     ordered = sorted((ids[:max_position].astype(np.int64) for ids in token_ids), key=lambda ids: ids.tobytes())
     change = np.zeros(max_position + 1, dtype=np.int64)
     previous = np.zeros(0, dtype=np.int64)
@@ -47,15 +50,22 @@ def active_branches(
 def mean_active_branches(
     problems: Sequence[Sequence[Int[np.ndarray, " _"]]], max_position: int | None = None
 ) -> Float[np.ndarray, " positions"]:
-    """Mean over problems of `active_branches`, at each position up to the longest generation of any problem.
+    """Averages `active_branches` over problems.
 
-    A problem whose generations have all ended counts as 0 branches there, so the curve falls where generations end.
+    A problem counts as 0 branches at positions after the end of all its generations.
+
+    Args:
+      problems: Token ids of the generations of each problem.
+      max_position: Number of positions. If None, the length of the longest generation of any problem.
+
+    Returns:
+      Mean number of branches, with position h at index h - 1.
 
     Raises:
-      ValueError: for no problems, or a negative max_position.
+      ValueError: If there are no problems, or `max_position` is negative.
     """
     if not problems:
-        raise ValueError("The mean over problems needs at least one problem.")
+        raise ValueError("problems must contain at least one problem.")
     if max_position is None:
         max_position = max((len(ids) for token_ids in problems for ids in token_ids), default=0)
     total = np.zeros(max(max_position, 0), dtype=np.int64)
@@ -66,10 +76,13 @@ def mean_active_branches(
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """An edge of the rollout tree: a stretch of tokens that the same generations share.
+    """An edge of the prefix tree: the tokens `token_ids[i][start:end]`, which several generations i share.
 
-    They are tokens `start + 1` to `end` of each, counted from 1: `token_ids[generation][start:end]`. `parent` is the
-    index of the segment before it, None at the root; `generations` are indices.
+    Attributes:
+      start: Number of tokens before the segment.
+      end: Number of tokens up to the end of the segment.
+      parent: Index of the preceding segment, or None at the root.
+      generations: Indices of the generations that share the segment.
     """
 
     start: int
@@ -79,10 +92,16 @@ class Segment:
 
 
 def prefix_tree(token_ids: Sequence[Int[np.ndarray, " _"]]) -> list[Segment]:
-    """The rollout tree of one prompt for a figure (paper §6.1), parents before their children.
+    """Builds the prefix tree of the generations of one prompt (paper §6.1).
 
-    A segment ends where its generations branch or one of them ends, so the tree has as many segments over position h
-    as there are active branches. A generation of no tokens is in none.
+    A segment ends where its generations branch or one of them ends, so the number of segments that contain position h
+    equals the number of active branches at h. Empty generations are not in any segment.
+
+    Args:
+      token_ids: Token ids of the generations of one prompt, without padding.
+
+    Returns:
+      Segments, with parents before their children.
     """
     segments: list[Segment] = []
     unfinished: list[tuple[int, int | None, Sequence[int]]] = [(0, None, range(len(token_ids)))]
@@ -101,7 +120,7 @@ def prefix_tree(token_ids: Sequence[Int[np.ndarray, " _"]]) -> list[Segment]:
 
 
 def _shared_prefix(a: Int[np.ndarray, " _"], b: Int[np.ndarray, " _"]) -> int:
-    """How many first tokens are equal."""
+    """Returns the length of the common prefix."""
     length = min(len(a), len(b))
     differ = np.flatnonzero(a[:length] != b[:length])
     return int(differ[0]) if len(differ) else length

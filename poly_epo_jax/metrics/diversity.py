@@ -1,4 +1,4 @@
-"""How many distinct strategies a prompt's generations show."""
+"""Number of distinct clusters among the generations of a problem."""
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -30,31 +30,43 @@ def incorrect_clusters(
 ) -> Float[np.ndarray, " P"]:
     """Returns the expected number of distinct clusters among the incorrect ones of k generations.
 
-    `DEGENERATE_CLUSTER` is not counted. Arguments and errors are those of `correct_clusters`.
+    `DEGENERATE_CLUSTER` is not counted.
+
+    Args:
+      clusters: Cluster ids of the m generations of P problems.
+      correct: Whether each generation is correct.
+      k: Number of generations that are drawn, at most m.
+
+    Raises:
+      ValueError: If k is not in [1, m].
     """
     return correct_clusters(clusters, ~correct, k)
 
 
 def degenerate_share(clusters: Int[np.ndarray, "P m"]) -> float:
-    """The share of all generations that are no attempt at reasoning."""
+    """Returns the fraction of generations in `DEGENERATE_CLUSTER`."""
     return float(1 - (clusters != DEGENERATE_CLUSTER).mean())
 
 
 def distinct_clusters(
     clusters: Int[np.ndarray, "P m"], selected: Bool[np.ndarray, "P m"], k: int
 ) -> Float[np.ndarray, " P"]:
-    """Expected number of clusters among the selected ones of k generations, drawn uniformly from a prompt's m.
+    """Returns the expected number of clusters among the selected ones of k generations drawn from m.
 
-    sum_c 1 - C(m - s_c, k) / C(m, k), with s_c the selected members of cluster c: each cluster is its own pass@k. With
-    k = m it is the plain count (paper §6.1 and §6.2: clusters among correct generations, among incorrect ones).
+    The expectation is sum_c 1 - C(m - s_c, k) / C(m, k), where s_c is the number of selected members of cluster c: the
+    pass@k of each cluster. With k = m it is the number of clusters (paper §6.1 and §6.2: clusters among correct and
+    among incorrect generations).
 
     Args:
-      clusters: cluster ids of the m generations of P prompts.
-      selected: which generations count, say the correct ones. Leave degenerate ones out here: no id is special.
-      k: how many generations are drawn, at most m.
+      clusters: Cluster ids of the m generations of P problems.
+      selected: Whether each generation is counted. Degenerate responses must be excluded here.
+      k: Number of generations that are drawn uniformly without replacement, at most m.
+
+    Returns:
+      Expected number of clusters of each problem.
 
     Raises:
-      ValueError: unless 1 <= k <= m.
+      ValueError: If not 1 <= k <= m.
     """
     num_generations = clusters.shape[1]
     members = [np.unique(ids[keep], return_counts=True)[1] for ids, keep in zip(clusters, selected, strict=True)]

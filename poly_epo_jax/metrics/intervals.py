@@ -1,63 +1,66 @@
-"""How much a mean would vary if the benchmark held other problems of its kind, or other training seeds were drawn."""
+"""Confidence intervals of means over the problems of a benchmark and over training seeds."""
 
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from scipy.special import ndtr, stdtrit  # the normal distribution; quantiles of Student's
+from scipy.special import ndtr, stdtrit  # normal distribution function; quantiles of Student's t
 
 
 def bootstrap_interval(
     values: Float[np.ndarray, " problems *metrics"], level: float = 0.95, num_resamples: int = 2000, seed: int = 0
 ) -> tuple[Float[np.ndarray, "*metrics"], Float[np.ndarray, "*metrics"]]:
-    """Confidence interval (low, high), in the values' unit, of each metric's mean over problems.
+    """Computes bootstrap confidence intervals of the mean over problems.
 
-    Problems are drawn with replacement, the same ones for all metrics, and quantiles of the resampled means are
-    taken. Plain quantiles at (1 -+ level) / 2 cover the truth too rarely for few problems, for two reasons, each with
-    a correction of the quantiles' levels, so that the interval stays finite and within the values' range:
-      the resampled means spread too little, so z = Phi^-1((1 +- level) / 2) becomes z = +- t_{P-1} sqrt(P / (P - 1))
-        for P problems (the expanded percentile interval: Hesterberg 2015, What Teachers Should Know about the
-        Bootstrap, section 4.2), with t the quantile of Student's distribution;
-      values are skewed (a hard benchmark is mostly zeros), so the level becomes Phi(a + (a + z) / (1 - a (a + z)))
-        with a = skewness / (6 sqrt(P)) (BCa: Efron 1987, Better Bootstrap Confidence Intervals; for a mean its bias
-        correction equals its acceleration a to this order, and needs no second estimate).
-    The studentized bootstrap covers still better when nearly all values are equal, but its ends then run to infinity.
+    Problems are resampled with replacement, with the same resamples for all metrics. The bounds are quantiles of the
+    resampled means, so they are finite and within the range of the values. For few problems, the coverage of the
+    quantiles at (1 -+ level) / 2 is too low. Two corrections adjust their levels:
+      The spread of the resampled means is too small. Therefore z = Phi^-1((1 +- level) / 2) is replaced by
+        z = +- t_{P-1} sqrt(P / (P - 1)) for P problems, with t the quantile of Student's distribution (expanded
+        percentile interval: Hesterberg 2015, What Teachers Should Know about the Bootstrap, section 4.2).
+      Values are skewed (those of a difficult benchmark are mostly 0). Therefore the level is
+        Phi(a + (a + z) / (1 - a (a + z))) with a = skewness / (6 sqrt(P)) (BCa: Efron 1987, Better Bootstrap Confidence
+        Intervals; to this order, the bias correction of a mean equals its acceleration a).
+    The coverage of the studentized bootstrap is higher if nearly all values are equal, but its bounds can be infinite.
 
-    Only the choice of problems is resampled. The error of a problem's own value, which comes from finitely many
-    generations, is part of the spread between problems, and so is counted.
+    Only the problems are resampled. The sampling error of a problem's value, which is estimated from a finite number of
+    generations, is included because it contributes to the variance between problems.
 
     Args:
-      values: a number for each problem and metric, say pass@k for each k.
-      level: share of benchmarks whose interval should hold the truth, between 0 and 1.
-      num_resamples: how many benchmarks are drawn.
-      seed: equal seeds give equal intervals.
+      values: One value per problem and metric, such as pass@k for several k.
+      level: Confidence level, between 0 and 1.
+      num_resamples: Number of resamples.
+      seed: Seed of the resamples.
+
+    Returns:
+      Lower and upper bounds, in the unit of the values.
 
     Raises:
-      ValueError: for fewer than two problems, a level outside (0, 1), or values that are not finite.
+      ValueError: If there are fewer than two problems, if `level` is not between 0 and 1, or if a value is not finite.
     """
     num_problems, metrics = values.shape[0], values.shape[1:]
     if num_problems < 2:
-        raise ValueError(f"An interval over problems needs at least two problems, not {num_problems}.")
+        raise ValueError(f"An interval over problems requires at least two problems, but there are {num_problems}.")
     if not 0 < level < 1:
-        raise ValueError(f"level is {level}, but must lie between 0 and 1.")
+        raise ValueError(f"level={level} must lie between 0 and 1.")
     if not np.all(np.isfinite(values)):
-        raise ValueError("values must be finite; leave out what was not measured.")
+        raise ValueError("values must be finite; remove missing values.")
     table = values.reshape(num_problems, -1).astype(np.float64)
-    # Only how often each problem is drawn matters, so the resampled means are one matrix product.
+    # A resampled mean depends only on how often each problem is drawn, so one matrix product computes all means.
     uniform = np.full(num_problems, 1 / num_problems)
     counts = np.random.default_rng(seed).multinomial(num_problems, uniform, size=num_resamples)
     means = np.sort(counts / num_problems @ table, axis=0)
 
-    centred = table - table.mean(axis=0)
-    deviation = np.maximum(np.sqrt(np.mean(centred**2, axis=0)), np.finfo(np.float64).tiny)
-    acceleration = np.mean((centred / deviation) ** 3, axis=0) / (6 * np.sqrt(num_problems))
+    centered = table - table.mean(axis=0)
+    deviation = np.maximum(np.sqrt(np.mean(centered**2, axis=0)), np.finfo(np.float64).tiny)
+    acceleration = np.mean((centered / deviation) ** 3, axis=0) / (6 * np.sqrt(num_problems))
 
-    widest = stdtrit(num_problems - 1, (1 + level) / 2) * np.sqrt(num_problems / (num_problems - 1))
+    max_z = stdtrit(num_problems - 1, (1 + level) / 2) * np.sqrt(num_problems / (num_problems - 1))
     ends = []
-    for z in (-widest, widest):
+    for z in (-max_z, max_z):
         shifted = acceleration + z
-        # The denominator is not positive only for a handful of problems and a level near 1: the end is then the
-        # outermost resample.
+        # For very few problems and a level near 1, the denominator may not be positive. The bound is then the most
+        # extreme resample.
         corrected = acceleration + shifted / np.maximum(1 - acceleration * shifted, np.finfo(np.float64).eps)
         rows = np.rint(ndtr(corrected) * (num_resamples - 1)).astype(int)
         ends.append(means[rows, np.arange(means.shape[1])].reshape(metrics))
@@ -65,7 +68,13 @@ def bootstrap_interval(
 
 
 class Interval(NamedTuple):
-    """A mean over seeds and its 95% bounds, both NaN where there is a single seed."""
+    """A mean with the bounds of its 95% confidence interval.
+
+    Attributes:
+      mean: The mean.
+      low: Lower bound, NaN if there is a single value.
+      high: Upper bound, NaN if there is a single value.
+    """
 
     mean: float
     low: float
@@ -73,15 +82,22 @@ class Interval(NamedTuple):
 
 
 def mean_interval(values: Float[np.ndarray, " seeds"]) -> Interval:
-    """Student's interval of the mean: exact if runs with other seeds are normally distributed around it.
+    """Computes Student's confidence interval of the mean over seeds.
 
-    With two seeds it is 9 standard deviations wide to each side: that is how little two seeds say.
+    The interval is exact if the values of different seeds are normally distributed. With two seeds, it extends 9
+    standard deviations to each side.
+
+    Args:
+      values: One value per seed.
+
+    Returns:
+      The mean and its interval.
 
     Raises:
-      ValueError: there is no value, or one that is not finite.
+      ValueError: If there are no values, or a value is not finite.
     """
     if not len(values) or not np.all(np.isfinite(values)):
-        raise ValueError("A mean over seeds needs a finite value of each.")
+        raise ValueError("A mean over seeds requires a finite value for each seed.")
     mean, degrees = float(values.mean()), len(values) - 1
     if not degrees:
         return Interval(mean, float("nan"), float("nan"))
@@ -90,9 +106,16 @@ def mean_interval(values: Float[np.ndarray, " seeds"]) -> Interval:
 
 
 def paired_difference(values: dict[int, float], baseline: dict[int, float]) -> tuple[Interval | None, int]:
-    """Mean difference from the baseline over the seeds that both have (None if there are none), and their number.
+    """Computes the mean difference from a baseline over the seeds that both have.
 
-    Runs with the same seed see the same prompts in the same order, so what a seed does to both of them cancels.
+    Runs with the same seed train on the same prompts in the same order, so the effect of a seed on both runs cancels.
+
+    Args:
+      values: Values by seed.
+      baseline: Values of the baseline by seed.
+
+    Returns:
+      The mean difference with its interval, or None if there are no common seeds, and the number of common seeds.
     """
     shared = sorted(values.keys() & baseline.keys())
     if not shared:

@@ -1,4 +1,4 @@
-"""majority@k: k generations vote with their final answers, and the most frequent answer is the one given."""
+"""majority@k: the accuracy and vote share of the most frequent answer among k generations."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 NO_ANSWER = -1
-"""The answer id of a generation that gives none."""
+"""Answer id of generations without an answer."""
 
 
 def majority_at_k(
@@ -17,34 +17,38 @@ def majority_at_k(
     num_subsets: int = 1000,
     seed: int = 0,
 ) -> tuple[Float[np.ndarray, " problems"], Float[np.ndarray, " problems"]]:
-    """Accuracy of the winning answer and its share of the votes, each a number in [0, 1] for each problem.
+    """Computes the accuracy and the vote share of the most frequent answer of each problem.
 
-    Self-consistency (Wang et al. 2023, arXiv:2203.11171; paper §6.1, majority voting), as the mean over k-subsets of a
-    problem's generations, drawn without replacement:
-      accuracy = (correct ones among the tied winners) / (tied winners), the expectation of breaking ties at random;
-      vote share = (votes of a winner) / k.
-    A generation without an answer casts no vote, but is one of the k. If nobody votes, both are 0.
+    This is self-consistency (Wang et al. 2023, arXiv:2203.11171; paper §6.1, majority voting). The result is the mean
+    over subsets of k generations of a problem:
+      accuracy = (number of correct winners) / (number of winners), which breaks ties at random in expectation,
+      vote share = (number of votes of a winner) / k.
+    The winners are the most frequent answers. A generation without an answer does not vote, but counts among the k. If
+    no generation votes, accuracy and vote share are 0.
 
-    If there are at most `num_subsets` subsets, all are used and the result is exact; otherwise, `num_subsets` random
-    ones are used.
+    If there are at most `num_subsets` subsets, all of them are used and the result is exact. Otherwise, `num_subsets`
+    random subsets are used.
 
     Args:
-      answers: ids from 0 on, equal for answers that the task's grader considers equal, or `NO_ANSWER`. An id has a
-        meaning only within its problem.
-      correct: whether each answer is correct, the same for equal answers. It is not read where there is no answer.
-      k: how many generations vote, at most all.
-      num_subsets: how many subsets are drawn for each problem, and the most that are enumerated.
-      seed: equal seeds give equal estimates.
+      answers: Non-negative answer ids, equal for answers that the task considers equal, or `NO_ANSWER`. Ids are
+        compared only within a problem.
+      correct: Whether each answer is correct, the same for equal answers. Ignored for generations without an answer.
+      k: Number of generations that vote, at most all.
+      num_subsets: Number of random subsets per problem, and the maximum number of subsets that are enumerated.
+      seed: Seed of the random subsets.
+
+    Returns:
+      Accuracy and vote share of each problem, both in [0, 1].
 
     Raises:
-      ValueError: unless 1 <= k <= generations and num_subsets >= 1, for ids below `NO_ANSWER`, and for equal answers of
-        which some are correct.
+      ValueError: If not 1 <= k <= generations, if an id is below `NO_ANSWER`, or if only some of several equal answers
+        are correct.
     """
     num_problems, num_generations = answers.shape
     if not 1 <= k <= num_generations:
-        raise ValueError(f"k is {k}, but must lie between 1 and the number of generations, {num_generations}.")
+        raise ValueError(f"k={k} must lie between 1 and the number of generations, {num_generations}.")
     if np.any(answers < NO_ANSWER):
-        raise ValueError(f"answers must be ids from 0 on, or {NO_ANSWER} for no answer.")
+        raise ValueError(f"answers must be non-negative ids, or {NO_ANSWER} for a missing answer.")
 
     all_subsets = None
     if math.comb(num_generations, k) <= num_subsets:
@@ -67,8 +71,8 @@ def majority_at_k(
 def _random_subsets(
     num_generations: int, k: int, num_subsets: int, rng: np.random.Generator
 ) -> Int[np.ndarray, "subsets k"]:
-    places = np.tile(np.arange(num_generations), (num_subsets, 1))
-    return rng.permuted(places, axis=1)[:, :k]
+    indices = np.tile(np.arange(num_generations), (num_subsets, 1))
+    return rng.permuted(indices, axis=1)[:, :k]
 
 
 def _correct_answers(
@@ -76,16 +80,16 @@ def _correct_answers(
     correct: Bool[np.ndarray, " generations"],
     ids: Int[np.ndarray, " answers"],
 ) -> Float[np.ndarray, " answers"]:
-    """1 for each answer that is correct, 0 for the others."""
+    """Returns 1 for correct answers and 0 for incorrect ones."""
     share = np.bincount(answer_of, weights=correct) / np.bincount(answer_of)
     mixed = (share > 0) & (share < 1) & (ids != NO_ANSWER)
     if np.any(mixed):
-        raise ValueError(f"Equal answers must be all correct or all wrong, but those of id {ids[mixed][0]} are both.")
+        raise ValueError(f"Equal answers must all be correct or all be incorrect, but id {ids[mixed][0]} has both.")
     return share
 
 
 def _count(ballots: Int[np.ndarray, "subsets k"], num_answers: int) -> Int[np.ndarray, "subsets answers"]:
-    """Votes for each answer in each subset: one bincount, in which every subset has its own range of ids."""
+    """Counts the votes for each answer in each subset, with a single bincount over separate id ranges per subset."""
     num_subsets = len(ballots)
     offsets = num_answers * np.arange(num_subsets)[:, None]
     counts = np.bincount((ballots + offsets).ravel(), minlength=num_subsets * num_answers)
@@ -93,12 +97,12 @@ def _count(ballots: Int[np.ndarray, "subsets k"], num_answers: int) -> Int[np.nd
 
 
 def answer_entropy(answers: Int[np.ndarray, "problems generations"]) -> Float[np.ndarray, " problems"]:
-    """Entropy in nats of a problem's distinct answers: sum_a p_a ln(1 / p_a), p_a the share of its generations.
+    """Returns the entropy of the distinct answers of each problem, in nats: sum_a p_a ln(1 / p_a).
 
-    From 0, when all generations agree, to ln(generations), when no two do. Generations without an answer (id -1) count
-    as one answer of their own. This is the discrete semantic entropy of Farquhar et al. 2024 (Nature 630, 625-630),
-    with the task's grader deciding which answers mean the same. An estimate from few generations is too low: compare
-    equal numbers of them.
+    p_a is the fraction of generations with answer a. The entropy is 0 if all answers are equal, and ln(generations) if
+    all differ. Missing answers (`NO_ANSWER`) count as one answer. This is the discrete semantic entropy of Farquhar et
+    al. 2024 (Nature 630, 625-630), where the task decides which answers are equal. Estimates from few generations are
+    too low, so only compare estimates from equal numbers of generations.
     """
     return np.array([_entropy(ids) for ids in answers], dtype=np.float64)
 

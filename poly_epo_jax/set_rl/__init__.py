@@ -1,9 +1,9 @@
-"""Set RL as pure functions: sets, set objectives, advantages, losses. Needs JAX and NumPy only.
+"""Set RL as pure functions: sets, set objectives, advantages and losses. The functions only use JAX and NumPy.
 
 ```
 sets = set_rl.enumerate_sets(num_generations=8, set_size=4)
 advantages = set_rl.marginal_set_advantages(set_rl.polychromic, sets, rewards=rewards, clusters=clusters)
-advantages = set_rl.polychromic_advantages(rewards, clusters, set_size=4)  # the same, in closed form
+advantages = set_rl.polychromic_advantages(rewards, clusters, set_size=4)  # equal, in closed form
 ```
 """
 

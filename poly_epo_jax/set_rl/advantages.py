@@ -1,4 +1,4 @@
-"""From rewards and clusters [P, N] to one advantage per generation [P, N] (paper §3, §4; baselines of §6)."""
+"""Advantages [P, N] of generations from rewards and clusters [P, N] (paper §3 and §4; baselines of §6)."""
 
 import functools
 import inspect
@@ -21,7 +21,7 @@ ClosedForm = Callable[..., Float[Array, "P N"]]
 
 
 def features_read(function: Callable[..., Array]) -> tuple[str, ...]:
-    """The features that an objective reads: its parameters, by name."""
+    """Returns the names of the features that an objective reads, which are the names of its parameters."""
     return tuple(inspect.signature(function).parameters)
 
 
@@ -30,20 +30,24 @@ def marginal_set_advantages(
     sets: Int[Array | np.ndarray, "K n"] | Int[Array | np.ndarray, "P K n"],
     **features: Shaped[Array | np.ndarray, "P N ..."],
 ) -> Float[Array, "P N"]:
-    """Mean advantage of the sets that hold a generation (paper §3, algorithm 1).
+    """Computes the marginal set advantage of each generation (paper §3, algorithm 1).
 
-    A(G) = f(G) - mean of f over the K sets, and A_marg(y) = mean of A(G) over the constructed sets that hold y, or 0
-    if none does.
+    The advantage of a set is A(G) = f(G) - mean of f over the K sets. The marginal set advantage A_marg(y) is the mean
+    of A(G) over the constructed sets that contain y, or 0 if no set contains y.
 
     Args:
-      objective: f, maps gathered features [K, n, ...] of one prompt to scores [K]; see `objectives`. It gets the
-        features that its parameters name.
-      sets: generation indices, shared by all prompts or one [K, n] table per prompt.
-      **features: of each of the N generations of P prompts: rewards, clusters, or your own.
+      objective: The objective f, which maps gathered features [K, n, ...] of one prompt to scores [K] (see
+        `objectives`). The names of its parameters select the features.
+      sets: Generation indices, either one [K, n] table for all prompts or one table per prompt.
+      **features: Features of the N generations of P prompts by name: rewards, clusters or custom features.
+
+    Returns:
+      Advantages [P, N].
 
     Raises:
-      ValueError: features that hold NaN (detected outside jit only) or disagree on [P, N]; a missing feature that the
-        objective names; sets of another shape or as large as N; an objective that does not return one score per set.
+      ValueError: If a feature contains NaN (detected outside jit only), if the features differ in [P, N], if a feature
+        that the objective reads is missing, if `sets` has another shape or n >= N, or if the objective does not return
+        one score per set.
     """
     num_prompts, num_generations = check_features(**features)
     if sets.ndim not in (2, 3) or (sets.ndim == 3 and len(sets) != num_prompts):
@@ -53,13 +57,13 @@ def marginal_set_advantages(
     reads = features_read(objective)
     missing = [name for name in reads if name not in features]
     if missing:
-        raise ValueError(f"The objective reads {missing[0]}, but the features are {', '.join(features)}.")
+        raise ValueError(f"The objective reads {missing[0]}, which is not among the features {', '.join(features)}.")
     features = {name: features[name] for name in reads}
 
     def one_prompt(sets: Array, features: dict[str, Array]) -> Array:
         scores = objective(**{name: feature[sets] for name, feature in features.items()})
         if scores.shape != (num_sets,):
-            raise ValueError(f"The objective returned shape {scores.shape}, but must give one score per set, [K].")
+            raise ValueError(f"The objective returned shape {scores.shape}, but must return one score per set, [K].")
         set_advantages = scores - scores.mean()
         holds = (sets[:, :, None] == jnp.arange(num_generations)[None, None, :]).any(axis=1)  # [K, N]
         return jnp.where(holds, set_advantages[:, None], 0).sum(axis=0) / jnp.maximum(holds.sum(axis=0), 1)
@@ -71,13 +75,22 @@ def marginal_set_advantages(
 def polychromic_advantages(
     rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], set_size: int
 ) -> Float[Array, "P N"]:
-    """Marginal set advantages of the polychromic objective over all C(N, n) sets, without forming a set (paper §4).
+    """Computes the marginal set advantages of the polychromic objective over all C(N, n) sets (paper §4).
 
-    Equal to `marginal_set_advantages(polychromic, enumerate_sets(N, n), ...)` in O(P N^2), whatever C(N, n) is, and
-    more exact: no large terms cancel, even where n is close to N and advantages are small.
+    The result equals `marginal_set_advantages(polychromic, enumerate_sets(N, n), ...)`, but takes O(P N^2) operations
+    regardless of C(N, n), because no sets are formed. It is also more accurate: large terms never cancel, even if n is
+    close to N and the advantages are small.
+
+    Args:
+      rewards: Rewards of the N generations of P prompts.
+      clusters: Cluster ids of the generations. `DEGENERATE_CLUSTER` adds no diversity.
+      set_size: Number n of generations in a set.
+
+    Returns:
+      Advantages [P, N].
 
     Raises:
-      ValueError: unless 1 <= set_size < N; on NaN rewards (detected outside jit only); on mismatched shapes.
+      ValueError: If not 1 <= set_size < N, if a reward is NaN (detected outside jit only), or if shapes differ.
     """
     return _effects(rewards, clusters, set_size).score
 
@@ -85,17 +98,30 @@ def polychromic_advantages(
 def reward_plus_diversity_advantages(
     rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], set_size: int
 ) -> Float[Array, "P N"]:
-    """Marginal set advantages of `reward_plus_diversity` over all C(N, n) sets, without forming a set.
+    """Computes the marginal set advantages of `reward_plus_diversity` over all C(N, n) sets without forming them.
+
+    Args:
+      rewards: Rewards of the N generations of P prompts.
+      clusters: Cluster ids of the generations. `DEGENERATE_CLUSTER` adds no diversity.
+      set_size: Number n of generations in a set.
+
+    Returns:
+      Advantages [P, N].
 
     Raises:
-      ValueError: as `polychromic_advantages`.
+      ValueError: If not 1 <= set_size < N, if a reward is NaN (detected outside jit only), or if shapes differ.
     """
     on = _effects(rewards, clusters, set_size)
     return on.reward + on.diversity
 
 
 class Synergy(NamedTuple):
-    """The two parts of the polychromic advantage, each [P, N]; they add up to it."""
+    """The two terms of the polychromic advantage. Their sum is the advantage.
+
+    Attributes:
+      product: Term of the mean reward and the mean diversity.
+      synergy: Term of the covariance of reward and diversity.
+    """
 
     product: Float[Array, "P N"]
     synergy: Float[Array, "P N"]
@@ -106,12 +132,20 @@ def exploration_exploitation_synergy(
 ) -> Synergy:
     """Splits the polychromic advantage into product and synergy (paper §5, Exploration-Exploitation Synergy).
 
-    With R a set's mean reward and d its diversity, over all C(N, n) sets G:
+    With R the mean reward of a set and d its diversity, over all C(N, n) sets G:
       product = E[R | y in G] E[d | y in G] - E[R] E[d]
       synergy = Cov(R, d | y in G) - Cov(R, d)
 
+    Args:
+      rewards: Rewards of the N generations of P prompts.
+      clusters: Cluster ids of the generations. `DEGENERATE_CLUSTER` adds no diversity.
+      set_size: Number n of generations in a set.
+
+    Returns:
+      The two terms of the advantages.
+
     Raises:
-      ValueError: as `polychromic_advantages`.
+      ValueError: If not 1 <= set_size < N, if a reward is NaN (detected outside jit only), or if shapes differ.
     """
     on = _effects(rewards, clusters, set_size)
     product = on.mean_reward * on.diversity + on.mean_diversity * on.reward + on.reward * on.diversity
@@ -119,10 +153,16 @@ def exploration_exploitation_synergy(
 
 
 def grpo_advantages(rewards: Float[Array | np.ndarray, "P N"]) -> Float[Array, "P N"]:
-    """Reward above the prompt's mean, A_i = r_i - mean r, not divided by a standard deviation (paper appendix).
+    """Computes GRPO's advantage A_i = r_i - mean r, without dividing by a standard deviation (paper appendix).
+
+    Args:
+      rewards: Rewards of the N generations of P prompts.
+
+    Returns:
+      Advantages [P, N].
 
     Raises:
-      ValueError: on NaN rewards (detected outside jit only).
+      ValueError: If a reward is NaN (detected outside jit only).
     """
     check_features(rewards=rewards)
     return centred(jnp.asarray(rewards))
@@ -131,21 +171,36 @@ def grpo_advantages(rewards: Float[Array | np.ndarray, "P N"]) -> Float[Array, "
 def grpo_div_advantages(
     rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], div_coef: float
 ) -> Float[Array, "P N"]:
-    """GRPO with a bonus for small clusters: centred r_i + lambda d_i (paper §6.1, GRPO+DIV).
+    """Computes GRPO's advantage with a bonus for small clusters: centered r_i + lambda d_i (paper §6.1, GRPO+DIV).
 
-    d_i is `rarity`: from 0 where all agree to 1 for a cluster of one, and 0 for a generation in `DEGENERATE_CLUSTER`.
-    This is also the reward shaping of §5, with which the paper compares the polychromic objective.
+    d_i is `rarity`: 0 if all generations share a cluster, 1 for a cluster of one generation, and 0 in
+    `DEGENERATE_CLUSTER`. This is also the reward shaping of §5, with which the paper compares its objective.
+
+    Args:
+      rewards: Rewards of the N generations of P prompts.
+      clusters: Cluster ids of the generations.
+      div_coef: Coefficient lambda of the bonus.
+
+    Returns:
+      Advantages [P, N].
 
     Raises:
-      ValueError: on NaN rewards (detected outside jit only); on mismatched shapes.
+      ValueError: If a reward is NaN (detected outside jit only), or if shapes differ.
     """
     check_features(rewards=rewards, clusters=clusters)
     return centred(jnp.asarray(rewards) + div_coef * rarity(jnp.asarray(clusters)))
 
 
 class _Effects(NamedTuple):
-    """The effect of a generation y on the sets G of n that hold it: E[. | y in G] - E[.] of a set's score f, its mean
-    reward R and its diversity d, each [P, N]; and E[R] and E[d] themselves, each [P, 1]."""
+    """Effects of each generation y on the sets G that contain it.
+
+    Attributes:
+      score: E[f | y in G] - E[f], shape [P, N], where f is the score of a set.
+      reward: E[R | y in G] - E[R], shape [P, N], where R is the mean reward of a set.
+      diversity: E[d | y in G] - E[d], shape [P, N], where d is the diversity of a set.
+      mean_reward: E[R], shape [P, 1].
+      mean_diversity: E[d], shape [P, 1].
+    """
 
     score: Array
     reward: Array
@@ -157,14 +212,19 @@ class _Effects(NamedTuple):
 def _effects(
     rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], set_size: int
 ) -> _Effects:
-    """The effects over all sets of n, from the chances that a set holding y misses a cluster of s other generations.
+    """Computes the effects over all sets of n generations in closed form, without forming a set.
 
-    Let missed(s) be that chance, beside(s) the chance that such a set misses the cluster and holds one given other
-    generation, and apart(s) the chance that it misses both. Let r' be the rewards above their mean r. By linearity over
-    clusters c and members i, and up to terms that all y share, with s the size of y's own cluster,
+    The expectation over sets is linear, so f and d are sums over clusters c and over generations i of products with the
+    event "the set contains a member of c". The probabilities of these events are ratios of binomials. For a random set
+    that contains y, and a cluster of s generations without y,
+      missed(s) is the probability that the set contains no member of the cluster,
+      beside(s) is the probability that it contains no member, but a given other generation outside the cluster,
+      apart(s) = missed(s) - beside(s) is the probability that it contains neither.
+    Let r be the mean reward, r' the rewards minus r, and s the size of y's own cluster. Up to terms that are equal for
+    all y,
       n d = missed(s)
       n^2 f = n r missed(s) + r'_y (sum_c [apart(0) - apart(|c|)] + apart(s)) - beside(s) sum_{i in y's cluster} r'_i
-    where degenerate clusters contribute nothing. None of the terms is a small difference of large ones.
+    and degenerate clusters contribute 0. No term is a small difference of large ones, so float32 suffices.
     """
     _, num_generations = check_features(rewards=rewards, clusters=clusters)
     check_set_size(num_generations, set_size)
@@ -177,7 +237,7 @@ def _effects(
     above = centred(rewards)
     mean_reward = (rewards - above).mean(axis=-1, keepdims=True)
     above_in_cluster = jnp.where(same, above[:, None, :], 0).sum(axis=-1)
-    over_clusters = (not_apart / sizes).sum(axis=-1, keepdims=True)  # each cluster's generations share its term
+    over_clusters = (not_apart / sizes).sum(axis=-1, keepdims=True)  # the members of a cluster add up to its term
     from_rewards = above * (over_clusters + apart) - beside * above_in_cluster
     from_diversity = centred(missed)
     return _Effects(
@@ -191,9 +251,9 @@ def _effects(
 
 @functools.cache
 def _chances(num_generations: int, set_size: int) -> Float[np.ndarray, "5 sizes"]:
-    """By a cluster's size s = 0..N: missed, apart, beside (see `_effects`), 1 - missed and apart(0) - apart.
+    """Tabulates missed, apart, beside (see `_effects`), 1 - missed and apart(0) - apart for cluster sizes s = 0..N.
 
-    Exact integers until the last division: for large N the binomials overflow any float.
+    Counts are exact integers until the final division, because the binomials overflow floats for large N.
     """
     N, n = num_generations, set_size
 

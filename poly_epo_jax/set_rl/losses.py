@@ -1,10 +1,10 @@
-"""The update rules that accept any advantage: per-token terms in, a scalar loss and metrics out (paper appendix).
+"""Losses, which combine with any advantage estimator (paper appendix).
 
-A loss reads `Tokens` and returns -sum(weights * term), so that the losses of microbatches add up to the loss of the
-batch; its metrics are sums over response tokens, to be added up and divided by the token count. The values of masked
-tokens never matter. Losses with parameters `clip_low` and `clip_high` receive the keys `algo.clip_low` and
-`algo.clip_high`; other keyword arguments are `algo.loss_options`, which are checked against the loss's annotations.
-`clip_cov` and `kl_cov` compare a token with the others of its microbatch, and so depend on the microbatch's size.
+A loss maps `Tokens` to -sum(weights * term), where the term of a token depends on the loss. The losses of microbatches
+therefore add up to the loss of the batch. The metrics are sums over response tokens, which the caller adds up and
+divides by the number of tokens. Values of masked tokens have no effect. Parameters named `clip_low` and `clip_high` are
+set by `algo.clip_low` and `algo.clip_high`. Other keyword arguments are set by `algo.loss_options` and checked against
+their annotations. `clip_cov` and `kl_cov` compare the tokens of a microbatch, so their result depends on its size.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,20 @@ from poly_epo_jax.types import Registry
 
 
 class Tokens(NamedTuple):
-    """What a loss reads for each token: arrays of one shape, rows of T tokens.
+    """Inputs of a loss: arrays of the same shape, rows of T packed tokens.
 
-    `old_logprobs` are those of the policy that generated the token. `weights` is the token's share of the objective J,
-    from `token_weights` on response tokens and 0 on prompt and padding tokens. `sequence_ids` tells a row's sequences
-    apart: counted from 1, with 0 for padding.
+    The first minibatch of a step is on policy: the current policy is still the old policy, so `logprobs` equals
+    `old_logprobs` and all probability ratios are 1. The losses then have the gradient of REINFORCE, except that
+    `clip_cov_loss` detaches tokens.
+
+    Attributes:
+      logprobs: Log-probabilities under the current policy, in nats.
+      old_logprobs: Log-probabilities under the old policy, in nats. The old policy is the policy before the first
+        update on the batch.
+      advantages: Advantage of the token's sequence.
+      weights: Weight of the token in the objective J: `token_weights` for response tokens, optionally times an
+        importance weight, and 0 for prompt and padding tokens.
+      sequence_ids: Number of the token's sequence within its row, starting at 1, and 0 for padding.
     """
 
     logprobs: Float[Array, "*rows T"]
@@ -36,12 +45,12 @@ class Tokens(NamedTuple):
 
     @property
     def is_response(self) -> Bool[Array, "*rows T"]:
-        """Whether the token is trained."""
+        """Mask of the tokens that are trained on."""
         return self.weights > 0
 
     @property
     def log_ratio(self) -> Float[Array, "*rows T"]:
-        """log w, where w is a token's probability ratio to the policy that generated it; 0 on masked tokens."""
+        """log w, where w is the probability ratio of the current to the old policy, and 0 on masked tokens."""
         return jnp.where(self.is_response, self.logprobs - self.old_logprobs, 0)
 
 
@@ -50,14 +59,19 @@ Loss = Callable[..., LossAndMetrics]
 
 
 def ppo_clip_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossAndMetrics:
-    """PPO's clipped surrogate: term = min(w A, clip(w, 1 - clip_low, 1 + clip_high) A) (paper appendix, J).
+    """Computes PPO's clipped surrogate: term = min(w A, clip(w, 1 - clip_low, 1 + clip_high) A) (paper appendix, J).
+
+    Args:
+      tokens: Tokens of a microbatch.
+      clip_low: Lower clip range of the ratio w.
+      clip_high: Upper clip range of the ratio w.
 
     Returns:
-      The loss, and the sums `clip_fraction` (tokens that the clip holds back), `ratio` (w) and `kl` (estimates of
-      KL(old || new), in nats).
+      The loss, and the sums `clip_fraction` (number of tokens whose gradient the clip removes), `ratio` (w) and `kl`
+      (estimates of KL(old || new), in nats).
 
     Raises:
-      ValueError: on mismatched shapes.
+      ValueError: If the arrays of `tokens` differ in shape.
     """
     _check_shapes(tokens)
     term, held_back, ratio = _clipped(tokens.log_ratio, tokens, clip_low, clip_high)
@@ -65,13 +79,21 @@ def ppo_clip_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0
 
 
 def cispo_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossAndMetrics:
-    """CISPO: term = stop_gradient(clip(w, 1 - clip_low, 1 + clip_high)) A log-prob. Every token keeps a gradient.
+    """Computes CISPO's loss: term = stop_gradient(clip(w, 1 - clip_low, 1 + clip_high)) A log p.
+
+    Unlike with `ppo_clip_loss`, every token keeps a gradient.
+
+    Args:
+      tokens: Tokens of a microbatch.
+      clip_low: Lower clip range of the ratio w.
+      clip_high: Upper clip range of the ratio w.
 
     Returns:
-      As `ppo_clip_loss`; here `clip_fraction` counts the tokens whose ratio lies outside the interval.
+      The loss, and the sums of `ppo_clip_loss`. `clip_fraction` is the number of tokens whose ratio lies outside the
+      clip range.
 
     Raises:
-      ValueError: on mismatched shapes.
+      ValueError: If the arrays of `tokens` differ in shape.
     """
     _check_shapes(tokens)
     ratio = jax.lax.stop_gradient(jnp.exp(tokens.log_ratio))
@@ -81,30 +103,39 @@ def cispo_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28
 
 
 def policy_gradient_loss(tokens: Tokens) -> LossAndMetrics:
-    """REINFORCE: term = A log-prob. With advantage 1 it is maximum likelihood, to fit demonstrations.
+    """Computes REINFORCE's loss: term = A log p. With advantage 1 this is maximum likelihood on demonstrations.
+
+    Args:
+      tokens: Tokens of a microbatch. `old_logprobs` is not used.
 
     Returns:
-      The loss, and no metrics: `old_logprobs` is not read, so there is no ratio.
+      The loss, and an empty dict of metrics.
 
     Raises:
-      ValueError: on mismatched shapes.
+      ValueError: If the arrays of `tokens` differ in shape.
     """
     _check_shapes(tokens)
     return _loss(tokens.advantages * jnp.where(tokens.is_response, tokens.logprobs, 0), tokens), {}
 
 
 def gspo_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossAndMetrics:
-    """GSPO (Zheng et al., arXiv 2507.18071): PPO's clipped surrogate with one ratio for each sequence.
+    """Computes GSPO's loss (Zheng et al., arXiv 2507.18071): PPO's clipped surrogate with one ratio per sequence.
 
-    The ratio is s = exp(mean over the sequence's tokens of log w), the geometric mean of theirs. Each token's log-prob
-    gets its gradient from that token's own weight and advantage, as in the paper's GSPO-token and in verl; this is the
-    same if they are equal within a sequence. The paper clips to 1 - 3e-4 and 1 + 4e-4.
+    The ratio s = exp(mean over the sequence's tokens of log w) is the geometric mean of the token ratios. The gradient
+    of a token's log-probability uses the weight and advantage of that token, as in the paper's GSPO-token and in verl.
+    This equals GSPO if weights and advantages are equal within a sequence. The paper clips to 1 - 3e-4 and 1 + 4e-4.
+
+    Args:
+      tokens: Tokens of a microbatch.
+      clip_low: Lower clip range of the ratio s.
+      clip_high: Upper clip range of the ratio s.
 
     Returns:
-      As `ppo_clip_loss`; here `ratio` and `clip_fraction` are those of the token's sequence.
+      The loss, and the sums of `ppo_clip_loss`. `ratio` and `clip_fraction` refer to the ratio s of the token's
+      sequence.
 
     Raises:
-      ValueError: on mismatched shapes.
+      ValueError: If the arrays of `tokens` differ in shape.
     """
     _check_shapes(tokens)
     log_ratio, stopped = tokens.log_ratio, jax.lax.stop_gradient(tokens.log_ratio)
@@ -123,26 +154,36 @@ def clip_cov_loss(
     cov_low: Annotated[float, Range(-1e6, 1e6)] = 1.0,
     cov_high: Annotated[float, Range(-1e6, 1e6)] = 5.0,
 ) -> LossAndMetrics:
-    """Clip-Cov (Cui et al., arXiv 2505.22617): `ppo_clip_loss` without the gradient of a few tokens that cost entropy.
+    """Computes the Clip-Cov loss (Cui et al., arXiv 2505.22617), which detaches a few tokens of `ppo_clip_loss`.
 
-    cov_t = (A_t - mean A) (log p_t - mean log p) over the microbatch's response tokens. Of those with cov_t between
-    cov_low and cov_high that the clip lets through, a random `cov_fraction` of all tokens, at least one, is detached.
+    Updates of tokens with a high covariance reduce the entropy of the policy. The covariance of a token is
+    cov_t = (A_t - mean A) (log p_t - mean log p), with means over the microbatch's response tokens. The candidates are
+    the unclipped tokens with cov_low < cov_t < cov_high. The gradient of a random selection of them is removed.
 
-    verl draws exactly that number; here each candidate is drawn independently, with the chance that gives this number
-    on average, from bits of the log-probabilities: equal inputs give equal draws, as resuming requires. Detached tokens
-    count in the loss's value here, as in the paper but not in verl; the gradient is the same.
+    verl selects a fixed number of candidates. Here each candidate is selected independently, with the probability that
+    gives this number on average. The random key is derived from the bits of the log-probabilities, so that equal inputs
+    give equal selections, which exact resumption requires. Detached tokens contribute to the value of the loss, as in
+    the paper but not in verl; the gradient is the same.
+
+    Args:
+      tokens: Tokens of a microbatch.
+      clip_low: Lower clip range of the ratio w.
+      clip_high: Upper clip range of the ratio w.
+      cov_fraction: Expected number of detached tokens as a fraction of all response tokens; at least one token.
+      cov_low: Lower bound of the covariance of candidates.
+      cov_high: Upper bound of the covariance of candidates.
 
     Returns:
-      As `ppo_clip_loss`, and `covariance_fraction`, the tokens that were detached.
+      The loss, the sums of `ppo_clip_loss`, and the sum `covariance_fraction` (number of detached tokens).
 
     Raises:
-      ValueError: on mismatched shapes.
+      ValueError: If the arrays of `tokens` differ in shape.
     """
     _check_shapes(tokens)
     term, held_back, ratio = _clipped(tokens.log_ratio, tokens, clip_low, clip_high)
     covariances = _covariances(tokens)
     is_candidate = tokens.is_response & ~held_back & (covariances > cov_low) & (covariances < cov_high)
-    chance = _few(cov_fraction, tokens) / jnp.maximum(is_candidate.sum(), 1)
+    chance = _num_selected(cov_fraction, tokens) / jnp.maximum(is_candidate.sum(), 1)
     is_detached = is_candidate & (jax.random.uniform(_key_of(tokens), term.shape) < chance)
     term = jnp.where(is_detached, jax.lax.stop_gradient(term), term)
     metrics = _ratio_metrics(held_back, tokens, ratio)
@@ -155,26 +196,33 @@ def kl_cov_loss(
     cov_fraction: Annotated[float, Range(1e-9, 1)] = 2e-4,
     cov_kl_coef: Annotated[float, Range(0, 1000)] = 1.0,
 ) -> LossAndMetrics:
-    """KL-Cov (Cui et al., arXiv 2505.22617): w A without a clip, and a penalty |log w| on a few tokens.
+    """Computes the KL-Cov loss (Cui et al., arXiv 2505.22617): term = w A, with a penalty |log w| on a few tokens.
 
-    The penalty, times `cov_kl_coef`, applies to the `cov_fraction` of tokens, at least one, with the largest cov_t (see
-    `clip_cov_loss`), and to those that tie with the last of them, as in verl.
+    Ratios are not clipped. The penalty applies to the tokens with the largest cov_t (see `clip_cov_loss`), including
+    all tokens that tie with the last of them, as in verl.
+
+    Args:
+      tokens: Tokens of a microbatch.
+      cov_fraction: Number of penalized tokens as a fraction of all response tokens; at least one token.
+      cov_kl_coef: Coefficient of the penalty.
 
     Returns:
-      As `ppo_clip_loss`; here nothing is clipped, and `covariance_fraction` counts the tokens that are penalised.
+      The loss, the sums of `ppo_clip_loss` (with `clip_fraction` 0), and the sum `covariance_fraction` (number of
+      penalized tokens).
 
     Raises:
-      ValueError: on mismatched shapes.
+      ValueError: If the arrays of `tokens` differ in shape.
     """
     _check_shapes(tokens)
     ratio = jnp.exp(tokens.log_ratio)
     covariances = jnp.where(tokens.is_response, _covariances(tokens), -jnp.inf)
     ascending = jnp.sort(covariances.ravel())
-    is_penalised = tokens.is_response & (covariances >= ascending[-_few(cov_fraction, tokens)])
-    distance = jnp.maximum(tokens.log_ratio, -tokens.log_ratio)  # whose gradient is 0 at 0, where that of abs is 1
-    term = ratio * tokens.advantages - jnp.where(is_penalised, cov_kl_coef * distance, 0)
-    metrics = _ratio_metrics(jnp.zeros_like(is_penalised), tokens, ratio)
-    return _loss(term, tokens), metrics | {"covariance_fraction": jnp.sum(is_penalised, dtype=jnp.float32)}
+    is_penalized = tokens.is_response & (covariances >= ascending[-_num_selected(cov_fraction, tokens)])
+    # The gradient of this form of abs is 0 at 0; the gradient of jnp.abs would be 1.
+    distance = jnp.maximum(tokens.log_ratio, -tokens.log_ratio)
+    term = ratio * tokens.advantages - jnp.where(is_penalized, cov_kl_coef * distance, 0)
+    metrics = _ratio_metrics(jnp.zeros_like(is_penalized), tokens, ratio)
+    return _loss(term, tokens), metrics | {"covariance_fraction": jnp.sum(is_penalized, dtype=jnp.float32)}
 
 
 LOSSES: Registry[Loss] = Registry(
@@ -187,25 +235,29 @@ LOSSES: Registry[Loss] = Registry(
 )
 
 SILENT_AT_ZERO = {"ppo_clip", "cispo", "policy_gradient", "gspo"}
-"""Losses to which a sequence of advantage 0 adds nothing, neither to their value nor to any gradient, so that the
-update need not compute its gradient. `clip_cov` and `kl_cov` compare a token with those of other sequences."""
+"""Losses whose value and gradient do not depend on sequences with advantage 0, so that updates can skip the backward
+pass of these sequences. `clip_cov` and `kl_cov` are excluded because they compare tokens of different sequences."""
 
 
 def token_weights(
     lengths: Int[Array | np.ndarray, "P N"], length_normalization: str, max_length: int
 ) -> Float[Array, "P N"]:
-    """Share of each of a generation's response tokens in J: 1 / (P N T_i) (paper appendix, Implementation Details).
+    """Computes the weight 1 / (P N T_i) of each response token in J (paper appendix, Implementation Details).
 
-    T_i is |y_i| for "own" (GRPO: every generation weighs the same) and `max_length` for "max" (Poly-EPO: every token
-    weighs the same).
+    With "own" (GRPO), T_i is the length |y_i| of the response. All responses then have the same total weight, so a
+    token of a long response has a smaller weight than a token of a short one. With "max" (Poly-EPO), T_i is
+    `max_length`. All tokens then have the same weight, so long responses have a larger total weight.
 
     Args:
-      lengths: response tokens |y_i| of each generation.
+      lengths: Number of response tokens |y_i| of each generation.
       length_normalization: "own" or "max".
-      max_length: the longest response that sampling allows, in tokens.
+      max_length: Maximum length of a response, in tokens.
+
+    Returns:
+      Weight of each token of a generation, [P, N].
 
     Raises:
-      ValueError: on another `length_normalization`.
+      ValueError: If `length_normalization` is neither "own" nor "max".
     """
     if length_normalization == "own":
         divisors = jnp.maximum(lengths, 1)
@@ -217,7 +269,15 @@ def token_weights(
 
 
 def sequence_means(values: Shaped[Array, "*rows T"], tokens: Tokens) -> Float[Array, "*rows T"]:
-    """At each response token, the mean of `values` over the response tokens of its sequence; 0 on masked tokens."""
+    """Averages values over the response tokens of each sequence.
+
+    Args:
+      values: Values of the tokens.
+      tokens: Tokens that define the sequences and the mask.
+
+    Returns:
+      The mean over its sequence at each response token, and 0 on masked tokens.
+    """
     length = values.shape[-1]
 
     def of_row(values: Array, ids: Array, is_response: Array) -> Array:
@@ -232,15 +292,15 @@ def sequence_means(values: Shaped[Array, "*rows T"], tokens: Tokens) -> Float[Ar
 
 
 def kl_estimate(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
-    """The k3 estimate of KL(p || q) from log_ratio = log q - log p of a token drawn from p, in nats.
+    """Returns the k3 estimate of KL(p || q), in nats, from log_ratio = log q - log p of tokens drawn from p.
 
-    q / p - 1 - log(q / p): unbiased, and never negative (Schulman, "Approximating KL divergence").
+    The estimate q / p - 1 - log(q / p) is unbiased and never negative (Schulman, "Approximating KL divergence").
     """
     return jnp.expm1(log_ratio) - log_ratio
 
 
 def _clipped(log_ratio: Array, tokens: Tokens, clip_low: float, clip_high: float) -> tuple[Array, Array, Array]:
-    """PPO's clipped surrogate of these ratios: the term, whether the clip holds it back, and the ratio."""
+    """Returns the terms of PPO's clipped surrogate, a mask of the clipped tokens, and the ratios."""
     ratio, advantages = jnp.exp(log_ratio), tokens.advantages
     term = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages)
     held_back = ((ratio > 1 + clip_high) & (advantages > 0)) | ((ratio < 1 - clip_low) & (advantages < 0))
@@ -248,7 +308,10 @@ def _clipped(log_ratio: Array, tokens: Tokens, clip_low: float, clip_high: float
 
 
 def _covariances(tokens: Tokens) -> Array:
-    """(A - mean A) (log p - mean log p), means over all response tokens; without a gradient, 0 on masked tokens."""
+    """Returns (A - mean A) (log p - mean log p), with means over all response tokens, and 0 on masked tokens.
+
+    No gradient flows through the result.
+    """
     count = jnp.maximum(tokens.is_response.sum(), 1)
 
     def above_mean(values: Array) -> Array:
@@ -258,13 +321,13 @@ def _covariances(tokens: Tokens) -> Array:
     return jax.lax.stop_gradient(above_mean(tokens.advantages) * above_mean(tokens.logprobs))
 
 
-def _few(fraction: float, tokens: Tokens) -> Int[Array, ""]:
-    """This fraction of all response tokens, at least one."""
+def _num_selected(fraction: float, tokens: Tokens) -> Int[Array, ""]:
+    """Returns the given fraction of the number of response tokens, rounded down, but at least 1."""
     return jnp.maximum(jnp.floor(fraction * tokens.is_response.sum()), 1).astype(int)
 
 
 def _key_of(tokens: Tokens) -> Key[Array, ""]:
-    """A random key made from the log-probabilities: the sum of their bits."""
+    """Derives a random key from the log-probabilities, by summing their bit patterns."""
     logprobs = jnp.where(tokens.is_response, jax.lax.stop_gradient(tokens.logprobs), 0).astype(jnp.float32)
     return jax.random.key(jnp.sum(jax.lax.bitcast_convert_type(logprobs, jnp.uint32), dtype=jnp.uint32))
 

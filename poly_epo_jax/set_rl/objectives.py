@@ -1,8 +1,8 @@
-"""Set objectives f(x, y_1..y_n): what a set of n generations is worth as a whole (paper §3 and §4).
+"""Set objectives f(x, y_1, .., y_n), which score a set of n generations (paper §3 and §4).
 
-An objective maps features gathered over sets, each [..., K, n] or [..., K, n, D], to scores [..., K]. It is symmetric
-in the n generations, and its parameters name the features it reads. Any such JAX function will do; OBJECTIVES are those
-that have a name in a configuration.
+An objective is a JAX function that maps features gathered over sets, each [..., K, n] or [..., K, n, D], to scores
+[..., K]. It is symmetric in the n generations, and the names of its parameters select the features that it reads.
+`OBJECTIVES` maps the names in a configuration to objectives.
 """
 
 import math
@@ -28,9 +28,17 @@ def polychromic(
     rewards: Float[Array | np.ndarray, "*prompts K n"],
     clusters: Int[Array | np.ndarray, "*prompts K n"],
 ) -> Float[Array, "*prompts K"]:
-    """Mean reward times diversity: f = (1/n sum_i r_i) * |{C(y_1), .., C(y_n)}| / n (paper §4, Polychromic Objective).
+    """Scores sets by mean reward times diversity (paper §4, Polychromic Objective).
 
-    `DEGENERATE_CLUSTER` is never counted among the distinct clusters; the denominator stays n.
+    f = (1/n sum_i r_i) * |{C(y_1), .., C(y_n)}| / n. `DEGENERATE_CLUSTER` is not counted among the distinct clusters,
+    but the denominator remains n.
+
+    Args:
+      rewards: Rewards of the n generations of each set.
+      clusters: Cluster ids of the n generations of each set.
+
+    Returns:
+      Scores of the sets.
     """
     return jnp.mean(rewards, axis=-1) * diversity(clusters)
 
@@ -39,10 +47,18 @@ def reward_plus_diversity(
     rewards: Float[Array | np.ndarray, "*prompts K n"],
     clusters: Int[Array | np.ndarray, "*prompts K n"],
 ) -> Float[Array, "*prompts K"]:
-    """The sum in place of polychromic's product: f = 1/n sum_i r_i + |{C(y_1), .., C(y_n)}| / n.
+    """Scores sets by mean reward plus diversity: f = 1/n sum_i r_i + |{C(y_1), .., C(y_n)}| / n.
 
-    Its marginal advantages are those of the two terms alone: reward shaping (paper §5) over sets. Whatever polychromic
-    adds to this comes from the product. Over single generations, sum and product are GRPO+DIV and `shaped_product`.
+    The marginal set advantage is the sum of the advantages of the two terms: reward shaping (paper §5) over sets.
+    Compared with `polychromic`, this objective isolates the effect of the product. For single generations, the sum is
+    GRPO+DIV and the product is `shaped_product`.
+
+    Args:
+      rewards: Rewards of the n generations of each set.
+      clusters: Cluster ids of the n generations of each set. `DEGENERATE_CLUSTER` is not counted.
+
+    Returns:
+      Scores of the sets.
     """
     return jnp.mean(rewards, axis=-1) + diversity(clusters)
 
@@ -51,40 +67,68 @@ def determinant(
     rewards: Float[Array | np.ndarray, "*prompts K n"],
     embeddings: Float[Array | np.ndarray, "*prompts K n D"],
 ) -> Float[Array, "*prompts K"]:
-    """Mean reward times the volume of embeddings: f = (1/n sum_i r_i) * log2 det(I + K) / n, with K their cosines.
+    """Scores sets by mean reward times the volume of the embeddings: f = (1/n sum_i r_i) * log2 det(I + K) / n.
 
-    The second factor is 1 if all are orthogonal and log2(1 + n) / n if all are alike. If embeddings say no more than
-    the cluster, it is the sum over clusters c of log2(1 + |c|), divided by n: a repetition counts, but less.
+    K holds the cosine similarities between the embeddings. The second factor is 1 if all embeddings are orthogonal and
+    log2(1 + n) / n if all are equal. If the embeddings are one-hot cluster ids, it is the sum over clusters c of
+    log2(1 + |c|), divided by n: a repeated cluster increases the factor less than a new one.
+
+    Args:
+      rewards: Rewards of the n generations of each set.
+      embeddings: Embeddings of the n generations of each set, with D dimensions. Their lengths do not matter.
+
+    Returns:
+      Scores of the sets.
     """
     volume = log_volume(cosines(embeddings)) / (embeddings.shape[-2] * math.log(2))
     return jnp.mean(rewards, axis=-1) * volume
 
 
 def diversity(clusters: Int[Array | np.ndarray, "*prompts K n"]) -> Float[Array, "*prompts K"]:
-    """Distinct clusters of a set divided by its size: d(G) of §4, without `DEGENERATE_CLUSTER`."""
+    """Returns the number of distinct clusters of each set, without `DEGENERATE_CLUSTER`, divided by n: d(G) of §4.
+
+    Args:
+      clusters: Cluster ids of the n generations of each set.
+    """
     clusters = jnp.asarray(clusters)
     seen_before = jnp.tril(clusters[..., :, None] == clusters[..., None, :], -1).any(axis=-1)
     return (~seen_before & (clusters != DEGENERATE_CLUSTER)).mean(axis=-1)
 
 
 def pass_at_n(rewards: Float[Array | np.ndarray, "*prompts K n"]) -> Float[Array, "*prompts K"]:
-    """Best reward of the set: f = max_i r_i. For 0/1 rewards its expectation is pass@n."""
+    """Scores sets by their maximum reward: f = max_i r_i. For 0/1 rewards, the expectation of f is pass@n.
+
+    Args:
+      rewards: Rewards of the n generations of each set.
+
+    Returns:
+      Scores of the sets.
+    """
     return jnp.max(rewards, axis=-1)
 
 
 def mean_reward(rewards: Float[Array | np.ndarray, "*prompts K n"]) -> Float[Array, "*prompts K"]:
-    """Mean reward of the set: f = 1/n sum_i r_i.
+    """Scores sets by their mean reward: f = 1/n sum_i r_i.
 
-    Over all sets it gives (N - n) / (n (N - 1)) times GRPO's advantage: standard RL at a smaller scale.
+    Over all sets, the marginal set advantage is GRPO's advantage times (N - n) / (n (N - 1)).
+
+    Args:
+      rewards: Rewards of the n generations of each set.
+
+    Returns:
+      Scores of the sets.
     """
     return jnp.mean(rewards, axis=-1)
 
 
 class Objective(NamedTuple):
-    """An entry of OBJECTIVES: f as `score`, and the method's title in reports.
+    """An entry of `OBJECTIVES`.
 
-    `closed_form` is a formula for the advantages [P, N] over all sets, if there is one. It takes the features by name
-    and set_size, as `polychromic_advantages` does; without it every set is scored.
+    Attributes:
+      score: The objective f.
+      title: Title of the method in reports.
+      closed_form: Function that computes the advantages [P, N] over all sets without scoring each set. Its keyword
+        arguments are the features and `set_size`, as for `polychromic_advantages`. If None, each set is scored.
     """
 
     score: SetObjective

@@ -1,4 +1,4 @@
-"""Every file in docs/extending.md trains exactly as shown there, and does what the page says."""
+"""Tests of the files in docs/extending.md, which run exactly as shown."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from poly_epo_jax.startup.trained_policy import open_trained_policy
 
 pytestmark = pytest.mark.slow
 
-# For a policy that is sometimes right; all share one base policy and one set of compiled programs.
+# Trains a base policy that is sometimes correct. All tests share the base policy and the compiled programs.
 SHORT = SETTINGS | {"base.clean_steps": 300, "train.num_steps": 2, "log.generations_every": 1}
 Train = Callable[..., list[dict]]
 
@@ -35,12 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(folder: Path, caches: dict[str, Path]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the training command on one of the files, from its folder."""
+    """Runs the training command with one of the files, in its folder."""
 
     def run(name: str, **settings: object) -> subprocess.CompletedProcess[str]:
         arguments = [sys.executable, "-m", "poly_epo_jax.main", f"--config={name}", *as_flags(settings | caches)]
-        here = environment(path=ROOT)
-        return subprocess.run(arguments, cwd=folder, env=here, capture_output=True, text=True, timeout=600)
+        variables = environment(path=ROOT)
+        return subprocess.run(arguments, cwd=folder, env=variables, capture_output=True, text=True, timeout=600)
 
     return run
 
@@ -61,13 +61,13 @@ def advantages(folder: Path) -> list[float]:
     return [row["advantage"] for row in read_rows(folder / GENERATIONS)]
 
 
-def test_every_file_is_tried():
-    tried = set(re.findall(r'train\(\s*"(\w+\.py)"', Path(__file__).read_text()))
-    assert FILES.keys() == tried | {"my_family.py"}  # which test_model_family.py tries
+def test_all_files_are_covered():
+    covered = set(re.findall(r'train\(\s*"(\w+\.py)"', Path(__file__).read_text()))
+    assert FILES.keys() == covered | {"my_family.py"}  # covered by test_model_family.py
 
 
 def test_a_set_objective(train: Train, folder: Path):
-    # Small sets of a policy that is often right, because only sets that are entirely right score.
+    # Sets are small, because only sets without an incorrect response have a positive score.
     rows = train("my_objective.py", "my-objective", **SHORT, **{"algo.set_size": 2})
     assert read_method(folder / "runs/my-objective") == "All correct"
     assert len(rows) == 3 and any(advantages(folder / "runs/my-objective"))
@@ -79,14 +79,14 @@ def test_an_estimator_that_reads_the_mean_log_probability(train: Train, folder: 
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         groups.setdefault((row["step"], row["problem"], row["reward"]), []).append(row)
-    # With equal rewards, only the log-probability makes advantages differ.
+    # For equal rewards, advantages differ only because of the log-probabilities.
     varied = [group for group in groups.values() if len({row["response"] for row in group}) > 1]
     assert varied and all(np.ptp([row["advantage"] for row in group]) > 0 for group in varied)
 
 
 def test_a_loss_with_an_option(train: Train, folder: Path):
     rows = train("my_loss.py", "my-loss", **SHORT)
-    # The first minibatch is on policy and has no change; the range for the second is narrow.
+    # The first minibatch is on policy and has no changes. The range is narrow for the changes of the second.
     assert all(0 < row["policy/clip_fraction"] < 1 for row in rows)
     wide = {"algo.loss_options.max_change": 1.0, "workdir": "runs/my-wide-loss"}
     rows = train("my_loss.py", "my-wide-loss", **SHORT, **wide)
@@ -94,19 +94,19 @@ def test_a_loss_with_an_option(train: Train, folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "words"),
+    ("option", "value", "expected"),
     [
         ("max_chang", 0.1, ["algo.loss_options", "'max_chang'", "near_policy", "max_change"]),
         ("max_change", 1.5, ["algo.loss_options.max_change=1.5", "between 0 and 1"]),
     ],
 )
-def test_wrong_options_of_a_loss_are_refused(command, option: str, value: object, words: list[str]):
+def test_invalid_options_of_a_loss_are_rejected(command, option: str, value: object, expected: list[str]):
     done = command("my_loss.py", **SHORT, **{f"algo.loss_options.{option}": value})
     assert done.returncode == 1 and done.stderr.startswith("Error: ") and len(done.stderr.splitlines()) == 1
-    assert all(word in done.stderr for word in words), done.stderr
+    assert all(text in done.stderr for text in expected), done.stderr
 
 
-def test_a_task_of_two_turns_is_learnt(train: Train, folder: Path):
+def test_a_task_with_two_turns_is_learned(train: Train, folder: Path):
     small = {key: value for key, value in SETTINGS.items() if key.startswith("base.") and not key.endswith("_steps")}
     few = {"train.prompts_per_batch": 16, "train.prompts_per_minibatch": 8, "eval.num_generations": 8}
     rows = train("my_task.py", "my-task", **small, **few, **{"train.num_steps": 14})
@@ -124,7 +124,7 @@ def test_a_judge_by_embeddings(train: Train, folder: Path):
 def test_a_sampler(train: Train, folder: Path):
     train("my_sampler.py", "my-sampler", **SHORT)
     recorded = [json.loads(line) for line in (folder / "runs/completions.jsonl").read_text().splitlines()]
-    assert len(recorded) == 2 * 8 * 8 + 2 * 8 * 8  # two steps, and the evaluations before and after them
+    assert len(recorded) == 2 * 8 * 8 + 2 * 8 * 8  # two steps, and two evaluations
 
 
 def test_an_evaluation_metric(train: Train, folder: Path, caches: dict[str, Path]):
@@ -136,9 +136,9 @@ def test_an_evaluation_metric(train: Train, folder: Path, caches: dict[str, Path
         assert row["eval/all_correct@8"] <= row["eval/all_correct@2"] <= row["eval/pass@1"]
     flags = ["--models=trained=runs/my-metric", "--benchmarks=polynomial", "--num_generations=4", "--max_problems=4"]
     command = [sys.executable, "-m", "poly_epo_jax.evaluate", "--config=my_metric.py", *flags]
-    here = environment(path=ROOT) | {"COLUMNS": "300"}
+    variables = environment(path=ROOT) | {"COLUMNS": "300"}
     done = subprocess.run(
-        command + as_flags(SETTINGS | caches), cwd=folder, env=here, capture_output=True, text=True, timeout=600
+        command + as_flags(SETTINGS | caches), cwd=folder, env=variables, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all correct@4" in done.stdout
@@ -153,7 +153,7 @@ def test_a_logged_metric(train: Train, folder: Path):
     assert last["task/invalid_responses"] == pytest.approx(64 * last["degenerate"])
 
 
-def test_part_of_the_weights(train: Train, folder: Path):
+def test_training_part_of_the_weights(train: Train, folder: Path):
     train("my_part.py", "my-part", **SHORT, **{"checkpoint.every": 1})
     mesh = make_mesh(1, 1, 1)
     (_, before, _), (_, after, _) = (

@@ -1,4 +1,4 @@
-"""configs/gsm8k.py runs end to end on a CPU, with a model that has learnt nothing, and its plans are as it says."""
+"""Tests of configs/gsm8k.py: memory plans, and a run on a CPU with a model of random weights."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def problems(count: int, start: int = 0) -> list[dict[str, str]]:
-    """In the form of openai/gsm8k: a worked answer, whose last line is the result."""
+    """Returns problems in the format of openai/gsm8k: solutions whose last line is the result."""
     return [
         {
             "question": f"Ann has {n} pens and buys {n + 1} more. How many pens has she now?",
@@ -44,7 +44,7 @@ def data(tmp_path: Path) -> dict[str, str]:
     return {"train": str(tmp_path / "train.jsonl"), "held_out": str(tmp_path / "test.jsonl")}
 
 
-def test_the_answer_is_what_comes_after_the_mark(data: dict[str, str]):
+def test_the_answer_follows_the_marker(data: dict[str, str]):
     config = gsm8k.get_config()
     config.task.options.update(data)
     task = make_task(read_config(config).task)
@@ -62,14 +62,14 @@ def test_the_answer_is_what_comes_after_the_mark(data: dict[str, str]):
         ("1.7b,rtx4090x1", "Qwen/Qwen3-1.7B-Base", False),
     ],
 )
-def test_which_model_fits_which_card(words: str, model: str, fits: bool):
+def test_models_fit_the_memory_of_accelerators(words: str, model: str, fits: bool):
     config = read_config(gsm8k.get_config(words))
     assert config.model.path == model
     assert plan_of(config, model_shape(config))[0].fits == fits
 
 
 @pytest.mark.slow
-def test_it_trains(tmp_path: Path, data: dict[str, str], caches: dict[str, Path]):
+def test_training_runs(tmp_path: Path, data: dict[str, str], caches: dict[str, Path]):
     model = tmp_path / "model"
     tokenizer = build_character_tokenizer(string.printable)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}\n"
@@ -83,7 +83,7 @@ def test_it_trains(tmp_path: Path, data: dict[str, str], caches: dict[str, Path]
         "model.dtype": "float32",
         "task.options": data | {"problem_column": "question", "answer_marker": "####", "num_workers": 1},
         "sampling.max_tokens": 6,
-        "algo.entropy_coef": 0.01,  # random weights earn no reward to learn from
+        "algo.entropy_coef": 0.01,  # random weights earn no rewards, so only the entropy has a gradient
         "train.num_steps": 1,
         "train.prompts_per_batch": 4,
         "train.prompts_per_minibatch": 4,

@@ -1,4 +1,4 @@
-"""The files in docs/integrations.md, as shown there: each in its trainer, if installed, or behind its interface."""
+"""Tests of the files in docs/integrations.md, with the trainer if it is installed, and otherwise with its interface."""
 
 import asyncio
 import importlib.util
@@ -31,7 +31,7 @@ def installed(package: str) -> bool:
 
 
 def modules(monkeypatch: pytest.MonkeyPatch, **contents: dict[str, Any]) -> None:
-    """Makes modules, by dotted names with __ for the dots, and the packages round them."""
+    """Creates modules and their parent packages. In the names, `__` stands for a dot."""
     for dotted, content in contents.items():
         parts = dotted.split("__")
         for end in range(1, len(parts) + 1):
@@ -41,9 +41,9 @@ def modules(monkeypatch: pytest.MonkeyPatch, **contents: dict[str, Any]) -> None
         vars(sys.modules[".".join(parts)]).update(content)
 
 
-def test_every_file_is_tried():
-    tried = set(re.findall(r'names_of\("(\w+\.py)"\)', Path(__file__).read_text()))
-    assert FILES.keys() == tried
+def test_all_files_are_covered():
+    covered = set(re.findall(r'names_of\("(\w+\.py)"\)', Path(__file__).read_text()))
+    assert FILES.keys() == covered
 
 
 def test_verl(monkeypatch: pytest.MonkeyPatch):
@@ -58,7 +58,7 @@ def test_verl(monkeypatch: pytest.MonkeyPatch):
         modules(monkeypatch, verl__trainer__ppo__core_algos=decorator)
     names = names_of("verl_set_rl.py")
 
-    # Responses are in any order, and their scores are at the last token.
+    # Responses are in random order, and each has one token with a score.
     order = np.random.default_rng(0).permutation(16)
     index = np.array([f"prompt {i // 8}" for i in order], dtype=object)
     mask = torch.ones(16, 3)
@@ -73,15 +73,15 @@ def test_verl(monkeypatch: pytest.MonkeyPatch):
     assert returns is per_token
 
     score = names["compute_score"]
-    right, other, none = (score("", f"{text}", "12") for text in ("So. Answer: 12", "Answer: 13", "no idea"))
-    assert right % 2 == 1 and other % 2 == none % 2 == 0 and none == 2 * set_rl.DEGENERATE_CLUSTER
-    assert right // 2 != other // 2 and float(np.float32(right)) == right == score("", "Thus Answer: 12 ", "12")
-    most = 2 * (set_rl.DEGENERATE_CLUSTER + names["MAX_CLUSTERS"]) + 1
-    assert float(np.float32(most)) == most  # verl keeps scores in float32
+    correct, other, missing = (score("", f"{text}", "12") for text in ("So. Answer: 12", "Answer: 13", "no idea"))
+    assert correct % 2 == 1 and other % 2 == missing % 2 == 0 and missing == 2 * set_rl.DEGENERATE_CLUSTER
+    assert correct // 2 != other // 2 and float(np.float32(correct)) == correct == score("", "Thus Answer: 12 ", "12")
+    max_score = 2 * (set_rl.DEGENERATE_CLUSTER + names["MAX_CLUSTERS"]) + 1
+    assert float(np.float32(max_score)) == max_score  # verl stores scores in float32
 
 
 def test_prime_rl(monkeypatch: pytest.MonkeyPatch):
-    """Its interface, as of commit 559b447: it needs Python 3.12 and a GPU's packages."""
+    """Uses the interface of commit 559b447, because prime-rl requires Python 3.12 and GPU packages."""
 
     def iter_trainable_traces(episodes):
         return ((episode, trace) for episode in episodes for trace in episode.traces if not trace.has_error)
@@ -116,7 +116,7 @@ def test_prime_rl(monkeypatch: pytest.MonkeyPatch):
     assert not hasattr(few[0].traces[0], "advantage")
 
 
-def test_what_trl_is_given_needs_no_centring():
+def test_trl_rewards_are_centered():
     names = names_of("trl_set_rl.py")
     logged: dict[str, float] = {}
     reward = names["polychromic"](lambda completions, gold: (REWARDS.ravel(), CLUSTERS.ravel()))
@@ -127,9 +127,9 @@ def test_what_trl_is_given_needs_no_centring():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # another project's
+@pytest.mark.filterwarnings("ignore")  # warnings of TRL
 def test_a_step_of_trl(tmp_path: Path):
-    """The advantages that TRL trains with are those of set_rl."""
+    """TRL trains with the advantages of set_rl."""
     pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
     from datasets import Dataset
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -1,4 +1,4 @@
-"""examples/minimal.py is short, depends on little, and its training step equals the trainer's."""
+"""Tests of examples/minimal.py: its length, its imports, and the equality of its step with the trainer's step."""
 
 import ast
 import asyncio
@@ -33,26 +33,26 @@ from poly_epo_jax.types import Generation, GradedGroup, Group, Params, Problem
 
 FILE = Path(minimal.__file__)
 LIBRARIES = {"jax", "numpy", "optax", "flax", "transformers"}
-ROOMS = {"set_rl", "model", "tasks", "types"}
+PACKAGES = {"set_rl", "model", "tasks", "types"}
 NUM_PROMPTS, NUM_STEPS = 6, 10
 
 
-def test_it_is_short_and_imports_only_the_method_the_model_and_the_task():
+def test_the_example_is_short_and_imports_few_packages():
     source = FILE.read_text()
     assert len(source.splitlines()) <= 150
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             assert {alias.name.split(".")[0] for alias in node.names} <= LIBRARIES | sys.stdlib_module_names
         elif isinstance(node, ast.ImportFrom) and node.module == "poly_epo_jax":
-            assert {alias.name for alias in node.names} <= ROOMS
+            assert {alias.name for alias in node.names} <= PACKAGES
         elif isinstance(node, ast.ImportFrom):
-            library, room, *_ = [*str(node.module).split("."), ""]
-            assert library in LIBRARIES | sys.stdlib_module_names or (library == "poly_epo_jax" and room in ROOMS)
+            library, name, *_ = [*str(node.module).split("."), ""]
+            assert library in LIBRARIES | sys.stdlib_module_names or (library == "poly_epo_jax" and name in PACKAGES)
 
 
 @pytest.fixture(scope="module")
 def config(caches: dict[str, Path]) -> Config:
-    """The default configuration, for a smaller policy, with one update per step."""
+    """Returns the default configuration with a smaller policy and one update per step."""
     changes: dict[str, Any] = {key: value for key, value in SETTINGS.items() if key.startswith("base.")}
     changes |= {
         "base.clean_steps": 300,
@@ -82,7 +82,7 @@ def policy(config: Config, task: PolynomialTask) -> Policy:
 def graded_groups(
     task: PolynomialTask, policy: Policy, problems: Sequence[Problem], sequences: minimal.Sequences
 ) -> list[GradedGroup]:
-    """The example's sequences as the trainer receives them."""
+    """Converts the sequences of the example to graded groups."""
     generations = []
     for tokens, is_response, logprobs in zip(*sequences, strict=True):
         ids = tokens[is_response]
@@ -102,8 +102,8 @@ def graded_groups(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 1000.0], ids=["small gradient", "clipped gradient"])
-def test_its_step_is_the_trainers(config: Config, task: PolynomialTask, policy: Policy, scale: float):
-    """Rewards, clusters, advantages, loss and gradient, and the weights after two updates on the same batch."""
+def test_a_step_equals_the_trainers_step(config: Config, task: PolynomialTask, policy: Policy, scale: float):
+    """Compares rewards, clusters, advantages, loss, gradient, and the weights after two updates on the same batch."""
     mesh, problems = make_mesh(1, 1, 1), task.train_problems[:NUM_PROMPTS]
     params, model = jax.device_get(policy.load_params(mesh)), nnx.graphdef(policy.model)
     sequences = minimal.sample(model, params, policy.tokenizer, problems, jax.random.key(0))
@@ -152,7 +152,7 @@ def assert_close(found: Params, expected: Params, atol: float) -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_as_a_user_runs_it(policy: Policy, tmp_path: Path):
+def test_the_example_runs_from_the_command_line(policy: Policy, tmp_path: Path):
     command = [sys.executable, str(FILE), str(policy.path), "--num_steps=3"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment(path=FILE.parents[1]), capture_output=True, text=True, timeout=600

@@ -1,4 +1,4 @@
-"""Every reply of a judge becomes the clustering that it meant, or a typed failure; nothing is made up for it."""
+"""Tests of the parser of judge replies with valid, malformed and truncated replies."""
 
 import json
 
@@ -22,7 +22,7 @@ def completion(content, finish_reason="stop", **message) -> bytes:
 
 
 def changed(**verdict) -> str:
-    """A good reply but for response 2."""
+    """Returns a valid reply with changes to the verdict on response 2."""
     return json.dumps(GOOD | {"2": {"rationale": "Macro: c", "cluster": 2} | verdict})
 
 
@@ -51,7 +51,7 @@ MALFORMED = {
         '{"1": {"rationale": "a", "cluster": 1}}',
         TEXT.replace('"2"', '" 2"'),
         TEXT.replace('"2"', '"02"'),
-        TEXT.replace('"1"', '"\uff11"'),  # the full-width digit
+        TEXT.replace('"1"', '"\uff11"'),  # full-width digit
     ],
     "extra response": [json.dumps(GOOD | {name: GOOD["1"]}) for name in ("3", "0", "100", "", "summary")],
     "duplicate key": [
@@ -78,7 +78,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("kind", MALFORMED)
-def test_a_malformed_reply_is_told_as_such(kind, number):
+def test_malformed_replies_are_rejected(kind, number):
     content = MALFORMED[kind][number]
     with pytest.raises(ReplyError) as caught:
         read_clustering(completion(content), 2)
@@ -86,26 +86,26 @@ def test_a_malformed_reply_is_told_as_such(kind, number):
     assert len(str(caught.value)) < 300
 
 
-def test_there_are_five_of_each_of_twelve_kinds():
+def test_there_are_five_replies_of_each_kind():
     assert [len(contents) for contents in MALFORMED.values()] == [5] * 12
 
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (MALFORMED["text around JSON"][0], "text before it"),
-        (MALFORMED["text around JSON"][1], "text after it"),
+        (MALFORMED["text around JSON"][0], "leading text"),
+        (MALFORMED["text around JSON"][1], "trailing text"),
         (MALFORMED["code fence"][0], "code fence"),
-        (MALFORMED["missing response"][1], "leaves out response 2"),
-        (MALFORMED["extra response"][0], "no responses: .'3'"),
-        (MALFORMED["duplicate key"][0], "occurs twice"),
-        (MALFORMED["id out of range"][1], "response 2 is put into cluster 3"),
-        (MALFORMED["no rationale"][0], "response 2 has no rationale"),
-        (MALFORMED["other shape"][0], "no JSON object"),
+        (MALFORMED["missing response"][1], "response 2"),
+        (MALFORMED["extra response"][0], ".'3'"),
+        (MALFORMED["duplicate key"][0], "duplicate"),
+        (MALFORMED["id out of range"][1], "response 2 .*: 3"),
+        (MALFORMED["no rationale"][0], "response 2 .* rationale"),
+        (MALFORMED["other shape"][0], "JSON object"),
         (MALFORMED["empty"][0], "empty"),
     ],
 )
-def test_the_reason_names_what_is_wrong(content, complaint):
+def test_the_reason_names_the_error(content, complaint):
     with pytest.raises(ReplyError, match=complaint):
         read_clustering(completion(content), 2)
 
@@ -130,7 +130,7 @@ def test_the_reason_names_what_is_wrong(content, complaint):
         b"[" * 100_000,
     ],
 )
-def test_an_answer_that_is_no_completion_is_malformed(body):
+def test_a_body_without_a_completion_is_malformed(body):
     with pytest.raises(ReplyError) as caught:
         read_clustering(body, 2)
     assert caught.value.kind == "malformed"
@@ -138,7 +138,7 @@ def test_an_answer_that_is_no_completion_is_malformed(body):
 
 @pytest.mark.parametrize("content", [TEXT, TEXT[:30], "", None])
 @pytest.mark.parametrize("finish_reason", ["length", "abort", "content_filter", "tool_calls", ""])
-def test_a_reply_that_did_not_end_by_itself_is_truncated_even_where_it_reads_well(content, finish_reason):
+def test_a_reply_without_a_regular_end_is_truncated_even_if_it_is_valid(content, finish_reason):
     with pytest.raises(ReplyError) as caught:
         read_clustering(completion(content, finish_reason), 2)
     assert caught.value.kind == "truncated"
@@ -155,20 +155,20 @@ def test_a_reply_that_did_not_end_by_itself_is_truncated_even_where_it_reads_wel
         completion(TEXT, reasoning_content="Let me see: {}"),
     ],
 )
-def test_a_good_reply_is_read(body):
+def test_a_valid_reply_is_parsed(body):
     clustering = read_clustering(body, 2)
     np.testing.assert_array_equal(clustering.ids, [1, 100])
     assert clustering.ids.dtype == np.int32
     assert clustering.rationales == ("Macro: a; micro: b", "Macro: none")
 
 
-def test_rationales_can_be_printed_and_stored():
-    """Constrained decoding may leave raw control characters, and JSON can spell what is no character."""
+def test_rationales_are_printable():
+    """Constrained decoding may leave raw control characters, and JSON can contain escapes of lone surrogates."""
     reply = TEXT.replace("Macro: none", "one\ntwo\0three\\ud800")
     assert read_clustering(completion(reply), 2).rationales == ("Macro: a; micro: b", "one\ntwo\ufffdthree\ufffd")
 
 
-def test_the_first_model_is_read():
+def test_the_first_listed_model_is_returned():
     assert read_model_name(b'{"object": "list", "data": [{"id": "judge-1"}, {"id": "judge-2"}]}') == "judge-1"
     for body in (b'{"data": []}', b"[]", b"{}", b'{"data": [{"id": 1}]}', b"oops"):
         with pytest.raises(ReplyError):

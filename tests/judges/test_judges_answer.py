@@ -1,4 +1,4 @@
-"""Clusters by final answer, and no clusters at all."""
+"""Tests of the judge that clusters responses by final answers, and of the judge that does not cluster."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ PROBLEM = Problem(id="p", prompt="1/2?", answer="0.5")
 
 
 class Numbers:
-    """An answer is what follows "=", and equal as a number; "?" is none."""
+    """A task whose answers are the numbers after "=". The response "?" has no answer."""
 
     train_problems: Sequence[Problem] = (PROBLEM,)
     held_out_problems: Sequence[Problem] = ()
@@ -46,46 +46,46 @@ def cluster(name: str, task: Task, texts: list[str]) -> np.ndarray:
     return clustering.ids
 
 
-def test_equal_answers_share_a_cluster_however_they_are_written():
+def test_equal_answers_share_a_cluster_for_different_spellings():
     task = Numbers()
     clusters = cluster("answer", task, ["x=1", "y=2", "?", "z=1.0", "so=2", "=1", "?", "=3"])
     np.testing.assert_array_equal(clusters, [0, 1, DEGENERATE_CLUSTER, 0, 1, 0, DEGENERATE_CLUSTER, 2])
-    # Each spelling once, and with only one answer of each cluster.
+    # Each spelling is compared once, with one answer of each cluster.
     assert task.compared == [("1", "2"), ("1", "1.0"), ("1", "3"), ("2", "3")]
 
 
-def test_many_answers_leave_the_degenerate_id_alone():
+def test_answers_never_have_the_degenerate_id_in_large_groups():
     clusters = cluster("answer", Numbers(), [f"={i}" for i in range(150)])
     assert len(set(clusters.tolist())) == 150 and DEGENERATE_CLUSTER not in clusters
 
 
-def test_the_first_equal_is_found_where_equality_is_not_transitive():
+def test_the_first_equal_answer_is_found_if_equality_is_not_transitive():
     near = lambda i, j: abs(int(answers[i]) - int(answers[j])) <= 1  # noqa: E731
     answers = ["1", "2", "3", "5", "4"]
     assert first_equals(answers, near) == [0, 0, 2, 3, 2]
     assert first_equals([None, None], near) == [None, None]
 
 
-def test_a_task_without_answers_is_refused():
-    class Unvoted:
+def test_a_task_without_answers_is_rejected():
+    class NoAnswers:
         train_problems: Sequence[Problem] = (PROBLEM,)
         held_out_problems: Sequence[Problem] = ()
 
         def reward(self, problem: Problem, generation: Generation) -> float:
             return 0.0
 
-    message = r"judge\.name='answer' needs answer, same_answer of Unvoted; choose llm, ngrams, none\."
+    message = r"judge\.name='answer' .*answer, same_answer.* NoAnswers.* llm, ngrams, none"
     with pytest.raises(ConfigError, match=message):
-        make_judge(JudgeSection(name="answer"), Unvoted())
+        make_judge(JudgeSection(name="answer"), NoAnswers())
 
 
-def test_the_points_of_polynomials_are_answers():
+def test_points_of_polynomials_are_answers():
     task = PolynomialTask()
     texts = ["(x=0,y=5)", "(x=0,y=6)", "none", "(x=0,y=5)"]
     assert cluster("answer", task, texts).tolist() == [0, 1, DEGENERATE_CLUSTER, 0]
 
 
-def test_no_judge_gives_no_clustering():
+def test_the_judge_none_returns_no_clustering():
     judge = make_judge(JudgeSection(name="none"), Numbers())
     assert asyncio.run(judge.cluster(Group(PROBLEM, np.zeros(1, np.int32), (response("=1"), response("=2"))))) is None
     assert [name for name, judge in JUDGES.items() if not judge.clusters] == ["none"]

@@ -1,3 +1,5 @@
+"""Tests of the judge that clusters responses by the strategy of the task."""
+
 import asyncio
 from collections.abc import Sequence
 
@@ -16,7 +18,7 @@ PROBLEM = Problem(id="p", prompt="y=x+5:", answer="1,5")
 
 
 class FirstWord:
-    """A strategy is a text's first word."""
+    """A task whose strategy is the first word of a response."""
 
     train_problems: Sequence[Problem] = (PROBLEM,)
     held_out_problems: Sequence[Problem] = ()
@@ -28,7 +30,9 @@ class FirstWord:
         return generation.text.split()[0] if generation.text else None
 
 
-class Unreadable:
+class NoStrategies:
+    """A task without strategies."""
+
     train_problems: Sequence[Problem] = (PROBLEM,)
     held_out_problems: Sequence[Problem] = ()
 
@@ -44,26 +48,26 @@ def cluster(judge, texts, problem=PROBLEM) -> np.ndarray:
     return asyncio.run(judge.cluster(group(texts, problem))).ids
 
 
-def test_ids_are_given_in_order_of_first_appearance():
+def test_ids_are_numbered_by_first_appearance():
     clusters = cluster(make_judge(JudgeSection(name="exact"), FirstWord()), ["b 1", "a", "", "b 2", "c", "a 3", ""])
     np.testing.assert_array_equal(clusters, [0, 1, 100, 0, 2, 1, 100])
     assert clusters.dtype == np.int32
     assert DEGENERATE_CLUSTER == 100
 
 
-def test_groups_are_judged_apart():
+def test_groups_are_judged_independently():
     judge = ExactJudge(FirstWord())
     assert cluster(judge, ["a", "b"]).tolist() == cluster(judge, ["b", "c"]).tolist() == [0, 1]
 
 
-def test_no_strategy_takes_the_degenerate_id_in_large_groups():
+def test_strategies_never_have_the_degenerate_id_in_large_groups():
     texts = [str(i) for i in range(150)] + [""] + [str(i) for i in range(150)]
     clusters = cluster(ExactJudge(FirstWord()), texts)
     expected = [*range(100), *range(101, 151)]
     np.testing.assert_array_equal(clusters, [*expected, 100, *expected])
 
 
-def test_two_share_a_cluster_exactly_if_they_share_a_strategy():
+def test_responses_share_a_cluster_if_and_only_if_they_share_a_strategy():
     rng = np.random.default_rng(0)
     task = MultiplicationTask()
     problem = Problem(id="", prompt="7*24:", answer="7,24")
@@ -83,12 +87,11 @@ def test_two_share_a_cluster_exactly_if_they_share_a_strategy():
     np.testing.assert_array_equal(clusters == DEGENERATE_CLUSTER, by_hand == "none")
 
 
-def test_wrong_answers_are_distinct_clusters_in_polynomial_solving():
+def test_incorrect_answers_are_distinct_clusters_in_polynomial_solving():
     texts = ["(x=0,y=5)", "(x=0,y=6)", "(x=1,y=6)", "(x=0,y=05)", "(x=0,y=5)"]
     np.testing.assert_array_equal(cluster(ExactJudge(PolynomialTask()), texts), [0, 1, 2, 100, 0])
 
 
-def test_a_task_without_exact_strategies_is_refused_at_construction():
-    message = r"judge\.name='exact' needs strategy of Unreadable; choose llm, ngrams, none\."
-    with pytest.raises(ConfigError, match=message):
-        make_judge(JudgeSection(name="exact"), Unreadable())
+def test_a_task_without_strategies_is_rejected():
+    with pytest.raises(ConfigError, match=r"judge\.name='exact' .*strategy.* NoStrategies.* llm, ngrams, none"):
+        make_judge(JudgeSection(name="exact"), NoStrategies())

@@ -1,4 +1,4 @@
-"""The judge with servers that answer well, badly, late, with errors, or not at all."""
+"""Tests of the language model judge with valid, invalid, late, failing and unreachable servers."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ def make_judge(**changes) -> LLMJudge:
 
 
 class Server:
-    """Answers with each of `answers` in turn, the last one again and again, and keeps the requests."""
+    """A server that returns the given responses in order, repeats the last one, and records the requests."""
 
     def __init__(self, *answers: Any):
         self.answers, self.requests, self.backoffs = list(answers), [], []
@@ -70,7 +70,7 @@ class Server:
 
 @pytest.fixture
 def serve(monkeypatch):
-    """Puts a Server behind every client; back-off is noted instead of waited for."""
+    """Connects all clients to a Server, and records the backoff instead of waiting."""
 
     def install(*answers) -> Server:
         server = Server(*answers)
@@ -87,7 +87,7 @@ def cluster(judge, *args, **kwargs) -> Clustering | JudgeFailure:
 
 
 def failure(judge, *args, **kwargs) -> JudgeFailure:
-    """A failure, which holds nothing that could be taken for clusters: the prompt leaves the update."""
+    """Returns the failure of a judge, which must not contain a clustering."""
     outcome = cluster(judge, *args, **kwargs)
     assert isinstance(outcome, JudgeFailure)
     assert not hasattr(outcome, "ids")
@@ -95,7 +95,7 @@ def failure(judge, *args, **kwargs) -> JudgeFailure:
     return outcome
 
 
-def test_a_good_reply_becomes_a_clustering(serve):
+def test_a_valid_reply_becomes_a_clustering(serve):
     server = serve(completion(REPLY))
     judge = make_judge()
     assert isinstance(judge, Judge)
@@ -123,7 +123,7 @@ def test_a_malformed_reply_is_a_typed_failure(serve, kind):
 
 
 @pytest.mark.parametrize("bad", [completion("no"), completion(REPLY, "length"), b"no", completion(None)])
-def test_a_bad_reply_is_asked_for_again_with_another_seed(serve, bad):
+def test_an_invalid_reply_is_retried_with_another_seed(serve, bad):
     server = serve(bad, bad, completion(REPLY))
     judge = make_judge()
     assert isinstance(cluster(judge), Clustering)
@@ -137,7 +137,7 @@ def test_a_bad_reply_is_asked_for_again_with_another_seed(serve, bad):
     assert judge.metrics()["judge/retries"] == 0.0
 
 
-def test_seeds_follow_from_the_group_and_the_attempt(serve):
+def test_seeds_depend_on_the_group_and_the_attempt(serve):
     def seeds(**kwargs):
         server = serve(completion("no"))
         cluster(make_judge(), **kwargs)
@@ -151,12 +151,12 @@ def test_the_last_failure_is_returned(serve):
     server = serve(completion("no"), completion("no"), completion(REPLY, "length"), completion(REPLY))
     outcome = failure(make_judge())
     assert outcome.kind == "truncated"
-    assert "raise max_tokens" in outcome.reason
+    assert "judge.options.max_tokens" in outcome.reason
     assert len(server.requests) == 3
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503])
-def test_a_busy_server_is_asked_again_after_a_while(serve, status):
+def test_a_busy_server_is_retried_after_a_delay(serve, status):
     busy = httpx.Response(status, text="try later")
     server = serve(busy, busy, completion(REPLY))
     judge = make_judge()
@@ -165,11 +165,11 @@ def test_a_busy_server_is_asked_again_after_a_while(serve, status):
     assert judge.metrics()["judge/retries"] == 2.0
     serve(busy)
     outcome = failure(judge)
-    assert outcome == JudgeFailure("unavailable", f"The judge at {URL}: it answered {status}: try later.")
+    assert outcome.kind == "unavailable" and f"{status}: try later" in outcome.reason
 
 
 @pytest.mark.parametrize("error", [httpx.ReadTimeout("slow"), httpx.ReadError(""), httpx.RemoteProtocolError("cut")])
-def test_a_broken_connection_is_tried_again(serve, error):
+def test_a_failed_connection_is_retried(serve, error):
     server = serve(error, completion(REPLY))
     assert isinstance(cluster(make_judge()), Clustering)
     assert server.backoffs == [1]
@@ -178,27 +178,26 @@ def test_a_broken_connection_is_tried_again(serve, error):
 
 
 @pytest.mark.parametrize("status", [301, 400, 404, 422])
-def test_a_refusal_is_final(serve, status):
+def test_a_permanent_error_is_not_retried(serve, status):
     server = serve(httpx.Response(status, text="context length exceeded" + "." * 10_000))
     outcome = failure(make_judge())
     assert outcome.kind == "refused"
-    assert f"it answered {status}: context length exceeded" in outcome.reason
+    assert f"{status}: context length exceeded" in outcome.reason
     assert len(outcome.reason) < 600
     assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_refused_key_is_told_by_the_name_of_its_variable(serve, monkeypatch, status):
+def test_the_error_for_a_rejected_key_names_its_variable(serve, monkeypatch, status):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     server = serve(httpx.Response(status, text=f"no such key: {KEY}"))
     outcome = failure(make_judge(api_key_env="JUDGE_KEY"))
     assert server.requests[0].headers["authorization"] == f"Bearer {KEY}"
-    expected = f"The judge at {URL}: it answered {status}; check the environment variable JUDGE_KEY."
-    assert outcome == JudgeFailure("refused", expected)
+    assert outcome.kind == "refused" and outcome.reason.endswith(f"{status}; check the environment variable JUDGE_KEY.")
     assert "check judge.api_key_env" in failure(make_judge()).reason
 
 
-def test_the_key_is_nowhere_to_be_read(serve, monkeypatch, capsys):
+def test_the_key_is_never_shown(serve, monkeypatch, capsys):
     monkeypatch.setenv("JUDGE_KEY", f" {KEY}\n")
     judge = make_judge(api_key_env="JUDGE_KEY", model="")
     assert KEY not in repr(judge)
@@ -213,7 +212,7 @@ def test_the_key_is_nowhere_to_be_read(serve, monkeypatch, capsys):
     assert KEY not in "".join(capsys.readouterr())
 
 
-def test_the_server_is_waited_for_with_the_key(serve, monkeypatch):
+def test_waiting_for_the_server_sends_the_key(serve, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     server = serve(b'{"data": []}')
     asyncio.run(make_judge(api_key_env="JUDGE_KEY").wait_until_ready())
@@ -222,20 +221,20 @@ def test_the_server_is_waited_for_with_the_key(serve, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"),
+    ("path", "expected"),
     [
         ("/v1beta/openai", "/v1beta/openai/chat/completions"),
         ("/v1beta/openai/", "/v1beta/openai/chat/completions"),
         ("/proxy", "/proxy/v1/chat/completions"),
     ],
 )
-def test_a_path_with_another_version_of_the_api_stands_in_place_of_v1(serve, path: str, asked: str):
+def test_a_path_with_an_api_version_replaces_v1(serve, path: str, expected: str):
     server = serve(completion(REPLY))
     assert isinstance(cluster(make_judge(url=URL + path)), Clustering)
-    assert server.requests[0].url.path == asked
+    assert server.requests[0].url.path == expected
 
 
-def test_an_unnamed_model_is_asked_for_once(serve):
+def test_the_default_model_is_requested_once(serve):
     server = serve(b'{"data": [{"id": "listed"}]}', completion(REPLY))
     judge = make_judge(model="")
     for _ in range(2):  # in two event loops
@@ -243,12 +242,12 @@ def test_an_unnamed_model_is_asked_for_once(serve):
     assert [request.url.path for request in server.requests] == ["/v1/models", *["/v1/chat/completions"] * 2]
     assert [body["model"] for body in server.bodies()] == ["listed"] * 2
     serve(b'{"data": []}')
-    assert "name one in judge.model" in failure(make_judge(model="")).reason
+    assert "judge.model" in failure(make_judge(model="")).reason
     serve(httpx.Response(401))
     assert failure(make_judge(model="")).kind == "refused"
 
 
-def test_a_server_that_comes_up_is_waited_for(serve):
+def test_the_judge_waits_for_a_starting_server(serve):
     down = httpx.ConnectError("refused")
     server = serve(down, down, completion(REPLY))
     judge = make_judge(wait_seconds=60.0, attempts=1)
@@ -257,14 +256,14 @@ def test_a_server_that_comes_up_is_waited_for(serve):
     assert judge.metrics()["judge/retries"] == 0.0
 
 
-def test_a_dead_port_is_unreachable():
-    with socket.socket() as deaf:  # it holds the port, so that nothing else answers there, but does not listen
+def test_a_port_without_a_server_is_unreachable():
+    with socket.socket() as deaf:  # reserves the port without listening
         deaf.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         judge = make_judge(url=url, wait_seconds=0.05)
         outcome = failure(judge)
         assert outcome.kind == "unreachable"
-        assert "start it, or correct judge.url" in outcome.reason
+        assert "judge.url" in outcome.reason
         with pytest.raises(servers.ServerError, match=f"Judge {url} did not become healthy"):
             asyncio.run(judge.wait_until_ready())
 
@@ -275,25 +274,25 @@ def test_all_prompts_share_one_wait(serve, monkeypatch):
     clock = iter([1.0, 4.0, 11.0, 12.0, 13.0, 20.0, 21.0])
     monkeypatch.setattr(llm, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     judge = make_judge(wait_seconds=10.0)
-    assert [failure(judge).kind for _ in range(3)] == ["unreachable"] * 3  # after 10 s, and then at once
+    assert [failure(judge).kind for _ in range(3)] == ["unreachable"] * 3  # after 10 s, and then immediately
     serve(completion(REPLY))
     assert isinstance(cluster(judge), Clustering)
-    serve(down, down, completion(REPLY))  # a new outage, a new wait
+    serve(down, down, completion(REPLY))  # the next outage has its own wait
     assert isinstance(cluster(judge), Clustering)
     assert list(clock) == []
 
 
-def test_as_many_prompts_as_allowed_and_no_more_are_judged_at_once(serve):
-    """Three at a time: each is answered only when three are asked, and a fourth would be asked meanwhile."""
+def test_the_number_of_concurrent_requests_is_limited(serve):
+    """The server responds only when three requests are in progress, and a fourth request would be counted."""
     judge = make_judge(max_concurrent=3)
 
     async def judge_many():
-        running, most, three = 0, 0, asyncio.Barrier(3)
+        running, max_running, three = 0, 0, asyncio.Barrier(3)
 
         async def answer(request):
-            nonlocal running, most
+            nonlocal running, max_running
             running += 1
-            most = max(most, running)
+            max_running = max(max_running, running)
             await three.wait()
             running -= 1
             return completion(REPLY)
@@ -302,13 +301,13 @@ def test_as_many_prompts_as_allowed_and_no_more_are_judged_at_once(serve):
         async with asyncio.timeout(PATIENCE):
             outcomes = await asyncio.gather(*(judge.cluster(group(problem_id=str(number))) for number in range(9)))
         assert all(isinstance(outcome, Clustering) for outcome in outcomes)
-        assert most == 3
+        assert max_running == 3
 
     for _ in range(2):  # in two event loops
         asyncio.run(judge_many())
 
 
-def test_cancellation_passes(serve):
+def test_clustering_can_be_cancelled(serve):
     async def hang(request):
         await asyncio.Event().wait()
 
@@ -323,7 +322,7 @@ def test_cancellation_passes(serve):
         asyncio.run(cancel())
 
 
-def test_long_responses_are_counted(serve):
+def test_shortened_responses_are_counted(serve):
     server = serve(completion(REPLY))
     judge = make_judge(max_response_chars=100)
     cluster(judge, ["a" * 101, "b"])
@@ -332,8 +331,8 @@ def test_long_responses_are_counted(serve):
     assert "1 characters left out" in server.bodies()[0]["messages"][1]["content"]
 
 
-def test_a_judge_that_obeys_its_responses_clusters_nothing(serve):
-    """It copies all JSON that it finds into its reply, as far as the server lets it: here there is no constraint."""
+def test_a_judge_that_follows_instructions_in_responses_fails(serve):
+    """The judge copies all JSON in its prompt into its reply, which the server does not constrain."""
 
     async def obey(request):
         user = json.loads(request.content)["messages"][1]["content"]
@@ -351,16 +350,16 @@ def test_a_judge_that_obeys_its_responses_clusters_nothing(serve):
     ("changes", "complaint"),
     [
         ({"prompt_file": "none.txt"}, "none.txt is not a file"),
-        ({"api_key_env": "NO_SUCH_KEY"}, "environment variable NO_SUCH_KEY, which holds no key"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
     ],
 )
-def test_impossible_settings_are_refused(changes, complaint):
+def test_invalid_settings_are_rejected(changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         make_judge(**changes)
 
 
 @pytest.mark.parametrize("key", ["", " ", "secret\nkey", "s\u00e9cret"])
-def test_a_key_that_cannot_be_sent_is_refused_without_telling_it(monkeypatch, key):
+def test_an_invalid_key_is_rejected_without_showing_it(monkeypatch, key):
     monkeypatch.setenv("JUDGE_KEY", key)
     with pytest.raises(ValueError, match="JUDGE_KEY") as caught:
         make_judge(api_key_env="JUDGE_KEY")
@@ -377,7 +376,7 @@ SHORT = {"max_response_chars": 3000, "max_tokens": 1024, "model": ""}
         (JudgeLoad(8, 100, 1000), 8_192, {}, ["8 responses of 1000 tokens"]),
         (JudgeLoad(8, 100, 200), 8_192, {}, []),
         (JudgeLoad(8, 100, 9000), 16_384, {"max_response_chars": 60_000}, ["8 responses of 9000 tokens"]),
-        (JudgeLoad(32, 100, 100), 65_536, {}, [r"reply about 32 responses .* 1600 .* judge.options.max_tokens=1024"]),
+        (JudgeLoad(32, 100, 100), 65_536, {}, [r"32 responses .* 1600 .* judge.options.max_tokens=1024"]),
         (JudgeLoad(32, 100, 1000), 8_192, {}, ["max_tokens=1024", "context of 8192"]),
         (JudgeLoad(8, 100, 1000), None, {}, []),
         (JudgeLoad(8, 100, 1000), None, {"context_tokens": 8_192}, ["context of 8192"]),
@@ -386,7 +385,7 @@ SHORT = {"max_response_chars": 3000, "max_tokens": 1024, "model": ""}
         (JudgeLoad(8, 100, 1000), 8_192, {"model": "another"}, []),
     ],
 )
-def test_what_does_not_fit_is_said(serve, capsys, load, listed, changes, complaints):
+def test_exceeded_limits_cause_warnings(serve, capsys, load, listed, changes, complaints):
     model = {"id": "listed"} if listed is None else {"id": "listed", "max_model_len": listed}
     serve(json.dumps({"data": [model]}).encode())
     asyncio.run(say_shortfalls(make_judge(**SHORT | changes), load))
@@ -398,13 +397,13 @@ def test_what_does_not_fit_is_said(serve, capsys, load, listed, changes, complai
 
 
 @pytest.mark.parametrize("answer", [b"no", b"[]", b'{"data": 1}', b'{"data": [1]}', httpx.Response(500)])
-def test_a_server_that_does_not_tell_its_context_is_taken_as_it_is(serve, capsys, answer):
+def test_an_unknown_context_length_causes_no_warning(serve, capsys, answer):
     serve(answer)
     asyncio.run(say_shortfalls(make_judge(**SHORT), JudgeLoad(8, 100, 10**9)))
     assert capsys.readouterr().err == ""
 
 
-def test_the_estimate_is_near_what_the_tokenizer_counts():
+def test_the_estimate_is_close_to_the_number_of_tokens():
     if "POLY_EPO_SHARED" not in os.environ:
         pytest.skip("needs the Qwen3 tokenizer in $POLY_EPO_SHARED/tokenizers/qwen3")
     tokenizer = AutoTokenizer.from_pretrained(Path(os.environ["POLY_EPO_SHARED"]) / "tokenizers" / "qwen3")

@@ -1,4 +1,4 @@
-"""Embeddings from pieces of text, and which texts are near each other by them."""
+"""Tests of the judge that clusters responses by character n-grams."""
 
 import asyncio
 import subprocess
@@ -12,7 +12,7 @@ from training_runs import Run
 
 from configs import polynomial
 from poly_epo_jax.config.keys import ConfigError, JudgeSection
-from poly_epo_jax.judges.ngrams import first_connected
+from poly_epo_jax.judges.ngrams import component_roots
 from poly_epo_jax.records.run_folder import GENERATIONS, read_method, read_rows
 from poly_epo_jax.startup.read_config import make_judge, read_config
 from poly_epo_jax.tasks import PolynomialTask
@@ -30,18 +30,18 @@ def cluster(texts: list[str], **options: object) -> Clustering:
 
 
 def counted(text: str, length: int) -> dict[str, int]:
-    pieces = [text[i : i + length] for i in range(max(len(text) - length + 1, 1))]
-    return {piece: pieces.count(piece) for piece in pieces}
+    ngrams = [text[i : i + length] for i in range(max(len(text) - length + 1, 1))]
+    return {ngram: ngrams.count(ngram) for ngram in ngrams}
 
 
-def test_cosines_are_those_of_the_pieces_in_common():
+def test_cosines_are_computed_from_ngram_counts():
     texts = ["(x=1,y=11)", "(x=1,y=12)", "a", "é🙂é🙂", "quite another text"]
     found = cluster(texts, dimensions=65536).features["embeddings"]
     for i, first in enumerate(texts):
         for j, second in enumerate(texts):
             one, other = counted(first, 3), counted(second, 3)
-            product = sum(count * other.get(piece, 0) for piece, count in one.items())
-            norms = [np.sqrt(sum(count**2 for count in pieces.values())) for pieces in (one, other)]
+            product = sum(count * other.get(ngram, 0) for ngram, count in one.items())
+            norms = [np.sqrt(sum(count**2 for count in ngrams.values())) for ngrams in (one, other)]
             assert found[i] @ found[j] == pytest.approx(product / np.prod(norms), abs=1e-5)
 
 
@@ -52,24 +52,24 @@ def test_equal_texts_share_a_cluster_and_an_empty_one_is_degenerate():
     assert not found.features["embeddings"][2].any()
 
 
-def test_a_lower_threshold_joins_what_is_nearly_alike():
+def test_a_lower_threshold_joins_similar_texts():
     texts = ["we factor it as (x-1)(x-2)", "we factor it as (x-1)(x-3)", "by the quadratic formula"]
     assert cluster(texts, threshold=0.7).ids.tolist() == [0, 0, 1]
     assert cluster(texts, threshold=0.0).ids.tolist() == [0, 0, 0]
 
 
-def test_what_a_chain_connects_is_one_cluster_in_whatever_order():
+def test_connected_texts_share_a_cluster_in_any_order():
     is_near = np.eye(6, dtype=bool)
     for i, j in ((0, 3), (3, 5), (5, 1)):
         is_near[i, j] = is_near[j, i] = True
-    assert first_connected(is_near).tolist() == [0, 0, 2, 0, 4, 0]
+    assert component_roots(is_near).tolist() == [0, 0, 2, 0, 4, 0]
     texts = ["aaaa bbbb", "bbbb cccc", "cccc dddd", "zzzz"]
     for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0]):
         ids = cluster([texts[i] for i in order], threshold=0.3).ids
         assert len({int(ids[order.index(i)]) for i in range(3)}) == 1 and len(set(ids.tolist())) == 2
 
 
-def test_other_processes_have_the_same_embeddings():
+def test_embeddings_are_equal_in_all_processes():
     code = (
         "import numpy as np, sys; from poly_epo_jax.judges.ngrams import NgramsJudge; "
         "print(NgramsJudge(None, None, dimensions=32)._embedded('(x=1,y=11)').tobytes().hex())"
@@ -87,7 +87,7 @@ def test_other_processes_have_the_same_embeddings():
         ({"model": "bert"}, r"judge\.options has 'model'"),
     ],
 )
-def test_refuses_options_that_make_no_sense(option: dict, sentence: str):
+def test_invalid_options_are_rejected(option: dict, sentence: str):
     config = polynomial.get_config("grpo")
     config.judge.name, config.judge.options = "ngrams", option
     with pytest.raises(ConfigError, match=sentence):
@@ -95,7 +95,7 @@ def test_refuses_options_that_make_no_sense(option: dict, sentence: str):
 
 
 @pytest.mark.slow
-def test_an_estimator_of_embeddings_trains_by_words_alone(tmp_path: Path, caches: dict[str, Path]):
+def test_an_embedding_based_estimator_trains_from_configuration_keys(tmp_path: Path, caches: dict[str, Path]):
     changes = {"judge.name": "ngrams", "algo.advantages": "rep_exp", "algo.options.beta": 0.5, "train.num_steps": 2}
     run = Run(tmp_path, "rep_exp", changes | {"base.clean_steps": 300, "log.generations_every": 1} | caches)
     run.finish()
@@ -103,8 +103,8 @@ def test_an_estimator_of_embeddings_trains_by_words_alone(tmp_path: Path, caches
     groups: dict[tuple, list[dict]] = {}
     for row in read_rows(run.folder / GENERATIONS):
         groups.setdefault((row["step"], row["problem"], row["occurrence"]), []).append(row)
-    paid = [row for rows in groups.values() if any(row["reward"] for row in rows) for row in rows]
-    # With equal rewards, only the embeddings make advantages differ.
-    assert len({(row["reward"], row["advantage"]) for row in paid}) > len({row["reward"] for row in paid})
+    solved = [row for rows in groups.values() if any(row["reward"] for row in rows) for row in rows]
+    # For equal rewards, advantages differ only because of the embeddings.
+    assert len({(row["reward"], row["advantage"]) for row in solved}) > len({row["reward"] for row in solved})
     for rows in groups.values():
         assert len({row["cluster"] for row in rows}) <= len({row["response"] for row in rows})

@@ -1,4 +1,4 @@
-"""majority@k against every k-subset, one vote at a time."""
+"""Tests of majority@k against an enumeration of all subsets of k generations."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from poly_epo_jax.metrics.majority import majority_at_k
 
 
 def by_hand(answers: list[int], correct: list[bool], k: int) -> tuple[float, float]:
-    """Accuracy and vote share of one problem."""
+    """Returns the accuracy and vote share of one problem."""
     accuracies, shares = [], []
     for subset in itertools.combinations(range(len(answers)), k):
         votes = Counter(answers[i] for i in subset if answers[i] != -1)
@@ -23,7 +23,7 @@ def by_hand(answers: list[int], correct: list[bool], k: int) -> tuple[float, flo
 
 
 def random_votes(num_problems: int, num_generations: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Few ids with gaps between them, so that ties and missing answers abound; several may be correct."""
+    """Returns answers with few ids, so that ties and missing answers are frequent. Several ids may be correct."""
     rng = np.random.default_rng(seed)
     answers = rng.choice([-1, 0, 3, 1000], size=(num_problems, num_generations))
     is_correct = rng.random((num_problems, 1001)) < 0.4
@@ -31,22 +31,22 @@ def random_votes(num_problems: int, num_generations: int, seed: int = 0) -> tupl
 
 
 @pytest.mark.parametrize("k", range(1, 8))
-def test_the_mean_is_over_every_subset(k):
+def test_the_result_is_the_mean_over_all_subsets(k):
     answers, correct = random_votes(40, 7, seed=k)
     expected = [by_hand(*votes, k) for votes in zip(answers.tolist(), correct.tolist(), strict=True)]
     accuracy, vote_share = majority_at_k(answers, correct, k)
     np.testing.assert_allclose(np.stack([accuracy, vote_share], axis=1), expected, atol=1e-12)
 
 
-def test_rules_of_the_vote():
+def test_ties_and_missing_answers():
     answers = np.array(
         [
-            [0, 0, 1, 2],  # The right answer wins.
-            [0, 0, 1, 1],  # A tie of right and wrong.
-            [0, 1, 2, 3],  # A tie of four, one of them right.
-            [5, -1, -1, -1],  # One vote is enough, however many abstain.
-            [-1, -1, -1, -1],  # Nobody votes.
-            [2, 2, 2, 0],  # The wrong answer wins.
+            [0, 0, 1, 2],  # The correct answer wins.
+            [0, 0, 1, 1],  # A tie between a correct and an incorrect answer.
+            [0, 1, 2, 3],  # A tie of four answers, one of them correct.
+            [5, -1, -1, -1],  # A single vote wins.
+            [-1, -1, -1, -1],  # No votes.
+            [2, 2, 2, 0],  # An incorrect answer wins.
         ]
     )
     correct = (answers == 0) | (answers == 5)
@@ -61,14 +61,14 @@ def test_a_missing_answer_is_never_correct():
     assert majority_at_k(answers, marked_by_mistake, 2)[0] == 0
 
 
-def test_one_vote_is_the_mean_reward_and_all_votes_are_one_subset():
+def test_a_single_vote_gives_the_mean_and_all_votes_are_a_single_subset():
     answers, correct = random_votes(20, 64)
     np.testing.assert_allclose(majority_at_k(answers, correct, 1)[0], correct.mean(axis=1), atol=1e-12)
     drawn = [majority_at_k(answers, correct, 64, num_subsets=1, seed=seed) for seed in (0, 1)]
     np.testing.assert_array_equal(drawn[0], drawn[1])
 
 
-def test_the_order_of_generations_does_not_matter():
+def test_the_result_does_not_depend_on_the_order_of_generations():
     answers, correct = random_votes(20, 8)
     shuffled = np.random.default_rng(1).permutation(8)
     exact = majority_at_k(answers, correct, 3)
@@ -77,7 +77,7 @@ def test_the_order_of_generations_does_not_matter():
 
 def test_random_subsets_estimate_the_exact_mean():
     answers, correct = random_votes(30, 12)
-    # Equal answers are adjacent, so that subsets which favour some positions are noticed.
+    # Equal answers are adjacent, so that the test detects subsets that favor some positions.
     order = np.argsort(answers, axis=1)
     answers, correct = np.take_along_axis(answers, order, axis=1), np.take_along_axis(correct, order, axis=1)
     all_subsets = math.comb(12, 5)
@@ -88,16 +88,16 @@ def test_random_subsets_estimate_the_exact_mean():
     )
     np.testing.assert_array_equal(drawn, again)
     assert np.any(drawn != exact) and np.any(drawn != other)
-    # Numbers in [0, 1] have a standard deviation of at most 1/2: four and a half standard deviations of the mean.
+    # The standard deviation of values in [0, 1] is at most 1/2. The tolerance is 4.5 standard errors.
     assert np.all(np.abs(drawn - exact) < 4.5 * 0.5 / math.sqrt(all_subsets - 1))
 
 
-def test_a_whole_benchmark_at_once():
-    """500 problems of 64 generations, of which 48 agree: they always win 33 votes, with three quarters of them."""
+def test_a_large_benchmark():
+    """In each of 500 problems, 48 of 64 generations agree. Among 33 votes, their answer always wins."""
     answers = np.tile(np.where(np.arange(64) % 4 == 0, np.arange(64), 1), (500, 1))
     accuracy, vote_share = majority_at_k(answers, answers == 1, 33, num_subsets=200)
     np.testing.assert_array_equal(accuracy, np.ones(500))
-    # Their votes are hypergeometric: four and a half standard deviations of the share's mean over 200 subsets.
+    # The number of votes is hypergeometric. The tolerance is 4.5 standard errors of the mean over 200 subsets.
     deviation = math.sqrt(0.75 * 0.25 / 33 * (64 - 33) / 63 / 200)
     assert np.all(np.abs(vote_share - 0.75) < 4.5 * deviation)
 
@@ -105,12 +105,12 @@ def test_a_whole_benchmark_at_once():
 @pytest.mark.parametrize(
     ("answers", "correct", "k", "num_subsets", "complaint"),
     [
-        ([[0, 1]], [[True, False]], 3, 10, "k is 3, but must lie between 1 and the number of generations, 2"),
-        ([[0, 1]], [[True, False]], 0, 10, "k is 0, but must lie between 1 and the number of generations, 2"),
-        ([[0, -2]], [[True, False]], 1, 10, "ids from 0 on, or -1 for no answer"),
-        ([[4, 7, 7]], [[True, True, False]], 1, 10, "all correct or all wrong, but those of id 7 are both"),
+        ([[0, 1]], [[True, False]], 3, 10, "k=3 .* 1 and .* 2"),
+        ([[0, 1]], [[True, False]], 0, 10, "k=0 .* 1 and .* 2"),
+        ([[0, -2]], [[True, False]], 1, 10, "ids, or -1"),
+        ([[4, 7, 7]], [[True, True, False]], 1, 10, "id 7"),
     ],
 )
-def test_what_is_no_vote_is_refused(answers, correct, k, num_subsets, complaint):
+def test_invalid_arguments_are_rejected(answers, correct, k, num_subsets, complaint):
     with pytest.raises(ValueError, match=complaint):
         majority_at_k(np.array(answers), np.array(correct), k, num_subsets)

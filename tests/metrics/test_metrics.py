@@ -1,4 +1,4 @@
-"""pass@k and distinct clusters, compared with a count over every k-subset and with exact integers."""
+"""Tests of pass@k and distinct clusters against an enumeration of subsets and exact rationals."""
 
 import itertools
 import math
@@ -12,14 +12,14 @@ from poly_epo_jax.metrics.pass_at_k import pass_at_k
 
 
 @pytest.mark.parametrize("k", range(1, 7))
-def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(k):
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_correct_generation(k):
     for num_correct in range(7):
         is_correct = [i < num_correct for i in range(6)]
         subsets = [any(subset) for subset in itertools.combinations(is_correct, k)]
         np.testing.assert_allclose(pass_at_k(6, np.array([num_correct]), k), [np.mean(subsets)], atol=1e-12)
 
 
-def test_pass_at_k_takes_every_k_for_many_problems():
+def test_pass_at_k_for_all_k_and_several_problems():
     num_correct = np.array([0, 1, 3, 3, 8])
     curve = np.array([pass_at_k(8, num_correct, k) for k in range(1, 9)])
     np.testing.assert_allclose(curve[0], num_correct / 8, atol=1e-12)
@@ -40,21 +40,21 @@ def test_pass_at_k_is_exact_for_many_generations(num_generations, k):
 
 
 @pytest.mark.parametrize("k", [0, 5])
-def test_pass_at_k_refuses_impossible_draws(k):
-    with pytest.raises(ValueError, match=f"k is {k}, but must lie between 1 and num_generations, 4"):
+def test_invalid_k_is_rejected(k):
+    with pytest.raises(ValueError, match=f"k={k} must lie between 1 and num_generations=4"):
         pass_at_k(4, np.array([1]), k)
-    with pytest.raises(ValueError, match=f"k is {k}, but must lie between 1 and num_generations, 4"):
+    with pytest.raises(ValueError, match=f"k={k} must lie between 1 and num_generations=4"):
         distinct_clusters(np.zeros((1, 4), int), np.ones((1, 4), bool), k)
 
 
 @pytest.mark.parametrize("num_correct", [-1, 5])
-def test_pass_at_k_refuses_impossible_counts(num_correct):
-    with pytest.raises(ValueError, match="num_correct must lie between 0 and num_generations, 4"):
+def test_invalid_numbers_of_correct_generations_are_rejected(num_correct):
+    with pytest.raises(ValueError, match=r"num_correct .* num_generations=4"):
         pass_at_k(4, np.array([1, num_correct]), 2)
 
 
 @pytest.mark.parametrize("k", range(1, 8))
-def test_distinct_clusters_is_the_mean_over_subsets(k):
+def test_distinct_clusters_equals_the_mean_over_subsets(k):
     rng = np.random.default_rng(k)
     clusters, selected = rng.integers(0, 4, (5, 7)), rng.random((5, 7)) > 0.4
     expected = [
@@ -69,14 +69,14 @@ def test_distinct_clusters_is_the_mean_over_subsets(k):
     np.testing.assert_allclose(distinct_clusters(clusters, selected, k), expected, atol=1e-12)
 
 
-def test_distinct_clusters_of_all_generations_is_the_plain_count():
+def test_distinct_clusters_of_all_generations_is_the_number_of_clusters():
     clusters = np.array([[1, 1, 2, 100], [3, 3, 3, 3], [1, 2, 3, 4]])
     selected = np.array([[True, True, True, False], [True] * 4, [False] * 4])
     assert distinct_clusters(clusters, selected, 4).tolist() == [2.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_cluster_estimates_count_correct_and_incorrect_ones_apart_and_no_degenerate_one(k):
+def test_correct_and_incorrect_clusters_exclude_degenerate_responses(k):
     clusters = np.array([[1, 1, 2, 100], [100, 100, 3, 1]])
     correct = np.array([[True, False, True, True], [False, True, False, False]])
     for function, wanted in ((correct_clusters, True), (incorrect_clusters, False)):

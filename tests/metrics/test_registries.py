@@ -26,7 +26,7 @@ CONDITIONAL = (
     *("rollouts/server_failures", "rollouts/resampled", "rollouts/wrong_answers"),
     *("mismatch/truncated", "mismatch/masked", "memory/peak_bytes"),
 )
-"""Metrics that only runs with servers, mathematical answers or corrections of the mismatch log."""
+"""Metrics that are only logged with servers, mathematical answers or mismatch corrections."""
 ARRAYS = {"rewards": np.eye(3, 4), "correct": np.eye(3, 4) == 1}
 
 
@@ -41,7 +41,7 @@ def registered(monkeypatch: pytest.MonkeyPatch):
     return register
 
 
-def test_names_are_taken_apart_as_they_are_made():
+def test_names_are_split_into_stem_and_k():
     assert at("pass", 64) == "pass@64" and split("pass@64") == ("pass", 64)
     assert at("answer_entropy", None) == "answer_entropy" and split("answer_entropy") == ("answer_entropy", None)
     assert split("odd@x") == ("odd@x", None)
@@ -54,7 +54,7 @@ def test_sizes_are_powers_of_two(largest: int, expected: list[int]):
     assert powers_of_two(largest) == expected
 
 
-def test_metrics_are_computed_from_the_arrays_that_are_given():
+def test_metrics_are_computed_from_the_given_arrays():
     assert problem_values(ARRAYS).keys() == {*(f"pass@{k}" for k in (1, 2, 3, 4)), "solved"}
     assert problem_values(ARRAYS, curves=False).keys() == {*(f"pass@{k}" for k in (1, 2, 4)), "solved"}
     clusters = ARRAYS | {"clusters": np.arange(12).reshape(3, 4)}
@@ -78,7 +78,7 @@ def test_a_registered_metric_is_computed_and_shown(registered):
 
 
 @pytest.mark.parametrize("values", [np.ones(2), np.float64(1), np.array([1, np.nan, 1])])
-def test_a_metric_without_a_finite_value_for_each_problem_is_named(registered, values: np.ndarray):
+def test_a_metric_without_a_finite_value_for_each_problem_is_rejected(registered, values: np.ndarray):
     registered(lambda correct: values)
     with pytest.raises(ValueError, match=r"'mine'.* 3 problems"):
         problem_values(ARRAYS)

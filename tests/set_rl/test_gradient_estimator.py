@@ -1,4 +1,4 @@
-"""sum_i grad log pi(y_i) A_marg(y_i) is unbiased for M grad E[f], M = (N/n) q - 1 (paper, proposition 3.1)."""
+"""Tests that E[sum_i grad log pi(y_i) A_marg(y_i)] = M grad E[f] with M = (N/n) q - 1 (paper, proposition 3.1)."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from poly_epo_jax.set_rl import (
 
 N, n = 5, 3
 NUM_DRAWS = 200_000
-# A softmax policy over five outcomes, each with its reward and its cluster.
+# A softmax policy over five outcomes with rewards and clusters.
 LOGITS = np.array([0.5, -0.3, 0.0, 0.8, -0.5])
 POLICY = np.exp(LOGITS) / np.exp(LOGITS).sum()
 REWARDS = np.array([1.0, 1.0, 0.0, 0.0, 0.5])
@@ -26,7 +26,7 @@ CLUSTERS = np.array([1, 2, 1, 3, DEGENERATE_CLUSTER])
 
 
 def exact_gradient():
-    """grad E[f] with respect to the logits, from all 5^n ordered sets."""
+    """Computes grad E[f] with respect to the logits from all 5^n ordered sets."""
     gradient = np.zeros(len(LOGITS))
     for outcomes in itertools.product(range(len(LOGITS)), repeat=n):
         ids = {int(CLUSTERS[y]) for y in outcomes} - {DEGENERATE_CLUSTER}
@@ -58,21 +58,21 @@ def sampled(num_sets):
     [(enumerated, 10), (closed_form, 10), (sampled(2), 2), (sampled(4), 4)],
     ids=["all sets", "closed form", "2 sampled sets", "4 sampled sets"],
 )
-def test_unbiased_up_to_the_papers_factor(advantages_of, num_sets):
+def test_gradient_is_unbiased_up_to_the_factor_of_the_paper(advantages_of, num_sets):
     outcomes = np.random.default_rng(0).choice(len(LOGITS), size=(NUM_DRAWS, N), p=POLICY)
     rewards, clusters = REWARDS[outcomes].astype(np.float32), CLUSTERS[outcomes]
     advantages = np.asarray(jax.jit(advantages_of)(rewards, clusters), np.float64)
     estimates = np.einsum("ri,rio->ro", advantages, np.eye(len(LOGITS))[outcomes] - POLICY)
 
-    # The chance that a generation is in one of the K sets.
+    # The probability that a generation is in at least one of the K sets.
     q = 1 - math.comb(math.comb(N - 1, n), num_sets) / math.comb(math.comb(N, n), num_sets)
     target = (N / n * q - 1) * exact_gradient()
     standard_error = estimates.std(axis=0) / math.sqrt(NUM_DRAWS)
-    assert np.abs(target).max() > 20 * standard_error.max()  # precise enough to decide
+    assert np.abs(target).max() > 20 * standard_error.max()  # the standard error is small enough for the comparison
     assert (np.abs(estimates.mean(axis=0) - target) < 4 * standard_error).all()
 
 
-def test_a_single_set_teaches_nothing():
+def test_a_single_set_gives_zero_advantages():
     rewards = np.random.default_rng(1).random((16, N)).astype(np.float32)
     advantages = jax.jit(sampled(1))(rewards, np.zeros((16, N), np.int32))
     np.testing.assert_allclose(advantages, 0, atol=1e-7)  # M = (N/n)(n/N) - 1 = 0

@@ -1,4 +1,4 @@
-"""Losses, compared with values computed by hand, and the properties that the update relies on."""
+"""Tests of losses against values computed by hand, and of the properties that updates rely on."""
 
 from functools import partial
 
@@ -22,9 +22,10 @@ from poly_epo_jax.set_rl import (
 
 EAGER_AND_JIT = pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 ALL_LOSSES = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-OF_MICROBATCHES = ("clip_cov", "kl_cov")  # these compare a token with its microbatch
+COMPARE_TOKENS = ("clip_cov", "kl_cov")  # losses that compare the tokens of a microbatch
 
-# Six response tokens, then a padding token. Advantages of the second and fifth token push the ratio further out.
+# Six response tokens, followed by a padding token. The advantages of the second and fifth token move their ratios away
+# from 1.
 RATIO = np.array([1.0, 1.5, 0.5, 1.5, 0.5, 1.1])
 ADVANTAGE = np.array([2.0, 1.0, 1.0, -1.0, -1.0, -3.0])
 LOGPROB = np.log([0.5, 0.6, 0.1, 0.9, 0.2, 0.3])
@@ -32,7 +33,7 @@ WEIGHT = 0.1
 
 
 def tokens(pad_logprob=0.0, pad_old_logprob=0.0, pad_advantage=0.0):
-    """Two sequences of three tokens, then padding."""
+    """Returns two sequences of three tokens, followed by padding."""
     return Tokens(
         jnp.asarray(np.append(LOGPROB, pad_logprob), jnp.float32),
         jnp.asarray(np.append(LOGPROB - np.log(RATIO), pad_old_logprob), jnp.float32),
@@ -43,7 +44,7 @@ def tokens(pad_logprob=0.0, pad_old_logprob=0.0, pad_advantage=0.0):
 
 
 def gradient(loss, arguments, transform=lambda f: f):
-    """With respect to the log-probabilities."""
+    """Returns the gradient with respect to the log-probabilities."""
 
     def value(logprobs):
         return loss(arguments._replace(logprobs=logprobs))[0]
@@ -89,15 +90,15 @@ def test_policy_gradient_by_hand(transform):
     np.testing.assert_allclose(gradient(policy_gradient_loss, tokens(), transform), expected, atol=1e-7)
 
 
-def test_clip_interval_is_the_callers():
+def test_clip_range_is_configurable():
     _, metrics = ppo_clip_loss(tokens(), clip_low=0.6, clip_high=0.05)
-    assert metrics["clip_fraction"] == 1  # 1.5 with A > 0 is out, 0.5 with A < 0 is in
+    assert metrics["clip_fraction"] == 1  # 1.5 with A > 0 is clipped, 0.5 with A < 0 is not
     _, metrics = cispo_loss(tokens(), clip_low=0.6, clip_high=0.05)
-    assert metrics["clip_fraction"] == 3  # 1.5 twice and 1.1
+    assert metrics["clip_fraction"] == 3  # twice 1.5, and 1.1
 
 
 @ALL_LOSSES
-def test_on_policy_every_loss_has_the_policy_gradient(loss):
+def test_on_policy_gradients_equal_the_policy_gradient(loss):
     on_policy = tokens()._replace(old_logprobs=tokens().logprobs)
     expected = -np.asarray(on_policy.weights * on_policy.advantages)
     np.testing.assert_allclose(gradient(loss, on_policy), expected, atol=1e-7)
@@ -105,7 +106,7 @@ def test_on_policy_every_loss_has_the_policy_gradient(loss):
 
 @ALL_LOSSES
 @pytest.mark.parametrize("pad", [(-1e9, 0.0, 3.0), (0.0, -1e9, -3.0), (-np.inf, -np.inf, 1e30)])
-def test_masked_tokens_never_matter(loss, pad):
+def test_masked_tokens_have_no_effect(loss, pad):
     value, metrics = loss(tokens(*pad))
     clean_value, clean_metrics = loss(Tokens(*(array[:6] for array in tokens())))
     np.testing.assert_allclose(value, clean_value, rtol=1e-6)
@@ -117,8 +118,8 @@ def test_masked_tokens_never_matter(loss, pad):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", [LOSSES[name] for name in LOSSES if name not in OF_MICROBATCHES])
-def test_microbatches_add_up(loss):
+@pytest.mark.parametrize("loss", [LOSSES[name] for name in LOSSES if name not in COMPARE_TOKENS])
+def test_losses_of_microbatches_add_up(loss):
     rng = np.random.default_rng(0)
     logprobs = -rng.random((4, 6))
     arrays = (logprobs, logprobs + rng.normal(0, 0.3, (4, 6)), rng.normal(size=(4, 6)), rng.random((4, 6)) > 0.3)
@@ -132,8 +133,8 @@ def test_microbatches_add_up(loss):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_to_some_losses_a_sequence_of_advantage_0_adds_nothing(name):
-    """Without it the others' gradients are the same to the last bit, and so is the value; its own gradient is 0."""
+def test_zero_advantage_sequences_have_no_effect_on_some_losses(name):
+    """Removing the sequence changes neither the loss nor a bit of the gradient, and its own gradient is 0."""
     rng = np.random.default_rng(0)
     old, drift = rng.normal(-1, 0.5, (4, 60)), rng.normal(0, 0.4, (4, 60))
     ids = np.repeat(np.arange(1, 7), 10)
@@ -145,17 +146,17 @@ def test_to_some_losses_a_sequence_of_advantage_0_adds_nothing(name):
     loss = partial(LOSSES[name], **many.get(name, {}))
     found, expected = gradient(loss, whole), gradient(loss, without)
     value, value_without = loss(whole)[0], loss(without)[0]
-    is_silent = np.array_equal(found, expected) and float(value) == pytest.approx(float(value_without), rel=1e-6)
-    assert is_silent == (name in SILENT_AT_ZERO)
+    has_no_effect = np.array_equal(found, expected) and float(value) == pytest.approx(float(value_without), rel=1e-6)
+    assert has_no_effect == (name in SILENT_AT_ZERO)
 
 
 @pytest.mark.parametrize(("length_normalization", "T"), [("own", [[3, 1], [2, 4]]), ("max", [[8, 8], [8, 8]])])
-def test_weights_make_the_papers_objective(length_normalization, T):
+def test_token_weights_give_the_objective_of_the_paper(length_normalization, T):
     lengths = np.array([[3, 1], [2, 4]])
     weights = token_weights(lengths, length_normalization, max_length=8)
     np.testing.assert_allclose(weights, 1 / (2 * 2 * np.array(T)), rtol=1e-6)
 
-    # J = mean over prompts of (1/N) sum_i (1/T_i) sum_t term, by plain loops over ragged responses.
+    # J = mean over prompts of (1/N) sum_i (1/T_i) sum_t term, computed by loops over responses of different lengths.
     rng = np.random.default_rng(1)
     logprobs, advantages = -rng.random((2, 2, 4)), rng.normal(size=(2, 2))
     J = 0.0
@@ -176,22 +177,22 @@ def test_weights_make_the_papers_objective(length_normalization, T):
     np.testing.assert_allclose(loss, -J, rtol=1e-5)
 
 
-def test_unknown_length_normalization():
-    with pytest.raises(ValueError, match='length_normalization is "mean", but must be "own" or "max"'):
+def test_unknown_length_normalization_is_rejected():
+    with pytest.raises(ValueError, match='length_normalization is "mean"'):
         token_weights(np.ones((1, 2), int), "mean", 8)
 
 
 @ALL_LOSSES
-def test_refuses_mismatched_shapes(monkeypatch, loss):
+def test_mismatched_shapes_are_rejected(monkeypatch, loss):
     monkeypatch.setattr(
         jaxtyping.config, "jaxtyping_disable", True
-    )  # as outside the tests, where nothing checks shapes
-    with pytest.raises(ValueError, match=r"must share one shape, but have logprobs \(7,\), .*, advantages \(1,\), "):
+    )  # as outside the tests, where jaxtyping does not check shapes
+    with pytest.raises(ValueError, match=r"logprobs \(7,\), .*, advantages \(1,\), "):
         loss(tokens()._replace(advantages=jnp.ones(1)))
 
 
-def test_means_are_over_a_sequences_trained_tokens():
-    """Row by row: ids start anew in each, and a token that is not trained neither counts nor gets a mean."""
+def test_sequence_means_are_over_trained_tokens():
+    """Sequence ids are local to a row. Tokens that are not trained on do not count, and their mean is 0."""
     values = jnp.array([[1.0, 2.0, 6.0, 10.0, 9.0], [4.0, 8.0, 1.0, 1.0, 5.0]])
     ids = jnp.array([[1, 1, 1, 2, 0], [1, 2, 2, 2, 2]])
     weights = jnp.array([[0.0, 0.5, 0.5, 0.5, 0.0], [0.5, 0.5, 0.0, 0.5, 0.5]])
@@ -202,7 +203,7 @@ def test_means_are_over_a_sequences_trained_tokens():
 
 
 def test_the_kl_estimate_is_unbiased_and_never_negative():
-    """Its mean over p is KL(p || q), here of two distributions over five tokens."""
+    """The mean of the estimate over p is KL(p || q), for two distributions over five tokens."""
     p, q = np.array([0.1, 0.3, 0.2, 0.15, 0.25]), np.array([0.2, 0.1, 0.3, 0.35, 0.05])
     estimates = np.asarray(kl_estimate(jnp.log(q / p)))
     assert (estimates >= 0).all() and (estimates > 0).any()

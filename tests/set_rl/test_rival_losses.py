@@ -1,4 +1,4 @@
-"""GSPO, Clip-Cov and KL-Cov, compared with values computed by hand and with verl's."""
+"""Tests of GSPO, Clip-Cov and KL-Cov against values computed by hand and the definitions in verl."""
 
 import functools
 
@@ -13,7 +13,7 @@ from poly_epo_jax.set_rl import Tokens, clip_cov_loss, gspo_loss, kl_cov_loss, p
 RATIO = np.array([1.0, 1.5, 0.5, 1.5, 0.5, 1.1])
 ADVANTAGE = np.array([2.0, 2.0, 2.0, -1.0, -1.0, -1.0])
 LOGPROB = np.log([0.5, 0.6, 0.1, 0.9, 0.2, 0.3])
-MEANS = np.repeat([0.75 ** (1 / 3), 0.825 ** (1 / 3)], 3)  # geometric, of the ratios
+MEANS = np.repeat([0.75 ** (1 / 3), 0.825 ** (1 / 3)], 3)  # geometric means of the ratios
 
 
 def padded(values, fill=0.0):
@@ -27,7 +27,7 @@ def two_sequences():
 
 
 def many_tokens(seed=0, rows=4, length=64):
-    """Rows of three sequences each, whose last tokens are padding."""
+    """Returns rows of three sequences each, followed by padding."""
     rng = np.random.default_rng(seed)
     logprobs = -np.exp(rng.normal(size=(rows, length)))
     old = logprobs + rng.normal(0, 0.2, (rows, length))
@@ -39,19 +39,19 @@ def many_tokens(seed=0, rows=4, length=64):
 
 
 def gradient(loss, tokens):
-    """With respect to the log-probabilities."""
+    """Returns the gradient with respect to the log-probabilities."""
     return np.asarray(jax.jit(jax.grad(lambda logprobs: loss(tokens._replace(logprobs=logprobs))[0]))(tokens.logprobs))
 
 
 def flat(tokens):
-    """The response tokens, in float64: log-probabilities, their log-ratios, advantages, weights."""
+    """Returns the response mask, and logprobs, log ratios, advantages and weights of response tokens in float64."""
     is_response = np.asarray(tokens.weights) > 0
     arrays = tokens.logprobs, tokens.logprobs - tokens.old_logprobs, tokens.advantages, tokens.weights
     return is_response, *(np.asarray(array, np.float64)[is_response] for array in arrays)
 
 
 def test_gspo_by_hand():
-    """Ratios of 0.91 and 0.94: both are below 0.95, where the clip holds back the second sequence only."""
+    """The ratios 0.91 and 0.94 are below 0.95, where the clip removes the gradient of the second sequence only."""
     loss, metrics = gspo_loss(two_sequences(), clip_low=0.05, clip_high=0.05)
     terms = [*MEANS[:3] * 2, *[-0.95] * 3]
     np.testing.assert_allclose(loss, -0.1 * np.sum(terms), rtol=1e-6)
@@ -63,8 +63,8 @@ def test_gspo_by_hand():
     np.testing.assert_allclose(found, expected, atol=1e-7)
 
 
-def test_gspo_is_the_papers_where_weights_are_equal():
-    """The gradient of min(s A, clip(s) A) with s the plain ratio of a sequence, by differences."""
+def test_gspo_equals_the_paper_if_weights_are_equal():
+    """Compares with finite differences of min(s A, clip(s) A), where s is the ratio of a sequence."""
     tokens = two_sequences()
 
     def papers(logprobs):
@@ -82,8 +82,8 @@ def covariances(logprobs, advantages):
     return (advantages - advantages.mean()) * (logprobs - logprobs.mean())
 
 
-def test_clip_cov_detaches_what_verl_would():
-    """With all candidates chosen there is no chance in it: PPO's gradient, but nothing where the covariance is high."""
+def test_clip_cov_detaches_the_candidates_of_verl():
+    """If all candidates are selected, the result is PPO's gradient without the tokens of high covariance."""
     tokens = many_tokens()
     is_response, logprobs, log_ratio, advantages, _ = flat(tokens)
     covariance, ratio = covariances(logprobs, advantages), np.exp(log_ratio)
@@ -105,8 +105,8 @@ def test_clip_cov_detaches_what_verl_would():
     assert metrics["covariance_fraction"] == expected.sum() > 0
 
 
-def test_clip_cov_draws_as_many_as_asked():
-    """On average over batches, a fraction of all tokens; and at least one."""
+def test_clip_cov_selects_the_given_fraction_on_average():
+    """The mean number of selected tokens over batches is the given fraction of all tokens, but at least one token."""
 
     @functools.partial(jax.jit, static_argnames="fraction")
     def count(tokens, fraction):
@@ -117,11 +117,11 @@ def test_clip_cov_draws_as_many_as_asked():
         drawn = [float(count(tokens, fraction)) for tokens in batches]
         assert np.mean(drawn) == pytest.approx(expected, abs=4 * np.std(drawn) / 60**0.5)
         assert len(set(drawn)) > 1
-    assert count(batches[0], 0.02) == count(batches[0], 0.02)  # equal inputs, equal draws
+    assert count(batches[0], 0.02) == count(batches[0], 0.02)  # equal inputs give equal selections
 
 
 @pytest.mark.parametrize("fraction", [0.05, 1e-9])
-def test_kl_cov_is_what_verl_computes(fraction):
+def test_kl_cov_equals_verl(fraction):
     tokens = many_tokens()
     is_response, logprobs, log_ratio, advantages, weights = flat(tokens)
     count = max(1, int(fraction * len(logprobs)))
@@ -142,7 +142,7 @@ def test_kl_cov_is_what_verl_computes(fraction):
 
 
 @pytest.mark.parametrize("loss", [gspo_loss, clip_cov_loss, kl_cov_loss])
-def test_a_microbatch_without_a_response_is_finite(loss):
+def test_the_loss_of_an_empty_microbatch_is_finite(loss):
     tokens = many_tokens()
     empty = tokens._replace(weights=jnp.zeros_like(tokens.weights))
     value, metrics = loss(empty)

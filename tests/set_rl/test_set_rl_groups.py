@@ -1,4 +1,4 @@
-"""What the estimators share, compared with values computed by hand."""
+"""Tests of the helper functions of estimators against values computed by hand."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +16,10 @@ def test_clusters_by_hand():
     np.testing.assert_allclose(rarity(CLUSTERS), [[third, third, 1, 0, third]], rtol=1e-6)
 
 
-def test_one_generation_is_not_rare():
+def test_rarity_of_a_single_generation_is_zero():
     np.testing.assert_array_equal(rarity(jnp.array([[7], [DEGENERATE_CLUSTER]])), [[0], [0]])
 
 
-def test_equal_values_are_centred_to_exactly_zero():
+def test_centering_equal_values_gives_exactly_zero():
     np.testing.assert_array_equal(centred(jnp.full((1, 7), 0.1)), np.zeros((1, 7)))
     np.testing.assert_allclose(centred(jnp.array([[1.0, 2.0, 6.0]])), [[-2, -1, 3]])

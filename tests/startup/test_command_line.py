@@ -102,7 +102,7 @@ def test_a_part_of_ones_own_takes_no_name_that_is_taken(python: Python, tmp_path
     assert ended.returncode == 1
     taken = ", ".join(TASKS)
     assert ended.stderr.splitlines()[-1] == (
-        f"Error: There is a part named 'math' already; choose another name than {taken}."
+        f"Error: The name 'math' is already registered; choose a name other than {taken}."
     )
 
 

@@ -1,1 +1,1 @@
-"""Rivals of the paper's method, in files by the features that they read. docs/methods.md lists them."""
+"""Baseline advantage estimators, one module per kind of feature that they read (see docs/methods.md)."""

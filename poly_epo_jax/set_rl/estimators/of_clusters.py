@@ -1,4 +1,4 @@
-"""Estimators that reward generations of small clusters more; `grpo_div_advantages` is the paper's own of this kind."""
+"""Estimators that favor generations in small clusters. `grpo_div_advantages` is the paper's baseline of this kind."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,20 +8,27 @@ from jaxtyping import Float, Int
 from poly_epo_jax.set_rl.groups import centred, check_features, cluster_sizes, rarity
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
-_LEAST_DISTINCT = 0.1  # the authors' floor
+_MIN_DISTINCT_FRACTION = 0.1  # as in the authors' code
 
 
 def shaped_product_advantages(
     rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"]
 ) -> Float[Array, "P N"]:
-    """Reward times diversity of single generations: centred r_i d_i (paper §5, which argues against it).
+    """Computes advantages from reward times diversity of single generations: centered r_i d_i (discussed in §5).
 
-    d_i is `rarity`. The polychromic objective multiplies the same two things, but of a set: only there does the
-    advantage have a covariance term, and only there can an incorrect generation benefit from the correct ones next to
-    it. `grpo_div_advantages` is the sum in place of the product.
+    d_i is `rarity`. The polychromic objective multiplies the mean reward and the diversity of a set instead. Only then
+    does the advantage have a covariance term, and can an incorrect generation benefit from the correct generations in
+    its sets. `grpo_div_advantages` uses the sum instead of the product.
+
+    Args:
+      rewards: Rewards of the N generations of P prompts.
+      clusters: Cluster ids of the generations.
+
+    Returns:
+      Advantages [P, N].
 
     Raises:
-      ValueError: on NaN rewards (detected outside jit only); on mismatched shapes.
+      ValueError: If a reward is NaN (detected outside jit only), or if shapes differ.
     """
     check_features(rewards=rewards, clusters=clusters)
     return centred(jnp.asarray(rewards) * rarity(jnp.asarray(clusters)))
@@ -30,36 +37,52 @@ def shaped_product_advantages(
 def darling_advantages(
     rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"]
 ) -> Float[Array, "P N"]:
-    """DARLING (arXiv 2509.02534): centred r_i max(0.1, (N - |cluster of i|) / (N - 1)), without a standard deviation.
+    """Computes DARLING's advantages (arXiv 2509.02534): centered r_i max(0.1, (N - |cluster of i|) / (N - 1)).
 
-    As in the authors' code (facebookresearch/darling, `partition` and `multiplicative`). A generation in
-    `DEGENERATE_CLUSTER` gets the floor of 0.1, our choice: being rare does not make gibberish distinct.
+    This follows the authors' code (facebookresearch/darling, `partition` and `multiplicative`), without a division by
+    the standard deviation. A generation in `DEGENERATE_CLUSTER` always has the minimum factor of 0.1, which is our
+    choice, so that rare degenerate responses earn no bonus.
+
+    Args:
+      rewards: Rewards of the N generations of P prompts.
+      clusters: Cluster ids of the generations.
+
+    Returns:
+      Advantages [P, N].
 
     Raises:
-      ValueError: on NaN rewards (detected outside jit only); on mismatched shapes.
+      ValueError: If a reward is NaN (detected outside jit only), or if shapes differ.
     """
     _, num_generations = check_features(rewards=rewards, clusters=clusters)
     clusters = jnp.asarray(clusters)
     distinct = (num_generations - cluster_sizes(clusters)) / max(num_generations - 1, 1)
     distinct = jnp.where(clusters == DEGENERATE_CLUSTER, 0.0, distinct)
-    return centred(jnp.asarray(rewards) * jnp.maximum(distinct, _LEAST_DISTINCT))
+    return centred(jnp.asarray(rewards) * jnp.maximum(distinct, _MIN_DISTINCT_FRACTION))
 
 
 def uniqueness_advantages(
     rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], alpha: float
 ) -> Float[Array, "P N"]:
-    """Uniqueness-aware RL (Hu et al., arXiv 2601.08763): (r_i - mean r) / |cluster of i|^alpha.
+    """Computes the advantages of uniqueness-aware RL (Hu et al., arXiv 2601.08763).
 
-    The weight also multiplies negative advantages, so that an incorrect generation of a common strategy is penalised
-    less, as in the paper. There is no code by the authors, and we do not know the alpha of their runs; the paper
-    standardises rewards, which we never do. A generation in `DEGENERATE_CLUSTER` gets the weight for a cluster of one
-    or of N, whichever is worse for it: our choice.
+    A_i = (r_i - mean r) / |cluster of i|^alpha. The weight also multiplies negative advantages, so that an incorrect
+    generation with a common strategy is penalized less, as in the paper. The authors have not published their code or
+    the alpha of their runs. The paper standardizes rewards, which is omitted here. In `DEGENERATE_CLUSTER`, the lower
+    of the advantages for cluster sizes 1 and N is used, which is our choice.
+
+    Args:
+      rewards: Rewards of the N generations of P prompts.
+      clusters: Cluster ids of the generations.
+      alpha: Exponent of the cluster size. 0 gives GRPO's advantage.
+
+    Returns:
+      Advantages [P, N].
 
     Raises:
-      ValueError: on NaN rewards (detected outside jit only); on mismatched shapes.
+      ValueError: If a reward is NaN (detected outside jit only), or if shapes differ.
     """
     _, num_generations = check_features(rewards=rewards, clusters=clusters)
     advantages, clusters = centred(jnp.asarray(rewards)), jnp.asarray(clusters)
     weighted = advantages * cluster_sizes(clusters) ** -alpha
-    unpaid = jnp.minimum(advantages, advantages * num_generations**-alpha)
-    return jnp.where(clusters == DEGENERATE_CLUSTER, unpaid, weighted)
+    smaller = jnp.minimum(advantages, advantages * num_generations**-alpha)
+    return jnp.where(clusters == DEGENERATE_CLUSTER, smaller, weighted)

@@ -1,4 +1,4 @@
-"""Estimators that reward a correct generation more the less likely it was under the policy."""
+"""Estimators that favor correct generations with a low likelihood under the sampling policy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,20 +11,26 @@ from poly_epo_jax.set_rl.groups import centred, check_features
 def unlikeliness_advantages(
     rewards: Float[Array | np.ndarray, "P N"], mean_logprob: Float[Array | np.ndarray, "P N"], beta: float
 ) -> Float[Array, "P N"]:
-    """The unlikeliness reward (He et al., arXiv 2506.02355): centred r_i (1 - beta rank_i / N).
+    """Computes advantages from the unlikeliness reward (He et al., arXiv 2506.02355).
 
-    rank_i counts the generations of the prompt, correct or not, that are less likely than i by the mean log-probability
-    of their tokens: 0 for the least likely one, N - 1 for the likeliest, which loses the largest part of its reward.
+    A_i is the centered r_i (1 - beta rank_i / N), where rank_i is the number of generations of the prompt, correct or
+    not, with a smaller mean log-probability than i. It is 0 for the least likely generation and N - 1 for the most
+    likely one, whose reward is reduced most.
 
-    The authors' code (AndreHe02/rewarding-unlikely-release) divides by the standard deviation of these rewards, as GRPO
-    originally did; we never do, and neither does the Poly-EPO paper. Equally likely generations share their mean rank
-    here; there a sort decides, which would reward one of two equal ones more.
+    The authors' code (AndreHe02/rewarding-unlikely-release) divides by the standard deviation of these rewards, as in
+    the original GRPO. This division is omitted here, as in the Poly-EPO paper. Equally likely generations share their
+    mean rank here. In the authors' code, a sort breaks ties, so one of two equal generations gets a larger reward.
 
     Args:
-      beta: at most 1; the authors use 0.25.
+      rewards: Rewards of the N generations of P prompts.
+      mean_logprob: Mean log-probability of the tokens of each generation under the sampling policy, in nats.
+      beta: Maximum reduction of the reward, at most 1. The authors use 0.25.
+
+    Returns:
+      Advantages [P, N].
 
     Raises:
-      ValueError: on NaN (detected outside jit only); on mismatched shapes.
+      ValueError: If a value is NaN (detected outside jit only), or if shapes differ.
     """
     _, num_generations = check_features(rewards=rewards, mean_logprob=mean_logprob)
     rewards, mean_logprob = jnp.asarray(rewards), jnp.asarray(mean_logprob)
@@ -37,21 +43,28 @@ def unlikeliness_advantages(
 def ucpo_advantages(
     rewards: Float[Array | np.ndarray, "P N"], mean_logprob: Float[Array | np.ndarray, "P N"], tau: float
 ) -> Float[Array, "P N"]:
-    """UCPO (arXiv 2605.00365): the correct generations' advantage is redistributed among them by 1 / likelihood.
+    """Computes UCPO's advantages (arXiv 2605.00365), which favor the less likely correct generations.
 
-    With GRPO's A, c correct generations, l_i the mean log-probability of i's tokens and q the softmax of l over the
-    correct ones, a correct one gets A c [(1 - tau) / c + tau (1 / q_i) / sum_j 1 / q_j]; an incorrect one keeps its A.
-    Since 1 / q_i over their sum is a softmax of -l, it is computed as one.
+    Let A be GRPO's advantage, c the number of correct generations, l_i the mean log-probability of i's tokens, and q
+    the softmax of l over the correct generations. The advantage of a correct generation is A c [(1 - tau) / c + tau (1
+    / q_i) / sum_j 1 / q_j]; incorrect generations keep A. The normalized 1 / q_i is computed as a softmax of -l.
 
-    The authors' code (AnamikaLochab/UCPO, "iq") does this after dividing by the standard deviation, which we leave out.
-    It also counts every reward above 0 as correct, and uses the first one's A for all. For graded rewards we
-    redistribute the advantages of those above the mean, in proportion to A_i / q_i: for 0/1 rewards it is the same.
+    The authors' code (AnamikaLochab/UCPO, "iq") first divides by the standard deviation, which is omitted here. It
+    counts all rewards above 0 as correct, and uses the advantage of the first correct generation for all. For graded
+    rewards, the advantages above 0 are redistributed here in proportion to A_i / q_i; for 0/1 rewards, the result is
+    the same.
 
     Args:
-      tau: 0 is GRPO, 1 redistributes everything; the authors' runs use 0.2, their code 0.3.
+      rewards: Rewards of the N generations of P prompts.
+      mean_logprob: Mean log-probability of the tokens of each generation under the sampling policy, in nats.
+      tau: Redistributed fraction of the positive advantages. 0 gives GRPO's advantages. The authors' runs use 0.2, and
+        their code 0.3.
+
+    Returns:
+      Advantages [P, N].
 
     Raises:
-      ValueError: on NaN (detected outside jit only); on mismatched shapes.
+      ValueError: If a value is NaN (detected outside jit only), or if shapes differ.
     """
     check_features(rewards=rewards, mean_logprob=mean_logprob)
     advantages = centred(jnp.asarray(rewards))
@@ -59,6 +72,6 @@ def ucpo_advantages(
     scores = jnp.where(is_above, jnp.log(jnp.where(is_above, advantages, 1)) - jnp.asarray(mean_logprob), -jnp.inf)
     largest = jnp.where(is_above.any(axis=-1, keepdims=True), scores.max(axis=-1, keepdims=True), 0)
     shares = jnp.exp(scores - largest)
-    shares /= jnp.maximum(shares.sum(axis=-1, keepdims=True), 1)  # the largest is 1, where there is one
+    shares /= jnp.maximum(shares.sum(axis=-1, keepdims=True), 1)  # at least 1 if any advantage is positive
     to_share = jnp.where(is_above, advantages, 0).sum(axis=-1, keepdims=True)
     return jnp.where(is_above, (1 - tau) * advantages + tau * to_share * shares, advantages)

@@ -1,4 +1,4 @@
-"""pass@n, pass@k training and PKPO against every set, exact rationals, and what the authors' code computes."""
+"""Tests of pass@n, pass@k training and PKPO against enumeration, exact rationals and the authors' definitions."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ SHAPES = [(N, k) for N in (3, 5, 8) for k in range(1, N)]
 
 
 def random_rewards(rng, num_prompts, num_generations):
-    """A third of the prompts binary, a third graded with ties, a third all different."""
+    """Returns rewards that are binary, graded with ties, or all different, for a third of the prompts each."""
     rewards = rng.random((num_prompts, num_generations))
     rewards[::3] = rewards[::3] > rng.random((len(rewards[::3]), 1))
     rewards[1::3] = rng.integers(0, 4, rewards[1::3].shape) / 4
@@ -35,13 +35,13 @@ def random_rewards(rng, num_prompts, num_generations):
 
 
 def best_of_sets(rewards, k):
-    """Of one prompt: every set of k, and its best reward."""
+    """Returns all sets of k generations of one prompt, and their maximum rewards."""
     sets = list(itertools.combinations(range(len(rewards)), k))
     return sets, np.array([max(rewards[i] for i in members) for members in sets])
 
 
 def by_every_set(rewards, k):
-    """(marginal set advantage, that over the standard deviation of the sets' best, PKPO) from the definitions."""
+    """Computes the marginal set advantages, their standardized form, and PKPO's advantages from the definitions."""
     rewards = rewards.astype(np.float64).tolist()
     sets, best = best_of_sets(rewards, k)
     spread = best.std()
@@ -56,35 +56,35 @@ def by_every_set(rewards, k):
 
 
 @pytest.mark.parametrize(("num_generations", "k"), SHAPES)
-def test_against_every_set(num_generations, k):
+def test_advantages_equal_enumeration(num_generations, k):
     rewards = random_rewards(np.random.default_rng([num_generations, k]), 60, num_generations)
-    marginal, standardised, added = np.stack([by_every_set(r, k) for r in rewards], axis=1)
+    marginal, standardized, added = np.stack([by_every_set(r, k) for r in rewards], axis=1)
     np.testing.assert_allclose(closed_form(rewards, k), marginal, rtol=0, atol=1e-6)
-    np.testing.assert_allclose(passk(rewards, k), standardised, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(passk(rewards, k), standardized, rtol=1e-5, atol=1e-6)
     if k > 1:
         np.testing.assert_allclose(pkpo(rewards, k), added, rtol=0, atol=1e-6)
 
 
-def test_the_closed_form_is_the_marginal_set_advantage():
+def test_the_closed_form_equals_the_marginal_set_advantage():
     rewards = random_rewards(np.random.default_rng(0), 12, 8)
     enumerated = marginal_set_advantages(pass_at_n, enumerate_sets(8, 4), rewards=rewards)
     np.testing.assert_allclose(closed_form(rewards, 4), enumerated, rtol=0, atol=1e-6)
 
 
-def test_by_hand():
-    """One of three is correct; of the three pairs, two hold it."""
+def test_advantages_by_hand():
+    """One of three generations is correct, and two of the three pairs contain it."""
     rewards = np.array([[0, 1, 0]], np.float32)
     np.testing.assert_allclose(closed_form(rewards, 2), [[-1 / 6, 1 / 3, -1 / 6]], atol=1e-7)
     spread = math.sqrt(2 / 3 * 1 / 3)
     np.testing.assert_allclose(passk(rewards, 2), np.array([[-1 / 6, 1 / 3, -1 / 6]]) / spread, rtol=1e-6)
-    np.testing.assert_allclose(pkpo(rewards, 2), [[0, 2 / 3, 0]], rtol=1e-6)  # it alone makes two of three pairs right
+    np.testing.assert_allclose(pkpo(rewards, 2), [[0, 2 / 3, 0]], rtol=1e-6)  # in two of three pairs
     np.testing.assert_allclose(pkpo(rewards, 3), [[0, 1, 0]], rtol=1e-6)
 
 
 def exact(rewards, k):
-    """(marginal set advantages, variance of the sets' best, PKPO) of one prompt as rationals, by counting sets.
+    """Computes marginal set advantages, the variance of set scores, and PKPO's advantages of one prompt as rationals.
 
-    Sums are of whole numbers, in the unit that divides every reward: sums of fractions take several times as long.
+    Sums are over integers, in a unit that divides all rewards, because sums of fractions take several times as long.
     """
     N = len(rewards)
     rewards = [Fraction(float(reward)) for reward in rewards]
@@ -93,7 +93,7 @@ def exact(rewards, k):
     order = sorted(range(N), key=lambda i: whole[i])
     ranked = [whole[i] for i in order]
     total = math.comb(N, k)
-    having = [math.comb(j, k - 1) for j in range(N)]  # sets whose best has place j
+    having = [math.comb(j, k - 1) for j in range(N)]  # number of sets whose best generation has rank j
     mean = Fraction(sum(sets * r for sets, r in zip(having, ranked, strict=True)), total)
     variance = Fraction(sum(sets * r * r for sets, r in zip(having, ranked, strict=True)), total) - mean**2
     marginal, added = [Fraction(0)] * N, [Fraction(0)] * N
@@ -127,26 +127,26 @@ def adversarial_rewards(rng, N):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_generations", [17, 64, 256])
-def test_exact_at_any_size(num_generations):
-    """Within 1e-5 of a prompt's largest value, however small that is."""
+def test_advantages_are_exact_at_any_group_size(num_generations):
+    """Errors are within 1e-5 of the largest value of a prompt."""
     rng, N = np.random.default_rng(num_generations), num_generations
     for k in (2, N // 3, N - 1):
         rewards = adversarial_rewards(rng, N)
         ours = closed_form(rewards, k), pkpo(rewards, k), passk(rewards, k)
         for row, values in enumerate(zip(*map(np.asarray, ours), strict=True)):
             marginal, variance, added = exact(rewards[row], k)
-            standardised = [float(value) / math.sqrt(variance or 1) for value in marginal]
-            for found, expected in zip(values, (marginal, added, standardised), strict=True):
+            standardized = [float(value) / math.sqrt(variance or 1) for value in marginal]
+            for found, expected in zip(values, (marginal, added, standardized), strict=True):
                 expected = np.array(expected, float)
                 largest = np.abs(expected).max()
                 assert np.isfinite(found).all()
-                if largest > 1e-12:  # whose square is within float32, too
+                if largest > 1e-12:  # its square is also in the range of float32
                     assert np.abs(found - expected).max() <= 1e-5 * largest, (k, row)
                 else:
                     assert np.abs(found).max() <= 1e-11
 
 
-def test_the_rationals_are_those_of_every_set():
+def test_the_rationals_equal_enumeration():
     rng = np.random.default_rng(5)
     for k in range(1, 6):
         rewards = random_rewards(rng, 3, 6)
@@ -158,8 +158,8 @@ def test_the_rationals_are_those_of_every_set():
 
 
 @pytest.mark.parametrize("num_correct", range(9))
-def test_passk_is_what_its_authors_compute(num_correct):
-    """Their formula for 0/1 rewards, whose 1e-6 in the denominator is left out where it is not 0 anyway."""
+def test_passk_equals_the_definition_of_its_authors(num_correct):
+    """The formula is that for 0/1 rewards, without the 1e-6 in the denominator if the denominator is not 0."""
     N, k, c = 8, 3, num_correct
     rewards = np.array([[1] * c + [0] * (N - c)], np.float32)
     R = 1 - math.comb(N - c, k) / math.comb(N, k)
@@ -169,23 +169,23 @@ def test_passk_is_what_its_authors_compute(num_correct):
     np.testing.assert_allclose(passk(rewards, k), [[correct] * c + [incorrect] * (N - c)], rtol=1e-5, atol=1e-6)
 
 
-def test_pkpo_is_what_the_paper_lists():
-    """Two sums over sets, with and without the generation, and their difference, as the paper's listing has it."""
+def test_pkpo_equals_the_listing_of_the_paper():
+    """The listing computes the difference of two sums over sets, with and without the generation."""
     rng, N = np.random.default_rng(7), 9
     rewards = random_rewards(rng, 12, N)
     for k in (2, 4, 9):
         expected = np.zeros_like(rewards, dtype=np.float64)
         for row, i in itertools.product(range(len(rewards)), range(N)):
             others = np.sort(np.delete(rewards[row].astype(np.float64), i))
-            # Of k - 1 of the others the best has place j in comb(j, k - 2) sets; beside i it is the better of the two.
+            # In comb(j, k - 2) sets of k - 1 others, the best has rank j. With i, the best is the better of the two.
             sets = np.array([math.comb(j, k - 2) for j in range(N - 1)])
             with_i = (sets * np.maximum(others, rewards[row, i])).sum()
             expected[row, i] = (with_i - (sets * others).sum()) / math.comb(N, k)
         np.testing.assert_allclose(pkpo(rewards, k), expected, atol=1e-6)
 
 
-def test_another_pkpo_is_ours_scaled_and_centred():
-    """tajwarfahim/maxrl: C(N-c, k-1) / C(N-1, k-1) to the correct ones, less the mean of the others."""
+def test_pkpo_of_max_rl_is_scaled_and_centered():
+    """tajwarfahim/maxrl gives C(N-c, k-1) / C(N-1, k-1) to correct generations, minus the mean of the others."""
     rng, N, k = np.random.default_rng(8), 8, 3
     rewards = (rng.random((16, N)) < 0.4).astype(np.float32)
     weight = np.array([math.comb(N - int(row.sum()), k - 1) / math.comb(N - 1, k - 1) for row in rewards])
@@ -197,7 +197,7 @@ def test_another_pkpo_is_ours_scaled_and_centred():
 
 
 def test_pkpo_is_unbiased_for_the_gradient_of_the_best_of_k():
-    """Of a softmax policy over four outcomes: sum_i s_i grad log pi(y_i) against grad E[max of k], summed exactly."""
+    """Compares sum_i s_i grad log pi(y_i) of a softmax policy over four outcomes with the exact grad E[max of k]."""
     N, k, num_draws = 4, 3, 100_000
     policy = np.exp([0.5, -0.3, 0.0, -1.0]) / np.exp([0.5, -0.3, 0.0, -1.0]).sum()
     reward = np.array([0.0, 1.0, 0.25, 0.75])
@@ -225,12 +225,12 @@ def test_equal_rewards_get_equal_advantages():
         assert row[0] == row[2] and row[1] == row[4] and row[3] == row[5] and len(set(row.tolist())) == 3
 
 
-@pytest.mark.parametrize(("k", "message"), [(0, "set_size is 0"), (4, "num_generations is 4 and must exceed")])
-def test_refuses_impossible_sets(k, message):
+@pytest.mark.parametrize(("k", "message"), [(0, "set_size=0"), (4, "num_generations=4 must exceed")])
+def test_invalid_set_sizes_are_rejected(k, message):
     rewards = np.zeros((1, 4), np.float32)
     for advantages in (pass_at_n_advantages, passk_advantages):
         with pytest.raises(ValueError, match=message):
             advantages(rewards, k)
     for k in (0, 1, 5):
-        with pytest.raises(ValueError, match=rf"k is {k}, but must lie between 2 and num_generations 4\."):
+        with pytest.raises(ValueError, match=rf"k={k} must lie between 2 and num_generations=4"):
             pkpo_advantages(rewards, k)

@@ -1,4 +1,4 @@
-"""What holds for every estimator: finite numbers in every corner, no preference for a place, one sentence for NaN."""
+"""Tests of all estimators: finite results in edge cases, symmetry in the generations, and errors for NaN."""
 
 import inspect
 import math
@@ -34,7 +34,7 @@ NUMBERS = {
     "uniqueness": {"alpha": 1.0},
     "unlikeliness": {"beta": 0.25},
 }
-OF_SETS = ("pass_at_n", "passk", "pkpo", "polychromic", "reward_plus_diversity")
+SET_BASED = ("pass_at_n", "passk", "pkpo", "polychromic", "reward_plus_diversity")
 COMPILED = {
     name: jax.jit(getattr(set_rl, f"{name}_advantages"), static_argnames=tuple(numbers), compiler_options=FAST_COMPILE)
     for name, numbers in NUMBERS.items()
@@ -43,7 +43,7 @@ EVERY = pytest.mark.parametrize("name", NUMBERS)
 
 
 def advantages_of(name, features, **changes):
-    """By name of the parameters, of those features that the estimator reads."""
+    """Computes the advantages from the features that the parameters of the estimator name."""
     read = {key: value for key, value in features.items() if key in inspect.signature(COMPILED[name]).parameters}
     return np.asarray(COMPILED[name](**read, **NUMBERS[name] | changes))
 
@@ -61,8 +61,8 @@ def random_features(num_prompts, num_generations, seed=0):
     }
 
 
-def corners(num_generations):
-    """Prompts [P, N]: rewards of every kind by features of every kind."""
+def edge_cases(num_generations):
+    """Returns features of prompts that combine all kinds of rewards with all kinds of other features."""
     shape, rng = (num_generations,), np.random.default_rng(1)
     one = np.arange(num_generations) == 0
     all_rewards = (
@@ -95,16 +95,16 @@ def corners(num_generations):
 
 
 @EVERY
-def test_finite_in_every_corner(name):
-    features = corners(N)
+def test_advantages_are_finite_in_edge_cases(name):
+    features = edge_cases(N)
     advantages = advantages_of(name, features)
     assert advantages.shape == features["rewards"].shape
     assert np.isfinite(advantages).all()
 
 
 @EVERY
-def test_nobody_is_better_where_all_are_alike(name):
-    """Equal rewards, clusters, likelihoods and embeddings: no advantage at all, whatever the reward."""
+def test_identical_generations_have_zero_advantages(name):
+    """Rewards, clusters, likelihoods and embeddings are equal, for several rewards."""
     rewards = np.repeat(np.array([[0.0], [0.3], [1.0]], np.float32), N, axis=1)
     for cluster in (1, DEGENERATE_CLUSTER):
         alike = {
@@ -116,9 +116,9 @@ def test_nobody_is_better_where_all_are_alike(name):
         np.testing.assert_allclose(advantages_of(name, alike), 0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in NUMBERS if name not in OF_SETS])
-def test_a_single_generation_gets_nothing(name):
-    advantages = advantages_of(name, corners(1))
+@pytest.mark.parametrize("name", [name for name in NUMBERS if name not in SET_BASED])
+def test_a_single_generation_has_zero_advantage(name):
+    advantages = advantages_of(name, edge_cases(1))
     np.testing.assert_array_equal(advantages, np.zeros_like(advantages))
 
 
@@ -133,7 +133,7 @@ def test_permuting_generations_permutes_advantages(name):
 
 
 @EVERY
-def test_every_prompt_is_by_itself(name):
+def test_advantages_depend_on_their_own_prompt_only(name):
     features = random_features(12, N)
     changed = {key: value.copy() for key, value in features.items()}
     for key, value in random_features(12, N, seed=3).items():
@@ -142,20 +142,20 @@ def test_every_prompt_is_by_itself(name):
 
 
 @EVERY
-def test_refuses_nan_and_mismatched_shapes(name, monkeypatch):
+def test_nan_and_mismatched_shapes_are_rejected(name, monkeypatch):
     function = getattr(set_rl, f"{name}_advantages")
     features = random_features(2, N)
     read = [key for key in inspect.signature(function).parameters if key in features]
     for key in set(read) & {"rewards", "mean_logprob", "embeddings"}:
         broken = {name: features[name] for name in read} | {key: np.full_like(features[key], np.nan)}
-        with pytest.raises(ValueError, match=f"{key} hold NaN: give every generation a number"):
+        with pytest.raises(ValueError, match=f"{key} contains NaN"):
             function(**broken, **NUMBERS[name])
     if len(read) > 1:
         monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-        with pytest.raises(ValueError, match=r"must share their leading \[P, N\] shape"):
+        with pytest.raises(ValueError, match=r"\[P, N\]"):
             function(**{name: features[name] for name in read} | {"rewards": np.zeros((2, N + 1))}, **NUMBERS[name])
 
 
-def test_every_estimator_is_here():
+def test_all_estimators_are_covered():
     exported = {name.removesuffix("_advantages") for name in dir(set_rl) if name.endswith("_advantages")}
     assert exported - {"marginal_set"} == set(NUMBERS)

@@ -1,4 +1,4 @@
-"""DARLING, uniqueness and the shaped product, by hand and against what the authors' code computes."""
+"""Tests of DARLING, uniqueness and the shaped product against hand-computed values and the authors' definitions."""
 
 import jax
 import numpy as np
@@ -29,12 +29,12 @@ def less_mean(values):
 
 def test_darling_by_hand():
     np.testing.assert_allclose(darling(REWARDS, CLUSTERS), less_mean([2 / 4, 2 / 4, 0, 0, 1]), atol=1e-6)
-    floor = np.zeros((1, 5), int)  # all in one cluster
-    np.testing.assert_allclose(darling(REWARDS, floor), 0.1 * np.asarray(grpo_advantages(REWARDS)), atol=1e-7)
+    one_cluster = np.zeros((1, 5), int)
+    np.testing.assert_allclose(darling(REWARDS, one_cluster), 0.1 * np.asarray(grpo_advantages(REWARDS)), atol=1e-7)
 
 
-def test_darling_is_what_its_authors_compute():
-    """The quality reward times the share of the others that differ, at least 0.1, less the group's mean."""
+def test_darling_equals_the_definition_of_its_authors():
+    """The reward times the fraction of other generations in other clusters, at least 0.1, minus the group mean."""
     rng = np.random.default_rng(0)
     rewards, clusters = rng.random((20, 8)).astype(np.float32), rng.integers(0, 5, (20, 8))
     expected = []
@@ -52,8 +52,8 @@ def test_uniqueness_by_hand():
     np.testing.assert_allclose(uniqueness(REWARDS, CLUSTERS, 0.0), grpo_advantages(REWARDS), rtol=1e-6)
 
 
-def test_uniqueness_gives_degenerate_responses_the_worse_weight():
-    """A correct one that of a cluster of all five, an incorrect one that of a cluster of one."""
+def test_uniqueness_gives_degenerate_responses_the_lower_advantage():
+    """The weight is that of a cluster of five if the response is correct, and that of a cluster of one otherwise."""
     clusters = np.array([[G, 1, G, 2, 2]])
     np.testing.assert_allclose(uniqueness(REWARDS, clusters, 1.0), [[0.4 / 5, 0.4, -0.6, -0.3, 0.2]], rtol=1e-5)
 
@@ -65,14 +65,14 @@ def test_shaped_product_by_hand():
     )
 
 
-def test_only_the_sum_and_the_set_pay_an_incorrect_explorer():
-    """A lone wrong strategy among right ones of another: a product of its own reward is 0, as the paper says."""
+def test_the_product_gives_no_bonus_to_an_incorrect_new_strategy():
+    """The product is 0 for incorrect generations, as stated in the paper. The sum gives a positive advantage."""
     rewards, clusters = np.array([[1, 1, 0, 0]], np.float32), np.array([[1, 1, 1, 2]])
-    explorer, repeats = 3, 2
+    new, repeated = 3, 2
     product = np.asarray(shaped_product(rewards, clusters))[0]
-    assert product[explorer] == product[repeats] < 0
+    assert product[new] == product[repeated] < 0
     total = np.asarray(grpo_div_advantages(rewards, clusters, 1.0))[0]
-    assert total[explorer] > 0 > total[repeats]
+    assert total[new] > 0 > total[repeated]
 
 
 CLUSTER_ESTIMATORS = pytest.mark.parametrize(
@@ -90,22 +90,22 @@ CLUSTER_ESTIMATORS = pytest.mark.parametrize(
 @CLUSTER_ESTIMATORS
 @pytest.mark.parametrize("reward", [0.0, 1.0])
 def test_degenerate_responses_earn_no_bonus(advantages, reward):
-    """A lone degenerate response gets no more than one of the largest cluster, and less than one that explores."""
+    """A degenerate response gets at most the advantage of the largest cluster, and less than that of a new cluster."""
     rewards = np.array([[1, 1, 0, 0, reward]], np.float32)
-    degenerate, common, explores = (
+    degenerate, common, new = (
         np.asarray(advantages(rewards, np.array([[1, 1, 1, 1, last]])))[0, 4] for last in (G, 1, 2)
     )
     assert degenerate <= common + 1e-7
-    assert degenerate < explores or reward == 0
+    assert degenerate < new or reward == 0
 
 
 @CLUSTER_ESTIMATORS
-def test_a_rare_degenerate_response_is_worth_what_a_common_one_is(advantages):
+def test_degenerate_responses_earn_no_bonus_for_rarity(advantages):
     rewards = np.ones((2, 6), np.float32)
     rewards[:, 0] = 0
     clusters = np.array([[1, 2, 3, 4, 5, G], [1, G, G, G, G, G]])
     alone, together = np.asarray(advantages(rewards, clusters)), None
-    paid = rewards - rewards.mean(axis=1, keepdims=True)
-    assert alone[0, 5] < alone[0, 1:5].min()  # the others explore
+    centered = rewards - rewards.mean(axis=1, keepdims=True)
+    assert alone[0, 5] < alone[0, 1:5].min()  # the other responses have their own clusters
     together = alone[1, 1:]
-    assert np.ptp(together) == 0 and (together <= paid[1, 1:] + 1e-6).all()
+    assert np.ptp(together) == 0 and (together <= centered[1, 1:] + 1e-6).all()

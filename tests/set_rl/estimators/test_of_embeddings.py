@@ -1,4 +1,4 @@
-"""Estimators by embeddings, by hand, by determinants of submatrices, and against what the authors' code computes."""
+"""Tests of embedding-based estimators against hand-computed values, determinants and the authors' definitions."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ P, N, D = 6, 8, 5
 REWARDS = RNG.random((P, N)).astype(np.float32)
 REWARDS[::2] = REWARDS[::2] > 0.5
 EMBEDDINGS = RNG.normal(size=(P, N, D)).astype(np.float32)
-EMBEDDINGS[:, 3] = EMBEDDINGS[:, 2]  # a repetition
+EMBEDDINGS[:, 3] = EMBEDDINGS[:, 2]  # a repeated response
 ORTHOGONAL = np.eye(N, dtype=np.float32)[None]
 BINARY = np.array([[1, 0, 1, 0, 0, 1, 0, 0]], np.float32)
 
@@ -42,14 +42,14 @@ def cosines_of(embeddings):
 
 
 def gains_of(kernel):
-    """By two determinants for each generation."""
+    """Computes each gain from two determinants."""
     others = [np.delete(np.arange(len(kernel)), i) for i in range(len(kernel))]
     whole = np.linalg.slogdet(np.eye(len(kernel)) + kernel)[1]
     return [whole - np.linalg.slogdet((np.eye(len(kernel)) + kernel)[np.ix_(rest, rest)])[1] for rest in others]
 
 
 def rep_exp_by_its_authors(embeddings, ridge):
-    """Of one prompt: the inverse covariance of centred embeddings, by an update of rank one for each of them."""
+    """Computes the bonuses of one prompt from the inverse covariance of centered embeddings, by rank-one updates."""
     embeddings = embeddings.astype(np.float64)
     embeddings = embeddings - embeddings.mean(axis=0)
     inverse = np.eye(embeddings.shape[1]) / ridge
@@ -60,23 +60,23 @@ def rep_exp_by_its_authors(embeddings, ridge):
 
 @pytest.mark.parametrize("ridge", [0.01, 1.0])
 @pytest.mark.parametrize("dimensions", [3, 40])
-def test_rep_exp_is_what_its_authors_compute(ridge, dimensions):
+def test_rep_exp_equals_the_definition_of_its_authors(ridge, dimensions):
     embeddings = np.random.default_rng(1).normal(size=(P, N, dimensions)).astype(np.float32)
     bonus = np.array([rep_exp_by_its_authors(rows, ridge) for rows in embeddings])
     np.testing.assert_allclose(rep_exp(REWARDS, embeddings, 0.5, ridge), less_mean(REWARDS + 0.5 * bonus), atol=1e-4)
 
 
-def test_rep_exp_pays_the_outlier():
-    """Seven alike and one apart, in one dimension: leverages of 1/8 + its square over the sum of squares, less 1/8."""
+def test_rep_exp_gives_an_outlier_a_bonus():
+    """Seven equal embeddings and one outlier, in one dimension: the bonus is the square over the sum of squares."""
     embeddings = np.zeros((1, N, 1), np.float32)
     embeddings[0, 0] = 8
-    centred = less_mean(embeddings[:, :, 0])
-    bonus = centred**2 / ((centred**2).sum() + 0.01)
+    centered = less_mean(embeddings[:, :, 0])
+    bonus = centered**2 / ((centered**2).sum() + 0.01)
     advantages = rep_exp(BINARY, embeddings, 1.0)
     np.testing.assert_allclose(advantages, less_mean(BINARY + bonus), atol=1e-5)
 
 
-def test_rep_exp_pays_nothing_where_nothing_is_right():
+def test_rep_exp_gives_no_bonus_without_a_correct_generation():
     rewards = np.concatenate([np.zeros((1, N)), BINARY]).astype(np.float32)
     advantages = np.asarray(rep_exp(rewards, EMBEDDINGS[:2], 1.0))
     assert (advantages[0] == 0).all()
@@ -86,12 +86,12 @@ def test_rep_exp_pays_nothing_where_nothing_is_right():
 def test_dqo_by_determinants():
     gains = np.array([gains_of(cosines_of(rows)) for rows in EMBEDDINGS])
     np.testing.assert_allclose(dqo(REWARDS, EMBEDDINGS, 0.7), less_mean(REWARDS + 0.7 * gains), atol=1e-5)
-    assert (gains[:, [2, 3]] < math.log(2) - 0.2).all()  # who repeats gains less
+    assert (gains[:, [2, 3]] < math.log(2) - 0.2).all()  # repeated responses have a smaller gain
 
 
 def test_dqo_by_hand():
-    """Two equal embeddings and an orthogonal one: det(I + K) is 3 * 2, without an equal one 4, without the other 3."""
-    embeddings = np.array([[[1, 0], [5, 0], [0, 2]]], np.float32)  # lengths do not matter
+    """For two equal embeddings and an orthogonal one, det(I + K) is 3 * 2. It is 4 or 3 without one of them."""
+    embeddings = np.array([[[1, 0], [5, 0], [0, 2]]], np.float32)  # the lengths have no effect
     rewards = np.array([[1, 0, 0]], np.float32)
     gains = np.array([math.log(6 / 4), math.log(6 / 4), math.log(6 / 3)])
     np.testing.assert_allclose(dqo(rewards, embeddings, 2.0), less_mean([rewards[0] + 2 * gains]), atol=1e-6)
@@ -107,25 +107,25 @@ def test_set_dpp_by_determinants(scale):
 
 
 def test_set_dpp_by_hand():
-    """Three correct, two of them alike: the third gains 1, each of the two log(3/2) / log 2, the incorrect one 0."""
+    """Three correct responses, two of them equal, gain log2(3/2), log2(3/2) and 1. The incorrect response gains 0."""
     embeddings = np.array([[[1, 0], [1, 0], [0, 1], [0, 1]]], np.float32)
     rewards = np.array([[1, 1, 1, 0]], np.float32)
     repeated = math.log2(1.5)
     np.testing.assert_allclose(set_dpp(rewards, embeddings, 1.0), less_mean([[repeated, repeated, 1, 0]]), atol=1e-6)
 
 
-def test_set_dpp_is_grpo_where_nothing_repeats_or_scale_is_small():
+def test_set_dpp_is_grpo_for_orthogonal_embeddings_or_a_small_scale():
     np.testing.assert_allclose(set_dpp(BINARY, ORTHOGONAL, 5.0), grpo_advantages(BINARY), atol=1e-6)
     np.testing.assert_allclose(set_dpp(REWARDS, EMBEDDINGS, 0.001), grpo_advantages(REWARDS), atol=0.01)
 
 
 def diversity_by_setpo(embeddings):
-    """Mean of -log(1 + mean similarity to all, itself included)."""
+    """Returns the mean of -log(1 + mean similarity to all embeddings, including itself)."""
     kernel = np.maximum(cosines_of(embeddings), 0)
     return -np.log(1 + kernel.mean(axis=1)).mean()
 
 
-def test_set_po_by_leaving_each_out():
+def test_set_po_equals_leave_one_out_differences():
     gains = np.zeros((P, N))
     for row, i in itertools.product(range(P), range(N)):
         rest = np.delete(EMBEDDINGS[row], i, axis=0)
@@ -134,8 +134,8 @@ def test_set_po_by_leaving_each_out():
     np.testing.assert_allclose(set_po(REWARDS, EMBEDDINGS, 3.0), less_mean(REWARDS + 3 * gains), atol=1e-5)
 
 
-def test_set_po_pays_the_rare():
-    """Seven alike and one apart; the same rewards, so that only the gain counts."""
+def test_set_po_gives_an_outlier_the_largest_advantage():
+    """Seven equal embeddings and one outlier, with equal rewards, so that advantages depend on the gain only."""
     embeddings = np.tile(np.array([1.0, 0.0], np.float32), (1, N, 1))
     embeddings[0, 5] = [0, 1]
     (advantages,) = np.asarray(set_po(np.ones((1, N), np.float32), embeddings, 1.0))
@@ -143,5 +143,5 @@ def test_set_po_pays_the_rare():
 
 
 @pytest.mark.parametrize("advantages", [lambda r, e: dqo(r, e, 0.0), lambda r, e: set_po(r, e, 0.0)])
-def test_without_weight_it_is_grpo(advantages):
+def test_weight_zero_gives_grpo(advantages):
     np.testing.assert_allclose(advantages(REWARDS, EMBEDDINGS), grpo_advantages(REWARDS), atol=1e-6)

@@ -1,4 +1,4 @@
-"""The unlikeliness reward and UCPO, by hand and against what their authors' code computes."""
+"""Tests of the unlikeliness reward and UCPO against hand-computed values and the authors' definitions."""
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ LOGPROBS = -2 * RNG.random((20, 8)).astype(np.float32)
 
 
 def test_unlikeliness_by_hand():
-    """The likeliest of four loses three quarters of half its reward, the least likely nothing."""
+    """The most likely of four generations loses 3/4 of beta = 1/2 of its reward, and the least likely loses nothing."""
     rewards = np.array([[1, 1, 0, 1]], np.float32)
     logprobs = np.array([[-0.1, -0.4, -0.2, -0.3]], np.float32)
     shaped = np.array([1 - 0.5 * 3 / 4, 1, 0, 1 - 0.5 * 1 / 4])
@@ -24,8 +24,8 @@ def test_unlikeliness_by_hand():
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.25, 1.0])
-def test_unlikeliness_is_what_its_authors_compute(beta):
-    """A double sort ranks; rewards are then standardised, which is undone here."""
+def test_unlikeliness_equals_the_definition_of_its_authors(beta):
+    """The authors rank by sorting twice, and then standardize the rewards, which is undone here."""
     ranks = LOGPROBS.argsort(axis=1).argsort(axis=1) / 8
     shaped = REWARDS.astype(np.float64) * (1 - ranks * beta)
     spread = shaped.std(axis=1, ddof=1, keepdims=True) + 1e-6
@@ -33,7 +33,7 @@ def test_unlikeliness_is_what_its_authors_compute(beta):
     np.testing.assert_allclose(unlikeliness(REWARDS, LOGPROBS, beta), theirs * spread, atol=1e-6)
 
 
-def test_equally_likely_generations_are_paid_the_same():
+def test_equally_likely_generations_have_equal_advantages():
     rewards, logprobs = np.ones((1, 4), np.float32), np.array([[-1, -0.5, -0.5, -0.5]], np.float32)
     ((first, *others),) = np.asarray(unlikeliness(rewards, logprobs, 0.25)).tolist()
     assert first > others[0] == others[1] == others[2]
@@ -41,7 +41,7 @@ def test_equally_likely_generations_are_paid_the_same():
 
 
 def test_ucpo_by_hand():
-    """Two of four are correct, one e times as likely: half of their advantage is shared out as 1 to e."""
+    """Two of four are correct, one of them e times as likely. Half of their advantage is divided as 1 to e."""
     rewards = np.array([[1, 0, 1, 0]], np.float32)
     logprobs = np.array([[-2, -9, -1, 0]], np.float32)
     rare, common = np.e / (1 + np.e), 1 / (1 + np.e)
@@ -50,8 +50,8 @@ def test_ucpo_by_hand():
 
 
 @pytest.mark.parametrize("tau", [0.2, 0.3, 1.0])
-def test_ucpo_is_what_its_authors_compute(tau):
-    """Standardised advantages, those of correct ones shared out by 1 / q; the standardising is undone here."""
+def test_ucpo_equals_the_definition_of_its_authors(tau):
+    """The authors standardize advantages, which is undone here, and redistribute those of correct ones by 1 / q."""
     for rewards, logprobs in zip(REWARDS.astype(np.float64), LOGPROBS.astype(np.float64), strict=True):
         spread = rewards.std(ddof=1) + 1e-8
         theirs = (rewards - rewards.mean()) / spread
@@ -64,8 +64,8 @@ def test_ucpo_is_what_its_authors_compute(tau):
         np.testing.assert_allclose(ours, theirs[None] * spread, atol=1e-6)
 
 
-def test_ucpo_pays_out_what_grpo_does():
-    """Graded rewards, too: the sum of positive advantages stays, and negative ones are as they were."""
+def test_ucpo_preserves_the_sum_of_positive_advantages():
+    """For graded rewards, the sum of positive advantages and the negative advantages equal GRPO's."""
     rewards = np.random.default_rng(1).random((20, 8)).astype(np.float32)
     shared, plain = np.asarray(ucpo(rewards, LOGPROBS, 0.7)), np.asarray(grpo_advantages(rewards))
     np.testing.assert_allclose(shared.sum(axis=1), 0, atol=1e-6)
@@ -74,6 +74,6 @@ def test_ucpo_pays_out_what_grpo_does():
     np.testing.assert_allclose(ucpo(rewards, LOGPROBS, 0.0), plain, atol=1e-7)
 
 
-def test_a_response_that_was_next_to_impossible_takes_all_that_is_shared():
+def test_a_response_of_negligible_likelihood_gets_the_whole_redistributed_advantage():
     rewards, logprobs = np.array([[1, 1, 0]], np.float32), np.array([[-1e4, -0.1, -0.1]], np.float32)
     np.testing.assert_allclose(ucpo(rewards, logprobs, 1.0), [[2 / 3, 0, -2 / 3]], atol=1e-6)

@@ -1,4 +1,4 @@
-"""MaxRL, RS-GRPO and the entropic objective, by hand and against what their authors' code computes."""
+"""Tests of MaxRL, RS-GRPO and the entropic objective against hand-computed values and the authors' definitions."""
 
 import math
 
@@ -25,14 +25,14 @@ def test_max_rl_by_hand():
     np.testing.assert_allclose(max_rl(rewards), expected, atol=1e-6)
 
 
-def test_max_rl_is_what_its_authors_compute():
-    """(r - mean) / (mean + 1e-6)."""
+def test_max_rl_equals_the_definition_of_its_authors():
+    """The authors compute (r - mean) / (mean + 1e-6)."""
     mean = MIXED.astype(np.float64).mean(axis=1, keepdims=True)
     np.testing.assert_allclose(max_rl(MIXED), (MIXED - mean) / (mean + 1e-6), rtol=1e-4, atol=1e-5)
 
 
 def test_rs_grpo_by_hand():
-    """A quarter is correct: e^2 against a mean of (e^2 + 3) / 4."""
+    """One of four generations is correct: e^{beta r} is e^2, and its mean is (e^2 + 3) / 4."""
     rewards = np.array([[1, 0, 0, 0]], np.float32)
     mean = (math.e**2 + 3) / 4
     correct, incorrect = (math.e**2 / mean - 1) / 2, (1 / mean - 1) / 2
@@ -40,19 +40,19 @@ def test_rs_grpo_by_hand():
 
 
 @pytest.mark.parametrize("beta", [0.5, 2.0, 8.0])
-def test_rs_grpo_is_what_its_authors_compute(beta):
-    """(exp(beta (r - soft)) - 1) / beta, where soft is the log of the mean of e^{beta r}, over beta."""
+def test_rs_grpo_equals_the_definition_of_its_authors(beta):
+    """The authors compute (exp(beta (r - soft)) - 1) / beta, where soft is log(mean of e^{beta r}) / beta."""
     rewards = REWARDS.astype(np.float64)
     soft = (np.log(np.exp(beta * rewards).sum(axis=1, keepdims=True)) - math.log(8)) / beta
     np.testing.assert_allclose(rs_grpo(REWARDS, beta), (np.exp(beta * (rewards - soft)) - 1) / beta, atol=1e-5)
 
 
-def test_rs_grpo_is_grpo_where_beta_is_small():
+def test_rs_grpo_is_grpo_for_small_beta():
     np.testing.assert_allclose(rs_grpo(REWARDS, 0.01), grpo_advantages(REWARDS), atol=0.01)
 
 
 def entropic_by_its_authors(rewards, kl=LN2):
-    """Of one prompt: beta doubled until its softmax is far enough, then bisected; e over the others' mean, less 1."""
+    """Computes the advantages of one prompt. beta is doubled until the divergence is reached, and then bisected."""
     rewards, N = rewards.astype(np.float64), len(rewards)
 
     def distance(beta):
@@ -72,32 +72,32 @@ def entropic_by_its_authors(rewards, kl=LN2):
 
 
 @pytest.mark.parametrize("kl", [0.1, LN2, 1.0])
-def test_entropic_is_what_its_authors_compute(kl):
+def test_entropic_equals_the_definition_of_its_authors(kl):
     expected = np.array([entropic_by_its_authors(row, kl) for row in REWARDS])
     np.testing.assert_allclose(entropic(REWARDS, kl), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_entropic_is_as_far_from_uniform_as_asked():
-    """The best of eight gets e^{beta r} / mean of the others' - 1, of a softmax that is ln 2 from uniform."""
+def test_entropic_reaches_the_given_divergence():
+    """The softmax weights that follow from the advantages have a divergence of ln 2 from the uniform distribution."""
     rewards = np.array([[1, 0, 0, 0, 0, 0, 0, 0]], np.float32)
     best, *others = (np.asarray(entropic(rewards, LN2), np.float64)[0] + 1).tolist()
-    q = best / (best + 7)  # e^beta = best, as the others have e^0 = 1
+    q = best / (best + 7)  # e^beta = best, because the other weights are e^0 = 1
     assert q * math.log(8 * q) + (1 - q) * math.log(8 * (1 - q) / 7) == pytest.approx(LN2, abs=1e-4)
     np.testing.assert_allclose(others, 1 / ((best + 6) / 7), rtol=1e-5)
 
 
-def test_entropic_does_not_care_about_scale_and_offset():
+def test_entropic_does_not_depend_on_scale_and_offset():
     np.testing.assert_allclose(entropic(MIXED * 0.01 + 0.5, LN2), entropic(MIXED, LN2), rtol=1e-2, atol=1e-3)
 
 
-def test_where_several_are_best_they_share_all():
-    """Half of eight are best: ln 2 is the limit, in which the others count for nothing."""
+def test_several_best_generations_have_equal_advantages():
+    """Five of eight generations have the maximum reward, so ln 2 is not reachable and the other weights approach 0."""
     rewards = np.array([[1, 1, 1, 1, 1, 0, 0, 0]], np.float32)
     np.testing.assert_allclose(entropic(rewards, LN2), [[7 / 4 - 1] * 5 + [-1] * 3], atol=1e-5)
 
 
-def test_two_or_three_generations_go_half_as_far_as_they_can():
-    """At ln 2 the better of two would have an advantage without bound."""
+def test_the_divergence_of_two_or_three_generations_is_limited_to_half_of_its_maximum():
+    """At ln 2, the advantage of the better of two generations would be unbounded."""
     for N in (2, 3):
         rewards = np.eye(N, dtype=np.float32)[:1]
         best, other = np.asarray(entropic(rewards, LN2))[0, :2]
