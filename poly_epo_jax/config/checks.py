@@ -95,13 +95,13 @@ COORDINATOR = Check(
     "is not HOST:PORT; name a free port of the first process's host, or write auto under SLURM and on TPU pods",
 )
 
-LARGEST = sys.float_info.max
-
 TYPES = {
     bool: Check(lambda value: isinstance(value, bool), "must be True or False"),
     int: Check(lambda value: isinstance(value, int) and not isinstance(value, bool), "must be a whole number"),
     float: Check(
-        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST,
+        lambda value: (
+            isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+        ),
         "must be a finite number",
     ),
     str: Check(

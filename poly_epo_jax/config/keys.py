@@ -11,15 +11,25 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from poly_epo_jax.config.checks import COORDINATOR, FRACTION, NOT_EMPTY, PATTERN, SEED, URL, URLS, Check, Range, one_of
-from poly_epo_jax.config.checks import ConfigError as ConfigError
+from poly_epo_jax.config.checks import (
+    COORDINATOR,
+    FRACTION,
+    NOT_EMPTY,
+    PATTERN,
+    SEED,
+    URL,
+    URLS,
+    Check,
+    ConfigError,
+    Range,
+    one_of,
+)
 from poly_epo_jax.config.section import Section, changed_keys, key
 
 FLOATS = one_of("float32", "bfloat16")
 STEPS = Range(1, 10**9)
 SECONDS = Range(0.1, 10**6)
 TOKENS = Range(1, 2**24)
-RANK = Range(1, 1024, other=0)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS = Check(
     lambda names: bool(names) and len(set(names)) == len(names) and set(names) <= set(PROJECTIONS),
@@ -185,7 +195,9 @@ class TrainSection(Section, name="train"):
 class LoraSection(Section, name="lora"):
     """Low-rank adapters (LoRA), which are trained in float32 while the model's own weights stay unchanged."""
 
-    rank: int = key(0, "inner width of the adapters; 0: none, and the model's own weights are trained", RANK)
+    rank: int = key(
+        0, "inner width of the adapters; 0: none, and the model's own weights are trained", Range(1, 1024, other=0)
+    )
     alpha: float = key(32.0, "adapters are scaled by alpha / rank", Range(1e-6, 10**6))
     targets: tuple[str, ...] = key(PROJECTIONS, "the projections of every layer that have one", TARGETS)
 

@@ -10,11 +10,10 @@ import bisect
 import dataclasses
 from collections.abc import Mapping
 
-from poly_epo_jax.config.keys import Config
+from poly_epo_jax.config.keys import Config, longest_sequence
 from poly_epo_jax.memory_plan.gradient import FLOAT32, bytes_of, gradient_bytes
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.flops import trained_elements
 from poly_epo_jax.model.qwen3 import AUTO, REMAT_POLICIES
 from poly_epo_jax.parallel.devices import Setting
 from poly_epo_jax.rollouts import SAMPLERS
@@ -130,16 +129,15 @@ def largest_rows(config: Config, shape: ModelConfig, setting: Setting, memory_by
 def batch_bytes(config: Config) -> int:
     """The bytes of a step's batch on a host that has all of it: 40 bytes per token, plus the batch's sets or pairs."""
     train, algo = config.train, config.algo
-    longest = train.max_prompt_tokens + config.sampling.max_tokens
     cells = max(algo.num_sets, train.num_generations) * train.num_generations
-    return train.prompts_per_batch * (40 * train.num_generations * longest + FLOAT32 * cells)
+    return train.prompts_per_batch * (40 * train.num_generations * longest_sequence(config) + FLOAT32 * cells)
 
 
 def _resident(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, int]:
     """The bytes that are always held. Norms and biases are left out: they take less than a thousandth."""
     weights = flops.total_weights(shape) // setting.weight_shards
     parameters = weights * bytes_of(shape.param_dtype)
-    trained = trained_elements(config, shape, setting.mesh)
+    trained = flops.trained_elements(config, shape, setting.mesh)
     moments = trained * (bytes_of(config.optimizer.first_moment_dtype) + FLOAT32)
     adapter = {"adapter": trained * FLOAT32} if shape.lora_targets else {}
     reference = {"reference policy": adapter.get("adapter", parameters)} if config.algo.kl_coef else {}
@@ -164,7 +162,7 @@ def _optimizer(config: Config, shape: ModelConfig, setting: Setting) -> dict[str
 
     On a CPU, the updates exist in full before they are added, because their norm is measured.
     """
-    trained = trained_elements(config, shape, setting.mesh)
+    trained = flops.trained_elements(config, shape, setting.mesh)
     updates = {"updates": trained * FLOAT32} if setting.platform == "cpu" else {}
     return {"sum of gradients": trained * FLOAT32} | updates
 
@@ -182,10 +180,9 @@ def _generate(config: Config, shape: ModelConfig, setting: Setting, cache_growth
     value_bytes, tensor = bytes_of(shape.dtype), setting.mesh["tensor"]
     per_token = flops.cache_bytes_per_token(shape, value_bytes) // tensor
     gathered = flops.total_weights(shape) // tensor * value_bytes if setting.mesh["fsdp"] > 1 else 0
-    length = train.max_prompt_tokens + config.sampling.max_tokens
     return {
         "the whole weights, gathered": gathered,
-        "keys and values": int(cache_growth * slots * length * per_token),
+        "keys and values": int(cache_growth * slots * longest_sequence(config) * per_token),
         "prompts' keys and values": prompts * (1 << (train.max_prompt_tokens - 1).bit_length()) * per_token,
         "logits": 3 * slots * shape.vocab_size * FLOAT32,
     }

@@ -80,8 +80,7 @@ def print_plans(
     for name, mesh in meshes.items():
         axes = {key: value for key, value in mesh.items() if key in config.mesh}
         try:
-            there = dataclasses.replace(config, mesh=MeshSection(**axes))
-            plan, rows_that_fit = plan_of(there, shape)
+            plan, rows_that_fit = plan_of(dataclasses.replace(config, mesh=MeshSection(**axes)), shape)
         except ConfigError as error:
             console.print(f"{name}: {error}", soft_wrap=True)
             continue

@@ -12,7 +12,15 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from poly_epo_jax.config.checks import one_of, require
-from poly_epo_jax.config.keys import BaseSection, Config, ConfigError, JudgeSection, TaskSection, longest_sequence
+from poly_epo_jax.config.keys import (
+    BaseSection,
+    Config,
+    ConfigError,
+    JudgeSection,
+    TaskSection,
+    longest_sequence,
+    updates_per_step,
+)
 from poly_epo_jax.config.options import Entry, check_options
 from poly_epo_jax.config.section import read_section
 from poly_epo_jax.judges import JUDGES
@@ -166,11 +174,10 @@ def _check_training(config: Config) -> None:
             f"train.prompts_per_minibatch={train.prompts_per_minibatch} must divide "
             f"train.prompts_per_batch={train.prompts_per_batch}."
         )
-    updates = train.num_steps * (train.prompts_per_batch // train.prompts_per_minibatch)
-    if updates > MAX_UPDATES:
+    updates = updates_per_step(train)
+    if train.num_steps * updates > MAX_UPDATES:
         raise ConfigError(
-            f"train.num_steps={train.num_steps} with {updates // train.num_steps} updates each must make at most "
-            f"{MAX_UPDATES:,} updates."
+            f"train.num_steps={train.num_steps} with {updates} updates each must make at most {MAX_UPDATES:,} updates."
         )
     if config.lora.rank and train.trainable:
         raise ConfigError(

@@ -37,9 +37,7 @@ def open_trained_policy(
     policy = open_policy(run / POLICY, section, lora=lora)
     abstract, shardings = param_shapes(policy.model), param_shardings(policy.model, mesh)
     trainable = ADAPTER if lora.rank else saved["train"]["trainable"]
-    frozen = None
-    if lora.rank:
-        frozen = dataclasses.replace(policy, path=base_folder(run, base)).load_base(mesh)
+    frozen = dataclasses.replace(policy, path=base_folder(run, base)).load_base(mesh) if lora.rank else None
 
     def restore(step: int) -> Params:
         return checkpoints.restore_params(step, abstract, shardings, trainable, frozen)
