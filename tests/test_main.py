@@ -88,7 +88,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([""], ["--config is missing", "configs/polynomial.py"]),
         (
             [FILE + ":poly_eop"],
-            ["Unknown word ':poly_eop'", "a method (poly_epo, grpo, grpo_div, max_rl), a mesh (laptop, "],
+            ["Unknown name ':poly_eop'", "a method (poly_epo, grpo, grpo_div, max_rl), a mesh (laptop, "],
         ),
         (
             ["--config=configs/polynomail.py"],
@@ -244,7 +244,7 @@ def test_a_run_folder_of_another_version_is_not_resumed(tmp_path: Path, sentence
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([FILE + ":ppo"], ["Unknown word ':ppo'"]),
+        ([FILE + ":ppo"], ["Unknown name ':ppo'"]),
         ([FILE, "--config.train.num_stepz=3"], ["no key config.train.num_stepz", "config.train.num_steps"]),
         ([FILE, "--config.model.path=/no/such/model"], ["/no/such/model is not a folder"]),
     ],

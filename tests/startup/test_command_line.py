@@ -92,7 +92,7 @@ def test_a_file_of_ones_own_registers_parts(python: Python, tmp_path: Path):
     ended = python("bench", "--config=mine.py", "--plan", "--config.task.options.num_trian=20", folder=tmp_path)
     assert ended.returncode == 1
     assert ended.stderr.startswith(
-        "Error: task.options has 'num_trian', which easier does not take; did you mean num_t"
+        "Error: task.options has 'num_trian', which easier does not accept; did you mean num_t"
     )
 
 

@@ -56,7 +56,7 @@ def test_the_command_line_counts_before_the_file(tmp_path: Path):
         ({"train.num_steps": 0}, "train.num_steps=0 must "),
         ({"train.num_steps": "many"}, "train.num_steps='many' must be a whole number."),
         ({"algo.loss": "ppo"}, "algo.loss='ppo' must be one of"),
-        ({"task.options": {"num_trains": 3}}, "task.options has 'num_trains', which polynomial does not take"),
+        ({"task.options": {"num_trains": 3}}, "task.options has 'num_trains', which polynomial does not accept"),
         ({"hosts.coordinator": "auto"}, "hosts.coordinator is set, but each run of a study is a process of one host."),
     ],
 )
