@@ -74,7 +74,7 @@ def test_a_task_without_answers_is_refused():
         def reward(self, problem: Problem, generation: Generation) -> float:
             return 0.0
 
-    message = r"judge\.name='answer' needs answer, same_answer of Unvoted; choose llm, ngrams, none\."
+    message = r"judge\.name='answer' requires answer, same_answer of Unvoted; choose llm, ngrams, none\."
     with pytest.raises(ConfigError, match=message):
         make_judge(JudgeSection(name="answer"), Unvoted())
 

@@ -89,6 +89,6 @@ def test_wrong_answers_are_distinct_clusters_in_polynomial_solving():
 
 
 def test_a_task_without_exact_strategies_is_refused_at_construction():
-    message = r"judge\.name='exact' needs strategy of Unreadable; choose llm, ngrams, none\."
+    message = r"judge\.name='exact' requires strategy of Unreadable; choose llm, ngrams, none\."
     with pytest.raises(ConfigError, match=message):
         make_judge(JudgeSection(name="exact"), Unreadable())
