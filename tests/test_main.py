@@ -346,7 +346,7 @@ def test_a_base_policy_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
     assert sorted(folder.parent.iterdir()) == [folder.with_name(f".{folder.name}.lock"), folder]
 
-    monkeypatch.setattr(base_policy, "_fit", None)  # not called again
+    monkeypatch.setattr(base_policy, "_make", None)  # not called again
     assert base_policy.base_policy(config, task, mesh) == folder
 
 

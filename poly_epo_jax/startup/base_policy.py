@@ -82,7 +82,7 @@ def base_policy(config: Config, task: Task, mesh: Mesh) -> Path:
             shutil.rmtree(folder)
         if not folder.exists():
             assert isinstance(task, DemonstratedTask)  # `base_shape` checks this at startup
-            _fit(config, task, mesh, folder)
+            _make(config, task, mesh, folder)
     return folder
 
 
@@ -129,7 +129,7 @@ def base_shape(base: BaseSection, task: Task) -> ModelConfig:
     )
 
 
-def _fit(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> None:
+def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> None:
     base = config.base
     tokenizer = build_character_tokenizer(task.alphabet)
     eos = tokenizer.convert_tokens_to_ids("<eos>")
