@@ -1,9 +1,10 @@
-"""Grade-school mathematics on one GPU: Qwen3-0.6B-Base or, with 80 GB, Qwen3-1.7B-Base, on GSM8K.
+"""Grade-school mathematics (GSM8K) on one GPU, with Qwen3-0.6B-Base or, with 80 GB of memory, Qwen3-1.7B-Base.
 
 python -m poly_epo_jax.main --config=configs/gsm8k.py                       (or :grpo, :rtx4090x1, :1.7b,h100x1, ...)
 
-Needs no server: the trainer samples, and clusters are the final answers. Problems come from the hub, or from a local
-file with the same columns: --config.task.options.train=train.jsonl --config.task.options.held_out=test.jsonl
+Does not require servers: the trainer generates the responses, and responses with equal final answers form a cluster.
+Problems are read from the Hugging Face hub, or from local files with the same columns:
+--config.task.options.train=train.jsonl --config.task.options.held_out=test.jsonl
 """
 
 from ml_collections import ConfigDict
@@ -11,10 +12,11 @@ from ml_collections import ConfigDict
 from poly_epo_jax.config import default
 
 MODELS = {"0.6b": "Qwen/Qwen3-0.6B-Base", "1.7b": "Qwen/Qwen3-1.7B-Base"}
-"""The models by the word after the file's name."""
+"""Hub names of the models, by the name after the configuration file."""
 
 
 def get_config(words: str = "0.6b") -> ConfigDict:
+    """Returns the configuration. `words` selects a model, a method and a machine by name, separated by commas."""
     sizes = [word for word in words.split(",") if word in MODELS]
     words = ",".join(word for word in words.split(",") if word not in MODELS)
     config = default.get_config(words)
@@ -22,7 +24,7 @@ def get_config(words: str = "0.6b") -> ConfigDict:
     config.workdir = f"runs/gsm8k-{size}-{default.parse_words(words)[0]}"
 
     config.model.path = MODELS[size]
-    # The prompt is a chat turn, which a base model may end with either token.
+    # The prompt is a chat turn. Base models may end their turn with either token.
     config.model.stop_strings = ("<|im_end|>", "<|endoftext|>")
     config.model.dtype = "bfloat16"
     config.model.remat = "auto"
@@ -36,7 +38,7 @@ def get_config(words: str = "0.6b") -> ConfigDict:
 
     config.judge.name = "answer"
 
-    config.rollouts.max_concurrent = 48  # for a 24 GB card; more memory allows more
+    config.rollouts.max_concurrent = 48  # fits into 24 GB; increase it with more memory
 
     config.sampling.max_tokens = 512
     config.train.max_prompt_tokens = 256

@@ -1,4 +1,4 @@
-"""Multiplication by decomposing and distributing: 7*23: -> 7*(20+3)=140+21=161, and a dozen other ways to do it.
+"""Multiplication by decomposing and distributing, with a dozen strategies: 7*23: -> 7*(20+3)=140+21=161
 
 python -m poly_epo_jax.main --config=configs/multiplication.py            (or :grpo, :grpo_div after the file name)
 """
@@ -9,6 +9,7 @@ from poly_epo_jax.config import default
 
 
 def get_config(words: str = "poly_epo") -> ConfigDict:
+    """Returns the configuration. `words` selects a method and a machine by name, separated by commas."""
     config = default.get_config(words)
     config.workdir = f"runs/multiplication-{default.parse_words(words)[0]}"
 

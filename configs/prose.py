@@ -1,11 +1,11 @@
-"""The paper's synthetic domains on Qwen3-1.7B-Base: polynomials, or with one flag multiplication, in prose.
+"""The synthetic domains of the paper on Qwen3-1.7B-Base: polynomials or multiplication, posed in prose.
 
 python -m poly_epo_jax.main --config=configs/prose.py                (or :grpo, :grpo_div, :h200x2 after the file name)
 python -m poly_epo_jax.main --config=configs/prose.py --config.task.name=multiplication_prose
 
-Strategies are exact: the point on the curve, or how the operands are taken apart. The paper instead has
-Gemini-2.0-Flash cluster multiplications; docs/synthetic.md has the flags for that. The paper states no other setting of
-these runs, so they are ours.
+Clusters are exact strategies: the point on the curve, or the decomposition of the operands. The paper uses
+Gemini-2.0-Flash to cluster multiplications instead; docs/synthetic.md lists the flags for an LLM judge. The paper does
+not specify the other hyperparameters of these runs, so they are our choice.
 """
 
 from ml_collections import ConfigDict
@@ -14,6 +14,7 @@ from poly_epo_jax.config import default
 
 
 def get_config(words: str = "poly_epo") -> ConfigDict:
+    """Returns the configuration. `words` selects a method and a machine by name, separated by commas."""
     config = default.get_config(words)
     config.workdir = f"runs/prose-{default.parse_words(words)[0]}"
 

@@ -1,11 +1,11 @@
-"""A real language model on a laptop: SmolLM2-135M names animals, tools, rivers; which method ends with many of them?
+"""A pretrained language model on a laptop: SmolLM2-135M names animals, tools or rivers. Compares answer diversity.
 
-bash launch/smollm2.sh          makes runs/models/smollm2-135m-instruct where the Hugging Face hub cannot be reached
+bash launch/smollm2.sh          creates runs/models/smollm2-135m-instruct without access to the Hugging Face hub
 python -m poly_epo_jax.main --config=configs/smollm2.py              (or :grpo, :grpo_div, :max_rl after the file name)
 python -m poly_epo_jax.main --config=configs/smollm2.py --config.model.path=runs/models/smollm2-135m-instruct
 python -m poly_epo_jax.main --config=configs/smollm2.py --config.task.name=prefixes --config.train.max_prompt_tokens=32
 
-A response ends at the end of its line, and its strategy is the word that it says. docs/smollm2.md has the results.
+A response ends at the first line break, and its strategy is its word. docs/smollm2.md presents the results.
 """
 
 from ml_collections import ConfigDict
@@ -14,6 +14,7 @@ from poly_epo_jax.config import default
 
 
 def get_config(words: str = "poly_epo") -> ConfigDict:
+    """Returns the configuration. `words` selects a method and a machine by name, separated by commas."""
     config = default.get_config(words)
     config.workdir = f"runs/smollm2-{default.parse_words(words)[0]}"
 
@@ -24,7 +25,7 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
 
     config.sampling.max_tokens = 8
     config.train.max_prompt_tokens = 24
-    config.train.row_tokens = 96  # two prompts with their responses fit, and leave less padding than in rows of 64
+    config.train.row_tokens = 96  # fits two prompts with their responses; rows of 64 tokens have more padding
     config.train.num_steps = 30
     config.train.prompts_per_batch = 4
     config.train.prompts_per_minibatch = 4

@@ -1,1 +1,1 @@
-"""Every configuration key, its checks and its defaults; machines by name."""
+"""Configuration keys with their defaults and validators, and the meshes of named machines."""

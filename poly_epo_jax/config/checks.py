@@ -1,4 +1,4 @@
-"""What a configuration value may be: types, ranges and forms; and the error message if it is something else."""
+"""Validators for configuration values (types, ranges, formats) and the error messages for invalid values."""
 
 import dataclasses
 import re
@@ -11,11 +11,16 @@ from poly_epo_jax.system.text import UNPRINTABLE
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run; the message names the key and what it may be."""
+    """Raised when a configuration is invalid. The message names the key and its valid values."""
 
 
 class Check(NamedTuple):
-    """A condition on a value; `rule` completes the sentence `train.num_steps=0 ...`."""
+    """A condition on a value.
+
+    Attributes:
+      holds: Returns True if a value is valid.
+      rule: Predicate of the error message, such as "must not be empty". The subject is `KEY=VALUE`.
+    """
 
     holds: Callable[[Any], bool]
     rule: str
@@ -23,9 +28,12 @@ class Check(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """A check of numbers: the least and the most that make sense, and `other`, a value with a meaning of its own.
+    """A closed interval of numbers. The limits are finite, so infinite values and NaN are invalid.
 
-    Both limits are finite, so numbers that are not finite are refused too.
+    Attributes:
+      least: Minimum value.
+      most: Maximum value.
+      other: Special value outside the interval that is also valid, such as 0 for an automatic choice.
     """
 
     least: int | float
@@ -33,15 +41,17 @@ class Range:
     other: int | float | None = None
 
     def holds(self, value: int | float) -> bool:
+        """Returns True if the value is valid."""
         return value == self.other or self.least <= value <= self.most
 
     @property
     def rule(self) -> str:
-        other = "" if self.other is None else f"be {_number(self.other)}, or "
-        return f"must {other}lie between {_number(self.least)} and {_number(self.most)}"
+        """Predicate of the error message."""
+        other = "" if self.other is None else f"be {_format_number(self.other)}, or "
+        return f"must {other}lie between {_format_number(self.least)} and {_format_number(self.most)}"
 
 
-def _number(value: int | float) -> str:
+def _format_number(value: int | float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
@@ -51,6 +61,7 @@ NOT_EMPTY = Check(lambda text: bool(text.strip()), "must not be empty")
 
 
 def one_of(*allowed: Any) -> Check:
+    """Returns a check that a value is one of the allowed values. Empty strings are valid but not listed."""
     names = ", ".join(filter(None, sorted(map(str, allowed))))
     return Check(lambda value: value in allowed, f"must be one of {names}")
 
@@ -65,7 +76,7 @@ def _is_pattern(text: str) -> bool:
 
 PATTERN = Check(_is_pattern, "must be a regular expression")
 
-# A host's name, or an IPv6 address in brackets; and a port.
+# A host name or an IPv6 address in brackets, with an optional port.
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?")
 
 
@@ -75,7 +86,10 @@ def _is_address(text: str, needs_port: bool = False) -> bool:
 
 
 def is_url(text: str) -> bool:
-    """Whether this can be a server's address, to which paths such as /v1/models are added. It holds no password."""
+    """Returns True if the text is a server address without user, password, query, fragment or final /v1.
+
+    Clients append paths such as /v1/models to the address.
+    """
     match = re.fullmatch(r"https?://([^\s/?#@]+)(?:/[^\s?#@]*)?", text)
     return match is not None and _is_address(match[1]) and not text.rstrip("/").endswith("/v1")
 
@@ -88,35 +102,36 @@ def _are_urls(text: str) -> bool:
 URL = Check(lambda text: not text or is_url(text), "must be an address such as http://127.0.0.1:30001, without /v1")
 URLS = Check(
     lambda text: not text or _are_urls(text),
-    "must be addresses such as http://127.0.0.1:30000, without /v1, each once, with commas between",
+    "must be distinct addresses, separated by commas, such as http://127.0.0.1:30000, without /v1",
 )
 COORDINATOR = Check(
     lambda text: text in ("", "auto") or _is_address(text, needs_port=True),
-    "is not HOST:PORT; name a free port of the first process's host, or write auto under SLURM and on TPU pods",
+    "must be HOST:PORT, with a free port on the host of the first process, or auto under SLURM and on TPU pods",
 )
-
-LARGEST = sys.float_info.max
 
 TYPES = {
     bool: Check(lambda value: isinstance(value, bool), "must be True or False"),
     int: Check(lambda value: isinstance(value, int) and not isinstance(value, bool), "must be a whole number"),
     float: Check(
-        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST,
+        lambda value: (
+            isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+        ),
         "must be a finite number",
     ),
     str: Check(
         lambda value: isinstance(value, str) and not UNPRINTABLE.search(value),
-        "must be a text without control characters",
+        "must be a string without control characters",
     ),
     type(None): Check(lambda value: value is None, "must be None"),
 }
-"""The check for each type that a key may be declared with."""
+"""Checks of the basic types of configuration keys."""
 
 
 def check_of_type(declared: Any) -> Check:
-    """Returns the check of a declared type: one of TYPES, a mapping, or a tuple, sequence or union of those.
+    """Returns the check for values of a declared type.
 
-    All values of other types are valid. A tuple may be written as a list.
+    Supports the types in TYPES, mappings, and tuples, sequences and unions of supported types. Lists are valid tuples.
+    For any other type, every value is valid.
     """
     if declared in TYPES:
         return TYPES[declared]
@@ -140,7 +155,7 @@ def check_of_type(declared: Any) -> Check:
         )
     return Check(
         lambda value: isinstance(value, tuple | list) and all(map(inner[0].holds, value)),
-        f"must be a list, each of which {inner[0].rule}",
+        f"must be a list, where each item {inner[0].rule}",
     )
 
 
@@ -152,21 +167,26 @@ def _is_plain(value: Any) -> bool:
     return any(check.holds(value) for check in TYPES.values())
 
 
-PLAIN = Check(_is_plain, "must be made of texts, finite numbers, True, False, None, lists and dictionaries")
-"""What config.json can hold."""
+PLAIN = Check(_is_plain, "must consist of strings, finite numbers, True, False, None, lists and dictionaries")
+"""Check that a value can be written to config.json."""
 
 
 def require(value: Any, key: str, check: Check | Range) -> None:
-    """Refuses a key's value that does not meet the check.
+    """Validates the value of a key.
+
+    Args:
+      value: The value.
+      key: Dotted key, for the error message.
+      check: The check that the value must pass.
 
     Raises:
-      ConfigError: naming the key, its value and what it may be.
+      ConfigError: If the value is invalid. The message names the key, the value and the valid values.
     """
     if not check.holds(value):
-        raise ConfigError(f"{key}={_shown(value)} {check.rule}.")
+        raise ConfigError(f"{key}={_format_value(value)} {check.rule}.")
 
 
-def _shown(value: Any) -> str:
-    # Python refuses to print a number of thousands of digits, except in hexadecimal.
+def _format_value(value: Any) -> str:
+    # Python raises ValueError when it formats an int of thousands of digits in decimal, but not in hexadecimal.
     text = hex(value) if isinstance(value, int) and value.bit_length() > 1000 else repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,6 +1,6 @@
-"""The configuration that a user's file starts from: the defaults of keys.py, with a method and a machine by name.
+"""Builds the default configuration, for a method and a machine that are selected by name.
 
-Words after the file's name choose the two: --config=configs/polaris.py:grpo,h200x8
+Configuration files start from it. The names follow the file after a colon: --config=configs/polaris.py:grpo,h200x8
 """
 
 from ml_collections import ConfigDict
@@ -13,29 +13,50 @@ METHODS = {
     "grpo": {"advantages": "grpo", "length_normalization": "own"},
     "grpo_div": {"advantages": "grpo_div", "length_normalization": "own"},
 }
-"""The paper's three methods (appendix "Implementation Details"), as keys of the `algo` section."""
+"""Keys of the `algo` section for each of the paper's three methods (appendix "Implementation Details").
+
+With length_normalization="max", the token losses of every response are divided by sampling.max_tokens. With "own", they
+are divided by the number of tokens of the response.
+"""
 
 WORDS = {**METHODS, "max_rl": {"advantages": "max_rl", "length_normalization": "own"}}
-"""The methods that a word can choose: the paper's, and the rival that studies compare with most."""
+"""Methods that can be selected by name: the methods of the paper, and a baseline of the studies."""
 
 
 def parse_words(words: str) -> tuple[str, str]:
-    """(one of WORDS, one of MESHES or "") from `words`, which names at most one of each, separated by a comma."""
+    """Parses the names after a configuration file.
+
+    Args:
+      words: At most one key of WORDS and at most one key of MESHES, in any order, separated by a comma.
+
+    Returns:
+      The name of the method ("poly_epo" by default) and of the mesh ("" by default).
+
+    Raises:
+      ValueError: If a name is unknown, or if there are two methods or two meshes.
+    """
     methods, meshes = [], []
     for word in filter(None, words.split(",")):
         if word not in WORDS and word not in MESHES:
             raise ValueError(
-                f"Unknown word ':{word}' after the config file; choose a method ({', '.join(WORDS)}), a mesh "
-                f"({', '.join(MESHES)}), or both, with a comma between."
+                f"Unknown name ':{word}' after the configuration file; choose a method ({', '.join(WORDS)}), a mesh "
+                f"({', '.join(MESHES)}), or both, separated by a comma."
             )
         (methods if word in WORDS else meshes).append(word)
     if len(methods) > 1 or len(meshes) > 1:
-        raise ValueError(f"':{words}' after the config file names two methods or two meshes; name one of each at most.")
+        raise ValueError(f"':{words}' after the configuration file has two methods or two meshes; keep one of each.")
     return [*methods, "poly_epo"][0], [*meshes, ""][0]
 
 
 def get_config(words: str = "poly_epo") -> ConfigDict:
-    """The defaults for one of WORDS and one of MESHES."""
+    """Returns the default configuration, locked except for the options of components.
+
+    Args:
+      words: Names of a method and of a mesh, see `parse_words`.
+
+    Raises:
+      ValueError: If `words` is invalid.
+    """
     method, mesh = parse_words(words)
     config = ConfigDict(Config().to_dict())
     config.algo.update(WORDS[method])
@@ -45,5 +66,5 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     for section in config.values():
         for value in section.values() if isinstance(section, ConfigDict) else ():
             if isinstance(value, ConfigDict):
-                value.unlock()  # options: read_config checks them against the registry entry that the user selects
+                value.unlock()  # options: `read_config` checks them against the selected registry entry
     return config

@@ -1,156 +1,234 @@
-"""Every configuration key, declared once: its type, its default, its meaning and its allowed values.
+"""Declares every configuration key once, with its type, default value, help text and allowed values.
 
-The defaults train polynomial solving well on a laptop. A configuration file states only what differs, and builds on
-`default.get_config`. The command line overrides both: --config.optimizer.learning_rate=1e-4
+The defaults train polynomial solving on a laptop. A configuration file starts from `default.get_config` and sets only
+the keys that differ. The command line overrides both: --config.optimizer.learning_rate=1e-4
 
-The sections are typed and frozen; `read_config` builds them from what a user has written. It also checks the
-names of parts against their registries, and combinations of sections.
+The sections are typed and frozen. `read_config` builds them from a user's configuration. It also checks the names of
+components against their registries, and combinations of keys.
+
+`--help` prints each key as `KEY = VALUE  TYPE: TEXT; RULE`, where TEXT is the second argument of `key` and RULE the
+allowed values. It also prints the docstrings of the sections.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from poly_epo_jax.config.checks import COORDINATOR, FRACTION, NOT_EMPTY, PATTERN, SEED, URL, URLS, Check, Range, one_of
-from poly_epo_jax.config.checks import ConfigError as ConfigError
+from poly_epo_jax.config.checks import (
+    COORDINATOR,
+    FRACTION,
+    NOT_EMPTY,
+    PATTERN,
+    SEED,
+    URL,
+    URLS,
+    Check,
+    ConfigError,
+    Range,
+    one_of,
+)
 from poly_epo_jax.config.section import Section, changed_keys, key
 
 FLOATS = one_of("float32", "bfloat16")
 STEPS = Range(1, 10**9)
 SECONDS = Range(0.1, 10**6)
 TOKENS = Range(1, 2**24)
-RANK = Range(1, 1024, other=0)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS = Check(
     lambda names: bool(names) and len(set(names)) == len(names) and set(names) <= set(PROJECTIONS),
-    f"must name some of {', '.join(PROJECTIONS)}, each once",
+    f"must list at least one of {', '.join(PROJECTIONS)}, without duplicates",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSection(Section, name="model"):
-    """The policy's weights, and how it computes."""
+    """Weights, dtypes, rematerialization and attention kernel of the policy."""
 
-    path: str = key("", "a Hugging Face folder, or a name on the hub; empty: the policy that `base` describes")
+    path: str = key("", "Hugging Face folder or hub name of the policy (empty = the base policy of the section base)")
     stop_strings: tuple[str, ...] = key(
         (),
-        "a token that holds one of these ends a response, as do the end-of-sequence tokens which the folder names",
+        "strings that end a response: generation stops after any token that contains one of them, in addition to the "
+        "end-of-sequence tokens of the model",
     )
-    dtype: str = key("float32", "of activations and matrix products", FLOATS)
-    param_dtype: str = key("float32", "of weights", FLOATS)
-    remat: str = key("none", "what the backward pass recomputes; auto: as little as the memory plan allows")
-    scan_unroll: int = key(0, "layers per step of the layer scan; 0: one, or all of at most four", Range(0, 64))
+    dtype: str = key("float32", "dtype of activations and matrix products", FLOATS)
+    param_dtype: str = key("float32", "dtype in which weights are stored", FLOATS)
+    remat: str = key(
+        "none", "rematerialization policy of the backward pass (auto = the least recomputation that fits into memory)"
+    )
+    scan_unroll: int = key(
+        0,
+        "layers per iteration of the layer scan (0 = all layers if there are at most four, otherwise 1)",
+        Range(0, 64),
+    )
     attention: str = key(
-        "auto", "blockwise (anywhere), triton (GPU), splash (TPU); auto: the device's own, if its self-check holds"
+        "auto",
+        "attention kernel: blockwise (any device), triton (GPU), splash (TPU) or auto (the kernel of the device, or "
+        "blockwise if that kernel fails its self-check)",
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class BaseSection(Section, name="base"):
-    """A tiny policy fitted to the task's synthetic demonstrations, where model.path is empty."""
+    """Size and training of the base policy: a tiny model fitted to synthetic demonstrations if model.path is empty."""
 
-    cache_dir: str = key("runs/base", "kept here, and reused by every run with the same task and recipe", NOT_EMPTY)
-    seed: int = key(0, "of its first weights and of the demonstrations", SEED)
+    cache_dir: str = key(
+        "runs/base", "folder of base policies, which runs with the same task and base keys reuse", NOT_EMPTY
+    )
+    seed: int = key(0, "random seed of the initial weights and of the demonstrations", SEED)
     hidden_size: int = key(64, "width of the residual stream", Range(1, 65_536))
-    mlp_size: int = key(192, "inner width of the MLP", Range(1, 262_144))
-    num_layers: int = key(2, "transformer layers", Range(1, 64))
-    num_heads: int = key(4, "query heads", Range(1, 1024))
-    num_kv_heads: int = key(2, "key-value heads, each shared by several query heads", Range(1, 1024))
-    head_dim: int = key(16, "width of a head", Range(2, 1024))
-    batch_size: int = key(128, "demonstrations per step", Range(1, 65_536))
-    clean_steps: int = key(1200, "first on right demonstrations", Range(1, 10**6))
-    clean_learning_rate: float = key(3e-3, "peak, warmed up to and decayed from within those steps", Range(1e-12, 1))
-    noisy_steps: int = key(120, "then on demonstrations with deliberate mistakes, for RL to correct", Range(0, 10**6))
-    noisy_learning_rate: float = key(1e-3, "peak, likewise", Range(1e-12, 1))
-    error_rate: float = key(1.0, "scale of those mistakes; each task says what 1 means", Range(0, 100))
-    skew: float = key(0.0, "0: all strategies equally likely; larger: concentrated on a few", Range(0, 100))
+    mlp_size: int = key(192, "hidden width of the MLP", Range(1, 262_144))
+    num_layers: int = key(2, "number of transformer layers", Range(1, 64))
+    num_heads: int = key(4, "number of query heads", Range(1, 1024))
+    num_kv_heads: int = key(2, "number of key-value heads; must divide base.num_heads", Range(1, 1024))
+    head_dim: int = key(16, "width of an attention head; must be even", Range(2, 1024))
+    batch_size: int = key(128, "demonstrations per training step of the base policy", Range(1, 65_536))
+    clean_steps: int = key(1200, "training steps on correct demonstrations", Range(1, 10**6))
+    clean_learning_rate: float = key(
+        3e-3, "peak learning rate of the base.clean_steps, with linear warm-up and cosine decay", Range(1e-12, 1)
+    )
+    noisy_steps: int = key(
+        120,
+        "subsequent training steps on demonstrations with deliberate mistakes, which RL can correct",
+        Range(0, 10**6),
+    )
+    noisy_learning_rate: float = key(
+        1e-3, "peak learning rate of the base.noisy_steps, with linear warm-up and cosine decay", Range(1e-12, 1)
+    )
+    error_rate: float = key(
+        1.0,
+        "factor on the rate of deliberate mistakes in the base.noisy_steps (1 = the rate of the task)",
+        Range(0, 100),
+    )
+    skew: float = key(
+        0.0,
+        "concentration of the demonstrations on few strategies: the strategy of rank k has weight exp(-skew k) "
+        "(0 = uniform)",
+        Range(0, 100),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskSection(Section, name="task"):
-    """The problems, and the rewards of their responses."""
+    """The task, which provides problems and rewards responses."""
 
-    name: str = key("polynomial", "the task")
-    options: Mapping[str, Any] = key({}, "keyword arguments of that task, such as --config.task.options.seed=1")
+    name: str = key("polynomial", "name of the task")
+    options: Mapping[str, Any] = key({}, "keyword arguments of the task, such as --config.task.options.seed=1")
 
 
 @dataclasses.dataclass(frozen=True)
 class JudgeSection(Section, name="judge"):
-    """What clusters the responses to a prompt. Keys from `url` to `wait_seconds` are for judges behind a server."""
+    """The judge, which clusters the responses to a prompt. Keys from url onwards apply to judges that use a server."""
 
-    name: str = key("exact", "the judge; none: no clusters, for methods that read none")
-    options: Mapping[str, Any] = key({}, "keyword arguments of that judge, such as --config.judge.options.attempts=2")
+    name: str = key("exact", "name of the judge (none = no clusters, for methods that do not use them)")
+    options: Mapping[str, Any] = key({}, "keyword arguments of the judge, such as --config.judge.options.attempts=2")
     max_failed_share: float = key(
-        0.25, "of a batch's prompts; where it fails on more, a run that reads it stops", FRACTION
+        0.25,
+        "maximum fraction of a batch's prompts on which the judge may fail before training stops, for methods that use "
+        "its output",
+        FRACTION,
     )
-    url: str = key("", "of an OpenAI-compatible server, such as http://127.0.0.1:30001", URL)
-    model: str = key("", "by the name it has there; empty: the first that the server lists")
-    api_key_env: str = key("", "the environment variable that holds the key of a hosted model")
-    max_concurrent: int = key(64, "requests at once", Range(1, 65_536))
-    timeout_seconds: float = key(300.0, "per request", SECONDS)
-    wait_seconds: float = key(600.0, "for a server that does not answer", Range(0, 10**6))
+    url: str = key("", "address of an OpenAI-compatible server, such as http://127.0.0.1:30001", URL)
+    model: str = key("", "name of the model on the judge server (empty = the first model that the server lists)")
+    api_key_env: str = key(
+        "", "name of the environment variable that contains the API key of the judge server (empty = no key)"
+    )
+    max_concurrent: int = key(64, "maximum number of concurrent requests to the judge", Range(1, 65_536))
+    timeout_seconds: float = key(300.0, "timeout in seconds of one request to the judge", SECONDS)
+    wait_seconds: float = key(
+        600.0, "maximum time in seconds to wait for a judge server that does not respond", Range(0, 10**6)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutsSection(Section, name="rollouts"):
-    """The sampler, which generates the responses. Keys from `urls` on are for samplers behind servers."""
+    """The sampler, which generates responses. Keys from urls onwards apply to samplers that use servers."""
 
-    name: str = key("embedded", "the sampler")
-    options: Mapping[str, Any] = key({}, "keyword arguments of that sampler, such as sleep of sglang")
-    max_concurrent: int = key(512, "generations at once; with servers, for each URL", Range(1, 10**6))
-    urls: str = key("", "of servers or routers, such as http://127.0.0.1:30000; commas between several", URLS)
-    shared: bool = key(False, "on several hosts: whether all use the same servers; else each has its own at urls")
-    weight_sync: str = key("disk", "how: disk (a folder that the servers read) or tensor (CUDA IPC on one host)")
-    weights_dir: str = key("/dev/shm", "the folder is made in this one, which all hosts of servers see", NOT_EMPTY)
-    weights_dtype: str = key("bfloat16", "what the servers compute with", FLOATS)
-    tensor_parallel: int = key(1, "of each server, for tensor", Range(1, 1024))
-    timeout_seconds: float = key(1800.0, "for the generations of one prompt, and for a weight update", SECONDS)
-    wait_seconds: float = key(900.0, "for a server that does not answer, at the start or later", Range(0, 10**6))
+    name: str = key("embedded", "name of the sampler")
+    options: Mapping[str, Any] = key({}, "keyword arguments of the sampler, such as sleep for sglang")
+    max_concurrent: int = key(
+        512, "maximum number of concurrent generations, per URL if the sampler uses servers", Range(1, 10**6)
+    )
+    urls: str = key("", "comma-separated addresses of servers or routers, such as http://127.0.0.1:30000", URLS)
+    shared: bool = key(
+        False, "whether all processes use the same servers (False = rollouts.urls are separate servers on each host)"
+    )
+    weight_sync: str = key(
+        "disk", "transport of weight updates: disk (a folder that the servers read) or tensor (CUDA IPC on one host)"
+    )
+    weights_dir: str = key(
+        "/dev/shm", "parent directory of the weight folder; must be visible to all hosts that run servers", NOT_EMPTY
+    )
+    weights_dtype: str = key("bfloat16", "compute dtype of the servers, in which weights are sent to them", FLOATS)
+    tensor_parallel: int = key(
+        1, "tensor-parallel size of each server, for rollouts.weight_sync=tensor", Range(1, 1024)
+    )
+    timeout_seconds: float = key(
+        1800.0, "timeout in seconds for the generations of one prompt, and for one weight update", SECONDS
+    )
+    wait_seconds: float = key(
+        900.0,
+        "maximum time in seconds to wait for a server that does not respond, at startup or later",
+        Range(0, 10**6),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSection(Section, name="sampling"):
-    """How each token of a response is drawn."""
+    """Sampling of response tokens."""
 
-    max_tokens: int = key(14, "longest response, the paper's T_max", TOKENS)
+    max_tokens: int = key(14, "maximum number of tokens of a response, T_max in the paper", TOKENS)
     temperature: float = key(
-        1.0, "of sampling, and of the log-probabilities that are trained", Range(0.01, 100, other=0)
+        1.0,
+        "sampling temperature, which also applies to the trained log-probabilities (0 = greedy decoding, for "
+        "evaluations only)",
+        Range(0.01, 100, other=0),
     )
     top_p: float = key(
         1.0,
-        "sample from the likeliest tokens that reach this probability; 1: off",
+        "nucleus sampling: total probability of the most likely tokens to sample from, for evaluations only "
+        "(1 = all tokens)",
         Range(1e-6, 1),
     )
-    top_k: int = key(0, "sample from this many likeliest tokens; 0: off", Range(0, 10**6))
+    top_k: int = key(
+        0, "number of most likely tokens to sample from, for evaluations only (0 = all tokens)", Range(0, 10**6)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class AlgoSection(Section, name="algo"):
-    """How rewards and clusters become advantages, and advantages the loss."""
+    """Advantage estimator and policy loss."""
 
-    advantages: str = key("marginal_set", "the advantage estimator")
-    options: Mapping[str, Any] = key({}, "numbers of the advantage estimator, such as --config.algo.options.k=8")
-    objective: str = key("polychromic", "the set objective of marginal_set")
-    set_size: int = key(4, "n, generations per set", Range(1, 4095))
-    num_sets: int = key(0, "K sets drawn per prompt; 0: all C(N, n)", Range(0, 10**6))
-    div_coef: float = key(0.5, "lambda of grpo_div", Range(0, 1000))
-    loss: str = key("ppo_clip", "the loss of a token")
+    advantages: str = key("marginal_set", "name of the advantage estimator")
+    options: Mapping[str, Any] = key(
+        {}, "keyword arguments of the advantage estimator, such as --config.algo.options.k=8"
+    )
+    objective: str = key("polychromic", "set objective of algo.advantages=marginal_set")
+    set_size: int = key(4, "number n of generations per set", Range(1, 4095))
+    num_sets: int = key(0, "number K of sets drawn per prompt (0 = all C(N, n) sets)", Range(0, 10**6))
+    div_coef: float = key(0.5, "diversity coefficient lambda of algo.advantages=grpo_div", Range(0, 1000))
+    loss: str = key("ppo_clip", "name of the token loss")
     loss_options: Mapping[str, Any] = key({}, "keyword arguments of the loss, except clip_low and clip_high")
     clip_low: float = key(0.20, "lower clip range: probability ratios are clipped to at least 1 - clip_low", FRACTION)
     clip_high: float = key(
         0.28, "upper clip range: probability ratios are clipped to at most 1 + clip_high", Range(0, 1000)
     )
-    length_normalization: str = key("max", "T_i: a response's own length, or max: T_max", one_of("own", "max"))
+    # own gives every response the same total weight (GRPO). max gives every token the same weight (Poly-EPO).
+    length_normalization: str = key(
+        "max",
+        "divisor T_i of the token losses of response i: own (its number of tokens) or max (sampling.max_tokens)",
+        one_of("own", "max"),
+    )
     importance_cap: float = key(
         0.0,
-        "weigh tokens by p(trainer) / p(sampler), at most this, as for a sampler of other arithmetic or older weights; "
-        "0: off, as in the paper, for a sampler that computes what the trainer does",
+        "cap of the token weights p(trainer) / p(sampler), for samplers with different numerics or older weights "
+        "(0 = unweighted, as in the paper)",
         Range(0.001, 10**6, other=0),
     )
+    # Off by default, because the masked responses depend on the response lengths and on the sampler.
     max_mismatch: float = key(
         0.0,
-        "a response is masked where the geometric mean of that ratio is above this or below 1 / this; 0: off, as what "
-        "it masks depends on the responses' lengths and the sampler",
+        "limit M on the geometric mean of p(trainer) / p(sampler) over a response; responses outside [1 / M, M] are "
+        "masked (0 = no masking)",
         Range(1.001, 10**6, other=0),
     )
     kl_coef: float = key(0.0, "weight of KL(policy || initial policy)", Range(0, 1000))
@@ -159,108 +237,128 @@ class AlgoSection(Section, name="algo"):
 
 @dataclasses.dataclass(frozen=True)
 class TrainSection(Section, name="train"):
-    """The batch of a step, and its rows."""
+    """Batches, staleness, packing and trainable weights."""
 
-    num_steps: int = key(150, "each generates one batch and trains on it", STEPS)
-    prompts_per_batch: int = key(64, "generated per step", Range(1, 10**6))
-    prompts_per_minibatch: int = key(32, "one optimizer update each", Range(1, 10**6))
-    num_generations: int = key(8, "N, per prompt", Range(1, 4096))
-    max_prompt_tokens: int = key(10, "longest prompt; problems with a longer one are left out", TOKENS)
-    trainable: str = key("", "regular expression of dotted paths of weights that are trained; empty: all", PATTERN)
+    num_steps: int = key(150, "number of training steps; each generates one batch and trains on it", STEPS)
+    prompts_per_batch: int = key(64, "number of prompts per step", Range(1, 10**6))
+    prompts_per_minibatch: int = key(32, "number of prompts per optimizer update", Range(1, 10**6))
+    num_generations: int = key(8, "number N of generations per prompt", Range(1, 4096))
+    max_prompt_tokens: int = key(
+        10, "maximum number of tokens of a prompt; problems with longer prompts are dropped", TOKENS
+    )
+    trainable: str = key("", "regular expression of the dotted paths of trained weights (empty = all weights)", PATTERN)
+    # With staleness 1, generation and training overlap, but the ratios of a batch are relative to an older policy. This
+    # requires algo.importance_cap and a sampler with its own devices.
     staleness: int = key(
-        0, "1: the next batch is generated while this one is trained, one step off-policy", Range(0, 1)
+        0,
+        "number of steps by which the sampling policy is older than the trained policy (0 = on-policy, 1 = the next "
+        "batch is generated while the current one is trained)",
+        Range(0, 1),
     )
     row_tokens: int = key(
-        0, "sequences are packed into rows of this many tokens; 0: twice the longest", Range(1, 2**24, other=0)
+        0,
+        "number of tokens of a packed row (0 = twice the maximum sequence, train.max_prompt_tokens + "
+        "sampling.max_tokens, rounded up to a multiple of 16)",
+        Range(1, 2**24, other=0),
     )
     rows_per_device: int = key(
         0,
-        "rows whose gradient is taken at once, on each group of mesh.tensor devices; 0: an eighth of what a minibatch "
-        "can fill, but 256 to 4,096 tokens",
+        "rows per microbatch on each group of mesh.tensor devices (0 = 1/8 of the rows that a minibatch can fill, "
+        "within 256 to 4,096 tokens)",
         Range(1, 65_536, other=0),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraSection(Section, name="lora"):
-    """Low-rank adapters (LoRA), which are trained in float32 while the model's own weights stay unchanged."""
+    """Low-rank adapters (LoRA), trained in float32 while the weights of the model are frozen."""
 
-    rank: int = key(0, "inner width of the adapters; 0: none, and the model's own weights are trained", RANK)
-    alpha: float = key(32.0, "adapters are scaled by alpha / rank", Range(1e-6, 10**6))
-    targets: tuple[str, ...] = key(PROJECTIONS, "the projections of every layer that have one", TARGETS)
+    rank: int = key(
+        0, "rank of the adapters (0 = no adapters; the weights of the model are trained)", Range(1, 1024, other=0)
+    )
+    alpha: float = key(32.0, "scale of the adapters; their output is multiplied by alpha / rank", Range(1e-6, 10**6))
+    targets: tuple[str, ...] = key(PROJECTIONS, "projections of every layer that have an adapter", TARGETS)
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSection(Section, name="optimizer"):
-    """AdamW."""
+    """AdamW optimizer and learning rate schedule."""
 
-    learning_rate: float = key(5e-4, "peak", Range(1e-12, 1))
-    warmup_updates: int = key(0, "updates of linear rise before it", Range(0, 10**9))
-    schedule: str = key("linear", "after the warm-up")
-    final_fraction: float = key(0.02, "of the learning rate, where linear and cosine end", FRACTION)
-    b1: float = key(0.9, "decay of the gradient's running mean", Range(0, 0.9999))
-    b2: float = key(0.999, "decay of the squared gradient's", Range(0, 0.999999))
-    first_moment_dtype: str = key("float32", "bfloat16 halves it; the second moment would stall in less", FLOATS)
-    eps: float = key(1e-8, "added to the square root of the latter", Range(1e-20, 1))
-    weight_decay: float = key(0.0, "decoupled, times the learning rate", Range(0, 10))
-    max_grad_norm: float = key(0.3, "longer gradients are scaled down to this norm", Range(1e-8, 1e8))
+    learning_rate: float = key(5e-4, "peak learning rate", Range(1e-12, 1))
+    warmup_updates: int = key(0, "number of optimizer updates of linear learning rate warm-up", Range(0, 10**9))
+    schedule: str = key("linear", "learning rate schedule after the warm-up")
+    final_fraction: float = key(
+        0.02, "final learning rate of the linear and cosine schedules, as a fraction of the peak", FRACTION
+    )
+    b1: float = key(0.9, "decay rate of the first moment", Range(0, 0.9999))
+    b2: float = key(0.999, "decay rate of the second moment", Range(0, 0.999999))
+    first_moment_dtype: str = key(
+        "float32", "dtype of the first moment; bfloat16 halves its memory (the second moment is always float32)", FLOATS
+    )
+    eps: float = key(1e-8, "constant added to the square root of the second moment", Range(1e-20, 1))
+    weight_decay: float = key(0.0, "decoupled weight decay, multiplied by the learning rate", Range(0, 10))
+    max_grad_norm: float = key(
+        0.3, "maximum global norm of the gradient; larger gradients are scaled down to it", Range(1e-8, 1e8)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshSection(Section, name="mesh"):
-    """Devices along each axis; one of the axes may be -1, for all remaining devices."""
+    """Device mesh. One of data, fsdp and tensor may be -1, to use all remaining devices."""
 
-    data: int = key(1, "replicas of the weights", Range(1, 10**5, other=-1))
-    fsdp: int = key(-1, "shards of each weight along its embedding axis", Range(1, 10**5, other=-1))
-    tensor: int = key(1, "shards of heads, MLP and vocabulary", Range(1, 10**5, other=-1))
-    device: str = key("", "what the devices must be; empty: whatever is there")
-    devices: int = key(0, "how many there are; 0: not said", Range(0, 10**5))
+    data: int = key(1, "number of replicas of the weights", Range(1, 10**5, other=-1))
+    fsdp: int = key(-1, "number of shards of each weight along its embedding axis", Range(1, 10**5, other=-1))
+    tensor: int = key(1, "number of shards of heads, MLP and vocabulary", Range(1, 10**5, other=-1))
+    device: str = key("", "required device kind, such as v5p (empty = any)")
+    devices: int = key(0, "number of devices (0 = all available devices)", Range(0, 10**5))
 
 
 @dataclasses.dataclass(frozen=True)
 class HostsSection(Section, name="hosts"):
-    """Several processes that train as one, with the same configuration except for the index."""
+    """Multi-process training. All processes have the same configuration except for hosts.index."""
 
     coordinator: str = key(
-        "", "HOST:PORT of the first; auto: SLURM or the TPU pod knows; empty: a single process", COORDINATOR
+        "",
+        "address HOST:PORT of the first process (auto = detected under SLURM and on TPU pods, empty = one process)",
+        COORDINATOR,
     )
-    count: int = key(1, "how many there are, where not auto", Range(1, 10**5))
-    index: int = key(0, "which of them this is, likewise", Range(0, 10**5))
-    wait_seconds: int = key(300, "for each other at the start", Range(1, 10**6))
+    count: int = key(1, "number of processes; ignored if hosts.coordinator=auto", Range(1, 10**5))
+    index: int = key(0, "index of this process, from 0; ignored if hosts.coordinator=auto", Range(0, 10**5))
+    wait_seconds: int = key(300, "timeout in seconds for connecting to the other processes at startup", Range(1, 10**6))
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSection(Section, name="checkpoint"):
-    """When the run is saved."""
+    """Saving of checkpoints."""
 
-    every: int = key(50, "steps", STEPS)
-    keep: int = key(2, "the newest ones", STEPS)
+    every: int = key(50, "interval between checkpoints, in steps", STEPS)
+    keep: int = key(2, "number of checkpoints to keep; older checkpoints are deleted", STEPS)
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalSection(Section, name="eval"):
     """Evaluation on held-out problems during training."""
 
-    every: int = key(20, "steps; 0: never", Range(0, 10**9))
-    num_problems: int = key(40, "the first ones", Range(1, 10**6))
-    num_generations: int = key(64, "per problem", Range(1, 4096))
+    every: int = key(20, "interval between evaluations, in steps (0 = no evaluations)", Range(0, 10**9))
+    num_problems: int = key(40, "number of held-out problems to evaluate, in the order of the task", Range(1, 10**6))
+    num_generations: int = key(64, "number of generations per problem", Range(1, 4096))
 
 
 @dataclasses.dataclass(frozen=True)
 class LogSection(Section, name="log"):
-    """What is written besides metrics."""
+    """Logged generations and Weights & Biases."""
 
-    generations_every: int = key(10, "steps between batches written to generations.jsonl", STEPS)
-    wandb_project: str = key("", "empty: no Weights & Biases")
+    generations_every: int = key(10, "interval between batches written to generations.jsonl, in steps", STEPS)
+    wandb_project: str = key("", "name of the Weights & Biases project (empty = disabled)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(Section):
-    """The whole configuration; each part gets its own section of it."""
+    """The configuration of a run: three keys, and a section for each component."""
 
-    workdir: str = key("runs/default", "the run folder; a checkpoint found in it is resumed", NOT_EMPTY)
-    compilation_cache: str = key("runs/compiled", "compiled programs are kept here and reused by later runs", NOT_EMPTY)
-    seed: int = key(0, "of the data order, of every sampled token and of new adapters", SEED)
+    workdir: str = key("runs/default", "run folder; if it contains a checkpoint, the run is resumed", NOT_EMPTY)
+    compilation_cache: str = key("runs/compiled", "folder of compiled programs, which later runs reuse", NOT_EMPTY)
+    seed: int = key(0, "random seed of the data order, sampled tokens, drawn sets and new adapters", SEED)
 
     model: ModelSection = ModelSection()
     base: BaseSection = BaseSection()
@@ -280,12 +378,12 @@ class Config(Section):
 
 
 def longest_sequence(config: Config) -> int:
-    """The most tokens that a prompt and its response can have together."""
+    """Returns the maximum number of tokens of a prompt with its response."""
     return config.train.max_prompt_tokens + config.sampling.max_tokens
 
 
 def updates_per_step(train: TrainSection) -> int:
-    """How many optimizer updates a step makes."""
+    """Returns the number of optimizer updates per step."""
     return train.prompts_per_batch // train.prompts_per_minibatch
 
 

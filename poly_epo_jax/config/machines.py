@@ -1,7 +1,8 @@
-"""Meshes by the names of machines, chosen by a word after the configuration file: --config=configs/polaris.py:h200x8
+"""Meshes of named machines. A name after the configuration file selects one: --config=configs/polaris.py:h200x8
 
-`device` is the kind of the devices and `devices` their number. For TPUs these are chips, but a v5p slice is named by
-its cores, two to a chip. `processes` is the number of hosts that run the command. config/keys.py explains the rest.
+`device` is the device kind and `devices` the number of devices. On TPUs, a device is a chip, while v5p slices are named
+after their number of cores, two per chip. `processes` is the number of processes, one per host. The other keys are
+documented in config/keys.py.
 """
 
 MESHES = {
@@ -12,7 +13,7 @@ MESHES = {
     "h200x2": {"device": "h200", "devices": 2, "processes": 1, "data": 1, "fsdp": 2, "tensor": 1},
     "h200x4": {"device": "h200", "devices": 4, "processes": 1, "data": 1, "fsdp": 4, "tensor": 1},
     "h200x8": {"device": "h200", "devices": 8, "processes": 1, "data": 1, "fsdp": 8, "tensor": 1},
-    # Two nodes of eight: weights are gathered within a node, and only gradients pass between the nodes.
+    # Two nodes with eight GPUs each: weights are gathered within a node, and only gradients are sent between nodes.
     "h200x16": {"device": "h200", "devices": 16, "processes": 2, "data": 2, "fsdp": 8, "tensor": 1},
     "v5p-8": {"device": "v5p", "devices": 4, "processes": 1, "data": 1, "fsdp": 4, "tensor": 1},
     "v5p-16": {"device": "v5p", "devices": 8, "processes": 2, "data": 1, "fsdp": 8, "tensor": 1},

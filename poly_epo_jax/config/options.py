@@ -1,4 +1,4 @@
-"""The `options` of a part: the keyword arguments of its registry entry, checked before anything is built."""
+"""Validates the `options` of a component, which are keyword arguments of its registry entry, before it is built."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -12,10 +12,10 @@ class Entry(NamedTuple):
     """A registry entry that a configuration selects by name.
 
     Attributes:
-      name: Its name in the registry.
-      factory: The registered class or function. Its options are the parameters that the run does not pass itself.
-      num_given: Number of leading parameters that the run passes itself.
-      given: Names of other parameters that the run passes itself, from keys of the same section.
+      name: Name of the entry in its registry.
+      factory: Registered class or function. Its options are its parameters except `num_given` and `given`.
+      num_given: Number of leading parameters that are not options, because the run supplies them.
+      given: Names of other parameters that are not options, because they have keys in the same section.
     """
 
     name: str
@@ -31,7 +31,7 @@ def options_of(entry: Entry) -> dict[str, inspect.Parameter]:
 
 
 def checks_of(parameter: inspect.Parameter) -> list[Check | Range]:
-    """The checks of an option: its type, and any checks given with the type, as in `Annotated[int, Range(1, 10)]`."""
+    """Returns the checks of an option: one for its type, and those of an `Annotated[int, Range(1, 10)]` annotation."""
     declared, checks = parameter.annotation, ()
     if get_origin(declared) is Annotated:
         declared, *checks = get_args(declared)
@@ -39,7 +39,7 @@ def checks_of(parameter: inspect.Parameter) -> list[Check | Range]:
 
 
 def check_options(key: str, entry: Entry, options: Mapping[str, Any]) -> None:
-    """Checks options against the signature of a registry entry.
+    """Validates options against the signature of a registry entry.
 
     Args:
       key: Dotted key of the options, such as `judge.options`.
@@ -52,14 +52,14 @@ def check_options(key: str, entry: Entry, options: Mapping[str, Any]) -> None:
     """
     known = options_of(entry)
     named = {option: parameter for option, parameter in known.items() if parameter.kind is not parameter.VAR_KEYWORD}
-    takes_any = len(named) < len(known)
+    accepts_any = len(named) < len(known)
     for option, value in options.items():
         if option in entry.given:
             raise ConfigError(f"{key} has {option!r}; set {key.rpartition('.')[0]}.{option} instead.")
-        if option not in named and not takes_any:
-            raise ConfigError(f"{key} has {option!r}, which {entry.name} does not take{nearest(option, named)}")
+        if option not in named and not accepts_any:
+            raise ConfigError(f"{key} has {option!r}, which {entry.name} does not accept{nearest(option, named)}")
         for check in (*(checks_of(named[option]) if option in named else ()), PLAIN):
             require(value, f"{key}.{option}", check)
     for option, parameter in named.items():
         if parameter.default is parameter.empty and option not in options:
-            raise ConfigError(f"{key} lacks {option!r}, which {entry.name} needs.")
+            raise ConfigError(f"{key} lacks {option!r}, which {entry.name} requires; set {key}.{option}.")

@@ -1,4 +1,4 @@
-"""The sections of a configuration: keys, each declared once with a type, a default, a meaning and a check."""
+"""Base class of configuration sections, whose keys are declared with a type, a default, a help text and a check."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,13 @@ S = TypeVar("S", bound="Section")
 
 
 def key(default: Any, meaning: str, check: Check | Range | None = None) -> Any:
-    """A key of a section."""
+    """Declares a key of a section.
+
+    Args:
+      default: Default value.
+      meaning: Help text: a noun phrase that names quantity, unit and special values.
+      check: Check of the value, in addition to the check of its type.
+    """
     metadata = {"meaning": meaning, "check": check}
     if isinstance(default, Mapping):
         return dataclasses.field(default_factory=dict, metadata=metadata)
@@ -20,10 +26,13 @@ def key(default: Any, meaning: str, check: Check | Range | None = None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Section(Mapping[str, Any]):
-    """Base of the sections, which are frozen dataclasses. A section is also a mapping of its keys: `f(**section)`.
+    """Base class of the sections. A section is a frozen dataclass and a mapping of its keys: `f(**section)`.
+
+    Attributes:
+      NAME: Prefix of the dotted keys.
 
     Raises:
-      ConfigError: a value does not have its key's type, or is not one that the key may have.
+      ConfigError: If a value has the wrong type or fails the check of its key.
     """
 
     NAME: ClassVar[str] = ""
@@ -50,11 +59,11 @@ class Section(Mapping[str, Any]):
 
     @classmethod
     def dotted(cls, name: str) -> str:
-        """The dotted name of a key, such as `train.num_steps` for `num_steps`."""
+        """Returns the dotted name of a key, such as `train.num_steps` for `num_steps`."""
         return f"{cls.NAME}.{name}" if cls.NAME else name
 
     def flat(self) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-        """Each key's dotted name, declaration and value, in the order of the declarations."""
+        """Yields the dotted name, declaration and value of each key, in the order of the declarations."""
         for field in dataclasses.fields(self):
             value = self[field.name]
             if isinstance(value, Section):
@@ -63,15 +72,19 @@ class Section(Mapping[str, Any]):
                 yield self.dotted(field.name), field, value
 
     def to_dict(self) -> dict[str, Any]:
-        """The sections as dictionaries."""
+        """Returns the keys as a dictionary, with a nested dictionary for each section."""
         return {name: value.to_dict() if isinstance(value, Section) else value for name, value in self.items()}
 
 
 def read_section(kind: type[S], values: Mapping[str, Any]) -> S:
-    """A section of the given kind with these values, and with defaults for all other keys.
+    """Builds a section from a user's values and the defaults of all other keys.
+
+    Args:
+      kind: Class of the section.
+      values: Values by key. The values of nested sections are mappings.
 
     Raises:
-      ConfigError: there is no such key, or its value is wrong.
+      ConfigError: If a key is unknown or a value is invalid.
     """
     types = {field.name: field.type for field in dataclasses.fields(kind)}
     arguments = {}
@@ -87,7 +100,16 @@ def read_section(kind: type[S], values: Mapping[str, Any]) -> S:
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of the keys in which two configurations differ."""
+    """Compares two configurations.
+
+    Args:
+      old: First configuration, with a nested mapping for each section.
+      new: Second configuration.
+      prefix: Prefix of the returned names.
+
+    Returns:
+      Dotted names of the keys that differ or that only one of them has, in alphabetical order.
+    """
     names = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)

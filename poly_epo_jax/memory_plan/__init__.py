@@ -1,1 +1,1 @@
-"""Plans how much memory a configuration takes on each device."""
+"""Memory plans: the memory that a configuration needs on each device."""

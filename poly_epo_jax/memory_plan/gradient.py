@@ -1,7 +1,7 @@
 """Plans the memory of the gradient: the forward and backward pass of one microbatch.
 
-Every array that compiled programs were seen to hold has a row: the arrays of a layer in `LAYER_ARRAYS`, the others in
-the function of their part of the pass. `tests/memory_plan/test_plan.py` compares the sums with compiled programs.
+Each array that compiled programs were observed to hold has one entry. `LAYER_ARRAYS` lists the arrays of a layer, and
+`_head` and `_layer` list the others. `tests/memory_plan/test_plan.py` compares the sums with compiled programs.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from poly_epo_jax.model.logprobs import chunk_size
 from poly_epo_jax.parallel.devices import Setting
 from poly_epo_jax.step.packing import row_tokens
 
-FLOAT32 = 4  # bytes
+FLOAT32_BYTES = 4
 
 
 class LayerArray(NamedTuple):
@@ -23,13 +23,13 @@ class LayerArray(NamedTuple):
 
     Attributes:
       name: Description of the array.
-      width: Length of the vectors: that of the residual "stream", the "mlp", or all heads of "queries" or of "keys".
-      split: Whether the array is split over the mesh axis `tensor`.
+      width: Length of the vectors: width of the residual "stream" or of the "mlp", or all heads of "queries" or "keys".
+      split: Whether the array is sharded over the mesh axis `tensor`.
       held: "layer" if a device holds the array during the backward pass of the layer's MLP, and the remat policies
-        under which all layers keep it for the backward pass.
-      part: Part of the layer that determines whether the array exists. Arrays of "blockwise" belong to that attention
-        implementation. Arrays of "norm" and "qk_norm" are inputs of norm weights, and remat=none does not keep them if
-        these weights are frozen. Other parts are products: with remat=dots, the product of an adapter is kept as well.
+        that save the array of every layer for the backward pass.
+      part: Part of the layer on which the array depends. Arrays of "blockwise" belong to that attention kernel. Arrays
+        of "norm" and "qk_norm" are inputs of norms, which remat=none does not save if the norm weights are frozen.
+        Other parts are matrix products. If such a weight has an adapter, remat=dots also saves the adapter's product.
     """
 
     name: str
@@ -74,7 +74,7 @@ LAYER_ARRAYS = (
 
 
 class _Array(NamedTuple):
-    """An array, the term of the plan that counts it, and whether a device holds it in this configuration."""
+    """An array, the term of the plan that includes it, and whether a device holds it in this configuration."""
 
     term: str
     elements: int
@@ -82,91 +82,125 @@ class _Array(NamedTuple):
     is_held: bool = True
 
 
-def gradient_bytes(config: Config, shape: ModelConfig, setting: Setting, rows: int) -> dict[str, int]:
-    """Plans one microbatch's forward and backward pass on one device.
+def gradient_bytes(config: Config, model_config: ModelConfig, setting: Setting, rows: int) -> dict[str, int]:
+    """Plans the forward and backward pass of one microbatch on one device.
 
-    The backward pass goes through the head first, then through the layers. The larger of these two parts counts, except
-    on TPUs: their programs allocate both parts separately, and convert the weights of all layers to the compute type
-    before the loop over layers.
+    The backward pass processes the head first and then the layers, so only the larger of these two parts counts. On
+    TPUs both parts count, because compiled programs allocate them separately. There, the weights of all layers are also
+    converted to the compute dtype before the loop over layers.
 
     Args:
+      config: The configuration.
+      model_config: The model configuration, with a resolved `remat`.
+      setting: The machine.
       rows: Number of rows of the microbatch on each group of `tensor` devices.
 
     Returns:
-      Bytes of each term.
+      Bytes by term.
     """
-    tokens, value_bytes = rows * row_tokens(config), bytes_of(shape.dtype)
-    trained = flops.trained_elements(config, shape, setting.mesh)
-    kept = shape.num_layers * layer_values(shape, setting, shape.remat) * tokens
-    attention = shape.num_layers * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads) * 2
-    always = _terms(
-        _Array("sum of gradients", trained, FLOAT32),
-        _Array("kept for the backward pass", kept, _activation_bytes(shape, setting)),
-        # The attention's weights in the compute type.
-        _Array("kept for the backward pass", attention // setting.mesh["tensor"], value_bytes, shape.remat == "none"),
+    tokens, value_bytes = rows * row_tokens(config), bytes_of(model_config.dtype)
+    trained = flops.trained_elements(config, model_config, setting.mesh)
+    kept = model_config.num_layers * layer_values(model_config, setting, model_config.remat) * tokens
+    attention = (
+        model_config.num_layers
+        * model_config.hidden_size
+        * model_config.head_dim
+        * (model_config.num_heads + model_config.num_kv_heads)
+        * 2
     )
-    head, layer = _head(shape, setting, tokens), _layer(shape, setting, tokens)
+    always = _terms(
+        _Array("sum of gradients", trained, FLOAT32_BYTES),
+        _Array("saved for the backward pass", kept, _activation_bytes(model_config, setting)),
+        # The attention weights in the compute dtype.
+        _Array(
+            "saved for the backward pass",
+            attention // setting.mesh["tensor"],
+            value_bytes,
+            model_config.remat == "none",
+        ),
+    )
+    head, layer = _head(model_config, setting, tokens), _layer(model_config, setting, tokens)
     if setting.platform == "tpu":
-        weights, is_converted = flops.layer_weights(shape) // setting.weight_shards, shape.dtype != shape.param_dtype
-        converted = _terms(_Array("layers' weights, converted", weights, value_bytes, is_converted))
+        weights, is_converted = (
+            flops.layer_weights(model_config) // setting.weight_shards,
+            model_config.dtype != model_config.param_dtype,
+        )
+        converted = _terms(_Array("converted layer weights", weights, value_bytes, is_converted))
         return always | converted | head | layer
     return always | max(layer, head, key=lambda terms: sum(terms.values()))
 
 
-def layer_values(shape: ModelConfig, setting: Setting, holder: str) -> int:
-    """Returns the number of values per token that one device holds of a layer's arrays.
+def layer_values(model_config: ModelConfig, setting: Setting, holder: str) -> int:
+    """Returns the number of values per token that one device holds for the arrays of one layer.
 
     Args:
-      holder: "layer" for the backward pass of the layer's MLP, or the remat policy that keeps the arrays.
+      model_config: The model configuration.
+      setting: The machine.
+      holder: "layer" for the backward pass of the layer's MLP, or the remat policy that saves the arrays.
     """
     widths = {
-        "stream": shape.hidden_size,
-        "mlp": shape.mlp_size,
-        "queries": shape.num_heads * shape.head_dim,
-        "keys": shape.num_kv_heads * shape.head_dim,
+        "stream": model_config.hidden_size,
+        "mlp": model_config.mlp_size,
+        "queries": model_config.num_heads * model_config.head_dim,
+        "keys": model_config.num_kv_heads * model_config.head_dim,
     }
-    is_blockwise = shape.attention == "blockwise" or (shape.attention == "auto" and setting.device == "cpu")
+    is_blockwise = model_config.attention == "blockwise" or (
+        model_config.attention == "auto" and setting.device == "cpu"
+    )
     absent = set() if is_blockwise else {"blockwise"}
-    if holder == "none" and shape.lora_targets:
-        absent |= {"norm", "qk_norm"} if shape.qk_norm else {"norm"}
-    held = [one for one in LAYER_ARRAYS if holder in one.held and one.part not in absent]
+    if holder == "none" and model_config.lora_targets:
+        absent |= {"norm", "qk_norm"} if model_config.qk_norm else {"norm"}
+    held = [array for array in LAYER_ARRAYS if holder in array.held and array.part not in absent]
     if holder == "dots":
-        held += [one for one in held if one.part in shape.lora_targets]
-    split = sum(widths[one.width] for one in held if one.split)
-    whole = sum(widths[one.width] for one in held if not one.split)
-    return split // setting.mesh["tensor"] + whole
+        held += [array for array in held if array.part in model_config.lora_targets]
+    split = sum(widths[array.width] for array in held if array.split)
+    replicated = sum(widths[array.width] for array in held if not array.split)
+    return split // setting.mesh["tensor"] + replicated
 
 
-def _head(shape: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
-    """The head's backward pass in chunks of tokens, for which every device holds the whole head."""
-    value_bytes, is_cpu, is_tpu = bytes_of(shape.dtype), setting.platform == "cpu", setting.platform == "tpu"
-    is_parameter = setting.weight_shards == 1 and shape.dtype == shape.param_dtype
-    is_trained = not shape.lora_targets  # a frozen head needs no gradient
-    head, chunk = shape.vocab_size * shape.hidden_size, min(chunk_size(setting.device, shape.vocab_size), tokens)
-    sums, logits = "sums of the head's gradient", "logits of a chunk"
+def _head(model_config: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
+    """Plans the backward pass of the head. It runs in chunks of tokens, and every device gathers the full head."""
+    value_bytes, is_cpu, is_tpu = bytes_of(model_config.dtype), setting.platform == "cpu", setting.platform == "tpu"
+    is_parameter = setting.weight_shards == 1 and model_config.dtype == model_config.param_dtype
+    is_trained = not model_config.lora_targets  # a frozen head needs no gradient
+    head, chunk = (
+        model_config.vocab_size * model_config.hidden_size,
+        min(chunk_size(setting.device, model_config.vocab_size), tokens),
+    )
+    sums, logits = "head gradient sums", "logits of a chunk"
     return _terms(
-        _Array("the whole head", head, value_bytes, not is_parameter),
-        _Array(sums, head, FLOAT32, is_trained),  # of all chunks
-        _Array(sums, head, FLOAT32, is_trained),  # of one chunk, before it is added
-        _Array(sums, head, FLOAT32, is_trained and is_tpu and setting.mesh["fsdp"] > 4),  # sum over chips
-        _Array(logits, chunk * shape.vocab_size, FLOAT32),
-        _Array(logits, chunk * shape.vocab_size, FLOAT32 if is_cpu else value_bytes),  # their gradient
-        _Array(logits, chunk * shape.vocab_size, FLOAT32, is_cpu),  # one of both again
-        _Array(logits, -min(chunk, shape.hidden_size) * shape.vocab_size, FLOAT32, is_tpu),  # share the chunk's sum
-        _Array("hidden states", 3 * tokens // setting.mesh["tensor"] * shape.hidden_size, value_bytes),
+        _Array("gathered head", head, value_bytes, not is_parameter),
+        _Array(sums, head, FLOAT32_BYTES, is_trained),  # of all chunks
+        _Array(sums, head, FLOAT32_BYTES, is_trained),  # of one chunk, before it is added
+        _Array(sums, head, FLOAT32_BYTES, is_trained and is_tpu and setting.mesh["fsdp"] > 4),  # sum over devices
+        _Array(logits, chunk * model_config.vocab_size, FLOAT32_BYTES),
+        _Array(
+            logits, chunk * model_config.vocab_size, FLOAT32_BYTES if is_cpu else value_bytes
+        ),  # gradient of the logits
+        _Array(logits, chunk * model_config.vocab_size, FLOAT32_BYTES, is_cpu),  # a copy of one of them
+        _Array(
+            logits, -min(chunk, model_config.hidden_size) * model_config.vocab_size, FLOAT32_BYTES, is_tpu
+        ),  # shared with the sum of the chunk
+        _Array("hidden states", 3 * tokens // setting.mesh["tensor"] * model_config.hidden_size, value_bytes),
     )
 
 
-def _layer(shape: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
-    """A layer's backward pass at its MLP: all arrays of the layer, its weights and the gradients of the MLP's."""
-    value_bytes, is_trained = bytes_of(shape.dtype), not shape.lora_targets
-    is_copied = setting.mesh["fsdp"] > 1 or shape.dtype != shape.param_dtype
-    weights = flops.layer_weights(shape) // shape.num_layers + is_trained * 3 * shape.hidden_size * shape.mlp_size
-    activations, head = layer_values(shape, setting, "layer") * tokens, shape.vocab_size * shape.hidden_size
+def _layer(model_config: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
+    """Plans the backward pass of a layer during its MLP: arrays and weights of the layer, and gradients of the MLP."""
+    value_bytes, is_trained = bytes_of(model_config.dtype), not model_config.lora_targets
+    is_copied = setting.mesh["fsdp"] > 1 or model_config.dtype != model_config.param_dtype
+    weights = (
+        flops.layer_weights(model_config) // model_config.num_layers
+        + is_trained * 3 * model_config.hidden_size * model_config.mlp_size
+    )
+    activations, head = (
+        layer_values(model_config, setting, "layer") * tokens,
+        model_config.vocab_size * model_config.hidden_size,
+    )
     return _terms(
-        _Array("a layer's activations", activations, _activation_bytes(shape, setting)),
-        _Array("a layer's weights and gradients", weights // setting.mesh["tensor"], value_bytes, is_copied),
-        _Array("the head's gradient", head // setting.weight_shards, value_bytes, is_trained),
+        _Array("layer activations", activations, _activation_bytes(model_config, setting)),
+        _Array("layer weights and gradients", weights // setting.mesh["tensor"], value_bytes, is_copied),
+        _Array("head gradient", head // setting.weight_shards, value_bytes, is_trained),
     )
 
 
@@ -178,11 +212,11 @@ def _terms(*arrays: _Array) -> dict[str, int]:
     return terms
 
 
-def _activation_bytes(shape: ModelConfig, setting: Setting) -> int:
-    """Returns the bytes of one value. CPUs multiply in float32 only, and hold bfloat16 values in float32."""
-    return FLOAT32 if setting.device == "cpu" else bytes_of(shape.dtype)
+def _activation_bytes(model_config: ModelConfig, setting: Setting) -> int:
+    """Returns the bytes of one activation. Programs for CPUs hold bfloat16 activations in float32."""
+    return FLOAT32_BYTES if setting.device == "cpu" else bytes_of(model_config.dtype)
 
 
 def bytes_of(dtype: str) -> int:
-    """Returns the bytes of one element."""
+    """Returns the bytes of one element of a dtype."""
     return np.dtype(dtype).itemsize

@@ -1,37 +1,44 @@
-"""Plans how much memory a configuration needs on each device. Needs no devices, weights or compiler.
+"""Plans the memory that a configuration needs on each device, without devices, weights or a compiler.
 
-A device always holds the parameters and moments, plus the arrays of the current stage. The largest stage is the peak.
-The terms of a plan are arrays that compiled programs were seen to hold, in bytes of their types there;
-`tests/memory_plan/test_plan.py` compares the sums with compiled programs. On a CPU, the process itself takes some of
-the same memory.
+A device always holds the parameters and optimizer moments, and in addition the arrays of the current stage. The stage
+with the largest sum determines the peak. The terms of a plan are arrays that compiled programs were observed to hold,
+with the dtypes of these programs. `tests/memory_plan/test_plan.py` compares the sums with compiled programs. On a CPU,
+the process itself also needs memory.
 """
 
 import bisect
 import dataclasses
 from collections.abc import Mapping
 
-from poly_epo_jax.config.keys import Config
-from poly_epo_jax.memory_plan.gradient import FLOAT32, bytes_of, gradient_bytes
+from poly_epo_jax.config.keys import Config, longest_sequence
+from poly_epo_jax.memory_plan.gradient import FLOAT32_BYTES, bytes_of, gradient_bytes
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.flops import trained_elements
 from poly_epo_jax.model.qwen3 import AUTO, REMAT_POLICIES
 from poly_epo_jax.parallel.devices import Setting
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.step.packing import fillable_rows, row_tokens, rows_per_device
 
-SPARE = 0.1
-"""The share of memory to leave free when a setting is chosen by plan: plans are within 10% of compiled programs."""
+MEMORY_HEADROOM = 0.1
+"""Fraction of the memory that an automatic choice leaves free. Plans are within 10% of compiled programs."""
 
-PROCESS = 650_000_000
-"""Bytes of a process that trains the quick start's tiny policy on a CPU: Python, its libraries, compiled programs."""
+PROCESS_BYTES = 650_000_000
+"""Bytes of a CPU process that trains the policy of the quick start: Python, its libraries and compiled programs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Bytes on one device, by the name of what takes them: `resident` always, and one of `stages` at a time.
+    """A memory plan.
 
-    On a CPU, the process as a whole takes the bytes in `besides` as well.
+    Attributes:
+      setting: The machine.
+      rows_per_device: Rows per microbatch on each group of `tensor` devices.
+      row_tokens: Number of tokens of a row.
+      remat: Rematerialization policy.
+      resident: Bytes that a device always holds, by term.
+      stages: Bytes that a device holds in addition during each stage, by term. Stages run one at a time.
+      process_overhead: Bytes that a CPU process needs in addition for all its devices, by term.
+      memory_bytes: Bytes of each device that JAX may use. None if unknown.
     """
 
     setting: Setting
@@ -40,138 +47,156 @@ class Plan:
     remat: str
     resident: Mapping[str, int]
     stages: Mapping[str, Mapping[str, int]]
-    besides: Mapping[str, int]
-    memory_bytes: int | None  # that JAX may use; None if not known
+    process_overhead: Mapping[str, int]
+    memory_bytes: int | None
 
     def stage_bytes(self, name: str) -> int:
-        """The bytes that the device holds while the stage runs."""
+        """Returns the bytes that a device holds during a stage."""
         return sum(self.resident.values()) + sum(self.stages[name].values())
 
     @property
     def peak_stage(self) -> str:
+        """Name of the stage that needs the most memory."""
         return max(self.stages, key=self.stage_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the device's programs hold."""
+        """Peak bytes of the compiled programs on one device."""
         return self.stage_bytes(self.peak_stage)
 
     @property
     def needed_bytes(self) -> int:
-        """The bytes needed on the device, including its share of what the process takes besides."""
-        return self.peak_bytes + sum(self.besides.values()) // self.setting.num_devices
+        """Peak bytes on one device, including its share of the process overhead."""
+        return self.peak_bytes + sum(self.process_overhead.values()) // self.setting.num_devices
 
     @property
     def fits(self) -> bool:
-        """Whether the device has that much memory; True if its memory is not known."""
+        """True if the device has enough memory, or if its memory is unknown."""
         return self.memory_bytes is None or self.needed_bytes <= self.memory_bytes
 
 
 def make_plan(
-    config: Config, shape: ModelConfig, setting: Setting, memory_bytes: int | None, num_rows: int = 0
+    config: Config, model_config: ModelConfig, setting: Setting, memory_bytes: int | None, num_rows: int = 0
 ) -> Plan:
-    """Plans a configuration on a machine.
+    """Plans the memory of a configuration on a machine.
 
     Args:
-      shape: Shape of the model. If its `remat` is AUTO, `choose_remat` replaces it.
-      memory_bytes: Memory of each device that JAX may use. None if unknown.
-      num_rows: Rows per device. If 0, the configuration's own number.
+      config: The configuration.
+      model_config: The model configuration. If its `remat` is AUTO, `choose_remat` replaces it.
+      setting: The machine.
+      memory_bytes: Bytes of each device that JAX may use. None if unknown.
+      num_rows: Rows per device. If 0, the number of the configuration is used.
     """
-    remat = choose_remat(config, shape, setting, memory_bytes, num_rows) if shape.remat == AUTO else shape.remat
-    return _plan(config, dataclasses.replace(shape, remat=remat), setting, memory_bytes, num_rows)
+    remat = (
+        choose_remat(config, model_config, setting, memory_bytes, num_rows)
+        if model_config.remat == AUTO
+        else model_config.remat
+    )
+    return _plan(config, dataclasses.replace(model_config, remat=remat), setting, memory_bytes, num_rows)
 
 
 def choose_remat(
-    config: Config, shape: ModelConfig, setting: Setting, memory_bytes: int | None, num_rows: int = 0
+    config: Config, model_config: ModelConfig, setting: Setting, memory_bytes: int | None, num_rows: int = 0
 ) -> str:
-    """Returns the remat policy that recomputes least among those whose plan leaves SPARE of the memory free.
+    """Returns the remat policy with the least recomputation whose plan leaves MEMORY_HEADROOM of the memory free.
 
-    If no plan does, or if the memory is unknown, returns the policy that keeps least. Arguments as for `make_plan`.
+    If there is no such policy, or if the memory is unknown, returns the policy that saves the least. The arguments are
+    those of `make_plan`.
     """
-    room = (memory_bytes or 0) * (1 - SPARE)
+    max_bytes = (memory_bytes or 0) * (1 - MEMORY_HEADROOM)
     fitting = (
-        word
-        for word in REMAT_POLICIES  # ordered by how much they keep, the most first
-        if _plan(config, dataclasses.replace(shape, remat=word), setting, memory_bytes, num_rows).needed_bytes <= room
+        policy
+        for policy in REMAT_POLICIES  # from the policy that saves the most to the policy that saves the least
+        if _plan(config, dataclasses.replace(model_config, remat=policy), setting, memory_bytes, num_rows).needed_bytes
+        <= max_bytes
     )
     return next(fitting, list(REMAT_POLICIES)[-1])
 
 
-def _plan(config: Config, shape: ModelConfig, setting: Setting, memory_bytes: int | None, num_rows: int) -> Plan:
+def _plan(config: Config, model_config: ModelConfig, setting: Setting, memory_bytes: int | None, num_rows: int) -> Plan:
     rows = num_rows or rows_per_device(config, setting.mesh)
     stages = {
-        "gradient": gradient_bytes(config, shape, setting, rows),
-        "optimizer": _optimizer(config, shape, setting),
+        "gradient": gradient_bytes(config, model_config, setting, rows),
+        "optimizer": _optimizer(config, model_config, setting),
     }
-    besides = _besides(stages, setting) if setting.platform == "cpu" else {}
-    resident = _resident(config, shape, setting)
+    process_overhead = _process_overhead(stages, setting) if setting.platform == "cpu" else {}
+    resident = _resident(config, model_config, setting)
     cache_growth = SAMPLERS[config.rollouts.name].cache_growth
     if cache_growth is not None:
-        laid_out = flops.total_weights(shape) * bytes_of(shape.dtype) // setting.weight_shards
-        stages["generate"] = _generate(config, shape, setting, cache_growth)
+        decoding_weights = flops.total_weights(model_config) * bytes_of(model_config.dtype) // setting.weight_shards
+        stages["generate"] = _generate(config, model_config, setting, cache_growth)
         held = stages["generate"] if SAMPLERS[config.rollouts.name].has_slots else resident
-        held["weights laid out for decoding"] = laid_out
-    return Plan(setting, rows, row_tokens(config), shape.remat, resident, stages, besides, memory_bytes)
+        held["decoding weights"] = decoding_weights
+    return Plan(setting, rows, row_tokens(config), model_config.remat, resident, stages, process_overhead, memory_bytes)
 
 
-def largest_rows(config: Config, shape: ModelConfig, setting: Setting, memory_bytes: int | None) -> int:
-    """The largest train.rows_per_device that fits and that a minibatch can fill; 0 if not even one row fits.
+def max_rows(config: Config, model_config: ModelConfig, setting: Setting, memory_bytes: int | None) -> int:
+    """Returns the largest `train.rows_per_device` that fits into memory and that a minibatch can fill.
 
-    If the memory is not known, this is the configuration's own value.
+    The arguments are those of `make_plan`. Returns 0 if not even one row fits, and the number of rows of the
+    configuration if the memory is unknown.
     """
     if memory_bytes is None:
         return rows_per_device(config, setting.mesh)
     rows = fillable_rows(config, setting.mesh)
     return bisect.bisect_left(
-        range(1, max(1, rows) + 1), True, key=lambda n: not make_plan(config, shape, setting, memory_bytes, n).fits
+        range(1, max(1, rows) + 1),
+        True,
+        key=lambda n: not make_plan(config, model_config, setting, memory_bytes, n).fits,
     )
 
 
 def batch_bytes(config: Config) -> int:
-    """The bytes of a step's batch on a host that has all of it: 40 bytes per token, plus the batch's sets or pairs."""
+    """Returns the bytes of a step's full batch on a host: 40 per token, and 4 per (set, response) or response pair."""
     train, algo = config.train, config.algo
-    longest = train.max_prompt_tokens + config.sampling.max_tokens
     cells = max(algo.num_sets, train.num_generations) * train.num_generations
-    return train.prompts_per_batch * (40 * train.num_generations * longest + FLOAT32 * cells)
+    return train.prompts_per_batch * (40 * train.num_generations * longest_sequence(config) + FLOAT32_BYTES * cells)
 
 
-def _resident(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, int]:
-    """The bytes that are always held. Norms and biases are left out: they take less than a thousandth."""
-    weights = flops.total_weights(shape) // setting.weight_shards
-    parameters = weights * bytes_of(shape.param_dtype)
-    trained = trained_elements(config, shape, setting.mesh)
-    moments = trained * (bytes_of(config.optimizer.first_moment_dtype) + FLOAT32)
-    adapter = {"adapter": trained * FLOAT32} if shape.lora_targets else {}
+def _resident(config: Config, model_config: ModelConfig, setting: Setting) -> dict[str, int]:
+    """Returns the bytes that a device always holds. Norms and biases, less than 0.1% of the weights, are omitted."""
+    weights = flops.total_weights(model_config) // setting.weight_shards
+    parameters = weights * bytes_of(model_config.param_dtype)
+    trained = flops.trained_elements(config, model_config, setting.mesh)
+    moments = trained * (bytes_of(config.optimizer.first_moment_dtype) + FLOAT32_BYTES)
+    adapter = {"adapter": trained * FLOAT32_BYTES} if model_config.lora_targets else {}
     reference = {"reference policy": adapter.get("adapter", parameters)} if config.algo.kl_coef else {}
     return {"parameters": parameters} | adapter | {"optimizer moments": moments} | reference
 
 
-def _besides(update: Mapping[str, Mapping[str, int]], setting: Setting) -> dict[str, int]:
-    """The bytes that the process takes besides, on all devices; `update` are the stages of the update.
+def _process_overhead(update: Mapping[str, Mapping[str, int]], setting: Setting) -> dict[str, int]:
+    """Returns the bytes that a CPU process needs in addition to the arrays, for all its devices.
 
-    A program for CPUs allocates all that it computes with in one piece. malloc keeps the piece when it is freed, but
-    gives parts of it to others; so the next time it is no longer whole, and malloc takes another from the system.
+    A compiled program for CPUs allocates all its temporary memory as one block. malloc keeps the block after it is
+    freed, but reuses parts of it for other allocations. The next time it is then no longer available as one block, and
+    malloc requests another block from the system, so the memory of each program is counted twice.
+
+    Args:
+      update: Bytes of the stages of the update, by stage and term.
+      setting: The machine.
     """
-    pieces = sum(sum(terms.values()) - terms["sum of gradients"] for terms in update.values())
+    blocks = sum(sum(terms.values()) - terms["sum of gradients"] for terms in update.values())
     return {
-        "what malloc keeps in pieces": pieces * setting.num_devices,
-        "Python, libraries and programs": PROCESS,
+        "malloc fragmentation": blocks * setting.num_devices,
+        "Python, libraries and compiled programs": PROCESS_BYTES,
     }
 
 
-def _optimizer(config: Config, shape: ModelConfig, setting: Setting) -> dict[str, int]:
-    """The gradients. Weights and moments are changed in place; an accelerator computes the updates' norm there as well.
+def _optimizer(config: Config, model_config: ModelConfig, setting: Setting) -> dict[str, int]:
+    """Plans the optimizer: the sum of gradients, and on a CPU the updates. Weights and moments are updated in place.
 
-    On a CPU, the updates exist in full before they are added, because their norm is measured.
+    On a CPU, all updates exist before they are added, because their norm is computed. Accelerators compute the norm
+    without storing the updates.
     """
-    trained = trained_elements(config, shape, setting.mesh)
-    updates = {"updates": trained * FLOAT32} if setting.platform == "cpu" else {}
-    return {"sum of gradients": trained * FLOAT32} | updates
+    trained = flops.trained_elements(config, model_config, setting.mesh)
+    updates = {"updates": trained * FLOAT32_BYTES} if setting.platform == "cpu" else {}
+    return {"sum of gradients": trained * FLOAT32_BYTES} | updates
 
 
-def _generate(config: Config, shape: ModelConfig, setting: Setting, cache_growth: float) -> dict[str, int]:
-    """A whole copy of the weights; the slots' caches at full length, with what they take besides while they grow; the
-    prompts' caches; and logits.
+def _generate(config: Config, model_config: ModelConfig, setting: Setting, cache_growth: float) -> dict[str, int]:
+    """Plans generation: gathered weights, caches of the slots and of the prompts, and logits.
+
+    The caches of the slots are counted at full length, times `cache_growth`, because growing a cache copies it.
     """
     train, shards, held_out = config.train, setting.row_shards, config.eval
     requests = train.prompts_per_batch * train.num_generations
@@ -179,13 +204,12 @@ def _generate(config: Config, shape: ModelConfig, setting: Setting, cache_growth
         requests = max(requests, held_out.num_problems * held_out.num_generations)
     slots = -(-min(config.rollouts.max_concurrent, requests) // shards)  # per device
     prompts = -(-max(1, slots * shards // train.num_generations) // shards)
-    value_bytes, tensor = bytes_of(shape.dtype), setting.mesh["tensor"]
-    per_token = flops.cache_bytes_per_token(shape, value_bytes) // tensor
-    gathered = flops.total_weights(shape) // tensor * value_bytes if setting.mesh["fsdp"] > 1 else 0
-    length = train.max_prompt_tokens + config.sampling.max_tokens
+    value_bytes, tensor = bytes_of(model_config.dtype), setting.mesh["tensor"]
+    token_bytes = flops.cache_bytes_per_token(model_config, value_bytes) // tensor
+    gathered = flops.total_weights(model_config) // tensor * value_bytes if setting.mesh["fsdp"] > 1 else 0
     return {
-        "the whole weights, gathered": gathered,
-        "keys and values": int(cache_growth * slots * length * per_token),
-        "prompts' keys and values": prompts * (1 << (train.max_prompt_tokens - 1).bit_length()) * per_token,
-        "logits": 3 * slots * shape.vocab_size * FLOAT32,
+        "gathered weights": gathered,
+        "keys and values": int(cache_growth * slots * longest_sequence(config) * token_bytes),
+        "keys and values of prompts": prompts * (1 << (train.max_prompt_tokens - 1).bit_length()) * token_bytes,
+        "logits": 3 * slots * model_config.vocab_size * FLOAT32_BYTES,
     }

@@ -1,4 +1,4 @@
-"""Shows the memory plan for the machine that a configuration names, or else for this one, and returns its figures."""
+"""Prints memory plans for the machine of `config.mesh` or, if it is not specified, for the local devices."""
 
 import dataclasses
 import os
@@ -11,40 +11,46 @@ from rich.console import Console
 from rich.table import Table
 
 from poly_epo_jax.config.keys import Config, ConfigError, MeshSection
-from poly_epo_jax.memory_plan.plan import Plan, largest_rows, make_plan
+from poly_epo_jax.memory_plan.plan import Plan, make_plan, max_rows
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.parallel.devices import DEVICES, Setting, device_name
 from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh
 from poly_epo_jax.step.packing import row_tokens
 
-BRIEF_SHARE = 0.1  # of the memory; a plan below it needs no table
-SMALL_SHARE = 0.01  # of a stage's bytes; terms below it are not shown
+BRIEF_FRACTION = 0.1  # plans that need less than this fraction of the memory are printed without a table
+MIN_TERM_FRACTION = 0.01  # terms below this fraction of the bytes of a stage are not printed
 
 
 def print_plan(plan: Plan, rows_that_fit: int, console: Console, brief: bool = False) -> dict[str, Any]:
-    """Prints a line per stage and a summary, with a warning if the plan does not fit.
+    """Prints a table of the stages and a summary, with a warning if the plan does not fit.
 
     Args:
-      plan: The plan, from `plan_of`.
+      plan: Memory plan, from `plan_of`.
       rows_that_fit: Maximum number of rows per device that fit, from `plan_of`.
       console: Console to print to.
-      brief: If True, only the summary is printed if the plan needs less than `BRIEF_SHARE` of the memory.
+      brief: Whether to omit the table if the plan needs less than `BRIEF_FRACTION` of the memory.
 
     Returns:
       The plan as JSON-serializable values, see `as_row`.
     """
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("while", "held", "of which, on each device"):
-        table.add_column(column, justify="right" if column == "held" else "left", no_wrap=column == "held")
-    for stage, own in plan.stages.items():
+    for column in ("stage", "memory per device", "largest terms"):
+        table.add_column(
+            column,
+            justify="right" if column == "memory per device" else "left",
+            no_wrap=column == "memory per device",
+        )
+    for stage, stage_terms in plan.stages.items():
         total = plan.stage_bytes(stage)
-        terms = sorted([*plan.resident.items(), *own.items()], key=lambda term: -term[1])
-        shown = [f"{name} {amount(size)}" for name, size in terms if size >= SMALL_SHARE * total]
+        terms = sorted([*plan.resident.items(), *stage_terms.items()], key=lambda term: -term[1])
+        shown = [f"{name} {amount(size)}" for name, size in terms if size >= MIN_TERM_FRACTION * total]
         table.add_row(stage, amount(total), ", ".join(shown))
-    if plan.besides:
-        shown = [f"{name} {amount(size)}" for name, size in plan.besides.items()]
-        table.add_row("besides", amount(sum(plan.besides.values())), f"{', '.join(shown)}; of the process, in all")
-    if not (brief and plan.memory_bytes and plan.needed_bytes < BRIEF_SHARE * plan.memory_bytes):
+    if plan.process_overhead:
+        shown = [f"{name} {amount(size)}" for name, size in plan.process_overhead.items()]
+        table.add_row(
+            "process overhead", amount(sum(plan.process_overhead.values())), f"{', '.join(shown)}, for all devices"
+        )
+    if not (brief and plan.memory_bytes and plan.needed_bytes < BRIEF_FRACTION * plan.memory_bytes):
         console.print(table)
     axes = ", ".join(f"{axis} {size}" for axis, size in plan.setting.mesh.items())
     limit = f" of {amount(plan.memory_bytes)}" if plan.memory_bytes else ""
@@ -57,9 +63,9 @@ def print_plan(plan: Plan, rows_that_fit: int, console: Console, brief: bool = F
     )
     if not plan.fits:
         lower = "train.rows_per_device" if rows_that_fit else "train.row_tokens"
-        advice = f"take more devices, or lower {lower}" if plan.peak_stage == "gradient" else "take more devices"
+        advice = f"use more devices, or lower {lower}" if plan.peak_stage == "gradient" else "use more devices"
         console.print(
-            f"Warning: by this plan a device needs {amount(plan.needed_bytes)} and JAX may take "
+            f"Warning: a device needs {amount(plan.needed_bytes)} according to this plan, but JAX may use only "
             f"{amount(plan.memory_bytes or 0)}; {advice}.",
             soft_wrap=True,
             style="bold yellow",
@@ -68,20 +74,30 @@ def print_plan(plan: Plan, rows_that_fit: int, console: Console, brief: bool = F
 
 
 def print_plans(
-    config: Config, shape: ModelConfig, meshes: Mapping[str, Mapping[str, Any]], console: Console
+    config: Config, model_config: ModelConfig, meshes: Mapping[str, Mapping[str, Any]], console: Console
 ) -> dict[str, Any]:
-    """Shows a table of the plans on these meshes, by name. A mesh that the model cannot be split over is left out."""
+    """Prints a table of the plans of a configuration on several meshes.
+
+    Args:
+      config: The configuration. Its `mesh` section is replaced.
+      model_config: The model configuration. `remat` is taken from `config` and, if it is "auto", chosen for each mesh.
+      meshes: Meshes by name, as in `config.machines.MESHES`. For a mesh that does not fit the model, the error is
+        printed instead.
+      console: Console to print to.
+
+    Returns:
+      The plans by name of the mesh, see `as_row`.
+    """
     table, found = Table(box=box.SIMPLE_HEAD), {}
-    shape = dataclasses.replace(shape, remat=config.model.remat)  # if it is auto, each mesh has its own
-    for column in ("mesh", "hosts", "device", "axes", "held", "peak", "of", "while", "remat", "rows"):
+    model_config = dataclasses.replace(model_config, remat=config.model.remat)  # "auto" is resolved per mesh
+    for column in ("mesh", "hosts", "device", "axes", "state", "peak", "limit", "stage", "remat", "rows"):
         table.add_column(
-            column, justify="right" if column in ("hosts", "held", "peak", "of", "rows") else "left", no_wrap=True
+            column, justify="right" if column in ("hosts", "state", "peak", "limit", "rows") else "left", no_wrap=True
         )
     for name, mesh in meshes.items():
         axes = {key: value for key, value in mesh.items() if key in config.mesh}
         try:
-            there = dataclasses.replace(config, mesh=MeshSection(**axes))
-            plan, rows_that_fit = plan_of(there, shape)
+            plan, rows_that_fit = plan_of(dataclasses.replace(config, mesh=MeshSection(**axes)), model_config)
         except ConfigError as error:
             console.print(f"{name}: {error}", soft_wrap=True)
             continue
@@ -100,15 +116,21 @@ def print_plans(
         )
     console.print(table)
     console.print(
-        "axes: data x fsdp x tensor. held: parameters and moments, always on each device. peak: with "
-        f"train.rows_per_device={config.train.rows_per_device}. rows: the largest train.rows_per_device that fits and "
-        f"that a minibatch can fill, of {row_tokens(config):,} tokens; 0: not even one row fits."
+        "axes: data x fsdp x tensor. state: parameters and optimizer moments on each device. peak: maximum memory of a "
+        f"device, with train.rows_per_device={config.train.rows_per_device}, reached in the given stage. limit: memory "
+        "that JAX may use. rows: largest train.rows_per_device that fits and that a minibatch can fill, with rows of "
+        f"{row_tokens(config):,} tokens (0 = not even one row fits)."
     )
     return found
 
 
 def as_row(plan: Plan, rows_that_fit: int) -> dict[str, Any]:
-    """The plan's figures, ready for JSON."""
+    """Converts a plan to JSON-serializable values.
+
+    Args:
+      plan: Memory plan, from `plan_of`.
+      rows_that_fit: Maximum number of rows per device that fit, from `plan_of`.
+    """
     return {
         "device": plan.setting.device,
         "mesh": dict(plan.setting.mesh),
@@ -119,40 +141,47 @@ def as_row(plan: Plan, rows_that_fit: int) -> dict[str, Any]:
         "stages": {name: dict(terms) for name, terms in plan.stages.items()},
         "peak_stage": plan.peak_stage,
         "peak_bytes": plan.peak_bytes,
-        "besides": dict(plan.besides),
+        "besides": dict(plan.process_overhead),
         "needed_bytes": plan.needed_bytes,
         "memory_bytes": plan.memory_bytes,
         "largest_rows_per_device": rows_that_fit,
     }
 
 
-def plan_of(config: Config, shape: ModelConfig) -> tuple[Plan, int]:
-    """The plan for the configuration's machine, or else for this one, and the most rows per device that fit.
+def plan_of(config: Config, model_config: ModelConfig) -> tuple[Plan, int]:
+    """Plans a configuration on the machine of `config.mesh` or, if it is not specified, on the local devices.
+
+    Args:
+      config: The configuration.
+      model_config: The model configuration. If its `remat` is AUTO, the plan resolves it.
+
+    Returns:
+      The plan, and the maximum number of rows per device that fit.
 
     Raises:
-      ConfigError: the mesh does not fit the devices or the model.
+      ConfigError: If the mesh does not fit the devices or the model.
     """
     setting, memory_bytes = setting_of(config)
-    check_mesh(config.mesh, setting.mesh, dataclasses.asdict(shape), row_tokens(config))
-    plan = make_plan(config, shape, setting, memory_bytes)
-    return plan, largest_rows(config, shape, setting, memory_bytes)
+    check_mesh(config.mesh, setting.mesh, dataclasses.asdict(model_config), row_tokens(config))
+    plan = make_plan(config, model_config, setting, memory_bytes)
+    return plan, max_rows(config, model_config, setting, memory_bytes)
 
 
 def setting_of(config: Config) -> tuple[Setting, int | None]:
-    """The machine that config.mesh describes, and the bytes of a device that JAX may use, None if not known.
+    """Returns the machine of a configuration, and the bytes of each device that JAX may use (None if unknown).
 
-    This machine's devices are queried only for what config.mesh leaves open.
+    The local devices are only queried if `mesh.device` or `mesh.devices` is not set.
 
     Raises:
-      ConfigError: the devices cannot be arranged into that mesh.
+      ConfigError: If the devices cannot be arranged into the mesh.
     """
     mesh = config.mesh
-    here = [] if mesh.device and mesh.devices else jax.devices()
-    device = mesh.device or device_name(here[0].device_kind)
-    setting = Setting(device, fill_mesh(mesh, mesh.devices or len(here)))
-    if here and (limit := (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")):
+    available = [] if mesh.device and mesh.devices else jax.devices()
+    device = mesh.device or device_name(available[0].device_kind)
+    setting = Setting(device, fill_mesh(mesh, mesh.devices or len(available)))
+    if available and (limit := (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")):
         return setting, limit
-    if device == "cpu":  # all its devices share one memory
+    if device == "cpu":  # all CPU devices share one memory
         return setting, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // setting.num_devices
     if not device:
         return setting, None
@@ -163,5 +192,5 @@ def setting_of(config: Config) -> tuple[Setting, int | None]:
 
 
 def amount(size: int) -> str:
-    """A size in GB, or in MB for tiny policies."""
+    """Formats a number of bytes in GB or, below 0.1 GB, in MB."""
     return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

@@ -1,1 +1,1 @@
-"""Everything before the first step: the command line, the configuration, the checks and the policy to begin with."""
+"""Startup of a run: command line, configuration, checks and initial policy."""

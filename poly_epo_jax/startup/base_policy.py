@@ -1,7 +1,8 @@
-"""The recipe for a tiny base policy: a Qwen3 of some 100,000 weights, fitted to a task's synthetic demonstrations.
+"""Fits a tiny base policy, a Qwen3 model with about 100,000 weights, to the synthetic demonstrations of a task.
 
-It is trained by the same update as RL: with advantage 1 and no clipping, the policy gradient is maximum likelihood.
-Correct demonstrations come first, then a few with deliberate mistakes, which leave uncertainty for RL to resolve.
+The base policy is trained with the same update as RL: with advantage 1 and no clipping, the policy gradient is the
+gradient of maximum likelihood. Training on correct demonstrations is followed by a few steps on demonstrations with
+deliberate mistakes, which RL can correct.
 """
 
 import dataclasses
@@ -47,56 +48,72 @@ OPTIMIZER = {
 
 @runtime_checkable
 class DemonstratedTask(Task, Protocol):
-    """A task that can demonstrate its solutions."""
+    """A task that provides demonstrations of its solutions.
 
-    alphabet: str  # every character of its prompts and responses
+    Attributes:
+      alphabet: All characters of prompts and responses.
+    """
+
+    alphabet: str
 
     def demonstration(self, problem: Problem, rng: np.random.Generator, style: Demonstrations) -> str | tuple[str, ...]:
-        """One response to the problem or, if the task replies, its turns: the policy's, the reply, and so on."""
+        """Draws a response to the problem, or its turns if the task replies: a policy turn, a reply, and so on."""
         ...
 
 
 def base_policy(config: Config, task: Task, mesh: Mesh) -> Path:
-    """The Hugging Face folder of the policy that `config.base` describes; it is made now unless the cache holds it.
+    """Returns the folder of the base policy that `config.base` describes, and fits the policy if it is not cached.
 
-    The cache is keyed by recipe and task, so a changed recipe makes a new policy. The policy learns from the training
-    and the held-out problems alike: held out means held out of RL.
+    The cache is keyed by the `base` and `task` sections. The policy is fitted to demonstrations of all problems,
+    including the held-out ones, which are only held out from RL.
+
+    Args:
+      config: The configuration.
+      task: The task, with demonstrations.
+      mesh: Mesh to train on.
+
+    Returns:
+      A Hugging Face folder.
     """
     folder = base_policy_folder(config.base, config.task)
-    # A second run that needs the same policy waits until the first has made it.
+    # Concurrent runs with the same base policy wait until the first of them has fitted it.
     with exclusive(folder.with_name(f".{folder.name}.lock"), f"the base policy {folder}", wait=True):
-        if folder.exists() and _is_damaged(folder):
+        if folder.exists() and _is_corrupted(folder):
             shutil.rmtree(folder)
         if not folder.exists():
-            assert isinstance(task, DemonstratedTask)  # checked by `base_shape` at startup
+            assert isinstance(task, DemonstratedTask)  # `base_shape` checks this at startup
             _make(config, task, mesh, folder)
     return folder
 
 
-def _is_damaged(folder: Path) -> bool:
+def _is_corrupted(folder: Path) -> bool:
     try:
         check_digests(folder)
     except ValueError as error:
-        print(f"Warning: {error} It is fitted anew.", file=sys.stderr)
+        print(f"Warning: {error} The base policy is fitted again.", file=sys.stderr)
         return True
     return False
 
 
 def base_policy_folder(base: BaseSection, task: TaskSection) -> Path:
-    """Where the policy that `base` describes is kept, whether or not it has been made."""
+    """Returns the folder of the base policy for these sections. The folder may not exist yet."""
     recipe = {"base": {key: value for key, value in base.items() if key != "cache_dir"}, "task": dict(task)}
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
     return Path(base.cache_dir) / f"{task.name}-{digest}"
 
 
 def base_shape(base: BaseSection, task: Task) -> ModelConfig:
-    """The shape that `base` describes, with a token for each character of the task.
+    """Returns the model configuration of a base policy, whose vocabulary has one token per character of the task.
+
+    Args:
+      base: The `base` section of the configuration.
+      task: The task, with demonstrations.
 
     Raises:
-      ValueError: the task has no demonstrations.
+      ValueError: If the task has no demonstrations.
     """
     if not isinstance(task, DemonstratedTask):
-        raise ValueError(f"{type(task).__name__} has no demonstrations to fit a base policy to; set model.path.")
+        raise ValueError(f"{type(task).__name__} does not provide demonstrations for a base policy; set model.path.")
     return ModelConfig(
         vocab_size=len(build_character_tokenizer(task.alphabet)),
         hidden_size=base.hidden_size,
@@ -117,10 +134,10 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
     tokenizer = build_character_tokenizer(task.alphabet)
     eos = tokenizer.convert_tokens_to_ids("<eos>")
     assert isinstance(eos, int)
-    shape = base_shape(base, task)
-    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), row_tokens(config))
-    model = abstract_model(shape)
-    params = jax.jit(lambda: first_params(shape, base.seed))()
+    model_config = base_shape(base, task)
+    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(model_config), row_tokens(config))
+    model = abstract_model(model_config)
+    params = jax.jit(lambda: first_params(model_config, base.seed))()
     problems = [*task.train_problems, *task.held_out_problems]
     rng = np.random.default_rng(base.seed)
 
@@ -141,28 +158,28 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
             for step in range(1, steps + 1):
                 batch = pack(demonstrations(style))
                 state, metrics = update(state, [batch])
-                too_high = f"The base policy's learning rate of {learning_rate} is too high"
+                too_high = f"The learning rate {learning_rate} of the base policy is too high"
                 check_finite(metrics, f"{too_high}: step {step} on {name}")
                 show(step)
         params = state.params
-    hf.save_pretrained(folder, params, shape, dtype="float32", eos_token_id=eos, tokenizer=tokenizer)
+    hf.save_pretrained(folder, params, model_config, dtype="float32", eos_token_id=eos, tokenizer=tokenizer)
 
 
 def _sequences(
     tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], demonstrations: Sequence[str | tuple[str, ...]]
 ) -> list[TrainingSequence]:
-    """Every token of the policy's own turns has the same weight; those of replies (every other turn) have none."""
+    """Tokenizes demonstrations. All tokens of policy turns have the same weight; tokens of replies are masked."""
     prompts = tokenizer([problem.prompt for problem in problems])["input_ids"]
-    turns = [(shown,) if isinstance(shown, str) else shown for shown in demonstrations]
+    turns = [(demonstration,) if isinstance(demonstration, str) else demonstration for demonstration in demonstrations]
     encoded = iter(tokenizer([text for texts in turns for text in texts])["input_ids"])
     responses = []
     for texts in turns:
         ids, mask = [], []
-        for place in range(len(texts)):
-            is_own = place % 2 == 0
-            turn = [*next(encoded), *([tokenizer.eos_token_id] if is_own else [])]
+        for turn_index in range(len(texts)):
+            is_policy_turn = turn_index % 2 == 0
+            turn = [*next(encoded), *([tokenizer.eos_token_id] if is_policy_turn else [])]
             ids += turn
-            mask += [is_own] * len(turn)
+            mask += [is_policy_turn] * len(turn)
         responses.append((np.array(ids, np.int32), np.array(mask)))
     weight = 1 / sum(int(mask.sum()) for _, mask in responses)
     return [
@@ -181,17 +198,17 @@ def _sequences(
 def build_character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with `<pad>` = 0, `<eos>` = 1 and then one token per character, in the order of `alphabet`.
 
-    For every text over the alphabet, `decode(encode(text)) == text`: encoding adds no special tokens and decoding no
-    spaces. The `tokenizers` library refuses a text with a character outside the alphabet, with an `Exception` about a
-    missing unknown token. `save_pretrained` and `AutoTokenizer.from_pretrained` preserve all of this.
+    `decode(encode(text)) == text` for every text over the alphabet: encoding does not add special tokens, and decoding
+    does not add spaces. For any other character, the `tokenizers` library raises an `Exception` about a missing unknown
+    token. `save_pretrained` and `AutoTokenizer.from_pretrained` preserve this behavior.
 
     Raises:
-      ValueError: the alphabet is empty or repeats a character.
+      ValueError: If the alphabet is empty or repeats a character.
     """
     if not alphabet or len(set(alphabet)) < len(alphabet):
-        raise ValueError(f"alphabet is {alphabet!r}; it must name at least one character and none of them twice.")
+        raise ValueError(f"alphabet is {alphabet!r}, but must contain at least one character and no duplicates.")
     vocabulary = {token: i for i, token in enumerate(("<pad>", "<eos>", *alphabet))}
-    # A WordLevel model without an unknown token raises on unknown characters; other models would silently drop them.
+    # A WordLevel model without an unknown token raises on unknown characters. Other models silently drop them.
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -199,6 +216,6 @@ def build_character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         eos_token="<eos>",
-        split_special_tokens=True,  # the text "<eos>" is characters, as the alphabet may well contain these
+        split_special_tokens=True,  # the text "<eos>" is encoded as characters, which the alphabet may contain
         clean_up_tokenization_spaces=False,
     )

@@ -1,4 +1,4 @@
-"""Command line of the commands that take a configuration: --config, its overrides, flags, --help and --print_config."""
+"""Command line of all commands with a configuration: --config, its overrides, flags, --help and --print_config."""
 
 import argparse
 import ast
@@ -29,13 +29,13 @@ from poly_epo_jax.startup.read_config import CHOICES, read_config, refuse_passwo
 from poly_epo_jax.system.signals import exit_code
 
 KEY = "--config."
-"""Start of the arguments that override a key of the configuration: --config.KEY=VALUE."""
+"""Prefix of arguments that override a key of the configuration: --config.KEY=VALUE."""
 
 BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 
 def config_parser(description: str | None) -> argparse.ArgumentParser:
-    """Creates a parser of the flags that all commands with a configuration share; each command adds its own flags."""
+    """Creates a parser with the flags that all commands with a configuration share. Commands add their own flags."""
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS,
         description=(description or "").strip(),
@@ -46,7 +46,7 @@ def config_parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", default="", metavar="FILE", help="configuration file, or FILE:METHOD,MACHINE")
     parser.add_argument("--print_config", action="store_true", help="print the configuration, one key per line")
-    parser.add_argument("-h", "--help", action="store_true", help="print this text, with the values of --config")
+    parser.add_argument("-h", "--help", action="store_true", help="print this help, with the values of --config")
     return parser
 
 
@@ -63,7 +63,8 @@ def run_command(
       parser: A parser from `config_parser`.
       arguments: Arguments of the command. If None, those of the process are used.
       run: Function of the configuration and the parsed flags. Not called with --help or --print_config.
-      errors: Exceptions of the command that are reported in one sentence, in addition to those of `exit_code`.
+      errors: Exceptions of the command that are reported as a one-line error message, in addition to those of
+        `exit_code`.
       training: Whether the configuration must be valid for training.
 
     Returns:
@@ -79,8 +80,8 @@ def run_command(
             parser.print_help()
         elif not flags.config:
             raise ConfigError(
-                "--config is missing; give a configuration file, such as configs/polynomial.py, or one of your own "
-                "that builds on poly_epo_jax.config.default; --help lists its keys."
+                "--config is missing; set it to a configuration file, such as configs/polynomial.py, or to a file that "
+                "starts from poly_epo_jax.config.default. --help lists the keys."
             )
         elif flags.print_config:
             print("\n".join(f"{key} = {value!r}" for key, _, value in read_config(config, training=False).flat()))
@@ -90,25 +91,25 @@ def run_command(
     if arguments is None:
         faulthandler.enable()
     logging.getLogger("absl").setLevel(logging.WARNING)
-    # All files are written when the process exits; Ctrl-C would only print tracebacks of libraries that clean up.
+    # At exit, all files are written. Ctrl-C would only print tracebacks of the exit handlers of libraries.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     return exit_code(work, argparse.ArgumentError, *errors, failed=1)
 
 
 def read_arguments(arguments: Sequence[str]) -> Config:
-    """Reads the configuration that a training command with these arguments trains, without running it.
+    """Returns the configuration of a training command with these arguments, without running the command.
 
     Args:
       arguments: --config=FILE and overrides of its keys.
 
     Raises:
-      ConfigError: If an argument, key or value is invalid, with the message that the command would print.
+      ConfigError: If an argument, key or value is invalid, with the error message of the command.
     """
     return read_config(_parse(config_parser(None), arguments)[1])
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict]:
-    """Returns the flags, and the configuration of --config with all overrides. Without --config, it is the default."""
+    """Returns the flags, and the configuration of --config (by default, the default configuration) with overrides."""
     overrides = [argument for argument in arguments if argument.startswith(KEY)]
     for override in overrides:
         if "=" not in override:
@@ -123,7 +124,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
     except TypeError as error:
         raise ConfigError(str(error)) from error
     if not isinstance(config, ConfigDict):
-        raise ConfigError(f"{file} has no get_config() that returns a ConfigDict.")
+        raise ConfigError(f"{file} must define a function get_config() that returns a ConfigDict.")
     with config.unlocked(), config.ignore_type():
         for override in overrides:
             _set(config, override)
@@ -132,11 +133,11 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
 
 @functools.cache
 def _get_config(file: str) -> Callable[..., Any]:
-    """Executes a configuration file once, because it may register parts, and returns its `get_config`."""
+    """Executes a configuration file once, because it may register components, and returns its `get_config`."""
     if not Path(file).is_file():
         folder = Path(file) if Path(file).is_dir() else Path(file).parent
         found = ", ".join(sorted(path.name for path in folder.glob("*.py"))) or "none"
-        raise ConfigError(f"--config={file}: there is no such file; configuration files in {folder}: {found}.")
+        raise ConfigError(f"--config={file}: there is no such file. Configuration files in {folder}: {found}.")
     name = f"config_{Path(file).stem}"
     module = sys.modules[name] = ModuleType(name)  # so that objects of its classes can be pickled
     vars(module).update(runpy.run_path(file, run_name=name))
@@ -164,11 +165,11 @@ def _set(config: ConfigDict, override: str) -> None:
 
 
 def parse_value(text: str, kind: Any) -> Any:
-    """Returns a text as a value of a type, or unchanged if that is not possible.
+    """Parses the text of an override. Text that cannot be parsed is returned unchanged, for the checks to reject.
 
     Args:
-      text: The text after `=`.
-      kind: Declared type of the key. A text is read as a Python literal unless this is str, bool, int or float.
+      text: Text after `=`.
+      kind: Declared type of the key. Types other than str, bool, int and float are parsed as Python literals.
     """
     if kind is bool or (kind is object and text in ("true", "false")):
         return BOOLEANS.get(text.lower(), text)
@@ -181,7 +182,7 @@ def parse_value(text: str, kind: Any) -> Any:
 
 
 def _hint(name: str, value: str, parser: argparse.ArgumentParser) -> str:
-    """Returns how to write an unknown argument: as a key with --config and its section, or as the nearest flag."""
+    """Returns a suggestion for an unknown argument: matching keys with their section, or the most similar flag."""
     keys = [key for key, _, _ in Config().flat() if f".config.{key}".endswith(f".{name}")]
     near = [f"{KEY}{key}={value or '...'}" for key in keys]
     near = near or difflib.get_close_matches(f"--{name}", re.findall(r"--[\w-]+", parser.format_help()), 1)
@@ -189,13 +190,13 @@ def _hint(name: str, value: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _without_password(text: str) -> str:
-    """Replaces any user and password before an @, as in the address of a server."""
+    """Replaces the text before an @, which may be a user and password in a server address."""
     return re.sub(r"\S*@", "...@", text)
 
 
 def _describe_keys(values: Config, origin: str) -> str:
-    """Lists every key by section, with its type, value, meaning and rule."""
-    lines = [f"Keys of the configuration with their type and {origin}, each set by {KEY}KEY=VALUE:"]
+    """Lists all keys by section, with type, value, help text and allowed values."""
+    lines = [f"Configuration keys with their type and {origin}. Set a key with {KEY}KEY=VALUE."]
     section, entries = "", registry_entries(values)
     for key, field, value in values.flat():
         if "." in key and key.split(".")[0] != section:
@@ -204,22 +205,22 @@ def _describe_keys(values: Config, origin: str) -> str:
         names, check = CHOICES.get(key), field.metadata["check"]
         limits = f"; {check.rule}" if check else ""
         if names:
-            limits = f"; one of {', '.join(_named(name, names) for name in sorted(filter(None, names)))}"
+            limits = f"; one of {', '.join(_with_title(name, names) for name in sorted(filter(None, names)))}"
         if key in entries:
-            shown = map(_option, options_of(entries[key]).values())
-            limits = f"; {entries[key].name} takes {', '.join(shown) or 'none'}"
+            shown = map(_describe_option, options_of(entries[key]).values())
+            limits = f"; options of {entries[key].name}: {', '.join(shown) or 'none'}"
         meaning = f"{getattr(field.type, '__name__', 'dict')}: {field.metadata['meaning']}{limits}"
         lines += textwrap.wrap(f"  {f'{key} = {value!r}':<43} {meaning}", 120, subsequent_indent=" " * 50)
     return "\n".join(lines)
 
 
-def _named(name: str, registry: Collection[str]) -> str:
-    """Returns the name of a part, with its title if its registry entry has one."""
+def _with_title(name: str, registry: Collection[str]) -> str:
+    """Returns the name of a registry entry, with its title if it has one."""
     title = getattr(registry[name], "title", "") if isinstance(registry, Mapping) else ""
     return f"{name} ({title})" if title else name
 
 
-def _option(parameter: inspect.Parameter) -> str:
-    """Returns the name of an option, its default, and its range if it has one."""
+def _describe_option(parameter: inspect.Parameter) -> str:
+    """Returns the name, default and range of an option."""
     rules = [f" ({check.rule})" for check in checks_of(parameter) if isinstance(check, Range)]
     return "".join([str(parameter.replace(annotation=parameter.empty)), *rules])

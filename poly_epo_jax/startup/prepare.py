@@ -28,18 +28,18 @@ from poly_epo_jax.startup.read_config import make_judge, make_task
 from poly_epo_jax.step.packing import row_tokens
 from poly_epo_jax.types import Judge, Task
 
-TOLERANCE = 1.1
-"""A plan is refused if it needs more than this times the memory: plans are within 10% of compiled programs."""
+MEMORY_TOLERANCE = 1.1
+"""Maximum ratio of planned to available memory. Memory plans are within 10% of compiled programs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """The parts of a run that exist before its policy.
+    """The components of a run that are built before its policy.
 
     Attributes:
       mesh: Mesh over the devices of all processes.
-      task: The task, with its problems.
-      judge: The judge.
+      task: Provides the problems and computes rewards.
+      judge: Clusters responses.
       model_config: Model configuration; `remat` is resolved if `model.remat=auto`.
       plan: Memory plan of the run.
       rows_that_fit: Maximum number of rows per device that the plan allows.
@@ -54,34 +54,35 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Builds the parts of a run that exist before its policy, and checks that the run can start.
+    """Builds the components of a run that are built before its policy, and checks that the run can start.
 
     Raises:
-      ValueError, OSError: If folders, data, lengths, mesh or memory do not fit the configuration.
+      ValueError, OSError: If a folder is not writable, or if the data, sequence lengths, mesh or memory do not fit the
+        configuration.
     """
-    for key, folder in _written(config).items():
+    for key, folder in _output_folders(config).items():
         check_writable(key, Path(folder))
     mesh = make_mesh(**config.mesh)
     task = make_task(config.task)
     if config.eval.every and not task.held_out_problems:
-        raise ConfigError(f"eval.every={config.eval.every}, but the task holds out no problems; set eval.every=0.")
+        raise ConfigError(f"eval.every={config.eval.every}, but the task has no held-out problems; set eval.every=0.")
     if config.train.prompts_per_batch > len(task.train_problems):
         raise ConfigError(
-            f"train.prompts_per_batch={config.train.prompts_per_batch} takes more prompts than the "
-            f"{len(task.train_problems)} training problems; lower it, or use more problems."
+            f"train.prompts_per_batch={config.train.prompts_per_batch} exceeds the number of training "
+            f"problems, {len(task.train_problems)}; lower it, or use more problems."
         )
     judge = make_judge(config.judge, task)
-    shape = _configured_shape(config, task)
-    _check_lengths(config, shape)
-    split_params(param_shapes(abstract_model(shape)), trained_pattern(config))
-    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), row_tokens(config))
-    plan, rows_that_fit = plan_of(config, shape)
+    model_config = _configured_shape(config, task)
+    _check_lengths(config, model_config)
+    split_params(param_shapes(abstract_model(model_config)), trained_pattern(config))
+    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(model_config), row_tokens(config))
+    plan, rows_that_fit = plan_of(config, model_config)
     check_memory(config, plan, rows_that_fit)
-    return Prepared(mesh, task, judge, dataclasses.replace(shape, remat=plan.remat), plan, rows_that_fit)
+    return Prepared(mesh, task, judge, dataclasses.replace(model_config, remat=plan.remat), plan, rows_that_fit)
 
 
 def model_shape(config: Config) -> ModelConfig:
-    """Returns the configuration of the model of a run, without loading or downloading its weights.
+    """Returns the model configuration of a run, without loading or downloading weights.
 
     It is read from the model's folder, from a preset if the folder does not exist, or from `config.base`. With
     `model.remat=auto`, the memory plan determines `remat`.
@@ -90,8 +91,12 @@ def model_shape(config: Config) -> ModelConfig:
       ValueError, OSError: If the model does not exist, or if the mesh does not fit the devices or, with `auto`, the
         model.
     """
-    shape = _configured_shape(config, None if config.model.path else make_task(config.task))
-    return dataclasses.replace(shape, remat=plan_of(config, shape)[0].remat) if shape.remat == AUTO else shape
+    model_config = _configured_shape(config, None if config.model.path else make_task(config.task))
+    return (
+        dataclasses.replace(model_config, remat=plan_of(config, model_config)[0].remat)
+        if model_config.remat == AUTO
+        else model_config
+    )
 
 
 def _configured_shape(config: Config, task: Task | None) -> ModelConfig:
@@ -107,14 +112,18 @@ def _configured_shape(config: Config, task: Task | None) -> ModelConfig:
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """Refuses a folder that cannot be written to. The folder need not exist, and nothing is left there.
+    """Checks that a folder is writable, or can be created, by creating and removing a temporary folder.
+
+    Args:
+      key: Dotted key that names the folder, for the error message.
+      folder: The folder. It may not exist yet.
 
     Raises:
-      ConfigError: naming the key, the folder and the reason.
+      ConfigError: If the folder is not writable.
     """
     try:
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        with tempfile.TemporaryDirectory(dir=there):
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryDirectory(dir=existing):
             pass
     except OSError as error:
         reason = error.strerror or error
@@ -122,7 +131,7 @@ def check_writable(key: str, folder: Path) -> None:
 
 
 def check_memory(config: Config, plan: Plan, rows_that_fit: int) -> None:
-    """Checks that a configuration fits into memory, by its memory plan.
+    """Checks that a configuration fits into device and host memory, according to its memory plan.
 
     Args:
       config: The configuration.
@@ -130,33 +139,33 @@ def check_memory(config: Config, plan: Plan, rows_that_fit: int) -> None:
       rows_that_fit: Maximum number of rows per device that fit, from `plan_of`.
 
     Raises:
-      ConfigError: If it does not fit. The message names the largest use and the key to lower.
+      ConfigError: If it does not fit. The message names the stage with the peak and the key to lower.
     """
-    if plan.memory_bytes is not None and plan.needed_bytes > TOLERANCE * plan.memory_bytes:
+    if plan.memory_bytes is not None and plan.needed_bytes > MEMORY_TOLERANCE * plan.memory_bytes:
         rollouts = config.rollouts
-        asked = {
+        peak_use = {
             "gradient": f"train.rows_per_device={plan.rows_per_device} of train.row_tokens={plan.row_tokens} tokens",
             "generate": f"rollouts.max_concurrent={rollouts.max_concurrent} responses",
         }.get(plan.peak_stage, "the model with its optimizer")
         advice = {
-            "gradient": f"train.rows_per_device={rows_that_fit} would" if rows_that_fit else "lower train.row_tokens",
+            "gradient": f"set train.rows_per_device={rows_that_fit}" if rows_that_fit else "lower train.row_tokens",
             "generate": "lower it, or sampling.max_tokens",
-        }.get(plan.peak_stage, "take more devices")
+        }.get(plan.peak_stage, "use more devices")
         raise ConfigError(
-            f"{asked} would take {amount(plan.needed_bytes)} of a device's memory, of which JAX may use "
+            f"{peak_use} needs {amount(plan.needed_bytes)} of memory per device, but JAX may use only "
             f"{amount(plan.memory_bytes)}; {advice}."
         )
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if batch_bytes(config) > machine:
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if batch_bytes(config) > host_bytes:
         raise ConfigError(
             f"train.prompts_per_batch={config.train.prompts_per_batch} with "
-            f"train.num_generations={config.train.num_generations} would take {amount(batch_bytes(config))} of the "
-            f"machine's {amount(machine)}; lower them, sampling.max_tokens or algo.num_sets."
+            f"train.num_generations={config.train.num_generations} needs {amount(batch_bytes(config))} of host memory, "
+            f"but the machine has {amount(host_bytes)}; lower them, sampling.max_tokens or algo.num_sets."
         )
 
 
-def _written(config: Config) -> dict[str, str]:
-    """The folders that the run writes to, by key."""
+def _output_folders(config: Config) -> dict[str, str]:
+    """Returns the folders that the run writes to, by key."""
     folders = {"workdir": config.workdir, "compilation_cache": config.compilation_cache}
     if not config.model.path:
         folders["base.cache_dir"] = config.base.cache_dir
@@ -165,11 +174,11 @@ def _written(config: Config) -> dict[str, str]:
     return folders
 
 
-def _check_lengths(config: Config, shape: ModelConfig) -> None:
-    longest = longest_sequence(config)
-    if longest > shape.max_position:
+def _check_lengths(config: Config, model_config: ModelConfig) -> None:
+    max_tokens = longest_sequence(config)
+    if max_tokens > model_config.max_position:
         raise ConfigError(
             f"train.max_prompt_tokens={config.train.max_prompt_tokens} and sampling.max_tokens="
-            f"{config.sampling.max_tokens} make {longest} tokens, but the model has {shape.max_position} positions; "
-            "lower one of them."
+            f"{config.sampling.max_tokens} allow sequences of {max_tokens} tokens, but the model has only "
+            f"{model_config.max_position} positions; lower one of them."
         )

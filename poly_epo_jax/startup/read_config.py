@@ -1,7 +1,7 @@
-"""Turns what a user has written into a configuration that can run: the one check shared by all commands.
+"""Validates a user's configuration and builds the typed configuration, task and judge. Shared by all commands.
 
-Sections check their own keys (config/keys.py). Here the names of parts are looked up in their registries, options are
-compared with what the named part takes, and combinations of sections are checked.
+Sections validate their own keys (config/keys.py). This module checks the names of components against their registries,
+options against the signatures of registry entries, and combinations of keys.
 """
 
 import math
@@ -12,7 +12,15 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from poly_epo_jax.config.checks import one_of, require
-from poly_epo_jax.config.keys import BaseSection, Config, ConfigError, JudgeSection, TaskSection, longest_sequence
+from poly_epo_jax.config.keys import (
+    BaseSection,
+    Config,
+    ConfigError,
+    JudgeSection,
+    TaskSection,
+    longest_sequence,
+    updates_per_step,
+)
 from poly_epo_jax.config.options import Entry, check_options
 from poly_epo_jax.config.section import read_section
 from poly_epo_jax.judges import JUDGES
@@ -39,23 +47,25 @@ CHOICES: dict[str, Collection[str]] = {
     "mesh.device": ("", *DEVICES),
     "optimizer.schedule": SCHEDULES,
 }
-"""The names that a key may have. A user's own file can add to them, so they are read when a configuration is."""
+"""Known names by key. They are looked up for every configuration, because users' files can register components."""
 
 MAX_SETS = 10**6  # per prompt
-MAX_UPDATES = 10**9  # they are counted in 32 bits
+MAX_UPDATES = 10**9  # counted in 32 bits
 
 
 def read_config(config: ConfigDict, training: bool = True) -> Config:
-    """The typed configuration.
+    """Validates a configuration and returns it in typed form.
 
     Args:
-      training: whether it is for training; an evaluation needs less.
+      config: The configuration of a user, as returned by `get_config` and changed by overrides.
+      training: Whether the configuration must be valid for training. Evaluations skip the checks that only concern
+        training.
 
     Raises:
-      ConfigError: at the first key that is wrong; the message names it, its value and what it may be.
+      ConfigError: If a key or value is invalid. The message names the first invalid key, its value and valid values.
     """
     values = config.to_dict()
-    refuse_passwords(values)  # before a check shows them
+    refuse_passwords(values)  # first, because other error messages contain values
     sections = read_section(Config, values)
     for key, _, value in sections.flat():
         if key in CHOICES:
@@ -66,33 +76,39 @@ def read_config(config: ConfigDict, training: bool = True) -> Config:
             check_options(key, entries[key], options)
     _check_base(sections.base)
     if JUDGES[sections.judge.name].needs_url and not sections.judge.url:
-        raise ConfigError("judge.url='' must name the judge's server.")
+        raise ConfigError("judge.url='' must be the address of the judge server.")
     if training:
         _check_training(sections)
     return sections
 
 
 def make_task(section: TaskSection) -> Task:
-    """The task that the section names, with its options."""
+    """Builds the task that is selected by `task.name`, with `task.options`."""
     return TASKS[section.name](**section.options)
 
 
 def make_judge(section: JudgeSection, task: Task) -> Judge:
-    """The judge that the section names, with its options.
+    """Builds the judge that is selected by `judge.name`, with `judge.options`.
+
+    Args:
+      section: The `judge` section of the configuration.
+      task: The task whose responses the judge clusters.
 
     Raises:
-      ConfigError: the task lacks what the judge clusters by.
+      ConfigError: If the task does not implement the protocol that the judge requires.
     """
     entry = JUDGES[section.name]
     if not isinstance(task, entry.task):
-        able = ", ".join(name for name, other in JUDGES.items() if isinstance(task, other.task))
+        compatible = ", ".join(name for name, other in JUDGES.items() if isinstance(task, other.task))
         missing = ", ".join(sorted(set(dir(entry.task)) - set(dir(Task))))
-        raise ConfigError(f"judge.name={section.name!r} needs {missing} of {type(task).__name__}; choose {able}.")
+        raise ConfigError(
+            f"judge.name={section.name!r} requires {missing} of {type(task).__name__}; choose {compatible}."
+        )
     return entry.open(task, section, **section.options)
 
 
 def registry_entries(config: Config) -> dict[str, Entry]:
-    """Returns the registry entries that a configuration selects, by the keys of their options."""
+    """Returns the registry entries that a configuration selects, by the dotted key of their options."""
     task, judge, rollouts, algo = config.task, config.judge, config.rollouts, config.algo
     return {
         "task.options": Entry(task.name, TASKS[task.name]),
@@ -104,10 +120,14 @@ def registry_entries(config: Config) -> dict[str, Entry]:
 
 
 def refuse_passwords(value: Any, key: str = "") -> None:
-    """Refuses addresses that contain a password, without showing it; accepted values are printed and stored.
+    """Checks that values do not contain addresses with a user or password, because they are printed and stored.
+
+    Args:
+      value: A value, or a nested mapping or list of values.
+      key: Dotted key of the value, for the error message, which does not contain the value.
 
     Raises:
-      ConfigError: naming the key.
+      ConfigError: If an address contains a user or password.
     """
     if isinstance(value, Mapping):
         for name, inner in value.items():
@@ -117,21 +137,26 @@ def refuse_passwords(value: Any, key: str = "") -> None:
             refuse_passwords(inner, key)
     elif isinstance(value, str) and re.search("@" if key in ("judge.url", "rollouts.urls") else r"://\S*@", value):
         raise ConfigError(
-            f"{key} holds a user or password before an @, which would be printed and stored; write the address without "
-            "it. The key of a judge is named by judge.api_key_env."
+            f"{key} contains a user or password before an @, which would be printed and stored; remove it from the "
+            "address. Set judge.api_key_env for the API key of a judge."
         )
 
 
 def check_judge(judge: JudgeSection, key: str, num_generations: int) -> None:
-    """Refuses a value of `key` that asks for more generations of a prompt than the judge can cluster.
+    """Checks that the judge supports the number of generations per prompt.
+
+    Args:
+      judge: The `judge` section of the configuration.
+      key: Dotted key of the number of generations, for the error message.
+      num_generations: Number of generations per prompt.
 
     Raises:
-      ConfigError: naming the key, and how many there may be.
+      ConfigError: If there are more generations than the judge can cluster.
     """
-    most = JUDGES[judge.name].most
-    if most is not None and num_generations > most:
+    max_generations = JUDGES[judge.name].most
+    if max_generations is not None and num_generations > max_generations:
         raise ConfigError(
-            f"{key}={num_generations} must be at most {most}, which judge.name={judge.name!r} can cluster."
+            f"{key}={num_generations} must be at most {max_generations}, the limit of judge.name={judge.name!r}."
         )
 
 
@@ -139,18 +164,20 @@ def _check_base(base: BaseSection) -> None:
     if base.num_heads % base.num_kv_heads:
         raise ConfigError(f"base.num_kv_heads={base.num_kv_heads} must divide base.num_heads={base.num_heads}.")
     if base.head_dim % 2:
-        raise ConfigError(f"base.head_dim={base.head_dim} must be even, for rotary positions turn pairs.")
+        raise ConfigError(
+            f"base.head_dim={base.head_dim} must be even, because rotary embeddings rotate pairs of values."
+        )
 
 
 def _check_training(config: Config) -> None:
     train, algo = config.train, config.algo
     if config.sampling.temperature == 0:
-        raise ConfigError("sampling.temperature=0.0 must be positive, for training needs samples.")
+        raise ConfigError("sampling.temperature=0.0 must be positive, because training requires random sampling.")
     top_p, top_k = config.sampling.top_p, config.sampling.top_k
     if top_p < 1 or top_k:
         raise ConfigError(
-            f"sampling.top_p={top_p} and sampling.top_k={top_k} would bias the gradient, for the log-probabilities "
-            "that are trained are of all tokens, not of those that are sampled from; train with 1 and 0."
+            f"sampling.top_p={top_p} and sampling.top_k={top_k} would bias the gradient, because the trained "
+            "log-probabilities are normalized over all tokens; set top_p=1 and top_k=0 for training."
         )
     if algo.set_size >= train.num_generations:
         raise ConfigError(
@@ -158,33 +185,33 @@ def _check_training(config: Config) -> None:
         )
     all_sets = math.comb(train.num_generations, algo.set_size)
     if algo.num_sets > all_sets:
-        raise ConfigError(f"algo.num_sets={algo.num_sets} must be at most C(N, n) = {all_sets}, or 0 for all.")
+        raise ConfigError(f"algo.num_sets={algo.num_sets} must be at most C(N, n) = {all_sets}, or 0 for all sets.")
     if not (algo.num_sets or OBJECTIVES[algo.objective].closed_form) and all_sets > MAX_SETS:
-        raise ConfigError(f"algo.num_sets=0 means all {all_sets} sets; draw some, e.g. 1000.")
+        raise ConfigError(f"algo.num_sets=0 selects all {all_sets} sets; set it to a smaller number, such as 1000.")
     if train.prompts_per_batch % train.prompts_per_minibatch:
         raise ConfigError(
             f"train.prompts_per_minibatch={train.prompts_per_minibatch} must divide "
             f"train.prompts_per_batch={train.prompts_per_batch}."
         )
-    updates = train.num_steps * (train.prompts_per_batch // train.prompts_per_minibatch)
-    if updates > MAX_UPDATES:
+    updates = updates_per_step(train)
+    if train.num_steps * updates > MAX_UPDATES:
         raise ConfigError(
-            f"train.num_steps={train.num_steps} with {updates // train.num_steps} updates each must make at most "
-            f"{MAX_UPDATES:,} updates."
+            f"train.num_steps={train.num_steps} with {updates} updates per step exceeds the maximum of {MAX_UPDATES:,} "
+            "updates; lower it."
         )
     if config.lora.rank and train.trainable:
         raise ConfigError(
-            f"lora.rank={config.lora.rank} trains adapters and none of the weights that "
-            f"train.trainable={train.trainable!r} names; leave one of the two out."
+            f"lora.rank={config.lora.rank} trains only adapters, which excludes train.trainable={train.trainable!r}; "
+            "set only one of them."
         )
     check_judge(config.judge, "train.num_generations", train.num_generations)
     if config.eval.every:
         check_judge(config.judge, "eval.num_generations", config.eval.num_generations)
-    longest = longest_sequence(config)
-    if train.row_tokens and train.row_tokens < longest:
+    max_sequence_tokens = longest_sequence(config)
+    if train.row_tokens and train.row_tokens < max_sequence_tokens:
         raise ConfigError(
-            f"train.row_tokens={train.row_tokens} must hold train.max_prompt_tokens + sampling.max_tokens = {longest} "
-            "tokens."
+            f"train.row_tokens={train.row_tokens} must be at least train.max_prompt_tokens + sampling.max_tokens = "
+            f"{max_sequence_tokens} tokens."
         )
     estimator = make_estimator(algo)
     if train.num_generations < estimator.least_generations:
@@ -194,8 +221,8 @@ def _check_training(config: Config) -> None:
         )
     if "clusters" in estimator.reads and not JUDGES[config.judge.name].clusters:
         raise ConfigError(
-            f"judge.name={config.judge.name!r} makes no clusters, but {estimator.title} reads them; choose another "
-            "judge, or a method that does not, such as :grpo after the configuration file."
+            f"{estimator.title} requires clusters, which judge.name={config.judge.name!r} does not provide; choose "
+            "another judge, or a method without clusters, such as GRPO (append :grpo to the configuration file)."
         )
     _check_rollouts(config)
 
@@ -203,22 +230,24 @@ def _check_training(config: Config) -> None:
 def _check_rollouts(config: Config) -> None:
     rollouts, sampler = config.rollouts, SAMPLERS[config.rollouts.name]
     if sampler.needs_urls and not rollouts.urls:
-        raise ConfigError("rollouts.urls='' must name a server of the policy.")
+        raise ConfigError("rollouts.urls='' must be the address of at least one server of the policy.")
     if not config.train.staleness:
         return
+    # With staleness 1, the sampler generates the next batch with the current weights while an update replaces them. The
+    # weights that generated a batch are then one step older than the weights that are trained on it.
     if rollouts.shared:
         raise ConfigError(
-            "rollouts.shared=True would let one host change the servers' weights while others still generate with "
-            "train.staleness=1; set one of the two back."
+            "rollouts.shared=True is not supported with train.staleness=1, because one process would update the "
+            "servers while others still generate; set rollouts.shared=False or train.staleness=0."
         )
     if not sampler.while_training:
         others = " or ".join(name for name, other in SAMPLERS.items() if other.while_training)
         raise ConfigError(
-            f"rollouts.name={rollouts.name!r} shares the trainer's weights and devices and cannot generate while they "
-            f"train; set train.staleness=0, or rollouts.name={others}."
+            f"rollouts.name={rollouts.name!r} shares the weights and devices of the trainer, so it cannot generate "
+            f"during an update; set train.staleness=0, or rollouts.name={others}."
         )
     if not config.algo.importance_cap:
         raise ConfigError(
-            "algo.importance_cap=0.0 would ignore that train.staleness=1 trains on the generations of an older policy; "
-            "set it, for example to 2."
+            "algo.importance_cap=0.0 would not correct for the older policy that generates with train.staleness=1; set "
+            "it, for example to 2."
         )

@@ -1,4 +1,8 @@
-"""Which settings may change when a run is resumed, and which would make it another run."""
+"""Checks that a resumed run has the same configuration and model, except for keys that may change.
+
+A run folder stores the configuration of its run in config.json. A command with the same `workdir` resumes the run from
+its newest checkpoint.
+"""
 
 import dataclasses
 import json
@@ -12,7 +16,7 @@ from poly_epo_jax.model import hf
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.step.optimizer import decays
 
-RESUME_MAY_CHANGE = (  # except for the keys of `_bound`
+MUTABLE_KEYS = (
     "workdir",
     "compilation_cache",
     "train.num_steps",
@@ -32,13 +36,18 @@ RESUME_MAY_CHANGE = (  # except for the keys of `_bound`
     "judge.max_concurrent",
     "judge.max_failed_share",
 )
+"""Keys, and prefixes of keys, that may change when a run is resumed, except for `_immutable_keys`."""
 
 
 def check_same_run(workdir: Path, config: Config) -> None:
-    """Refuses to resume a run under settings that would make it another run.
+    """Checks that a run can be resumed with this configuration.
+
+    Args:
+      workdir: Run folder. It may not exist yet.
+      config: Configuration of the resuming command.
 
     Raises:
-      ConfigError: naming the keys.
+      ConfigError: If the saved configuration has other keys, or other values of keys that must not change.
     """
     saved = run_folder.resumable_config(workdir)
     if saved is None:
@@ -47,46 +56,50 @@ def check_same_run(workdir: Path, config: Config) -> None:
     unknown = changed_keys(_names(saved), _names(new))
     if unknown:
         raise ConfigError(
-            f"{workdir} holds a run of another version of poly_epo_jax, whose keys differ in {', '.join(unknown)}; "
+            f"{workdir} contains a run of another version of poly_epo_jax, with different keys {', '.join(unknown)}; "
             "resume it with that version, or set --config.workdir to a new folder."
         )
-    bound = _bound(config)
-    changed = [key for key in changed_keys(saved, new) if key in bound or not key.startswith(RESUME_MAY_CHANGE)]
+    immutable = _immutable_keys(config)
+    changed = [key for key in changed_keys(saved, new) if key in immutable or not key.startswith(MUTABLE_KEYS)]
     if changed:
-        reasons = [f"{key} ({bound[key]})" if key in bound else key for key in changed]
+        reasons = [f"{key} ({immutable[key]})" if key in immutable else key for key in changed]
         raise ConfigError(
-            f"{workdir} holds a run with another {', '.join(reasons)}; set that back, set --config.workdir to a new "
-            "folder, or delete that one."
+            f"{workdir} contains a run with different values of {', '.join(reasons)}; restore them, set "
+            "--config.workdir to a new folder, or delete this folder."
         )
 
 
 def check_same_model(workdir: Path, policy: Path) -> None:
-    """Refuses to resume a run from a policy whose model has other shapes than the run's.
+    """Checks that a run can be resumed with this model.
+
+    Args:
+      workdir: Run folder. It may not exist yet.
+      policy: Hugging Face folder of `model.path`.
 
     Raises:
-      ConfigError: naming them.
+      ConfigError: If the model configuration differs from the configuration in the run folder.
     """
-    own = workdir / run_folder.POLICY
-    if run_folder.resumable_config(workdir) is None or not own.is_dir():
+    saved = workdir / run_folder.POLICY
+    if run_folder.resumable_config(workdir) is None or not saved.is_dir():
         return
-    shapes, others = (dataclasses.asdict(hf.read_config(folder)) for folder in (own, policy))
-    if different := changed_keys(shapes, others):
+    old, new = (dataclasses.asdict(hf.read_config(folder)) for folder in (saved, policy))
+    if different := changed_keys(old, new):
         raise ConfigError(
-            f"{workdir} holds a run of a model with another {', '.join(different)} than that in {policy}; set "
-            "model.path to the run's own, or --config.workdir to a new folder."
+            f"The model of the run in {workdir} differs from {policy} in {', '.join(different)}; set model.path to the "
+            "model of the run, or --config.workdir to a new folder."
         )
 
 
-def _bound(config: Config) -> dict[str, str]:
-    """Keys of RESUME_MAY_CHANGE that this run may not change, and why."""
-    bound = {}
+def _immutable_keys(config: Config) -> dict[str, str]:
+    """Returns the keys of MUTABLE_KEYS that this run must not change, with the reason."""
+    immutable = {}
     if decays(config.optimizer):
-        bound["train.num_steps"] = f"over which optimizer.schedule={config.optimizer.schedule} lowers the learning rate"
+        immutable["train.num_steps"] = f"optimizer.schedule={config.optimizer.schedule} depends on it"
     if config.algo.kl_coef:
-        bound["model.path"] = f"from whose policy algo.kl_coef={config.algo.kl_coef:g} measures the distance"
-    return bound
+        immutable["model.path"] = f"the reference policy of algo.kl_coef={config.algo.kl_coef:g}"
+    return immutable
 
 
 def _names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of a configuration and of its sections, without their values."""
+    """Returns the keys of a configuration and of its sections, without values."""
     return {key: dict.fromkeys(value, key) if isinstance(value, dict) else key for key, value in config.items()}

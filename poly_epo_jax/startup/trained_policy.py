@@ -1,4 +1,4 @@
-"""The policy of a training run: opens it from the run folder, at any of its checkpoints."""
+"""Loads the policy of a training run from its run folder, at any of its checkpoints."""
 
 import dataclasses
 from pathlib import Path
@@ -18,28 +18,33 @@ from poly_epo_jax.types import Params
 def open_trained_policy(
     run: Path, section: ModelSection, mesh: Mesh, step: int | None = None, base: Path | None = None
 ) -> tuple[Policy, Params, int]:
-    """The policy of a run folder, its weights at `step` (None: the newest) laid out on the mesh, and that step.
+    """Loads the policy of a run from a checkpoint.
 
     Args:
-      section: the `model` section of a configuration: how to compute.
-      base: the base policy's folder, if the run trained an adapter and that folder has moved since.
+      run: Run folder.
+      section: The `model` section of a configuration, which sets dtype, rematerialization and attention kernel. The
+        dtype of the weights is that of the run.
+      mesh: Mesh over which the weights are sharded.
+      step: Step of the checkpoint. If None, the newest valid checkpoint is used.
+      base: Folder of the base policy. Only required if the run trained an adapter and the folder has moved.
+
+    Returns:
+      The policy, its sharded weights and the step of the checkpoint.
 
     Raises:
-      FileNotFoundError: the run has no such checkpoint.
-      CheckpointError: the checkpoint is damaged; or, if the newest is asked for, all are.
+      FileNotFoundError: If the run does not have the checkpoint, or the base policy is missing.
+      CheckpointError: If the checkpoint is corrupted or, with `step=None`, if all checkpoints are corrupted.
     """
     if not (run / CHECKPOINTS).is_dir():
-        raise FileNotFoundError(f"{run} has no checkpoints; give the run folder of a training run.")
+        raise FileNotFoundError(f"{run} has no checkpoints; set the path to the run folder of a training run.")
     saved, checkpoints = read_config(run), Checkpoints(run / CHECKPOINTS, read_only=True)
-    # Checkpoints are verified bit for bit, so they are read in the type that they were saved in.
+    # Checkpoints are verified bit for bit, so they are read in the dtype in which they were saved.
     section = dataclasses.replace(section, param_dtype=saved["model"]["param_dtype"])
     lora = LoraSection(**saved["lora"] | {"targets": tuple(saved["lora"]["targets"])})
     policy = open_policy(run / POLICY, section, lora=lora)
     abstract, shardings = param_shapes(policy.model), param_shardings(policy.model, mesh)
     trainable = ADAPTER if lora.rank else saved["train"]["trainable"]
-    frozen = None
-    if lora.rank:
-        frozen = dataclasses.replace(policy, path=base_folder(run, base)).load_base(mesh)
+    frozen = dataclasses.replace(policy, path=base_folder(run, base)).load_base(mesh) if lora.rank else None
 
     def restore(step: int) -> Params:
         return checkpoints.restore_params(step, abstract, shardings, trainable, frozen)
@@ -48,26 +53,35 @@ def open_trained_policy(
         return policy, restore(step), step
     newest = checkpoints.newest(restore) if step is None else None
     if newest is None:
-        raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {checkpoints.steps}.")
+        raise FileNotFoundError(f"{run} has no checkpoint of step {step}; available steps: {checkpoints.steps}.")
     return policy, newest[1], newest[0]
 
 
 def base_folder(run: Path, moved: Path | None = None) -> Path:
-    """The folder of the policy that a run trained an adapter for: where the run had it, or where it was `moved`.
+    """Returns the folder of the base policy of a run that trained an adapter.
+
+    Args:
+      run: Run folder.
+      moved: New folder of the base policy, if it has moved since the run.
 
     Raises:
-      FileNotFoundError: the folder is not there.
+      FileNotFoundError: If the folder does not exist.
     """
     folder = moved or Path(read_about(run)["base"])
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{run} holds an adapter of the policy in {folder}, which is not there; bring that back, or export the run "
-            "with --base, which names its folder."
+            f"{run} contains an adapter of the policy in {folder}, which does not exist; restore that folder, or "
+            "export the run with --base=FOLDER."
         )
     return folder
 
 
 def base_name(run: Path, moved: Path | None = None) -> str:
-    """What others load that policy by: its name on the hub if the run has it from there, otherwise its folder."""
+    """Returns the hub name of the base policy or, if the run read it from a folder, that folder.
+
+    Args:
+      run: Run folder.
+      moved: New folder of the base policy, if it has moved since the run. Takes precedence.
+    """
     named = str(read_config(run)["model"]["path"])
     return str(moved or (named if named and not Path(named).is_dir() else base_folder(run)))

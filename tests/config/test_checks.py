@@ -1,4 +1,4 @@
-"""Which values the configuration accepts."""
+"""Tests of the validators of configuration values."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from poly_epo_jax.config.checks import is_url
 
 
 @pytest.mark.parametrize(
-    ("url", "is_one"),
+    ("url", "is_valid"),
     [
         ("http://127.0.0.1:30000", True),
         ("https://[::1]:1/below", True),
@@ -21,5 +21,5 @@ from poly_epo_jax.config.checks import is_url
         ("host:1", False),
     ],
 )
-def test_server_urls(url: str, is_one: bool):
-    assert is_url(url) == is_one
+def test_server_urls(url: str, is_valid: bool):
+    assert is_url(url) == is_valid

@@ -1,4 +1,4 @@
-"""Options fit the part that takes them, or give one sentence."""
+"""Options are accepted by their registry entry, or rejected with a one-line message."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -36,7 +36,7 @@ def nothing(task: Any, section: Any):
 
 
 @pytest.mark.parametrize(
-    ("make", "num_given", "options"),
+    ("factory", "num_given", "options"),
     [
         (judge, 2, {}),
         (judge, 2, {"attempts": 1, "share": 1, "rubric": "mine.md", "strict": True}),
@@ -47,49 +47,44 @@ def nothing(task: Any, section: Any):
         (ranged, 1, {"files": "a"}),
     ],
 )
-def test_options_that_fit(make: Any, num_given: int, options: dict[str, Any]):
-    check_options("judge.options", Entry("mine", make, num_given), options)
-    make(*[None] * num_given, **options)
+def test_valid_options_are_accepted(factory: Any, num_given: int, options: dict[str, Any]):
+    check_options("judge.options", Entry("mine", factory, num_given), options)
+    factory(*[None] * num_given, **options)
 
 
 @pytest.mark.parametrize(
-    ("make", "num_given", "options", "sentence"),
+    ("factory", "num_given", "options", "words"),
     [
         (
             judge,
             2,
             {"atempts": 1},
-            "judge.options has 'atempts', which mine does not take; did you mean attempts? "
-            "It takes attempts, rubric, share, strict.",
+            ["judge.options has 'atempts'", "mine", "did you mean attempts?", " attempts, rubric, share, strict."],
         ),
-        (judge, 2, {"task": 1}, "judge.options has 'task', which mine does not take; it takes attempts, rubric, "),
-        (nothing, 2, {"attempts": 1}, "judge.options has 'attempts', which mine does not take; it takes none."),
-        (judge, 2, {"attempts": "3"}, "judge.options.attempts='3' must be a whole number."),
-        (judge, 2, {"attempts": True}, "judge.options.attempts=True must be a whole number."),
-        (judge, 2, {"share": "half"}, "judge.options.share='half' must be a finite number."),
-        (judge, 2, {"rubric": 3}, "judge.options.rubric=3 must be a text without control characters."),
-        (judge, 2, {"strict": 1}, "judge.options.strict=1 must be True or False."),
-        (judge, 2, {"share": float("inf")}, "judge.options.share=inf must be a finite number."),
-        (
-            anything,
-            2,
-            {"whatever": [{1: 2}]},
-            "judge.options.whatever=[{1: 2}] must be made of texts",
-        ),
-        (anything, 2, {"whatever": float("nan")}, "judge.options.whatever=nan must be made of texts, finite numbers, "),
-        (anything, 2, {"whatever": b"x"}, "judge.options.whatever=b'x' must be made of texts, finite numbers, "),
-        (ranged, 1, {"times": 11}, "judge.options.times=11 must lie between 1 and 10."),
-        (ranged, 1, {"times": "3"}, "judge.options.times='3' must be a whole number."),
-        (ranged, 1, {"digits": 3}, "judge.options.digits=3 must be a list of 2: a whole number, a whole number."),
-        (ranged, 1, {"digits": (1, True)}, "judge.options.digits=(1, True) must be a list of 2: a whole number, "),
-        (ranged, 1, {"files": [3]}, "judge.options.files=[3] must be a text without control characters or a list, "),
-        (needy, 0, {"limit": 1}, "judge.options lacks 'path', which mine needs."),
+        (judge, 2, {"task": 1}, ["judge.options has 'task'", "mine", " attempts, rubric, "]),
+        (nothing, 2, {"attempts": 1}, ["judge.options has 'attempts'", "mine", " none."]),
+        (judge, 2, {"attempts": "3"}, ["judge.options.attempts='3' ", "whole number."]),
+        (judge, 2, {"attempts": True}, ["judge.options.attempts=True ", "whole number."]),
+        (judge, 2, {"share": "half"}, ["judge.options.share='half' ", "finite number."]),
+        (judge, 2, {"rubric": 3}, ["judge.options.rubric=3 ", "string"]),
+        (judge, 2, {"strict": 1}, ["judge.options.strict=1 ", "True or False."]),
+        (judge, 2, {"share": float("inf")}, ["judge.options.share=inf ", "finite number."]),
+        (anything, 2, {"whatever": [{1: 2}]}, ["judge.options.whatever=[{1: 2}] ", "strings, finite numbers, "]),
+        (anything, 2, {"whatever": float("nan")}, ["judge.options.whatever=nan ", "strings, finite numbers, "]),
+        (anything, 2, {"whatever": b"x"}, ["judge.options.whatever=b'x' ", "strings, finite numbers, "]),
+        (ranged, 1, {"times": 11}, ["judge.options.times=11 ", "between 1 and 10."]),
+        (ranged, 1, {"times": "3"}, ["judge.options.times='3' ", "whole number."]),
+        (ranged, 1, {"digits": 3}, ["judge.options.digits=3 ", "list of 2: a whole number, a whole number."]),
+        (ranged, 1, {"digits": (1, True)}, ["judge.options.digits=(1, True) ", "list of 2: a whole number, "]),
+        (ranged, 1, {"files": [3]}, ["judge.options.files=[3] ", "a string without control characters or a list, "]),
+        (needy, 0, {"limit": 1}, ["judge.options lacks 'path'", "mine", "judge.options.path"]),
     ],
 )
-def test_options_that_do_not_fit(make: Any, num_given: int, options: dict[str, Any], sentence: str):
+def test_invalid_options_are_rejected(factory: Any, num_given: int, options: dict[str, Any], words: list[str]):
     with pytest.raises(ConfigError) as error:
-        check_options("judge.options", Entry("mine", make, num_given), options)
-    assert str(error.value).startswith(sentence)
+        check_options("judge.options", Entry("mine", factory, num_given), options)
+    message = str(error.value)
+    assert message.startswith(words[0]) and all(word in message for word in words), message
 
 
 def bounded(tokens: Any, *, clip_low: float, reach: Annotated[float, Range(0, 1)] = 0.5):
@@ -104,7 +99,7 @@ def bounded(tokens: Any, *, clip_low: float, reach: Annotated[float, Range(0, 1)
         ({"clip_high": 0.1}, "set algo.clip_high instead"),
     ],
 )
-def test_parameters_that_the_run_passes_by_name_are_not_options(options: dict[str, Any], words: str):
+def test_given_parameters_are_not_options(options: dict[str, Any], words: str):
     entry = Entry("mine", bounded, num_given=1, given=("clip_low", "clip_high"))
     check_options("algo.loss_options", entry, {"reach": 0.1})
     with pytest.raises(ConfigError, match=words):

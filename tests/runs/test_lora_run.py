@@ -101,7 +101,7 @@ def test_without_its_base_it_says_what_to_do(whole: Run, tmp_path: Path, capsys:
     (run / "about.json").write_text(json.dumps(about))
     assert export.main([str(run), str(tmp_path / "policy")]) == 2
     message = capsys.readouterr().err
-    assert f"of the policy in {tmp_path / 'gone'}, which is not there" in message and "--base" in message
+    assert f"of the policy in {tmp_path / 'gone'}, which does not exist" in message and "--base" in message
     assert export.main([str(run), str(tmp_path / "policy"), "--base", str(base)]) == 0
     shutil.copytree(base, tmp_path / "other")
     # Another base policy is not mistaken for the run's, though it has the same shape.

@@ -5,7 +5,7 @@ from transformers import AutoTokenizer
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.tasks import MultiplicationTask, PolynomialTask
 
-HOSTILE = " \n\t'.,!?<>|/pademos1é中"  # all that tokenizers like to normalise, clean up or take for special tokens
+HOSTILE = " \n\t'.,!?<>|/pademos1é中"  # characters that tokenizers may normalize, clean up or parse as special tokens
 
 
 def reloaded(tokenizer, path):
@@ -15,13 +15,13 @@ def reloaded(tokenizer, path):
 
 @pytest.fixture(params=["fresh", "reloaded"])
 def tokenize(request, tmp_path):
-    """Builds a tokenizer, in memory or by way of a folder."""
+    """Builds a tokenizer, optionally saved to a folder and reloaded."""
     build = build_character_tokenizer
     return build if request.param == "fresh" else lambda alphabet: reloaded(build(alphabet), tmp_path)
 
 
 @pytest.mark.parametrize("alphabet", [HOSTILE, *(task.alphabet for task in (PolynomialTask, MultiplicationTask))])
-def test_every_text_over_the_alphabet_survives(tokenize, alphabet):
+def test_random_texts_over_the_alphabet_survive_a_round_trip(tokenize, alphabet):
     tokenizer, rng = tokenize(alphabet), np.random.default_rng(0)
     for length in range(40):
         text = "".join(rng.choice(list(alphabet), size=length))
@@ -33,7 +33,7 @@ def test_every_text_over_the_alphabet_survives(tokenize, alphabet):
 @pytest.mark.parametrize(
     "text", ["", " ", "  a  ", "a .", "do n't", " , . ! ?", "\n", "\n\n a\t", "<pad>", "a<eos>", "é", "中 中"]
 )
-def test_awkward_texts_survive(tokenize, text):
+def test_unusual_texts_survive_a_round_trip(tokenize, text):
     tokenizer = tokenize(HOSTILE + "nt")
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode(text)) == len(text)
@@ -50,13 +50,13 @@ def test_special_tokens(tokenize):
 
 
 @pytest.mark.parametrize("text", ["c", "abc", "A", " a", "a\n"])
-def test_characters_outside_of_the_alphabet_are_refused(tokenize, text):
+def test_characters_outside_the_alphabet_are_rejected(tokenize, text):
     tokenizer = tokenize("ab")
     with pytest.raises(Exception, match=r"Missing \[UNK\] token"):
         tokenizer.encode(text)
 
 
 @pytest.mark.parametrize("alphabet", ["", "aba"])
-def test_impossible_alphabets_are_refused(alphabet):
+def test_invalid_alphabets_are_rejected(alphabet):
     with pytest.raises(ValueError, match=f"alphabet is '{alphabet}'"):
         build_character_tokenizer(alphabet)

@@ -1,4 +1,4 @@
-"""What users type: --help, --print_config, and their own configuration files, which register parts."""
+"""Command line: --help, --print_config, and users' configuration files, which register components."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ Python = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def python(fork_server: ForkServer) -> Python:
-    """`python -m poly_epo_jax.MODULE ARGUMENTS` in a folder; one device."""
+    """Runs `python -m poly_epo_jax.MODULE ARGUMENTS` in a folder, on one device."""
 
     def run(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         return fork_server.run(f"poly_epo_jax.{module}", arguments, folder)
@@ -29,17 +29,17 @@ def python(fork_server: ForkServer) -> Python:
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments", "flag", "says"),
+    ("module", "arguments", "flag", "title"),
     [
         ("main", [], "--print_config", "Trains a policy"),
         ("evaluate", [FILE], "--benchmarks", "Evaluates models side by side"),
         ("bench", ["--config=configs/polaris.py"], "--plans", "How fast each stage"),
     ],
 )
-def test_help_lists_flags_and_keys(python: Python, module: str, arguments: list[str], flag: str, says: str):
+def test_help_lists_flags_and_keys(python: Python, module: str, arguments: list[str], flag: str, title: str):
     ended = python(module, *arguments, "--help")
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.startswith(says)
+    assert ended.stdout.startswith(title)
     lines = [line.strip() for line in ended.stdout.splitlines()]
     assert any(line.startswith(f"{flag} ") for line in lines)
     for key, field, value in Config().flat():
@@ -47,11 +47,11 @@ def test_help_lists_flags_and_keys(python: Python, module: str, arguments: list[
         if not arguments:
             assert line.startswith(f"{key} = {value!r} ")
             assert " ".join(field.metadata["meaning"].split()[:3]) in " ".join(ended.stdout.split())
-    if module == "bench":  # the values are those of the file
+    if module == "bench":  # the help shows the values of the file
         assert any(line.startswith("train.row_tokens = 16384 ") for line in lines)
 
 
-def test_print_config_shows_each_key_and_runs_nothing(python: Python, tmp_path: Path):
+def test_print_config_prints_each_key_without_running(python: Python, tmp_path: Path):
     ended = python("main", FILE + ":grpo", "--config.seed=3", "--print_config", f"--config.workdir={tmp_path / 'run'}")
     assert (ended.returncode, ended.stderr) == (0, "")
     values = dict(line.split(" = ", 1) for line in ended.stdout.splitlines())
@@ -82,7 +82,7 @@ def get_config(words=""):
 """
 
 
-def test_a_file_of_ones_own_registers_parts(python: Python, tmp_path: Path):
+def test_a_configuration_file_registers_components(python: Python, tmp_path: Path):
     (tmp_path / "mine.py").write_text(MINE.format(task="easier"))
     options = "--config.task.options={'num_train': 20}", "--config.task.options.num_held_out=5"
     ended = python("main", "--config=mine.py:grpo", *options, "--print_config", folder=tmp_path)
@@ -92,11 +92,11 @@ def test_a_file_of_ones_own_registers_parts(python: Python, tmp_path: Path):
     ended = python("bench", "--config=mine.py", "--plan", "--config.task.options.num_trian=20", folder=tmp_path)
     assert ended.returncode == 1
     assert ended.stderr.startswith(
-        "Error: task.options has 'num_trian', which easier does not take; did you mean num_t"
+        "Error: task.options has 'num_trian', which easier does not accept; did you mean num_t"
     )
 
 
-def test_a_part_of_ones_own_takes_no_name_that_is_taken(python: Python, tmp_path: Path):
+def test_a_registered_component_needs_a_new_name(python: Python, tmp_path: Path):
     (tmp_path / "mine.py").write_text(MINE.format(task="math"))
     ended = python("main", "--config=mine.py", "--print_config", folder=tmp_path)
     assert ended.returncode == 1
@@ -113,7 +113,7 @@ def test_every_command_checks_the_configuration(python: Python):
         assert ended.stderr.startswith("Error: judge.name='jury' must be one of ")
 
 
-def test_a_plan_leaves_the_figures_of_bench_alone(python: Python, tmp_path: Path):
+def test_a_plan_does_not_overwrite_the_results_of_bench(python: Python, tmp_path: Path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "bench.json").write_text("figures")
     (tmp_path / "mine.py").write_text(MINE.format(task="easier"))
@@ -125,7 +125,7 @@ def test_a_plan_leaves_the_figures_of_bench_alone(python: Python, tmp_path: Path
 
 CTRL_C_AT_THE_END = """
 import atexit, os, signal
-atexit.register(os.kill, os.getpid(), signal.SIGINT)  # while what is imported first cleans up, as JAX does
+atexit.register(os.kill, os.getpid(), signal.SIGINT)  # during the exit handlers of imports, such as those of JAX
 from poly_epo_jax.startup.command_line import config_parser, run_command
 arguments = ["--config=configs/polynomial.py"]
 run_command(config_parser(None), arguments, lambda config, flags: print("done", flush=True))
@@ -133,7 +133,7 @@ run_command(config_parser(None), arguments, lambda config, flags: print("done", 
 
 
 @pytest.mark.slow
-def test_ctrl_c_after_everything_is_written_is_no_traceback():
+def test_ctrl_c_at_exit_does_not_print_a_traceback():
     command = [sys.executable, "-c", CTRL_C_AT_THE_END]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")

@@ -56,7 +56,7 @@ def test_the_command_line_counts_before_the_file(tmp_path: Path):
         ({"train.num_steps": 0}, "train.num_steps=0 must "),
         ({"train.num_steps": "many"}, "train.num_steps='many' must be a whole number."),
         ({"algo.loss": "ppo"}, "algo.loss='ppo' must be one of"),
-        ({"task.options": {"num_trains": 3}}, "task.options has 'num_trains', which polynomial does not take"),
+        ({"task.options": {"num_trains": 3}}, "task.options has 'num_trains', which polynomial does not accept"),
         ({"hosts.coordinator": "auto"}, "hosts.coordinator is set, but each run of a study is a process of one host."),
     ],
 )
@@ -82,7 +82,7 @@ def test_each_mistake_is_told(tmp_path: Path):
 def test_a_folder_with_another_study_is_refused_before_anything_starts(tmp_path: Path):
     (run, *_) = make_runs(study(tmp_path))
     finish(run)
-    with pytest.raises(ConfigError, match=r"GRPO-lr0\.001-seed3 holds a run with another base\.skew"):
+    with pytest.raises(ConfigError, match=r"GRPO-lr0\.001-seed3 contains a run with .* base\.skew"):
         make_runs(study(tmp_path, settings={"eval.every": 5, "base.skew": 2.0}))
 
 

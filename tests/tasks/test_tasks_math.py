@@ -115,7 +115,7 @@ def test_ids_are_unique_among_held_out_sources(make: Callable[..., MathTask]):
 
 def test_there_is_no_exact_clustering(make: Callable[..., MathTask]):
     with pytest.raises(
-        ConfigError, match=r"judge\.name='exact' needs strategy of MathTask; choose answer, llm, ngrams, none\."
+        ConfigError, match=r"judge\.name='exact' requires strategy of MathTask; choose answer, llm, ngrams, none\."
     ):
         make_judge(JudgeSection(name="exact"), make())
 
