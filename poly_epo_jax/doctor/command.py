@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from rich import box
@@ -55,10 +54,6 @@ def show(findings: Sequence[Finding], console: Console) -> None:
     console.print(f"Doctor: {', '.join(counts)}.")
 
 
-def as_rows(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(one) | {"figures": dict(one.figures)} for one in findings]
-
-
 SECONDS = 180.0  # for all checks together
 CHECKS = (
     Check("devices", check_devices, 60.0, "see what holds them, such as another process", needs_mesh=False),
@@ -99,7 +94,7 @@ def run(config: Config, is_short: bool, output: Path | None) -> None:
     if examination.is_told:
         show(findings, console)
         if output is not None:
-            write_figures(output, as_rows(findings), console)
+            write_figures(output, list(map(dataclasses.asdict, findings)), console)
     sys.stdout.flush()
     failed = [one.name for one in findings if one.status == "failed"]
     if failed and examination.is_told:

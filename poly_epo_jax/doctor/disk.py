@@ -1,9 +1,9 @@
 """Writes a checkpoint to the run's own disk, and checks that it is read back bit for bit."""
 
 import contextlib
-import tempfile
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ def check_checkpoint(subject: Subject) -> Seen:
     disk = next(path for path in (workdir, *workdir.parents) if path.is_dir())
     with contextlib.ExitStack() as held:
         # Removed even if this process is told to end.
-        folder = Path(hosts.on_first(lambda: held.enter_context(_folder(disk))))
+        folder = Path(hosts.on_first(lambda: held.enter_context(TemporaryDirectory(prefix=".doctor-", dir=disk))))
         started = time.monotonic()
         restored, data = _round_trip(folder, update, state)
         seconds = time.monotonic() - started
@@ -38,10 +38,6 @@ def check_checkpoint(subject: Subject) -> Seen:
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
     figures = {"bytes": num_bytes, "seconds": seconds}
     return f"{num_bytes / 1e6:.2g} MB written to {disk} and read back bit for bit in {seconds:.1f} s", figures
-
-
-def _folder(disk: Path) -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix=".doctor-", dir=disk)
 
 
 def _round_trip(folder: Path, update: PolicyUpdate, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
