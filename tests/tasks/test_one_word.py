@@ -66,7 +66,7 @@ def _file(name: str, part: str) -> str:
 def test_each_file_names_its_source_and_license(file: str):
     head = _file(*file.split("_", 1)).split("\n\n")[0]
     assert head.startswith("# ") and re.search(
-        "[Ww]ritten for this project.*licence|copyright has lapsed", head, re.DOTALL
+        "[Ww]ritten for this project.*License|copyright has expired", head, re.DOTALL
     )
 
 
