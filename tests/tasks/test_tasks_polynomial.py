@@ -70,7 +70,7 @@ def test_reward_is_one_exactly_on_the_curve(degree):
 
 
 def test_only_canonical_integers_parse():
-    """Of all short spellings of x and y, exactly those that Python prints for an integer are parsed."""
+    """A short spelling of x or y is parsed exactly if Python prints its integer that way."""
     task = PolynomialTask()
     problem = task.train_problems[0]
 
