@@ -51,7 +51,16 @@ def python_loop(rewards: np.ndarray, clusters: np.ndarray, set_size: int) -> lis
 
 
 def median_milliseconds(function: Callable, *arguments: object, repeats: int) -> float:
-    """Returns the median time of `repeats` calls of a function in milliseconds, after one call that compiles it."""
+    """Measures a function after one call that compiles it.
+
+    Args:
+      function: Function to measure.
+      *arguments: Arguments of the function.
+      repeats: Number of measured calls.
+
+    Returns:
+      The median time of a call in milliseconds.
+    """
     jax.block_until_ready(function(*arguments))
     times = []
     for _ in range(repeats):

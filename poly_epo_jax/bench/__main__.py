@@ -1,8 +1,8 @@
 """Measures the stages of a training step with the model, mesh and batch of a configuration, and their rooflines.
 
-python -m poly_epo_jax.bench --config=configs/polynomial.py --config.mesh.fsdp=1 --output=runs/bench.json python -m
-poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan           only plans the memory, on any machine python -m
-poly_epo_jax.bench --config=configs/polaris.py --compile-for=v5p-16    only compiles the programs for a machine
+python -m poly_epo_jax.bench --config=configs/polynomial.py --config.mesh.fsdp=1 --output=runs/bench.json
+python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan           only plans the memory, on any machine
+python -m poly_epo_jax.bench --config=configs/polaris.py --compile-for=v5p-16    only compiles programs for a machine
 
 Weights and tokens are random, so the model is not downloaded. The configurations of Qwen3 models are built in
 (model/presets.py). To compare meshes, rows per device or values of model.remat, run the command with each of them.

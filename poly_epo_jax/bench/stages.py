@@ -63,8 +63,8 @@ def stage_row(stage: Stage, roofline: Roofline, num_devices: int) -> dict[str, A
       num_devices: Number of devices.
 
     Returns:
-      The fields of the stage, its throughput, and its roofline: the seconds that its FLOPs or its memory traffic take
-        at peak rates. The larger of the two values is used.
+      The fields of the stage, its throughput, and its roofline, which is the longer of the times that its FLOPs and its
+      memory traffic take at peak rates.
     """
     arithmetic = stage.flops / (roofline.flops_per_second * num_devices)
     traffic = stage.moved_bytes / (roofline.bytes_per_second * num_devices)

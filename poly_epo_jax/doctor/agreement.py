@@ -67,8 +67,10 @@ def compare(scorer: ReferenceScorer, sequences: Sequence[TrainingSequence], samp
     """Compares the sampler's log-probabilities, which are stored in the sequences, with the trainer's.
 
     Args:
-      scorer: Computes the trainer's log-probabilities. sequences: Sequences from the sampler. sampler_dtype: Compute
-      dtype of the sampler. The tolerance is based on the less precise dtype of sampler and trainer.
+      scorer: Computes the trainer's log-probabilities.
+      sequences: Sequences from the sampler.
+      sampler_dtype: Compute dtype of the sampler. The tolerance is based on the less precise dtype of sampler and
+        trainer.
 
     Returns:
       The mean difference in nats and its tolerance.

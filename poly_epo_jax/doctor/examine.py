@@ -102,9 +102,9 @@ class DoctorCheck:
     """A check, which adds one or more rows to the table.
 
     Attributes:
-      name: Name of the check. run: Function that returns a result or findings. It raises `Skipped`, `Failed`, or an
-      error whose message contains a
-        remedy.
+      name: Name of the check.
+      run: Function that returns a result or findings. It raises `Skipped`, `Failed`, or an error whose message contains
+        a remedy.
       timeout_seconds: Time limit of the check, in seconds.
       remedy: Remedy that is printed if the check times out or raises an unexpected exception.
       needs_mesh: Whether the check requires the mesh and its devices.

@@ -37,14 +37,24 @@ def small_config(model_config: ModelConfig, mesh: Mesh) -> ModelConfig:
 
 
 def random_params(model_config: ModelConfig, mesh: Mesh) -> Params:
-    """Creates random weights, sharded over the mesh. Their values do not depend on the mesh."""
+    """Creates random weights whose values do not depend on the mesh.
+
+    Args:
+      model_config: Configuration of the model.
+      mesh: Mesh over which the weights are sharded.
+    """
     shardings = param_shardings(abstract_model(model_config), mesh)
     params = jax.jit(lambda: first_params(model_config))()
     return jax.device_put(jax.device_get(params), shardings)
 
 
 def random_sequences(count: int, model_config: ModelConfig) -> list[TrainingSequence]:
-    """Creates `count` sequences with prompts and responses of 1 to 30 random tokens and random advantages."""
+    """Creates sequences with prompts and responses of 1 to 30 random tokens and random advantages.
+
+    Args:
+      count: Number of sequences.
+      model_config: Configuration of the model, which determines the vocabulary.
+    """
     rng, sequences = np.random.default_rng(0), []
     for _ in range(count):
         prompt, response = rng.integers(1, 31, 2).tolist()

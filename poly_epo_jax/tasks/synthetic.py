@@ -40,7 +40,14 @@ class SyntheticTask:
         self.train_problems, self.held_out_problems = problems[: self.num_train], problems[self.num_train :]
 
     def drawn(self, items: Sequence[Any], count: int) -> Sequence[Problem]:
-        """Returns the problems of the first `count` items in the order given by `seed`.
+        """Generates problems from randomly selected items.
+
+        Args:
+          items: Items from which problems can be generated.
+          count: Number of problems.
+
+        Returns:
+          The problems of the first `count` items in an order that `seed` determines.
 
         Raises:
           ValueError: If there are fewer than `count` items.

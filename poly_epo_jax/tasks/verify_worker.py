@@ -140,7 +140,12 @@ def same(gold: str, answer: str) -> bool:
 
 
 def grade(gold: str, answer: str, cpu_seconds: float) -> str:
-    """Compares an answer with the gold answer within `cpu_seconds` of CPU time.
+    """Compares an answer with the gold answer.
+
+    Args:
+      gold: Gold answer in LaTeX.
+      answer: Answer of a response in LaTeX.
+      cpu_seconds: CPU time limit in seconds.
 
     Returns:
       "right", "wrong" or "timed out".

@@ -104,6 +104,8 @@ def estimate_cost(
 
 @dataclasses.dataclass
 class _Reader:
+    """Arguments of `estimate_cost`, and the costs found so far."""
+
     program: Program
     rates: Rates
     kernel_flops: Callable[[str], float]
