@@ -28,7 +28,7 @@ def kernel_flops(config: ModelConfig, segment_ids: Int[np.ndarray, "R T"], heads
 
     Args:
       config: Configuration of the model.
-      segment_ids: Segment ids of the packed rows, 0 for padding.
+      segment_ids: Segment ids [R, T] of the packed rows, 0 for padding.
       heads: Number of query heads that the kernel processes.
       kernel: Name of the kernel.
 
@@ -43,7 +43,7 @@ def kernel_pairs(segment_ids: Int[np.ndarray, "R T"], kernel: str) -> int:
     """Counts the query-key pairs in all blocks that a kernel computes.
 
     Args:
-      segment_ids: Segment ids of the packed rows, 0 for padding.
+      segment_ids: Segment ids [R, T] of the packed rows, 0 for padding.
       kernel: Name of the kernel.
 
     Returns:
@@ -59,7 +59,7 @@ def visited_pairs(segment_ids: Int[np.ndarray, "R T"], query_block: int, key_blo
     A pair is visible if query and key belong to the same segment and the key is not after the query.
 
     Args:
-      segment_ids: Segment ids of the packed rows, 0 for padding.
+      segment_ids: Segment ids [R, T] of the packed rows, 0 for padding.
       query_block: Number of queries per block.
       key_block: Number of keys per block.
     """
