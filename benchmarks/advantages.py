@@ -1,7 +1,7 @@
-"""Times the polychromic advantages of 128 prompts: python benchmarks/advantages.py
+"""Measures the computation of polychromic advantages for 128 prompts: python benchmarks/advantages.py
 
-The closed form at N = 64, n = 8 stands for 4.4 billion sets per prompt. At the paper's N = 8, n = 4, the closed form
-and the vectorised 70 sets are compared with a plain Python loop over prompts and sets.
+At N = 64, n = 8, the closed form is equivalent to 4.4 billion sets per prompt. At the paper's N = 8, n = 4, the closed
+form and the vectorized computation of all 70 sets are compared with a Python loop over prompts and sets.
 """
 
 import functools
@@ -20,13 +20,23 @@ NUM_PROMPTS = 128
 
 
 def random_batch(num_generations: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns random rewards and clusters of shape [NUM_PROMPTS, num_generations]."""
     rng = np.random.default_rng(0)
     shape = (NUM_PROMPTS, num_generations)
     return rng.integers(0, 2, shape).astype(np.float32), rng.integers(1, 6, shape).astype(np.int32)
 
 
 def python_loop(rewards: np.ndarray, clusters: np.ndarray, set_size: int) -> list[list[float]]:
-    """Algorithm 1 with one set at a time."""
+    """Computes the advantages with a loop over prompts and sets (Algorithm 1 of the paper).
+
+    Args:
+      rewards: Rewards [P, N].
+      clusters: Cluster ids [P, N].
+      set_size: Number n of generations per set.
+
+    Returns:
+      Advantages [P, N].
+    """
     advantages = []
     for r, c in zip(rewards.tolist(), clusters.tolist(), strict=True):
         sets = list(itertools.combinations(range(len(r)), set_size))
@@ -41,7 +51,17 @@ def python_loop(rewards: np.ndarray, clusters: np.ndarray, set_size: int) -> lis
 
 
 def median_milliseconds(function: Callable, *arguments: object, repeats: int) -> float:
-    jax.block_until_ready(function(*arguments))  # compiles
+    """Measures a function after one call that compiles it.
+
+    Args:
+      function: Function to measure.
+      *arguments: Arguments of the function.
+      repeats: Number of measured calls.
+
+    Returns:
+      The median time of a call in milliseconds.
+    """
+    jax.block_until_ready(function(*arguments))
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -51,6 +71,8 @@ def median_milliseconds(function: Callable, *arguments: object, repeats: int) ->
 
 
 def main() -> None:
+    """Measures the implementations and prints a table."""
+
     def closed_form(set_size: int) -> Callable:
         return jax.jit(functools.partial(set_rl.polychromic_advantages, set_size=set_size))
 
@@ -67,12 +89,12 @@ def main() -> None:
     loop = median_milliseconds(functools.partial(python_loop, set_size=4), *small, repeats=5)
     rows = [
         ("Python loop", 8, 4, loop),
-        ("all sets, vectorised", 8, 4, median_milliseconds(all_sets, *small, repeats=200)),
+        ("all sets, vectorized", 8, 4, median_milliseconds(all_sets, *small, repeats=200)),
         ("closed form", 8, 4, median_milliseconds(closed_form(4), *small, repeats=200)),
         ("closed form", 64, 8, median_milliseconds(closed_form(8), *large, repeats=200)),
     ]
     print(f"{NUM_PROMPTS} prompts on {jax.devices()[0].device_kind}, median time per batch")
-    print(f"{'method':22}{'N':>4}{'n':>4}{'sets per prompt':>18}{'ms':>10}{'against the loop':>18}")
+    print(f"{'method':22}{'N':>4}{'n':>4}{'sets per prompt':>18}{'ms':>10}{'relative to loop':>18}")
     for method, num_generations, set_size, milliseconds in rows:
         ratio = f"{loop / milliseconds:.0f}x faster" if num_generations == 8 and method != "Python loop" else "-"
         num_sets = math.comb(num_generations, set_size)

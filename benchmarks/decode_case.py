@@ -1,4 +1,4 @@
-"""The task of every side of decode_peers.py: the requests, and how decoding is timed. Imports nothing heavy."""
+"""Requests and timing that all implementations in decode_peers.py share. Imports no large packages."""
 
 import json
 import statistics
@@ -10,15 +10,21 @@ from update_case import VOCAB
 
 PROMPT, MAX_TOKENS, GENERATIONS, SLOTS = 64, 128, 8, 16
 TEMPERATURE = 1.0
-TOP_P = {"plain": 1.0, "top_p": 0.95, "lognormal": 1.0}  # the cases
+TOP_P = {"plain": 1.0, "top_p": 0.95, "lognormal": 1.0}  # The keys are the cases.
 REPEATS = {"plain": 7, "top_p": 7, "lognormal": 3}
 
 
 def requests(case: str) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts [P, PROMPT], of which each is to be answered GENERATIONS times, and how many tokens [P * GENERATIONS].
+    """Creates the requests of a case.
 
-    MAX_TOKENS for each of 2 prompts; but for "lognormal" of 8 prompts: mean 0.4 MAX_TOKENS, sigma 0.6. Tokens are
-    never 0, which pads.
+    The case "lognormal" has 8 prompts with log-normal response lengths (mean 0.4 MAX_TOKENS, sigma 0.6). The other
+    cases have 2 prompts with responses of MAX_TOKENS tokens. Tokens are never 0, which is the padding token.
+
+    Args:
+      case: A key of `TOP_P`.
+
+    Returns:
+      Prompts [P, PROMPT], each with GENERATIONS responses, and the response lengths [P * GENERATIONS] in tokens.
     """
     rng = np.random.default_rng(0)
     if case != "lognormal":
@@ -29,14 +35,24 @@ def requests(case: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def batches(case: str) -> Sequence[tuple[np.ndarray, int]]:
-    """The requests for a side without continuous batching: SLOTS prompts at a time, in order, and their longest."""
+    """Groups the requests for implementations without continuous batching.
+
+    Returns:
+      Batches of SLOTS prompts in order, each with its maximum response length.
+    """
     prompts, lengths = requests(case)
     rows = prompts.repeat(GENERATIONS, axis=0)
     return [(rows[i : i + SLOTS], int(lengths[i : i + SLOTS].max())) for i in range(0, len(rows), SLOTS)]
 
 
 def report(case: str, decode: Callable[[], None], setting: str) -> None:
-    """Times `decode`, which answers all of the case's requests, after one warm-up, and prints a line of JSON."""
+    """Measures decoding after one warm-up run, and prints a line of JSON.
+
+    Args:
+      case: A key of `TOP_P`.
+      decode: Function that generates the responses to all requests of the case.
+      setting: Description of the implementation's configuration.
+    """
     decode()
     times = []
     for _ in range(REPEATS[case]):

@@ -1,4 +1,4 @@
-"""Runs decode_case.py with the embedded sampler, which refills slots: a child of decode_peers.py."""
+"""Runs decode_case.py with the embedded sampler, which refills slots. Child process of decode_peers.py."""
 
 import functools
 import sys
@@ -15,6 +15,7 @@ from poly_epo_jax.types import Sampling
 
 
 def main() -> None:
+    """Measures all cases."""
     config = read_config(sys.argv[1], dtype="float32")
     weights = jax.jit(functools.partial(decoding_weights, config))(load_params(sys.argv[1], config))
 
@@ -25,7 +26,7 @@ def main() -> None:
             config,
             weights,
             make_mesh(1, 1, 1),
-            np.zeros(0, np.int32),  # no stop token
+            np.zeros(0, np.int32),  # Decoding continues without stop tokens.
             list(prompts),
             requests,
             Sampling(decode_case.MAX_TOKENS, decode_case.TEMPERATURE, decode_case.TOP_P[case]),

@@ -1,13 +1,14 @@
-"""Times decoding here, with transformers' generate, and with Tunix's Sampler: python benchmarks/decode_peers.py
+"""Compares decoding with transformers' generate and Tunix's Sampler: python benchmarks/decode_peers.py
 
-It creates the peers' environments, or reuses them, and runs the sides in turn, each in its own process.
+Creates or reuses the environments of the baselines, and runs the implementations one after another, each in a separate
+process.
 
-Equal: a Qwen3 of 6 million float32 weights, the requests of decode_case.py, prompts of 64 tokens, temperature 1, no
-stopping, every sampled token returned with its log-probability, and the cores.
+All implementations use the same Qwen3 with 6 million float32 weights, the requests of decode_case.py with prompts of 64
+tokens, temperature 1, no stop tokens, and the same CPU cores. They return each sampled token with its log-probability.
 
-Not equal, because each side works as its users run it: the peers get every prompt repeated, 16 rows at a time, and
-decode to the longest of each 16; we read a prompt once, and refill a slot as soon as it is free. Only requested tokens
-are counted.
+Each implementation is used as intended by its authors, which leads to these differences: the baselines process 16
+repeated prompts at a time and decode until the longest response of each batch is complete. The embedded sampler reads a
+prompt once, and refills a slot as soon as it is free. Only requested tokens are counted.
 """
 
 from peers import measure, show

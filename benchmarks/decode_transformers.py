@@ -1,4 +1,4 @@
-"""Runs decode_case.py with transformers' generate: a child of decode_peers.py."""
+"""Runs decode_case.py with transformers' generate. Child process of decode_peers.py."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 
 def main() -> None:
+    """Measures all cases."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, attn_implementation="sdpa")
 
@@ -30,7 +31,7 @@ def main() -> None:
                 prompts, attention_mask=torch.ones_like(prompts), generation_config=config
             )
             tokens = output.sequences[:, decode_case.PROMPT :]
-            # From the distribution at the temperature, as elsewhere; the top-p filter does not enter.
+            # As in the other implementations, log-probabilities are those at the temperature, without the top-p filter.
             logprobs = torch.stack(output.logits, 1).log_softmax(-1).gather(2, tokens[..., None])
             assert logprobs.shape == (*tokens.shape, 1) and tokens.shape[1] == max_tokens
 

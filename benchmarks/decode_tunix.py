@@ -1,4 +1,4 @@
-"""Runs decode_case.py with Tunix's Sampler: a child of decode_peers.py."""
+"""Runs decode_case.py with Tunix's Sampler. Child process of decode_peers.py."""
 
 import sys
 
@@ -11,25 +11,31 @@ from tunix_model import read_config
 
 
 class Ids:
-    """The tokenizer that Sampler asks for; its texts are token ids with spaces between."""
+    """A tokenizer for `Sampler` whose texts are token ids separated by spaces."""
 
     def encode(self, text: str) -> list[int]:
+        """Parses token ids."""
         return [int(token) for token in text.split()]
 
     def decode(self, ids: list[int]) -> str:
+        """Returns an empty text, because texts are not used."""
         return ""
 
     def bos_id(self) -> int:
-        return 0  # none
+        """Returns 0, because there is no start token."""
+        return 0
 
     def eos_id(self) -> int:
-        return -1  # never sampled
+        """Returns an id that is never sampled."""
+        return -1
 
     def pad_id(self) -> int:
+        """Returns the id of the padding token."""
         return 0
 
 
 def main() -> None:
+    """Measures all cases."""
     config = read_config(sys.argv[1])
     model = create_model_from_safe_tensors(sys.argv[1], config, dtype=jnp.float32)
     slots = decode_case.PROMPT + decode_case.MAX_TOKENS

@@ -1,7 +1,8 @@
-"""Times every advantage estimator at P = 128 prompts and N = 64 generations: python benchmarks/estimators.py
+"""Measures all advantage estimators at P = 128 prompts and N = 64 generations: python benchmarks/estimators.py
 
-Each estimator has the defaults of its name and is compiled; the time is the median of 50 calls. Embeddings have 64
-dimensions. The objectives with a closed form are those of `marginal_set`, with sets of 8: 4.4 billion for each prompt.
+Each compiled estimator runs with its default options. The time is the median of 50 calls. Embeddings have 64
+dimensions. `marginal_set` is measured with each objective that has a closed form, and sets of 8 (4.4 billion sets per
+prompt).
 """
 
 import jax
@@ -16,6 +17,7 @@ NUM_PROMPTS, NUM_GENERATIONS, DIMENSIONS, SET_SIZE, CALLS = 128, 64, 64, 8, 50
 
 
 def random_features() -> dict[str, np.ndarray]:
+    """Returns random features of shape [NUM_PROMPTS, NUM_GENERATIONS, ...] by name."""
     rng = np.random.default_rng(0)
     shape = (NUM_PROMPTS, NUM_GENERATIONS)
     return {
@@ -27,9 +29,10 @@ def random_features() -> dict[str, np.ndarray]:
 
 
 def main() -> None:
+    """Measures the estimators and prints the results."""
     closed = [name for name, objective in set_rl.OBJECTIVES.items() if objective.closed_form]
     sections = {f"marginal_set, {name}": AlgoSection(objective=name, set_size=SET_SIZE) for name in closed}
-    sections |= {word: AlgoSection(advantages=word) for word in ADVANTAGES if word != "marginal_set"}
+    sections |= {name: AlgoSection(advantages=name) for name in ADVANTAGES if name != "marginal_set"}
     features, key = jax.device_put(random_features()), jax.random.key(0)
     print(f"{NUM_PROMPTS} prompts of {NUM_GENERATIONS} generations on {jax.devices()[0].device_kind}, median per call")
     for name, section in sections.items():

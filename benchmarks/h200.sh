@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# One H200 and the real Qwen3-4B shape in bf16: bash benchmarks/h200.sh   (SMALL=1: a tiny policy, on any machine)
-# Sequences of up to 5,120 tokens; microbatches of 16k and 32k tokens, both attention kernels, 64 to 512 slots of the
-# embedded sampler. Each is a plan of the memory, and beside it what a run of poly_epo_jax.bench holds and how long it takes;
-# the figures are kept under runs/h200/.
+# Measures the Qwen3-4B configuration in bf16 on one H200: bash benchmarks/h200.sh
+# SMALL=1 uses a tiny policy that runs on any machine.
+# Sequences have up to 5,120 tokens. The script varies the microbatch (16k and 32k tokens), the attention kernel, and the
+# number of slots of the embedded sampler (64 to 512). For each combination, it writes the memory plan and the memory and
+# times measured by poly_epo_jax.bench to runs/h200/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -d .venv ] && source .venv/bin/activate
 export XLA_PYTHON_CLIENT_MEM_FRACTION=0.92
 
-bench() { # name, then settings
+bench() { # bench NAME [FLAGS...]
   echo "== $1"
   python -m poly_epo_jax.bench --plan --output="runs/h200/$1-plan.json" "${@:2}"
   python -m poly_epo_jax.bench --output="runs/h200/$1.json" "${@:2}"
@@ -23,7 +24,7 @@ else
 fi
 for tokens in $row_tokens; do
   for kernel in $kernels; do
-    # Rollouts by servers that are not asked: only the update is timed.
+    # With rollouts.name=sglang, only the update is measured. The servers are not contacted.
     bench "update-$tokens-$kernel" "${settings[@]}" --config.rollouts.name=sglang --config.rollouts.weight_sync=tensor \
       --config.train.row_tokens="$tokens" --config.train.rows_per_device=1 --config.model.attention="$kernel" \
       --config.rollouts.urls=http://127.0.0.1:1

@@ -1,7 +1,7 @@
-"""Shared by the three *_peers.py: the peers' environments, children that measure, and their table.
+"""Environments, child processes and tables of the three *_peers.py scripts.
 
-A peer's packages are pinned in requirements-<peer>.txt and installed into env-<peer>, next to this file. All children
-run on the CPU in the same way: with this package's folder to import from, and as many threads as the process has cores.
+The packages of a baseline are pinned in requirements-NAME.txt and installed into env-NAME, next to this file. All child
+processes run on the CPU with this repository in PYTHONPATH, and use as many threads as the process has cores.
 """
 
 import dataclasses
@@ -29,18 +29,32 @@ TORCH_FOR_CPU = "https://download.pytorch.org/whl/cpu"
 ROUNDS = 3
 CONSOLE = Console(highlight=False)
 
-Results = dict[str, dict[str, dict[str, Any]]]  # case -> side -> a child's line, its numbers being medians over rounds
+Results = dict[str, dict[str, dict[str, Any]]]
+"""Results by case and implementation. Numbers are medians over rounds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One of those compared: `<task>_<name>.py` measures it, run by `python`."""
+    """One of the compared implementations.
+
+    Attributes:
+      name: Name of the implementation. The script TASK_NAME.py measures it.
+      python: Interpreter that runs the script.
+    """
 
     name: str
     python: Path
 
     def run(self, task: str, *arguments: str) -> list[dict[str, Any]]:
-        """The lines of JSON that the child prints, one per case."""
+        """Runs the script of a task, and returns the JSON objects that it prints, one per case.
+
+        Args:
+          task: "update", "decode" or "step".
+          *arguments: Arguments of the script.
+
+        Raises:
+          SystemExit: If the script fails.
+        """
         environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
         command = [self.python, HERE / f"{task}_{self.name}.py", *arguments]
         child = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -50,16 +64,16 @@ class Side:
 
 
 def sides(task: str) -> list[Side]:
-    """Ours, if it is there for this task, then the peers; their environments are made if need be."""
+    """Returns this package, if it has a script for the task, and the baselines. Creates missing environments."""
     ours = [Side("ours", Path(sys.executable))] if (HERE / f"{task}_ours.py").exists() else []
     if not ours:
-        CONSOLE.print(f"[bold]There is no {task}_ours.py: only the peers are measured.")
+        CONSOLE.print(f"[bold]{task}_ours.py does not exist; measuring only the baselines.")
     peers = [name for name in ("transformers", "tunix", "trl") if (HERE / f"{task}_{name}.py").exists()]
     return ours + [Side(name, _environment(name)) for name in peers]
 
 
 def _environment(name: str) -> Path:
-    """The interpreter of a peer's environment, installed anew where its pins have changed."""
+    """Returns the interpreter of a baseline's environment, which is created again if its pinned packages changed."""
     folder, pins = HERE / f"env-{name}", HERE / f"requirements-{name}.txt"
     python = folder / "bin" / "python"
     stamp = folder / f"installed-{hashlib.sha256(pins.read_bytes()).hexdigest()[:16]}"
@@ -68,7 +82,7 @@ def _environment(name: str) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         venv.create(folder, with_pip=True)
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        # PyPI's torch may need CUDA's libraries; the one built for CPUs has an index of its own.
+        # The CPU build of torch has a separate index. The build on PyPI may require CUDA libraries.
         torch = [pin for pin in pins.read_text().split() if pin.startswith("torch==")]
         if torch:
             subprocess.run([*install, "--extra-index-url", TORCH_FOR_CPU, *torch], check=True)
@@ -78,10 +92,15 @@ def _environment(name: str) -> Path:
 
 
 def measure(task: str, cases: Sequence[Sequence[str]], folder: str = "") -> Results:
-    """Runs every side's child with a model's folder and each of `cases`, in turn, ROUNDS times over.
+    """Runs the script of each implementation for each case, alternating between implementations, in ROUNDS rounds.
 
     Args:
-      folder: the model's; empty: that of peers_model.py.
+      task: "update", "decode" or "step".
+      cases: Arguments of the script for each case.
+      folder: Folder of the model. If empty, the model of peers_model.py is used.
+
+    Returns:
+      The medians over rounds.
     """
     compared = sides(task)
     lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -106,9 +125,15 @@ def measure(task: str, cases: Sequence[Sequence[str]], folder: str = "") -> Resu
 
 
 def show(task: str, results: Results, columns: dict[str, str]) -> None:
-    """Prints a table with `columns`, each a key of the children's lines and its format, and writes it as JSON.
+    """Prints the results as a table, and writes them to a JSON file in runs/bench/.
 
-    Below each case stands ours over the best of the peers, in the columns `seconds` and `peak_gb`.
+    The last row of each case contains the ratio of this package to the best baseline, for the columns `seconds` and
+    `peak_gb`.
+
+    Args:
+      task: "update", "decode" or "step".
+      results: Results from `measure`.
+      columns: Format specifications of the columns, by key of the results.
     """
     table = Table("case", "side", *columns)
     ratios: dict[str, dict[str, float]] = {}
@@ -123,7 +148,7 @@ def show(task: str, results: Results, columns: dict[str, str]) -> None:
                 if key in columns
             }
             cells = (f"{ratios[case][key]:.2f}x" if key in ratios[case] else "" for key in columns)
-            table.add_row(case, "ours / best peer", *cells, style="bold")
+            table.add_row(case, "ours / best baseline", *cells, style="bold")
         table.add_section()
     CONSOLE.print(table)
     for case, by_side in results.items():

@@ -1,4 +1,4 @@
-"""Writes the model for comparing the peers, with random weights, as a Hugging Face folder: peers_model.py FOLDER"""
+"""Writes the model of the comparisons, with random weights, as a Hugging Face folder: peers_model.py FOLDER"""
 
 import sys
 

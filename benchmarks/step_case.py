@@ -1,4 +1,7 @@
-"""The task of every side of step_peers.py: a GRPO step on `categories`, and how it is timed. Imports nothing heavy."""
+"""Task and timing that all implementations in step_peers.py share: GRPO steps on `categories`.
+
+Imports no large packages.
+"""
 
 import json
 import resource
@@ -13,7 +16,7 @@ WARM_UPS, STEPS = 3, 12
 
 
 def arguments() -> tuple[str, Mapping[str, Sequence[str]]]:
-    """A child's: the model's folder, and the right words of each prompt, as step_peers.py has written them."""
+    """Returns the arguments of a child process: the folder of the model, and the correct words of each prompt."""
     folder, problems = sys.argv[1:]
     with open(problems) as file:
         return folder, json.load(file)
@@ -22,10 +25,13 @@ def arguments() -> tuple[str, Mapping[str, Sequence[str]]]:
 def report(
     seconds: Sequence[float], rewards: Sequence[float], setting: str, process: int = resource.RUSAGE_SELF
 ) -> None:
-    """Prints a line of JSON: seconds and mean rewards of WARM_UPS + STEPS steps, of which the latter count.
+    """Prints the results as a line of JSON. The first WARM_UPS steps are ignored.
 
     Args:
-      process: whose peak memory counts, RUSAGE_SELF or RUSAGE_CHILDREN.
+      seconds: Seconds of each step.
+      rewards: Mean reward of each step.
+      setting: Description of the implementation's configuration.
+      process: Processes whose peak memory is reported: RUSAGE_SELF or RUSAGE_CHILDREN.
     """
     line = {
         "case": CASE,

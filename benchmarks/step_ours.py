@@ -1,7 +1,4 @@
-"""Runs `main` for steps of configs/smollm2.py:grpo, from sampling to the update, without evaluation.
-
-A child of step_peers.py.
-"""
+"""Runs `poly_epo_jax.main` with configs/smollm2.py:grpo, without evaluation. Child process of step_peers.py."""
 
 import resource
 import subprocess
@@ -16,6 +13,7 @@ from poly_epo_jax.records.run_folder import METRICS, TIMING, read_rows
 
 
 def main() -> None:
+    """Measures the steps of a run."""
     model, _ = step_case.arguments()
     num_steps = step_case.WARM_UPS + step_case.STEPS
     with tempfile.TemporaryDirectory() as folder:
@@ -34,7 +32,7 @@ def main() -> None:
             "eval.every": 0,
             "checkpoint.every": num_steps,
         }
-        # As a user types it: `main` sets its process up before it imports JAX.
+        # A separate process, because `main` configures the process before it imports JAX.
         command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/smollm2.py:grpo"]
         command += [f"--config.{key}={value}" for key, value in overrides.items()]
         subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)

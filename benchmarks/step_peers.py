@@ -1,11 +1,12 @@
-"""Times whole steps of GRPO on SmolLM2 here and in TRL: python benchmarks/step_peers.py FOLDER
+"""Compares complete GRPO steps on SmolLM2 with TRL: python benchmarks/step_peers.py FOLDER
 
-FOLDER is the model's: `bash launch/smollm2.sh` makes runs/models/smollm2-135m-instruct. TRL gets its own environment.
+FOLDER is the folder of the model. `bash launch/smollm2.sh` creates runs/models/smollm2-135m-instruct. TRL is installed
+into a separate environment.
 
-Equal: the weights in float32, the task and its prompts, 4 prompts of 8 generations of at most 8 tokens that end at a
-line break, learning rate, gradient norm and clip range, and the cores. Not equal: the order of the prompts; articles
-and plurals, which only our task knows; and how each side computes, which is with its own defaults. Peak resident memory
-includes the memory for compiling.
+Both implementations use the same float32 weights, task, prompts and CPU cores, 4 prompts with 8 generations of at most
+8 tokens that end at a line break, and the same learning rate, gradient norm limit and clip range. They differ in the
+order of the prompts, in the treatment of articles and plurals (accepted only by our task), and in all other defaults.
+Peak resident memory includes the memory for compilation.
 """
 
 import json
@@ -19,6 +20,7 @@ from poly_epo_jax.tasks.one_word import CategoriesTask, word_list
 
 
 def main(model: str) -> None:
+    """Writes the problems to a file, measures both implementations with the model, and prints the results."""
     words = word_list("categories_train")
     problems = {problem.prompt: sorted(words[problem.answer]) for problem in CategoriesTask().train_problems}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:

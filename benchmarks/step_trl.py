@@ -1,4 +1,4 @@
-"""Runs the steps of step_case.py with TRL's GRPOTrainer: a child of step_peers.py."""
+"""Runs the steps of step_case.py with TRL's GRPOTrainer. Child process of step_peers.py."""
 
 import tempfile
 import time
@@ -12,25 +12,28 @@ from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 
 class Clock(TrainerCallback):
-    """Seconds of each step, sampling included."""
+    """Measures the seconds of each step, including sampling."""
 
     def __init__(self):
         self.seconds: list[float] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Starts the clock."""
         self._start = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Records the duration of the step."""
         self.seconds.append(time.perf_counter() - self._start)
 
 
 def main() -> None:
+    """Measures the steps of a training run."""
     folder, words = step_case.arguments()
     num_steps, batch = step_case.WARM_UPS + step_case.STEPS, step_case.PROMPTS * step_case.GENERATIONS
     prompts = [{"prompt": prompt} for prompt in words] * (1 + num_steps * step_case.PROMPTS // len(words))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    breaks = [token for text, token in tokenizer.get_vocab().items() if "Ċ" in text]  # how it spells a line break
+    breaks = [token for text, token in tokenizer.get_vocab().items() if "Ċ" in text]  # "Ċ" represents a line break.
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, *breaks]
     rewards: list[float] = []
 

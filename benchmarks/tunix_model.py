@@ -1,4 +1,4 @@
-"""Reads the compared model's configuration for Tunix, which has only named configurations."""
+"""Converts the configuration of the compared model for Tunix, which only provides named configurations."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,15 @@ from tunix.models.qwen3.model import ModelConfig, RematConfig  # pyright: ignore
 
 
 def read_config(folder: str, remat: RematConfig = RematConfig.NONE) -> ModelConfig:
+    """Reads the configuration of a model.
+
+    Args:
+      folder: Hugging Face folder of the model.
+      remat: Rematerialization of the layers.
+
+    Returns:
+      Tunix's configuration of the model.
+    """
     written = json.loads((Path(folder) / "config.json").read_text())
     return ModelConfig(
         num_layers=written["num_hidden_layers"],

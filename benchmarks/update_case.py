@@ -1,4 +1,4 @@
-"""The task of every side of update_peers.py: shapes, a random batch, how a step is timed. Imports nothing heavy."""
+"""Batch and timing that all implementations in update_peers.py share. Imports no large packages."""
 
 import dataclasses
 import json
@@ -21,19 +21,30 @@ CASES = ("full", "lognormal")
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Tokens are never 0, which pads. Every response token weighs the same in the loss, one over their number."""
+    """The sequences of one update.
 
-    prompts: np.ndarray  # [SEQUENCES, PROMPT]
+    All response tokens have the same weight in the loss, 1 / `response_tokens`. Tokens are never 0, which is the
+    padding token.
+
+    Attributes:
+      prompts: Token ids [SEQUENCES, PROMPT].
+      responses: Token ids of each response.
+      old_logprobs: Log-probabilities of the response tokens under the old policy.
+      advantages: Advantages [SEQUENCES].
+    """
+
+    prompts: np.ndarray
     responses: list[np.ndarray]
     old_logprobs: list[np.ndarray]
-    advantages: np.ndarray  # [SEQUENCES]
+    advantages: np.ndarray
 
     @property
     def response_tokens(self) -> int:
+        """Number of tokens of all responses."""
         return sum(map(len, self.responses))
 
     def padded(self, length: int) -> dict[str, np.ndarray]:
-        """`responses`, `old_logprobs` and `mask`, each [SEQUENCES, length], padded on the right."""
+        """Returns `responses`, `old_logprobs` and `mask` [SEQUENCES, length] by name, padded on the right."""
 
         def pad(rows: list[np.ndarray]) -> np.ndarray:
             return np.stack([np.pad(row, (0, length - len(row))) for row in rows])
@@ -43,7 +54,12 @@ class Batch:
 
 
 def random_batch(case: str) -> Batch:
-    """Responses of MAX_RESPONSE tokens, or of log-normal length: mean 0.4 MAX_RESPONSE, sigma 0.6."""
+    """Creates a random batch.
+
+    Args:
+      case: "full" for responses of MAX_RESPONSE tokens, or "lognormal" for log-normal response lengths (mean
+        0.4 MAX_RESPONSE, sigma 0.6).
+    """
     rng = np.random.default_rng(0)
     sigma = 0.6
     lengths = rng.lognormal(np.log(0.4 * MAX_RESPONSE) - sigma**2 / 2, sigma, SEQUENCES)
@@ -53,24 +69,34 @@ def random_batch(case: str) -> Batch:
     return Batch(
         prompts=rng.integers(1, VOCAB, (SEQUENCES, PROMPT), np.int32),
         responses=[rng.integers(1, VOCAB, length, np.int32) for length in lengths],
-        # About what random weights give, so that some ratios are clipped.
+        # Close to the log-probabilities of random weights, so that some of the ratios are clipped.
         old_logprobs=[rng.normal(-np.log(VOCAB) - 0.5, 0.1, length).astype(np.float32) for length in lengths],
         advantages=rng.normal(size=SEQUENCES).astype(np.float32),
     )
 
 
 def model_and_case() -> tuple[str, str]:
-    """A child's arguments: the model's folder, and one of CASES."""
+    """Returns the arguments of a child process: the folder of the model, and the case.
+
+    Raises:
+      SystemExit: If the case is not one of `CASES`.
+    """
     folder, case = sys.argv[1:]
     if case not in CASES:
-        raise SystemExit(f"The case is {case!r}, but must be one of {', '.join(CASES)}.")
+        raise SystemExit(f"The case {case!r} is unknown; choose one of {', '.join(CASES)}.")
     return folder, case
 
 
 def report(case: str, batch: Batch, step: Callable[[], dict[str, Any]], computed_tokens: int, setting: str) -> None:
-    """Runs `step`, an update that returns its `loss`, `gradient_norm` and `entropy`, and prints a line of JSON.
+    """Measures an update and prints the results as a line of JSON.
 
-    Those three are the first step's, of the weights in the model's folder.
+    Args:
+      case: One of `CASES`.
+      batch: Batch of the update.
+      step: Runs one update and returns its `loss`, `gradient_norm` and `entropy`. The values of the first update, which
+        starts from the weights in the model's folder, are part of the results.
+      computed_tokens: Number of tokens that are processed, including padding.
+      setting: Description of the implementation's configuration.
     """
 
     def finished_step() -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Runs the update of update_case.py with this package, which packs sequences: a child of update_peers.py."""
+"""Runs the update of update_case.py with this package, which packs sequences. Child process of update_peers.py."""
 
 import functools
 
@@ -15,12 +15,13 @@ from poly_epo_jax.step.objective import Objective
 from poly_epo_jax.step.packing import TrainingSequence, pack
 from poly_epo_jax.step.update import PolicyUpdate
 
-# (rows of a microbatch, tokens of a row): the fastest within the leaner peer's memory
+# (rows per microbatch, tokens per row): the fastest values that need less memory than both baselines.
 MICROBATCH = {"full": (4, 512), "lognormal": (1, 2432)}
 REMAT = "dots"
 
 
 def main() -> None:
+    """Measures one case."""
     folder, case = update_case.model_and_case()
     config = read_config(folder, dtype="float32", remat=REMAT)
     optimizer = OptimizerSection(
@@ -50,7 +51,7 @@ def main() -> None:
     masks = [np.ones(len(response), bool) for response in batch.responses]
     columns = zip(batch.prompts, batch.responses, batch.old_logprobs, masks, batch.advantages.tolist(), strict=True)
     sequences = [TrainingSequence(*row, weight=1 / batch.response_tokens) for row in columns]
-    # The given old log-probabilities are packed as the sampler's; here they are those of the policy before the step.
+    # The batch's old log-probabilities are packed as sampler log-probabilities, and then used as old log-probabilities.
     minibatch = [
         packed._replace(old_logprobs=packed.sampler_logprobs, on_policy=np.array(False))
         for packed in pack(sequences, row_tokens, rows)

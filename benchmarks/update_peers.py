@@ -1,29 +1,36 @@
-"""Times one policy update here, in transformers with torch, and in Tunix: python benchmarks/update_peers.py
+"""Compares one policy update with transformers + torch and Tunix: python benchmarks/update_peers.py
 
-It creates the peers' environments, or reuses them, and runs the three in turn, each case in its own process.
+Creates or reuses the environments of the baselines, and runs the implementations one after another, each case in a
+separate process.
 
-Equal: a Qwen3 of 6 million float32 weights, the batch of update_case.py, PPO's clipped surrogate with given old
-log-probabilities and an entropy bonus, the mean over response tokens, gradient norm and its clipping, AdamW, and the
-cores. It checks that all compute the same: loss, gradient norm and entropy of the first step must agree.
+All implementations use the same Qwen3 with 6 million float32 weights, the batch of update_case.py, PPO's clipped
+surrogate with given old log-probabilities and an entropy bonus, the mean over response tokens, gradient norm clipping,
+AdamW, and the same CPU cores. The script verifies that loss, gradient norm and entropy of the first step agree.
 
-Not equal, because each side works as its users run it: transformers pads to the batch's longest sequence and keeps all
-activations; Tunix pads to the fixed maximum; we pack, and accumulate the gradient over microbatches. A process's peak
-resident memory includes its imports and the memory for compiling.
+Each implementation is used as intended by its authors, which leads to these differences: transformers pads to the
+longest sequence of the batch and keeps all activations, Tunix pads to the fixed maximum, and this package packs
+sequences and accumulates the gradient over microbatches. The peak resident memory of a process includes its imports and
+the memory for compilation.
 """
 
 from peers import Results, measure, show
 from update_case import CASES
 
-TOLERANCE = 1e-4  # relative tolerance of the numbers that must agree
+TOLERANCE = 1e-4  # Relative tolerance of loss, gradient norm and entropy.
 
 
 def check_equal_work(results: Results) -> None:
+    """Verifies that all implementations compute the same update.
+
+    Raises:
+      SystemExit: If loss, gradient norm or entropy differ.
+    """
     for case, by_side in results.items():
         for name in ("loss", "gradient_norm", "entropy"):
             values = {side: line[name] for side, line in by_side.items()}
             low, high = min(values.values()), max(values.values())
             if high - low > TOLERANCE * abs(high):
-                raise SystemExit(f"The sides do not compute the same: {name} of {case} is {values}.")
+                raise SystemExit(f"The implementations differ: {name} of {case} is {values}.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Runs the update of update_case.py with transformers and torch: a child of update_peers.py.
+"""Runs the update of update_case.py with transformers and torch. Child process of update_peers.py.
 
-Sequences are padded on the right to the batch's longest. Causal attention then needs no mask for the padding, so SDPA
-takes its fast path. The head runs only on response tokens.
+Sequences are padded on the right to the longest sequence of the batch. Causal attention then requires no padding mask,
+so that SDPA uses its fast path. The output head only processes response tokens.
 """
 
 import os
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 
 def main() -> None:
+    """Measures one case."""
     folder, case = update_case.model_and_case()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")

@@ -1,8 +1,8 @@
-"""Runs the update of update_case.py with Tunix: a child of update_peers.py.
+"""Runs the update of update_case.py with Tunix. Child process of update_peers.py.
 
-It uses Tunix's own model, PPO loss and jitted train step, as Tunix's PPO learner sets them up. As in its learners,
-responses are padded to the fixed maximum, and the head runs on every token. Tunix's packing needs its TPU attention
-kernel: without that kernel, packed rows are not masked at all.
+Uses Tunix's model, PPO loss and jitted train step with the configuration of Tunix's PPO learner. As in that learner,
+responses are padded to the fixed maximum, and the output head processes all tokens. Packing is not used, because Tunix
+masks packed rows only with its TPU attention kernel.
 """
 
 from typing import Any
@@ -19,10 +19,11 @@ from tunix.rl.trainer import Trainer  # pyright: ignore[reportMissingImports]
 from tunix.sft.peft_trainer import TrainingConfig  # pyright: ignore[reportMissingImports]
 from tunix_model import read_config
 
-REMAT = RematConfig.NONE  # the fastest
+REMAT = RematConfig.NONE  # The fastest option.
 
 
 def main() -> None:
+    """Measures one case."""
     folder, case = update_case.model_and_case()
     model = create_model_from_safe_tensors(folder, read_config(folder, REMAT), dtype=jnp.float32)
     clip = optax.clip_by_global_norm(update_case.MAX_GRAD_NORM)

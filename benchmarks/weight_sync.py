@@ -1,7 +1,7 @@
-"""Times writing weights to a folder that servers read: python benchmarks/weight_sync.py [FOLDER ...]
+"""Measures writing weights to a folder that servers read: python benchmarks/weight_sync.py [FOLDER ...]
 
-Writes the random weights of a Qwen3 with 150 million weights as bfloat16 (300 MB) to each folder, in turns with one
-writer and with those of `model.hf_files`, and prints the median seconds of each and their ratio.
+Writes 150 million random Qwen3 weights as bfloat16 (300 MB) to each folder, alternating between one writer thread and
+the number of writer threads of `model.hf_files`. Prints the median seconds of both and their ratio.
 """
 
 import shutil
@@ -25,6 +25,7 @@ ROUNDS = 5
 
 
 def main() -> None:
+    """Measures each folder and prints the results."""
     params = nnx.to_pure_dict(nnx.split(nnx.jit(lambda: Qwen3(CONFIG, nnx.Rngs(0)))())[1])
     size = 2 * sum(leaf.size for leaf in jax.tree.leaves(params))
     print(f"{size / 1e6:.0f} MB, {jax.default_backend()}")
@@ -34,7 +35,7 @@ def main() -> None:
             for writers, taken in seconds.items():
                 hf_files.WRITERS = writers
                 taken.append(_write(folder.absolute() / "weight-sync-bench", params))
-        one, several = (statistics.median(taken[1:]) for taken in seconds.values())  # the first compiles
+        one, several = (statistics.median(taken[1:]) for taken in seconds.values())  # The first round compiles.
         print(
             f"{folder}: one writer {one:.2f} s, {list(seconds)[1]} writers {several:.2f} s, ratio {one / several:.2f}"
         )

@@ -1,7 +1,7 @@
-"""Measures what the paper's theory says on bandits: python benchmarks/theory; docs/theory.md has the outcome.
+"""Tests the statements of the paper's theory on bandits: python benchmarks/theory
 
-Writes figures.json and theory.png to --output, and prints a table for each question. Nothing is trained but tabular
-policies; a minute or two on two cores.
+Writes figures.json and theory.png to --output, and prints a table for each question. Only tabular policies are trained.
+Takes one to two minutes on two cores. docs/theory.md discusses the results.
 """
 
 import argparse
@@ -15,14 +15,20 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
+    """Answers all questions, and writes and prints the results."""
     parser = argparse.ArgumentParser(prog="python benchmarks/theory", description="See docs/theory.md.")
-    parser.add_argument("--output", type=Path, default=Path("runs/theory"), help="where figures.json and theory.png go")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/theory"), help="folder for figures.json and theory.png"
+    )
     arguments = parser.parse_args()
-    sys.path[:0] = [str(HERE.parents[1]), str(HERE)]  # this tree's package, and the files beside this one
+    sys.path[:0] = [
+        str(HERE.parents[1]),
+        str(HERE),
+    ]  # Allows importing this repository's package and the modules in this folder.
 
     import jax
 
-    jax.config.update("jax_enable_x64", True)  # errors of the lemma are smaller than float32's
+    jax.config.update("jax_enable_x64", True)  # The errors of the lemma are smaller than float32 rounding.
 
     import clipping
     import figure
@@ -45,8 +51,8 @@ def main() -> None:
         "weights": clipping.weights,
     }
     found = {}
-    for name, ask in questions.items():
-        found[name] = [{key: _plain(value) for key, value in row.items()} for row in ask()]
+    for name, answer in questions.items():
+        found[name] = [{key: _plain(value) for key, value in row.items()} for row in answer()]
         print(f"\n{name}\n{as_table(found[name])}", flush=True)
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -55,14 +61,14 @@ def main() -> None:
 
 
 def as_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """In Markdown, numbers to three places."""
+    """Formats rows as a Markdown table, with three significant digits."""
     lines = [list(rows[0]), ["---"] * len(rows[0])]
     lines += [[f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _plain(value: Any) -> Any:
-    """Of NumPy's numbers, Python's."""
+    """Converts NumPy scalars to Python numbers."""
     return value.item() if hasattr(value, "item") else value
 
 

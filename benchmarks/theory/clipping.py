@@ -1,7 +1,7 @@
-"""PPO's clip and CISPO's: how much of a token's gradient each keeps once its ratio has moved, and what that does.
+"""Compares the clipping of PPO and CISPO: gradient weights as a function of the ratio, and their effect on training.
 
-One batch is taken in several updates, as off-policy minibatches are. The policy's strategies succeed alike, and some of
-them are rare, which Poly-EPO pays.
+One batch is used for several updates, like off-policy minibatches. All strategies of the policy have the same success
+rate. Some of them are rare, and Poly-EPO assigns them a positive advantage.
 """
 
 import functools
@@ -21,14 +21,14 @@ LOSSES: dict[str, Callable] = {
     "cispo": set_rl.cispo_loss,
     "policy_gradient": set_rl.policy_gradient_loss,
 }
-NUM_GROUPS, NUM_GENERATIONS, RARE = 64, 8, 0.05  # groups of a minibatch
+NUM_GROUPS, NUM_GENERATIONS, RARE = 64, 8, 0.05  # RARE is the maximum probability of a rare strategy.
 UPDATES, RATE = (1, 2, 4, 8, 16), 0.1
 SUCCESS = 0.6
-RATIOS = np.linspace(0.405, 1.995, 80)  # none on a bound, where a derivative is not one
+RATIOS = np.linspace(0.405, 1.995, 80)  # No ratio is on a clipping bound, where the derivative does not exist.
 
 
 def weights() -> list[dict]:
-    """d term / d log p over the ratio w, for A = 1 and for A = -1: PPO's and CISPO's."""
+    """Computes the derivative of a token's term with respect to log p at different ratios w, for A = 1 and A = -1."""
 
     def slope(loss: Callable, sign: float) -> np.ndarray:
         def total(logprobs: jax.Array) -> jax.Array:
@@ -47,48 +47,54 @@ def weights() -> list[dict]:
 
 
 def run() -> list[dict]:
+    """Trains on one batch with each loss."""
     return [row for name in LOSSES for row in _batch(name)]
 
 
 def _batch(name: str) -> list[dict]:
-    """One batch by Adam, a row after each number of minibatches: how chances have grown, and what PPO held back."""
-    policy = old = jnp.log(0.5) * jnp.arange(8.0)  # eight strategies, each half as likely as the one before
+    """Trains on one batch with Adam.
+
+    Returns:
+      A row for each number of updates in `UPDATES`, with the growth of probabilities and the fraction of advantages
+      outside PPO's clip range.
+    """
+    policy = old = jnp.log(0.5) * jnp.arange(8.0)  # Eight strategies, each half as probable as the previous one.
     chances = np.asarray(jax.nn.softmax(old))
     optimizer = optax.adam(RATE)
     state, rng, rows = optimizer.init(policy), np.random.default_rng(0), []
     step = jax.jit(jax.grad(functools.partial(_loss, LOSSES[name])))
     for update in range(1, max(UPDATES) + 1):
         strategy = rng.choice(8, (NUM_GROUPS, NUM_GENERATIONS), p=chances / chances.sum())
-        right = rng.random(strategy.shape) < SUCCESS
-        paid = np.asarray(polychromic()(right.astype(float), strategy))
-        held, is_rare = _held_back(policy, old, strategy, paid), chances[strategy] < RARE
-        changes, state = optimizer.update(step(policy, old, strategy, paid), state)
+        correct = rng.random(strategy.shape) < SUCCESS
+        advantages = np.asarray(polychromic()(correct.astype(float), strategy))
+        clipped, is_rare = _is_clipped(policy, old, strategy, advantages), chances[strategy] < RARE
+        changes, state = optimizer.update(step(policy, old, strategy, advantages), state)
         policy = optax.apply_updates(policy, changes)
         if update in UPDATES:
             growth = np.asarray(jax.nn.softmax(policy)) / chances
             rows.append(
                 {"loss": name, "updates": update}
                 | {"rare, times": growth[chances < RARE].mean(), "commonest, times": growth[0]}
-                | {"outside the range, rare": _share(held, is_rare, paid)}
-                | {"outside the range, others": _share(held, ~is_rare, paid)}
+                | {"outside the range, rare": _clipped_fraction(clipped, is_rare, advantages)}
+                | {"outside the range, others": _clipped_fraction(clipped, ~is_rare, advantages)}
             )
     return rows
 
 
-def _held_back(policy: jax.Array, old: jax.Array, strategy: np.ndarray, paid: np.ndarray) -> np.ndarray:
-    """Whether PPO's clip would take the token's gradient."""
+def _is_clipped(policy: jax.Array, old: jax.Array, strategy: np.ndarray, advantages: np.ndarray) -> np.ndarray:
+    """Returns True for tokens whose gradient is zero because of PPO's clipping."""
     ratio = np.asarray(jnp.exp(jax.nn.log_softmax(policy) - jax.nn.log_softmax(old)))[strategy]
-    return ((ratio > 1.28) & (paid > 0)) | ((ratio < 0.8) & (paid < 0))
+    return ((ratio > 1.28) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
 
 
-def _share(held: np.ndarray, of_kind: np.ndarray, paid: np.ndarray) -> float:
-    """Of the advantages of this kind, by size."""
-    return float((np.abs(paid) * held * of_kind).sum() / (np.abs(paid) * of_kind).sum())
+def _clipped_fraction(clipped: np.ndarray, of_kind: np.ndarray, advantages: np.ndarray) -> float:
+    """Returns the fraction of the absolute advantages of one kind of response that is clipped."""
+    return float((np.abs(advantages) * clipped * of_kind).sum() / (np.abs(advantages) * of_kind).sum())
 
 
-def _loss(loss: Callable, policy: Values, old: Values, strategy: np.ndarray, paid: np.ndarray) -> jax.Array:
-    """Of the tokens that choose a strategy."""
+def _loss(loss: Callable, policy: Values, old: Values, strategy: np.ndarray, advantages: np.ndarray) -> jax.Array:
+    """Computes the loss of the tokens that select a strategy."""
     logprobs, old_logprobs = (jax.nn.log_softmax(logits)[strategy] for logits in (policy, old))
     ids = jnp.broadcast_to(jnp.arange(1, NUM_GENERATIONS + 1), strategy.shape)
-    shares = jnp.full(strategy.shape, 1 / strategy.size)
-    return loss(set_rl.Tokens(logprobs, old_logprobs, jnp.asarray(paid), shares, ids))[0]
+    weights = jnp.full(strategy.shape, 1 / strategy.size)
+    return loss(set_rl.Tokens(logprobs, old_logprobs, jnp.asarray(advantages), weights, ids))[0]

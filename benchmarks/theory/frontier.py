@@ -1,8 +1,9 @@
-"""Where methods end: reward against distinct correct strategies of 8, of a softmax policy over strategies.
+"""Compares methods by the reward and the distinct correct strategies in 8 responses after training a softmax policy.
 
-A policy has a logit for each strategy, and a skill for each, the logit of its success. In the first world skills are
-given, and strategies that succeed seldom cost reward: no policy lies beyond the edge, which is computed without any
-method. In the second, skills are learnt, too, and strategies that the policy begins with are the ones it is good at.
+A policy has a preference logit and a skill for each strategy. The skill is the logit of the strategy's success rate. In
+the first world, skills are fixed, and strategies with a low success rate reduce the reward. No policy is beyond the
+Pareto frontier, which is computed without any method. In the second world, skills are learned too, and the policy
+initially has the highest skill in the strategies that it prefers.
 """
 
 import functools
@@ -24,22 +25,33 @@ SET_SIZES = (2, 3, 4, 5, 6, 7)
 
 
 class Policy(NamedTuple):
-    preference: jax.Array  # [S]
-    skill: jax.Array  # [S]
+    """A softmax policy over S strategies.
+
+    Attributes:
+      preference: Logits of the strategies [S].
+      skill: Logits of their success rates [S].
+    """
+
+    preference: jax.Array
+    skill: jax.Array
 
 
 def given_skills() -> Policy:
+    """Returns the initial policy of the world with fixed skills: uniform, with different success rates."""
     success = jnp.linspace(0.95, 0.25, 8)
     return Policy(jnp.zeros(8), jnp.log(success / (1 - success)))
 
 
 def learnt_skills() -> Policy:
-    """The policy knows one strategy well; it tries, and succeeds in, the others the less the rarer they are."""
+    """Returns the initial policy of the world with learned skills, whose rarer strategies have lower success rates."""
     return Policy(-jnp.arange(8.0) / 1.5, jnp.linspace(1.5, -3.0, 8))
 
 
 def methods() -> dict[str, Callable]:
-    """By name, (rewards, strategies, lambda) -> advantages; GRPO+DIV with lambda 0 is GRPO."""
+    """Returns the methods by name: functions (rewards, strategies, lambda) -> advantages.
+
+    GRPO+DIV with lambda 0 is GRPO.
+    """
 
     def shaped(rewards: jax.Array, clusters: jax.Array, div_coef: jax.Array) -> jax.Array:
         return set_rl.grpo_advantages(rewards) + div_coef * centred(rarity(clusters))
@@ -59,7 +71,11 @@ def methods() -> dict[str, Callable]:
 
 
 def run() -> list[dict]:
-    """Each method in both worlds: mean and range over seeds, and what the last fifth of the steps still moved."""
+    """Trains each method in both worlds.
+
+    Returns:
+      For each method and world, mean and range over seeds, and the change in the last fifth of the steps.
+    """
     worlds = jax.tree.map(lambda *both: jnp.stack(both), given_skills(), learnt_skills())
     rows = []
     for method, advantages in methods().items():
@@ -83,7 +99,7 @@ def run() -> list[dict]:
 
 
 def edge() -> list[dict]:
-    """The most distinct correct strategies at each reward, of policies with the given skills."""
+    """Computes the Pareto frontier of reward and distinct correct strategies for policies with fixed skills."""
     success = jax.nn.sigmoid(given_skills().skill)
 
     def lost(preference: jax.Array, weight: jax.Array) -> jax.Array:
@@ -107,26 +123,26 @@ def edge() -> list[dict]:
 
 
 def scores(policy: Policy) -> tuple[jax.Array, jax.Array]:
-    """Exact: the mean reward, and the expected number of distinct correct strategies among 8 responses."""
-    right = jax.nn.softmax(policy.preference) * jax.nn.sigmoid(policy.skill)
-    return right.sum(), (1 - (1 - right) ** 8).sum()
+    """Returns the exact mean reward and expected number of distinct correct strategies in 8 responses."""
+    correct = jax.nn.softmax(policy.preference) * jax.nn.sigmoid(policy.skill)
+    return correct.sum(), (1 - (1 - correct) ** 8).sum()
 
 
 def _train(
     advantages_of: Callable, start: Policy, learns_skill: jax.Array, div_coef: jax.Array, key: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The scores after every step, each [STEPS]."""
+    """Trains a policy, and returns its scores [STEPS] after each step."""
     optimizer = optax.adam(optax.linear_schedule(RATE, 0.02 * RATE, STEPS))
 
     def step(carry: tuple, key: jax.Array) -> tuple[tuple, tuple[jax.Array, jax.Array]]:
         policy, state = carry
-        which, whether = jax.random.split(key)
-        strategy = jax.random.categorical(which, policy.preference, shape=(NUM_GROUPS, NUM_GENERATIONS))
-        right = jax.random.bernoulli(whether, jax.nn.sigmoid(policy.skill)[strategy])
-        advantages = advantages_of(right.astype(float), strategy, div_coef)
+        strategy_key, success_key = jax.random.split(key)
+        strategy = jax.random.categorical(strategy_key, policy.preference, shape=(NUM_GROUPS, NUM_GENERATIONS))
+        correct = jax.random.bernoulli(success_key, jax.nn.sigmoid(policy.skill)[strategy])
+        advantages = advantages_of(correct.astype(float), strategy, div_coef)
 
         def loss(policy: Policy) -> jax.Array:
-            signed = jnp.where(right, policy.skill[strategy], -policy.skill[strategy])
+            signed = jnp.where(correct, policy.skill[strategy], -policy.skill[strategy])
             return -(advantages * (jax.nn.log_softmax(policy.preference)[strategy] + jax.nn.log_sigmoid(signed))).mean()
 
         grads = jax.grad(loss)(policy)

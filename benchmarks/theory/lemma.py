@@ -1,9 +1,11 @@
-"""How one step changes the policy: the paper's lemma 5.1, for a tabular softmax policy, in expectation over groups.
+"""Tests lemma 5.1 of the paper on a tabular softmax policy, in expectation over groups.
+
+The lemma describes the effect of one gradient step:
 
     log pi_new(y) - log pi(y) = alpha n pi(y) A(y) - alpha C,   A(y) = E[f | y] - E[f]
 
-C is the same for all y, and n times sum_z pi(z)^2 A(z). Our estimator averages over sets, and so has M n in place of n,
-M = N/n - 1. The first term is the shift of the logit; the paper says that probability grows exactly where A > 0.
+C = n sum_z pi(z)^2 A(z) is the same for all y. Our estimator averages over sets, so n is replaced by M n with
+M = N/n - 1. The first term is the change of the logit. According to the paper, probability grows exactly if A > 0.
 """
 
 import functools
@@ -36,7 +38,16 @@ ESTIMATORS: dict[str, Callable] = {
 
 
 def set_advantages(objective: Callable, arms: Arms, set_size: int) -> Float[np.ndarray, "*bandits A"]:
-    """A(y) = E[f | y] - E[f] of each arm, from all sets; of many bandits at once, if arms have a leading axis."""
+    """Computes A(y) = E[f | y] - E[f] for each arm from all sets.
+
+    Args:
+      objective: Set objective f.
+      arms: Bandits.
+      set_size: Number n of arms per set.
+
+    Returns:
+      The set advantage of each arm.
+    """
     sets, chances = all_groups(arms.chances, set_size)
     weighted = chances * np.asarray(objective(arms.rewards[..., sets], arms.clusters[..., sets]))
     counts = (sets[:, :, None] == np.arange(arms.chances.shape[-1])).sum(axis=1)
@@ -44,7 +55,7 @@ def set_advantages(objective: Callable, arms: Arms, set_size: int) -> Float[np.n
 
 
 def shifts(logits: np.ndarray, step: np.ndarray) -> Float[np.ndarray, " A"]:
-    """Of log-probabilities, when the step is added to the logits."""
+    """Returns the changes of log-probabilities if `step` is added to `logits`."""
 
     def log_softmax(values: np.ndarray) -> np.ndarray:
         return values - np.log(np.exp(values).sum())
@@ -53,7 +64,7 @@ def shifts(logits: np.ndarray, step: np.ndarray) -> Float[np.ndarray, " A"]:
 
 
 def run() -> list[dict]:
-    """The error of the lemma as the learning rate falls, and how often a sign is not what the paper says it is."""
+    """Measures the error of the lemma at decreasing learning rates, and how often the predicted sign is incorrect."""
     rows = []
     for name, estimator in ESTIMATORS.items():
         found = gradient(functools.partial(estimator, set_size=SET_SIZE), ARMS, NUM_GENERATIONS).mean
@@ -69,7 +80,10 @@ def run() -> list[dict]:
 
 
 def _signs(objective: Callable) -> dict[str, float]:
-    """Over random bandits: arms whose probability falls though A > 0, or grows though A < 0, at a vanishing rate."""
+    """Returns the fractions of arms with A > 0 and falling, and with A < 0 and growing probability, in random bandits.
+
+    The learning rate is infinitesimal.
+    """
     rng, shape = np.random.default_rng(0), (NUM_BANDITS, 6)
     rewards, clusters = rng.integers(0, 2, shape).astype(float), rng.integers(1, 4, shape)
     arms = Arms(rng.dirichlet(np.ones(6), NUM_BANDITS), rewards, clusters)

@@ -1,7 +1,7 @@
-"""Which responses a group's advantages pay: reward shaping's threshold and Poly-EPO's, the covariance term, n and N.
+"""Computes which responses get a positive advantage: thresholds, the covariance term, and the influence of n and N.
 
-All advantages are expectations over the others of a group. Those of different methods are compared in units of the
-method's typical size (`bandit.typical_size`).
+All advantages are expectations over the other responses in a group. To compare methods, they are divided by the RMS
+advantage of the method (`bandit.typical_size`).
 """
 
 import functools
@@ -19,8 +19,8 @@ from poly_epo_jax.set_rl.objectives import diversity
 NUM_GENERATIONS, SET_SIZE, DIV_COEF = 8, 4, 0.5
 SUCCESS = np.linspace(0.02, 0.98, 25)
 FEW = (0.1, 0.5, 0.9)
-PAIRS = [(8, n) for n in range(2, 8)] + [(N, 4) for N in (5, 6, 16, 32, 64)]  # N and n
-TWO = strategies([0.7, 0.3], [0.7, 1 / 3])  # a common strategy that often succeeds, and a rarer one that seldom does
+PAIRS = [(8, n) for n in range(2, 8)] + [(N, 4) for N in (5, 6, 16, 32, 64)]  # (N, n)
+TWO = strategies([0.7, 0.3], [0.7, 1 / 3])  # The common strategy succeeds more often than the rare one.
 RARE_IS_BETTER = strategies([0.7, 0.3], [0.4, 0.9])
 ALIKE = strategies([0.7, 0.3], [0.6, 0.6])
 KINDS = {"novel wrong": (0.0, NOVEL), "novel right": (1.0, NOVEL), "rare right": (1.0, 2), "common right": (1.0, 1)} | {
@@ -31,18 +31,21 @@ KINDS = {"novel wrong": (0.0, NOVEL), "novel right": (1.0, NOVEL), "rare right":
 
 @functools.cache
 def polychromic(set_size: int = SET_SIZE) -> Advantages:
+    """Returns Poly-EPO's advantage estimator."""
     return functools.partial(set_rl.polychromic_advantages, set_size=set_size)
 
 
 @functools.cache
 def shaping(div_coef: float = DIV_COEF) -> Advantages:
+    """Returns the advantage estimator of GRPO+DIV with lambda = `div_coef`."""
     return functools.partial(set_rl.grpo_div_advantages, div_coef=div_coef)
 
 
 def thresholds() -> list[dict]:
-    """From which success rate on GRPO+DIV holds a novel wrong response back, against the paper's lambda (1 - E[d]).
+    """Measures the success rate above which GRPO+DIV assigns a novel incorrect response a negative advantage.
 
-    E[d] is that of a group from the policy; "beside it", that of the others in a group that holds the novel response.
+    The threshold is compared with the paper's lambda (1 - E[d]), where E[d] is computed for a group from the policy
+    ("promised") and for the other responses in a group with the novel response ("beside it").
     """
     return [
         {
@@ -58,9 +61,11 @@ def thresholds() -> list[dict]:
 
 
 def own_thresholds(set_sizes: Iterable[int] = range(2, NUM_GENERATIONS)) -> list[dict]:
-    """Up to how many equally likely strategies Poly-EPO pays a novel wrong response: it depends on n, and not on p.
+    """Measures the maximum number of equally likely strategies with a positive advantage of a novel incorrect response.
 
-    Promised: where rewards say nothing of strategies, (n - 1) (1 + D_{n-1}) > n D_n, with D_k the distinct ones of k.
+    The number depends on n, but not on the success rate p. It is compared with the prediction for rewards that do not
+    depend on strategies: (n - 1) (1 + D_{n-1}) > n D_n, where D_k is the expected number of distinct strategies in k
+    responses.
     """
 
     def distinct(k: int, m: int) -> float:
@@ -69,24 +74,26 @@ def own_thresholds(set_sizes: Iterable[int] = range(2, NUM_GENERATIONS)) -> list
     rows = []
     for n in set_sizes:
         holds = [m for m in range(1, 6) if (n - 1) * (1 + distinct(n - 1, m)) > n * distinct(n, m) + 1e-9]
-        paid = [_novel_wrong(polychromic(n), m, np.array(FEW)) > 1e-9 for m in range(1, 6)]
+        positive = [_novel_wrong(polychromic(n), m, np.array(FEW)) > 1e-9 for m in range(1, 6)]
         row = {"set size": n, "promised": max(holds, default=0)}
-        rows.append(row | {f"at p = {p}": int(np.sum(paid, axis=0)[i]) for i, p in enumerate(FEW)})
+        rows.append(row | {f"at p = {p}": int(np.sum(positive, axis=0)[i]) for i, p in enumerate(FEW)})
     return rows
 
 
 def curves() -> list[dict]:
-    """Credit of a novel wrong response over the success rate, in typical sizes."""
-    drawn = [("Poly-EPO", polychromic(), m) for m in (1, 2, 4)] + [("GRPO+DIV", shaping(), m) for m in (1, 4)]
+    """Computes the advantage of a novel incorrect response at each success rate, divided by the RMS advantage."""
+    compared = [("Poly-EPO", polychromic(), m) for m in (1, 2, 4)] + [("GRPO+DIV", shaping(), m) for m in (1, 4)]
     columns = {
         f"{name}, {m} {'strategy' if m == 1 else 'strategies'}": _novel_wrong(function, m, SUCCESS)
         / typical_size(function, _equal(m, SUCCESS), NUM_GENERATIONS)
-        for name, function, m in drawn
+        for name, function, m in compared
     }
     return [{"success": p} | {name: values[i] for name, values in columns.items()} for i, p in enumerate(SUCCESS)]
 
 
 def methods() -> dict[str, Advantages]:
+    """Returns the compared advantage estimators by name."""
+
     def part(index: int) -> Advantages:
         return lambda rewards, clusters: set_rl.exploration_exploitation_synergy(rewards, clusters, SET_SIZE)[index]
 
@@ -102,18 +109,19 @@ def methods() -> dict[str, Advantages]:
 
 
 def kinds() -> list[dict]:
-    """What each kind of response gets by each method; the parts of polychromic in its own typical size.
+    """Computes the advantage of each kind of response with each method, divided by the RMS advantage of the method.
 
-    "Of the policy" are the parts in the paper's equation, whose baseline is over sets from the policy. Those of a group
-    have the group's own sets for a baseline, among them those that hold the response.
+    The components of the polychromic advantage are divided by the RMS of the polychromic advantage. The components "of
+    the policy" are those of the paper's equation, whose baseline is the mean over sets from the policy. For the other
+    components, the baseline is the mean over the sets of the group, which include sets with the response.
     """
     rows = []
     for setting, arms in (("common succeeds more", TWO), ("rare succeeds more", RARE_IS_BETTER), ("alike", ALIKE)):
         whole = typical_size(polychromic(), arms, NUM_GENERATIONS)
         for method, function in methods().items():
             unit = whole if method.startswith("its") else typical_size(function, arms, NUM_GENERATIONS)
-            paid = {kind: credit(function, arms, NUM_GENERATIONS, *what).mean / unit for kind, what in KINDS.items()}
-            rows.append({"setting": setting, "method": method} | paid)
+            means = {kind: credit(function, arms, NUM_GENERATIONS, *what).mean / unit for kind, what in KINDS.items()}
+            rows.append({"setting": setting, "method": method} | means)
         shrunk = (1 - SET_SIZE / NUM_GENERATIONS) / whole
         parts = {kind: _parts_of_policy(arms, *what) for kind, what in KINDS.items()}
         for index, part in enumerate(("its product, of the policy", "its covariance, of the policy")):
@@ -124,7 +132,7 @@ def kinds() -> list[dict]:
 
 
 def _parts_of_policy(arms: Arms, reward: float, cluster: int) -> tuple[float, float]:
-    """Product and covariance of the paper's equation for the polychromic advantage of a response."""
+    """Returns the product and covariance terms of the paper's equation for the polychromic advantage of a response."""
 
     def moments(sets: np.ndarray, chances: np.ndarray, holds: bool) -> tuple[float, float]:
         rewards, clusters = arms.rewards[sets], arms.clusters[sets]
@@ -135,13 +143,13 @@ def _parts_of_policy(arms: Arms, reward: float, cluster: int) -> tuple[float, fl
         product = (chances @ mean_reward) * (chances @ distinct)
         return float(product), float(chances @ (mean_reward * distinct) - product)
 
-    beside = moments(*all_groups(arms.chances, SET_SIZE - 1), holds=True)
-    usual = moments(*all_groups(arms.chances, SET_SIZE), holds=False)
-    return beside[0] - usual[0], beside[1] - usual[1]
+    with_response = moments(*all_groups(arms.chances, SET_SIZE - 1), holds=True)
+    baseline = moments(*all_groups(arms.chances, SET_SIZE), holds=False)
+    return with_response[0] - baseline[0], with_response[1] - baseline[1]
 
 
 def sizes() -> list[dict]:
-    """Set sizes 2 to 7 of N = 8, and N = 5 to 64 with sets of 4, in the first setting."""
+    """Computes advantages in the first setting for set sizes 2 to 7 with N = 8, and for N = 5 to 64 with sets of 4."""
     return [_size(N, n) for N, n in PAIRS]
 
 
@@ -165,7 +173,7 @@ def _novel_wrong(function: Advantages, num_strategies: int, success: np.ndarray)
 
 
 def _mean_rarity(num_strategies: int, novel: int) -> float:
-    """E[d] of responses from the policy, in a group that holds so many novel ones besides."""
+    """Returns E[d] of responses from the policy in a group with `novel` additional novel responses."""
     arms = _equal(num_strategies, np.array([0.5]))
     groups, chances = all_groups(arms.chances, NUM_GENERATIONS - novel)
     clusters = np.pad(arms.clusters[groups], ((0, 0), (novel, 0)), constant_values=NOVEL)
@@ -173,7 +181,7 @@ def _mean_rarity(num_strategies: int, novel: int) -> float:
 
 
 def _crossing(x: np.ndarray, y: np.ndarray) -> float:
-    """Where y falls through 0, or 1 where it does not."""
+    """Returns the x at which y falls below 0: 1 if y is never negative, and 0 if its first value is negative."""
     below = np.flatnonzero(y < 0)
     if not below.size or not below[0]:
         return float(not below.size)

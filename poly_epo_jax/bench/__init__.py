@@ -1,1 +1,1 @@
-"""How fast each stage of a training step is."""
+"""Measures the stages of a training step, or estimates them for other machines."""

@@ -1,11 +1,11 @@
-"""How fast each stage of a training step is, and how near its roofline, for a configuration's model, mesh and batch.
+"""Measures the stages of a training step with the model, mesh and batch of a configuration, and their rooflines.
 
 python -m poly_epo_jax.bench --config=configs/polynomial.py --config.mesh.fsdp=1 --output=runs/bench.json
-python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan        only the memory it needs, on any machine
-python -m poly_epo_jax.bench --config=configs/polaris.py --compile-for=v5p-16    what its programs hold and do there
+python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan           only plans the memory, on any machine
+python -m poly_epo_jax.bench --config=configs/polaris.py --compile-for=v5p-16    only compiles programs for a machine
 
-Weights and tokens are random, so the model need not be here: Qwen3 models are known by name (model/presets.py). Run it
-again after changing the mesh, the rows per device or model.remat, and compare.
+Weights and tokens are random, so the model is not downloaded. The configurations of Qwen3 models are built in
+(model/presets.py). To compare meshes, rows per device or values of model.remat, run the command with each of them.
 """
 
 import argparse
@@ -36,31 +36,36 @@ from poly_epo_jax.step.packing import row_tokens
 
 
 def run(config: Config, output: Path) -> None:
-    """Times the stages, shows them in a table and writes them to `output`.
+    """Measures the stages, prints them as a table, and writes them to a file.
+
+    Args:
+      config: Configuration of the run.
+      output: JSON file to which the results are written.
 
     Raises:
-      ValueError, OSError: the configuration cannot run; the message says why and what to do.
+      ValueError: If the configuration is not valid on this machine.
+      OSError: If the model configuration cannot be read, or `output` cannot be written.
     """
     if config.hosts.coordinator:
         raise ConfigError(
-            f"hosts.coordinator={config.hosts.coordinator}, but bench times one host; leave it out, and see a run's "
-            "timing.jsonl for several."
+            f"hosts.coordinator={config.hosts.coordinator} is not supported, because bench measures one process; omit "
+            "it. For multi-process runs, see the run's timing.jsonl."
         )
     mesh = make_mesh(**config.mesh)
-    shape = model_shape(config)
-    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), row_tokens(config))
-    check_memory(config, *plan_of(config, shape))
-    trust_attention(config.model.attention, shape, mesh, Path(config.compilation_cache) / CHECKED)
+    model_config = model_shape(config)
+    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(model_config), row_tokens(config))
+    check_memory(config, *plan_of(config, model_config))
+    trust_attention(config.model.attention, model_config, mesh, Path(config.compilation_cache) / CHECKED)
     console = wide_console()
     with console.status("measuring the peak rates of the device"):
         roofline = measure_roofline(config.model.dtype)
-    workload = make_workload(config, shape.vocab_size, mesh.shape)
+    workload = make_workload(config, model_config.vocab_size, mesh.shape)
     stages = []
     with console.status("") as status:
-        status.update("generate, or compiling the update")
-        for stage in time_stages(config, shape, mesh, workload):
+        status.update("measuring generation, or compiling the update")
+        for stage in time_stages(config, model_config, mesh, workload):
             stages.append(stage)
-            status.update(f"after {stage.name}")
+            status.update(f"finished {stage.name}")
     rows = [stage_row(stage, roofline, mesh.size) for stage in stages]
     setting = {
         "device": jax.devices()[0].device_kind,
@@ -78,13 +83,23 @@ def run(config: Config, output: Path) -> None:
 
 
 def plan(config: Config, output: Path, every_mesh: bool) -> None:
-    """Shows how much memory each device needs, and writes the figures to `output`.
+    """Prints the memory that each device needs, and writes it to a file.
+
+    Args:
+      config: Configuration of the run.
+      output: JSON file to which the plan is written.
+      every_mesh: Whether to plan for every mesh of config/machines.py instead of the configuration's mesh.
 
     Raises:
-      ValueError, OSError: the configuration cannot run; the message says why and what to do.
+      ValueError: If the configuration is invalid.
+      OSError: If the model configuration cannot be read, or `output` cannot be written.
     """
-    shape, console = model_shape(config), wide_console()
-    found = print_plans(config, shape, MESHES, console) if every_mesh else print_plan(*plan_of(config, shape), console)
+    model_config, console = model_shape(config), wide_console()
+    found = (
+        print_plans(config, model_config, MESHES, console)
+        if every_mesh
+        else print_plan(*plan_of(config, model_config), console)
+    )
     write_figures(output, found, console)
 
 
@@ -96,8 +111,8 @@ def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, An
         f"{setting['sequences']:,} sequences, {setting['tokens']:,} tokens, in microbatches of "
         f"{setting['microbatch_tokens']:,} ({setting['pad_share']:.1%} padding)"
     )
-    figures = ("s/step", "share", "roofline s", "tokens/s", "matmul", "GB", "compile s")
-    table = console_table(("stage", "bound by"), figures)
+    figures = ("s/step", "fraction of step", "roofline s", "tokens/s", "matmul", "GB", "compile s")
+    table = console_table(("stage", "bottleneck"), figures)
     for row in rows:
         table.add_row(
             row["name"],
@@ -112,10 +127,10 @@ def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, An
         )
     console.print(table)
     console.print(
-        f"One device multiplies at {setting['device_tflops']:.3g} TFLOP/s and moves "
-        f"{setting['device_gb_per_second']:.3g} GB/s, both measured now. matmul: share of the former, without "
-        "recomputation. roofline: the seconds that the stage's FLOPs or bytes take at these rates. GB: of one device. "
-        "Rollout and judge servers are timed by a run itself: see its timeline."
+        f"Measured peak rates of one device: {setting['device_tflops']:.3g} TFLOP/s and "
+        f"{setting['device_gb_per_second']:.3g} GB/s. matmul: fraction of the peak FLOP/s, without recomputation. "
+        "roofline s: seconds that the FLOPs or bytes of the stage take at the peak rates. GB: peak memory of one "
+        "device. Rollout and judge servers are not measured; see the timeline of a run."
     )
 
 
@@ -126,7 +141,7 @@ def _run_or_plan(config: Config, flags: argparse.Namespace) -> None:
     require(flags.layers, "--layers", Range(0, 10**6))
     check_writable("--output", output.parent)
     if output.is_dir():
-        raise ConfigError(f"--output={output} is a folder; name a file.")
+        raise ConfigError(f"--output={output} is a folder; set it to a file.")
     if plans:
         plan(config, output, flags.plans)
     elif machine:
@@ -138,15 +153,19 @@ def _run_or_plan(config: Config, flags: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the command line (`sys.argv` if None) and returns the exit code."""
     parser = config_parser(__doc__)
-    parser.add_argument("--plan", action="store_true", help="only plan the memory of each device, which may be absent")
+    parser.add_argument("--plan", action="store_true", help="only plan the memory of each device, on any machine")
     parser.add_argument(
-        "--plans", action="store_true", help="only plan the memory, for every mesh of config/machines.py"
+        "--plans", action="store_true", help="only plan the memory for every mesh of config/machines.py"
     )
-    parser.add_argument("--compile-for", default="", metavar="NAME", help="only compile, for a machine of machines.py")
+    parser.add_argument(
+        "--compile-for", default="", metavar="NAME", help="only compile for this machine of machines.py"
+    )
     parser.add_argument(
         "--layers", type=int, default=0, help="number of layers to compile with --compile-for (0 = all layers)"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the figures; default: in runs/")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="JSON file for the results (default: a file in runs/)"
+    )
     return run_command(parser, arguments, _run_or_plan)
 
 

@@ -1,4 +1,4 @@
-"""Tables on the console, and files of the figures that they show."""
+"""Console tables, and JSON files with their contents."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,12 @@ def wide_console() -> Console:
 
 
 def console_table(left: Sequence[str], right: Sequence[str]) -> Table:
-    """Returns an empty table of left-aligned columns, followed by right-aligned columns. No column wraps its text."""
+    """Returns an empty table whose columns do not wrap their text.
+
+    Args:
+      left: Names of the left-aligned columns, which come first.
+      right: Names of the right-aligned columns.
+    """
     table = Table(box=box.SIMPLE_HEAD)
     for name in (*left, *right):
         table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
@@ -27,7 +32,13 @@ def console_table(left: Sequence[str], right: Sequence[str]) -> Table:
 
 
 def write_figures(output: Path, found: Any, console: Console) -> None:
-    """Writes figures to a JSON file, in a folder that is created if it does not exist, and prints its path."""
+    """Writes results to a JSON file and prints its path.
+
+    Args:
+      output: Path of the file. Its folder is created if it does not exist.
+      found: Results that can be converted to JSON.
+      console: Console to which the path is printed.
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
     write_json(output, found)
     console.print(f"Written to {output}.")

@@ -1,4 +1,4 @@
-"""Measures the roofline of a device (Williams et al. 2009): its peak rates of matmuls and of memory traffic."""
+"""Measures the roofline of a device (Williams et al. 2009): its peak rates for matmuls and memory traffic."""
 
 import statistics
 import time
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Large enough that the matmul is limited by arithmetic and the copy by memory.
+# Sizes at which the matmul is limited by arithmetic and the copy by memory bandwidth.
 MATRIX_SIZES = {"cpu": 2048}
 ACCELERATOR_MATRIX_SIZE = 8192
 COPY_BYTES = {"cpu": 2**28}
@@ -16,22 +16,30 @@ ACCELERATOR_COPY_BYTES = 2**32
 
 
 class Roofline(NamedTuple):
-    """Peak rates of one device."""
+    """Peak rates of one device.
+
+    Attributes:
+      flops_per_second: Floating-point operations of matmuls per second.
+      bytes_per_second: Bytes per second that are read from and written to memory, in total.
+    """
 
     flops_per_second: float
-    bytes_per_second: float  # read and written
+    bytes_per_second: float
 
 
 def measure_roofline(dtype: str) -> Roofline:
-    """Multiplies random square matrices of this dtype, and scales an array in place, both on the first device."""
+    """Measures a multiplication of random square matrices of `dtype`, and in-place scaling of a float32 array.
+
+    Both run on the first device.
+    """
     platform = jax.devices()[0].platform
     size = MATRIX_SIZES.get(platform, ACCELERATOR_MATRIX_SIZE)
-    # Random, because devices multiply zeros faster.
+    # Random values, because some devices multiply zeros faster.
     matrices = [jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in (0, 1)]
     multiply = jax.jit(jnp.matmul)
     num_bytes = COPY_BYTES.get(platform, ACCELERATOR_COPY_BYTES)
     values = jnp.ones(num_bytes // 4, jnp.float32)
-    # In place; otherwise the time to allocate fresh memory would be measured too.
+    # In place, because the time of memory allocation should not be measured.
     scale = jax.jit(lambda x: x * 1.0001, donate_argnums=0)
     _, multiplied = first_and_median_seconds(lambda: multiply(*matrices))
 
@@ -45,7 +53,15 @@ def measure_roofline(dtype: str) -> Roofline:
 
 
 def first_and_median_seconds(run: Callable[[], Any], repeats: int = 5) -> tuple[float, float]:
-    """Seconds of the first call, which compiles, and the median of `repeats` more; each waits for its result."""
+    """Measures calls of a function, including the wait for their results.
+
+    Args:
+      run: Function to measure.
+      repeats: Number of calls after the first one.
+
+    Returns:
+      Seconds of the first call, which includes compilation, and median seconds of the other calls.
+    """
     seconds = []
     for _ in range(1 + repeats):
         start = time.perf_counter()

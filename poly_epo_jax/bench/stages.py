@@ -1,4 +1,4 @@
-"""Times each stage of a training step by itself, on random weights and tokens, and counts its FLOPs and bytes."""
+"""Measures each stage of a training step separately on random weights and tokens, and counts its FLOPs and bytes."""
 
 import dataclasses
 import functools
@@ -32,10 +32,17 @@ from poly_epo_jax.types import Params, Sampling
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One stage of a training step. Everything except `device_bytes` is summed over all devices.
+    """One stage of a training step. All values except `device_bytes` are totals of all devices.
 
-    `flops` are the model's own, without recomputation for the backward pass. `moved_bytes` is the least that must move
-    to or from memory: weights, gradients, moments, keys and values. Either is 0 if it is not counted.
+    Attributes:
+      name: Name of the stage.
+      seconds: Duration per training step, in seconds.
+      tokens: Number of processed tokens, or 0 if the stage does not process tokens.
+      flops: FLOPs of the model, without recomputation in the backward pass. 0 if they are not counted.
+      moved_bytes: Minimum memory traffic in bytes: weights, gradients, moments, keys and values. 0 if it is not
+        counted.
+      compile_seconds: Compilation time in seconds.
+      device_bytes: Peak memory of one device during the stage, in bytes.
     """
 
     name: str
@@ -44,11 +51,21 @@ class Stage:
     flops: float
     moved_bytes: float | int
     compile_seconds: float
-    device_bytes: int  # the most that one device holds while the stage runs
+    device_bytes: int
 
 
 def stage_row(stage: Stage, roofline: Roofline, num_devices: int) -> dict[str, Any]:
-    """The stage's figures, and its roofline: the seconds that its arithmetic or memory traffic takes at peak rates."""
+    """Computes the metrics of a stage relative to its roofline.
+
+    Args:
+      stage: Measured stage.
+      roofline: Peak rates of one device.
+      num_devices: Number of devices.
+
+    Returns:
+      The fields of the stage, its throughput, and its roofline, which is the longer of the times that its FLOPs and its
+      memory traffic take at peak rates.
+    """
     arithmetic = stage.flops / (roofline.flops_per_second * num_devices)
     traffic = stage.moved_bytes / (roofline.bytes_per_second * num_devices)
     bound = max(arithmetic, traffic)
@@ -61,46 +78,67 @@ def stage_row(stage: Stage, roofline: Roofline, num_devices: int) -> dict[str, A
     }
 
 
-def time_stages(config: Config, shape: ModelConfig, mesh: Mesh, workload: Workload) -> Iterator[Stage]:
-    """Runs the stages one after another. The update runs on one microbatch, and its time is scaled to all of them."""
-    model = abstract_model(shape)
+def time_stages(config: Config, model_config: ModelConfig, mesh: Mesh, workload: Workload) -> Iterator[Stage]:
+    """Measures the stages of a training step one after another.
+
+    The programs of the update are measured on one microbatch, and their times are scaled to all microbatches.
+
+    Args:
+      config: Configuration of the run.
+      model_config: Configuration of the model.
+      mesh: Mesh on which the stages run.
+      workload: Sequences of the step.
+
+    Yields:
+      Each stage as soon as it has been measured: generation with the embedded sampler if the run uses it, the three
+      programs of the update, and writing weights if the servers read them from disk.
+    """
+    model = abstract_model(model_config)
     shardings = param_shardings(model, mesh)
-    params = jax.jit(functools.partial(first_params, shape), out_shardings=shardings)()
+    params = jax.jit(functools.partial(first_params, model_config), out_shardings=shardings)()
     sampler = SAMPLERS[config.rollouts.name]
     if sampler.has_slots:
-        yield _generate(config, shape, mesh, params, workload)
+        yield _generate(config, model_config, mesh, params, workload)
     update = _Update(config, model, mesh, params, workload)
     yield update.logprobs()
     yield update.gradient()
     yield update.optimizer()
     if sampler.needs_urls and config.rollouts.weight_sync == "disk":
-        yield _write_weights(config, shape, params)
+        yield _write_weights(config, model_config, params)
 
 
-def _generate(config: Config, shape: ModelConfig, mesh: Mesh, params: Params, workload: Workload) -> Stage:
-    """The embedded sampler on twice as many requests as it has slots, scaled to the tokens of the whole batch."""
-    train, longest = config.train, config.train.max_prompt_tokens + config.sampling.max_tokens
+def _generate(config: Config, model_config: ModelConfig, mesh: Mesh, params: Params, workload: Workload) -> Stage:
+    """Measures the embedded sampler on two requests per slot, and scales the results to the tokens of the batch."""
+    train, max_length = config.train, config.train.max_prompt_tokens + config.sampling.max_tokens
     num_slots, max_prompts = capacity(
         mesh, config.rollouts.max_concurrent, len(workload.response_lengths), train.num_generations
     )
     lengths = workload.response_lengths[: 2 * num_slots]
     with jax.set_mesh(mesh):
-        weights = jax.jit(functools.partial(decoding_weights, shape))(params)
+        weights = jax.jit(functools.partial(decoding_weights, model_config))(params)
     rng = np.random.default_rng(0)
     num_prompts = -(-len(lengths) // train.num_generations)
-    prompts = [rng.integers(0, shape.vocab_size, train.max_prompt_tokens) for _ in range(num_prompts)]
+    prompts = [rng.integers(0, model_config.vocab_size, train.max_prompt_tokens) for _ in range(num_prompts)]
     jobs = [Job(i // train.num_generations, i, length) for i, length in enumerate(lengths.tolist())]
-    no_stop_tokens, sampling = np.zeros(0, np.int32), Sampling(**config.sampling)  # each length is given
+    # The jobs specify the length of each response, so no stop token is required.
+    no_stop_tokens, sampling = np.zeros(0, np.int32), Sampling(**config.sampling)
 
     def run() -> None:
-        slots = Slots(shape, weights, mesh, no_stop_tokens, prompts, jobs, sampling, num_slots, max_prompts, longest)
+        slots = Slots(
+            model_config, weights, mesh, no_stop_tokens, prompts, jobs, sampling, num_slots, max_prompts, max_length
+        )
         while not slots.is_done:
             slots.advance()
 
     compile_seconds, seconds = first_and_median_seconds(run, repeats=2)
     scale = workload.response_lengths.sum() / lengths.sum()
-    work, moved = _decoding_cost(shape, train.max_prompt_tokens, lengths, num_prompts, num_slots)
-    cache = num_slots * longest * flops.cache_bytes_per_token(shape, np.dtype(shape.dtype).itemsize) / mesh.size
+    work, moved = _decoding_cost(model_config, train.max_prompt_tokens, lengths, num_prompts, num_slots)
+    cache = (
+        num_slots
+        * max_length
+        * flops.cache_bytes_per_token(model_config, np.dtype(model_config.dtype).itemsize)
+        / mesh.size
+    )
     return Stage(
         "generate",
         seconds * scale,
@@ -113,21 +151,22 @@ def _generate(config: Config, shape: ModelConfig, mesh: Mesh, params: Params, wo
 
 
 def _decoding_cost(
-    shape: ModelConfig, prompt_length: int, lengths: Int[np.ndarray, " S"], num_prompts: int, num_slots: int
+    model_config: ModelConfig, prompt_length: int, lengths: Int[np.ndarray, " S"], num_prompts: int, num_slots: int
 ) -> tuple[float, float]:
-    """(FLOPs, bytes) of generating responses of these lengths token by token, with each prompt read once."""
+    """Returns (FLOPs, bytes) of token-by-token generation of responses of these lengths, with one pass per prompt."""
     prompts, none = np.full(len(lengths), prompt_length), np.zeros_like(lengths)
-    work = flops.forward_flops(shape, prompts[:num_prompts], none[:num_prompts])
-    work += flops.forward_flops(shape, prompts, lengths) - flops.forward_flops(shape, prompts, none)
-    value_bytes = np.dtype(shape.dtype).itemsize
-    # Each token reads its sequence's keys and values; a decoding step, one token per slot, reads every weight once.
+    work = flops.forward_flops(model_config, prompts[:num_prompts], none[:num_prompts])
+    work += flops.forward_flops(model_config, prompts, lengths) - flops.forward_flops(model_config, prompts, none)
+    value_bytes = np.dtype(model_config.dtype).itemsize
+    # Each token reads the keys and values of its sequence. Each decoding step generates one token per slot and reads
+    # all weights once.
     contexts = float((lengths * prompt_length + lengths * (lengths + 1) / 2).sum())
-    cached = contexts * flops.cache_bytes_per_token(shape, value_bytes)
-    return work, cached + float(lengths.sum()) / num_slots * flops.total_weights(shape) * value_bytes
+    cached = contexts * flops.cache_bytes_per_token(model_config, value_bytes)
+    return work, cached + float(lengths.sum()) / num_slots * flops.total_weights(model_config) * value_bytes
 
 
 class _Update:
-    """The three compiled programs of an update, and one microbatch, whose time stands for that of the others."""
+    """The three compiled programs of an update, measured on one microbatch that represents all microbatches."""
 
     def __init__(self, config: Config, model: Qwen3, mesh: Mesh, params: Params, workload: Workload):
         self._runs, self._num_devices, batch = workload.runs, mesh.size, workload.minibatches[0][0]
@@ -148,18 +187,25 @@ class _Update:
         self._forward = flops.forward_flops(model.config, workload.prompt_lengths, workload.response_lengths)
 
     def logprobs(self) -> Stage:
-        """A forward pass of each microbatch whose old or reference log-probabilities a step computes."""
+        """Measures the forward passes that compute old and reference log-probabilities.
+
+        The old log-probabilities of the first minibatch are not computed: it is trained on with the policy that
+        generated it, so its probability ratios are 1.
+        """
         times = self._runs["logprobs"]
-        share = times / self._runs["gradient"]
+        fraction = times / self._runs["gradient"]
 
         def run() -> Any:
             return self._programs["logprobs"][0](self._state.params, self._batch)
 
         moved = times * self._weight_bytes
-        return self._stage("logprobs", run, int(self._tokens * share), self._forward * share, moved)
+        return self._stage("logprobs", run, int(self._tokens * fraction), self._forward * fraction, moved)
 
     def gradient(self) -> Stage:
-        """Weights are read by the forward and the backward pass; the sums of gradients are read and written."""
+        """Measures the gradients of all microbatches.
+
+        The forward and backward passes each read the weights. The gradient sums are read and written.
+        """
 
         def run() -> Any:
             weights = self._state.trainable, self._state.frozen
@@ -170,7 +216,7 @@ class _Update:
         return self._stage("gradient", run, self._tokens, self._passes * self._forward, moved)
 
     def optimizer(self) -> Stage:
-        """Trained weights and both moments are read and written; gradients are read."""
+        """Measures the optimizer updates, which read and write trained weights and moments, and read gradients."""
 
         def run() -> Any:
             self._state, metrics = self._programs["optimizer"][0](self._state, self._gradients)
@@ -182,25 +228,25 @@ class _Update:
     def _stage(self, name: str, run: Callable[[], Any], tokens: int, work: float, moved: int) -> Stage:
         compiled, compile_seconds = self._programs[name]
         seconds = first_and_median_seconds(run)[1] * self._runs[name]
-        # The optimizer's arguments include the moments; while the other programs run, the moments are merely held.
+        # The arguments of the optimizer include the moments. During the other programs, the moments occupy memory.
         held = _program_bytes(compiled) + self._reference_bytes + (0 if name == "optimizer" else self._moment_bytes)
         return Stage(name, seconds, tokens, work, moved * self._num_devices, compile_seconds, held)
 
 
-def _write_weights(config: Config, shape: ModelConfig, params: Params) -> Stage:
-    """Writes the weights to where servers read them. The time that servers take to load them is not measured."""
+def _write_weights(config: Config, model_config: ModelConfig, params: Params) -> Stage:
+    """Measures writing the weights to rollouts.weights_dir. The time in which servers load them is not included."""
     folder = Path(config.rollouts.weights_dir)
     folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=folder))
-    sync = DiskSync(folder, "bench", shape, config.rollouts.weights_dtype)
+    sync = DiskSync(folder, "bench", model_config, config.rollouts.weights_dtype)
     try:
 
         def write() -> None:
             sync.prepare(params, "bench")
-            sync.close()  # removes the files, as a run does, so that the folder does not fill up
+            sync.close()  # Removes the files, like a run, so that the disk does not fill up.
 
         first, seconds = first_and_median_seconds(write, repeats=2)
-        num_bytes = flops.total_weights(shape) * np.dtype(config.rollouts.weights_dtype).itemsize
+        num_bytes = flops.total_weights(model_config) * np.dtype(config.rollouts.weights_dtype).itemsize
     finally:
         sync.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -208,12 +254,12 @@ def _write_weights(config: Config, shape: ModelConfig, params: Params) -> Stage:
 
 
 def _program_bytes(compiled: Any) -> int:
-    """Bytes of a compiled program's arguments, results and temporary arrays on one device."""
+    """Returns the bytes of a compiled program's arguments, results and temporary arrays on one device."""
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return held + memory.temp_size_in_bytes
 
 
 def _bytes(tree: Any) -> int:
-    """Bytes of a tree of arrays on one device."""
+    """Returns the bytes of a tree of arrays on one device."""
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))

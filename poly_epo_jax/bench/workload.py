@@ -1,4 +1,4 @@
-"""The sequences of the training step that the bench times: random tokens, with lengths typical of reasoning."""
+"""Sequences of the benchmarked training step: random tokens with response lengths typical of reasoning."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,7 +9,8 @@ from jaxtyping import Int
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.step.packing import PackedBatch, TrainingSequence, make_pack
 
-MEAN_LENGTH, SIGMA = 0.4, 0.6  # of a response: a share of sampling.max_tokens, and the spread of its logarithm
+# Mean response length as a fraction of sampling.max_tokens, and standard deviation of its logarithm.
+MEAN_LENGTH, SIGMA = 0.4, 0.6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +30,9 @@ class Workload:
 
     @property
     def runs(self) -> dict[str, int]:
-        """The number of runs of each program of the update in one step.
+        """Number of executions of each program of the update in one step.
 
-        The old log-probabilities of the first minibatch are not computed, see `PolicyUpdate.with_old_logprobs`.
+        The old log-probabilities of the first minibatch are not computed; see `PolicyUpdate.with_old_logprobs`.
         """
         microbatches = list(map(len, self.minibatches))
         logprobs = sum(microbatches[1:]) + self.has_reference * sum(microbatches)
@@ -39,15 +40,23 @@ class Workload:
 
     @property
     def pad_share(self) -> float:
-        """The share of the tokens in the update that are padding."""
+        """Fraction of padding among the tokens of the update."""
         segment_ids = [batch.segment_ids for minibatch in self.minibatches for batch in minibatch]
         return float(np.mean([ids == 0 for ids in segment_ids]))
 
 
 def make_workload(config: Config, vocab_size: int, mesh_shape: Mapping[str, int]) -> Workload:
-    """Random tokens: full-length prompts, and responses with log-normal lengths, as those of reasoning have.
+    """Creates and packs the random sequences of one training step.
 
-    The sequences are packed into the configuration's rows for a mesh of this shape.
+    Prompts have the maximum length. Response lengths are log-normal, like those of reasoning.
+
+    Args:
+      config: Configuration of the run.
+      vocab_size: Size of the vocabulary.
+      mesh_shape: Sizes of the mesh axes, which determine the number of rows of a microbatch.
+
+    Returns:
+      The packed sequences.
     """
     train, rng = config.train, np.random.default_rng(0)
     count = train.prompts_per_batch * train.num_generations

@@ -1,1 +1,1 @@
-"""Checks whether devices, kernels, disk, servers and judge do what a run will ask of them."""
+"""Checks devices, kernels, disk, servers and judge with the configuration of a run."""

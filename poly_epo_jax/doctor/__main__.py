@@ -1,11 +1,12 @@
-"""Checks whether a run can be trusted here: devices, kernels, collectives, disk, servers and judge, in three minutes.
+"""Checks devices, kernels, collectives, disk, servers and judge with the configuration of a run, in three minutes.
 
 python -m poly_epo_jax.doctor --config=configs/polaris.py:h200x8                before the first run on a machine
-python -m poly_epo_jax.doctor --config=configs/polaris.py:h200x8 --short        what launch/ checks before training
+python -m poly_epo_jax.doctor --config=configs/polaris.py:h200x8 --short        the checks of launch/ before training
 
-Each check passes, fails, or finds that its subject is not there. A failure says what to do, and makes the exit code 1.
-The short form leaves the servers' weights as they are, and times nothing. The full form pushes the weights that the run
-would begin with to the servers, as the run's own first step does; do not run it while others use the servers.
+Each check passes, fails, or is skipped if its subject does not exist. A failed check prints a remedy, and the exit code
+is then 1. The short form does not change the weights of the servers and does not measure times. The full form pushes
+the initial weights of the run to the servers, like the first step of the run. Do not use it while other runs use the
+servers.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = config_parser(__doc__)
     parser.add_argument("--short", action="store_true", help="run only quick checks that do not modify the servers")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the table as JSON to this file")
-    # So that temporary folders are removed.
+    # Exiting normally removes temporary folders.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     return run_command(parser, arguments, _run, hosts.HostError)
 

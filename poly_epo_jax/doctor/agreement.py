@@ -1,4 +1,4 @@
-"""Whether a sampler and the trainer give the same tokens the same probabilities, as far as rounding allows."""
+"""Compares the log-probabilities of a sampler with those of the trainer, within the tolerance of rounding."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.doctor.examine import Failed, Seen
+from poly_epo_jax.doctor.examine import CheckResult, Failed
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import abstract_model
 from poly_epo_jax.model.rounding import allowed, exactly
@@ -20,65 +20,88 @@ from poly_epo_jax.step.update import PolicyUpdate, TrainState
 from poly_epo_jax.types import Params
 
 
-class Trainer:
-    """Computes the trainer's log-probabilities.
+class ReferenceScorer:
+    """Computes log-probabilities with the trainer's forward pass.
 
     Args:
-      params: laid out on the mesh.
-      temperature: the sampling temperature.
-      longest: the most tokens of a prompt with its response.
+      model_config: Configuration of the model.
+      params: Weights, sharded over the mesh.
+      mesh: Mesh on which the forward pass runs.
+      temperature: Sampling temperature.
+      max_sequence_tokens: Maximum number of tokens of a prompt and its response together.
     """
 
-    def __init__(self, shape: ModelConfig, params: Params, mesh: Mesh, temperature: float, longest: int):
-        self.shape = shape
+    def __init__(
+        self, model_config: ModelConfig, params: Params, mesh: Mesh, temperature: float, max_sequence_tokens: int
+    ):
+        self.model_config = model_config
         self._state, self._mesh, self._temperature = TrainState(params, {}, None, None), mesh, temperature
         self._updates: dict[str, PolicyUpdate] = {}
         step = math.lcm(64, mesh.shape["tensor"])
-        self._row_tokens = -(-longest // step) * step
+        self._row_tokens = -(-max_sequence_tokens // step) * step
 
     def pack(self, sequences: Sequence[TrainingSequence]) -> list[PackedBatch]:
-        """Packs the sequences into batches of one shape, so that each program is compiled once."""
+        """Packs sequences into batches of equal shape, so that each program is compiled only once."""
         return pack(sequences, self._row_tokens, self._mesh.shape["data"] * self._mesh.shape["fsdp"])
 
     def logprobs(self, batches: Sequence[PackedBatch], dtype: str) -> Float[np.ndarray, " S"]:
-        """The log-probabilities of the trained tokens, computed in `dtype`."""
+        """Computes the log-probabilities of the trained tokens.
+
+        Args:
+          batches: Batches from `pack`.
+          dtype: Compute dtype of the forward pass.
+
+        Returns:
+          Log-probabilities of all trained tokens of all batches, in nats.
+        """
         if dtype not in self._updates:
-            model = abstract_model(dataclasses.replace(self.shape, dtype=dtype))
+            model = abstract_model(dataclasses.replace(self.model_config, dtype=dtype))
             objective = Objective(set_rl.policy_gradient_loss, self._temperature)
             self._updates[dtype] = PolicyUpdate(model, self._mesh, objective)
-        # The first minibatch needs no old log-probabilities, so these batches are the second.
+        # Old log-probabilities are not computed for the first minibatch, so these batches form the second one.
         _, filled = self._updates[dtype].with_old_logprobs(self._state, [[], batches])
         return _trained([batch.old_logprobs for batch in filled], batches)
 
 
-def compare(trainer: Trainer, sequences: Sequence[TrainingSequence], sampler_dtype: str) -> Seen:
-    """The mean difference between the trainer's log-probabilities and the sampler's, which the sequences hold.
+def compare(scorer: ReferenceScorer, sequences: Sequence[TrainingSequence], sampler_dtype: str) -> CheckResult:
+    """Compares the sampler's log-probabilities, which are stored in the sequences, with the trainer's.
 
     Args:
-      sampler_dtype: the type that the sampler computes in; the rounding of the coarser of the two types is allowed.
+      scorer: Computes the trainer's log-probabilities.
+      sequences: Sequences from the sampler.
+      sampler_dtype: Compute dtype of the sampler. The tolerance is based on the less precise dtype of sampler and
+        trainer.
+
+    Returns:
+      The mean difference in nats and its tolerance.
 
     Raises:
-      Failed: the difference is more than rounding explains.
+      Failed: If the mean difference is larger than the tolerance.
     """
-    batches = trainer.pack(sequences)
-    own_dtype = trainer.shape.dtype
-    own = trainer.logprobs(batches, own_dtype)
+    batches = scorer.pack(sequences)
+    trainer_dtype = scorer.model_config.dtype
+    trainer = scorer.logprobs(batches, trainer_dtype)
     with exactly():
-        exact = trainer.logprobs(batches, "float32")
+        exact = scorer.logprobs(batches, "float32")
     rounding = max(
         float(np.abs(rough - exact).mean())
-        for rough in (own, *([trainer.logprobs(batches, sampler_dtype)] if sampler_dtype != own_dtype else []))
+        for rough in (trainer, *([scorer.logprobs(batches, sampler_dtype)] if sampler_dtype != trainer_dtype else []))
     )
     sampler = _trained([batch.sampler_logprobs for batch in batches], batches)
-    difference = np.abs(own - sampler)
-    mean, most = float(difference.mean()), allowed(rounding, float(np.abs(exact).max()))
-    if not mean <= most:
+    difference = np.abs(trainer - sampler)
+    mean, tolerance = float(difference.mean()), allowed(rounding, float(np.abs(exact).max()))
+    if not mean <= tolerance:
         raise Failed(
-            f"log-probabilities differ from the trainer's by {mean:.2g} nats in the mean and {difference.max():.2g} at "
-            f"most, where rounding explains {most:.1g}"
+            f"log-probabilities differ from the trainer's by {mean:.2g} nats on average and {difference.max():.2g} at "
+            f"most; the tolerance of the average is {tolerance:.1g}"
         )
-    figures = {"tokens": len(own), "mean difference": mean, "largest": float(difference.max()), "allowed mean": most}
-    return f"{len(own)} tokens, log-probabilities within {mean:.1e} nats, rounding allows {most:.1e}", figures
+    figures = {
+        "tokens": len(trainer),
+        "mean difference": mean,
+        "largest": float(difference.max()),
+        "allowed mean": tolerance,
+    }
+    return f"{len(trainer)} tokens, mean difference {mean:.1e} nats (tolerance {tolerance:.1e})", figures
 
 
 def _trained(values: Sequence[jax.Array | np.ndarray], batches: Sequence[PackedBatch]) -> Float[np.ndarray, " S"]:

@@ -1,4 +1,4 @@
-"""Compares the gradient on the whole mesh with that on one device, for a small model with the run's heads."""
+"""Compares the gradient on the full mesh with the gradient on one device, for a small model with the run's heads."""
 
 import dataclasses
 import math
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from poly_epo_jax.doctor.examine import Failed, Missing, Seen, Subject
-from poly_epo_jax.doctor.small_model import random_params, random_sequences, small_shape
+from poly_epo_jax.doctor.examine import CheckResult, Failed, RunContext, Skipped
+from poly_epo_jax.doctor.small_model import random_params, random_sequences, small_config
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import trained_pattern
 from poly_epo_jax.model.qwen3 import abstract_model
@@ -20,57 +20,64 @@ from poly_epo_jax.step.packing import PackedBatch, pack
 from poly_epo_jax.step.update import PolicyUpdate
 from poly_epo_jax.types import Params
 
-SEQUENCES, ROW_TOKENS = 4, 64  # sequences per row shard of the mesh; tokens per row
+SEQUENCES, ROW_TOKENS = 4, 64  # Sequences per row shard of the mesh, and tokens per row.
 
 
-def check_collectives(subject: Subject) -> Seen:
-    """The mesh gathers weights and sums gradients across devices; one device does neither. All hosts take part."""
-    mesh = subject.mesh
+def check_collectives(run: RunContext) -> CheckResult:
+    """Checks the collectives of an update by comparing the mesh with one device.
+
+    On the mesh, weights are gathered and gradients are summed across devices. One device does neither. All processes
+    take part.
+    """
+    mesh = run.mesh
     if mesh.size == 1:
-        raise Missing("one device has no collectives")
-    shape, config = small_shape(subject.shape, mesh), subject.config
+        raise Skipped("one device has no collectives")
+    model_config, config = small_config(run.model_config, mesh), run.config
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
     row_tokens = -(-ROW_TOKENS // mesh.shape["tensor"]) * mesh.shape["tensor"]
-    (batch, *_) = pack(random_sequences(SEQUENCES * rows, shape), row_tokens, 2 * rows)
-    one = Mesh(subject.here.devices.reshape(-1)[:1].reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+    (batch, *_) = pack(random_sequences(SEQUENCES * rows, model_config), row_tokens, 2 * rows)
+    one = Mesh(run.local_mesh.devices.reshape(-1)[:1].reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
 
-    def gradient(where: Mesh, dtype: str) -> tuple[Params, float]:
-        return _gradient(dataclasses.replace(shape, dtype=dtype), where, batch, trained_pattern(config))
+    def gradient(on: Mesh, dtype: str) -> tuple[Params, float]:
+        return _gradient(dataclasses.replace(model_config, dtype=dtype), on, batch, trained_pattern(config))
 
-    split, split_loss = gradient(mesh, shape.dtype)
-    alone, loss = gradient(one, shape.dtype)
+    sharded, sharded_loss = gradient(mesh, model_config.dtype)
+    single, loss = gradient(one, model_config.dtype)
     with exactly():
         exact, exact_loss = gradient(one, "float32")
-    error, most = _distance(split, alone), allowed(_distance(alone, exact))
-    # The terms of the loss may cancel, so its rounding is relative to what their sizes add up to.
-    terms = float(np.abs(batch.weights * batch.advantages).sum()) * math.log(shape.vocab_size)
-    loss_error, most_loss = abs(split_loss - loss), allowed(abs(loss - exact_loss), terms)
-    if not (error <= most and loss_error <= most_loss):
+    error, tolerance = _distance(sharded, single), allowed(_distance(single, exact))
+    # The terms of the loss may cancel, so the rounding of the loss is relative to the sum of their absolute values.
+    terms = float(np.abs(batch.weights * batch.advantages).sum()) * math.log(model_config.vocab_size)
+    loss_error, loss_tolerance = abs(sharded_loss - loss), allowed(abs(loss - exact_loss), terms)
+    if not (error <= tolerance and loss_error <= loss_tolerance):
         raise Failed(
-            f"on the mesh the gradient differs from one device's by {error:.1e} of its norm, where rounding explains "
-            f"{most:.1e}, and the loss by {loss_error:.1e} of {most_loss:.1e}; on GPUs look at NCCL_DEBUG=INFO and "
-            "nvidia-smi topo -m, and try a mesh with mesh.tensor=1"
+            f"on the mesh, the gradient differs from one device's by {error:.1e} of its norm (tolerance "
+            f"{tolerance:.1e}) and the loss by {loss_error:.1e} (tolerance {loss_tolerance:.1e}); on GPUs, inspect the "
+            "output of NCCL_DEBUG=INFO and nvidia-smi topo -m, and try mesh.tensor=1"
         )
-    figures = {"gradient error": error, "allowed": most, "loss": loss, "loss error": loss_error}
-    return f"{mesh.size} devices: gradient within {error:.1e} of one device's, rounding allows {most:.1e}", figures
+    figures = {"gradient error": error, "allowed": tolerance, "loss": loss, "loss error": loss_error}
+    return (
+        f"{mesh.size} devices: gradient within {error:.1e} of one device's (tolerance {tolerance:.1e})",
+        figures,
+    )
 
 
-def _gradient(shape: ModelConfig, mesh: Mesh, batch: PackedBatch, trainable: str) -> tuple[Params, float]:
-    """(gradient on the mesh, loss)."""
-    update = PolicyUpdate(abstract_model(shape), mesh, trainable=trainable)
-    state = update.init(random_params(shape, mesh))
+def _gradient(model_config: ModelConfig, mesh: Mesh, batch: PackedBatch, trainable: str) -> tuple[Params, float]:
+    """Returns (gradient on the mesh, loss)."""
+    update = PolicyUpdate(abstract_model(model_config), mesh, trainable=trainable)
+    state = update.init(random_params(model_config, mesh))
     gradients, (metrics,) = update.gradient(state, [batch])
     return gradients, float(metrics["loss"])
 
 
 def _distance(found: Params, expected: Params) -> float:
-    """The norm of the difference, relative to the norm of `expected`, which lies on one device of each host."""
-    expected = jax.tree.map(lambda like, x: _laid_out(jax.device_get(x), like.sharding), found, expected)
+    """Returns the norm of the difference relative to the norm of `expected`, which is on one device of each process."""
+    expected = jax.tree.map(lambda like, x: _shard(jax.device_get(x), like.sharding), found, expected)
     return float(_relative(found, expected))
 
 
-def _laid_out(values: np.ndarray, sharding: Any) -> jax.Array:
-    """The array under this sharding: every host has all of it, and takes its own devices' part."""
+def _shard(values: np.ndarray, sharding: Any) -> jax.Array:
+    """Shards an array that every process holds completely. Each process places the shards of its own devices."""
     return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
 
 

@@ -1,4 +1,4 @@
-"""Runs checks one after another, each for a bounded time. If one fails, the next is run all the same."""
+"""Runs checks one after another, each with a time limit. The remaining checks run even if one fails."""
 
 import asyncio
 import dataclasses
@@ -29,11 +29,14 @@ Status = Literal["passed", "failed", "not there"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The outcome of a check.
+    """One row of the doctor's table.
 
-    Args:
-      seen: one sentence without its full stop; if the check failed, it ends with what to do.
-      figures: the measurements, by name.
+    Attributes:
+      name: Name of the check or of the part that it checked.
+      status: Outcome of the check.
+      seen: Message without its final period. The message of a failed check ends with a remedy.
+      figures: Measurements by name.
+      seconds: Duration of the check, in seconds.
     """
 
     name: str
@@ -43,27 +46,29 @@ class Finding:
     seconds: float = 0.0
 
 
-class Missing(Exception):
-    """The subject of a check is not there. The message says what, and perhaps how to get it. This is not a failure."""
+class Skipped(Exception):
+    """Raised when the subject of a check does not exist. The check is skipped, which is not a failure."""
 
 
 class Failed(Exception):
-    """The check has failed. The message says at what, and what to do."""
+    """Raised when a check fails. The message contains the reason and a remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
-    """The run to check. What several checks need of it is made once.
+class RunContext:
+    """The run that is checked, with objects that several checks share.
 
-    Raises, on access to something that cannot be made:
-      ValueError, OSError: the message says why and what to do.
+    Properties are computed on first access, and raise ValueError or OSError if that fails.
+
+    Attributes:
+      config: Configuration of the run.
     """
 
     config: Config
 
     @functools.cached_property
-    def shape(self) -> ModelConfig:
-        """The model's shape. The model is not downloaded for it."""
+    def model_config(self) -> ModelConfig:
+        """Configuration of the model. The model is not downloaded."""
         path = self.config.model.path
         if path and not has_preset(path):
             find_model(path, download=False)
@@ -71,133 +76,140 @@ class Subject:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The run's mesh, checked for whether the model can be split over it."""
+        """Mesh of the run. Raises ConfigError if the model cannot be sharded over it."""
         mesh = make_mesh(**self.config.mesh)
-        sizes = dataclasses.asdict(self.shape)
+        sizes = dataclasses.asdict(self.model_config)
         check_mesh(self.config.mesh, mesh.shape, sizes, row_tokens(self.config))
         return mesh
 
     @functools.cached_property
-    def here(self) -> Mesh:
-        """This process's part of the mesh."""
+    def local_mesh(self) -> Mesh:
+        """Part of the mesh that consists of this process's devices."""
         return host_mesh(self.mesh)
 
     @functools.cached_property
     def task(self) -> Task:
+        """Task of the run."""
         return make_task(self.config.task)
 
 
-Seen = tuple[str, Mapping[str, float | int | str]]
-"""The outcome of a check that has passed: a sentence without its full stop, and figures."""
+CheckResult = tuple[str, Mapping[str, float | int | str]]
+"""Result of a check that passed: a message without its final period, and measurements by name."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Check:
-    """A check, which gives one line of the table or more.
+class DoctorCheck:
+    """A check, which adds one or more rows to the table.
 
-    Args:
-      run: returns what it has seen, or its findings; raises Missing, Failed, or another error that says what to do.
-      seconds: the time after which the check gets the status `late`.
-      advice: what to do if the check is late, or ends in an error that does not say.
-      needs_mesh: whether there is nothing to check without the mesh and its devices.
-      when: the forms of the doctor that include the check.
+    Attributes:
+      name: Name of the check.
+      run: Function that returns a result or findings. It raises `Skipped`, `Failed`, or an error whose message contains
+        a remedy.
+      timeout_seconds: Time limit of the check, in seconds.
+      remedy: Remedy that is printed if the check times out or raises an unexpected exception.
+      needs_mesh: Whether the check requires the mesh and its devices.
+      status_on_timeout: Status of the check if it times out.
+      when: Forms of the doctor that include the check.
     """
 
     name: str
-    run: Callable[[Subject], Seen | list[Finding]]
-    seconds: float
-    advice: str
+    run: Callable[[RunContext], CheckResult | list[Finding]]
+    timeout_seconds: float
+    remedy: str
     needs_mesh: bool = True
-    late: Status = "failed"
+    status_on_timeout: Status = "failed"
     when: Literal["both", "short", "full"] = "both"
 
 
-WITHOUT_MESH = "without the mesh there is nothing to check"
+WITHOUT_MESH = "this check requires the mesh, which cannot be created"
 
 
-class Examination:
-    """The checks of one run.
+class CheckRunner:
+    """Runs the checks of one run.
 
     Args:
-      seconds: the time that all checks may take together; checks after that are not run.
+      run: Run to check.
+      timeout_seconds: Time limit of all checks together, in seconds. Checks after this time are skipped.
     """
 
-    def __init__(self, subject: Subject, seconds: float):
-        self._subject, self._deadline = subject, time.monotonic() + seconds
-        self._is_alone = not subject.config.hosts.coordinator  # asking JAX would block if devices hang
-        self.hanging = ""  # the check that did not end, whose thread may hold the devices for good
+    def __init__(self, run: RunContext, timeout_seconds: float):
+        self._run, self._deadline = run, time.monotonic() + timeout_seconds
+        self._is_single = not run.config.hosts.coordinator  # Querying JAX instead would block if the devices hang.
+        self.hanging = ""  # Name of the check that timed out. Its thread may block the devices permanently.
 
-    def findings(self, check: Check) -> list[Finding]:
-        """The check's findings. If several hosts run it together, the worst among them."""
-        if self._is_alone:
-            return asyncio.run(self._own(check))
-        # What all compute together, none may begin where another cannot.
-        mesh_is_there = not check.needs_mesh or all(hosts.on_each(lambda: _has_mesh(self._subject)))
-        everyone = asyncio.run(hosts.gather(self._own(check, mesh_is_there)))
-        return [_worst(same) for same in zip(*everyone, strict=False)]
+    def findings(self, check: DoctorCheck) -> list[Finding]:
+        """Runs a check and returns its findings, or the worst findings of all processes that run it together."""
+        if self._is_single:
+            return asyncio.run(self._findings(check))
+        # No process may start a joint computation if another process cannot take part.
+        has_mesh = not check.needs_mesh or all(hosts.on_each(lambda: _has_mesh(self._run)))
+        all_findings = asyncio.run(hosts.gather(self._findings(check, has_mesh)))
+        return [_worst(same) for same in zip(*all_findings, strict=False)]
 
     @property
-    def is_told(self) -> bool:
-        """Whether this process shows what was found."""
-        return self._is_alone or hosts.is_first()
+    def is_reporter(self) -> bool:
+        """True if this process prints the findings."""
+        return self._is_single or hosts.is_first()
 
-    async def _own(self, check: Check, mesh_is_there: bool = True) -> list[Finding]:
-        started, seconds = time.monotonic(), min(check.seconds, self._deadline - time.monotonic())
+    async def _findings(self, check: DoctorCheck, has_mesh: bool = True) -> list[Finding]:
+        started, seconds = time.monotonic(), min(check.timeout_seconds, self._deadline - time.monotonic())
         if self.hanging and check.needs_mesh:
-            found = [Finding(check.name, "not there", f"the check of {self.hanging} still holds the devices")]
+            found = [Finding(check.name, "not there", f"the devices are still blocked by the check {self.hanging!r}")]
         elif seconds <= 0:
-            found = [Finding(check.name, "not there", "no time was left for it; run it on an idle machine")]
-        elif not mesh_is_there:
+            found = [Finding(check.name, "not there", "no time was left; run the doctor on an idle machine")]
+        elif not has_mesh:
             found = [Finding(check.name, "not there", WITHOUT_MESH)]
         else:
-            found = await self._bounded(check, seconds)
+            found = await self._run_with_timeout(check, seconds)
         spent = time.monotonic() - started
         return [dataclasses.replace(one, seconds=spent / len(found)) for one in found]
 
-    async def _bounded(self, check: Check, seconds: float) -> list[Finding]:
+    async def _run_with_timeout(self, check: DoctorCheck, seconds: float) -> list[Finding]:
         try:
             async with asyncio.timeout(seconds):
-                return await in_daemon_thread(lambda: _called(check, self._subject))
+                return await in_daemon_thread(lambda: _run_check(check, self._run))
         except TimeoutError:
             self.hanging = check.name
-        found = Finding(check.name, check.late, f"it did not end in {seconds:.0f} s; {check.advice}")
-        if not self._is_alone:
-            # The other hosts may be waiting inside a collective of this check, where nothing reaches them.
+        found = Finding(
+            check.name, check.status_on_timeout, f"the check timed out after {seconds:.0f} s; {check.remedy}"
+        )
+        if not self._is_single:
+            # The other processes may be blocked in a collective of this check and cannot be notified.
             print(f"Process {hosts.index()}: {found.name}: {found.seen}", file=sys.stderr, flush=True)
             os._exit(1)
         return [found]
 
 
-def _called(check: Check, subject: Subject) -> list[Finding]:
+def _run_check(check: DoctorCheck, run: RunContext) -> list[Finding]:
     try:
-        if check.needs_mesh and not _has_mesh(subject):
-            raise Missing(WITHOUT_MESH)
-        found = check.run(subject)
-    except Missing as error:
+        if check.needs_mesh and not _has_mesh(run):
+            raise Skipped(WITHOUT_MESH)
+        found = check.run(run)
+    except Skipped as error:
         return [Finding(check.name, "not there", str(error))]
-    except (Failed, ValueError, OSError, ImportError) as error:  # their messages say what to do
+    except (Failed, ValueError, OSError, ImportError) as error:  # The messages of these errors contain a remedy.
         return [Finding(check.name, "failed", " ".join(str(error).split()))]
-    except Exception as error:  # of any kind: compilers and drivers have many
+    except Exception as error:  # Compilers and drivers raise many kinds of exceptions.
         return [
             Finding(
-                check.name, "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}; {check.advice}"
+                check.name, "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}; {check.remedy}"
             )
         ]
     if isinstance(found, list):
         return found
-    seen, figures = found
-    return [Finding(check.name, "passed", seen, figures)]
+    message, figures = found
+    return [Finding(check.name, "passed", message, figures)]
 
 
-def _has_mesh(subject: Subject) -> bool:
+def _has_mesh(run: RunContext) -> bool:
     try:
-        return bool(subject.mesh)
-    except (ValueError, OSError):  # the check of the devices reports it
+        return bool(run.mesh)
+    except (ValueError, OSError):  # The check of the devices reports this error.
         return False
 
 
 def _worst(findings: Sequence[Finding]) -> Finding:
-    """Of the findings of all hosts, the first failure, or else the first host's finding."""
+    """Returns the first failed finding of all processes or, if there is none, the finding of the first process."""
     for index, one in enumerate(findings):
         if one.status == "failed":
             return dataclasses.replace(one, seen=f"process {index} of {len(findings)}: {one.seen}")

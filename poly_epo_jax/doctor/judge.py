@@ -1,4 +1,4 @@
-"""Whether the judge's answer about four responses with obvious strategies has the form of a clustering."""
+"""Checks that the judge returns a valid clustering of four responses with obvious strategies."""
 
 import asyncio
 import dataclasses
@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 
 from poly_epo_jax.config.keys import JudgeSection
-from poly_epo_jax.doctor.examine import Failed, Missing, Seen, Subject
+from poly_epo_jax.doctor.examine import CheckResult, Failed, RunContext, Skipped
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.startup.read_config import make_judge
 from poly_epo_jax.types import Clustering, Generation, Group, Judge, JudgeFailure, Problem, Served
@@ -18,32 +18,33 @@ RESPONSES = (
     "I add one after the other: 1, 3, 6, 10, 15, 21, 28, 36, 45, 55. \\boxed{55}",
     "banana banana banana banana",
 )
-SECONDS, WAIT_SECONDS = 60.0, 20.0  # for an answer, and for the server to accept connections
+# Time limits in seconds for a reply, and for a server that does not accept connections.
+TIMEOUT_SECONDS, WAIT_SECONDS = 60.0, 20.0
 
 
-def check_judge(subject: Subject) -> Seen:
-    """Asks the judge as a run does. How well it clusters is reported, but is no reason to fail."""
-    section = subject.config.judge
+def check_judge(run: RunContext) -> CheckResult:
+    """Queries the judge like a run does. The quality of the clustering is reported, but does not affect the status."""
+    section = run.config.judge
     if not JUDGES[section.name].needs_url:
-        raise Missing(f"judge.name={section.name} is no server")
-    judge = make_judge(_impatient(section), subject.task)
-    outcome = asyncio.run(_asked(judge, _group()))
+        raise Skipped(f"judge.name={section.name} is not a server")
+    judge = make_judge(_with_short_timeouts(section), run.task)
+    outcome = asyncio.run(_cluster(judge, _group()))
     if not isinstance(outcome, Clustering):
-        reason = f"{outcome.kind}: {outcome.reason}" if isinstance(outcome, JudgeFailure) else "it gave no clusters"
-        raise Failed(f"{section.url} gave no clustering ({reason}); see its log, and judge.options")
+        reason = f"{outcome.kind}: {outcome.reason}" if isinstance(outcome, JudgeFailure) else "no clusters"
+        raise Failed(f"{section.url} returned no clustering ({reason}); see its log, and check judge.options")
     ids = ", ".join(map(str, outcome.ids.tolist()))
     if len(outcome.ids) != len(RESPONSES):
-        raise Failed(f"judge.name={section.name} gave clusters {ids} to {len(RESPONSES)} responses; correct it")
-    first, second, third, junk = outcome.ids.tolist()
-    knows = first == second and len({first, third, junk}) == 3
-    opinion = "as expected" if knows else "though the first two share a strategy, and no others do"
-    return f"{section.url} put four responses into clusters {ids}, {opinion}", {"clusters": ids}
+        raise Failed(f"judge.name={section.name} returned clusters {ids} for {len(RESPONSES)} responses; fix the judge")
+    first, second, third, degenerate = outcome.ids.tolist()
+    is_expected = first == second and len({first, third, degenerate}) == 3
+    assessment = "as expected" if is_expected else "but only the first two share a strategy"
+    return f"{section.url} assigned four responses to clusters {ids}, {assessment}", {"clusters": ids}
 
 
-def _impatient(section: JudgeSection) -> JudgeSection:
+def _with_short_timeouts(section: JudgeSection) -> JudgeSection:
     return dataclasses.replace(
         section,
-        timeout_seconds=min(section.timeout_seconds, SECONDS),
+        timeout_seconds=min(section.timeout_seconds, TIMEOUT_SECONDS),
         wait_seconds=min(section.wait_seconds, WAIT_SECONDS),
     )
 
@@ -56,7 +57,7 @@ def _group() -> Group:
     return Group(PROBLEM, np.zeros(1, np.int32), tuple(map(generation, RESPONSES)))
 
 
-async def _asked(judge: Judge, group: Group) -> Clustering | JudgeFailure | None:
+async def _cluster(judge: Judge, group: Group) -> Clustering | JudgeFailure | None:
     if isinstance(judge, Served):
         await judge.wait_until_ready()
     return await judge.cluster(group)

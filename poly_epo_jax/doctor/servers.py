@@ -1,7 +1,7 @@
-"""Checks the policy's servers: their answers, whether they accept the weights, and the probabilities they then give.
+"""Checks the servers of the policy: their responses, the weight push, and the log-probabilities after the push.
 
-The push is the same as in the run's first step, with the weights and the version that the run would begin with. A run
-that follows therefore finds the servers as its own push would leave them, and pushes again.
+Weights are pushed like in the first step of the run, with the run's initial weights and their version. A run that
+starts afterwards finds the servers in the state that its own push would produce, and pushes the weights again.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from poly_epo_jax.config.keys import Config
-from poly_epo_jax.doctor.agreement import Trainer, compare
-from poly_epo_jax.doctor.examine import Failed, Finding, Missing, Subject
+from poly_epo_jax.doctor.agreement import ReferenceScorer, compare
+from poly_epo_jax.doctor.examine import Failed, Finding, RunContext, Skipped
 from poly_epo_jax.model.policy import Policy, find_model, open_policy
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.sharding import params_on_host
@@ -29,84 +29,91 @@ from poly_epo_jax.system.text import first_line
 from poly_epo_jax.types import Group, Params, Sampler, Sampling
 
 
-def find_policy(subject: Subject) -> Policy:
-    """The policy: model, tokenizer and stop tokens.
+def find_policy(run: RunContext) -> Policy:
+    """Opens the policy of the run without downloading or fitting it.
 
     Raises:
-      Missing: the policy is not here.
+      Skipped: If the policy is not available on this machine.
     """
-    config = subject.config
+    config = run.config
     if not config.model.path:
         folder = base_policy_folder(config.base, config.task)
         if not folder.exists():
-            raise Missing("the base policy is made when the run starts")
+            raise Skipped("the base policy does not exist yet; it is created when the run starts")
     else:
         try:
             folder = find_model(config.model.path, download=False)
         except OSError:
             folder = Path(config.model.path)
         if not folder.is_dir():
-            raise Missing(f"model.path={config.model.path} is not on this machine; the run downloads it")
+            raise Skipped(f"model.path={config.model.path} is not available on this machine; the run downloads it")
     return open_policy(folder, config.model, lora=config.lora)
 
 
-def first_weights(subject: Subject, policy: Policy) -> tuple[Params, int]:
-    """A whole copy of the weights on this host's devices, and their step: the newest checkpoint's, if there is one."""
-    run, mesh = Path(subject.config.workdir), subject.mesh
-    if resumable_config(run) is None:
-        params, step = policy.load_params(mesh, subject.config.seed), 0
+def initial_weights(run: RunContext, policy: Policy) -> tuple[Params, int]:
+    """Loads the weights with which the run would start.
+
+    Args:
+      run: Run that is checked.
+      policy: Policy of the run.
+
+    Returns:
+      Weights that are replicated on the devices of this process, and their step. They are those of the newest
+      checkpoint or, if there is none, of the policy, with step 0.
+    """
+    workdir, mesh = Path(run.config.workdir), run.mesh
+    if resumable_config(workdir) is None:
+        params, step = policy.load_params(mesh, run.config.seed), 0
     else:
-        _, params, step = open_trained_policy(run, subject.config.model, mesh)
+        _, params, step = open_trained_policy(workdir, run.config.model, mesh)
     return params_on_host(params, mesh), step
 
 
-PROMPTS, GENERATIONS, LONGEST = 4, 2, 32
-SECONDS = 60.0  # the most that an answer or a weight update may take
-WAIT_SECONDS = 20.0  # for a server to answer at all
+NUM_PROMPTS, NUM_GENERATIONS, MAX_TOKENS = 4, 2, 32
+TIMEOUT_SECONDS = 60.0  # Time limit of a response or a weight update.
+WAIT_SECONDS = 20.0  # Time limit for a server that does not respond at all.
 
 
-def check_answers(subject: Subject) -> list[Finding]:
-    """Checks the form of generations from each of rollouts.urls, with its own weights; no other form is believed."""
-    policy = _policy(subject)
-    return asyncio.run(_of_each_url(subject, policy, None))
+def check_generations(run: RunContext) -> list[Finding]:
+    """Validates generations from each server of rollouts.urls, with the weights that the server currently has."""
+    policy = _policy(run)
+    return asyncio.run(_check_servers(run, policy, None))
 
 
-def check_weights(subject: Subject) -> list[Finding]:
-    """Pushes the run's first weights to all servers, and compares their log-probabilities with the trainer's."""
-    policy = _policy(subject)
-    with _not_training(Path(subject.config.workdir)):
-        params, step = first_weights(subject, policy)
-        sampler = _sampler(subject, policy)
+def check_weights(run: RunContext) -> list[Finding]:
+    """Pushes the initial weights to all servers, and compares their log-probabilities with the trainer's."""
+    policy = _policy(run)
+    with _not_training(Path(run.config.workdir)):
+        params, step = initial_weights(run, policy)
+        sampler = _sampler(run, policy)
         try:
             asyncio.run(hosts.barrier(sampler.push_weights(params, step)))
-            seen = (
-                f"the weights of step {step} are pushed to {subject.config.rollouts.urls}, as a run's first step does"
-            )
-            pushed = Finding("weights pushed", "passed", seen)
-            return [pushed, *asyncio.run(_of_each_url(subject, policy, params))]
+            message = f"pushed the weights of step {step} to {run.config.rollouts.urls}, like the first step of a run"
+            pushed = Finding("weights pushed", "passed", message)
+            return [pushed, *asyncio.run(_check_servers(run, policy, params))]
         finally:
             sampler.close()
 
 
-def _policy(subject: Subject) -> Policy:
-    if not SAMPLERS[subject.config.rollouts.name].needs_urls:
-        raise Missing(f"rollouts.name={subject.config.rollouts.name} generates in the trainer")
-    return find_policy(subject)
+def _policy(run: RunContext) -> Policy:
+    if not SAMPLERS[run.config.rollouts.name].needs_urls:
+        raise Skipped(f"rollouts.name={run.config.rollouts.name} generates in the trainer")
+    return find_policy(run)
 
 
-def _sampler(subject: Subject, policy: Policy) -> Sampler:
-    """The run's own sampler, but less patient."""
-    config, options = _impatient(subject.config), subject.config.rollouts.options
-    return SAMPLERS[config.rollouts.name].open(policy.model, subject.here, policy.stop_ids, config, **options)
+def _sampler(run: RunContext, policy: Policy) -> Sampler:
+    """Opens the run's sampler with short timeouts."""
+    config, options = _with_short_timeouts(run.config), run.config.rollouts.options
+    return SAMPLERS[config.rollouts.name].open(policy.model, run.local_mesh, policy.stop_ids, config, **options)
 
 
-def _impatient(config: Config) -> Config:
+def _with_short_timeouts(config: Config) -> Config:
     rollouts = config.rollouts
     return dataclasses.replace(
         config,
         rollouts=dataclasses.replace(
             rollouts,
-            timeout_seconds=min(rollouts.timeout_seconds, SECONDS),
+            timeout_seconds=min(rollouts.timeout_seconds, TIMEOUT_SECONDS),
             wait_seconds=min(rollouts.wait_seconds, WAIT_SECONDS),
         ),
     )
@@ -114,64 +121,70 @@ def _impatient(config: Config) -> Config:
 
 @contextlib.contextmanager
 def _not_training(workdir: Path) -> Iterator[None]:
-    """Keeps a run from training meanwhile: pushing weights while it trains would end it.
+    """Prevents the run from training within this context, because a weight push would make a training run fail.
 
     Raises:
-      Failed: a run is training.
+      Failed: If the run is training.
     """
     with contextlib.ExitStack() as held:
         try:
             if workdir.is_dir():
                 hosts.on_first(lambda: held.enter_context(run_folder.in_use(workdir)))
         except InUseError as error:
-            raise Failed(f"{error} Its servers are left alone; check them when it has ended") from None
+            raise Failed(f"{error} The servers were not checked; check them when the run has ended") from None
         yield
 
 
-async def _of_each_url(subject: Subject, policy: Policy, params: Params | None) -> list[Finding]:
-    """A finding for each URL. All servers are asked at once.
+async def _check_servers(run: RunContext, policy: Policy, params: Params | None) -> list[Finding]:
+    """Returns one finding per server. All servers are queried concurrently.
 
     Args:
-      params: the weights that the servers have; None if these are unknown.
+      run: Run that is checked.
+      policy: Policy of the run.
+      params: Weights of the servers. If None, log-probabilities are not compared.
     """
-    config = subject.config
+    config = run.config
     urls = [url.strip().rstrip("/") for url in config.rollouts.urls.split(",")]
-    groups = await asyncio.gather(*(_generated(subject, policy, url) for url in urls), return_exceptions=True)
-    trainer = None
+    groups = await asyncio.gather(*(_generate(run, policy, url) for url in urls), return_exceptions=True)
+    scorer = None
     if params is not None:
-        longest = config.train.max_prompt_tokens + LONGEST
-        trainer = Trainer(policy.config, params, subject.here, config.sampling.temperature, longest)
-    return [_finding(url, one, trainer, config.rollouts.weights_dtype) for url, one in zip(urls, groups, strict=True)]
+        max_sequence_tokens = config.train.max_prompt_tokens + MAX_TOKENS
+        scorer = ReferenceScorer(
+            policy.config, params, run.local_mesh, config.sampling.temperature, max_sequence_tokens
+        )
+    return [_finding(url, one, scorer, config.rollouts.weights_dtype) for url, one in zip(urls, groups, strict=True)]
 
 
-async def _generated(subject: Subject, policy: Policy, url: str) -> list[Group]:
-    config = _impatient(subject.config)
-    limit, longest = config.train.max_prompt_tokens, min(LONGEST, config.sampling.max_tokens)
-    problems, _ = drop_long_prompts(subject.task.train_problems[: 16 * PROMPTS], policy.tokenizer, limit)
+async def _generate(run: RunContext, policy: Policy, url: str) -> list[Group]:
+    config = _with_short_timeouts(run.config)
+    limit, max_tokens = config.train.max_prompt_tokens, min(MAX_TOKENS, config.sampling.max_tokens)
+    problems, _ = drop_long_prompts(run.task.train_problems[: 16 * NUM_PROMPTS], policy.tokenizer, limit)
     if not problems:
-        raise Failed(f"none of the first {16 * PROMPTS} prompts has train.max_prompt_tokens={limit} or less; raise it")
+        raise Failed(
+            f"all of the first {16 * NUM_PROMPTS} prompts are longer than train.max_prompt_tokens={limit}; increase it"
+        )
     server = open_server(url, policy.model, policy.stop_ids, config)
-    rollouts = Rollouts(server, policy.tokenizer, subject.task, limit, config.model.stop_strings)
+    rollouts = Rollouts(server, policy.tokenizer, run.task, limit, config.model.stop_strings)
     try:
-        sampling = Sampling(longest, config.sampling.temperature, seed=config.seed)
-        return [group async for group in rollouts.generate(problems[:PROMPTS], GENERATIONS, sampling)]
+        sampling = Sampling(max_tokens, config.sampling.temperature, seed=config.seed)
+        return [group async for group in rollouts.generate(problems[:NUM_PROMPTS], NUM_GENERATIONS, sampling)]
     finally:
         server.close()
 
 
-def _finding(url: str, groups: list[Group] | BaseException, trainer: Trainer | None, dtype: str) -> Finding:
-    """The finding for a server that computes in `dtype`; its log-probabilities are compared if there is a trainer."""
+def _finding(url: str, groups: list[Group] | BaseException, scorer: ReferenceScorer | None, dtype: str) -> Finding:
+    """Returns the finding for a server. If `scorer` is given, log-probabilities computed in `dtype` are compared."""
     name = f"server {url}"
     if isinstance(groups, BaseException):
         return Finding(name, "failed", first_line(groups))
     pairs = [(group.prompt_ids, one) for group in groups for one in group.generations]
-    if trainer is None:
+    if scorer is None:
         count = sum(int(y.loss_mask.sum()) for _, y in pairs)
-        return Finding(name, "passed", f"{count} tokens in the form that was asked for", {"tokens": count})
+        return Finding(name, "passed", f"{count} valid tokens", {"tokens": count})
     sequences = [TrainingSequence(ids, y.token_ids, y.logprobs, y.loss_mask, 1.0, 1.0) for ids, y in pairs]
     try:
-        seen, figures = compare(trainer, sequences, dtype)
+        message, figures = compare(scorer, sequences, dtype)
     except Failed as error:
-        advice = "see that it serves model.path, and that its --dtype is rollouts.weights_dtype"
-        return Finding(name, "failed", f"{url}: {error}; {advice}")
-    return Finding(name, "passed", seen, figures)
+        remedy = "check that the server serves model.path, and that its --dtype is rollouts.weights_dtype"
+        return Finding(name, "failed", f"{url}: {error}; {remedy}")
+    return Finding(name, "passed", message, figures)

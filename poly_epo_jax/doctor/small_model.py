@@ -1,4 +1,4 @@
-"""A model with the heads of the run's model, but narrow and shallow, whose programs compile and run in seconds."""
+"""Small model with the attention heads of the run's model. Its programs compile and run in seconds."""
 
 import dataclasses
 
@@ -15,11 +15,19 @@ from poly_epo_jax.types import Params
 LAYERS, WIDTH, VOCABULARY = 2, 64, 256
 
 
-def small_shape(shape: ModelConfig, mesh: Mesh) -> ModelConfig:
-    """Two layers with the heads, types and switches of `shape`, in sizes that the mesh can split."""
+def small_config(model_config: ModelConfig, mesh: Mesh) -> ModelConfig:
+    """Returns the configuration of the small model.
+
+    Args:
+      model_config: Configuration of the run's model, which determines heads, dtypes and options.
+      mesh: Mesh over which the small model can be sharded.
+
+    Returns:
+      The configuration with two layers and sizes that the mesh axes divide.
+    """
     fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
     return dataclasses.replace(
-        shape,
+        model_config,
         vocab_size=VOCABULARY * tensor,
         hidden_size=-(-WIDTH // fsdp) * fsdp,
         mlp_size=2 * WIDTH * tensor,
@@ -28,22 +36,32 @@ def small_shape(shape: ModelConfig, mesh: Mesh) -> ModelConfig:
     )
 
 
-def random_params(shape: ModelConfig, mesh: Mesh) -> Params:
-    """Random weights of such a model, the same on every mesh."""
-    shardings = param_shardings(abstract_model(shape), mesh)
-    params = jax.jit(lambda: first_params(shape))()
+def random_params(model_config: ModelConfig, mesh: Mesh) -> Params:
+    """Creates random weights whose values do not depend on the mesh.
+
+    Args:
+      model_config: Configuration of the model.
+      mesh: Mesh over which the weights are sharded.
+    """
+    shardings = param_shardings(abstract_model(model_config), mesh)
+    params = jax.jit(lambda: first_params(model_config))()
     return jax.device_put(jax.device_get(params), shardings)
 
 
-def random_sequences(count: int, shape: ModelConfig) -> list[TrainingSequence]:
-    """Prompts and responses of 1 to 30 random tokens, with random advantages."""
+def random_sequences(count: int, model_config: ModelConfig) -> list[TrainingSequence]:
+    """Creates sequences with prompts and responses of 1 to 30 random tokens and random advantages.
+
+    Args:
+      count: Number of sequences.
+      model_config: Configuration of the model, which determines the vocabulary.
+    """
     rng, sequences = np.random.default_rng(0), []
     for _ in range(count):
         prompt, response = rng.integers(1, 31, 2).tolist()
         sequences.append(
             TrainingSequence(
-                rng.integers(0, shape.vocab_size, prompt, np.int32),
-                rng.integers(0, shape.vocab_size, response, np.int32),
+                rng.integers(0, model_config.vocab_size, prompt, np.int32),
+                rng.integers(0, model_config.vocab_size, response, np.int32),
                 sampler_logprobs=np.zeros(response, np.float32),
                 loss_mask=np.ones(response, bool),
                 advantage=float(rng.standard_normal()),

@@ -1,4 +1,7 @@
-"""Problems with verifiable rewards. A new task is one file that meets `types.Task` and one line here."""
+"""Registry of tasks with verifiable rewards.
+
+To add a task, implement the `types.Task` protocol in a new file and add one line to `TASKS`.
+"""
 
 from collections.abc import Callable
 

@@ -1,9 +1,9 @@
-r"""Finds the final answer in a response, and mends LaTeX that math-verify would misread."""
+r"""Extracts the final answer from a response, and normalizes LaTeX that math-verify would misread."""
 
 import re
 
 BOX = re.compile(r"\\boxed\s*\{")
-# An escaped character, or a brace; `\\` goes first so that the brace of `\\{` counts.
+# Matches an escaped character or a brace. An escaped backslash is consumed first, so the brace in `\\{` counts.
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 CHARACTERS = str.maketrans(
@@ -26,11 +26,11 @@ CHARACTERS = str.maketrans(
         "°": r"^\circ ",
     }
 )
-"""Characters that people type in place of LaTeX commands, and those commands."""
+"""LaTeX commands by the Unicode or ASCII character that is often typed in their place."""
 
 SPACE = r"(?:\s|\\[ ,;:!>])"
 MATH_MODE = re.compile(r"(?<!\\)\\[][()]")
-# If such a group has only letters, it is a word, which is text; anything else stays mathematics.
+# A font group that contains only letters is a word and becomes `\text`. Other font groups remain mathematics.
 FONT = r"\\(?:boldsymbol|bm|pmb|math(?:bf|it|sf|tt|normal))\s*"
 FONT_OF_WORD = re.compile(FONT + r"(?=\{[a-zA-Z\s]{2,}\})")
 FONT_OF_FORMULA = re.compile(
@@ -54,7 +54,7 @@ PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` in `text`; None if there is none, or if it is never closed."""
+    r"""Returns the content of the last `\boxed{...}` in `text`, or None if it is missing or not closed."""
     boxes = list(BOX.finditer(text))
     if not boxes:
         return None
@@ -67,11 +67,12 @@ def last_boxed(text: str) -> str | None:
 
 
 def mend(answer: str) -> str:
-    r"""The same answer in notation that math-verify reads as it was meant.
+    r"""Normalizes a LaTeX answer so that math-verify parses it as intended.
 
-    Fonts, sizes, colours and `\[` are not part of an answer, nor are full stops and commas at its end, nor the full
-    stop in `3./2`. `1\,296` is one number, `33\frac13` is 100/3, `4.5e33` means a power of ten and not a multiple of
-    Euler's number, `8.\overline{3}` is 25/3, and `\frac{1 \pm 5}{2}` is two numbers.
+    Removes fonts, sizes, colors, `\[`, trailing periods and commas, and the period in `3./2`. Rewrites thousands
+    separators (`1\,296` becomes one number), mixed numbers (`33\frac13` becomes 100/3), scientific notation (`4.5e33`
+    becomes a multiple of a power of ten instead of Euler's number), repeating decimals (`8.\overline{3}` becomes 25/3),
+    and plus-minus signs (`\frac{1 \pm 5}{2}` becomes two numbers).
     """
     answer = MATH_MODE.sub(" ", answer.translate(CHARACTERS)).strip()
     answer = FONT_OF_FORMULA.sub("", FONT_OF_WORD.sub(r"\\text", answer)).strip()

@@ -1,4 +1,4 @@
-"""Whole-number arithmetic as people write it in prose: found in a text, parsed and evaluated, but never executed."""
+"""Finds, parses and evaluates integer arithmetic in free text. The text is never executed as code."""
 
 import itertools
 import math
@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 MAX_CHARACTERS, MAX_DEPTH = 4000, 20
-"""How much of a text is read, from its end; and how deep parentheses may nest: deeper nesting does not parse."""
+"""Number of characters that are read from the end of a text, and maximum nesting depth of parentheses.
+
+Expressions with deeper nesting are not parsed.
+"""
 
 TIMES = str.maketrans({"\N{MULTIPLICATION SIGN}": "*", "\N{MIDDLE DOT}": "*", "\N{DOT OPERATOR}": "*"})
 MINUS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-"})
@@ -20,12 +23,14 @@ TOKEN = re.compile(r"[0-9]+|[-+*()]")
 
 
 class Sum(NamedTuple):
-    """Terms that are added, each with its sign, 1 or -1."""
+    """A sum of terms, each paired with its sign (1 or -1)."""
 
     terms: "tuple[tuple[int, Expression], ...]"
 
 
 class Product(NamedTuple):
+    """A product of factors."""
+
     factors: "tuple[Expression, ...]"
 
 
@@ -33,20 +38,28 @@ Expression = int | Sum | Product
 
 
 def equations(text: str) -> list[list[Expression]]:
-    """The sides of every formula in a text, in order; a formula without `=` has one side.
+    """Extracts all formulas from a text.
 
-    Multiplication may be written as `*`, a cross, a dot, their LaTeX, or an x between numbers; `(20+3)(70-3)` is a
-    product, too. Sides that do not parse are left out.
+    Multiplication may be written as `*`, a cross, a dot, their LaTeX commands, or an x between numbers. Adjacent
+    parentheses such as `(20+3)(70-3)` are also multiplied.
+
+    Args:
+      text: Free text. Only its last `MAX_CHARACTERS` characters are read.
+
+    Returns:
+      For each formula, in order of appearance, the expressions on the sides of its equals signs. A formula without `=`
+      has one side. Sides that cannot be parsed are omitted.
     """
     text = text[-MAX_CHARACTERS:].translate(TIMES | MINUS)
     text = LETTER_TIMES.sub("*", LATEX_AROUND.sub(" ", LATEX_TIMES.sub("*", text)))
     text = THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     formulas = [match[0] for line in text.splitlines() for match in FORMULA.finditer(line)]
-    sides = [[parsed(side) for side in formula.split("=")] for formula in formulas]
+    sides = [[parse_expression(side) for side in formula.split("=")] for formula in formulas]
     return [known for one in sides if (known := [side for side in one if side is not None])]
 
 
 def value(expression: Expression) -> int:
+    """Evaluates an expression."""
     match expression:
         case Sum(terms):
             return sum(sign * value(term) for sign, term in terms)
@@ -56,13 +69,13 @@ def value(expression: Expression) -> int:
 
 
 def product(factors: Sequence[Expression]) -> Expression:
-    """A single number or sum is returned as it is, and a product of products becomes one product."""
+    """Multiplies factors symbolically. Nested products are flattened, and a single number or sum is returned as is."""
     flat = [one for factor in factors for one in (factor.factors if isinstance(factor, Product) else (factor,))]
     return flat[0] if len(flat) == 1 else Product(tuple(flat))
 
 
-def parsed(text: str) -> Expression | None:
-    """The expression that the whole text spells; None if it is not an expression."""
+def parse_expression(text: str) -> Expression | None:
+    """Parses the entire text as one expression, or returns None if it is not an expression."""
     tokens = TOKEN.findall(text)
     if "".join(tokens) != re.sub(" +", "", text) or re.search("[0-9] +[0-9]", text) or _depth(tokens) > MAX_DEPTH:
         return None
@@ -74,12 +87,12 @@ def parsed(text: str) -> Expression | None:
 
 
 def _depth(tokens: Iterable[str]) -> int:
-    """The largest number of parentheses that are open at once."""
+    """Returns the maximum nesting depth of the parentheses."""
     return max(itertools.accumulate((token == "(") - (token == ")") for token in tokens), default=0)
 
 
 def _sum(tokens: list[str]) -> tuple[Expression, list[str]]:
-    """The longest sum that the tokens begin with, and the tokens after it."""
+    """Parses the longest sum at the start of the tokens, and returns it with the remaining tokens."""
     terms = []
     sign = 1
     if tokens[0] == "-":

@@ -1,4 +1,4 @@
-"""How an expression takes a product of two numbers apart, in whatever form it is written."""
+"""Canonical form of the decompositions of a product of two numbers, independent of how they are written."""
 
 import itertools
 import math
@@ -10,35 +10,42 @@ from poly_epo_jax.tasks.arithmetic import Expression, Product, Sum
 MAX_FACTORS, MAX_TERMS = 8, 64
 
 Decomposition = tuple[tuple[int, tuple[int, ...]], ...]
-"""The terms of a product, multiplied out and sorted: each is a sign and its factors, the smallest first.
+"""The sorted terms of an expanded product. Each term is a sign and its factors in ascending order.
 
-(340+3)*(70-3) and 340*70-340*3+3*70-3*3 have the same decomposition.
+For example, (340+3)*(70-3) and 340*70-340*3+3*70-3*3 have the same decomposition.
 """
 
 
 def decomposition(expression: Expression, a: int, b: int) -> Decomposition | None:
-    """How `expression` takes a * b apart: into factors, some of which may be sums, or into the products of their parts.
+    """Returns the decomposition of a * b that `expression` represents.
 
-    None if it does not: it is a * b itself, a factor is 1, a part is 0, or its factors are not those of a together with
-    those of b, so that it takes the result apart rather than the operands.
+    Args:
+      expression: A product of factors, some of which may be sums, or the expanded sum of their products.
+      a: First operand.
+      b: Second operand.
+
+    Returns:
+      The canonical decomposition. None if `expression` does not decompose an operand: it is a * b itself, a factor is
+      1, a summand is 0, or its factors cannot be divided into factors of a and factors of b, so that it decomposes the
+      result instead of the operands.
     """
     if isinstance(expression, Product):
-        candidates = iter([[_parts(factor) for factor in expression.factors]])
+        candidates = iter([[_summands(factor) for factor in expression.factors]])
     else:
         candidates = _grids(expression)
-    return next((_multiplied_out(factors) for factors in candidates if _takes_apart(factors, a, b)), None)
+    return next((_expand(factors) for factors in candidates if _is_decomposition(factors, a, b)), None)
 
 
-def _takes_apart(factors: list[list[int]], a: int, b: int) -> bool:
-    if not 2 <= len(factors) <= MAX_FACTORS or any(not parts or 0 in parts for parts in factors):
+def _is_decomposition(factors: list[list[int]], a: int, b: int) -> bool:
+    if not 2 <= len(factors) <= MAX_FACTORS or any(not summands or 0 in summands for summands in factors):
         return False
-    totals = [sum(parts) for parts in factors]
-    is_apart = len(factors) > 2 or any(len(parts) > 1 for parts in factors)
-    return is_apart and 1 not in totals and _are_those_of_both(totals, a, b)
+    totals = [sum(summands) for summands in factors]
+    is_decomposed = len(factors) > 2 or any(len(summands) > 1 for summands in factors)
+    return is_decomposed and 1 not in totals and _match_operands(totals, a, b)
 
 
-def _parts(factor: Expression) -> list[int]:
-    """The number itself, or the signed numbers of a sum; nothing for any other expression."""
+def _summands(factor: Expression) -> list[int]:
+    """Returns the number itself or the signed numbers of a sum, and an empty list for any other expression."""
     if isinstance(factor, int):
         return [factor]
     if isinstance(factor, Sum) and all(isinstance(term, int) for _, term in factor.terms):
@@ -47,7 +54,7 @@ def _parts(factor: Expression) -> list[int]:
 
 
 def _grids(expression: Expression) -> Iterator[list[list[int]]]:
-    """Every pair of sums whose product, multiplied out row by row, reads as this sum of products."""
+    """Yields every pair of sums whose product, expanded row by row, equals this sum of products term by term."""
     if not isinstance(expression, Sum) or len(expression.terms) > MAX_TERMS:
         return
     terms: list[tuple[int, tuple[int, int]]] = []
@@ -63,7 +70,10 @@ def _grids(expression: Expression) -> Iterator[list[list[int]]]:
 
 
 def _sums_of_grid(terms: list[tuple[int, tuple[int, int]]], columns: int, first: int) -> list[list[int]]:
-    """The rows' sum and the columns' sum, if there are any; `first`: which factor of the first term is the rows'."""
+    """Returns the summands of the row factor and of the column factor, or an empty list if the grid is inconsistent.
+
+    The first term's factor at index `first` belongs to the rows, and its other factor to the columns.
+    """
     row, column = terms[0][1][first], terms[0][1][1 - first]
     of_columns = [sign * _other(pair, row) for sign, pair in terms[:columns]]
     of_rows = [terms[0][0] * sign * _other(pair, column) for sign, pair in terms[::columns]]
@@ -76,17 +86,17 @@ def _sums_of_grid(terms: list[tuple[int, tuple[int, int]]], columns: int, first:
 
 
 def _other(pair: tuple[int, int], number: int) -> int:
-    """The factor next to `number`; 0, which is never a part, if neither of the two is `number`."""
+    """Returns the other factor of a pair that contains `number`, or 0, which is never a valid summand."""
     return pair[1 - pair.index(number)] if number in pair else 0
 
 
-def _are_those_of_both(factors: list[int], a: int, b: int) -> bool:
-    """Whether some of the factors multiply to a and the others to b."""
+def _match_operands(factors: list[int], a: int, b: int) -> bool:
+    """Returns True if some of the factors multiply to a and the remaining ones to b."""
     chosen = itertools.chain.from_iterable(itertools.combinations(factors, k) for k in range(1, len(factors)))
     return math.prod(factors) == a * b and a in map(math.prod, chosen)
 
 
-def _multiplied_out(factors: list[list[int]]) -> Decomposition | None:
+def _expand(factors: list[list[int]]) -> Decomposition | None:
     if math.prod(map(len, factors)) > MAX_TERMS:
         return None
     terms = Counter(

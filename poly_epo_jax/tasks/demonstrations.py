@@ -1,4 +1,4 @@
-"""How the demonstrations that a base policy learns from are drawn."""
+"""Style of the demonstrations on which a base policy is fitted."""
 
 import dataclasses
 
@@ -7,23 +7,39 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Demonstrations:
-    """The habits of a base policy: how often it errs and how strongly it prefers its favourite strategies.
+    """Error rate and strategy distribution of demonstrations.
 
-    `error_rate` scales each task's own rate of deliberate mistakes: 0 is clean, 1 is the task's recipe. `skew` gives
-    the strategy of rank k the weight exp(-skew k): 0 makes all strategies equally likely.
-
-    Raises:
-      ValueError: a setting is negative or not finite.
+    Attributes:
+      error_rate: Non-negative multiplier of the task's probability of a deliberate mistake. 0 disables mistakes, 1 uses
+        the task's own probability.
+      skew: Non-negative preference for strategies of low rank. The strategy of rank k has the weight exp(-skew k), so 0
+        makes all strategies equally likely.
     """
 
     error_rate: float = 0.0
     skew: float = 0.0
 
     def rank(self, num_strategies: int, rng: np.random.Generator) -> int:
-        """Draws the rank in [0, num_strategies) of the strategy to demonstrate."""
+        """Draws the rank of the strategy to demonstrate.
+
+        Args:
+          num_strategies: Number of strategies of the problem.
+          rng: Random generator.
+
+        Returns:
+          A rank in [0, num_strategies).
+        """
         weights = np.exp(-self.skew * np.arange(num_strategies))
         return int(rng.choice(num_strategies, p=weights / weights.sum()))
 
     def errs(self, probability: float, rng: np.random.Generator) -> bool:
-        """Draws whether to spoil a demonstration that the task's recipe spoils with `probability`."""
+        """Draws whether a demonstration contains a mistake.
+
+        Args:
+          probability: Probability of a mistake in the task's own demonstrations. It is multiplied by `error_rate`.
+          rng: Random generator.
+
+        Returns:
+          True with probability `error_rate * probability`.
+        """
         return bool(rng.random() < self.error_rate * probability)

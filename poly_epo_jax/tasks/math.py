@@ -1,4 +1,4 @@
-r"""Mathematics with checkable answers, from any data set of problems: the answer in the last `\boxed{}` counts."""
+r"""Mathematics problems from any dataset, rewarded if the answer in the last `\boxed{}` of the response is correct."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,16 +17,28 @@ MAX_ANSWER_LENGTH = 2_000
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class MathTask:
-    """Problems from the sources `train` and `held_out`, which `data.read_rows` reads; `held_out` may name several.
+    """Mathematics problems whose answers are compared with math-verify.
 
-    If answers stand at the end of worked solutions, `answer_marker` is the text before them (GSM8K's is "####"). A
-    prompt is MESSAGE as the first message of a chat, or `template` as it stands, if one is given. Both contain
-    `{problem}` where the problem goes. `dropped` counts, for `train` and `held_out`, the problems that
-    `data.clean_problems` leaves out. Answers are compared by `num_workers` processes (0: one for every two CPU cores,
-    and at least 2), each with `memory_gb` of memory and `cpu_seconds` of CPU time per answer.
+    Attributes:
+      train: Source of the training problems, in the format of `problems.read_rows`.
+      held_out: Source or sources of the held-out problems, in the same format.
+      problem_column: Column that contains the problem text.
+      answer_column: Column that contains the reference answer.
+      id_column: Column that contains the problem id.
+      answer_marker: Text before the answer in a worked solution, such as "####" in GSM8K. Empty if the answer column
+        contains only answers.
+      template: Prompt text that contains `{problem}` once. If empty, the prompt is the chat message `MESSAGE`.
+      num_workers: Number of processes that compare answers. 0 starts one for every two CPU cores, but at least 2.
+      cpu_seconds: CPU time limit of one comparison, in seconds.
+      memory_gb: Memory limit of each process, in GiB.
+      train_problems: Problems of `train` after `problems.clean_problems`.
+      held_out_problems: Problems of `held_out` after `problems.clean_problems`.
+      dropped: Numbers of problems that `problems.clean_problems` removed from "train" and "held_out".
 
     Raises:
-      ValueError, OSError: a source cannot be read, an id names two problems, or a setting is out of range.
+      ValueError: If a source is malformed, two problems of one part have the same id, or `template` does not contain
+        `{problem}` exactly once.
+      OSError: If a source is missing or unreachable.
     """
 
     train: Annotated[str, NOT_EMPTY]
@@ -45,7 +57,7 @@ class MathTask:
 
     def __post_init__(self):
         if self.template and self.template.count(SLOT) != 1:
-            raise ValueError(f"template is {self.template!r}; it must hold {SLOT} once, where the problem goes.")
+            raise ValueError(f"template={self.template!r} must contain {SLOT} exactly once, in place of the problem.")
         sources = [self.held_out] if isinstance(self.held_out, str) else self.held_out
         held_out, dropped_held_out = clean_problems(self._load([source for source in sources if source]))
         train, dropped_train = clean_problems(self._load([self.train]), held_out)
@@ -54,23 +66,23 @@ class MathTask:
         self._verifier = Verifier(self.num_workers, self.cpu_seconds, self.memory_gb)
 
     def reward(self, problem: Problem, generation: Generation) -> float:
-        r"""1 if the last `\boxed{}` of the response equals the answer, else 0; may be called from any thread."""
+        r"""Returns 1 if the last `\boxed{}` of the response equals the reference answer, otherwise 0. Thread-safe."""
         answer = self.answer(problem, generation)
         if answer is None:
             return 0.0
         return float(self._verifier.compare(mend(problem.answer), mend(answer)) is Outcome.RIGHT)
 
     def answer(self, problem: Problem, generation: Generation) -> str | None:
-        r"""The content of the last `\boxed{}` in the response."""
+        r"""Returns the content of the last `\boxed{}`, or None if it is missing, empty or too long."""
         answer = last_boxed(generation.text)
         return answer if answer and len(answer) <= MAX_ANSWER_LENGTH else None
 
     def same_answer(self, problem: Problem, first: str, second: str) -> bool:
-        """Whether two answers are equal as mathematics: 1/2 and 0.5 are one vote."""
+        """Returns True if two answers are mathematically equal, such as 1/2 and 0.5."""
         return self._verifier.compare(mend(first), mend(second)) is Outcome.RIGHT
 
     def metrics(self) -> dict[str, float]:
-        """Answers that earned 0 since the last call because comparing them took too long, or ended a worker."""
+        """Returns the numbers of comparisons since the last call that timed out or crashed a worker."""
         counts = self._verifier.take_counts()
         return {
             "grader/timeouts": float(counts[Outcome.TIMED_OUT]),
@@ -78,7 +90,7 @@ class MathTask:
         }
 
     def close(self) -> None:
-        """Ends the processes that compare answers; they otherwise end with the task."""
+        """Terminates the processes that compare answers. They also terminate when the task is garbage-collected."""
         self._verifier.close()
 
     def _load(self, sources: Sequence[str]) -> list[Problem]:

@@ -1,4 +1,8 @@
-"""Multiplication by decomposing one operand (paper §"Synthetic Domains with Infinitely Many Valid Strategies")."""
+"""Multiplication by decomposing one operand (paper §"Synthetic Domains with Infinitely Many Valid Strategies").
+
+The prompts and responses consist of the characters of a small alphabet. `multiplication_prose` is the same task in free
+text for pretrained models.
+"""
 
 import dataclasses
 import functools
@@ -16,13 +20,20 @@ from poly_epo_jax.tasks.synthetic import SyntheticTask
 from poly_epo_jax.types import Generation, Problem
 
 COMBINE = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-# Canonical positive integers, so a part of 0 does not parse; 7 digits hold every demonstrated step of 3-digit operands.
+# Canonical positive integers, so a part of 0 does not parse. The demonstrated steps of 3-digit operands fit in 7
+# digits.
 NUMBER = "([1-9][0-9]{0,6})"
 RESPONSE = re.compile(rf"{NUMBER}\*\({NUMBER}([-+*]){NUMBER}\)={NUMBER}\3{NUMBER}={NUMBER}")
 
 
-class Plan(NamedTuple):
-    """A strategy: write `operand` as parts[0] `symbol` parts[1]; the parts of `+` and `*` are sorted largest first."""
+class DecompositionStrategy(NamedTuple):
+    """A strategy that writes `operand` as `parts[0] symbol parts[1]`.
+
+    Attributes:
+      operand: Operand that is decomposed.
+      symbol: Operator between the parts: "+", "-" or "*".
+      parts: The two parts, in descending order if `symbol` is commutative.
+    """
 
     operand: int
     symbol: str
@@ -31,17 +42,26 @@ class Plan(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class MultiplicationTask(SyntheticTask):
-    """Prompt `7*24:`; a response shows a plan, its two intermediate terms and the result, all of which must be right.
+    """Multiplication of two numbers, with prompts such as `7*24:`.
 
-        7*(20+4)=140+28=168   place values       24*(5+2)=120+48=168   another split, of the other operand
-        7*(25-1)=175-7=168    compensation       7*(6*4)=42*4=168      factorisation
+    A correct response contains a strategy, its two intermediate terms and the result:
 
-    The split operand is in the parentheses, the other in front. Operands have `digits` digits and are at least 2 (1 has
-    no parts). A product appears in only one order and never as a square, so that no held-out product is trained on in
-    another guise and an operand is identified by its value. `answer` holds the operands: `7,24`.
+        7*(20+4)=140+28=168   place values       24*(5+2)=120+48=168   split of the other operand
+        7*(25-1)=175-7=168    compensation       7*(6*4)=42*4=168      factorization
+
+    The decomposed operand is in parentheses, and the other operand precedes it. Operands are at least 2, because 1
+    cannot be decomposed. Each product appears in only one order and never as a square. No held-out product is therefore
+    trained on in the reverse order, and each operand is identified by its value. `Problem.answer` contains the
+    operands, such as `7,24`.
+
+    Attributes:
+      digits: Numbers of digits of the two operands, from 1 to 3, at least one of them greater than 1.
+      num_train: Number of training problems.
+      num_held_out: Number of held-out problems.
+      alphabet: Characters of all prompts and demonstrations.
 
     Raises:
-      ValueError: `digits` is out of range, or more problems are requested than there are.
+      ValueError: If `digits` is out of range, or more problems are requested than exist.
     """
 
     digits: tuple[int, int] = (1, 2)
@@ -51,25 +71,28 @@ class MultiplicationTask(SyntheticTask):
     alphabet: ClassVar[str] = "0123456789*+-=():"
 
     def items(self) -> list[tuple[int, int]]:
+        """Returns all pairs of operands."""
         return operand_pairs(self.digits)
 
     def problem(self, item: tuple[int, int]) -> Problem:
+        """Returns the problem for a pair of operands."""
         a, b = item
         return Problem(id=f"multiplication/{a}*{b}", prompt=f"{a}*{b}:", answer=f"{a},{b}")
 
     def reward(self, problem: Problem, generation: Generation) -> float:
-        """1 if the plan makes the operand and everything that follows is right, else 0, also for degenerate text."""
-        plan = self.strategy(problem, generation)
-        if plan is None:
+        """Returns 1 if the strategy yields the operand and all following terms are correct, otherwise 0."""
+        strategy = self.strategy(problem, generation)
+        if strategy is None:
             return 0.0
         front, first, second, *steps = map(int, re.findall("[0-9]+", generation.text))
-        makes_operand = COMBINE[plan.symbol](first, second) == plan.operand
-        return float(makes_operand and steps == _steps(front, plan.symbol, first, second))
+        yields_operand = COMBINE[strategy.symbol](first, second) == strategy.operand
+        return float(yields_operand and steps == _steps(front, strategy.symbol, first, second))
 
-    def strategy(self, problem: Problem, generation: Generation) -> Plan | None:
-        """Which operand is split, and into what, whether or not the plan and its arithmetic are right.
+    def strategy(self, problem: Problem, generation: Generation) -> DecompositionStrategy | None:
+        """Returns the decomposition of a response, regardless of whether it and its arithmetic are correct.
 
-        None (degenerate) for text that does not parse, leaves neither operand whole, or has a factor 1.
+        Returns None (degenerate) if the text does not parse, keeps neither operand in front of the parentheses, or has
+        a factor 1.
         """
         match = RESPONSE.fullmatch(generation.text)
         if match is None or int(match[1]) not in operands(problem):
@@ -78,54 +101,71 @@ class MultiplicationTask(SyntheticTask):
         if symbol == "*" and 1 in (first, second):
             return None
         parts = (first, second) if symbol == "-" else (max(first, second), min(first, second))
-        return Plan(_other_operand(problem, int(match[1])), symbol, parts)
+        return DecompositionStrategy(_other_operand(problem, int(match[1])), symbol, parts)
 
     def answer(self, problem: Problem, generation: Generation) -> str | None:
-        """The result at the end of a response that parses."""
+        """Returns the result at the end of the response, or None if the response does not parse."""
         match = RESPONSE.fullmatch(generation.text)
         return match[7] if match else None
 
-    def strategies(self, problem: Problem) -> list[Plan]:
-        """The demonstrated plans, at least 12, by rank: kind by kind, and in each kind the larger operand's first."""
-        kinds = zip(*map(_plans_by_kind, sorted(operands(problem), reverse=True)), strict=True)
-        return list(dict.fromkeys(plan for kind in kinds for plans in kind for plan in plans))
+    def strategies(self, problem: Problem) -> list[DecompositionStrategy]:
+        """Returns the demonstrated strategies (at least 12), ordered by rank.
+
+        Ranks are ordered by kind of strategy and, within a kind, list the strategies of the larger operand first.
+        """
+        kinds = zip(*map(_strategies_by_kind, sorted(operands(problem), reverse=True)), strict=True)
+        return list(dict.fromkeys(strategy for kind in kinds for strategies in kind for strategy in strategies))
 
     def demonstration(self, problem: Problem, rng: np.random.Generator, style: Demonstrations) -> str:
-        """A worked plan as a base policy would write it: the higher its rank, the more often one step has a slip."""
-        plans = self.strategies(problem)
-        rank = style.rank(len(plans), rng)
-        operand, symbol, (first, second) = plans[rank]
+        """Draws a demonstration for fitting a base policy.
+
+        With probability `0.15 + 0.01 * rank`, scaled by `style.error_rate`, one of the three numbers after the
+        parentheses is off by -1, 1 or 10.
+
+        Args:
+          problem: Problem to demonstrate.
+          rng: Random generator.
+          style: Error rate and distribution of strategies.
+
+        Returns:
+          The text of the response.
+        """
+        strategies = self.strategies(problem)
+        rank = style.rank(len(strategies), rng)
+        operand, symbol, (first, second) = strategies[rank]
         front = _other_operand(problem, operand)
-        slips = [0, 0, 0]
+        mistakes = [0, 0, 0]
         if style.errs(0.15 + 0.01 * rank, rng):
-            slips[rng.integers(3)] = int(rng.choice((-1, 1, 10)))  # no slip takes a number below 1
+            mistakes[rng.integers(3)] = int(rng.choice((-1, 1, 10)))  # All numbers remain positive.
         left, right, _ = _steps(front, symbol, first, second)
-        left, right = left + slips[0], right + slips[1]
-        result = COMBINE[symbol](left, right) + slips[2]
+        left, right = left + mistakes[0], right + mistakes[1]
+        result = COMBINE[symbol](left, right) + mistakes[2]
         return f"{front}*({first}{symbol}{second})={left}{symbol}{right}={result}"
 
 
 def operand_pairs(digits: tuple[int, int]) -> list[tuple[int, int]]:
-    """All pairs of numbers with so many digits, in one order only and without squares.
+    """Returns all pairs of different numbers of at least 2 with the given numbers of digits, each in one order only.
 
     Raises:
-      ValueError: `digits` is out of range.
+      ValueError: If `digits` is out of range.
     """
     if not all(1 <= d <= 3 for d in digits) or max(digits) == 1:
-        raise ValueError(f"digits is {digits}; choose 1 to 3 for each operand, at least 2 for one of them.")
+        raise ValueError(
+            f"digits={digits} is out of range; use 1 to 3 digits per operand, and at least 2 for one of them."
+        )
     left, right = (range(max(2, 10 ** (d - 1)), 10**d) for d in digits)
     return list(itertools.combinations(left, 2) if left == right else itertools.product(left, right))
 
 
 def _steps(front: int, symbol: str, first: int, second: int) -> list[int]:
-    """front * (first symbol second) worked out: the two intermediate terms and the result."""
+    """Evaluates front * (first symbol second), and returns the two intermediate terms and the result."""
     left, right = front * first, second if symbol == "*" else front * second
     return [left, right, COMBINE[symbol](left, right)]
 
 
 @functools.cache
-def _plans_by_kind(operand: int) -> tuple[list[Plan], ...]:
-    """Place values, near-round compensation, splits and compensations in small steps, factorisations."""
+def _strategies_by_kind(operand: int) -> tuple[list[DecompositionStrategy], ...]:
+    """Returns the splits by place value, compensations to a round number, offsets by 1 to 4, and factorizations."""
     units = [10**k for k in range(1, max(2, len(str(operand))))]
     kinds = (
         [("+", operand - operand % unit, operand % unit) for unit in units],
@@ -133,11 +173,14 @@ def _plans_by_kind(operand: int) -> tuple[list[Plan], ...]:
         [(symbol, whole, k) for k in range(1, 5) for symbol, whole in (("+", operand - k), ("-", operand + k))],
         [("*", operand // k, k) for k in range(2, math.isqrt(operand) + 1) if operand % k == 0],
     )
-    # The filter drops trivial parts, and splits that repeat an earlier one in the other order.
-    return tuple([Plan(operand, symbol, (p, q)) for symbol, p, q in kind if p >= q > 0] for kind in kinds)
+    # The condition drops trivial parts and splits that repeat an earlier one in reverse order.
+    return tuple(
+        [DecompositionStrategy(operand, symbol, (p, q)) for symbol, p, q in kind if p >= q > 0] for kind in kinds
+    )
 
 
 def operands(problem: Problem) -> list[int]:
+    """Returns the two operands of a problem."""
     return [int(operand) for operand in problem.answer.split(",")]
 
 

@@ -1,4 +1,7 @@
-"""Multiplication in prose, for pretrained models (paper §"Synthetic Domains with Infinitely Many Valid Strategies")."""
+"""Multiplication in free text for pretrained models.
+
+See the paper, §"Synthetic Domains with Infinitely Many Valid Strategies".
+"""
 
 import dataclasses
 import re
@@ -21,15 +24,22 @@ LAST_NUMBER = re.compile(r"[0-9][0-9,]*(?![^0-9]*[0-9])")
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class MultiplicationProseTask(SyntheticTask):
-    """A text earns 1 if it takes the operands apart, all its equations hold, and its last number is the result.
+    """Multiplication of two numbers with free-text responses.
+
+    A response is correct if it decomposes the operands, all its equations hold, and its last number is the result:
 
         343 * 67 = (340 + 3)(70 - 3) = 340 * 70 - 340 * 3 + 3 * 70 - 3 * 3 = 22981
 
-    The strategy is how the text first takes the operands apart. A product appears in only one order and never as a
-    square. `answer` holds the operands: `343,67`.
+    The strategy of a response is its first decomposition. Each product appears in only one order and never as a square.
+    `Problem.answer` contains the operands, such as `343,67`.
+
+    Attributes:
+      digits: Numbers of digits of the two operands, from 1 to 3, at least one of them greater than 1.
+      num_train: Number of training problems.
+      num_held_out: Number of held-out problems.
 
     Raises:
-      ValueError: `digits` is out of range, or more problems are requested than there are.
+      ValueError: If `digits` is out of range, or more problems are requested than exist.
     """
 
     digits: tuple[int, int] = (3, 2)
@@ -37,37 +47,39 @@ class MultiplicationProseTask(SyntheticTask):
     num_held_out: Annotated[int, Range(0, 10**6)] = 200
 
     def items(self) -> list[tuple[int, int]]:
+        """Returns all pairs of operands."""
         return operand_pairs(self.digits)
 
     def problem(self, item: tuple[int, int]) -> Problem:
+        """Returns the problem for a pair of operands."""
         a, b = item
         return Problem(id=f"multiplication_prose/{a}*{b}", prompt=PROMPT.format(a=a, b=b), answer=f"{a},{b}", chat=True)
 
     def reward(self, problem: Problem, generation: Generation) -> float:
-        """1 or 0, as described above."""
+        """Returns 1 for a correct response, otherwise 0."""
         a, b = operands(problem)
-        is_right = self.answer(problem, generation) == str(a * b) and self.strategy(problem, generation) is not None
-        return float(is_right and all(len(set(map(value, sides))) == 1 for sides in equations(generation.text)))
+        is_correct = self.answer(problem, generation) == str(a * b) and self.strategy(problem, generation) is not None
+        return float(is_correct and all(len(set(map(value, sides))) == 1 for sides in equations(generation.text)))
 
     def strategy(self, problem: Problem, generation: Generation) -> Decomposition | None:
-        """How the operands are taken apart, whether or not what follows is right.
+        """Returns the first decomposition in a response, regardless of whether the following steps are correct.
 
-        This is read from the first formula for their product or, if there is none, from what the text first says about
-        each operand, such as 67 = 60 + 7. None (degenerate) if it says neither.
+        The decomposition is read from the first formula that decomposes the product. If there is none, it is composed
+        of the first equation for each operand, such as 67 = 60 + 7. Returns None (degenerate) if there is neither.
         """
         a, b = operands(problem)
         formulas = equations(generation.text)
-        apart = (decomposition(side, a, b) for sides in formulas for side in sides)
-        whole = next((found for found in apart if found), None)
-        return whole or decomposition(product((_parts_of(a, formulas), _parts_of(b, formulas))), a, b)
+        decompositions = (decomposition(side, a, b) for sides in formulas for side in sides)
+        of_product = next((found for found in decompositions if found), None)
+        return of_product or decomposition(product((_parts_of(a, formulas), _parts_of(b, formulas))), a, b)
 
     def answer(self, problem: Problem, generation: Generation) -> str | None:
-        """The last number of the text."""
+        """Returns the last number in the last 100 characters of the text, or None if there is none."""
         match = LAST_NUMBER.search(generation.text[-100:])
         return match[0].replace(",", "") if match else None
 
 
 def _parts_of(operand: int, formulas: Sequence[Sequence[Expression]]) -> Expression:
-    """The first expression that an equation says the operand is equal to; the operand itself if there is none."""
-    said = (side for sides in formulas if operand in sides for side in sides if side != operand)
-    return next((side for side in said if value(side) == operand), operand)
+    """Returns the first expression that an equation correctly equates with the operand, or the operand itself."""
+    equated = (side for sides in formulas if operand in sides for side in sides if side != operand)
+    return next((side for side in equated if value(side) == operand), operand)

@@ -1,4 +1,7 @@
-"""Name one: an animal, a word that starts with "qu". Short open questions for pretrained models, with lists."""
+"""Tasks with one-word answers for pretrained models: name an animal, or a word that starts with "qu".
+
+Correct answers are listed in tasks/words/.
+"""
 
 import dataclasses
 import functools
@@ -24,13 +27,18 @@ MAX_CHARACTERS = 40
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class OneWordTask(SyntheticTask):
-    """Every right word earns 1 and is a strategy of its own; case, articles and the plural make no difference.
+    """Base class of tasks whose problems ask for any word of a list.
 
-    The words are in tasks/words/, whose files name their source. The held-out headings are always the same; if fewer
-    problems are requested than there are, the seed draws them. A problem's `answer` holds the heading of its list.
+    Each correct word earns a reward of 1 and is a separate strategy. Case, articles and plural forms are ignored.
+    `Problem.answer` contains the heading of the word list. The headings of training and held-out problems are fixed. If
+    fewer problems are requested than there are headings, the seed determines which are used.
+
+    Attributes:
+      name: Prefix of the word files in tasks/words/, and name of the task.
+      prompt: Prompt template, in which `{}` is replaced by the heading.
 
     Raises:
-      ValueError: more problems are requested than there are.
+      ValueError: If more problems are requested than exist.
     """
 
     name: ClassVar[str]
@@ -43,24 +51,28 @@ class OneWordTask(SyntheticTask):
         self.held_out_problems = self.drawn(list(held_out), self.num_held_out)
 
     def problem(self, item: str) -> Problem:
+        """Returns the problem for a heading."""
         return Problem(f"{self.name}/{item}", self.prompt.format(item), item)
 
     def reward(self, problem: Problem, generation: Generation) -> float:
-        """1 for a word of the list, else 0."""
+        """Returns 1 for a word in the problem's list, otherwise 0."""
         return float(self.strategy(problem, generation) in self._words[problem.answer].values())
 
     def strategy(self, problem: Problem, generation: Generation) -> str | None:
-        """The word, right or wrong, in its normal form. None for anything but a word."""
+        """Returns the normal form of the word, whether correct or not, or None if the response is not a word."""
         return normal_form(generation.text, self._words[problem.answer])
 
     def answer(self, problem: Problem, generation: Generation) -> str | None:
-        """The same word as `strategy`."""
+        """Returns the same word as `strategy`."""
         return self.strategy(problem, generation)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class CategoriesTask(OneWordTask):
-    """Prompt: two examples and `An animal:`; response: `dog`, or any other such word. Gray and grey are the same."""
+    """Prompts consist of two examples and a category such as `An animal:`. A correct response is `dog`.
+
+    Spellings of one word, such as gray and grey, are the same answer.
+    """
 
     num_train: Annotated[int, Range(0, 1000)] = 54
     num_held_out: Annotated[int, Range(0, 1000)] = 24
@@ -71,7 +83,10 @@ class CategoriesTask(OneWordTask):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class PrefixesTask(OneWordTask):
-    """Prompt: two examples and `A word that starts with qu:`; response: `quick`, or any other common English word."""
+    """Prompts consist of two examples and a line such as `A word that starts with qu:`. A correct response is `quick`.
+
+    Any common English word with the prefix is correct.
+    """
 
     num_train: Annotated[int, Range(0, 1000)] = 125
     num_held_out: Annotated[int, Range(0, 1000)] = 29
@@ -84,9 +99,14 @@ class PrefixesTask(OneWordTask):
 
 @functools.cache
 def word_list(name: str) -> Mapping[str, Mapping[str, str]]:
-    """For each heading, each spelling and the word it stands for: {"An animal": {"hippo": "hippopotamus", ...}}.
+    """Reads the word file `name`.
 
-    `/` joins spellings of one word; the first stands for all of them. Lines that begin with # are comments.
+    In a file, `/` separates spellings of one word, of which the first is the normal form. Lines that begin with # are
+    comments.
+
+    Returns:
+      A mapping from each heading to its words, which maps each spelling to its normal form. For example,
+      {"An animal": {"hippo": "hippopotamus", ...}}.
     """
     text = resources.files("poly_epo_jax.tasks").joinpath("words", f"{name}.txt").read_text("utf-8")
     lists: dict[str, Mapping[str, str]] = {}
@@ -100,10 +120,18 @@ def word_list(name: str) -> Mapping[str, Mapping[str, str]]:
 
 
 def normal_form(text: str, known: Mapping[str, str]) -> str | None:
-    """A response's word in lower case, without accents, article or punctuation around it; the singular, if known.
+    """Normalizes the word in a response.
 
-    "The Hippos." is "hippopotamus" if the list knows "hippo", and "hippos" if it does not. None if the text is not a
-    word or a name of at most four words: if it is empty, a sentence, or several lines.
+    Converts the text to lower case and removes accents, a leading article, surrounding punctuation and, for words in
+    `known`, the plural ending. For example, "The Hippos." becomes "hippopotamus" if `known` contains "hippo", and
+    "hippos" otherwise.
+
+    Args:
+      text: Text of the response.
+      known: Mapping from spellings to normal forms.
+
+    Returns:
+      The normalized word, or None if the text is not a word or a name of at most four words.
     """
     plain = _without_accents(text.strip().lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))
     bare = re.sub(r" +", " ", plain.strip("\"'`*.,;:!? "))

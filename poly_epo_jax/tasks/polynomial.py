@@ -1,4 +1,8 @@
-"""Polynomial solving: name a point on the curve (paper §"Synthetic Domains with Infinitely Many Valid Strategies")."""
+"""Polynomial solving, where each point on the curve is a correct answer.
+
+See the paper, §"Synthetic Domains with Infinitely Many Valid Strategies". The prompts and responses consist of the
+characters of a small alphabet. `polynomial_prose` is the same task in free text for pretrained models.
+"""
 
 import dataclasses
 import itertools
@@ -16,7 +20,7 @@ from poly_epo_jax.types import Generation, Problem
 
 Number = TypeVar("Number", int, Fraction)
 
-# Canonical integers only: if `y=011` were read as 11, one answer could pass for many.
+# Only canonical integers are accepted. Otherwise one point, such as y=11 and y=011, could count as several answers.
 POINT = re.compile(r"\(x=(0|-?[1-9][0-9]?),y=(0|-?[1-9][0-9]{0,3})\)")
 MAX_Y = 9999
 MAX_PROBLEMS = 10**6
@@ -24,14 +28,24 @@ MAX_PROBLEMS = 10**6
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class PolynomialTask(SyntheticTask):
-    """Prompt `y=x^2+3x+7:`, response `(x=1,y=11)`; every point on the curve earns 1 and is a strategy of its own.
+    """Polynomial solving with prompts such as `y=x^2+3x+7:` and responses such as `(x=1,y=11)`.
 
-    The leading coefficient lies in [-max_coefficient, max_coefficient] without 0, those of lower powers of x in the
-    same range with 0, and the constant in [-max_constant, max_constant]. Responses may name any x of up to 2 digits and
-    y of up to 4; demonstrations keep to |x| <= max_x. `answer` holds the coefficients, the leading one first: `1,3,7`.
+    Every point on the curve earns a reward of 1 and is a separate strategy. Responses may contain any x of up to 2
+    digits and any y of up to 4 digits. `Problem.answer` contains the coefficients, leading coefficient first, such as
+    `1,3,7`.
+
+    Attributes:
+      degree: Degree of the polynomials.
+      max_coefficient: Maximum absolute value of the coefficients of powers of x. The leading coefficient is not 0.
+      max_constant: Maximum absolute value of the constant term.
+      max_x: Maximum absolute value of x in demonstrations.
+      num_train: Number of training problems.
+      num_held_out: Number of held-out problems.
+      alphabet: Characters of all prompts and demonstrations.
 
     Raises:
-      ValueError: a difficulty setting is out of range, or more problems are requested than there are.
+      ValueError: If y has more than 4 digits in a demonstration, there are more than `MAX_PROBLEMS` polynomials, or
+        more problems are requested than exist.
     """
 
     degree: Annotated[int, Range(1, 3)] = 1
@@ -47,44 +61,57 @@ class PolynomialTask(SyntheticTask):
         largest_y = self.max_coefficient * sum(self.max_x**k for k in range(1, self.degree + 1)) + self.max_constant
         if largest_y + 2 > MAX_Y:
             raise ValueError(
-                f"demonstrations would reach y={largest_y}, but responses name y with up to 4 digits; "
+                f"demonstrations would reach y={largest_y}, but y must have at most 4 digits; "
                 "lower max_x, max_coefficient or max_constant."
             )
         num_polynomials = 2 * self.max_coefficient * (2 * self.max_coefficient + 1) ** (self.degree - 1)
         if num_polynomials * (2 * self.max_constant + 1) > MAX_PROBLEMS:
             raise ValueError(
-                f"max_coefficient={self.max_coefficient} and max_constant={self.max_constant} make more than "
-                f"{MAX_PROBLEMS:,} problems; lower them."
+                f"max_coefficient={self.max_coefficient} and max_constant={self.max_constant} result in more than "
+                f"{MAX_PROBLEMS:,} problems; lower one of them."
             )
         super().__post_init__()
 
     def items(self) -> Sequence[Sequence[int]]:
+        """Returns the coefficients of all polynomials."""
         return coefficients(self.degree, self.max_coefficient, self.max_constant)
 
     def problem(self, item: Sequence[int]) -> Problem:
+        """Returns the problem for the coefficients of a polynomial."""
         relation = f"y={polynomial_text(item)}"
         return Problem(id=f"polynomial/{relation}", prompt=f"{relation}:", answer=",".join(map(str, item)))
 
     def reward(self, problem: Problem, generation: Generation) -> float:
-        """1 for a point on the curve, else 0."""
+        """Returns 1 for a point on the curve, otherwise 0."""
         point = self.strategy(problem, generation)
         return float(point is not None and point[1] == polynomial_value(problem.answer, point[0]))
 
     def strategy(self, problem: Problem, generation: Generation) -> tuple[int, int] | None:
-        """The point (x, y), right or wrong: distinct answers are distinct clusters. None if the text names no point."""
+        """Returns the point (x, y), whether correct or not, or None if the response is not a point."""
         match = POINT.fullmatch(generation.text)
         return (int(match[1]), int(match[2])) if match else None
 
     def answer(self, problem: Problem, generation: Generation) -> str | None:
-        """The point as it is written, which is canonical."""
+        """Returns the text of the point, which is canonical, or None if the response is not a point."""
         return generation.text if POINT.fullmatch(generation.text) else None
 
     def strategies(self, problem: Problem) -> list[tuple[int, int]]:
-        """The demonstrated points by rank: x = 0, 1, -1, 2, -2, ..."""
+        """Returns the demonstrated points, ordered by rank: x = 0, 1, -1, 2, -2, ..."""
         return [(x, polynomial_value(problem.answer, x)) for x in map(_x_of_rank, range(2 * self.max_x + 1))]
 
     def demonstration(self, problem: Problem, rng: np.random.Generator, style: Demonstrations) -> str:
-        """A point as a base policy would name it: the larger |x| is, the more often y is off by 1 or 2."""
+        """Draws a demonstration for fitting a base policy.
+
+        With probability `0.1 + 0.03 * abs(x)` (0.02 for x = 0), scaled by `style.error_rate`, y is off by 1 or 2.
+
+        Args:
+          problem: Problem to demonstrate.
+          rng: Random generator.
+          style: Error rate and distribution of strategies.
+
+        Returns:
+          The text of the response.
+        """
         x = _x_of_rank(style.rank(2 * self.max_x + 1, rng))
         y = polynomial_value(problem.answer, x)
         if style.errs(0.1 + 0.03 * abs(x) if x else 0.02, rng):
@@ -93,13 +120,22 @@ class PolynomialTask(SyntheticTask):
 
 
 def coefficients(degree: int, largest: int, largest_constant: int) -> list[tuple[int, ...]]:
-    """Those of all polynomials of this degree, the leading one first, within these bounds."""
+    """Lists the coefficients of all polynomials of a degree.
+
+    Args:
+      degree: Degree of the polynomials.
+      largest: Maximum absolute value of the coefficients of powers of x.
+      largest_constant: Maximum absolute value of the constant term.
+
+    Returns:
+      One tuple of `degree + 1` coefficients per polynomial, leading coefficient first and not 0.
+    """
     powers, constants = range(-largest, largest + 1), range(-largest_constant, largest_constant + 1)
     return [c for c in itertools.product(*[powers] * degree, constants) if c[0]]
 
 
 def polynomial_text(coefficients: Sequence[int]) -> str:
-    """The polynomial as text, with the leading coefficient first: x^2+3x+7."""
+    """Formats a polynomial, leading coefficient first, such as x^2+3x+7."""
     text = ""
     for power, coefficient in zip(reversed(range(len(coefficients))), coefficients, strict=True):
         if coefficient:
@@ -114,7 +150,15 @@ def _x_of_rank(rank: int) -> int:
 
 
 def polynomial_value(coefficients: str, x: Number) -> Number:
-    """The value at x of the polynomial whose `Problem.answer` is given."""
+    """Evaluates a polynomial.
+
+    Args:
+      coefficients: Comma-separated coefficients, leading coefficient first, as in `Problem.answer`.
+      x: Point at which the polynomial is evaluated.
+
+    Returns:
+      The value y, of the same type as x.
+    """
     y = 0 * x
     for coefficient in coefficients.split(","):
         y = y * x + int(coefficient)

@@ -1,4 +1,7 @@
-"""Polynomials in prose, for pretrained models (paper §"Synthetic Domains with Infinitely Many Valid Strategies")."""
+"""Polynomial solving in free text for pretrained models.
+
+See the paper, §"Synthetic Domains with Infinitely Many Valid Strategies".
+"""
 
 import dataclasses
 import re
@@ -19,14 +22,21 @@ MAX_CHARACTERS = 4000
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class PolynomialProseTask(SyntheticTask):
-    """Takes the last pair of numbers in free text: a point on the curve earns 1, and is a strategy of its own.
+    """Polynomial solving with free-text responses, in which the last pair of numbers is the answer.
 
-    Numbers are whole, decimals or fractions, and are compared exactly: (x=0.5, y=1/4) and (1/2, 0.25) are one point.
-    The coefficients of powers of x lie in [-max_coefficient, max_coefficient], the leading one without 0, and the
-    constant in [-max_constant, max_constant]. `answer` holds all of them, the leading one first: `1,3,7`.
+    Every point on the curve earns a reward of 1 and is a separate strategy. Numbers may be integers, decimals or
+    fractions and are compared exactly: (x=0.5, y=1/4) and (1/2, 0.25) are the same point. `Problem.answer` contains the
+    coefficients, leading coefficient first, such as `1,3,7`.
+
+    Attributes:
+      degree: Degree of the polynomials.
+      max_coefficient: Maximum absolute value of the coefficients of powers of x. The leading coefficient is not 0.
+      max_constant: Maximum absolute value of the constant term.
+      num_train: Number of training problems.
+      num_held_out: Number of held-out problems.
 
     Raises:
-      ValueError: more problems are requested than there are.
+      ValueError: If more problems are requested than exist.
     """
 
     degree: Annotated[int, Range(1, 3)] = 2
@@ -36,9 +46,11 @@ class PolynomialProseTask(SyntheticTask):
     num_held_out: Annotated[int, Range(0, 10**6)] = 200
 
     def items(self) -> Sequence[Sequence[int]]:
+        """Returns the coefficients of all polynomials."""
         return coefficients(self.degree, self.max_coefficient, self.max_constant)
 
     def problem(self, item: Sequence[int]) -> Problem:
+        """Returns the problem for the coefficients of a polynomial."""
         relation = f"y = {polynomial_text(item)}"
         return Problem(
             id=f"polynomial_prose/{relation.replace(' ', '')}",
@@ -48,12 +60,12 @@ class PolynomialProseTask(SyntheticTask):
         )
 
     def reward(self, problem: Problem, generation: Generation) -> float:
-        """1 for a point on the curve, else 0."""
+        """Returns 1 for a point on the curve, otherwise 0."""
         point = self.strategy(problem, generation)
         return float(point is not None and point[1] == polynomial_value(problem.answer, point[0]))
 
     def strategy(self, problem: Problem, generation: Generation) -> tuple[Fraction, Fraction] | None:
-        """The last pair (x, y) in the text, right or wrong. None if there is none."""
+        """Returns the last pair (x, y) in the text, whether correct or not, or None if there is none."""
         pairs = PAIR.findall(generation.text[-MAX_CHARACTERS:].replace("\N{MINUS SIGN}", "-").replace("$", ""))
         if not pairs:
             return None
@@ -61,7 +73,7 @@ class PolynomialProseTask(SyntheticTask):
         return x, y
 
     def answer(self, problem: Problem, generation: Generation) -> str | None:
-        """The pair in lowest terms."""
+        """Returns the pair with both numbers in lowest terms, or None if there is no pair."""
         point = self.strategy(problem, generation)
         return point and f"({point[0]}, {point[1]})"
 

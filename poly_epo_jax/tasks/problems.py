@@ -1,4 +1,4 @@
-"""Problems with verifiable answers: reads them from files or data sets, cleans them, and puts them in order."""
+"""Reads problems with verifiable answers from files or Hugging Face datasets, and removes unusable problems."""
 
 import collections
 import dataclasses
@@ -12,7 +12,13 @@ from poly_epo_jax.types import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Dropped:
-    """How many problems were dropped, and why: `duplicates` of the rows, `conflicting` and `held_out` of the rest."""
+    """Numbers of problems that `clean_problems` removed.
+
+    Attributes:
+      duplicates: Number of additional copies of problems.
+      conflicting: Number of different problems whose copies have conflicting answers.
+      held_out: Number of the remaining problems that are also held-out problems.
+    """
 
     duplicates: int = 0
     conflicting: int = 0
@@ -21,29 +27,39 @@ class Dropped:
 
 @runtime_checkable
 class Cleaned(Protocol):
-    """A task that left problems out and counts them by part (train, held_out)."""
+    """A task that removed problems from its data.
+
+    Attributes:
+      dropped: Numbers of removed problems, by part ("train" and "held_out").
+    """
 
     dropped: dict[str, Dropped]
 
 
 def read_rows(source: str) -> list[dict[str, Any]]:
-    """The rows of a `.jsonl` file, a `.parquet` file, or else a Hugging Face data set or a local folder of one.
+    """Reads the rows of a file or dataset.
 
-    The last two are written `name`, `name:split` or `name:configuration:split`; the split is `train` if none is named.
+    Args:
+      source: A `.jsonl` file, a `.parquet` file, or a Hugging Face dataset or local dataset folder, written `name`,
+        `name:split` or `name:configuration:split`. The default split is `train`.
+
+    Returns:
+      One dict per row, by column name.
 
     Raises:
-      ValueError, OSError: the source is missing, unreachable, malformed or empty; the message names it.
+      ValueError: If the source is malformed or empty.
+      OSError: If the source is missing or unreachable.
     """
     path = Path(source)
     is_file = path.suffix in _READERS
     folder = Path(source.split(":")[0])
     if (is_file and not path.is_file()) or (source.startswith(("/", "./", "../")) and not folder.exists()):
-        raise FileNotFoundError(f"There is no {source}; correct the path, which is taken from {Path.cwd()}.")
+        raise FileNotFoundError(f"{source} does not exist; correct the path (relative paths start at {Path.cwd()}).")
     if path.is_file() and not is_file:
-        raise ValueError(f"{source} is neither {' nor '.join(_READERS)}; convert it to one of them.")
+        raise ValueError(f"{source} must be a {' or '.join(_READERS)} file; convert it to one of these formats.")
     rows = _READERS[path.suffix](path) if is_file else _read_data_set(source)
     if not rows:
-        raise ValueError(f"{source} holds no rows.")
+        raise ValueError(f"{source} contains no rows.")
     return rows
 
 
@@ -56,7 +72,7 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{path} line {number} is not JSON: {error}.") from None
+                raise ValueError(f"{path} line {number} is not valid JSON: {error}.") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path} line {number} is not a JSON object; write one {{...}} per line.")
             rows.append(row)
@@ -70,11 +86,11 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
-        raise ValueError(f"{path} cannot be read as Parquet: {error}") from None
+        raise ValueError(f"Failed to read {path} as Parquet: {error}") from None
 
 
 def _read_data_set(source: str) -> list[dict[str, Any]]:
-    # Imported here because it takes seconds, and files do not need it.
+    # Importing datasets takes seconds and is not required for files.
     import datasets
 
     name, *configuration, split = source.split(":") if ":" in source else (source, "train")
@@ -82,11 +98,11 @@ def _read_data_set(source: str) -> list[dict[str, Any]]:
         return datasets.load_dataset(name, *configuration, split=split).to_list()
     except OSError as error:
         raise OSError(
-            f"The data set {source!r} cannot be reached: {error}; check its name, or download it and give its path."
+            f"The dataset {source!r} cannot be reached: {error}; check its name, or download it and set its path."
         ) from None
     except (ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f"The data set {source!r} cannot be read: {error}; write name, name:split or name:configuration:split."
+            f"The dataset {source!r} cannot be read: {error}; write name, name:split or name:configuration:split."
         ) from None
 
 
@@ -96,24 +112,33 @@ _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 def load_problems(
     source: str, problem_column: str = "problem", answer_column: str = "answer", id_column: str = "id"
 ) -> list[Problem]:
-    """The source's rows as problems whose prompt is the bare problem text.
+    """Reads problems from a file or dataset.
 
-    A row without `id_column` is named after its source and its number, counted from 1: `gsm8k/17`.
+    Args:
+      source: File or dataset, see `read_rows`.
+      problem_column: Column that contains the problem text.
+      answer_column: Column that contains the answer.
+      id_column: Column that contains the problem id. Rows without this column get the name of the source and their
+        number, counted from 1, such as `gsm8k/17`.
+
+    Returns:
+      The problems. Their prompts are the problem texts.
 
     Raises:
-      ValueError, OSError: as for `read_rows`; a row lacks a column, or its problem is not text.
+      ValueError: If the source is malformed or empty, a row has no problem or no answer, or a problem is not text.
+      OSError: If the source is missing or unreachable.
     """
     stem, problems = Path(source.split(":")[0]).stem, []
     for number, row in enumerate(read_rows(source), start=1):
         for column in (problem_column, answer_column):
             if row.get(column) in (None, ""):
                 raise ValueError(
-                    f"Row {number} of {source} has nothing in column {column!r}; its columns are {', '.join(row)}."
+                    f"Row {number} of {source} has no value in column {column!r}; its columns are {', '.join(row)}."
                 )
         text, identifier = row[problem_column], row.get(id_column)
         if not isinstance(text, str):
             raise ValueError(
-                f"Row {number} of {source} has a {type(text).__name__} in column {problem_column!r}; it must be text."
+                f"Column {problem_column!r} in row {number} of {source} must be text, but is a {type(text).__name__}."
             )
         name = f"{stem}/{number}" if identifier is None else str(identifier)
         problems.append(Problem(id=name, prompt=text, answer=str(row[answer_column])))
@@ -121,17 +146,25 @@ def load_problems(
 
 
 def clean_problems(problems: Sequence[Problem], held_out: Sequence[Problem] = ()) -> tuple[list[Problem], Dropped]:
-    """Keeps the first copy of every problem, unless its answers conflict or it is among the held-out problems.
+    """Removes duplicate, conflicting and held-out problems.
 
-    Problems are the same if their prompts differ only in whitespace. Their answers conflict if they differ in more than
-    whitespace and dollar signs; it is then unknown which answer is right, and no copy is kept.
+    Problems are copies of each other if their prompts differ only in whitespace. The first copy is kept. If the answers
+    of the copies differ in more than whitespace and dollar signs, the correct answer is unknown and all copies are
+    removed.
+
+    Args:
+      problems: Problems to clean.
+      held_out: Problems that must not appear in the result.
+
+    Returns:
+      The remaining problems in their original order, and the numbers of removed problems.
 
     Raises:
-      ValueError: two of the problems have the same id.
+      ValueError: If two of the problems have the same id.
     """
     for identifier, count in collections.Counter(problem.id for problem in problems).most_common(1):
         if count > 1:
-            raise ValueError(f"{count} problems have the id {identifier!r}; make ids unique.")
+            raise ValueError(f"{count} problems have the id {identifier!r}; make the ids unique.")
     same: dict[str, list[Problem]] = {}
     for problem in problems:
         same.setdefault(_squeeze(problem.prompt), []).append(problem)

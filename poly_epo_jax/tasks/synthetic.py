@@ -1,4 +1,4 @@
-"""What tasks of made-up problems share: which problems are trained on, and which are held out."""
+"""Base class of tasks with generated problems, which are divided into training and held-out problems."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,12 +12,21 @@ from poly_epo_jax.types import Problem
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class SyntheticTask:
-    """Shuffles the items that problems are made from by `seed`; the first are trained on, the next are held out.
+    """Base class of tasks with generated problems.
 
-    A subclass gives `items` and `problem`, and the numbers of problems their defaults.
+    Shuffles the items from which problems are generated. The first `num_train` items become training problems, the next
+    `num_held_out` become held-out problems. Subclasses implement `items` and `problem`, and set the default numbers of
+    problems.
+
+    Attributes:
+      seed: Seed of the shuffle.
+      num_train: Number of training problems.
+      num_held_out: Number of held-out problems.
+      train_problems: Training problems.
+      held_out_problems: Held-out problems.
 
     Raises:
-      ValueError: more problems are requested than there are.
+      ValueError: If more problems are requested than there are items.
     """
 
     seed: Annotated[int, SEED] = 0
@@ -31,22 +40,34 @@ class SyntheticTask:
         self.train_problems, self.held_out_problems = problems[: self.num_train], problems[self.num_train :]
 
     def drawn(self, items: Sequence[Any], count: int) -> Sequence[Problem]:
+        """Generates problems from randomly selected items.
+
+        Args:
+          items: Items from which problems can be generated.
+          count: Number of problems.
+
+        Returns:
+          The problems of the first `count` items in an order that `seed` determines.
+
+        Raises:
+          ValueError: If there are fewer than `count` items.
+        """
         if count > len(items):
             raise ValueError(
-                f"num_train={self.num_train} and num_held_out={self.num_held_out} must add up to at most {len(items)}, "
-                "the number of problems of this difficulty."
+                f"num_train={self.num_train} and num_held_out={self.num_held_out} request {count} problems, but this "
+                f"task has at most {len(items)}; lower them."
             )
         order = np.random.default_rng(self.seed).permutation(len(items))[:count]
         return tuple(self.problem(items[i]) for i in order)
 
     def items(self) -> Sequence[Any]:
-        """Everything that a problem can be made from."""
+        """Returns all items from which a problem can be generated."""
         raise NotImplementedError
 
     def problem(self, item: Any) -> Problem:
-        """The problem made from an item."""
+        """Returns the problem for an item."""
         raise NotImplementedError
 
     def same_answer(self, problem: Problem, first: str, second: str) -> bool:
-        """Answers are written in one way only."""
+        """Returns True if two answers are identical. Each answer has only one canonical form."""
         return first == second

@@ -1,4 +1,7 @@
-"""Compares mathematical answers in worker processes, so that a hostile answer costs seconds and never the run."""
+"""Compares mathematical answers in worker processes with time and memory limits.
+
+A malicious answer therefore cannot stall or crash the run.
+"""
 
 import collections
 import contextlib
@@ -19,7 +22,7 @@ START_SECONDS = 120.0
 
 
 class Outcome(enum.Enum):
-    """How a comparison ended."""
+    """Outcome of a comparison."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -28,20 +31,25 @@ class Outcome(enum.Enum):
 
 
 class Verifier:
-    """A pool of worker processes that runs math-verify; its methods may be called from any thread.
+    """A thread-safe pool of worker processes that run math-verify.
 
-    Workers start with the first comparison. A worker gives up a comparison that takes `cpu_seconds` of CPU time, and
-    dies if it has not given up after twice that time. A worker that dies, or does not answer in 15 times `cpu_seconds`,
-    is replaced. Workers end with `close()`, with the verifier, or with this process, however that ends.
+    Workers start at the first comparison. A worker cancels a comparison after `cpu_seconds` of CPU time, and is killed
+    by a signal after twice that time. A worker that terminates, or does not respond within 15 times `cpu_seconds` of
+    wall-clock time, is replaced. Workers terminate when `close` is called, when the verifier is garbage-collected, or
+    when this process terminates for any reason.
+
+    Args:
+      num_workers: Number of worker processes. 0 starts one for every two CPU cores, but at least 2.
+      cpu_seconds: CPU time limit of one comparison, in seconds.
+      memory_gb: Memory limit of each worker, in GiB. It is only enforced on Linux.
     """
 
     def __init__(self, num_workers: int = 0, cpu_seconds: float = 2.0, memory_gb: float = 4.0):
-        """`num_workers` 0 means one for every two CPU cores, and at least 2."""
         self._num_workers = num_workers or max(2, (os.cpu_count() or 1) // 2)
-        # On a busy machine, CPU time and wall-clock time are far apart.
+        # On a busy machine, wall-clock time is much longer than CPU time.
         self._deadline_seconds = 15 * cpu_seconds
         limits = (str(int(memory_gb * 2**30)), str(cpu_seconds))
-        # -P keeps the script's folder off the path, where our math.py would shadow the standard library's.
+        # -P removes the script's folder from the import path, where math.py would shadow the standard library module.
         self._command = [sys.executable, "-P", str(WORKER), *limits]
         self._workers: list[_Worker] = []
         self._idle: queue.Queue[_Worker] = queue.Queue()
@@ -50,11 +58,18 @@ class Verifier:
         self._close = weakref.finalize(self, _stop_all, self._workers)
 
     def compare(self, gold: str, answer: str) -> Outcome:
-        """Whether `answer` equals `gold`, both LaTeX; waits for a free worker.
+        """Compares an answer with the gold answer. Blocks until a worker is free.
+
+        Args:
+          gold: Gold answer in LaTeX.
+          answer: Answer of a response in LaTeX.
+
+        Returns:
+          The outcome of the comparison.
 
         Raises:
-          ChildProcessError: a worker cannot start.
-          ValueError: the verifier is closed.
+          ChildProcessError: If a worker cannot start.
+          ValueError: If the verifier is closed.
         """
         self._start()
         worker = self._idle.get()
@@ -67,19 +82,19 @@ class Verifier:
         return outcome
 
     def take_counts(self) -> dict[Outcome, int]:
-        """How many comparisons had each outcome since this was last called."""
+        """Returns the number of comparisons with each outcome since the last call, and resets the counters."""
         with self._lock:
             taken, self._counts = self._counts, collections.Counter()
         return {outcome: taken[outcome] for outcome in Outcome}
 
     def close(self) -> None:
-        """Ends the workers; call it once nothing is being compared."""
+        """Terminates the workers. No comparison may be in progress."""
         self._close()
 
     def _start(self) -> None:
         with self._lock:
             if not self._close.alive:
-                raise ValueError("The verifier is closed; make a new one.")
+                raise ValueError("The verifier is closed; create a new one.")
             if not self._workers:
                 self._workers += [_Worker(self._command) for _ in range(self._num_workers)]
                 for worker in self._workers:
@@ -87,21 +102,21 @@ class Verifier:
 
 
 class _Worker:
-    """One process, used by one thread at a time."""
+    """One worker process, used by one thread at a time."""
 
     def __init__(self, command: list[str]):
         self._command = command
         self._start()
 
     def _start(self) -> None:
-        # A process group of its own: Ctrl-C is for the parent, whose end closes the worker's stdin.
+        # In its own process group, the worker does not receive Ctrl-C. It exits when the parent closes its stdin.
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, process_group=0)
         self._ready = False
 
     def compare(self, gold: str, answer: str, seconds: float) -> Outcome:
         request = json.dumps([gold, answer]).encode() + b"\n"
-        # Twice, as a worker may have died of something other than this answer.
+        # Two attempts, because the worker may have terminated for a reason unrelated to this answer.
         for _ in range(2):
             reply = self._ask(request, seconds)
             if reply:
@@ -114,7 +129,7 @@ class _Worker:
         return Outcome.CRASHED
 
     def _ask(self, request: bytes, seconds: float) -> bytes | None:
-        """The reply; None if there was none in time, empty if the process has died."""
+        """Returns the reply, None after a timeout, or an empty reply if the process has terminated."""
         if not self._ready:
             self._wait_until_ready()
         assert self._process.stdin
@@ -129,23 +144,25 @@ class _Worker:
         reply = self._read(START_SECONDS)
         self._ready = reply == b'"ready"\n'
         if not self._ready:
-            said = f"said nothing for {START_SECONDS:.0f} s" if reply is None else "ended, with the message above"
+            reason = (
+                f"no response within {START_SECONDS:.0f} s" if reply is None else "it exited, see the message above"
+            )
             self.stop()
             self._start()
             raise ChildProcessError(
-                f"A worker that compares answers did not start: it {said}; see that math-verify is installed for "
+                f"Failed to start a worker that compares answers: {reason}. Check that math-verify is installed for "
                 f"{sys.executable}."
             )
 
     def _read(self, seconds: float) -> bytes | None:
         assert self._process.stdout
         replies = self._process.stdout.fileno()
-        # A reply is shorter than what a pipe transfers in one piece.
+        # A reply is short enough that the pipe transfers it atomically.
         return os.read(replies, 512) if wait([replies], seconds) else None
 
     def stop(self) -> None:
         self._process.kill()
-        # Leaving the block closes the pipes and waits; data not yet written no longer has a reader.
+        # Leaving the block closes the pipes and waits for the process. Flushing unwritten data raises BrokenPipeError.
         with contextlib.suppress(BrokenPipeError), self._process:
             pass
 

@@ -1,7 +1,9 @@
-r"""One worker of the verifier: reads lines of JSON [gold, answer], writes "right", "wrong" or "timed out" for each.
+r"""Worker process of the verifier: `python -P verify_worker.py BYTES SECONDS`.
 
-It is a program of its own, so that it imports neither this package nor JAX: `python -P verify_worker.py BYTES SECONDS`,
-with its memory and the CPU time of one comparison. It grades in its main thread, as no other can be interrupted.
+Reads one JSON line `[gold, answer]` per comparison, and writes a JSON line with "right", "wrong" or "timed out". The
+arguments are the memory limit of the process and the CPU time limit of one comparison. The worker is a separate script
+so that it imports neither this package nor JAX. It grades in the main thread, because signals interrupt only that
+thread.
 """
 
 import functools
@@ -24,19 +26,23 @@ PERCENT = re.compile(r"\\text\s*\{\s*(?:percent|pct)\s*\}|(?<![a-zA-Z])(?:percen
 DECIMAL = re.compile(r"(?<![\d.])(\d{1,3}(?:,\d{3})+|\d*)\.(\d+)(?!\d|\.\.|\\l?dots)", re.ASCII)
 BASE = re.compile(r"(?<=\d)\s*_\s*(\w|\{[^{}]*(?:\{[^{}]*\}[^{}]*)?\})", re.ASCII)
 SPACE = r"(?:\s|\\[ ,;:!>]|\\q?quad)"
-# SymPy reads two numbers side by side as a mixed number: 2(3) as 5.
+# Without a multiplication sign, SymPy would parse adjacent numbers as a mixed number: 2(3) as 5.
 FACTORS = re.compile(r"((?<![\w^_.\\}])\d+|\))\s*(?=\(|\\left\s*\()|\)\s*(?=\d)", re.ASCII)
 NUMBER_AS_TEXT = re.compile(r"\\(?:text|mbox)\s*\{\s*(-?\d[\d.,]*)\s*\}", re.ASCII)
 UNCLEAR = re.compile(
-    rf"(?<![\w\\^_.}}])\d+(?:\.\d+)?{SPACE}+[\d.]"  # two numbers
-    r"|(?<![\w^_}])\d+\s*\{|(?:^|[^}\]\w\s^_])\s*\{\d+\}\s*[\d{]|\\phantom"  # in braces, or next to something invisible
-    r"|\\(?:text|mbox)\s*\{(?:[^{}]*[^{}\w^/])?\d|\u2030",  # a text with a number, which is not a unit; per mille
+    rf"(?<![\w\\^_.}}])\d+(?:\.\d+)?{SPACE}+[\d.]"  # two adjacent numbers
+    r"|(?<![\w^_}])\d+\s*\{|(?:^|[^}\]\w\s^_])\s*\{\d+\}\s*[\d{]|\\phantom"  # numbers in braces, or invisible content
+    r"|\\(?:text|mbox)\s*\{(?:[^{}]*[^{}\w^/])?\d|\u2030",  # text that contains a number and is not a unit; per mille
     re.ASCII,
 )
 
 
 def readings(text: str) -> list[Any]:
-    """What an answer may mean. A decimal is the fraction that it spells, and a percentage is divided by 100."""
+    """Returns the possible interpretations of an answer.
+
+    Decimals are converted to exact fractions, and percentages are divided by 100. Ambiguous text is only interpreted as
+    a string.
+    """
     text = NUMBER_AS_TEXT.sub(r"\1", text)
     if UNCLEAR.search(text):
         return [text]
@@ -51,15 +57,15 @@ def _fraction(match: re.Match[str]) -> str:
 
 
 def bases(text: str) -> list[str]:
-    """The number bases that an answer names, except for ten, which goes without saying."""
+    """Returns the number bases in an answer, except base 10, which is the default."""
     named = (re.sub(r"[^\w]", "", match[1].replace(r"\text", "")) for match in BASE.finditer(text))
     return [base for base in named if base != "10"]
 
 
 @functools.lru_cache(maxsize=64)
 def parsed(text: str) -> list[Any]:
-    """The answer as SymPy reads it, if it can, and as a string."""
-    # The whole box or nothing: otherwise math-verify would search it for some part that it can read.
+    """Returns the answer as a SymPy expression, if it can be parsed, and as a string."""
+    # The entire box must be parsed. Otherwise math-verify would search it for any part that it can parse.
     return parse(
         f"\\boxed{{{text}}}",
         [LatexExtractionConfig()],
@@ -70,7 +76,11 @@ def parsed(text: str) -> list[Any]:
 
 
 def agree_exactly(gold: Any, answer: Any) -> bool:
-    """False for numbers that differ: math-verify's tolerance is an absolute 1e-15, so 1e-19 would equal 1e-30."""
+    """Returns False if two numbers differ by more than a relative 1e-10.
+
+    The tolerance of math-verify is an absolute 1e-15, so that 1e-19 would equal 1e-30. Rational numbers must be
+    identical. Elements of matrices, tuples, sets and intervals are compared individually. All other pairs return True.
+    """
     gold, answer = (side.rhs if isinstance(side, Eq) else side for side in (gold, answer))
     if isinstance(gold, MatrixBase) and isinstance(answer, MatrixBase):
         return all(map(agree_exactly, gold.flat(), answer.flat()))
@@ -85,7 +95,7 @@ def agree_exactly(gold: Any, answer: Any) -> bool:
 
 
 def sides(reading: Any) -> Iterator[Any]:
-    """The expressions that a chain of equations says are equal."""
+    """Yields the expressions that a chain of equations equates."""
     if isinstance(reading, And):
         for link in reading.args:
             yield from sides(link)
@@ -94,18 +104,18 @@ def sides(reading: Any) -> Iterator[Any]:
 
 
 def is_contradiction(reading: Any) -> bool:
-    """Whether a reading says that different numbers are equal, as 26 = 27: an answer that names both is neither."""
+    """Returns True if a reading equates different numbers, such as 26 = 27. Such an answer is always incorrect."""
     numbers = [side for side in sides(reading) if isinstance(side, Expr) and not side.free_symbols]
     return any(not equal(numbers[0], other) for other in numbers[1:])
 
 
 def unwrapped(reading: Any) -> Any:
-    """The element of a set that has only one; any other reading as it is."""
+    """Returns the element of a set with one element, and any other reading unchanged."""
     return reading.args[0] if isinstance(reading, FiniteSet) and len(reading.args) == 1 else reading
 
 
 def equal(gold: Any, answer: Any) -> bool:
-    """Whether two readings agree; False if they cannot be compared, for which SymPy raises all sorts of exceptions."""
+    """Returns True if two readings are equal. Returns False if they are not, or if SymPy cannot compare them."""
     gold, answer = unwrapped(gold), unwrapped(answer)
     try:
         same = verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
@@ -117,9 +127,9 @@ def equal(gold: Any, answer: Any) -> bool:
 
 
 def same(gold: str, answer: str) -> bool:
-    """Whether any reading of the answer agrees with any reading of the gold answer.
+    """Returns True if any reading of the answer equals any reading of the gold answer.
 
-    An answer may leave out the base and the percent sign of the gold answer, but may not add its own.
+    An answer may omit the base and the percent sign of the gold answer, but must not add a base or percent sign.
     """
     if bases(answer) not in ([], bases(gold)):
         return False
@@ -130,8 +140,18 @@ def same(gold: str, answer: str) -> bool:
 
 
 def grade(gold: str, answer: str, cpu_seconds: float) -> str:
-    """ "right", "wrong" or "timed out"."""
-    # CPU time, which other processes cannot use up. The timer repeats, as SymPy catches all exceptions in some places.
+    """Compares an answer with the gold answer.
+
+    Args:
+      gold: Gold answer in LaTeX.
+      answer: Answer of a response in LaTeX.
+      cpu_seconds: CPU time limit in seconds.
+
+    Returns:
+      "right", "wrong" or "timed out".
+    """
+    # CPU time does not depend on other processes. The timer repeats because SymPy catches all exceptions in some
+    # places.
     signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds, 0.5)
     try:
         return "right" if same(gold, answer) else "wrong"
@@ -139,26 +159,28 @@ def grade(gold: str, answer: str, cpu_seconds: float) -> str:
         return "timed out"
     except MemoryError:
         raise
-    except Exception:  # as above
+    except Exception:  # SymPy raises many kinds of exceptions for answers that it cannot compare.
         return "wrong"
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def time_out(*_: object) -> None:
+    """Signal handler that cancels the current comparison."""
     raise TimeoutException
 
 
 def main() -> None:
+    """Sets the limits of the process, and grades the lines of stdin until it is closed."""
     memory_bytes, cpu_seconds = int(sys.argv[1]), float(sys.argv[2])
-    if sys.platform == "linux":  # elsewhere it cannot be lowered
+    if sys.platform == "linux":  # Other platforms do not support lowering this limit.
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         soft = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGVTALRM, time_out)
-    # What libraries print must not be taken for a reply, and their complaints about odd answers are of no use.
+    # Output of libraries must not be mistaken for a reply. Their warnings about unusual answers are discarded.
     replies = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -166,7 +188,8 @@ def main() -> None:
     os.write(replies, b'"ready"\n')
     os.dup2(nowhere, 2)
     for line in sys.stdin:
-        # Some computations let no Python code run, and the parent that would end them may be gone: this signal kills.
+        # Some computations block Python signal handlers, and the parent may have terminated. SIGPROF is not handled, so
+        # it kills the process.
         signal.setitimer(signal.ITIMER_PROF, 2 * cpu_seconds)
         gold, answer = json.loads(line)
         outcome = grade(gold, answer, cpu_seconds)

@@ -1,4 +1,4 @@
-"""The bench command on a tiny configuration: every stage, sound figures, and one sentence if it cannot run."""
+"""Tests of the bench command on a tiny configuration: stages, results and error messages."""
 
 import json
 
@@ -28,7 +28,7 @@ def tiny_config(**changes):
 
 @pytest.fixture
 def small_roofline(monkeypatch):
-    """The measured ones take seconds; here only arithmetic with them matters."""
+    """Replaces the measurement of peak rates, which takes seconds, by constants."""
     monkeypatch.setattr(bench, "measure_roofline", lambda dtype: Roofline(1e9, 1e9))
 
 
@@ -38,7 +38,7 @@ def figures(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_stage_of_a_run_with_the_embedded_sampler(small_roofline, tmp_path, capsys):
+def test_all_stages_with_the_embedded_sampler(small_roofline, tmp_path, capsys):
     found = figures(tiny_config(), tmp_path)
     stages = {stage["name"]: stage for stage in found["stages"]}
     assert list(stages) == ["generate", "logprobs", "gradient", "optimizer"]
@@ -47,7 +47,8 @@ def test_every_stage_of_a_run_with_the_embedded_sampler(small_roofline, tmp_path
         expected = max(stage["flops"], stage["moved_bytes"]) / 1e9
         assert stage["roofline_seconds"] == pytest.approx(expected)
         assert stage["bound"] == ("arithmetic" if stage["flops"] >= stage["moved_bytes"] else "memory")
-    # The second of two equal minibatches needs old log-probabilities: half a forward pass, next to three for gradients.
+    # Old log-probabilities are computed for the second of two equal minibatches: half of the forward passes of the
+    # step, compared with three passes for the gradients.
     assert stages["logprobs"]["flops"] == pytest.approx(stages["gradient"]["flops"] / 6)
     assert found["setting"]["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1}
     assert "gradient" in capsys.readouterr().out
@@ -62,20 +63,21 @@ def test_weights_for_servers_are_written_and_removed(small_roofline, tmp_path):
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_a_kernel_that_a_run_would_not_use_is_not_timed(small_roofline, tmp_path, monkeypatch, capsys):
-    plain = attention.IMPLEMENTATIONS["blockwise"]
+def test_a_disabled_kernel_is_not_measured(small_roofline, tmp_path, monkeypatch, capsys):
+    reference = attention.IMPLEMENTATIONS["blockwise"]
     monkeypatch.setattr(self_check, "SEGMENTS", ((30, 34),))
-    monkeypatch.setattr(attention, "IMPLEMENTATIONS", {"blockwise": plain, "broken": lambda *x: 1.01 * plain(*x)})
+    broken = {"blockwise": reference, "broken": lambda *x: 1.01 * reference(*x)}
+    monkeypatch.setattr(attention, "IMPLEMENTATIONS", broken)
     monkeypatch.setattr(attention, "KERNELS", {"cpu": "broken"})
     monkeypatch.setattr(attention, "distrusted", set())
     timed: list[str] = []
     monkeypatch.setattr(bench, "time_stages", lambda *_: iter(timed.append(attention.fastest("auto")) or ()))
     figures(tiny_config(compilation_cache=str(tmp_path / "compiled")), tmp_path)
-    assert timed == ["blockwise"] and "Warning: the attention kernel broken is incorrect" in capsys.readouterr().err
+    assert timed == ["blockwise"] and "kernel broken" in capsys.readouterr().err
 
 
 def test_the_papers_batch_packs_with_less_than_five_percent_padding():
-    """512 sequences a minibatch, their lengths log-normal, in rows of 16,384 tokens, four to a microbatch."""
+    """Each minibatch has 512 sequences of log-normal length, in microbatches of four rows of 16,384 tokens."""
     workload = make_workload(read_config(polaris.get_config()), 100, {"data": 1, "fsdp": 4})
     assert [len(workload.response_lengths), len(workload.minibatches)] == [1024, 2]
     assert 0.35 * 4096 < workload.response_lengths.mean() < 0.45 * 4096
@@ -83,7 +85,7 @@ def test_the_papers_batch_packs_with_less_than_five_percent_padding():
     assert workload.pad_share < 0.05
 
 
-def test_a_mesh_that_does_not_fit_is_one_sentence(fork_server: ForkServer):
+def test_an_invalid_mesh_raises_an_error(fork_server: ForkServer):
     outcome = fork_server.run("poly_epo_jax.bench", ["--config=configs/polynomial.py", "--config.mesh.tensor=3"])
     assert outcome.returncode == 1
     assert outcome.stderr.strip().splitlines()[-1].startswith("Error: mesh.")

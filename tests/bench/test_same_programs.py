@@ -1,4 +1,4 @@
-"""The bench and the ahead-of-time compiler build the very programs that a run executes, and count them alike."""
+"""Tests that the bench and the ahead-of-time compiler build and count the same programs as a run."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,13 +40,13 @@ ADAPTER = CORRECTIONS | {"lora.rank": 2}
 
 
 class Recorder:
-    """A jitted function that records the program of each call, and of each lowering."""
+    """A jitted function that records the lowered program of each call and each lowering."""
 
     def __init__(self, jitted: Any):
         self._jitted, self.texts = jitted, list[str]()
 
     def __call__(self, *arguments: Any) -> Any:
-        self.lower(*arguments)  # first, because the call may consume the arguments
+        self.lower(*arguments)  # Lowering comes first, because the call may donate the arguments.
         return self._jitted(*arguments)
 
     def lower(self, *arguments: Any) -> Any:
@@ -57,7 +57,7 @@ class Recorder:
 
 @pytest.fixture(autouse=True)
 def _compilation_cache() -> Iterator[None]:
-    """Undoes what a run does to the settings of JAX."""
+    """Resets JAX's compilation cache, which a run configures."""
     yield
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
@@ -65,7 +65,7 @@ def _compilation_cache() -> Iterator[None]:
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], dict[str, Recorder]]:
-    """Records the programs of the update that a module makes, by name."""
+    """Returns a function that records the update programs that a module creates, by name."""
 
     def of(module: ModuleType) -> dict[str, Recorder]:
         recorders, make_update = {}, module.make_update
@@ -92,7 +92,7 @@ def configured(tmp_path: Path, caches: dict[str, Path], **changes: Any) -> Confi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [CORRECTIONS, ADAPTER], ids=["all weights", "an adapter"])
-def test_they_are_those_of_a_run(tmp_path, caches, record, changes):
+def test_programs_equal_those_of_a_run(tmp_path, caches, record, changes):
     config, of_run = configured(tmp_path, caches, **changes), record(main)
     main.run(config)
     mesh, shape = make_mesh(**config.mesh), model_shape(config)
@@ -104,26 +104,27 @@ def test_they_are_those_of_a_run(tmp_path, caches, record, changes):
     of_compiler = record(programs)
     list(programs.compile_update(config, shape, mesh))
     for name, recorder in of_run.items():
-        (text,) = set(recorder.texts)  # a run has one program of each kind, whatever it computes with it
+        (text,) = set(recorder.texts)  # A run has exactly one program of each kind.
         assert of_bench[name].texts == [text], name
         assert of_compiler[name].texts == [text], name
 
-    # Sequences without an advantage may be packed by themselves, into batches without a gradient.
+    # Zero-advantage sequences may be packed separately, into batches without a gradient.
     runs = {name: len(recorder.texts) for name, recorder in of_run.items()}
     assert runs["optimizer"] == STEPS * workload.runs["optimizer"]
     assert runs["logprobs"] >= runs["gradient"]
 
 
 @pytest.mark.parametrize(("has_reference", "forward_passes"), [(False, 1 + 3), (True, 1 + 3 + 6)])
-def test_forward_passes_are_counted_as_training_runs_them(has_reference, forward_passes):
-    """The first minibatch needs no old log-probabilities, but a KL term needs the reference's of all minibatches."""
+def test_forward_passes_are_counted_as_in_training(has_reference, forward_passes):
+    """Old log-probabilities are computed from the second minibatch on, reference log-probabilities for all of them."""
     batch, lengths = empty_batch(1, 8), np.ones(1, int)
     workload = Workload(lengths, lengths, [[batch] * 2, [batch], [batch] * 3], has_reference)
     assert workload.runs == {"logprobs": forward_passes, "gradient": 6, "optimizer": 3}
 
 
-@pytest.mark.parametrize(("prompts", "own"), [(4, 2), (6, 2), (4, 4)])
-def test_a_step_has_as_many_updates_as_in_training(tmp_path, prompts, own):
-    config = configured(tmp_path, {}, **{"train.prompts_per_batch": prompts, "train.prompts_per_minibatch": own})
+@pytest.mark.parametrize(("prompts", "per_minibatch"), [(4, 2), (6, 2), (4, 4)])
+def test_the_number_of_updates_equals_training(tmp_path, prompts, per_minibatch):
+    changes = {"train.prompts_per_batch": prompts, "train.prompts_per_minibatch": per_minibatch}
+    config = configured(tmp_path, {}, **changes)
     workload = make_workload(config, 20, {"data": 1, "fsdp": 1, "tensor": 1})
-    assert len(workload.minibatches) == updates_per_step(config.train) == prompts // own
+    assert len(workload.minibatches) == updates_per_step(config.train) == prompts // per_minibatch

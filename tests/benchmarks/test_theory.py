@@ -1,4 +1,4 @@
-"""python benchmarks/theory: each of its questions at a small size, and what docs/theory.md says about the answers."""
+"""Tests of benchmarks/theory at a small size, and of the statements in docs/theory.md about its results."""
 
 import importlib
 import importlib.util
@@ -17,31 +17,29 @@ Question = Callable[[str], ModuleType]
 
 @pytest.fixture(scope="module")
 def module() -> Iterator[Question]:
-    """Imports one of its modules, which compute in float64 as the command does."""
+    """Imports modules of benchmarks/theory, which compute in float64."""
     sys.path.insert(0, str(FOLDER))
     with jax.enable_x64(True):
         yield importlib.import_module
     sys.path.remove(str(FOLDER))
-    jax.config.update("jax_enable_x64", False)  # as the command sets it for good
+    jax.config.update("jax_enable_x64", False)  # The command enables it permanently.
 
 
-def test_the_lemma_holds_for_logits_and_to_first_order(module: Question, monkeypatch: pytest.MonkeyPatch):
+def test_the_lemma_holds_for_logits_and_at_first_order(module: Question, monkeypatch: pytest.MonkeyPatch):
     lemma = module("lemma")
     monkeypatch.setattr(lemma, "NUM_BANDITS", 200)
     for row in lemma.run():
         assert row["logit shift, largest error"] < 1e-9
         errors = [row[f"log-probability at rate {rate}"] for rate in ("1", "0.1", "0.01")]
         assert errors[0] < 0.1 and all(8 < errors[i] / errors[i + 1] < 12 for i in range(2))
-        # "Probability grows exactly where A > 0" does not hold.
+        # The statement that probability grows exactly if A > 0 does not hold.
         assert row["A > 0, probability falls"] > 0.03 and row["A < 0, probability grows"] > 0.1
 
 
 @pytest.mark.slow
-def test_reward_shaping_has_the_papers_threshold_and_polychromic_one_of_its_own(
-    module: Question, monkeypatch: pytest.MonkeyPatch
-):
+def test_thresholds_of_reward_shaping_and_poly_epo(module: Question, monkeypatch: pytest.MonkeyPatch):
     shares = module("shares")
-    monkeypatch.setattr(shares, "SUCCESS", np.array([0.05, 0.3, 0.99]))  # between them, credit is linear
+    monkeypatch.setattr(shares, "SUCCESS", np.array([0.05, 0.3, 0.99]))  # Advantages are linear between these rates.
     for row in shares.thresholds():
         assert row["measured"] == pytest.approx(row["beside it"], abs=1e-6)
         assert 0.85 * row["promised"] < row["measured"] < row["promised"]
@@ -51,7 +49,7 @@ def test_reward_shaping_has_the_papers_threshold_and_polychromic_one_of_its_own(
 
 
 @pytest.mark.slow
-def test_sampled_sets_shrink_every_advantage_alike(module: Question, monkeypatch: pytest.MonkeyPatch):
+def test_sampled_sets_scale_all_advantages_equally(module: Question, monkeypatch: pytest.MonkeyPatch):
     sampled_sets = module("sampled_sets")
     monkeypatch.setattr(sampled_sets, "NUM_SETS", (2, 8))
     monkeypatch.setattr(sampled_sets, "NUM_DRAWS", 200)
@@ -62,7 +60,7 @@ def test_sampled_sets_shrink_every_advantage_alike(module: Question, monkeypatch
     assert few["noise of the sets"] > more["noise of the sets"]
 
 
-def test_ppo_drops_what_cispo_keeps(module: Question):
+def test_gradient_weights_of_ppo_and_cispo(module: Question):
     for row in module("clipping").weights():
         is_outside = row["ratio"] > 1.28 + 1e-9
         assert row["ppo_clip, A > 0"] == pytest.approx(0 if is_outside else row["ratio"])
@@ -70,7 +68,7 @@ def test_ppo_drops_what_cispo_keeps(module: Question):
 
 
 @pytest.mark.slow
-def test_the_whole_command_draws_its_figure(module: Question, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_command_writes_its_figure(module: Question, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     changes = {
         "lemma": {"NUM_BANDITS": 50},
         "shares": {"SUCCESS": np.array([0.1, 0.9]), "FEW": (0.5,), "PAIRS": ((8, 4), (5, 4))},

@@ -1,4 +1,4 @@
-"""The doctor's checks of servers and judge: honest ones pass, and each lie is found and its server is named."""
+"""Tests of the doctor's checks of servers and judge, with valid and invalid responses."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from configs import polynomial
 from poly_epo_jax.config import default
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.doctor import command as doctor
-from poly_epo_jax.doctor.examine import Examination, Subject
+from poly_epo_jax.doctor.examine import CheckRunner, RunContext
 from poly_epo_jax.judges import llm
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
@@ -40,7 +40,7 @@ TWO_AND_ONE = {str(number): VERDICT | {"cluster": cluster} for number, cluster i
 
 
 class PolicyServer(LyingServer):
-    """Generates from a policy, which it loads from the folders that it is given; stale: it only says that it does."""
+    """Generates from a policy and loads pushed weights. If `stale`, it confirms weight updates without loading them."""
 
     def __init__(self, shape: ModelConfig, folder, stale: bool = False):
         super().__init__()
@@ -80,7 +80,7 @@ class PolicyServer(LyingServer):
 
 @contextlib.contextmanager
 def serving(server: LyingServer) -> Iterator[LyingServer]:
-    """It answers in a thread of its own."""
+    """Runs a server in a separate thread."""
     up, stop, loops = threading.Event(), asyncio.Event(), []
 
     async def serve() -> None:
@@ -89,7 +89,7 @@ def serving(server: LyingServer) -> Iterator[LyingServer]:
             up.set()
             await stop.wait()
 
-    # `run` ends the connections, too.
+    # `asyncio.run` also closes the connections.
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     up.wait()
@@ -101,13 +101,13 @@ def serving(server: LyingServer) -> Iterator[LyingServer]:
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (client, served_weights, llm):
         monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
 
 
 def make_policy(config: Config, seed: int, folder) -> ModelConfig:
-    """Random weights in a folder, in place of a base policy that is fitted."""
+    """Writes a policy with random weights to a folder, in place of a fitted base policy."""
     task = make_task(config.task)
     assert isinstance(task, DemonstratedTask)
     shape, tokenizer = base_shape(config.base, task), build_character_tokenizer(task.alphabet)
@@ -118,7 +118,7 @@ def make_policy(config: Config, seed: int, folder) -> ModelConfig:
 
 @pytest.fixture
 def run(tmp_path) -> dict[str, object]:
-    """Settings of a run with servers."""
+    """Configuration of a run with servers."""
     return {
         "workdir": str(tmp_path / "run"),
         "base.cache_dir": str(tmp_path / "base"),
@@ -141,16 +141,16 @@ def read(run, urls) -> Config:
 
 
 def examined(config: Config, name: str, when: str) -> dict[str, tuple[str, str]]:
-    """By name what the check finds, and whether it passed."""
+    """Runs a check, and returns the status and message of each finding by name."""
     (check,) = [check for check in doctor.CHECKS if check.name == name and check.when in ("both", when)]
-    patient = dataclasses.replace(check, seconds=600.0)  # even on a busy machine
-    found = Examination(Subject(config), 600.0).findings(patient)
+    patient = dataclasses.replace(check, timeout_seconds=600.0)  # The long time limit is for busy machines.
+    found = CheckRunner(RunContext(config), 600.0).findings(patient)
     return {one.name: (one.status, one.seen) for one in found}
 
 
 @pytest.mark.slow
 def test_servers_that_serve_the_policy_pass(run, tmp_path):
-    """Each starts with other weights, has the run's afterwards, and nothing is left in the folder they came through."""
+    """The servers start with other weights and then have the run's weights. The weight folder is empty afterwards."""
     config = read(run, ["http://127.0.0.1:1"])
     shape = make_policy(config, 0, base_policy_folder(config.base, config.task))
     make_policy(config, 1, tmp_path / "other")
@@ -164,59 +164,59 @@ def test_servers_that_serve_the_policy_pass(run, tmp_path):
         full = examined(config, "servers", "full")
         assert list(full) == ["weights pushed", f"server {one.url}", f"server {two.url}"]
         assert {status for status, _ in full.values()} == {"passed"}, full
-        # Named as a run's first step names them: the run's own word, and no steps.
+        # The version has the form of a run's first step: the identifier of the run, and step 0.
         assert one.version == two.version and one.version.endswith("-0")
     assert not any((tmp_path / "weights").iterdir()) and not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-def test_a_server_that_only_says_that_it_took_the_weights(run, tmp_path):
+def test_a_server_that_confirms_but_does_not_load_weights_fails(run, tmp_path):
     config = read(run, ["http://127.0.0.1:1"])
     shape = make_policy(config, 0, base_policy_folder(config.base, config.task))
     make_policy(config, 1, tmp_path / "other")
-    true, liar = PolicyServer(shape, tmp_path / "other"), PolicyServer(shape, tmp_path / "other", stale=True)
-    with serving(true), serving(liar):
-        found = examined(read(run, [true.url, liar.url]), "servers", "full")
-    assert found[f"server {true.url}"][0] == "passed"
-    status, seen = found[f"server {liar.url}"]
-    assert status == "failed" and seen.startswith(f"{liar.url}: log-probabilities differ from the trainer's by ")
-    assert seen.endswith("see that it serves model.path, and that its --dtype is rollouts.weights_dtype")
+    valid, stale = PolicyServer(shape, tmp_path / "other"), PolicyServer(shape, tmp_path / "other", stale=True)
+    with serving(valid), serving(stale):
+        found = examined(read(run, [valid.url, stale.url]), "servers", "full")
+    assert found[f"server {valid.url}"][0] == "passed"
+    status, seen = found[f"server {stale.url}"]
+    assert status == "failed" and seen.startswith(f"{stale.url}: log-probabilities differ")
+    assert "model.path" in seen and "rollouts.weights_dtype" in seen
 
 
 def no_token(honest):
-    """Of one generation, or of the first of a list, a token that is in no vocabulary."""
+    """Replaces a token of one generation, or of the first generation of a list, by one outside the vocabulary."""
     lie = DRAWS["token -1"]
     return [lie(honest[0]), *honest[1:]] if isinstance(honest, list) else lie(honest)
 
 
 LIES = {
-    "/generate": (changed("a token", no_token), "invalid completion: token -1 is not in the vocabulary"),
-    "GET /model_info": (changed("no version", functools.partial(put, ("weight_version",), None)), "does not report"),
-    "GET /v1/models": (Lie("nothing", lambda honest, writer: asyncio.sleep(0)), "did not become healthy"),
+    "/generate": (changed("a token", no_token), "token -1"),
+    "GET /model_info": (changed("no version", functools.partial(put, ("weight_version",), None)), "version"),
+    "GET /v1/models": (Lie("nothing", lambda honest, writer: asyncio.sleep(0)), "healthy"),
 }
 
 
 @pytest.mark.parametrize("path", LIES)
-def test_a_server_that_lies_is_named(run, path):
+def test_a_server_with_invalid_responses_fails(run, path):
     config = read(run, ["http://127.0.0.1:1"])
     make_policy(config, 0, base_policy_folder(config.base, config.task))
     liar, honest = LyingServer(), LyingServer()
-    (liar.lie, complaint), liar.path, liar.times = LIES[path], path, 10**9
+    (liar.lie, word), liar.path, liar.times = LIES[path], path, 10**9
     with serving(liar), serving(honest):
         found = examined(read(run, [liar.url, honest.url]), "servers", "short")
     assert found[f"server {honest.url}"][0] == "passed"
     status, seen = found[f"server {liar.url}"]
-    assert status == "failed" and liar.url in seen and complaint in seen
+    assert status == "failed" and liar.url in seen and word in seen
 
 
-def test_a_server_that_is_not_there_is_named(run):
+def test_an_unreachable_server_fails(run):
     config = read(run, ["http://127.0.0.1:1"])
     make_policy(config, 0, base_policy_folder(config.base, config.task))
     found = examined(config, "servers", "full")
     assert found["servers"][0] == "failed" and "http://127.0.0.1:1" in found["servers"][1]
 
 
-def test_servers_of_a_run_that_trains_are_left_alone(run, tmp_path):
+def test_servers_of_a_training_run_are_not_modified(run, tmp_path):
     config = read(run, ["http://127.0.0.1:1"])
     make_policy(config, 0, base_policy_folder(config.base, config.task))
     with run_folder.in_use(tmp_path / "run"), serving(LyingServer()) as server:
@@ -225,9 +225,9 @@ def test_servers_of_a_run_that_trains_are_left_alone(run, tmp_path):
     assert found["servers"][0] == "failed" and "in use by process" in found["servers"][1]
 
 
-def test_without_the_policy_or_without_servers_there_is_nothing_to_check(run):
-    found = examined(read(run, ["http://127.0.0.1:1"]), "servers", "full")
-    assert found == {"servers": ("not there", "the base policy is made when the run starts")}
+def test_the_check_is_skipped_without_a_policy_or_servers(run):
+    ((status, seen),) = examined(read(run, ["http://127.0.0.1:1"]), "servers", "full").values()
+    assert status == "not there" and "base policy" in seen
     elsewhere = run | {"model.path": "some-organisation/some-model"}
     absent = examined(read(elsewhere, ["http://127.0.0.1:1"]), "servers", "short")
     assert absent["servers"][0] == "not there"
@@ -240,20 +240,20 @@ def judged(run, url) -> tuple[str, str]:
     return examined(read(run | options, ["http://127.0.0.1:1"]), "judge", "short")["judge"]
 
 
-def test_a_judge_that_answers_in_form_passes_and_its_opinion_is_told(run, monkeypatch):
+def test_a_judge_with_valid_replies_passes_and_its_clusters_are_reported(run, monkeypatch):
     with serving(LyingServer()) as judge:
         monkeypatch.setattr(lying_servers, "REPLY", TWO_AND_ONE)
         status, seen = judged(run, judge.url)
-        assert status == "passed" and seen.endswith("into clusters 1, 1, 2, 100, as expected")
+        assert status == "passed" and seen.endswith("clusters 1, 1, 2, 100, as expected")
         monkeypatch.setattr(lying_servers, "REPLY", {str(number): VERDICT for number in range(1, 5)})
         status, seen = judged(run, judge.url)
-        assert status == "passed" and seen.endswith("though the first two share a strategy, and no others do")
+        assert status == "passed" and "clusters 1, 1, 1, 1, but" in seen
 
 
-def test_a_judge_that_does_not_is_named(run):
-    with serving(LyingServer()) as judge:  # its reply is about two responses
+def test_a_judge_with_invalid_replies_fails(run):
+    with serving(LyingServer()) as judge:  # Its reply assigns clusters to two responses only.
         status, seen = judged(run, judge.url)
-    assert status == "failed" and seen.startswith(f"{judge.url} gave no clustering (malformed: ")
+    assert status == "failed" and judge.url in seen and "(malformed: " in seen
     status, seen = judged(run, "http://127.0.0.1:1")
     assert status == "failed" and "http://127.0.0.1:1" in seen
     assert default.get_config().judge.name == "exact"  # this judge is not a server

@@ -1,4 +1,7 @@
-"""The command as a user types it, on one device and two hosts. rollouts/test_sglang_training.py has real servers."""
+"""Tests of the doctor's command on one device and with two processes.
+
+rollouts/test_sglang_training.py tests it with real servers.
+"""
 
 import json
 import subprocess
@@ -23,31 +26,31 @@ def start(folder: Path, *flags: str, **settings) -> subprocess.Popen[str]:
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
-        said = process.communicate(timeout=600)[0]
-        return process.returncode, said
+        output = process.communicate(timeout=600)[0]
+        return process.returncode, output
     finally:
         process.kill()
 
 
 def test_one_device(tmp_path):
     output = tmp_path / "runs" / "doctor.json"
-    code, said = end(start(tmp_path, f"--output={output}"))
-    assert code == 0, said
+    code, printed = end(start(tmp_path, f"--output={output}"))
+    assert code == 0, printed
     found = {row["name"]: row["status"] for row in json.loads(output.read_text())}
-    there = ("devices", "settings", "kernel", "decoding", "checkpoint", "seconds of a step")
-    absent = ("collectives", "servers", "judge", "memory")
-    assert found == dict.fromkeys(there, "passed") | dict.fromkeys(absent, "not there")
+    passed = ("devices", "settings", "kernel", "decoding", "checkpoint", "seconds of a step")
+    skipped = ("collectives", "servers", "judge", "memory")
+    assert found == dict.fromkeys(passed, "passed") | dict.fromkeys(skipped, "not there")
     assert not (tmp_path / "run").exists() and not (tmp_path / "base").exists()
 
 
-def test_a_wrong_mesh(tmp_path):
-    code, said = end(start(tmp_path, "--short", mesh__tensor=3))
-    assert code == 1 and "the nearest mesh that works" in " ".join(said.split())
-    assert said.endswith("Error: failed: devices; the table says what was seen and what to do.\n"), said
+def test_an_invalid_mesh(tmp_path):
+    code, printed = end(start(tmp_path, "--short", mesh__tensor=3))
+    assert code == 1 and "nearest" in printed and "mesh.tensor=3" in " ".join(printed.split())
+    assert printed.splitlines()[-1].startswith("Error: failed: devices; "), printed
 
 
-def test_two_hosts(tmp_path):
-    """They look at collectives and checkpoint together, and one of them shows the table."""
+def test_two_processes(tmp_path):
+    """Both processes check collectives and the checkpoint, and only the first one prints the table."""
     address = f"127.0.0.1:{free_port()}"
     hosts = {"hosts__coordinator": address, "hosts__count": 2, "mesh__fsdp": 2}
     processes = [start(tmp_path, "--short", hosts__index=index, **hosts) for index in range(2)]

@@ -1,4 +1,4 @@
-"""Answers that no mathematician would write. None of them is the number 5, and none may harm the grader."""
+"""Malicious and malformed answers. None of them equals 5, and none may stall or crash the grader."""
 
 import random
 import string
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 SQUARE = r" \\ ".join(" & ".join(f"x_{{{i}{j}}}" for j in range(10)) for i in range(10))
 HOSTILE = {
-    # From the findings that led to worker processes:
+    # Answers that stalled or crashed the process before comparisons moved to worker processes:
     "power tower": r"10^{10^{10}}",
     "factorial": r"(10^9)!",
     "long sum": r"\sum_{k=1}^{10^9}\frac1k",
     "parentheses": "(" * 999 + "1" + ")" * 999,
     "fraction of powers": r"\frac{10^{10^9}}{10^{10^9}-1}",
     "difference of powers": r"2^{2^{40}}-2^{2^{40}}+6",
-    # Others:
+    # Other expensive or malformed answers:
     "higher tower": r"9^{9^{9^{9^9}}}",
     "tower without braces": "9^9^9^9",
     "factorial of factorials": "((((5!)!)!)!)!",
@@ -92,7 +92,7 @@ HOSTILE = {
     "full-width digit": "\uff14",
     "superscript": "2\u2074",
     "soft hyphen": "4\u00ad5",
-    # Several candidates:
+    # Answers with several candidates:
     "all digits": "0, 1, 2, 3, 4, 5, 6, 7, 8, 9",
     "range": r"1 \text{ to } 9",
     "interval": "[4, 6]",
@@ -145,7 +145,7 @@ HOSTILE = {
     "factorial of 5": "5!",
     "unit with a number": r"5\text{ or 6}",
 }
-"""None of them equals 5."""
+"""Malicious answers by name. None of them equals 5."""
 
 FRAGMENTS = (
     *(
@@ -222,7 +222,7 @@ FRAGMENTS = (
 
 
 def soups(rng: random.Random) -> Iterator[str]:
-    """Pieces of LaTeX in no order, each a thousand characters at most."""
+    """Yields random sequences of LaTeX fragments or printable characters, of at most 1,000 characters each."""
     while True:
         pieces = rng.choices(FRAGMENTS, k=rng.choice([2, 3, 5, 10, 50, 200]))
         yield "".join(pieces)[:1000] if rng.random() < 0.8 else "".join(rng.choices(string.printable, k=200))

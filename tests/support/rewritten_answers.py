@@ -1,6 +1,6 @@
-"""Answers rewritten to mean the same or something else, which a grader must tell apart.
+"""Rewritings of gold answers that preserve or change their meaning, which a grader must distinguish.
 
-Each rewriting takes a gold and returns the rewritten answer, or None if it does not apply.
+Each rewriting takes a gold answer and returns the rewritten answer, or None if it is not applicable.
 """
 
 import math
@@ -29,17 +29,17 @@ GOLDS = (
     *(r"75^\circ", r"45^{\circ}", r"40\%", r"150\%", "4210_5", "27_{8}", "x^2+2x+1", r"\frac{11+9a}{20}", "2k+2"),
     *("(1, 2)", "(3, -1)", "(15,-29)", "(7, 4)", "2, 3", "-2, 5, 11", r"2^{25} \cdot 26!", r"\binom{8}{3}"),
 )
-"""Where no data set is at hand."""
+"""Gold answers for use without a dataset."""
 
 
 def is_number(gold: str) -> bool:
-    """Whether it is one number, however written; only such a gold has a negative, or a unit."""
+    """Returns True if a gold answer is a single number in any notation, and can therefore be negated or have a unit."""
     plain = re.sub(r"\\(?:[dt]?frac|sqrt|pi|cdot|times|left|right)(?![a-zA-Z])", "", gold)
     return re.fullmatch(r"[-+*/^!\d.{}()\s]+", plain, re.ASCII) is not None and ",," not in gold and gold.strip() != ""
 
 
 def is_plain(gold: str) -> bool:
-    """Whether its meaning is beyond doubt."""
+    """Returns True if the meaning of a gold answer is unambiguous."""
     forms = (DEGREES, PERCENT, IN_BASE, PAIR, NUMBERS)
     number = is_number(gold) and re.search(r"\d", gold) and not re.search(r"[.,]$|\d\s+\d", gold)
     return len(gold) < 60 and bool(number or any(form.fullmatch(gold) for form in forms))
@@ -191,8 +191,8 @@ SAME: dict[str, Rewriting] = {
 }
 
 
-def beside(template: str) -> Rewriting:
-    """A second number beside the right one."""
+def with_second_number(template: str) -> Rewriting:
+    """Returns a rewriting that adds an incorrect number next to the correct one."""
 
     def write(gold: str, rng: random.Random) -> str | None:
         if not INTEGER.fullmatch(gold):
@@ -203,22 +203,22 @@ def beside(template: str) -> Rewriting:
 
 
 def another_digit(gold: str, rng: random.Random) -> str | None:
-    """One digit of a number is another; where every digit counts."""
+    """Changes one digit of a number in which every digit affects the value."""
     if not is_number(gold) and not PAIR.fullmatch(gold) and not NUMBERS.fullmatch(gold):
         return None
     places = [place for place, character in enumerate(gold) if "1" <= character <= "8"]
-    # In 0^3, 1^2, 0/5 or -0 a digit may not matter, and factors may be swapped.
+    # In 0^3, 1^2, 0/5 or -0, changing a digit may not change the value. Factors may also be exchanged.
     if not places or re.search(r"(?<![\d.])[01](?![\d.])|\^|\\frac.*\\frac|\*|\\cdot|\\times", gold):
         return None
     place = rng.choice(places)
     return gold[:place] + str(int(gold[place]) + 1) + gold[place + 1 :]
 
 
-def if_positive(template: str, least: int = 3) -> Rewriting:
-    """For integers that are no fixed point of what the template does."""
+def if_positive(template: str, minimum: int = 3) -> Rewriting:
+    """Returns a rewriting of integers of at least `minimum`, whose values are changed by the template."""
     return matched(
         INTEGER,
-        lambda match: template.replace("#", match[0]) if int(match[0]) >= least and match[0][0] != "0" else None,
+        lambda match: template.replace("#", match[0]) if int(match[0]) >= minimum and match[0][0] != "0" else None,
     )
 
 
@@ -228,23 +228,23 @@ OTHER: dict[str, Rewriting] = {
     "one more": wrapped("1 + ", "", lambda gold: is_number(gold) and gold[0] != "-"),
     "ten times": lambda gold, _: rf"10 \cdot ({gold})" if is_number(gold) and fraction_of(gold) != 0 else None,
     "a variable": lambda gold, _: f"({gold})y" if is_number(gold) and fraction_of(gold) != 0 else None,
-    "false equation": beside("{wrong} = {right}"),
-    "false equation, right first": beside("{right} = {wrong}"),
-    "false chain": beside("x = {wrong} = {right}"),
-    "false sum": beside("{wrong} + 0 = {right}"),
-    "congruence": beside(r"{wrong} \equiv {right}"),
-    "or": beside(r"{wrong} \text{{ or }} {right}"),
-    "or in the text": beside(r"{right} \text{{ or maybe {wrong}}}"),
-    "comma": beside("{wrong}, {right}"),
-    "semicolon": beside("{right}; {wrong}"),
-    "set of two": beside(r"\{{{right}, {wrong}\}}"),
-    "equations": beside("x = {wrong}, x = {right}"),
-    "inequality": beside("{wrong} < {right}"),
-    "not equal": beside(r"{wrong} \neq {right}"),
-    "arrow": beside(r"{wrong} \to {right}"),
-    "implication": beside(r"{wrong} \Rightarrow {right}"),
-    "crossed out": beside(r"\cancel{{{wrong}}} {right}"),
-    "quad": beside(r"{right} \quad {wrong}"),
+    "false equation": with_second_number("{wrong} = {right}"),
+    "false equation, right first": with_second_number("{right} = {wrong}"),
+    "false chain": with_second_number("x = {wrong} = {right}"),
+    "false sum": with_second_number("{wrong} + 0 = {right}"),
+    "congruence": with_second_number(r"{wrong} \equiv {right}"),
+    "or": with_second_number(r"{wrong} \text{{ or }} {right}"),
+    "or in the text": with_second_number(r"{right} \text{{ or maybe {wrong}}}"),
+    "comma": with_second_number("{wrong}, {right}"),
+    "semicolon": with_second_number("{right}; {wrong}"),
+    "set of two": with_second_number(r"\{{{right}, {wrong}\}}"),
+    "equations": with_second_number("x = {wrong}, x = {right}"),
+    "inequality": with_second_number("{wrong} < {right}"),
+    "not equal": with_second_number(r"{wrong} \neq {right}"),
+    "arrow": with_second_number(r"{wrong} \to {right}"),
+    "implication": with_second_number(r"{wrong} \Rightarrow {right}"),
+    "crossed out": with_second_number(r"\cancel{{{wrong}}} {right}"),
+    "quad": with_second_number(r"{right} \quad {wrong}"),
     "plus or minus": matched(INTEGER, lambda match: rf"\pm {match[0]}" if int(match[0]) else None),
     "percentage": if_positive(r"#\%", 1),
     "percentage in words": if_positive(r"# \text{ percent}", 1),
@@ -295,6 +295,6 @@ OTHER: dict[str, Rewriting] = {
 
 
 def pairs(golds: Sequence[str], rewritings: dict[str, Rewriting], rng: random.Random) -> list[tuple[str, str, str]]:
-    """(kind, gold, answer) for each gold and each rewriting that applies to it."""
+    """Returns (kind, gold answer, rewritten answer) for each gold answer and each applicable rewriting."""
     rewritten = ((kind, gold, rewrite(gold, rng)) for gold in golds for kind, rewrite in rewritings.items())
     return [(kind, gold, answer) for kind, gold, answer in rewritten if answer is not None and answer != gold]

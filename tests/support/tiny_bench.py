@@ -1,4 +1,4 @@
-"""Settings for a bench that takes seconds."""
+"""Configuration with which the bench runs in seconds."""
 
 TINY = {
     "train.prompts_per_batch": 4,

@@ -1,4 +1,4 @@
-"""Word lists are complete and tidy, and a right word is rewarded however it is written."""
+"""Tests of the word lists, and of grading correct words in different spellings."""
 
 import re
 from importlib import resources
@@ -27,17 +27,17 @@ def graded(heading: str, text: str) -> tuple[float, str | None]:
     return task.reward(problem, response(text)), task.strategy(problem, response(text))
 
 
-@pytest.mark.parametrize(("name", "least"), [("categories", (36, 24)), ("prefixes", (120, 25))])
-def test_there_are_enough_problems_and_none_is_both_trained_on_and_held_out(name: str, least: tuple[int, int]):
+@pytest.mark.parametrize(("name", "minimum"), [("categories", (36, 24)), ("prefixes", (120, 25))])
+def test_training_and_held_out_headings_are_disjoint(name: str, minimum: tuple[int, int]):
     train, held_out = word_list(f"{name}_train"), word_list(f"{name}_held_out")
-    assert len(train) >= least[0] and len(held_out) >= least[1] and not set(train) & set(held_out)
+    assert len(train) >= minimum[0] and len(held_out) >= minimum[1] and not set(train) & set(held_out)
     task = TASKS[name]()
     assert isinstance(task, Strategic) and isinstance(task, Voting)
     assert {problem.answer for problem in task.train_problems} == set(train)
     assert {problem.answer for problem in task.held_out_problems} == set(held_out)
 
 
-def test_fewer_problems_are_drawn_by_the_seed():
+def test_the_seed_selects_problems_if_fewer_are_requested():
     first, second = (CategoriesTask(seed=seed, num_train=20, num_held_out=9).held_out_problems for seed in (0, 1))
     assert len(first) == len(second) == 9 and first != second
     with pytest.raises(ValueError, match="num_train=999"):
@@ -45,7 +45,7 @@ def test_fewer_problems_are_drawn_by_the_seed():
 
 
 @pytest.mark.parametrize(("name", "part", "heading"), LISTS, ids=[heading for *_, heading in LISTS])
-def test_a_list_is_long_without_doubles_and_in_normal_form(name: str, part: str, heading: str):
+def test_lists_are_long_normalized_and_without_duplicates(name: str, part: str, heading: str):
     known = word_list(f"{name}_{part}")[heading]
     assert len(set(known.values())) >= (12 if name == "categories" else 30)
     text = _file(name, part).split(f"\n{heading}: ")[1].split("\n")[0]
@@ -63,10 +63,10 @@ def _file(name: str, part: str) -> str:
 
 
 @pytest.mark.parametrize("file", [f"{name}_{part}" for name in NAMES for part in ("train", "held_out")])
-def test_each_file_names_its_source_and_licence(file: str):
+def test_each_file_names_its_source_and_license(file: str):
     head = _file(*file.split("_", 1)).split("\n\n")[0]
     assert head.startswith("# ") and re.search(
-        "[Ww]ritten for this project.*licence|copyright has lapsed", head, re.DOTALL
+        "[Ww]ritten for this project.*License|copyright has expired", head, re.DOTALL
     )
 
 
@@ -113,15 +113,15 @@ def test_grading(heading: str, text: str, reward: float, strategy: str | None):
     assert graded(heading, text) == (reward, strategy)
 
 
-def test_lists_that_can_be_complete_are():
+def test_lists_of_finite_categories_are_complete():
     assert len(words_of("A US state")) == 50 and len(words_of("A month")) == 12
     assert len(words_of("A chemical element")) == 118
-    assert len(words_of("A US president")) == 40  # of different names
+    assert len(words_of("A US president")) == 40  # different last names
     assert {"mauritius", "eswatini", "lesotho"} <= set(CATEGORIES._words["An African country"])
     assert len(words_of("A constellation") - {"big dipper", "little dipper", "pleiades"}) == 88
 
 
-def test_the_examples_of_a_prompt_are_no_problem():
+def test_the_examples_in_a_prompt_are_not_problems():
     for task in (CATEGORIES, PREFIXES):
         problems = [*task.train_problems, *task.held_out_problems]
         assert not any(re.search(rf"\b{re.escape(p.answer)}:.*\n", p.prompt) for p in problems)

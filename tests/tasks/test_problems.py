@@ -1,4 +1,4 @@
-"""Rows become clean problems, and every problem is seen once per epoch, in an order that a checkpoint can resume."""
+"""Tests of reading and cleaning problems, and of dropping long prompts."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ROWS = [{"problem": "1 + 1?", "answer": "2"}, {"problem": "Ünïcode\u2028or not
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch):
-    """Data sets leave nothing outside of the test's own folder."""
+    """Keeps the files of the datasets library in the folder of the test."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
@@ -48,7 +48,7 @@ def test_rows_of_jsonl_and_parquet(tmp_path: Path):
     assert read_rows(str(jsonl)) == ROWS
 
 
-def test_rows_of_a_local_data_set(tmp_path: Path):
+def test_rows_of_a_local_dataset(tmp_path: Path):
     folder = tmp_path / "set"
     write_jsonl(folder / "train.jsonl")
     write_jsonl(folder / "test.jsonl", ROWS[1:])
@@ -60,47 +60,47 @@ def test_rows_of_a_local_data_set(tmp_path: Path):
         read_rows(f"{folder}:bogus:train")
 
 
-def test_names_go_to_the_hub_with_configuration_and_split(monkeypatch):
-    asked = []
+def test_dataset_names_include_configuration_and_split(monkeypatch):
+    requested = []
 
     def load_dataset(*name, split):
-        asked.append((*name, split))
+        requested.append((*name, split))
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for source in ("org/name", "org/name:test", "org/name:main:test"):
         assert read_rows(source) == ROWS
-    assert asked == [("org/name", "train"), ("org/name", "test"), ("org/name", "main", "test")]
+    assert requested == [("org/name", "train"), ("org/name", "test"), ("org/name", "main", "test")]
 
 
-def test_an_unreachable_data_set_says_what_to_do(monkeypatch):
+def test_an_unreachable_dataset_raises_an_error_with_a_remedy(monkeypatch):
     def load_dataset(*name, split):
         raise ConnectionError("Couldn't reach the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(OSError, match=r"'org/name:test' cannot be reached: Couldn't .* download it and give its path"):
+    with pytest.raises(OSError, match=r"'org/name:test' cannot be reached: Couldn't .* download it"):
         read_rows("org/name:test")
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "none.parquet", "none", "none:test"])
-def test_missing_paths_are_refused(tmp_path: Path, name: str):
-    with pytest.raises(FileNotFoundError, match=rf"There is no .*{name}; correct the path"):
+def test_missing_paths_are_rejected(tmp_path: Path, name: str):
+    with pytest.raises(FileNotFoundError, match=rf"{name} does not exist; correct the path"):
         read_rows(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b"", "a.jsonl holds no rows"),
-        ("a.jsonl", b"\n\n", "a.jsonl holds no rows"),
-        ("a.jsonl", b'{"problem": "1"}\n\n{"problem": \n', "a.jsonl line 3 is not JSON: "),
-        ("a.jsonl", b'{"problem": "\xff\xff"}\n', "a.jsonl line 1 is not JSON: "),
+        ("a.jsonl", b"", "a.jsonl contains no rows"),
+        ("a.jsonl", b"\n\n", "a.jsonl contains no rows"),
+        ("a.jsonl", b'{"problem": "1"}\n\n{"problem": \n', "a.jsonl line 3 is not valid JSON: "),
+        ("a.jsonl", b'{"problem": "\xff\xff"}\n', "a.jsonl line 1 is not valid JSON: "),
         ("a.jsonl", b'{"problem": "1"}\n["2"]\n', "a.jsonl line 2 is not a JSON object"),
-        ("a.parquet", b"PAR1 not", "a.parquet cannot be read as Parquet: "),
-        ("a.csv", b"problem,answer\n1,2\n", "a.csv is neither .jsonl nor .parquet"),
+        ("a.parquet", b"PAR1 not", "a.parquet as Parquet: "),
+        ("a.csv", b"problem,answer\n1,2\n", "a.csv must be a .jsonl or .parquet file"),
     ],
 )
-def test_malformed_files_are_refused(tmp_path: Path, name: str, content: bytes, message: str):
+def test_malformed_files_are_rejected(tmp_path: Path, name: str, content: bytes, message: str):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_rows(str(tmp_path / name))
@@ -119,27 +119,27 @@ def test_problems_of_rows(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "1?", "answer": "1"}, "Row 2 .*a.jsonl has nothing in column 'problem'; .* question, answer"),
-        ({"problem": "1?", "solution": "1"}, "Row 2 .*a.jsonl has nothing in column 'answer'; .* problem, solution"),
-        ({"problem": "1?", "answer": None}, "Row 2 .* nothing in column 'answer'"),
-        ({"problem": "", "answer": "1"}, "Row 2 .* nothing in column 'problem'"),
-        ({"problem": [{"role": "user"}], "answer": "1"}, "Row 2 .* has a list in column 'problem'; it must be text"),
+        ({"question": "1?", "answer": "1"}, "Row 2 .*a.jsonl has no value in column 'problem'; .* question, answer"),
+        ({"problem": "1?", "solution": "1"}, "Row 2 .*a.jsonl has no value in column 'answer'; .* problem, solution"),
+        ({"problem": "1?", "answer": None}, "Row 2 .* no value in column 'answer'"),
+        ({"problem": "", "answer": "1"}, "Row 2 .* no value in column 'problem'"),
+        ({"problem": [{"role": "user"}], "answer": "1"}, "Column 'problem' in row 2 .* must be text, but is a list"),
     ],
 )
-def test_rows_without_a_problem_or_answer_are_refused(tmp_path: Path, row: dict, message: str):
+def test_rows_without_a_problem_or_answer_are_rejected(tmp_path: Path, row: dict, message: str):
     with pytest.raises(ValueError, match=message):
         load_problems(str(write_jsonl(tmp_path / "a.jsonl", [ROWS[0], row])))
 
 
-def test_cleaning_by_hand():
+def test_cleaning_a_small_example():
     first, lone, tested = problem("a b"), problem("c", "5"), problem("held out")
     rows = [
         first,
         problem("d", "1"),
         problem(" a\nb", "$2$"),  # the same, with the same answer
         lone,
-        problem("ab", " 2 "),  # again
-        problem("d ", "1.0"),  # conflicts, because we do no mathematics here
+        problem("ab", " 2 "),  # the same again
+        problem("d ", "1.0"),  # conflicts, because answers are compared as text
         problem("d", "1", "third d"),
         tested,
     ]
@@ -159,7 +159,7 @@ def test_ids_must_be_unique():
     ("name", "rows", "duplicates", "conflicting"),
     [("deepscaler_40k", 39_808, 1_266, 174), ("dapo_math_17k", 17_915, 996, 15), ("gsm8k_train", 7_473, 0, 0)],
 )
-def test_what_cleaning_drops_of_known_data(shared: Path, name: str, rows: int, duplicates: int, conflicting: int):
+def test_cleaning_known_datasets(shared: Path, name: str, rows: int, duplicates: int, conflicting: int):
     problems = load_problems(str(shared / "data/math" / f"{name}.jsonl"))
     held_out = load_problems(str(shared / "data/math/math500.jsonl"))
     kept, dropped = clean_problems(problems, held_out)
@@ -169,7 +169,7 @@ def test_what_cleaning_drops_of_known_data(shared: Path, name: str, rows: int, d
 
 
 def test_long_prompts_are_dropped(shared: Path):
-    """Qwen's tokenizer takes one token per digit; that of <|im_end|> counts as one, as in the rollouts."""
+    """Qwen's tokenizer produces one token per digit, and <|im_end|> is one token, as in rollouts."""
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers/qwen3")
     problems = [problem("7" * length) for length in (1, 16, 17, 40)] + [problem("7" * 15 + "<|im_end|>")]
     kept, dropped = drop_long_prompts(problems, tokenizer, max_tokens=16)
@@ -179,7 +179,7 @@ def test_long_prompts_are_dropped(shared: Path):
 
 
 @pytest.mark.slow
-def test_few_problems_of_known_data_are_long(shared: Path):
+def test_few_prompts_of_a_known_dataset_are_long(shared: Path):
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers/qwen3")
     problems = load_problems(str(shared / "data/math/dapo_math_17k.jsonl"))
     kept, dropped = drop_long_prompts(problems, tokenizer, max_tokens=1024)

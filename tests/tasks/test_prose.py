@@ -1,4 +1,4 @@
-"""The synthetic domains in prose: every way to write a decomposition or a point is read; no wrong one is rewarded."""
+"""Tests of the free-text tasks: notations of decompositions and points, and rewards."""
 
 import itertools
 import sys
@@ -9,7 +9,7 @@ import pytest
 from responses import response
 
 from poly_epo_jax.tasks import TASKS, MultiplicationProseTask, PolynomialProseTask
-from poly_epo_jax.tasks.arithmetic import MAX_DEPTH, Product, Sum, equations, parsed, value
+from poly_epo_jax.tasks.arithmetic import MAX_DEPTH, Product, Sum, equations, parse_expression, value
 from poly_epo_jax.tasks.decomposition import decomposition
 from poly_epo_jax.types import Problem
 
@@ -41,7 +41,7 @@ def test_the_registry_builds_problems_for_chats(name: str):
         "343 = 340 + 3, 67 = 70 - 3, and so it is 23800 - 1020 + 210 - 9 = 22981",
     ],
 )
-def test_one_decomposition_in_many_words(text: str):
+def test_one_decomposition_in_different_notations(text: str):
     assert graded(text) == (1.0, GRID)
 
 
@@ -64,15 +64,15 @@ def test_other_decompositions_are_other_strategies(text: str, strategy: object):
     [
         "343 * 67 = 22981",
         "22981",
-        "343 * 67 = 22980 + 1 = 22981",  # of the result
+        "343 * 67 = 22980 + 1 = 22981",  # decomposes the result
         "343 * 67 = 1 * 343 * 67 = 22981",
         "343 * 67 = (343 + 0) * 67 = 22981",
-        "(200 + 144) * 67 = 23048, less 67: 22981",  # of 344
+        "(200 + 144) * 67 = 23048, less 67: 22981",  # decomposes 344
         "",
         "(" * 500,
     ],
 )
-def test_what_takes_no_operand_apart_is_degenerate(text: str):
+def test_responses_without_a_decomposition_are_degenerate(text: str):
     assert graded(text) == (0.0, None)
 
 
@@ -86,12 +86,12 @@ def test_what_takes_no_operand_apart_is_degenerate(text: str):
         "343*(60+7) = 22981. And 2 + 2 = 5. So 22981",
     ],
 )
-def test_a_wrong_step_or_result_keeps_its_strategy_and_earns_nothing(text: str):
+def test_an_incorrect_step_or_result_earns_0_and_keeps_its_strategy(text: str):
     reward, strategy = graded(text)
     assert reward == 0 and strategy == ((1, (7, 343)), (1, (60, 343)))
 
 
-def test_a_product_of_sums_is_its_terms_written_out():
+def test_a_product_of_sums_equals_its_expansion():
     rng = np.random.default_rng(0)
 
     def parts(total: int) -> list[int]:
@@ -106,14 +106,14 @@ def test_a_product_of_sums_is_its_terms_written_out():
         left, right = parts(a), parts(b)
         terms = [(r * c, f"{abs(r)}*{abs(c)}") for r, c in itertools.product(left, right)]
         distributed = "".join(f"{'-' if signed < 0 else '+'}{text}" for signed, text in terms).removeprefix("+")
-        whole, apart = parsed(f"{written(left)}*{written(right)}"), parsed(distributed)
-        assert whole is not None and apart is not None
-        assert decomposition(whole, a, b) == decomposition(apart, a, b)
-        assert (decomposition(whole, a, b) is None) == (len(left) == len(right) == 1)
-        assert decomposition(whole, a, b + 1) is None and decomposition(apart, a, b + 1) is None
+        factored, expanded = parse_expression(f"{written(left)}*{written(right)}"), parse_expression(distributed)
+        assert factored is not None and expanded is not None
+        assert decomposition(factored, a, b) == decomposition(expanded, a, b)
+        assert (decomposition(factored, a, b) is None) == (len(left) == len(right) == 1)
+        assert decomposition(factored, a, b + 1) is None and decomposition(expanded, a, b + 1) is None
 
 
-def test_values_are_those_of_python():
+def test_values_equal_python_results():
     rng = np.random.default_rng(0)
 
     def expression(depth: int) -> str:
@@ -123,36 +123,36 @@ def test_values_are_those_of_python():
 
     for _ in range(500):
         text = expression(4)
-        found = parsed(text)
+        found = parse_expression(text)
         assert found is not None and value(found) == eval(text)
 
 
 @pytest.mark.parametrize("text", ["", "1 2", "(1", "1)", "2**3", "1/2", "1+", "*2", "()", "x"])
 def test_other_text_does_not_parse(text: str):
-    assert parsed(text) is None
+    assert parse_expression(text) is None
 
 
-def test_parentheses_nest_as_deep_as_people_write_them_and_no_stack_overflows():
+def test_nesting_is_limited_and_does_not_overflow_the_stack():
     def nested(depth: int) -> str:
         return "(" * depth + "1" + ")" * depth
 
     def below(frames: int, text: str) -> object:
-        return parsed(text) if frames == 0 else below(frames - 1, text)
+        return parse_expression(text) if frames == 0 else below(frames - 1, text)
 
-    assert parsed(nested(MAX_DEPTH)) == 1
-    assert parsed(nested(MAX_DEPTH + 1)) is None
+    assert parse_expression(nested(MAX_DEPTH)) == 1
+    assert parse_expression(nested(MAX_DEPTH + 1)) is None
     assert below(sys.getrecursionlimit() // 2, nested(1999)) is None
     assert graded(f"343*67 = 343*(60+7) = {nested(1500)}")[0] == 0.0
 
 
-def test_a_long_step_is_read_to_its_end():
+def test_long_steps_are_read_completely():
     for terms, reward in ((67, 1.0), (66, 0.0)):
         step = " + ".join(["343"] * terms)
         assert len(step) > 300
         assert graded(f"343 * 67 = 343 * (60 + 7) = {step} = 22981")[0] == reward
 
 
-def test_formulas_are_found_in_their_order():
+def test_formulas_are_extracted_in_order():
     assert equations("So 2*3 = 6, and 4(5+1)=24. The end") == [
         [Product((2, 3)), 6],
         [Product((4, Sum(((1, 5), (1, 1))))), 24],

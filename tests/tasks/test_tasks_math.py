@@ -1,4 +1,4 @@
-"""Mathematics from any data set: prompts are made from a template, and the last box is rewarded."""
+"""Tests of the mathematics task: prompts, extraction and normalization of answers, and rewards."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def verifier():
 
 @pytest.fixture
 def make(tmp_path: Path):
-    """Makes tasks of rows, and closes them."""
+    """Returns a function that creates tasks from rows. The tasks are closed after the test."""
     made: list[MathTask] = []
 
     def source(name: str, rows: list[dict]) -> str:
@@ -58,14 +58,14 @@ def make(tmp_path: Path):
         task.close()
 
 
-def test_it_is_a_task_of_the_registry(tmp_path: Path):
+def test_the_registry_builds_it_by_name(tmp_path: Path):
     (tmp_path / "train.jsonl").write_text(json.dumps(ROWS[0]))
     task = TASKS["math"](train=str(tmp_path / "train.jsonl"))
     assert isinstance(task, MathTask) and isinstance(task, Task)
     assert (len(task.train_problems), len(task.held_out_problems)) == (1, 0)
 
 
-def test_problems_and_what_was_dropped(make: Callable[..., MathTask]):
+def test_problems_and_dropped_counts(make: Callable[..., MathTask]):
     odd = {"problem": "What is 1 + 1 ?", "answer": "$2$"}
     clash = [{"problem": "Clash", "answer": answer} for answer in "12"]
     held_out = [{"problem": "Held out", "answer": "7", "id": "h"}, ROWS[3]], [{"problem": "Another", "answer": "8"}]
@@ -76,22 +76,22 @@ def test_problems_and_what_was_dropped(make: Callable[..., MathTask]):
     assert task.dropped == {"train": Dropped(duplicates=2, conflicting=1, held_out=1), "held_out": Dropped()}
 
 
-def test_one_held_out_source_needs_no_list(make: Callable[..., MathTask]):
+def test_one_held_out_source_may_be_a_string(make: Callable[..., MathTask]):
     train = make().train
     assert MathTask(train=train, held_out=train).held_out_problems[0].id == "train/1"
     assert MathTask(train=train, held_out="").held_out_problems == ()
 
 
-def test_columns_have_names(make: Callable[..., MathTask]):
+def test_column_names_are_configurable(make: Callable[..., MathTask]):
     rows = [{"q": "1?", "a": 1, "name": "x"}]
     task = make(rows, template="{problem}", problem_column="q", answer_column="a", id_column="name")
     assert task.train_problems == (Problem(id="x", prompt="1?", answer="1"),)
-    with pytest.raises(ValueError, match="nothing in column 'problem'; its columns are q, a, name"):
+    with pytest.raises(ValueError, match="no value in column 'problem'; its columns are q, a, name"):
         make(rows)
 
 
-def test_a_problem_is_a_message_of_a_chat_unless_a_template_is_given(make: Callable[..., MathTask]):
-    """Braces and percent signs of problems are text."""
+def test_prompts_are_chat_messages_unless_a_template_is_set(make: Callable[..., MathTask]):
+    """Braces and percent signs in problems are not format characters."""
     problem = r"Let $\frac{a}{b}$ be {problem} {} {0} %s \1."
     (made,) = make([{"problem": problem, "answer": "1"}]).train_problems
     before, after = made.prompt.split(problem)
@@ -102,18 +102,18 @@ def test_a_problem_is_a_message_of_a_chat_unless_a_template_is_given(make: Calla
 
 
 @pytest.mark.parametrize("template", ["{}", "{problem} and {problem}"])
-def test_a_template_has_one_slot(make: Callable[..., MathTask], template: str):
-    with pytest.raises(ValueError, match=r"template is .* must hold \{problem\} once"):
+def test_a_template_must_contain_one_placeholder(make: Callable[..., MathTask], template: str):
+    with pytest.raises(ValueError, match=r"template=.* must contain \{problem\} exactly once"):
         make(template=template)
 
 
-def test_ids_are_unique_among_held_out_sources(make: Callable[..., MathTask]):
+def test_ids_must_be_unique_among_held_out_sources(make: Callable[..., MathTask]):
     row = {"problem": "1?", "answer": "1", "id": "same"}
     with pytest.raises(ValueError, match="2 problems have the id 'same'"):
         make(ROWS, [row], [row | {"problem": "2?"}])
 
 
-def test_there_is_no_exact_clustering(make: Callable[..., MathTask]):
+def test_the_exact_judge_is_not_supported(make: Callable[..., MathTask]):
     with pytest.raises(
         ConfigError, match=r"judge\.name='exact' requires strategy of MathTask; choose answer, llm, ngrams, none\."
     ):
@@ -144,7 +144,7 @@ def test_there_is_no_exact_clustering(make: Callable[..., MathTask]):
         ("\\boxed{\n5\n}", "5"),
     ],
 )
-def test_the_last_box_counts(text: str, answer: str | None):
+def test_the_last_box_is_the_answer(text: str, answer: str | None):
     assert last_boxed(text) == answer
 
 
@@ -180,7 +180,7 @@ def test_finding_the_box_takes_linear_time():
         ("", ""),
     ],
 )
-def test_mending(written: str, meant: str):
+def test_normalization(written: str, meant: str):
     assert mend(written) == meant
 
 
@@ -281,7 +281,7 @@ PAIRS = {
         ("27", r"27\text{‰}"),
         ("(27, 3)", r"(27\%, 3)"),
         (r"50\%", r"5000\%"),
-        # Text that SymPy reads as mixed numbers, which are sums:
+        # SymPy would parse these texts as mixed numbers, which are sums.
         ("27", "26(1)"),
         ("27", "(26)(1)"),
         ("27", "{26}{1}"),
@@ -294,7 +294,7 @@ PAIRS = {
         ("4.5e33", "4.6e33"),
         ("4.5e33", "4.5e32"),
         ("4.5e33", "4.5"),
-        # All of these agree to six decimals.
+        # These pairs agree to six decimals.
         ("6.7e-27", r"6.71 \times 10^{-27}"),
         ("6.7e-27", r"9.9 \times 10^{-30}"),
         ("6.7e-27", r"x = 9.9 \times 10^{-30}"),
@@ -309,10 +309,10 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("right", PAIRS)
-def test_tricky_pairs(verifier: Verifier, right: bool):
-    outcomes = {pair: verifier.compare(*map(mend, pair)) for pair in PAIRS[right]}
-    expected = Outcome.RIGHT if right else Outcome.WRONG
+@pytest.mark.parametrize("equal", PAIRS)
+def test_difficult_pairs(verifier: Verifier, equal: bool):
+    outcomes = {pair: verifier.compare(*map(mend, pair)) for pair in PAIRS[equal]}
+    expected = Outcome.RIGHT if equal else Outcome.WRONG
     assert {pair: outcome for pair, outcome in outcomes.items() if outcome is not expected} == {}
 
 
@@ -334,20 +334,20 @@ def test_rewards(make: Callable[..., MathTask]):
     assert task.metrics() == {"grader/timeouts": 0.0, "grader/crashes": 0.0}
 
 
-def test_no_worker_is_asked_about_nothing_or_too_much(make: Callable[..., MathTask], monkeypatch):
+def test_empty_and_too_long_answers_are_not_compared(make: Callable[..., MathTask], monkeypatch):
     task = make()
-    asked = []
+    compared = []
 
     def compare(gold: str, answer: str) -> Outcome:
-        asked.append((gold, answer, threading.current_thread()))
+        compared.append((gold, answer, threading.current_thread()))
         return Outcome.RIGHT
 
     monkeypatch.setattr(task._verifier, "compare", compare)
     for answer in ("", " ", "1" * (MAX_ANSWER_LENGTH + 1)):
         assert task.reward(task.train_problems[1], response(rf"\boxed{{{answer}}}")) == 0.0
-    assert asked == []
+    assert compared == []
     assert task.reward(task.train_problems[1], response(rf"\boxed{{{'1' * MAX_ANSWER_LENGTH}}}")) == 1.0
-    assert asked == [("2", "1" * MAX_ANSWER_LENGTH, threading.current_thread())]
+    assert compared == [("2", "1" * MAX_ANSWER_LENGTH, threading.current_thread())]
 
 
 STRINGS = {
@@ -358,7 +358,7 @@ STRINGS = {
     "minerva_269": "E with an index",
     "deepscaler_L5_3854": "two points without a comma",
 }
-"""Golds that math-verify cannot read, so that only the same string equals them."""
+"""Gold answers that math-verify cannot parse, so that only the identical string equals them."""
 
 SAMPLES = {"gsm8k_train": 100, "dapo_math_17k": 200, "deepscaler_40k": 400}
 NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?(e-?[0-9]+)?")
@@ -377,24 +377,24 @@ def golds(shared: Path, name: str) -> list[Problem]:
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in MANY else ()) for name in (*BENCHMARKS, *SAMPLES)],
 )
-def test_golds_equal_themselves(shared: Path, make: Callable[..., MathTask], name: str):
-    """And can be read, but for the exceptions: the string alone equals itself whatever it means."""
+def test_gold_answers_equal_themselves(shared: Path, make: Callable[..., MathTask], name: str):
+    """All gold answers except the known ones are also parsed, because even an unparsed string equals itself."""
     problems, task = golds(shared, name), make()
     with ThreadPoolExecutor(4) as executor:
         boxed = [(problem, response(rf"Hence \boxed{{{problem.answer}}}.")) for problem in problems]
         rewards = list(executor.map(lambda pair: task.reward(*pair), boxed))
     assert [problem.id for problem, reward in zip(problems, rewards, strict=True) if reward != 1.0] == []
-    unread = [p.id for p in problems if all(isinstance(reading, str) for reading in readings(mend(p.answer)))]
-    assert [identifier for identifier in unread if identifier not in STRINGS] == []
+    unparsed = [p.id for p in problems if all(isinstance(reading, str) for reading in readings(mend(p.answer)))]
+    assert [identifier for identifier in unparsed if identifier not in STRINGS] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["minerva_math", "aime_2025"])
-def test_golds_differ_from_other_golds(shared: Path, verifier: Verifier, name: str):
+def test_gold_answers_differ_from_other_gold_answers(shared: Path, verifier: Verifier, name: str):
     numbers = {p.answer: float(p.answer) for p in golds(shared, name) if NUMBER.fullmatch(p.answer)}
     assert len(numbers) > 20
     pairs = [tuple(random.Random(i).sample(sorted(numbers), 2)) for i in range(200)]
     with ThreadPoolExecutor(4) as executor:
         outcomes = list(executor.map(lambda pair: verifier.compare(*map(mend, pair)), pairs))
-    right = [pair for pair, outcome in zip(pairs, outcomes, strict=True) if outcome is not Outcome.WRONG]
-    assert [pair for pair in right if numbers[pair[0]] != numbers[pair[1]]] == []
+    equal = [pair for pair, outcome in zip(pairs, outcomes, strict=True) if outcome is not Outcome.WRONG]
+    assert [pair for pair in equal if numbers[pair[0]] != numbers[pair[1]]] == []

@@ -1,3 +1,5 @@
+"""Tests of the multiplication task: grading, strategies, demonstrations and problem splits."""
+
 import itertools
 
 import numpy as np
@@ -5,7 +7,7 @@ import pytest
 from responses import response
 
 from poly_epo_jax.tasks import TASKS, Demonstrations, MultiplicationTask
-from poly_epo_jax.tasks.multiplication import Plan
+from poly_epo_jax.tasks.multiplication import DecompositionStrategy
 from poly_epo_jax.types import Problem
 
 CLEAN = Demonstrations()
@@ -25,14 +27,14 @@ def operands(problem: Problem) -> tuple[int, int]:
     return int(a), int(b)
 
 
-def plan_of(task: MultiplicationTask, problem: Problem, text: str) -> Plan:
-    plan = task.strategy(problem, response(text))
-    assert plan is not None
-    return plan
+def strategy_of(task: MultiplicationTask, problem: Problem, text: str) -> DecompositionStrategy:
+    strategy = task.strategy(problem, response(text))
+    assert strategy is not None
+    return strategy
 
 
 def respond(front: int, first: int, symbol: str, second: int) -> str:
-    """A rightly worked response, built independently of the task."""
+    """Builds a correct response independently of the task."""
     if symbol == "*":
         return f"{front}*({first}*{second})={front * first}*{second}={front * first * second}"
     total = front * first + front * second if symbol == "+" else front * first - front * second
@@ -40,7 +42,10 @@ def respond(front: int, first: int, symbol: str, second: int) -> str:
 
 
 def is_right(a: int, b: int, text: str) -> bool:
-    """Independent oracle: the response is the rightly worked one of its own plan, which must be a plan for a * b."""
+    """Returns True if a response is correct. Reference implementation, independent of the task.
+
+    The strategy must be valid for a * b, and the response must be the correct calculation for it.
+    """
     for front, whole in ((a, b), (b, a)):
         for symbol in "+-*":
             head, _, tail = text.partition("(")
@@ -68,8 +73,8 @@ def test_default_problems_are_all_720_products():
 
 
 @pytest.mark.parametrize("answer", [(7, 23), (6, 12), (9, 99), (14, 23), (12, 96)])
-def test_every_plan_is_graded(answer):
-    """All plans with small parts, rightly worked: right exactly if they make the other operand and are not trivial."""
+def test_all_strategies_with_small_parts_are_graded(answer):
+    """Correct calculations are rewarded exactly if the parts yield the operand and are not trivial."""
     a, b = answer
     task, problem = MultiplicationTask(), product(a, b)
     for front, symbol, p, q in itertools.product((a, b), "+-*", range(100), range(15)):
@@ -94,16 +99,16 @@ def test_every_plan_is_graded(answer):
         "23*(10-3)=230-69=161",
     ],
 )
-def test_right_responses(text):
+def test_correct_responses(text):
     assert MultiplicationTask().reward(product(7, 23), response(text)) == 1
 
 
 @pytest.mark.parametrize("text", ["8*(6*4)=48*4=192", "8*(4*6)=32*6=192", "24*(2*4)=48*4=192"])
-def test_right_factorisations(text):
+def test_correct_factorizations(text):
     assert MultiplicationTask().reward(product(8, 24), response(text)) == 1
 
 
-def test_the_order_of_commutative_parts_is_no_strategy():
+def test_the_order_of_commutative_parts_does_not_change_the_strategy():
     task = MultiplicationTask()
     pairs = [
         (product(7, 23), "7*(20+3)=140+21=161", "7*(3+20)=21+140=161"),
@@ -111,14 +116,14 @@ def test_the_order_of_commutative_parts_is_no_strategy():
     ]
     for problem, one, other in pairs:
         assert task.strategy(problem, response(one)) == task.strategy(problem, response(other))
-    # Subtraction does not commute: 2 - 25 is another plan, and a wrong one.
+    # Subtraction is not commutative: 2 - 25 is a different strategy, and incorrect.
     reverse = task.strategy(product(7, 23), response("7*(2-25)=14-175=161"))
     assert reverse is not None
     assert reverse != task.strategy(product(7, 23), response("7*(25-2)=175-14=161"))
     assert task.reward(product(7, 23), response("7*(2-25)=14-175=161")) == 0
 
 
-def test_operand_operator_and_parts_each_make_a_strategy():
+def test_operand_operator_and_parts_distinguish_strategies():
     task, problem = MultiplicationTask(), product(12, 24)
     texts = [
         "24*(10+2)=240+48=288",
@@ -133,19 +138,19 @@ def test_operand_operator_and_parts_each_make_a_strategy():
     assert len({task.strategy(problem, response(text)) for text in texts}) == len(texts)
 
 
-def test_wrong_arithmetic_stays_in_its_cluster_and_wrong_plans_have_their_own():
+def test_incorrect_arithmetic_keeps_its_strategy_and_incorrect_strategies_are_separate():
     task, problem = MultiplicationTask(), product(7, 23)
     right = task.strategy(problem, response("7*(20+3)=140+21=161"))
     for text in ("7*(20+3)=150+21=171", "7*(20+3)=140+21=162", "7*(20+3)=1+1=1", "7*(3+20)=140+21=161"):
         assert task.strategy(problem, response(text)) == right
         assert task.reward(problem, response(text)) == 0
-    wrong_plan = task.strategy(problem, response("7*(20+4)=140+28=168"))
-    assert wrong_plan not in (None, right)
+    incorrect = task.strategy(problem, response("7*(20+4)=140+28=168"))
+    assert incorrect not in (None, right)
     assert task.reward(problem, response("7*(20+4)=140+28=168")) == 0
     assert task.reward(problem, response("7*(20+4)=140+21=161")) == 0
 
 
-def test_a_square_knows_its_operand_by_value():
+def test_the_operand_of_a_square_is_identified_by_its_value():
     task, problem = MultiplicationTask(), product(12, 12)
     assert task.strategy(problem, response("12*(10+2)=120+24=144")) == (12, "+", (10, 2))
     assert task.reward(problem, response("12*(10+2)=120+24=144")) == 1
@@ -203,7 +208,7 @@ def test_a_square_knows_its_operand_by_value():
         "<eos>",
     ],
 )
-def test_hostile_text_is_degenerate(text):
+def test_malformed_text_is_degenerate(text):
     task, problem = MultiplicationTask(), product(7, 24)
     assert task.reward(problem, response("7*(20+4)=140+28=168")) == 1
     assert task.strategy(problem, response(text)) is None
@@ -211,7 +216,7 @@ def test_hostile_text_is_degenerate(text):
 
 
 @pytest.mark.parametrize("settings", [{}, dict(digits=(2, 2)), dict(digits=(3, 2))])
-def test_clean_demonstrations_are_right_and_listed(settings):
+def test_demonstrations_without_mistakes_are_correct_and_listed(settings):
     task = MultiplicationTask(**settings)
     rng = np.random.default_rng(1)
     for problem in task.train_problems[::3]:
@@ -224,33 +229,34 @@ def test_clean_demonstrations_are_right_and_listed(settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, dict(digits=(2, 2)), dict(digits=(3, 1))])
-def test_every_problem_has_a_dozen_right_strategies(settings):
+def test_every_problem_has_at_least_12_correct_strategies(settings):
     task = MultiplicationTask(**settings)
     for problem in every_problem(**settings):
         a, b = operands(problem)
-        plans = task.strategies(problem)
-        assert len(set(plans)) == len(plans) >= 12
-        for operand, symbol, (p, q) in plans:
+        strategies = task.strategies(problem)
+        assert len(set(strategies)) == len(strategies) >= 12
+        for operand, symbol, (p, q) in strategies:
             text = respond(a + b - operand, p, symbol, q)
             assert is_right(a, b, text)
             assert task.reward(problem, response(text)) == 1
-            assert plan_of(task, problem, text) == (operand, symbol, (p, q))
+            assert strategy_of(task, problem, text) == (operand, symbol, (p, q))
 
 
-def test_strategies_stand_in_rank_order():
-    plans = [f"{p}{symbol}{q}" for _, symbol, (p, q) in MultiplicationTask().strategies(product(8, 23))]
-    steps_of_23 = ["22+1", "24-1", "21+2", "25-2", "26-3", "19+4", "27-4"]  # 20+3 is the place values
-    steps_of_8 = ["7+1", "9-1", "6+2", "5+3", "11-3", "4+4", "12-4"]  # 10-2 is the near-round compensation
-    assert plans == ["20+3", "30-7", "10-2", *steps_of_23, *steps_of_8, "4*2"]
+def test_strategies_are_in_rank_order():
+    strategies = [f"{p}{symbol}{q}" for _, symbol, (p, q) in MultiplicationTask().strategies(product(8, 23))]
+    steps_of_23 = ["22+1", "24-1", "21+2", "25-2", "26-3", "19+4", "27-4"]  # 20+3 is the split by place value
+    steps_of_8 = ["7+1", "9-1", "6+2", "5+3", "11-3", "4+4", "12-4"]  # 10-2 is the compensation to a round number
+    assert strategies == ["20+3", "30-7", "10-2", *steps_of_23, *steps_of_8, "4*2"]
 
 
 def test_three_digit_operands_split_at_both_places():
-    plans = [f"{p}{symbol}{q}" for _, symbol, (p, q) in MultiplicationTask(digits=(3, 2)).strategies(product(343, 67))]
-    assert plans[:6] == ["340+3", "300+43", "60+7", "350-7", "400-57", "70-3"]
+    task = MultiplicationTask(digits=(3, 2))
+    strategies = [f"{p}{symbol}{q}" for _, symbol, (p, q) in task.strategies(product(343, 67))]
+    assert strategies[:6] == ["340+3", "300+43", "60+7", "350-7", "400-57", "70-3"]
 
 
 @pytest.mark.parametrize("answer", [(8, 24), (7, 23), (2, 10)])
-def test_no_single_edit_of_a_right_response_is_right(answer):
+def test_no_single_edit_of_a_correct_response_is_correct(answer):
     a, b = answer
     task, problem = MultiplicationTask(), product(a, b)
     for operand, symbol, (p, q) in task.strategies(problem):
@@ -263,32 +269,33 @@ def test_no_single_edit_of_a_right_response_is_right(answer):
                 assert not is_right(a, b, edit)
 
 
-def test_error_rates_and_what_a_mistake_is():
+def test_mistakes_have_the_expected_rate_and_size():
     task, problem, draws = MultiplicationTask(), product(7, 24), 4_000
     rng = np.random.default_rng(2)
     texts = [task.demonstration(problem, rng, Demonstrations(error_rate=1.0)) for _ in range(draws)]
     wrong = np.array([task.reward(problem, response(text)) == 0 for text in texts])
-    plans = task.strategies(problem)
-    ranks = np.array([plans.index(plan_of(task, problem, text)) for text in texts])  # mistakes do not change the plan
-    expected = np.mean([0.15 + 0.01 * rank for rank in range(len(plans))])
+    strategies = task.strategies(problem)
+    # Mistakes do not change the strategy.
+    ranks = np.array([strategies.index(strategy_of(task, problem, text)) for text in texts])
+    expected = np.mean([0.15 + 0.01 * rank for rank in range(len(strategies))])
     assert 0.2 < expected < 0.3
     assert abs(wrong.mean() - expected) < 4 * np.sqrt(expected * (1 - expected) / draws)
-    low, high = wrong[ranks < 5].mean(), wrong[ranks >= len(plans) - 5].mean()
+    low, high = wrong[ranks < 5].mean(), wrong[ranks >= len(strategies) - 5].mean()
     assert high - low > 0.05
-    # Each of the three steps is sometimes the first that is wrong.
-    slips = set()
+    # Each of the three steps is the first incorrect one in some demonstrations.
+    mistakes = set()
     for text, is_wrong in zip(texts, wrong, strict=True):
-        operand, symbol, (p, q) = plan_of(task, problem, text)
+        operand, symbol, (p, q) = strategy_of(task, problem, text)
         steps, right = (t.replace(symbol, "=").split("=")[-3:] for t in (text, respond(24 + 7 - operand, p, symbol, q)))
         differences = [int(s) - int(r) for s, r in zip(steps, right, strict=True)]
         assert any(differences) == is_wrong
         if is_wrong:
-            place = next(i for i, d in enumerate(differences) if d)
-            slips.add((place, differences[place]))
-    assert slips == set(itertools.product(range(3), (-1, 1, 10)))
+            first = next(i for i, d in enumerate(differences) if d)
+            mistakes.add((first, differences[first]))
+    assert mistakes == set(itertools.product(range(3), (-1, 1, 10)))
 
 
-def test_mistaken_demonstrations_are_never_rewarded_and_always_parse():
+def test_demonstrations_with_mistakes_parse_and_earn_0():
     task, rng = MultiplicationTask(), np.random.default_rng(3)
     for problem in every_problem()[::2]:
         text = task.demonstration(problem, rng, Demonstrations(error_rate=100.0))
@@ -309,19 +316,21 @@ def test_the_longest_default_demonstration_has_22_characters():
 def test_skew_concentrates_on_the_first_ranks(skew):
     task, problem, draws = MultiplicationTask(), product(7, 23), 2_000
     rng = np.random.default_rng(4)
-    plans = task.strategies(problem)
+    strategies = task.strategies(problem)
     drawn = [
         task.strategy(problem, response(task.demonstration(problem, rng, Demonstrations(skew=skew))))
         for _ in range(draws)
     ]
-    weights = [np.e ** (-skew * k) for k in range(len(plans))]
-    for plan, weight in zip(plans, weights, strict=True):
+    weights = [np.e ** (-skew * k) for k in range(len(strategies))]
+    for strategy, weight in zip(strategies, weights, strict=True):
         expected = weight / sum(weights)
-        assert abs(drawn.count(plan) / draws - expected) <= 4 * np.sqrt(expected * (1 - expected) / draws) + 1 / draws
+        assert (
+            abs(drawn.count(strategy) / draws - expected) <= 4 * np.sqrt(expected * (1 - expected) / draws) + 1 / draws
+        )
 
 
 @pytest.mark.parametrize("settings", [{}, dict(digits=(2, 2)), dict(digits=(3, 3)), dict(digits=(2, 1))])
-def test_splits_do_not_leak_and_follow_the_seed(settings):
+def test_splits_are_disjoint_and_follow_the_seed(settings):
     task, same = MultiplicationTask(seed=3, **settings), MultiplicationTask(seed=3, **settings)
     other = MultiplicationTask(seed=4, **settings)
     assert (len(task.train_problems), len(task.held_out_problems)) == (600, 120)
@@ -338,11 +347,11 @@ def test_splits_do_not_leak_and_follow_the_seed(settings):
     ("settings", "message"),
     [
         (dict(num_train=601), "num_train=601 and num_held_out=120 .* at most 720"),
-        (dict(digits=(0, 2)), r"digits is \(0, 2\)"),
-        (dict(digits=(2, 4)), r"digits is \(2, 4\)"),
-        (dict(digits=(1, 1)), r"digits is \(1, 1\)"),
+        (dict(digits=(0, 2)), r"digits=\(0, 2\)"),
+        (dict(digits=(2, 4)), r"digits=\(2, 4\)"),
+        (dict(digits=(1, 1)), r"digits=\(1, 1\)"),
     ],
 )
-def test_impossible_settings_are_refused(settings, message):
+def test_impossible_settings_are_rejected(settings, message):
     with pytest.raises(ValueError, match=message):
         MultiplicationTask(**settings)

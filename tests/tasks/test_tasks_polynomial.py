@@ -1,3 +1,5 @@
+"""Tests of the polynomial task: grading, strategies, demonstrations and problem splits."""
+
 import itertools
 import re
 
@@ -17,7 +19,7 @@ def every_problem(**settings) -> list[Problem]:
 
 
 def curve(prompt: str, x: int) -> int:
-    """Independent oracle: evaluates the prompt's own text."""
+    """Evaluates the text of the prompt. Reference implementation, independent of the task."""
     relation = re.sub(r"(\d)x", r"\1*x", prompt.removeprefix("y=").removesuffix(":")).replace("^", "**")
     return eval(relation, {"x": x})
 
@@ -68,7 +70,7 @@ def test_reward_is_one_exactly_on_the_curve(degree):
 
 
 def test_only_canonical_integers_parse():
-    """All short spellings of x, and of y: a spelling parses exactly when Python prints its integer that way."""
+    """A short spelling of x or y is parsed exactly if Python prints its integer that way."""
     task = PolynomialTask()
     problem = task.train_problems[0]
 
@@ -127,7 +129,7 @@ def test_only_canonical_integers_parse():
         "<eos>",
     ],
 )
-def test_hostile_text_is_degenerate(text):
+def test_malformed_text_is_degenerate(text):
     task = PolynomialTask()
     problem = Problem(id="", prompt="y=x+5:", answer="1,5")
     assert task.reward(problem, response("(x=0,y=5)")) == 1
@@ -144,7 +146,7 @@ def test_the_paper_example():
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3])
-def test_clean_demonstrations_are_right_and_listed(degree):
+def test_demonstrations_without_mistakes_are_correct_and_listed(degree):
     task = PolynomialTask(degree=degree)
     rng = np.random.default_rng(1)
     for problem in [*task.train_problems, *task.held_out_problems]:
@@ -164,7 +166,7 @@ def test_the_longest_default_demonstration_has_12_characters():
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0])
-def test_error_rates_follow_the_recipe(scale):
+def test_mistakes_have_the_expected_rate(scale):
     task = PolynomialTask()
     problem, draws = task.train_problems[0], 6_000
     rng = np.random.default_rng(2)
@@ -224,6 +226,6 @@ def test_splits_are_disjoint_and_follow_the_seed():
         (dict(degree=3, max_x=20), "y=25272"),
     ],
 )
-def test_impossible_settings_are_refused(settings, message):
+def test_impossible_settings_are_rejected(settings, message):
     with pytest.raises(ValueError, match=message):
         PolynomialTask(**settings)

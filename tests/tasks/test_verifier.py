@@ -1,4 +1,4 @@
-"""Answers are compared in processes that may hang, grow or die without harming any other answer."""
+"""Tests of the verifier: worker processes that hang, exceed their memory or crash do not affect other answers."""
 
 import gc
 import os
@@ -16,10 +16,10 @@ from hostile_answers import HOSTILE
 from poly_epo_jax.tasks import verifier as module
 from poly_epo_jax.tasks.verifier import START_SECONDS, Outcome, Verifier
 
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory limits and /proc are Linux's")
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory limits and /proc require Linux")
 
 HONEST = [(rf"\frac{{{i}}}{{{i + 1}}}", rf"\frac{{{2 * i + (i % 2)}}}{{{2 * i + 2}}}") for i in range(1, 201)]
-"""Right where i is even."""
+"""Pairs that are equal if i is even."""
 
 OBEDIENT = """
 import os, sys
@@ -27,7 +27,7 @@ os.write(1, b'"ready"\\n')
 for line in sys.stdin:
     if "5" in line.split(",")[1]: os.write(1, b'"right"\\n')
     """
-"""A worker that finds 5 right; what it does about other answers is to be added."""
+"""Source of a worker that accepts 5. Tests append its handling of other answers."""
 
 
 def pids(pool: Verifier) -> list[int]:
@@ -50,7 +50,7 @@ def pool():
 
 @pytest.fixture
 def fake_worker(tmp_path: Path, monkeypatch):
-    """Lets a pool run some other program as its workers."""
+    """Returns a function that creates a pool whose workers run other source code."""
 
     def install(source: str, cpu_seconds: float = 1.0) -> Verifier:
         (tmp_path / "worker.py").write_text(source)
@@ -77,18 +77,18 @@ def test_many_threads_share_a_pool(shared_pool: Verifier):
 
 
 @pytest.mark.parametrize("answer", ["factorial", "lines", "JSON", "surrogate", "NUL", "backslashes"])
-def test_a_hostile_answer_is_not_right(shared_pool: Verifier, answer: str):
+def test_malicious_answers_are_not_accepted(shared_pool: Verifier, answer: str):
     assert shared_pool.compare("5", HOSTILE[answer]) is not Outcome.RIGHT
     assert shared_pool.compare("5", "5") is Outcome.RIGHT
 
 
-def test_a_hostile_gold_is_no_answer_s_fault(shared_pool: Verifier):
+def test_malicious_gold_answers_do_not_crash_workers(shared_pool: Verifier):
     assert shared_pool.compare("(10^9)!", "5") is Outcome.TIMED_OUT
     assert shared_pool.compare("", "") is Outcome.WRONG
 
 
 @pytest.mark.slow
-def test_honest_answers_are_unharmed_by_hostile_ones():
+def test_malicious_answers_do_not_affect_other_answers():
     pool, before = Verifier(2), cpu_seconds_of_children()
     with ThreadPoolExecutor(4) as executor:
         hostile = [executor.submit(pool.compare, "5", answer) for answer in HOSTILE.values()]
@@ -96,19 +96,19 @@ def test_honest_answers_are_unharmed_by_hostile_ones():
         outcomes = dict(zip(HOSTILE, (future.result() for future in hostile), strict=True))
     pool.close()
     seconds = cpu_seconds_of_children() - before
-    print(f"{len(HONEST)} honest comparisons and {len(HOSTILE)} hostile ones took {seconds:.2f} s of CPU time")
+    print(f"{len(HONEST)} ordinary and {len(HOSTILE)} malicious comparisons took {seconds:.2f} s of CPU time")
     assert [name for name, outcome in outcomes.items() if outcome is Outcome.RIGHT] == []
-    assert seconds < 5 * len(HOSTILE), "about 2 s each"
+    assert seconds < 5 * len(HOSTILE), "each malicious answer takes about 2 s"
 
 
 def cpu_seconds_of_children() -> float:
-    """Of those that have ended: unlike the clock's, their number of seconds is the same on a busy machine."""
+    """Returns the CPU time of terminated child processes, which does not depend on the load of the machine."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
-def test_the_deadline_holds_where_timers_do_not(fake_worker):
-    """Only it can end a worker that waits for ever, which takes no CPU time."""
+def test_the_deadline_terminates_workers_that_use_no_cpu_time(fake_worker):
+    """The CPU timers of a worker that waits forever never fire."""
     pool = fake_worker(OBEDIENT + "if 'slow' in line: __import__('signal').pause()", cpu_seconds=0.2)
     assert pool.compare("5", "5") is Outcome.RIGHT
     before = pids(pool)
@@ -123,7 +123,7 @@ def test_the_deadline_holds_where_timers_do_not(fake_worker):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_worker_that_died_is_replaced_and_costs_no_answer(pool: Verifier, sent: signal.Signals):
+def test_a_killed_worker_is_replaced_and_its_answer_is_compared_again(pool: Verifier, sent: signal.Signals):
     assert pool.compare("5", "5") is Outcome.RIGHT
     (before,) = pids(pool)
     os.kill(before, sent)
@@ -160,22 +160,22 @@ def test_a_worker_that_ran_out_of_cpu_time_is_a_timeout(fake_worker):
     pool.close()
 
 
-def test_a_worker_that_cannot_start_says_so(fake_worker, capfd):
+def test_a_worker_that_cannot_start_raises_an_error(fake_worker, capfd):
     pool = fake_worker("import math_verify_that_is_missing")
     for _ in range(3):
-        with pytest.raises(ChildProcessError, match=r"did not start: it ended, .* see that math-verify is installed"):
+        with pytest.raises(ChildProcessError, match=r"it exited.* math-verify is installed for"):
             pool.compare("5", "5")
     assert "No module named 'math_verify_that_is_missing'" in capfd.readouterr().err
     pool.close()
 
 
-def test_a_worker_that_is_silent_at_its_start_is_given_up(fake_worker, monkeypatch):
+def test_a_worker_that_does_not_respond_at_startup_raises_an_error(fake_worker, monkeypatch):
     monkeypatch.setattr(module, "START_SECONDS", 0.3)
     pool = fake_worker("import time\ntime.sleep(60)")
-    with pytest.raises(ChildProcessError, match="did not start: it said nothing for 0 s"):
+    with pytest.raises(ChildProcessError, match="no response within 0 s"):
         pool.compare("5", "5")
     pool.close()
-    assert START_SECONDS > 60, "imports are slow on a busy machine"
+    assert START_SECONDS > 60, "imports take long on a busy machine"
 
 
 @needs_linux
@@ -185,7 +185,7 @@ def test_memory_is_limited(pool: Verifier):
 
 
 @pytest.mark.slow
-def test_closing_ends_the_workers():
+def test_closing_terminates_the_workers():
     pool = Verifier(2)
     pool.close()
     with pytest.raises(ValueError, match="closed"):
@@ -205,7 +205,7 @@ def test_closing_ends_the_workers():
 
 
 @needs_linux
-def test_workers_end_with_a_parent_that_is_killed():
+def test_workers_exit_when_their_parent_is_killed():
     parent = subprocess.run(
         [sys.executable, "-c", _DIES], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."}
     )
@@ -231,7 +231,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _runs(process: Path) -> bool:
-    """A zombie that its new parent has yet to collect has ended."""
+    """Returns True if a process is running. A zombie that has not been reaped does not count as running."""
     try:
         return process.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -1,1 +1,1 @@
-"""What a run's programs hold, compute and send on an accelerator, read from programs compiled for it on any machine."""
+"""Compiles a run's programs for an accelerator on any machine, and estimates their memory, time and communication."""

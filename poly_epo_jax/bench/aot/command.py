@@ -1,4 +1,7 @@
-"""bench --compile-for=NAME: compiles a run's programs for a machine that need not be here, and shows their figures."""
+"""Implements bench --compile-for=NAME: compiles a run's programs for a machine, and reports their estimated costs.
+
+The machine does not need to be available.
+"""
 
 import dataclasses
 import time
@@ -9,9 +12,9 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from poly_epo_jax.bench.aot.figures import Figures
+from poly_epo_jax.bench.aot.figures import ProgramReport
 from poly_epo_jax.bench.aot.programs import compile_decoding, compile_update
-from poly_epo_jax.bench.aot.table import show
+from poly_epo_jax.bench.aot.table import show_programs
 from poly_epo_jax.bench.aot.topology import device_rates, preset_devices
 from poly_epo_jax.bench.console import write_figures
 from poly_epo_jax.config.keys import Config, ConfigError, MeshSection
@@ -27,53 +30,57 @@ from poly_epo_jax.step.packing import row_tokens, rows_per_device
 
 
 def compile_for(config: Config, name: str, num_layers: int, output: Path, console: Console) -> dict[str, Any]:
-    """Shows the figures of the configuration's programs on the machine `name`, and writes them to `output`.
-
-    The mesh is the configuration's if it is for this machine, and the machine's own otherwise.
+    """Compiles the programs of a configuration for a machine, prints their costs, and writes them to a file.
 
     Args:
-      name: a key of machines.MESHES.
-      num_layers: how many of the model's layers to compile; 0: all.
+      config: Configuration of the run. If its mesh is for another machine, the default mesh of the machine is used.
+      name: Name of the machine, a key of `machines.MESHES`.
+      num_layers: Number of layers to compile. 0 compiles all layers of the model.
+      output: JSON file to which the results are written.
+      console: Console to which the results are printed.
+
+    Returns:
+      The results that were written.
 
     Raises:
-      ConfigError: there is no such machine, there is no compiler for it, or the mesh does not fit.
+      ConfigError: If the machine is unknown, its compiler is not installed, or the mesh is not valid for the model.
     """
     config = _on_machine(config, name)
     devices = preset_devices(MESHES[name])
     mesh = make_mesh(**config.mesh, available=devices)
-    shape = model_shape(config)
-    shape = dataclasses.replace(shape, num_layers=num_layers or shape.num_layers)
-    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(shape), row_tokens(config))
+    model_config = model_shape(config)
+    model_config = dataclasses.replace(model_config, num_layers=num_layers or model_config.num_layers)
+    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(model_config), row_tokens(config))
     (setting, memory_bytes), rates = setting_of(config), device_rates(MESHES[name], devices)
-    figures = Figures(config, shape, mesh, rates, make_plan(config, shape, setting, memory_bytes))
+    report = ProgramReport(config, model_config, mesh, rates, make_plan(config, model_config, setting, memory_bytes))
     start = time.perf_counter()
     with console.status("compiling") as status:
-        for program, compiled in _programs(config, shape, mesh):
-            figures.add(program, compiled)
-            status.update(f"compiling; {program} is done")
+        for program, compiled in _programs(config, model_config, mesh):
+            report.add(program, compiled)
+            status.update(f"compiling (finished {program})")
     found = {
         "machine": name,
         "mesh": dict(mesh.shape),
         "model": config.model.path or "base",
-        "num_layers": shape.num_layers,
-        "remat": shape.remat,
+        "num_layers": model_config.num_layers,
+        "remat": model_config.remat,
         "rows_per_device": rows_per_device(config, mesh.shape),
         "row_tokens": row_tokens(config),
         "jax": jax.__version__,
         "compile_seconds": time.perf_counter() - start,
         "rates": dataclasses.asdict(rates),
         "memory_bytes": memory_bytes,
-        "programs": figures.programs,
-        "step": figures.step(),
+        "programs": report.programs,
+        "step": report.step(),
     }
-    show(found, console)
+    show_programs(found, console)
     write_figures(output, found, console)
     return found
 
 
 def _on_machine(config: Config, name: str) -> Config:
     if name not in MESHES:
-        raise ConfigError(f"--compile-for={name} is unknown; choose one of {', '.join(MESHES)}.")
+        raise ConfigError(f"--compile-for={name} is not a known machine; choose one of {', '.join(MESHES)}.")
     preset = MESHES[name]
     if (config.mesh.device, config.mesh.devices) == (preset["device"], preset["devices"]):
         return config
@@ -81,7 +88,7 @@ def _on_machine(config: Config, name: str) -> Config:
     return dataclasses.replace(config, mesh=mesh)
 
 
-def _programs(config: Config, shape: ModelConfig, mesh: jax.sharding.Mesh) -> Iterator[tuple[str, Any]]:
-    yield from compile_update(config, shape, mesh)
+def _programs(config: Config, model_config: ModelConfig, mesh: jax.sharding.Mesh) -> Iterator[tuple[str, Any]]:
+    yield from compile_update(config, model_config, mesh)
     if SAMPLERS[config.rollouts.name].has_slots:
-        yield from compile_decoding(config, shape, mesh)
+        yield from compile_decoding(config, model_config, mesh)

@@ -1,7 +1,8 @@
-"""The least time that a program takes: its instructions one after another, and its collectives alongside them.
+"""Estimates a lower bound of a program's run time.
 
-For a TPU's fusions, XLA itself estimates the cycles. The rest is arithmetic: matrix products at the peak rate of the
-device, other instructions at that of its memory, and collectives at that of its links, which carry one at a time.
+Instructions run one after another, and asynchronous collectives overlap with them. On TPUs, XLA estimates the cycles of
+fusions. For all other instructions, the time is computed from peak rates: FLOP/s for matmuls, memory bandwidth for
+other instructions, and link bandwidth for collectives. The links transfer one collective at a time.
 """
 
 import dataclasses
@@ -10,30 +11,42 @@ from collections.abc import Callable
 
 from poly_epo_jax.bench.aot.collectives import Collective, collective_of, ended_by
 from poly_epo_jax.bench.aot.hlo import Instruction, Program, array_bytes, loop_trips, nested
-from poly_epo_jax.bench.aot.products import product_flops
+from poly_epo_jax.bench.aot.products import matmul_flops
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 FREE |= {"optimization-barrier", "copy-start", "copy-done", "iota"}
-"""Instructions that take no time of their own; copies to and from a TPU's own memory run alongside others."""
+"""Instructions without run time. Copies to and from the on-chip memory of a TPU overlap with other instructions."""
 
-NO_ESTIMATE = 2**62  # cycles; XLA writes this or more if it does not know
+NO_ESTIMATE = 2**62  # XLA writes this number of cycles or more if it has no estimate.
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Peak rates of one device. Of its links, only those to another device of the machine count, in one direction."""
+    """Peak rates of one device.
+
+    Attributes:
+      flops_per_second: FLOPs per second of matmuls.
+      bytes_per_second: Memory bandwidth, in bytes per second.
+      link_bytes_per_second: Bandwidth of all links to other devices of the machine in one direction, in bytes per
+        second.
+      cycles_per_second: Clock rate. If None, XLA does not estimate cycles for the device.
+    """
 
     flops_per_second: float
     bytes_per_second: float
     link_bytes_per_second: float
-    cycles_per_second: float | None  # None: XLA estimates no cycles for it
+    cycles_per_second: float | None
 
 
 @dataclasses.dataclass
-class Sent:
-    """A collective of the program: it runs `times` times in all, inside `loops` nested loops.
+class CollectiveUse:
+    """A collective of a program, with its executions.
 
-    `waited_seconds` are what the program waits for it in all.
+    Attributes:
+      collective: The collective.
+      times: Number of executions in one run of the program.
+      loops: Number of nested loops that contain the collective.
+      waited_seconds: Total time in seconds that the program waits for the collective.
     """
 
     collective: Collective
@@ -43,11 +56,16 @@ class Sent:
 
 
 @dataclasses.dataclass
-class Estimate:
-    """Seconds of a program, by what they are spent on, and the FLOPs of its products.
+class ProgramEstimate:
+    """Estimated costs of one run of a program on one device.
 
-    `kernels` is how often each kernel runs. `costs` are the seconds of instructions by the place in the model's code
-    that they come from, without links.
+    Attributes:
+      seconds: Seconds by category: "xla" (estimated by XLA), "arithmetic" (from peak rates), "kernels" and "links".
+      flops: FLOPs of matmuls outside kernels.
+      kernel_flops: FLOPs of kernels.
+      kernels: Number of executions of each kernel.
+      collectives: Collectives of the program.
+      costs: Seconds of instructions by their origin in the model's code, without waiting for links.
     """
 
     seconds: dict[str, float] = dataclasses.field(
@@ -56,69 +74,79 @@ class Estimate:
     flops: int = 0
     kernel_flops: float = 0.0
     kernels: dict[str, int] = dataclasses.field(default_factory=dict)
-    collectives: list[Sent] = dataclasses.field(default_factory=list)
+    collectives: list[CollectiveUse] = dataclasses.field(default_factory=list)
     costs: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def total_seconds(self) -> float:
+        """Estimated run time of the program in seconds."""
         return sum(self.seconds.values())
 
 
-def estimate(program: Program, rates: Rates, kernel_flops: Callable[[str], float], open_trips: int = 1) -> Estimate:
-    """Walks through the program.
+def estimate_cost(
+    program: Program, rates: Rates, kernel_flops: Callable[[str], float], default_trip_count: int = 1
+) -> ProgramEstimate:
+    """Estimates the costs of one run of a program.
 
     Args:
-      kernel_flops: the FLOPs of one run of a kernel, by its name.
-      open_trips: trips assumed for loops whose number of trips depends on the data.
+      program: Program to estimate.
+      rates: Peak rates of one device.
+      kernel_flops: Function that maps the name of a kernel to the FLOPs of one execution.
+      default_trip_count: Number of iterations of loops whose trip count depends on the data.
+
+    Returns:
+      The estimated costs.
     """
-    found = Estimate()
-    _run(_Reader(program, rates, kernel_flops, open_trips, found), program.entry, 1, 0)
+    found = ProgramEstimate()
+    _run(_Reader(program, rates, kernel_flops, default_trip_count, found), program.entry, 1, 0)
     return found
 
 
 @dataclasses.dataclass
 class _Reader:
+    """Arguments of `estimate_cost`, and the costs found so far."""
+
     program: Program
     rates: Rates
     kernel_flops: Callable[[str], float]
-    open_trips: int
-    found: Estimate
+    default_trip_count: int
+    found: ProgramEstimate
 
 
 def _run(reader: _Reader, name: str, times: int, loops: int) -> None:
-    """Adds a computation's instructions. A collective costs time only as far as it is not done when waited for."""
+    """Adds the costs of a computation. A collective only adds the time for which an instruction must wait for it."""
     clock = link = 0.0
-    under_way: dict[str, tuple[float, Sent]] = {}
+    in_flight: dict[str, tuple[float, CollectiveUse]] = {}
     computation = reader.program.computations[name]
     for one in computation:
         if one.opcode == "while":
-            trips = loop_trips(reader.program, one) or reader.open_trips
+            trips = loop_trips(reader.program, one) or reader.default_trip_count
             _run(reader, one.named("body"), times * trips, loops + 1)
         elif one.opcode in ("call", "conditional"):
             for called in one.called():
                 _run(reader, called, times, loops)
         elif collective := collective_of(reader.program, one):
-            sent = Sent(collective, times, loops, 0.0)
-            reader.found.collectives.append(sent)
+            use = CollectiveUse(collective, times, loops, 0.0)
+            reader.found.collectives.append(use)
             link = max(link, clock) + collective.sent_bytes / reader.rates.link_bytes_per_second
-            under_way[one.name] = link, sent
-        begun = {name: sent.collective for name, (_, sent) in under_way.items()}
+            in_flight[one.name] = link, use
+        begun = {name: use.collective for name, (_, use) in in_flight.items()}
         is_synchronous = one.name in begun and not begun[one.name].asynchronous
         done = one.name if is_synchronous else ended_by(reader.program, one, begun)
-        if done in under_way:
-            end, sent = under_way.pop(done)
-            sent.waited_seconds += times * max(0.0, end - clock)
+        if done in in_flight:
+            end, use = in_flight.pop(done)
+            use.waited_seconds += times * max(0.0, end - clock)
             reader.found.seconds["links"] += times * max(0.0, end - clock)
             clock = max(clock, end)
         clock += _compute(reader, one, computation, times)
 
 
 def _compute(reader: _Reader, one: Instruction, computation: list[Instruction], times: int) -> float:
-    """Adds what an instruction computes, without what it sends, and returns the seconds of one run."""
+    """Adds the costs of an instruction without its communication, and returns the seconds of one execution."""
     if one.opcode in FREE or one.opcode in ("while", "call", "conditional") or one.opcode.endswith("-done"):
         return 0.0
     found, rates = reader.found, reader.rates
-    flops = sum(product_flops(inner, shapes(within)) for inner, within in _parts(reader.program, one, computation))
+    flops = sum(matmul_flops(inner, shapes(within)) for inner, within in _parts(reader.program, one, computation))
     found.flops += times * flops
     if kernel := kernel_name(one):
         work = reader.kernel_flops(kernel)
@@ -139,7 +167,7 @@ def _compute(reader: _Reader, one: Instruction, computation: list[Instruction], 
 
 
 def origin_of(instruction: Instruction) -> str:
-    """The end of the path that JAX gives an instruction, without the names of loops and closures."""
+    """Returns the last three parts of the JAX name of an instruction, without the names of loops and closures."""
     found = re.search(r'op_name="([^"]*)"', instruction.attributes)
     path = (
         re.sub(r"\b(while|body|closed_call|checkpoint|jit\(\w+\)|cond)/", "", found[1]) if found else instruction.name
@@ -152,11 +180,12 @@ def _parts(program: Program, one: Instruction, computation: list[Instruction]):
 
 
 def shapes(computation: list[Instruction]) -> dict[str, str]:
+    """Returns the shapes of the instructions of a computation by name."""
     return {one.name: one.shape for one in computation}
 
 
 def kernel_name(instruction: Instruction) -> str:
-    """The name of a kernel that is not XLA's own code: one of Mosaic, Triton or cuDNN. "" for anything else."""
+    """Returns the name of a Mosaic, Triton or cuDNN kernel, or "" for any other instruction."""
     target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
     if (
         instruction.opcode != "custom-call"
@@ -164,18 +193,26 @@ def kernel_name(instruction: Instruction) -> str:
         or not re.search("tpu_custom_call|triton|mosaic|cudnn", target[1])
     ):
         return ""
-    named = re.search(r'name = "(\w+)"', instruction.attributes)  # as Triton's kernels are
+    named = re.search(r'name = "(\w+)"', instruction.attributes)  # Set for Triton kernels.
     return named[1] if named else re.sub(r"(\.\d+|\.clone|\.remat)+$", "", instruction.name)
 
 
 def estimated_cycles(instruction: Instruction) -> int | None:
-    """The cycles that XLA for TPUs expects an instruction to take; None if it does not say."""
+    """Returns the cycles that XLA for TPUs estimates for an instruction, or None if there is no estimate."""
     found = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
     return int(found[1]) if found and int(found[1]) < NO_ESTIMATE else None
 
 
 def moved_bytes(program: Program, one: Instruction, computation: list[Instruction]) -> int:
-    """The bytes that an instruction reads and writes. Of an array that it slices or updates in part, only that part."""
+    """Counts the bytes that an instruction reads and writes.
+
+    Only the accessed part of an array counts if the instruction slices or partially updates it.
+
+    Args:
+      program: Program that contains the instruction.
+      one: Instruction to inspect.
+      computation: Computation that contains the instruction.
+    """
     known = shapes(computation)
     sizes = [array_bytes(known.get(name, "")) for name in one.operands]
     result = array_bytes(one.shape)
@@ -187,10 +224,10 @@ def moved_bytes(program: Program, one: Instruction, computation: list[Instructio
         return sum(sizes) + result
     fused = program.computations[one.called()[0]]
     for parameter in (inner for inner in fused if inner.opcode == "parameter"):
-        place, users = int(parameter.arguments), [user for user in fused if parameter.name in user.operands]
+        index, users = int(parameter.arguments), [user for user in fused if parameter.name in user.operands]
         if users and all(user.opcode in ("dynamic-slice", "gather", "slice") for user in users):
-            sizes[place] = sum(array_bytes(user.shape) for user in users)
+            sizes[index] = sum(array_bytes(user.shape) for user in users)
         elif [user.opcode for user in users] == ["dynamic-update-slice"] and users[0].operands[0] == parameter.name:
             update = array_bytes(shapes(fused)[users[0].operands[1]])
-            sizes[place], result = 0, result - array_bytes(users[0].shape) + 2 * update
+            sizes[index], result = 0, result - array_bytes(users[0].shape) + 2 * update
     return sum(sizes) + result

@@ -1,6 +1,6 @@
-"""Reads the text of an optimised XLA program: its instructions, and how often each runs.
+"""Parses the text of an optimized XLA program: its instructions, and the trip counts of its loops.
 
-XLA's own `cost_analysis` counts the body of a loop only once, and says nothing at all for GPUs.
+XLA's `cost_analysis` is not sufficient: it counts the body of a loop only once, and returns nothing for GPUs.
 """
 
 import math
@@ -13,7 +13,15 @@ ARRAY = re.compile(rf"\b({'|'.join(sorted(BYTES, key=len, reverse=True))})\[([\d
 
 
 class Instruction(NamedTuple):
-    """One instruction: `shape` without layouts, `arguments` in the parentheses and `attributes` after them, as text."""
+    """One instruction of a program. All fields are text.
+
+    Attributes:
+      name: Name of the instruction.
+      shape: Shape of the result, without layouts.
+      opcode: Operation.
+      arguments: Text in parentheses after the operation.
+      attributes: Text after the parentheses.
+    """
 
     name: str
     shape: str
@@ -23,10 +31,11 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
+        """Names of the operands."""
         return re.findall(r"%([\w.\-]+)", self.arguments)
 
     def called(self) -> list[str]:
-        """The computations that run once each time this one runs, except those of loops and reductions."""
+        """Returns the computations that run once per execution of this instruction, except loops and reductions."""
         if self.opcode == "conditional":
             branches = re.findall(
                 r"(?:branch_computations=\{[^}]*|(?:true|false)_computation=%[\w.\-]+)", self.attributes
@@ -38,25 +47,30 @@ class Instruction(NamedTuple):
         return [found[1]] if found else []
 
     def named(self, attribute: str) -> str:
-        """The computation that an attribute such as `body` names; "" without the attribute."""
+        """Returns the computation in an attribute such as `body`, or "" if the attribute is missing."""
         found = re.search(rf"\b{attribute}=%([\w.\-]+)", self.attributes)
         return found[1] if found else ""
 
     def numbers(self, attribute: str) -> list[int]:
-        """The numbers that an attribute such as `lhs_contracting_dims` lists in braces."""
+        """Returns the numbers in an attribute such as `lhs_contracting_dims`, or an empty list if it is missing."""
         found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
         return [int(number) for number in found[1].split(",") if number] if found else []
 
 
 class Program(NamedTuple):
-    """The instructions of every computation, in execution order."""
+    """A compiled program.
+
+    Attributes:
+      computations: Instructions of each computation in execution order, by the name of the computation.
+      entry: Name of the computation that runs first.
+    """
 
     computations: dict[str, list[Instruction]]
     entry: str
 
 
 def parse(text: str) -> Program:
-    """The program of `Compiled.as_text()`."""
+    """Parses the result of `Compiled.as_text()`."""
     computations: dict[str, list[Instruction]] = {}
     entry = current = ""
     for line in text.splitlines():
@@ -86,30 +100,35 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str) -> int:
-    """The place of the parenthesis that closes the first one."""
+    """Returns the index of the parenthesis that closes the first one."""
     depth = 0
-    for place, character in enumerate(text):
+    for index, character in enumerate(text):
         depth += (character == "(") - (character == ")")
         if not depth:
-            return place
+            return index
     return len(text)
 
 
 def dimensions(shape: str) -> list[int]:
-    """The sizes of the first array in a shape."""
+    """Returns the dimensions of the first array in a shape."""
     found = ARRAY.search(shape)
     return [int(size) for size in found[2].split(",") if size] if found else []
 
 
 def array_bytes(shape: str) -> int:
-    """The bytes of all arrays in a shape, which may be a tuple."""
+    """Returns the bytes of all arrays in a shape, which may be a tuple."""
     arrays = ((kind, [int(size) for size in sizes.split(",") if size]) for kind, sizes in ARRAY.findall(shape))
     return sum(BYTES[kind] * math.prod(sizes) for kind, sizes in arrays)
 
 
 def nested(program: Program, instruction: Instruction) -> Iterator[tuple[Instruction, list[Instruction]]]:
-    """All instructions that this one fuses or starts, at any depth, each with its computation; none for a plain one."""
-    if instruction.opcode in ("while", "call", "conditional"):  # these have schedules of their own
+    """Yields all instructions that a fusion or asynchronous start contains, at any depth, with their computations.
+
+    Args:
+      program: Program that contains the instruction.
+      instruction: Instruction to inspect. For other kinds of instructions, nothing is yielded.
+    """
+    if instruction.opcode in ("while", "call", "conditional"):  # Their computations are scheduled separately.
         return
     for name in instruction.called():
         for one in program.computations[name]:
@@ -118,7 +137,16 @@ def nested(program: Program, instruction: Instruction) -> Iterator[tuple[Instruc
 
 
 def loop_trips(program: Program, loop: Instruction) -> int | None:
-    """How often the loop runs: from XLA's own count, or the constant that its counter is compared with; None: open."""
+    """Returns the trip count of a loop.
+
+    Args:
+      program: Program that contains the loop.
+      loop: The `while` instruction.
+
+    Returns:
+      The trip count that XLA determined, or the constant with which the loop counter is compared. None if the trip
+      count depends on the data.
+    """
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if known:
         return int(known[1])

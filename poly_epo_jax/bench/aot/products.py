@@ -1,6 +1,6 @@
-"""The FLOPs of a program's matrix products. A multiply-add counts as two.
+"""Counts the FLOPs of a program's matmuls. A multiply-add counts as two FLOPs.
 
-Programs for TPUs write products as convolutions, and those for GPUs leave some to cuBLAS.
+XLA represents matmuls as convolutions on TPUs, and some matmuls as calls of cuBLAS on GPUs.
 """
 
 import functools
@@ -11,13 +11,17 @@ from collections.abc import Mapping
 from poly_epo_jax.bench.aot.hlo import Instruction, dimensions
 
 
-def product_flops(instruction: Instruction, shapes: Mapping[str, str]) -> int:
-    """The FLOPs of one run of an instruction; 0 if it is not a product.
+def matmul_flops(instruction: Instruction, shapes: Mapping[str, str]) -> int:
+    """Counts the FLOPs of one execution of an instruction.
 
     Args:
-      shapes: those of the instructions in its computation, by name.
+      instruction: Instruction to inspect.
+      shapes: Shapes of the instructions in its computation, by name.
+
+    Returns:
+      The FLOPs, or 0 if the instruction is not a matmul.
     """
-    library = re.search(r'"lhs_contracting_dimensions":\[([\d",]*)\]', instruction.attributes)  # cuBLAS' own call
+    library = re.search(r'"lhs_contracting_dimensions":\[([\d",]*)\]', instruction.attributes)  # Set for cuBLAS calls.
     if instruction.opcode not in ("dot", "convolution") and not library:
         return 0
     left, right = (dimensions(shapes[name]) for name in instruction.operands[:2])
@@ -29,7 +33,7 @@ def product_flops(instruction: Instruction, shapes: Mapping[str, str]) -> int:
 
 
 def _convolution_flops(instruction: Instruction, left: list[int], right: list[int], out: list[int]) -> int:
-    """Each output sums over the input features, and over the places of the window that meet input and not padding."""
+    """Counts the FLOPs of a convolution, without multiplications by padding and by dilation zeros."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     assert labels, instruction
     inputs, kernel, outputs = labels.groups()
@@ -40,7 +44,7 @@ def _convolution_flops(instruction: Instruction, left: list[int], right: list[in
     for axis in range(len(left) - 2):
         label = str(axis)
         settings = {name: values.split("x")[axis] for name, values in window.items()}
-        total *= _meetings(
+        total *= _num_multiplications(
             left[inputs.index(label)],
             right[kernel.index(label)],
             out[outputs.index(label)],
@@ -53,12 +57,14 @@ def _convolution_flops(instruction: Instruction, left: list[int], right: list[in
 
 
 @functools.cache
-def _meetings(size: int, kernel: int, out: int, stride: int, pad: int, dilation: int, kernel_dilation: int) -> int:
-    """Pairs of an output and a place of the window that meet an input element, along one axis."""
-    # Output o and place k read place o * stride + k * kernel_dilation - pad of the input, spread out by `dilation`.
+def _num_multiplications(
+    size: int, kernel: int, out: int, stride: int, pad: int, dilation: int, kernel_dilation: int
+) -> int:
+    """Returns the number of pairs of an output and a window position that read an input element, along one axis."""
+    # Output o and window position k read position o * stride + k * kernel_dilation - pad of the dilated input.
     spread = (size - 1) * dilation + 1
     if dilation == 1:
         firsts = (k * kernel_dilation - pad for k in range(kernel))
         return sum(max(0, min(out, (spread - 1 - at) // stride + 1) - max(0, -(at // stride))) for at in firsts)
-    places = (o * stride + k * kernel_dilation - pad for o in range(out) for k in range(kernel))
-    return sum(0 <= at < spread and at % dilation == 0 for at in places)
+    positions = (o * stride + k * kernel_dilation - pad for o in range(out) for k in range(kernel))
+    return sum(0 <= at < spread and at % dilation == 0 for at in positions)

@@ -1,4 +1,4 @@
-"""The figures of compiled programs as tables."""
+"""Prints the estimated costs of compiled programs as tables."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,30 +8,35 @@ from rich.table import Table
 
 from poly_epo_jax.bench.console import console_table
 
-SMALL_BYTES = 10**7  # collectives that send fewer bytes are not shown
+SMALL_BYTES = 10**7  # Collectives that send fewer bytes are omitted from the table.
 
 
-def show(found: Mapping[str, Any], console: Console) -> None:
-    """Prints the findings of `command.compile_for`."""
+def show_programs(found: Mapping[str, Any], console: Console) -> None:
+    """Prints the results of `command.compile_for`.
+
+    Args:
+      found: Results of `compile_for`.
+      console: Console to which the tables are printed.
+    """
     mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
     console.print(
         f"{found['machine']}, mesh {mesh}; {found['model']}, {found['num_layers']} layers, remat={found['remat']}, "
-        f"{found['rows_per_device']} rows of {found['row_tokens']:,} tokens on each device. Nothing was run.",
+        f"{found['rows_per_device']} rows of {found['row_tokens']:,} tokens on each device. Compiled, but not run.",
         soft_wrap=True,
     )
     console.print(_programs(found["programs"]))
-    for sentence in _named(found["programs"]):
+    for sentence in _kernel_sentences(found["programs"]):
         console.print(sentence, soft_wrap=True)
     console.print(_collectives(found["programs"]))
     console.print(_costs(found["programs"]["gradient"]))
     step = found["step"]
     ratio = step["attention_work_ratio"]
     console.print(
-        f"A step's update: {step['update_seconds']:.1f} s at least, an MFU of {step['update_mfu']:.0%} (gradient: "
-        f"{step['gradient_mfu']:.0%}), for sequences of {step['tokens_per_sequence']:,.0f} tokens on average. What "
-        "fusions take on TPUs is XLA's own estimate. All else is arithmetic, with the rates that makers state: matrix "
-        "products, memory, kernels, and the links that are waited for."
-        + (f" Attention visits {ratio:.2f} times the pairs of tokens that the sequences have." if ratio else ""),
+        f"Update of one step: at least {step['update_seconds']:.1f} s, MFU {step['update_mfu']:.0%} (gradient: "
+        f"{step['gradient_mfu']:.0%}), for sequences of {step['tokens_per_sequence']:,.0f} tokens on average. On TPUs, "
+        "XLA estimates the time of fusions. All other times are computed from vendor specifications for matmuls, "
+        "memory, kernels, and links that are waited for."
+        + (f" Attention kernels compute {ratio:.2f} times the visible pairs of tokens." if ratio else ""),
         soft_wrap=True,
     )
 
@@ -53,18 +58,18 @@ def _programs(programs: Mapping[str, Mapping[str, Any]]) -> Table:
     return table
 
 
-def _named(programs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _kernel_sentences(programs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for name, program in programs.items():
         kernels = ", ".join(f"{count} {kernel}" for kernel, count in program["kernels"].items())
         logits = ", ".join(program["vocabulary_arrays"])
         if kernels:
             yield f"{name} runs the kernels {kernels}."
         if logits:
-            yield f"{name} holds arrays of its tokens by the vocabulary: {logits}."
+            yield f"{name} has arrays with the logits of all its tokens: {logits}."
 
 
 def _costs(program: Mapping[str, Any]) -> Table:
-    table = console_table(("largest costs of the gradient, by where they come from",), ("s", "share"))
+    table = console_table(("largest costs of the gradient, by origin",), ("s", "fraction"))
     table.columns[0].no_wrap = False
     for origin, seconds in program["largest_costs"].items():
         table.add_row(origin, f"{seconds:.3f}", f"{seconds / program['total_seconds']:.0%}")
@@ -72,7 +77,9 @@ def _costs(program: Mapping[str, Any]) -> Table:
 
 
 def _collectives(programs: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = console_table(("program", "collective", "of", "where", "how"), ("runs", "GB sent", "s waited for"))
+    table = console_table(
+        ("program", "collective", "dtype", "location", "mode"), ("executions", "GB sent", "exposed seconds")
+    )
     for name, program in programs.items():
         for one in program["collectives"]:
             if one["sent_bytes"] >= SMALL_BYTES:
@@ -80,7 +87,7 @@ def _collectives(programs: Mapping[str, Mapping[str, Any]]) -> Table:
                     name,
                     one["kind"],
                     one["type"],
-                    "in a loop" if one["in_loop"] else "once",
+                    "in a loop" if one["in_loop"] else "outside loops",
                     "asynchronous" if one["asynchronous"] else "synchronous",
                     f"{one['runs']:,}",
                     f"{one['sent_bytes'] / 1e9:.2f}",

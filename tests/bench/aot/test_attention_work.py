@@ -1,4 +1,4 @@
-"""Which pairs of tokens attention kernels visit, against masks that are written out."""
+"""Tests of the pairs of tokens that attention kernels compute, against explicit masks."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ def random_rows(rng, rows=3, length=96):
     ids = np.zeros((rows, length), np.int32)
     for row in ids:
         start, segment = 0, 1
-        while start < length - 10:  # the end is padding
+        while start < length - 10:  # The last 10 tokens are padding.
             size = int(rng.integers(1, 40))
             row[start : min(start + size, length - 10)] = segment
             start, segment = start + size, segment + 1
@@ -23,7 +23,7 @@ def visible(row):
     return (same & (place[None] <= place[:, None])) | np.eye(len(row), dtype=bool)
 
 
-def test_pairs_are_those_of_the_mask_and_of_its_blocks():
+def test_pair_counts_equal_masks_and_their_blocks():
     rng = np.random.default_rng(0)
     for _ in range(20):
         ids = random_rows(rng)
@@ -34,7 +34,7 @@ def test_pairs_are_those_of_the_mask_and_of_its_blocks():
             assert visited_pairs(ids, q, k) == q * k * sum(block.sum() for block in blocks)
 
 
-def test_one_sequence_is_a_triangle_of_blocks():
+def test_flops_of_one_sequence():
     config, ids = preset_config("Qwen3-4B"), np.ones((1, 4096), np.int32)
     pairs = 512 * 512 * 8 * 9 / 2
     assert kernel_flops(config, ids, 32, "splash_mha_fwd_segmented") == 2 * 2 * 128 * 32 * pairs

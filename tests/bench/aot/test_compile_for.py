@@ -1,6 +1,6 @@
-"""A run's programs compiled for TPUs, two layers deep but as wide as Qwen3-4B: what they hold, send and compute.
+"""Tests of a run's programs compiled for TPUs, with two layers of the width of Qwen3-4B.
 
-Nothing is run. Needs the environment of launch/compiler_env.sh, which launch/test.sh makes.
+The programs are not run. The tests require the environment of launch/compiler_env.sh, which launch/test.sh creates.
 """
 
 import json
@@ -21,13 +21,13 @@ from poly_epo_jax.startup.read_config import read_config
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-tpu" / "bin" / "python"
 
-LAYER = 101e6  # weights
+LAYER = 101e6  # Number of weights of one layer.
 
 
 def compiled(machine: str, output: Path) -> dict:
     command = [PYTHON, "-m", "poly_epo_jax.bench", f"--config=configs/polaris.py:{machine}"]
     command += [f"--compile-for={machine}", "--layers=2", f"--output={output}"]
-    command += ["--config.mesh.fsdp=2", "--config.mesh.tensor=2"]  # both ways of splitting a layer
+    command += ["--config.mesh.fsdp=2", "--config.mesh.tensor=2"]  # Shards layers over both axes.
     without_ours = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_"))}
     outcome = subprocess.run(command, cwd=ROOT, env=without_ours, capture_output=True, text=True, timeout=1200)
     assert outcome.returncode == 0, outcome.stderr
@@ -43,14 +43,15 @@ def test_programs_for_tpus(tmp_path: Path):
         assert program["vocabulary_arrays"] == [], name
         gathers = [one for one in program["collectives"] if one["in_loop"] and one["kind"] == "all-gather"]
         sent = sum(one["sent_bytes"] for one in gathers)
-        # Weights are gathered in the compute type, and activations, where tensor splits a layer.
+        # Weights, and activations of layers that are sharded over tensor, are gathered in the compute dtype.
         assert sum(one["sent_bytes"] for one in gathers if one["type"] == "f32") <= 0.02 * sent, name
-    # Each weight's gradient is scattered once, in float32. What is scattered besides are activations, over tensor.
+    # The gradient of each weight is scattered once, in float32. The other scattered arrays are activations, over
+    # tensor.
     scattered = [one for one in gradient["collectives"] if one["kind"] == "reduce-scatter" and one["in_loop"]]
     of_weights = sum(one["sent_bytes"] for one in scattered if one["type"] == "f32")
     assert of_weights == pytest.approx(2 * LAYER * 4 / tensor * (1 - 1 / found["mesh"]["fsdp"]), rel=0.01)
     assert any("splash" in kernel for kernel in gradient["kernels"])
-    # Two layers: forwards, once more, and backwards at twice the work.
+    # Two layers: forward pass, recomputation, and backward pass with twice the FLOPs.
     layers = 2 * 2 * LAYER * found["row_tokens"] / 1e12 / tensor
     assert gradient["product_tflop"] > 3.5 * layers
     assert 0 < gradient["useful_share"] < 1 and 0 < found["step"]["gradient_mfu"] < 1
@@ -58,7 +59,7 @@ def test_programs_for_tpus(tmp_path: Path):
     assert memory["total"] == sum(memory[key] for key in ("arguments", "results", "temporaries", "beside"))
 
 
-def test_every_tpu_of_the_presets_has_a_shape():
+def test_every_preset_tpu_has_a_shape():
     others = ("cpu", "rtx4090", "h100", "h200")
     tpus = [preset for preset in MESHES.values() if preset["device"] not in others]
     assert {(preset["device"], preset["devices"]) for preset in tpus} == set(TPU_SHAPES)
@@ -69,16 +70,16 @@ def test_every_tpu_of_the_presets_has_a_shape():
 
 
 @pytest.mark.parametrize(
-    "name, says", [("v5p-8", "launch/compiler_env.sh tpu"), ("h200x4", "launch/compiler_env.sh gpu")]
+    "name, message", [("v5p-8", "launch/compiler_env.sh tpu"), ("h200x4", "launch/compiler_env.sh gpu")]
 )
-def test_without_a_compiler_the_sentence_names_the_script(name: str, says: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_compiler_raises_an_error_with_the_script(name: str, message: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         preset_devices(MESHES[name])
 
 
-def test_unknown_machines_are_refused(tmp_path: Path):
+def test_unsupported_machines_are_rejected(tmp_path: Path):
     config = read_config(polaris.get_config())
-    for name, says in (("v7x-8", "choose one of laptop"), ("laptop", "choose an H200's or a TPU's")):
-        with pytest.raises(ConfigError, match=says):
+    for name, message in (("v7x-8", "choose one of laptop"), ("laptop", "does not support cpu")):
+        with pytest.raises(ConfigError, match=message):
             compile_for(config, name, 2, tmp_path / "out.json", Console())

@@ -1,4 +1,4 @@
-"""Collectives and seconds read off programs: what XLA compiles for CPUs, and schedules as GPUs and TPUs have them."""
+"""Tests of estimated collectives and times, for programs compiled for CPUs and excerpts of GPU and TPU programs."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from poly_epo_jax.bench.aot.estimate import Rates, estimate, kernel_name
+from poly_epo_jax.bench.aot.estimate import Rates, estimate_cost, kernel_name
 from poly_epo_jax.bench.aot.hlo import Instruction, parse
 from poly_epo_jax.parallel.sharding import make_mesh
 
@@ -15,14 +15,14 @@ RATES = Rates(flops_per_second=1e9, bytes_per_second=1e6, link_bytes_per_second=
 
 
 def read(text, rates=RATES, kernel_flops=lambda name: 0.0):
-    return estimate(parse(text), rates, kernel_flops)
+    return estimate_cost(parse(text), rates, kernel_flops)
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 def test_the_collectives_of_a_compiled_loop():
-    """Seven layers, each of which gathers its weight over four devices; then a sum over all."""
+    """Seven layers gather their weights over four devices, followed by a sum over all devices."""
     mesh = make_mesh(1, 4, 1)
-    gathered, split = NamedSharding(mesh, PartitionSpec()), PartitionSpec(None, "fsdp", None)
+    gathered, sharded = NamedSharding(mesh, PartitionSpec()), PartitionSpec(None, "fsdp", None)
 
     def layers(x, stack):
         def layer(x, w):
@@ -31,10 +31,10 @@ def test_the_collectives_of_a_compiled_loop():
         return jax.lax.scan(layer, x, stack)[0].sum()
 
     x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
-    stack = jax.ShapeDtypeStruct((7, 128, 128), jnp.float32, sharding=NamedSharding(mesh, split))
+    stack = jax.ShapeDtypeStruct((7, 128, 128), jnp.float32, sharding=NamedSharding(mesh, sharded))
     found = read(jax.jit(layers).lower(x, stack).compile().as_text())
     assert found.flops == 7 * 2 * 16 * 128 * 128
-    by_kind = {sent.collective.kind: sent for sent in found.collectives}
+    by_kind = {use.collective.kind: use for use in found.collectives}
     gather = by_kind["all-gather"]
     assert (gather.times, gather.loops, gather.collective.asynchronous) == (7, 1, False)
     assert gather.collective.sent_bytes == 128 * 128 * 4 * 3 // 4
@@ -61,25 +61,25 @@ ENTRY %main (x: f32[100,100], w: f32[5]) -> f32[100,100] {
 """
 
 
-def test_what_runs_beside_a_collective_is_not_waited_for():
-    """60 bytes take 0.06 s of the link; the fusion moves 120 kB in 0.12 s meanwhile, or 0.012 s with faster memory."""
-    (sent,) = read(OVERLAPPED).collectives
-    assert sent.collective.asynchronous and sent.collective.sent_bytes == 60 and sent.waited_seconds == 0
-    (sent,) = read(OVERLAPPED, dataclasses.replace(RATES, bytes_per_second=1e7)).collectives
-    assert sent.waited_seconds == pytest.approx(0.06 - 0.012)
+def test_overlapped_collectives_add_only_exposed_time():
+    """The link needs 0.06 s for 60 bytes. The fusion moves 120 kB in 0.12 s, or in 0.012 s with faster memory."""
+    (use,) = read(OVERLAPPED).collectives
+    assert use.collective.asynchronous and use.collective.sent_bytes == 60 and use.waited_seconds == 0
+    (use,) = read(OVERLAPPED, dataclasses.replace(RATES, bytes_per_second=1e7)).collectives
+    assert use.waited_seconds == pytest.approx(0.06 - 0.012)
     synchronous = OVERLAPPED.replace("dimensions={0}", 'dimensions={0}, backend_config={"is_sync":true}', 1)
-    (sent,) = read(synchronous).collectives
-    assert not sent.collective.asynchronous and sent.waited_seconds == pytest.approx(0.06)
+    (use,) = read(synchronous).collectives
+    assert not use.collective.asynchronous and use.waited_seconds == pytest.approx(0.06)
 
 
-def test_seconds_are_xlas_where_it_says_them_and_arithmetic_elsewhere():
+def test_times_come_from_xla_estimates_or_from_peak_rates():
     found = read(OVERLAPPED)
     assert found.flops == 2 * 100**3
     assert found.seconds == {"xla": 0, "arithmetic": pytest.approx(0.12 + 0.08), "kernels": 0, "links": 0}
-    told = OVERLAPPED.replace("calls=%fused", 'calls=%fused, backend_config={"estimated_cycles":"300"}')
-    found = read(told, Rates(1e9, 1e6, 1e3, cycles_per_second=1e4))
+    estimated = OVERLAPPED.replace("calls=%fused", 'calls=%fused, backend_config={"estimated_cycles":"300"}')
+    found = read(estimated, Rates(1e9, 1e6, 1e3, cycles_per_second=1e4))
     assert found.seconds["xla"] == pytest.approx(0.03)
-    assert found.seconds["arithmetic"] == pytest.approx(0.08)  # the copy
+    assert found.seconds["arithmetic"] == pytest.approx(0.08)  # This is the time of the copy.
     assert found.seconds["links"] == pytest.approx(0.06 - 0.03)
 
 
@@ -103,7 +103,7 @@ ENTRY %main (stack: f32[36,1000], i: s32[], sum: f32[36,1000]) -> f32[36,1000] {
 """
 
 
-def test_of_a_stack_only_the_layer_that_is_read_or_written_counts():
+def test_only_the_accessed_layer_of_a_stack_counts():
     assert read(SLICED).seconds["arithmetic"] == pytest.approx((4000 + 4 + 2 * 4000) / 1e6)
 
 
@@ -126,15 +126,15 @@ ENTRY %main (g: bf16[40,8]) -> bf16[10,8] {
 """
 
 
-def test_scatters_and_kernels_as_tpus_write_them():
+def test_reduce_scatters_and_kernels_of_tpus():
     found = read(SCATTERED, kernel_flops=lambda name: {"kernel": 5e8}[name])
-    (sent,) = found.collectives
-    assert (sent.collective.kind, sent.collective.dtype) == ("reduce-scatter", "bf16")
-    assert sent.collective.sent_bytes == 40 * 8 * 2 * 3 // 4
+    (use,) = found.collectives
+    assert (use.collective.kind, use.collective.dtype) == ("reduce-scatter", "bf16")
+    assert use.collective.sent_bytes == 40 * 8 * 2 * 3 // 4
     assert found.kernels == {"kernel": 2} and found.seconds["kernels"] == pytest.approx(1.0)
 
 
-def test_a_triton_kernel_has_the_name_that_it_was_given():
+def test_names_of_triton_kernels():
     text = (
         'custom_call_target="__gpu$xla.gpu.triton", backend_config={grid_x = 8, name = "packed_attention_key_kernel"}'
     )
