@@ -27,7 +27,6 @@ MOST_KILLS = 4
 class Soak:
     def __init__(self, random: random.Random, folder: Path):
         self.random, self.folder, self.server = random, folder, ForkServer()
-        self.numbers = itertools.count()
 
     def config(self, workdir: Path) -> list[str]:
         caches = {"base.cache_dir": self.folder / "base", "compilation_cache": self.folder / "compiled"}
@@ -100,7 +99,8 @@ def _attack(soak: Soak) -> Iterator[Outcome]:
         arguments, expected, files = commands[turn]
         if turn not in seconds:
             for _ in range(2):  # the second reuses what the first has compiled
-                seconds[turn] = soak.whole(turn, arguments(expected if turn not in seconds else _other(soak)))
+                first = turn not in seconds
+                seconds[turn] = soak.whole(turn, arguments(expected if first else soak.folder / f"second-{turn}"))
         with tempfile.TemporaryDirectory(dir=soak.folder) as scratch:
             out = Path(scratch) / "out"
             yield from soak.killed(turn, arguments(out), seconds[turn], Path(scratch) / "log")
@@ -110,10 +110,6 @@ def _attack(soak: Soak) -> Iterator[Outcome]:
 def _exported(module: str, code: int, said: str) -> bool:
     """Whether it is an export that was killed once it was written; it is there, and is compared as such."""
     return module == EXPORT and code == 2 and "exists already" in said
-
-
-def _other(soak: Soak) -> Path:
-    return soak.folder / f"other-{next(soak.numbers)}"
 
 
 def _send(pid: int, number: signal.Signals) -> bool:

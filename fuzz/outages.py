@@ -98,8 +98,8 @@ class Training:
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
         self.folder, self._log = folder, folder.with_suffix(".log")
-        self._command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/polynomial.py"]
-        self._command += as_flags(settings | {"workdir": folder})
+        flags = as_flags(settings | {"workdir": folder})
+        self._command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/polynomial.py", *flags]
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, **changes: Any) -> subprocess.Popen[bytes]:
@@ -146,10 +146,13 @@ def attack(random: random.Random, folder: Path) -> Iterator[Outcome]:
         logs = [folder / f"server-{i}.log" for i in range(2)]
         servers = stack.enter_context(running([SGLangServer(model, log, *FLAGS) for log in logs]))
 
-        settings = SETTINGS | {"base.cache_dir": folder / "base", "compilation_cache": folder / "compiled"}
-        settings |= {"rollouts.urls": ",".join(server.url for server in servers)}
-        settings |= {"rollouts.weights_dir": folder / "weights"}
-        settings |= {"judge.url": f"http://127.0.0.1:{judge.server_address[1]}"}
+        settings = SETTINGS | {
+            "base.cache_dir": folder / "base",
+            "compilation_cache": folder / "compiled",
+            "rollouts.urls": ",".join(server.url for server in servers),
+            "rollouts.weights_dir": folder / "weights",
+            "judge.url": f"http://127.0.0.1:{judge.server_address[1]}",
+        }
         training = Training(folder / "run", settings)
         stack.callback(training.close)
         training.start()

@@ -50,8 +50,13 @@ NONSENSE = [
     [[]],
     (1, "2"),
     {},
+    {"x": {1: 2}},
+    {1, 2},
+    object(),
+    "inf",
+    "1e400",
+    *NUMBERS,
 ]
-NONSENSE += [{"x": {1: 2}}, {1, 2}, object(), "inf", "1e400", *NUMBERS]
 TEXTS = [
     "",
     " ",
@@ -65,8 +70,6 @@ TEXTS = [
     "(",
     "(" * 400,
     "a{9999999999}",
-]
-TEXTS += [
     "http://",
     "http://a:0",
     "http://a:99999",
@@ -126,7 +129,6 @@ CORNERS: dict[str, list[Any]] = {
     "algo.advantages": ["marginal_set", "grpo", "grpo_div"],
     "algo.objective": ["polychromic", "pass_at_n", "mean_reward"],
     "algo.loss": ["ppo_clip", "cispo", "policy_gradient"],
-    "algo.old_logprobs": ["trainer", "sampler"],
     "algo.clip_low": [0.0, 1.0],
     "algo.clip_high": [0.0, 1000.0],
     "algo.importance_cap": [0.001, 1e6],
@@ -288,10 +290,23 @@ def _watched(function: Callable[[], Any], seconds: int) -> tuple[str, str]:
 def _whole_run(random: random.Random, folder: Path) -> Outcome:
     corners = {key: random.choice(values) for key, values in CORNERS.items() if random.random() < 0.4}
     run = folder / f"run{random.randrange(10**9)}"
-    tiny = {"workdir": str(run), "compilation_cache": str(folder / "compiled"), "base.cache_dir": str(folder / "base")}
-    tiny |= {"train.num_steps": 2, "base.clean_steps": 2, "base.noisy_steps": 1, "base.batch_size": 4, "mesh.fsdp": 1}
-    tiny |= {"train.prompts_per_batch": 4, "train.prompts_per_minibatch": 2, "train.rows_per_device": 4}
-    tiny |= {"base.hidden_size": 16, "base.mlp_size": 24, "base.head_dim": 8, "eval.num_generations": 2}
+    tiny = {
+        "workdir": str(run),
+        "compilation_cache": str(folder / "compiled"),
+        "mesh.fsdp": 1,
+        "base.cache_dir": str(folder / "base"),
+        "base.clean_steps": 2,
+        "base.noisy_steps": 1,
+        "base.batch_size": 4,
+        "base.hidden_size": 16,
+        "base.mlp_size": 24,
+        "base.head_dim": 8,
+        "train.num_steps": 2,
+        "train.prompts_per_batch": 4,
+        "train.prompts_per_minibatch": 2,
+        "train.rows_per_device": 4,
+        "eval.num_generations": 2,
+    }
     fault, _ = _watched(lambda: main.run(_read(tiny | corners)), 300)
     return Outcome("a whole run", not fault, f"{corners}: {fault}")
 
