@@ -58,7 +58,7 @@ class ModelCheckout(Checkout):
             (self.path / tool).symlink_to(str(shutil.which(tool)))
         self.works()
         (packages,) = (folder / ".venv" / "lib").glob("python*/site-packages")
-        (packages / "next_door.pth").write_text("\n".join(site.getsitepackages()))
+        (packages / "environment.pth").write_text("\n".join(site.getsitepackages()))
 
     def run(self, does: str, *arguments: str) -> tuple[int, str, str]:
         variables = {"PATH": str(self.path), "UV_PIP": does, "HOME": str(self.folder)}
