@@ -15,7 +15,7 @@ processes() { # NAME...: prints the ids of their processes (-p covers processes 
   [ -z "$ids" ] || ps -o stat=,pid= -p "${ids:1}" -s "${ids:1}" | awk '$1 !~ /^Z/ { print $2 }'
 }
 
-stop() { # SECONDS NAME...: sends SIGTERM, and SIGKILL after the timeout; signals are ignored from here on
+stop() { # SECONDS NAME...: sends SIGTERM, and SIGKILL after the timeout; signals are ignored afterwards
   set +e
   trap '' INT TERM HUP
   local seconds=$1 left running name i
