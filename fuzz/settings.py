@@ -160,6 +160,7 @@ CORNERS: dict[str, list[Any]] = {
     "base.noisy_steps": [0, 1],
     "base.skew": [0.0, 100.0],
 }
+"""Values of keys for complete runs, most of them at the limits of what a tiny run allows."""
 
 
 class Hang(BaseException):
