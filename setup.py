@@ -1,8 +1,8 @@
-"""pip install -e '.[test]' for development; '.[gpu]' or '.[tpu]' for accelerators.
+"""Package metadata. Install with `pip install -e '.[test]'` for development, or '.[gpu]' or '.[tpu]' for accelerators.
 
-The bounds are what the tests have passed with: below, `bash launch/lock.sh lowest`; above, the next release that may
-break its users. launch/lock.txt names one exact version of each, for every Python and every extra together; add
-`-c launch/lock.txt` to get these.
+Lower bounds are the oldest versions that pass the tests (`bash launch/lock.sh lowest` lists them). Upper bounds exclude
+the next release that may contain breaking changes. launch/lock.txt contains one exact version of each package for all
+Python versions and extras. Add `-c launch/lock.txt` to install these versions.
 """
 
 from setuptools import find_packages, setup
@@ -23,9 +23,9 @@ setup(
         "grain>=0.2.18,<0.3",
         "httpx>=0.28,<1",
         "huggingface_hub>=1.0,<3",
-        "jax>=0.10.2,<0.13",  # 0.10.2 is the last for Python 3.11
+        "jax>=0.10.2,<0.13",  # 0.10.2 is the last version for Python 3.11
         "jaxtyping>=0.3,<0.4",
-        "jinja2>=3.1,<4",  # transformers requires it only for chat templates
+        "jinja2>=3.1,<4",  # an optional dependency of transformers, for chat templates
         "math-verify[antlr4_13_2]>=0.9,<0.10",
         "matplotlib>=3.9,<4",
         "ml-collections>=1.1,<2",
@@ -42,8 +42,8 @@ setup(
         "transformers>=5.0,<6",
     ],
     extras_require={
-        # Without torch, the reference of tests/model/test_transformers.py: PyPI's brings 5 GB of CUDA, so
-        # launch/test.sh installs one for CPUs. networkx is what it imports besides.
+        # torch, the reference of tests/model/test_transformers.py, is not listed, because the build on PyPI installs
+        # 5 GB of CUDA libraries. launch/test.sh installs the CPU build without dependencies. It imports networkx.
         "test": [
             "beartype>=0.22,<0.24",
             "networkx>=3.4,<4",
@@ -54,11 +54,11 @@ setup(
             "ruff>=0.14,<1",
             "setuptools>=77",
         ],
-        # Without torch, which only rollouts.weight_sync=tensor needs: its exact pins of CUDA's libraries would hold
-        # those of JAX back, and on Python 3.11 it brings a second CUDA.
+        # torch, which only rollouts.weight_sync=tensor requires, is not listed because its exact pins of CUDA libraries
+        # would restrict those of JAX, and on Python 3.11 it would install a second version of CUDA.
         "gpu": ["jax[cuda13]"],
         "tpu": ["jax[tpu]"],
-        # What google-jetstream imports; third_party/jetstream/setup.sh installs it beside, without its dependencies.
+        # Imports of google-jetstream, which third_party/jetstream/setup.sh installs without its dependencies.
         "jetstream": ["grpcio>=1.70,<2", "prometheus-client<1", "protobuf>=5,<8", "shortuuid>=1,<2", "tiktoken<1"],
         "wandb": ["wandb<1"],
     },

@@ -1,9 +1,9 @@
-"""Attacks the package a given number of times, and reports what held: the figures of docs/reliability.md.
+"""Runs a fault-injection test and reports the number of passed and failed attempts, as listed in docs/reliability.md.
 
     python fuzz settings --attempts 5000 [--seed 1] [--output settings.json]
 
-An attack is a module of this folder with `attack(random, folder)`, which yields an Outcome for each attempt, as long as
-it is asked for more. The command exits with 1 if anything failed, and prints each failure in full.
+A test is a module of this folder with a generator `attack(random, folder)`, which yields an Outcome for each attempt
+without end. The command prints each failure in full, and exits with code 1 if an attempt failed.
 """
 
 import argparse
@@ -25,16 +25,19 @@ NAMES = sorted({path.stem for path in HERE.glob("*.py")} - {"__main__", "outcome
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python fuzz", description="Attacks the package; see docs/reliability.md.")
-    parser.add_argument("name", choices=NAMES)
-    parser.add_argument("--attempts", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="the summary as JSON")
+    """Runs the command and returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python fuzz", description="Runs a fault-injection test; see docs/reliability.md."
+    )
+    parser.add_argument("name", choices=NAMES, help="name of the test")
+    parser.add_argument("--attempts", type=int, default=20, help="number of attempts (default: 20)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument("--output", type=Path, help="JSON file for the summary")
     arguments = parser.parse_args()
     sys.path[:0] = [
         str(HERE.parent),
         str(HERE.parent / "tests" / "support"),
-    ]  # this tree's package, and the modules that its tests share
+    ]  # the package of this repository, and the support modules of its tests
     attack = importlib.import_module(arguments.name).attack
 
     tried, held, failures = Counter[str](), Counter[str](), []

@@ -1,4 +1,8 @@
-"""Answers for the grader: golds rewritten to mean the same or something else, and input to hang, crash or fool it."""
+"""Tests the grader with rewritten reference answers, and with answers designed to hang, crash or deceive it.
+
+A rewriting either preserves the meaning of the reference answer, and must be accepted, or changes it, and must be
+rejected.
+"""
 
 import json
 import os
@@ -17,11 +21,11 @@ from poly_epo_jax.tasks.verifier import Outcome as Graded
 from poly_epo_jax.tasks.verifier import Verifier
 
 CPU_SECONDS = 2.0
-DATA_SETS = ("math500", "deepscaler_40k", "hmmt_feb_2025")
+DATASETS = ("math500", "deepscaler_40k", "hmmt_feb_2025")
 
 
 def attack(rng: random.Random, folder: Path) -> Iterator[Outcome]:
-    """Rewritten answers and hostile ones take turns."""
+    """Alternates between 20 rewritten answers and one hostile answer."""
     verifier = Verifier(2, CPU_SECONDS)
     with ThreadPoolExecutor(2) as executor:
         try:
@@ -35,20 +39,21 @@ def attack(rng: random.Random, folder: Path) -> Iterator[Outcome]:
 
 
 def rewritten_answers(verifier: Verifier, rng: random.Random) -> Iterator[Outcome]:
+    """Checks that rewritings with the same meaning are accepted, and rewritings with another meaning rejected."""
     golds = corpus()
     while True:
         gold = rng.choice(golds)
-        tries = [(kind, True, *pair) for kind, *pair in pairs([gold], SAME, rng)]
-        tries += [(kind, False, *pair) for kind, *pair in pairs([gold], OTHER, rng)]
-        for kind, right, gold, answer in rng.sample(tries, min(5, len(tries))):
+        attempts = [(kind, True, *pair) for kind, *pair in pairs([gold], SAME, rng)]
+        attempts += [(kind, False, *pair) for kind, *pair in pairs([gold], OTHER, rng)]
+        for kind, is_correct, gold, answer in rng.sample(attempts, min(5, len(attempts))):
             graded = grade(verifier, gold, rf"\boxed{{{answer}}}")
-            held = (graded is Graded.RIGHT) is right
-            group = "means the same" if right else "means something else"
+            held = (graded is Graded.RIGHT) is is_correct
+            group = "same meaning" if is_correct else "different meaning"
             yield Outcome(group, held, f"{kind}: gold {gold!r}, answer {answer!r}: {graded}")
 
 
 def hostile_answers(verifier: Verifier, rng: random.Random) -> Iterator[Outcome]:
-    """Each ends in time, is not right, and leaves a grader that still knows what 5 is."""
+    """Checks that each hostile answer is rejected within the time limit, and that the grader works afterwards."""
     named = rng.sample(sorted(HOSTILE.items()), len(HOSTILE))
     for name, answer in named:
         yield hostile(verifier, "hostile", name, answer)
@@ -57,6 +62,14 @@ def hostile_answers(verifier: Verifier, rng: random.Random) -> Iterator[Outcome]
 
 
 def hostile(verifier: Verifier, kind: str, name: str, answer: str) -> Outcome:
+    """Grades a hostile answer, and then a correct answer.
+
+    Args:
+      verifier: The grader.
+      kind: "hostile" for an answer from the list, "soup" for a random string.
+      name: Name of the answer in the outcome.
+      answer: The hostile answer.
+    """
     gold = "5" if kind == "hostile" else "12345678987"
     start = time.monotonic()
     try:
@@ -70,15 +83,16 @@ def hostile(verifier: Verifier, kind: str, name: str, answer: str) -> Outcome:
 
 
 def grade(verifier: Verifier, gold: str, response: str) -> Graded:
+    """Grades a response as `tasks/math.py` does."""
     answer = last_boxed(response)
     return Graded.WRONG if answer is None else verifier.compare(mend(gold), mend(answer))
 
 
 def corpus() -> list[str]:
-    """The plain golds of data sets, if POLY_EPO_SHARED names a folder of them."""
+    """Returns reference answers: GOLDS, and the plain answers of the datasets if POLY_EPO_SHARED is set."""
     shared = os.environ.get("POLY_EPO_SHARED")
     if not shared:
         return list(GOLDS)
-    files = [Path(shared, "data", "math", f"{name}.jsonl") for name in DATA_SETS]
+    files = [Path(shared, "data", "math", f"{name}.jsonl") for name in DATASETS]
     rows = [json.loads(line) for file in files if file.exists() for line in file.open()]
     return [*GOLDS, *sorted({gold for gold in (str(row["answer"]) for row in rows) if is_plain(gold)})]

@@ -1,6 +1,7 @@
-"""Damages checkpoints, base policies and model folders: they then load exactly as saved, or are refused.
+"""Tests that corrupted checkpoints, base policies and model folders are detected.
 
-If the newest checkpoint is damaged, the run falls back to the one before. A damaged base policy is fitted anew.
+Corrupted data must either load exactly as it was saved, or be rejected. If the newest checkpoint is corrupted, the
+previous checkpoint must be restored. A corrupted base policy must be trained again.
 """
 
 import contextlib
@@ -35,28 +36,36 @@ STEPS = (5, 10)
 
 
 def attack(random: random.Random, folder: Path) -> Iterator[Outcome]:
+    """Corrupts one file per attempt. Half of the attempts are checkpoints, the others models and base policies."""
     attacks = (_checkpoints(random, folder), _model_folders(random, folder), _base_policies(random, folder))
     for one in itertools.cycle((attacks[0], attacks[0], attacks[1], attacks[2])):
         yield next(one)
 
 
 def damage(random: random.Random, file: Path, kind: str) -> None:
+    """Corrupts a file.
+
+    Args:
+      random: Selects the position and extent of the corruption.
+      file: The file to corrupt.
+      kind: One of DAMAGES.
+    """
     content = bytearray(file.read_bytes())
-    place = random.randrange(max(1, len(content)))
+    position = random.randrange(max(1, len(content)))
     if kind == "flip" and content:
-        content[place] ^= 1 << random.randrange(8)
+        content[position] ^= 1 << random.randrange(8)
     elif kind == "zeros":
-        length = min(len(content) - place, random.randint(1, 512))
-        content[place : place + length] = bytes(length)
+        length = min(len(content) - position, random.randint(1, 512))
+        content[position : position + length] = bytes(length)
     elif kind == "truncate":
-        del content[place:]
+        del content[position:]
     file.unlink()
     if kind != "delete":
         file.write_bytes(b"" if kind == "empty" else content)
 
 
 def _damaged_copies(random: random.Random, original: Path, target: Path, below: str = ".") -> Iterator[str]:
-    """Makes the target a copy with one damaged file below a folder, again and again; says which and how."""
+    """Repeatedly replaces `target` with a copy that has a corrupted file below `below`, and yields a description."""
     while True:
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(original, target)
@@ -74,7 +83,7 @@ def _same(found: Any, expected: Any) -> bool:
 
 def _checkpoints(random: random.Random, folder: Path) -> Iterator[Outcome]:
     states = {step: {"trainable": tiny_params(step), "moments": tiny_params(step + 1)} for step in STEPS}
-    original, copy = folder / "whole", folder / "copy" / "checkpoints"
+    original, copy = folder / "intact", folder / "copy" / "checkpoints"
     checkpoints = Checkpoints(original, keep=2)
     for step, state in states.items():
         checkpoints.save(step, jax.device_put(state), {"next_index": step})
@@ -84,19 +93,19 @@ def _checkpoints(random: random.Random, folder: Path) -> Iterator[Outcome]:
     shardings = jax.tree.map(lambda _: device, like)
     for what in _damaged_copies(random, original, copy, str(STEPS[-1])):
         shutil.rmtree(copy.with_name("checkpoints.damaged"), ignore_errors=True)
-        checkpoints, said = Checkpoints(copy, keep=2), io.StringIO()
-        with contextlib.redirect_stderr(said):
+        checkpoints, message = Checkpoints(copy, keep=2), io.StringIO()
+        with contextlib.redirect_stderr(message):
             found = checkpoints.newest(lambda step: checkpoints.restore(step, like, shardings))  # noqa: B023
         assert found is not None
         step, (state, data) = found
         held = _same(state, states[step]) and data == {"next_index": step}
         if step != STEPS[-1]:
-            held = held and len(said.getvalue().splitlines()) == 1 and checkpoints.num_damaged == 1
+            held = held and len(message.getvalue().splitlines()) == 1 and checkpoints.num_damaged == 1
             checkpoints.save(STEPS[-1], jax.device_put(states[STEPS[-1]]), {"next_index": STEPS[-1]})
             checkpoints.close()
             again = Checkpoints(copy, read_only=True).restore(STEPS[-1], like, shardings)
             held = held and _same(again[0], states[STEPS[-1]])
-        yield Outcome("checkpoint", held, f"{what}: step {step}, data {data}\n{said.getvalue()}")
+        yield Outcome("checkpoint", held, f"{what}: step {step}, data {data}\n{message.getvalue()}")
 
         with contextlib.redirect_stderr(io.StringIO()):
             for step in STEPS:
@@ -119,24 +128,24 @@ def _model_folders(random: random.Random, folder: Path) -> Iterator[Outcome]:
                 (original / DIGESTS).unlink()
         what = next(_damaged_copies(random, original, copy))
         if not digests and what.startswith(("flip", "zeros")):
-            continue  # without digests nobody can tell
-        yield _loads("exported model" if digests else "another's model", copy, original, what)
+            continue  # cannot be detected without digests
+        yield _loads("exported model" if digests else "model without digests", copy, original, what)
 
 
 def _loads(kind: str, folder: Path, original: Path, what: str) -> Outcome:
     try:
-        policy, whole = (open_policy(path, ModelSection()) for path in (folder, original))
+        policy, intact = (open_policy(path, ModelSection()) for path in (folder, original))
         params = policy.load_params(make_mesh(1, 1, 1))
-        held = _same(params, tiny_params()) and policy.tokenizer.get_vocab() == whole.tokenizer.get_vocab()
-        said = "loaded" if held else "loaded another model"
+        held = _same(params, tiny_params()) and policy.tokenizer.get_vocab() == intact.tokenizer.get_vocab()
+        message = "loaded" if held else "loaded another model"
         if "generation_config" in what or "tokenizer_config" in what:
-            held, said = True, "loaded without an optional file"
+            held, message = True, "loaded without an optional file"
     except (ValueError, OSError) as error:
-        said = str(error)
-        held = len(said.splitlines()) == 1
+        message = str(error)
+        held = len(message.splitlines()) == 1
     except Exception as error:
-        held, said = False, f"{type(error).__name__}: {error}"
-    return Outcome(kind, held, f"{what}: {said}")
+        held, message = False, f"{type(error).__name__}: {error}"
+    return Outcome(kind, held, f"{what}: {message}")
 
 
 def _base_policies(random: random.Random, folder: Path) -> Iterator[Outcome]:
@@ -146,15 +155,15 @@ def _base_policies(random: random.Random, folder: Path) -> Iterator[Outcome]:
     original = folder / "fitted"
     tokenizer = build_character_tokenizer(TINY_ALPHABET)
     hf.save_pretrained(original, tiny_params(), TINY, dtype="float32", eos_token_id=1, tokenizer=tokenizer)
-    made = base_policy.base_policy_folder(config.base, config.task)
+    target = base_policy.base_policy_folder(config.base, config.task)
 
     def fit(*arguments: Any) -> None:
-        shutil.copytree(original, made)
+        shutil.copytree(original, target)
 
     refit: Callable[..., Any] = mock.Mock(side_effect=fit)
-    for what in _damaged_copies(random, original, made):
-        said = io.StringIO()
-        with mock.patch.object(base_policy, "_make", refit), contextlib.redirect_stderr(said):
+    for what in _damaged_copies(random, original, target):
+        message = io.StringIO()
+        with mock.patch.object(base_policy, "_make", refit), contextlib.redirect_stderr(message):
             path = base_policy.base_policy(config, task, mesh)
         outcome = _loads("base policy", path, original, what)
-        yield Outcome(outcome.kind, outcome.held and "loaded" in outcome.what, f"{outcome.what}\n{said.getvalue()}")
+        yield Outcome(outcome.kind, outcome.held and "loaded" in outcome.what, f"{outcome.what}\n{message.getvalue()}")

@@ -1,7 +1,7 @@
-"""Kills real commands at random moments, and restarts them until they are done: they must leave the same bytes.
+"""Kills commands at random times and restarts them until they finish. Their output must have the same bytes.
 
-A run is that of training_runs.py, but shorter; an export, an evaluation and a report of it follow. Each kill is
-an attempt, and so is each command that was killed and then finished.
+The commands are the training run of training_runs.py, with fewer steps, and an export, an evaluation and a report of
+this run. Each kill is an attempt, and so is each final restart and each comparison of files.
 """
 
 import itertools
@@ -20,31 +20,49 @@ from training_runs import SETTINGS
 CHANGES = {"train.num_steps": 10, "checkpoint.every": 3, "eval.every": 4, "log.generations_every": 2}
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAIN, EXPORT, EVALUATE, REPORT = (f"poly_epo_jax.{name}" for name in ("main", "export", "evaluate", "report"))
-HONOURED_IN = 30.0  # seconds, on a busy machine
-MOST_KILLS = 4
+TIMEOUT = 30.0  # maximum seconds from a signal to the exit, on a busy machine
+MAX_KILLS = 4
 
 
 class Soak:
+    """Runs commands in forked processes, and kills them.
+
+    Attributes:
+      random: Selects signals and times.
+      folder: Folder for caches, logs and outputs.
+      server: Starts the commands.
+    """
+
     def __init__(self, random: random.Random, folder: Path):
         self.random, self.folder, self.server = random, folder, ForkServer()
-        self.numbers = itertools.count()
 
     def config(self, workdir: Path) -> list[str]:
+        """Returns the configuration flags of a run."""
         caches = {"base.cache_dir": self.folder / "base", "compilation_cache": self.folder / "compiled"}
         values = SETTINGS | CHANGES | caches | {"workdir": workdir}
         return ["--config=configs/polynomial.py", *(f"--config.{key}={value}" for key, value in values.items())]
 
-    def whole(self, module: str, arguments: Sequence[str]) -> float:
-        """The seconds that a command takes that is left alone."""
-        log, start = self.folder / "whole.log", time.monotonic()
+    def run(self, module: str, arguments: Sequence[str]) -> float:
+        """Runs a command without interruption, and returns its duration in seconds."""
+        log, start = self.folder / "reference.log", time.monotonic()
         self.server.start(module, arguments, log)
         assert self.server.wait() == 0, log.read_text()
         return time.monotonic() - start
 
     def killed(self, module: str, arguments: Sequence[str], seconds: float, log: Path) -> Iterator[Outcome]:
-        """Kills the command some times within the seconds that it takes, and then lets it end."""
+        """Kills a command one to MAX_KILLS times, and then runs it to its end.
+
+        Args:
+          module: Module of the command.
+          arguments: Arguments of the command.
+          seconds: Duration of the command without interruption. Kills happen within this time.
+          log: File for the output of the command.
+
+        Yields:
+          An outcome per kill, and one for the final run.
+        """
         name = module.rpartition(".")[2]
-        for _ in range(self.random.randint(1, MOST_KILLS)):
+        for _ in range(self.random.randint(1, MAX_KILLS)):
             number, delay = self.random.choice(SIGNALS), self.random.uniform(0, seconds)
             before = len(log.read_text()) if log.exists() else 0
             pid = self.server.start(module, arguments, log)
@@ -53,26 +71,28 @@ class Soak:
             done = not _send(pid, number)
             code = self.server.wait()
             took = time.monotonic() - start
-            said = log.read_text()[before:]
-            # Before it can save anything, a signal ends a process like any other.
+            output = log.read_text()[before:]
+            # Before its handlers are installed, a command is terminated by the signal: there is nothing to save.
             codes = {0} if done else {0, -number, 128 + number}
-            held = (code in codes or _exported(module, code, said)) and "Traceback" not in said and took < HONOURED_IN
-            what = f"{name}, {number.name} after {delay:.2f} s: code {code} after {took:.1f} s\n{said}"
+            held = (code in codes or _exported(module, code, output)) and "Traceback" not in output and took < TIMEOUT
+            what = f"{name}, {number.name} after {delay:.2f} s: code {code} after {took:.1f} s\n{output}"
             yield Outcome(f"{number.name} to {name}", held, what)
-            if code == 0 or _exported(module, code, said):
+            if code == 0 or _exported(module, code, output):
                 return
         before = len(log.read_text())
         self.server.start(module, arguments, log)
         code = self.server.wait()
-        said = log.read_text()[before:]
-        yield Outcome(f"{name} started again", code == 0 or _exported(module, code, said), f"code {code}\n{said}")
+        output = log.read_text()[before:]
+        yield Outcome(f"{name} restarted", code == 0 or _exported(module, code, output), f"code {code}\n{output}")
 
     def same(self, name: str, found: Path, expected: Path, files: Sequence[str]) -> Outcome:
-        wrong = [file for file in files if _bytes(found / file) != _bytes(expected / file)]
-        return Outcome(f"bytes of {name}", not wrong, f"{found}: other bytes in {', '.join(wrong)}")
+        """Compares the bytes of files in two folders."""
+        different = [file for file in files if _bytes(found / file) != _bytes(expected / file)]
+        return Outcome(f"bytes of {name}", not different, f"{found}: different bytes in {', '.join(different)}")
 
 
 def attack(random: random.Random, folder: Path) -> Iterator[Outcome]:
+    """Kills the commands in turn."""
     soak = Soak(random, folder)
     try:
         yield from _attack(soak)
@@ -81,43 +101,40 @@ def attack(random: random.Random, folder: Path) -> Iterator[Outcome]:
 
 
 def _attack(soak: Soak) -> Iterator[Outcome]:
-    whole, model, evaluation = (soak.folder / name for name in ("whole", "model", "evaluation"))
+    reference, model, evaluation = (soak.folder / name for name in ("reference", "model", "evaluation"))
     commands: dict[str, tuple[Callable[[Path], list[str]], Path, Sequence[str]]] = {
-        MAIN: (soak.config, whole, ("metrics.jsonl", "generations.jsonl")),
-        EXPORT: (lambda out: [str(whole), str(out)], model, ("model.safetensors", "tokenizer.json", "config.json")),
+        MAIN: (soak.config, reference, ("metrics.jsonl", "generations.jsonl")),
+        EXPORT: (lambda out: [str(reference), str(out)], model, ("model.safetensors", "tokenizer.json", "config.json")),
         EVALUATE: (
             lambda out: [
-                *soak.config(whole),
-                *("--benchmarks=polynomial", f"--models=it={whole}", "--num_generations=8", f"--output={out}"),
+                *soak.config(reference),
+                *("--benchmarks=polynomial", f"--models=it={reference}", "--num_generations=8", f"--output={out}"),
             ],
             evaluation,
             ("polynomial/it/generations.jsonl", "polynomial/it/results.json"),
         ),
-        REPORT: (lambda out: [str(whole), f"--output={out}"], soak.folder / "report", ()),
+        REPORT: (lambda out: [str(reference), f"--output={out}"], soak.folder / "report", ()),
     }
     seconds: dict[str, float] = {}
     for turn in itertools.cycle((MAIN, EXPORT, MAIN, EVALUATE, MAIN, REPORT)):
         arguments, expected, files = commands[turn]
         if turn not in seconds:
-            for _ in range(2):  # the second reuses what the first has compiled
-                seconds[turn] = soak.whole(turn, arguments(expected if turn not in seconds else _other(soak)))
+            for _ in range(2):  # the second run reuses programs that the first run compiled
+                first = turn not in seconds
+                seconds[turn] = soak.run(turn, arguments(expected if first else soak.folder / f"second-{turn}"))
         with tempfile.TemporaryDirectory(dir=soak.folder) as scratch:
             out = Path(scratch) / "out"
             yield from soak.killed(turn, arguments(out), seconds[turn], Path(scratch) / "log")
             yield soak.same(turn.rpartition(".")[2], out, expected, files)
 
 
-def _exported(module: str, code: int, said: str) -> bool:
-    """Whether it is an export that was killed once it was written; it is there, and is compared as such."""
-    return module == EXPORT and code == 2 and "already exists" in said
-
-
-def _other(soak: Soak) -> Path:
-    return soak.folder / f"other-{next(soak.numbers)}"
+def _exported(module: str, code: int, output: str) -> bool:
+    """Returns True if the command is an export that was killed after it had been written completely."""
+    return module == EXPORT and code == 2 and "already exists" in output
 
 
 def _send(pid: int, number: signal.Signals) -> bool:
-    """Whether the process was still there."""
+    """Sends a signal, and returns True if the process was still running."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:

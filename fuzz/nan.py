@@ -1,8 +1,8 @@
-"""Non-finite numbers from every source: each ends the run with a sentence, and no checkpoint holds one.
+"""Tests that non-finite values from any source stop the run with an error, and are never saved in a checkpoint.
 
-An attempt trains the tiny policy for some steps with one source of NaN, infinity or numbers out of all bounds. It
-holds if everything on disk is finite and, if the source must not pass, the run ends with a known error that says what
-is wrong. If the error names a good checkpoint, it must be the newest one.
+An attempt trains the tiny policy for several steps with one source of NaN, infinity or very large values. It passes if
+all saved numbers are finite and, for sources that must be rejected, the run stops with a known exception type. If the
+error message names a valid checkpoint, it must be the newest checkpoint.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ Settings = dict[str, Any]
 
 
 class Rewards(ByLetter):
-    """One reward in the middle of the run is `value`."""
+    """A task that returns `value` as the reward of one call."""
 
     def __init__(self, value: Any, call: int):
         self.value, self.call, self.calls = value, call, itertools.count(1)
@@ -53,7 +53,7 @@ class Rewards(ByLetter):
 
 
 class Logprobs(RandomLetters):
-    """So is one log-probability."""
+    """A sampler that returns `value` as one log-probability in one step."""
 
     def __init__(self, value: float, step: int):
         super().__init__()
@@ -67,7 +67,7 @@ class Logprobs(RandomLetters):
 
 
 class Embeddings(LetterJudge):
-    """And one number of a feature."""
+    """A judge that returns `value` as one element of a feature in one call."""
 
     def __init__(self, value: float, call: int):
         super().__init__()
@@ -83,7 +83,7 @@ class Embeddings(LetterJudge):
 
 
 def sometimes(value: float) -> Callable[..., Estimator]:
-    """An estimator whose advantages are `value` in some steps, as the random key falls."""
+    """Creates an estimator whose advantages are `value` in random steps, with probability 0.4."""
 
     def make(algo: Any) -> Estimator:
         estimator = make_estimator(dataclasses.replace(algo, advantages="grpo"))
@@ -97,17 +97,19 @@ def sometimes(value: float) -> Callable[..., Estimator]:
 
 
 def broken_loss(value: float, tokens: Tokens, **clip: float) -> Any:
+    """Returns the loss times `value`."""
     loss, metrics = ppo_clip_loss(tokens, **clip)
     return loss * value, metrics
 
 
 def broken_gradient(tokens: Tokens, **clip: float) -> Any:
-    """A finite loss, whose derivative at 0 is not."""
+    """Returns a finite loss whose derivative at a log-ratio of 0 is not finite."""
     loss, metrics = ppo_clip_loss(tokens, **clip)
     return loss + jnp.sum(jnp.sqrt(jnp.abs(tokens.log_ratio))), metrics
 
 
 def with_weight(value: float, random: randomness.Random) -> Params:
+    """Returns weights of which one random element is `value`."""
     params = tiny_params()
     leaf = random.choice(jax.tree.leaves(params))
     leaf.reshape(-1)[random.randrange(leaf.size)] = value
@@ -115,7 +117,7 @@ def with_weight(value: float, random: randomness.Random) -> Params:
 
 
 def sources(random: randomness.Random) -> list[tuple[str, bool, Callable[[], Settings]]]:
-    """Of each its kind, whether it must end the run, and what it changes."""
+    """Returns the sources of invalid values: name, whether it must stop the run, and function that returns changes."""
     value, step, call = random.choice(NOT_FINITE), random.randrange(1, STEPS), random.randrange(1, 24 * STEPS)
     huge = 10 ** random.uniform(20, 38)
 
@@ -152,6 +154,14 @@ def sources(random: randomness.Random) -> list[tuple[str, bool, Callable[[], Set
 
 
 def attempt(kind: str, ends: bool, settings: Settings, folder: Path) -> Outcome:
+    """Trains with one source of invalid values.
+
+    Args:
+      kind: Name of the source.
+      ends: Whether the source must stop the run.
+      settings: Configuration keys (names with a dot) and arguments of `train_tiny` to change.
+      folder: Run folder, which is deleted first.
+    """
     changes = {name: settings.pop(name) for name in list(settings) if "." in name}
     shutil.rmtree(folder, ignore_errors=True)
     error = None
@@ -171,16 +181,17 @@ def attempt(kind: str, ends: bool, settings: Settings, folder: Path) -> Outcome:
     named = re.search(r"checkpoint of step (\d+) is valid", str(error))
     faults = [f"checkpoint {step} is not finite" for step in wrong] + [f"{name} is not finite" for name in empty]
     if ends and error is None:
-        faults.append("it trained on")
+        faults.append("training did not stop")
     if error is None and STEPS not in steps:
         faults.append("the last step is not saved")
     if named and int(named[1]) != max(steps, default=0):
-        faults.append(f"{named[0]}, but there are {steps}")
+        faults.append(f"{named[0]}, but the checkpoints are {steps}")
     return Outcome(kind, not faults, f"{changes or settings}: {'; '.join(faults)} ({error})")
 
 
 def attack(random: randomness.Random, folder: Path) -> Iterator[Outcome]:
-    before = signal.getsignal(signal.SIGTERM)  # training handles it for the rest of the process
+    """Tries all sources in random order, repeatedly."""
+    before = signal.getsignal(signal.SIGTERM)  # training installs a handler that remains afterwards
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     try:

@@ -1,7 +1,7 @@
-"""Trains with two real SGLang servers, which die and hang in turn, and a judge that lies in half of its answers.
+"""Tests training with two SGLang servers that are killed or suspended, and a judge with 50% invalid replies.
 
-Each outage is an attempt: once the server is back, training continues with both. At the end, the run must be as if
-nothing had happened, except for its counters. Needs `bash third_party/sglang/setup.sh cpu`.
+Each outage is an attempt: training must continue with both servers after the server has recovered. At the end, the run
+must equal a run without outages, except for its counters. Requires `bash third_party/sglang/setup.sh cpu`.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from poly_epo_jax.startup.base_policy import base_policy
 from poly_epo_jax.startup.read_config import make_task, read_config
 
 ROOT = Path(__file__).parents[1]
-PATIENCE = 240.0  # seconds for anything that must happen, on a busy machine
+TIMEOUT = 240.0  # seconds until an expected event, on a busy machine
 FLAGS = ("--max-total-tokens", "32768", "--max-running-requests", "128", "--context-length", "64")
 SETTINGS: dict[str, Any] = {
     "base.clean_steps": 200,
@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {
     "judge.name": "llm",
     "judge.options.attempts": 12,
 }
-LIES: tuple[Callable[[dict[str, Any]], Any], ...] = (
+INVALID_REPLIES: tuple[Callable[[dict[str, Any]], Any], ...] = (
     lambda reply: "I would rather not.",
     lambda reply: json.dumps(reply)[:-7],
     lambda reply: json.dumps({name: verdict | {"cluster": 77} for name, verdict in reply.items()}),
@@ -58,7 +58,7 @@ LIES: tuple[Callable[[dict[str, Any]], Any], ...] = (
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Clusters by the text of responses; every second answer, by chance, is a lie or an error."""
+    """Clusters responses by their text. Half of the replies, selected at random, are invalid or HTTP errors."""
 
     random = random.Random(0)
 
@@ -73,11 +73,11 @@ class Judge(BaseHTTPRequestHandler):
         verdicts = [numbers.setdefault(text, len(numbers) + 1) for _, text in texts]
         reply = {str(i): {"rationale": "Its text.", "cluster": one} for i, one in enumerate(verdicts, start=1)}
         if self.random.random() < 0.5:
-            lie = self.random.choice((*LIES, None))
-            if lie is None:
+            change = self.random.choice((*INVALID_REPLIES, None))
+            if change is None:
                 self._send(500, {})
                 return
-            content = lie(reply)
+            content = change(reply)
         else:
             content = json.dumps(reply)
         self._send(200, {"choices": [{"finish_reason": "stop", "message": {"role": "assistant", "content": content}}]})
@@ -90,16 +90,16 @@ class Judge(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: every request would be a line."""
+        """Disables logging, which would print a line per request."""
 
 
 class Training:
-    """The run, as a process."""
+    """A training run in a separate process."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
         self.folder, self._log = folder, folder.with_suffix(".log")
-        self._command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/polynomial.py"]
-        self._command += as_flags(settings | {"workdir": folder})
+        flags = as_flags(settings | {"workdir": folder})
+        self._command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/polynomial.py", *flags]
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, **changes: Any) -> subprocess.Popen[bytes]:
@@ -118,12 +118,12 @@ class Training:
         path = self.folder / METRICS
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self._log.read_text()
 
-    def goes_on(self, enough: Callable[[], bool] = lambda: True) -> bool:
-        """Whether three more steps are trained, and whatever else is asked for has come, in time."""
-        before, deadline = self.steps(), time.monotonic() + PATIENCE
+    def continues(self, enough: Callable[[], bool] = lambda: True) -> bool:
+        """Waits for three more steps and for `enough`, and returns True if both happen before the timeout."""
+        before, deadline = self.steps(), time.monotonic() + TIMEOUT
         while self.steps() < before + 3 or not enough():
             if time.monotonic() > deadline or self.process is None or self.process.poll() is not None:
                 return False
@@ -132,6 +132,7 @@ class Training:
 
 
 def attack(random: random.Random, folder: Path) -> Iterator[Outcome]:
+    """Starts servers, judge and training, causes the outages in random order, and checks the resumed run."""
     with ExitStack() as stack:
         Judge.random = random
         judge = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
@@ -146,15 +147,18 @@ def attack(random: random.Random, folder: Path) -> Iterator[Outcome]:
         logs = [folder / f"server-{i}.log" for i in range(2)]
         servers = stack.enter_context(running([SGLangServer(model, log, *FLAGS) for log in logs]))
 
-        settings = SETTINGS | {"base.cache_dir": folder / "base", "compilation_cache": folder / "compiled"}
-        settings |= {"rollouts.urls": ",".join(server.url for server in servers)}
-        settings |= {"rollouts.weights_dir": folder / "weights"}
-        settings |= {"judge.url": f"http://127.0.0.1:{judge.server_address[1]}"}
+        settings = SETTINGS | {
+            "base.cache_dir": folder / "base",
+            "compilation_cache": folder / "compiled",
+            "rollouts.urls": ",".join(server.url for server in servers),
+            "rollouts.weights_dir": folder / "weights",
+            "judge.url": f"http://127.0.0.1:{judge.server_address[1]}",
+        }
         training = Training(folder / "run", settings)
         stack.callback(training.close)
         training.start()
-        if not training.goes_on():
-            yield Outcome("start", False, training.said()[-3000:])
+        if not training.continues():
+            yield Outcome("start", False, training.output()[-3000:])
             return
         outages = [*itertools.product(("killed", "hung"), servers)] * 3
         for kind, server in random.sample(outages, len(outages)):
@@ -163,7 +167,14 @@ def attack(random: random.Random, folder: Path) -> Iterator[Outcome]:
 
 
 def _outage(kind: str, server: SGLangServer, training: Training, seconds: float) -> Outcome:
-    """What waits for a server that hangs gives it up, or not, before it goes on."""
+    """Kills or suspends a server, and checks that training continues with it.
+
+    Args:
+      kind: "killed" restarts the server, "hung" suspends it for `seconds`.
+      server: The server.
+      training: The training run.
+      seconds: Duration of a suspension, below or above the timeout of requests.
+    """
     if kind == "killed":
         server.kill()
         server.start()
@@ -172,12 +183,12 @@ def _outage(kind: str, server: SGLangServer, training: Training, seconds: float)
         time.sleep(seconds)
         server.send(signal.SIGCONT)
     answered = len(server.requests())
-    held = training.goes_on(lambda: "generate" in server.requests()[answered:])
-    return Outcome(f"a server {kind}", held, f"no training with it again\n{training.said()[-3000:]}")
+    held = training.continues(lambda: "generate" in server.requests()[answered:])
+    return Outcome(f"a server {kind}", held, f"training does not use the server again\n{training.output()[-3000:]}")
 
 
 def _end(training: Training) -> Outcome:
-    """Ends the run and lets it go on for two steps; what it left must be that of a run that met with nothing."""
+    """Stops the run, resumes it for two steps, and checks that the outages are only visible in its counters."""
     assert training.process is not None
     training.process.send_signal(signal.SIGTERM)
     codes = [training.process.wait()]
@@ -185,13 +196,13 @@ def _end(training: Training) -> Outcome:
     codes.append(training.start(**{"train.num_steps": rows + 2}).wait())
     rows = read_rows(training.folder / METRICS)
     counted = {key: sum(row[key] for row in rows) for key in rows[0] if key.startswith(("rollouts/", "judge/"))}
-    is_right = (
+    held = (
         codes == [128 + signal.SIGTERM, 0]
         and [row["step"] for row in rows] == list(range(1, len(rows) + 1))
         and max(row["mismatch/max"] for row in rows) < 1e-3
         and {row["response/staleness"] for row in rows} == {0.0}
         and counted["rollouts/resampled"] + counted["rollouts/server_failures"] > 0
-        and "Traceback" not in training.said()
+        and "Traceback" not in training.output()
     )
     print(f"outages: {len(rows)} steps; counted {json.dumps(counted)}", file=sys.stderr)
-    return Outcome("the run", is_right, f"codes {codes}, {len(rows)} steps, {counted}\n{training.said()[-3000:]}")
+    return Outcome("the run", held, f"codes {codes}, {len(rows)} steps, {counted}\n{training.output()[-3000:]}")

@@ -1,11 +1,17 @@
-"""The outcome of one attempt to break something."""
+"""The outcome of one attempt of a fault-injection test."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`kind` groups attempts in the summary; `what` says enough of a failure to repeat it."""
+    """The outcome of one attempt.
+
+    Attributes:
+      kind: Group of the attempt in the summary.
+      held: Whether the package behaved as guaranteed.
+      what: Description of the attempt with the information required to reproduce it.
+    """
 
     kind: str
     held: bool

@@ -1,7 +1,8 @@
-"""Servers that lie, once or for ever: about tokens, weights, workers and clusters, or by breaking HTTP.
+"""Tests clients with servers that return invalid tokens, weight versions, workers or clusters, or violate HTTP.
 
-After a lie told once, the client must ask again. A lie told for ever must end in a sentence that names the server, soon
-and without using much memory. No lie may be believed.
+A server returns an invalid response (a `Lie`) once or permanently. After one invalid response, the client must retry.
+Permanently invalid responses must produce an error message that names the server, within limits of time and memory.
+Invalid responses must never be accepted.
 """
 
 import asyncio
@@ -33,29 +34,30 @@ from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.types import Clustering, Group, JudgeFailure, Problem, Request, Sampling
 
-SECONDS = 0.5  # the most that an answer may take
+SECONDS = 0.5  # response timeout
 LIMITS = {"vocab_size": VOCABULARY, "max_concurrent": 8, "timeout_seconds": SECONDS}
-PATIENCE = 30.0  # seconds, for requests that are repeated up to eight times
-MEMORY = 10**8  # bytes
-FOR_EVER = 10**9
+PATIENCE = 30.0  # seconds; requests are retried up to eight times
+MAX_MEMORY = 10**8  # bytes
+PERMANENTLY = 10**9
 PARAMS = tiny_params()
 
 Try = Callable[[LyingServer, bool], Awaitable[str]]
-"""Uses the server, which may lie for ever or not; "" where that came to no harm, else what did."""
+"""Function `(server, permanent) -> fault` that uses a server. The fault is empty if the client behaved correctly."""
 
 
 def attack(random: random.Random, folder: Path) -> Iterator[Outcome]:
+    """Tries all invalid responses, once and permanently, in random order."""
     attempts = [
         (kind, path, lie, times, use)
         for kind, path, lies, use in _targets(folder)
         for lie in lies
-        for times in (1, FOR_EVER)
+        for times in (1, PERMANENTLY)
     ]
     while True:
         random.shuffle(attempts)
         for kind, path, lie, times, use in attempts:
             why = asyncio.run(_outcome(kind, path, lie, times, use))
-            often = "once" if times == 1 else "for ever"
+            often = "once" if times == 1 else "permanently"
             yield Outcome(kind, not why, f"{path}, {often}: {lie.name}: {why}")
 
 
@@ -63,8 +65,8 @@ def _targets(folder: Path) -> Iterator[tuple[str, str, list[Lie], Try]]:
     http = list(lies_about_http())
     quick = [lie for lie in http if not lie.slow]
 
-    async def push(server: LyingServer, for_ever: bool) -> str:
-        return await _push(server, for_ever, folder)
+    async def push(server: LyingServer, permanent: bool) -> str:
+        return await _push(server, permanent, folder)
 
     yield "generations", "/generate", [*lies_about_draws(), *http], _sample
     yield "generations", "GET /model_info", [*lies_about(("weight_version",)), *quick], _sample
@@ -90,37 +92,37 @@ async def _outcome(kind: str, path: str, lie: Lie, times: int, use: Try) -> str:
         stack.enter_context(mock.patch.object(requests, "ANSWER_SECONDS", SECONDS))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         async with server.serving():
-            before = _forget_peak()
+            before = _reset_peak_memory()
             try:
                 async with asyncio.timeout(PATIENCE):
                     why = await use(server, times > 1)
             except TimeoutError:
-                why = f"hangs for {PATIENCE:.0f} s"
-            except Exception as error:  # anything that would show the user a traceback
-                why = f"a raw {type(error).__name__}: {error}"
+                why = f"hung for {PATIENCE:.0f} s"
+            except Exception as error:  # an exception that would print a traceback
+                why = f"unhandled {type(error).__name__}: {error}"
             taken = _memory("VmHWM") - before
-    return why or (f"takes {taken / 1e6:.0f} MB" if taken > MEMORY else "")
+    return why or (f"used {taken / 1e6:.0f} MB" if taken > MAX_MEMORY else "")
 
 
-async def _sample(server: LyingServer, for_ever: bool) -> str:
+async def _sample(server: LyingServer, permanent: bool) -> str:
     sampler = SGLangSampler([server.url], AdoptedWeights(1.0), STOP_IDS, **LIMITS)
     seeds = np.arange(3, 3 + np.random.default_rng().integers(1, 3), dtype=np.uint32)
     request = Request("p", np.array([3, 4, 5]), seeds, MAX_TOKENS)
     try:
         completions = [completion async for completion in sampler.sample([request], Sampling(MAX_TOKENS))]
     except ServerError as error:
-        final = for_ever or re.search("rejected the|changed during|identify|does not report|different", str(error))
-        return _flaw(str(error), server.url) if final else f"not asked for again: {error}"
+        final = permanent or re.search("rejected the|changed during|identify|does not report|different", str(error))
+        return _message_fault(str(error), server.url) if final else f"not retried: {error}"
     for completion in completions:
         token_ids, logprobs = drawn(int(seeds[completion.index]) >> 1)
         if completion.token_ids.tolist() != token_ids or not np.allclose(completion.logprobs, logprobs):
-            return f"accepts {completion.token_ids.tolist()} with {completion.logprobs.tolist()}"
-    if for_ever and server.path == "/generate":
+            return f"accepted {completion.token_ids.tolist()} with {completion.logprobs.tolist()}"
+    if permanent and server.path == "/generate":
         return "accepted"
     return "" if sum(sampler.metrics().values()) or server.path != "/generate" else "not counted"
 
 
-async def _judge(server: LyingServer, for_ever: bool) -> str:
+async def _judge(server: LyingServer, permanent: bool) -> str:
     judge = LLMJudge(
         PolynomialTask(),
         JudgeSection(
@@ -137,42 +139,42 @@ async def _judge(server: LyingServer, for_ever: bool) -> str:
     group = Group(Problem("p", "1 + 1", "2"), np.zeros(1, np.int32), (response("2"), response("two")))
     outcome = await judge.cluster(group)
     if isinstance(outcome, JudgeFailure):
-        final = for_ever or outcome.kind == "refused"
-        return _flaw(outcome.reason, server.url) if final else f"not asked for again: {outcome.reason}"
+        final = permanent or outcome.kind == "refused"
+        return _message_fault(outcome.reason, server.url) if final else f"not retried: {outcome.reason}"
     assert isinstance(outcome, Clustering)
-    if outcome.ids.tolist() != [1, 1] or (for_ever and server.path != "/v1/models"):
-        return f"accepts {outcome}"
+    if outcome.ids.tolist() != [1, 1] or (permanent and server.path != "/v1/models"):
+        return f"accepted {outcome}"
     return ""
 
 
-async def _push(server: LyingServer, for_ever: bool, folder: Path) -> str:
+async def _push(server: LyingServer, permanent: bool, folder: Path) -> str:
     weights = ServedWeights(DiskSync(folder, "run", TINY, "float32"), 8, SECONDS, 1.0)
     sampler = SGLangSampler([server.url], weights, STOP_IDS, **LIMITS)
     try:
         await sampler.push_weights(PARAMS, 1)
     except ServerError as error:
-        return _flaw(str(error), server.url)
+        return _message_fault(str(error), server.url)
     finally:
         weights.close()
-    return "" if server.version == weights.name else f"takes it that {server.version} is {weights.name}"
+    return "" if server.version == weights.name else f"accepted version {server.version} instead of {weights.name}"
 
 
-def _flaw(sentence: str, url: str) -> str:
-    """What is wrong with a sentence about a server."""
-    if url not in sentence or not sentence.isprintable() or len(sentence) > 1000:
-        return f"says {sentence!r:.2000}"
+def _message_fault(message: str, url: str) -> str:
+    """Returns a description of the fault in an error message about a server, or an empty string."""
+    if url not in message or not message.isprintable() or len(message) > 1000:
+        return f"invalid error message {message!r:.2000}"
     return ""
 
 
 def _memory(name: str) -> int:
-    """A figure of /proc/self/status in bytes."""
+    """Returns an entry of /proc/self/status in bytes."""
     match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None
     return 1024 * int(match[1])
 
 
-def _forget_peak() -> int:
-    """The memory that is held now, from which on the peak is measured."""
+def _reset_peak_memory() -> int:
+    """Resets the peak memory of this process to its current memory, and returns it in bytes."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return _memory("VmHWM")

@@ -1,8 +1,8 @@
-"""Settings that make no sense, and settings at the edges of sense, generated from the declarations of the keys.
+"""Tests configurations with invalid values, and with values at the limits of the declared ranges.
 
-A setting outside a key's type or range must give one sentence. Inside, it may be refused in combination with others,
-but nothing may raise anything else, or hang. Most attempts go as far as `main` does before it computes; some are
-whole commands, which are tiny runs in corners of the ranges.
+A value outside the type or range of its key must be rejected with a one-line error message that names the key. Values
+within the range may be rejected in combination, but must not raise other exceptions or hang. Most attempts stop before
+training starts. Some are complete commands: tiny runs with values at the limits of the ranges, and invalid flags.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ from poly_epo_jax.startup.prepare import prepare
 from poly_epo_jax.startup.read_config import CHOICES, read_config, registry_entries
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 20  # longer than any check may take
+SECONDS = 20  # timeout of an attempt
 NUMBERS = [-(10**400), -1e308, -(2**63), -2, -1, 0, 1, 2, 2**31, 2**32, 2**63, 10**400, 1e-320, 1e38, 1e308]
-NONSENSE = [
+INVALID = [
     None,
     True,
     math.nan,
@@ -50,8 +50,13 @@ NONSENSE = [
     [[]],
     (1, "2"),
     {},
+    {"x": {1: 2}},
+    {1, 2},
+    object(),
+    "inf",
+    "1e400",
+    *NUMBERS,
 ]
-NONSENSE += [{"x": {1: 2}}, {1, 2}, object(), "inf", "1e400", *NUMBERS]
 TEXTS = [
     "",
     " ",
@@ -65,8 +70,6 @@ TEXTS = [
     "(",
     "(" * 400,
     "a{9999999999}",
-]
-TEXTS += [
     "http://",
     "http://a:0",
     "http://a:99999",
@@ -79,7 +82,7 @@ TEXTS += [
     "h:1",
 ]
 NAMES = ["float32", "bfloat16", "own", "max", "trainer", "sampler"]
-PARTS: list[dict[str, Any]] = [
+COMPONENTS: list[dict[str, Any]] = [
     {"task.name": "polynomial"},
     {"task.name": "multiplication"},
     {"task.name": "math", "task.options": {"train": "/proc/none.jsonl"}},
@@ -117,7 +120,7 @@ FLAGS = [
     ["report", "configs", "--output=/proc/x"],
     ["report", "configs", "--models=,,"],
 ]
-"""Flags of commands that must be refused."""
+"""Commands with invalid flags, which must be rejected."""
 
 CORNERS: dict[str, list[Any]] = {
     "train.num_generations": [2, 3, 17],
@@ -126,7 +129,6 @@ CORNERS: dict[str, list[Any]] = {
     "algo.advantages": ["marginal_set", "grpo", "grpo_div"],
     "algo.objective": ["polychromic", "pass_at_n", "mean_reward"],
     "algo.loss": ["ppo_clip", "cispo", "policy_gradient"],
-    "algo.old_logprobs": ["trainer", "sampler"],
     "algo.clip_low": [0.0, 1.0],
     "algo.clip_high": [0.0, 1000.0],
     "algo.importance_cap": [0.001, 1e6],
@@ -158,15 +160,16 @@ CORNERS: dict[str, list[Any]] = {
     "base.noisy_steps": [0, 1],
     "base.skew": [0.0, 100.0],
 }
+"""Values of keys for complete runs, most of them at the limits of what a tiny run allows."""
 
 
 class Hang(BaseException):
-    """Not an Exception, so that nothing takes it for a refusal."""
+    """Raised at the timeout. It is not an Exception, so that it cannot be mistaken for a rejection."""
 
 
 def attack(random: random.Random, folder: Path) -> Iterator[Outcome]:
-    """Keys one at a time, then several, options of parts, commands' own flags, and now and then a whole run."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # names of data sets are looked up nowhere
+    """Alternates between single keys, options and several keys, with occasional command flags and complete runs."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # names of datasets are not looked up
     constants.HF_HUB_OFFLINE = True
     flags = iter(random.sample(FLAGS, len(FLAGS)))
     for number in itertools.count():
@@ -176,7 +179,7 @@ def attack(random: random.Random, folder: Path) -> Iterator[Outcome]:
         if number % 40 == 20 and (command := next(flags, None)):
             yield _command(command, folder)
         if number % 200 == 60:
-            yield _whole_run(random, folder)
+            yield _complete_run(random, folder)
 
 
 def _one_key(random: random.Random, folder: Path) -> Outcome:
@@ -187,17 +190,17 @@ def _one_key(random: random.Random, folder: Path) -> Outcome:
 
 
 def _option(random: random.Random, folder: Path) -> Outcome:
-    part = random.choice(PARTS)
-    name = next(iter(part))
+    component = random.choice(COMPONENTS)
+    name = next(iter(component))
     key = "algo.loss_options" if name == "algo.loss" else name.replace(".name", ".options")
-    option, parameter = random.choice(list(options_of(registry_entries(_read(part))[key]).items()))
+    option, parameter = random.choice(list(options_of(registry_entries(_read(component))[key]).items()))
     value, is_outside = _value(random, checks_of(parameter))
-    changes = part | {key: {**part.get(key, {}), option: value}}
+    changes = component | {key: {**component.get(key, {}), option: value}}
     return _attempt("an option", changes, f"{key}.{option}" if is_outside else "", folder)
 
 
 def _several_keys(random: random.Random, folder: Path) -> Outcome:
-    """Each within its own range."""
+    """Sets four keys to values within their ranges."""
     changes = {}
     for key, field, _ in random.sample([key for key in Config().flat() if not key[0].endswith("options")], 4):
         names = CHOICES.get(key)
@@ -207,13 +210,13 @@ def _several_keys(random: random.Random, folder: Path) -> Outcome:
 
 
 def _value(random: random.Random, checks: list[Check | Range]) -> tuple[Any, bool]:
-    """A value, and whether it is one that the checks must refuse."""
+    """Returns a value, and whether the checks must reject it."""
     if random.random() < 0.3:
         return _inside(random, checks), False
     limits = next((check for check in checks if isinstance(check, Range)), None)
-    beside = [limits.least - 1, limits.least * 0.99 - 1e-300, limits.most * 1.01, limits.most + 1] if limits else []
-    value = random.choice([*NONSENSE, *beside, *beside, *beside])
-    # Repeated here, so that a broken check is noticed.
+    outside = [limits.least - 1, limits.least * 0.99 - 1e-300, limits.most * 1.01, limits.most + 1] if limits else []
+    value = random.choice([*INVALID, *outside, *outside, *outside])
+    # The comparison is repeated here to detect faults in Range.
     if limits and type(value) in (int, float):
         if value == limits.other or limits.least <= value <= limits.most:
             return value, any(not check.holds(value) for check in checks)
@@ -229,12 +232,12 @@ def _inside(random: random.Random, checks: list[Check | Range]) -> Any:
     low, high = limits.least, limits.most
     edges = [low, high] if limits.other is None else [low, high, limits.other]
     middle = low + (high - low) * random.random() ** random.choice([1, 4, 16, 64])
-    whole = all(isinstance(edge, int) for edge in edges) and not checks[0].holds(0.5)
-    return random.choice([*edges, int(middle) if whole else float(middle)])
+    is_integer = all(isinstance(edge, int) for edge in edges) and not checks[0].holds(0.5)
+    return random.choice([*edges, int(middle) if is_integer else float(middle)])
 
 
 def _read(changes: Mapping[str, Any]) -> Config:
-    """As `main` reads it, but that nothing looks at the types before."""
+    """Reads a configuration as `main` does, but without the type checks of ConfigDict."""
     values = default.get_config().to_dict()
     for key, value in changes.items():
         *sections, name = key.split(".")
@@ -245,22 +248,26 @@ def _read(changes: Mapping[str, Any]) -> Config:
     return read_config(SimpleNamespace(to_dict=lambda: values))  # pyright: ignore[reportArgumentType]
 
 
-def _attempt(kind: str, changes: dict[str, Any], refused: str, folder: Path) -> Outcome:
-    """Holds where `refused`, if any, is named by the refusal, and nothing is raised but refusals."""
+def _attempt(kind: str, changes: dict[str, Any], rejected: str, folder: Path) -> Outcome:
+    """Reads and prepares a configuration.
+
+    The attempt passes if no exception is raised except rejections and, if `rejected` is not empty, the configuration is
+    rejected with a message that contains it.
+    """
     own = {"workdir": str(folder / "run"), "base.cache_dir": str(folder / "base")}
 
     def check() -> None:
         prepare(_read({**own, "mesh.fsdp": 1, **changes}))
 
-    fault, sentence = _watched(check, SECONDS)
-    if not fault and refused and refused not in sentence:
-        fault = f"accepted, or refused without a word on {refused}: {sentence or 'accepted'}"
+    fault, message = _watched(check, SECONDS)
+    if not fault and rejected and rejected not in message:
+        fault = f"not rejected with a message that names {rejected}: {message or 'accepted'}"
     shown = ", ".join(f"{key}={value!r:.80}" for key, value in changes.items())
-    return Outcome(f"{kind}, {'nonsense' if refused else 'within its range'}", not fault, f"{shown}: {fault}")
+    return Outcome(f"{kind}, {'invalid' if rejected else 'within its range'}", not fault, f"{shown}: {fault}")
 
 
 def _watched(function: Callable[[], Any], seconds: int) -> tuple[str, str]:
-    """(what is wrong with how it ended, the sentence with which it refused), each "" where there is none."""
+    """Calls a function, and returns a description of its fault and its rejection message. Each is empty if absent."""
 
     def ring(*_: Any) -> None:
         raise Hang
@@ -274,10 +281,10 @@ def _watched(function: Callable[[], Any], seconds: int) -> tuple[str, str]:
     except Hang:
         return f"hung for {seconds} s", ""
     except (ValueError, OSError, ImportError) as error:
-        sentence = " ".join(str(error).split())
-        whole = sentence.endswith(".") or (isinstance(error, OSError) and sentence)
-        raw = isinstance(error, UnicodeError) or not whole
-        return (f"a refusal that is no sentence: {type(error).__name__}: {sentence}" if raw else ""), sentence
+        message = " ".join(str(error).split())
+        complete = message.endswith(".") or (isinstance(error, OSError) and message)
+        raw = isinstance(error, UnicodeError) or not complete
+        return (f"invalid rejection message: {type(error).__name__}: {message}" if raw else ""), message
     except BaseException:
         return traceback.format_exc(), ""
     finally:
@@ -285,15 +292,28 @@ def _watched(function: Callable[[], Any], seconds: int) -> tuple[str, str]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _whole_run(random: random.Random, folder: Path) -> Outcome:
+def _complete_run(random: random.Random, folder: Path) -> Outcome:
     corners = {key: random.choice(values) for key, values in CORNERS.items() if random.random() < 0.4}
     run = folder / f"run{random.randrange(10**9)}"
-    tiny = {"workdir": str(run), "compilation_cache": str(folder / "compiled"), "base.cache_dir": str(folder / "base")}
-    tiny |= {"train.num_steps": 2, "base.clean_steps": 2, "base.noisy_steps": 1, "base.batch_size": 4, "mesh.fsdp": 1}
-    tiny |= {"train.prompts_per_batch": 4, "train.prompts_per_minibatch": 2, "train.rows_per_device": 4}
-    tiny |= {"base.hidden_size": 16, "base.mlp_size": 24, "base.head_dim": 8, "eval.num_generations": 2}
+    tiny = {
+        "workdir": str(run),
+        "compilation_cache": str(folder / "compiled"),
+        "mesh.fsdp": 1,
+        "base.cache_dir": str(folder / "base"),
+        "base.clean_steps": 2,
+        "base.noisy_steps": 1,
+        "base.batch_size": 4,
+        "base.hidden_size": 16,
+        "base.mlp_size": 24,
+        "base.head_dim": 8,
+        "train.num_steps": 2,
+        "train.prompts_per_batch": 4,
+        "train.prompts_per_minibatch": 2,
+        "train.rows_per_device": 4,
+        "eval.num_generations": 2,
+    }
     fault, _ = _watched(lambda: main.run(_read(tiny | corners)), 300)
-    return Outcome("a whole run", not fault, f"{corners}: {fault}")
+    return Outcome("a complete run", not fault, f"{corners}: {fault}")
 
 
 def _command(arguments: list[str], folder: Path) -> Outcome:
@@ -308,6 +328,6 @@ def _command(arguments: list[str], folder: Path) -> Outcome:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     except subprocess.TimeoutExpired:
         return Outcome("a command's flags", False, f"{arguments}: hung for 120 s")
-    said = ended.stderr.strip()
-    held = ended.returncode in (1, 2) and "Traceback" not in said and "rror: " in said.splitlines()[-1]
-    return Outcome("a command's flags", held, f"{arguments}: exit {ended.returncode}: {said[-2000:]}")
+    output = ended.stderr.strip()
+    held = ended.returncode in (1, 2) and "Traceback" not in output and "rror: " in output.splitlines()[-1]
+    return Outcome("a command's flags", held, f"{arguments}: exit {ended.returncode}: {output[-2000:]}")

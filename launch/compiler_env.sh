@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Makes or reuses an environment that compiles for accelerators that need not be present: .venv-tpu holds libtpu, and
-# .venv-gpu the plugin for CUDA (5 GB). Neither is in the trainer's .venv, where it would look for a device.
+# Creates or reuses an environment that compiles for accelerators that are not available locally: .venv-tpu contains
+# libtpu, and .venv-gpu the CUDA plugin (5 GB). They are not installed into the .venv of the trainer, where they would
+# search for a device.
 #
-#   bash launch/compiler_env.sh tpu|gpu        (PYTHON=... names another interpreter)
+#   bash launch/compiler_env.sh tpu|gpu        (PYTHON=... selects another interpreter)
 #   .venv-tpu/bin/python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-8 --compile-for=v5p-8
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

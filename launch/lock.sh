@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Renews launch/lock.txt: the newest version of everything that setup.py's bounds allow, for Linux, Python 3.11 to 3.13
-# and all extras together. Run the tests, then commit it.
+# Updates launch/lock.txt with the newest versions that setup.py allows, for Linux, Python 3.11 to 3.13 and all extras
+# together. Run the tests before you commit the file.
 #
-#   bash launch/lock.sh            the newest versions, into launch/lock.txt
-#   bash launch/lock.sh lowest     the lowest that setup.py allows, to the terminal, for a trial of its lower bounds
+#   bash launch/lock.sh            writes the newest versions to launch/lock.txt
+#   bash launch/lock.sh lowest     prints the lowest versions that setup.py allows, to test its lower bounds
 #
-# What setup.py's upper bounds hold back is told by: pip list --outdated
+# To list packages that the upper bounds in setup.py restrict, run: pip list --outdated
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case ${1:-newest} in
@@ -14,7 +14,7 @@ case ${1:-newest} in
   *) sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac
 uv=$(command -v uv) || {
-  # Only uv resolves for all Python versions at once; it is removed afterwards.
+  # Only uv resolves versions for all Python versions together. The temporary installation is removed afterwards.
   folder=$(mktemp -d)
   trap 'rm -rf "$folder"' EXIT
   "${PYTHON:-python3}" -m pip install --quiet --disable-pip-version-check --target "$folder" uv

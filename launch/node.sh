@@ -1,42 +1,44 @@
 #!/usr/bin/env bash
-# Runs all that training with servers needs on one node: policy servers, the judge and the trainer. Made for 4 x H200.
-# Before training, the short form of python -m poly_epo_jax.doctor checks devices, kernels, disk, servers and judge; if
-# something is wrong with them, its table says what, and nothing is trained.
+# Runs policy servers, the judge and the trainer on one node, by default with 4 x H200. Before training, the short form
+# of python -m poly_epo_jax.doctor tests devices, kernels, disk, servers and judge. If a test fails, its table shows the
+# reason and training does not start.
 #
-#   bash launch/node.sh                                                     the paper's run; repeated, it resumes
-#   bash launch/node.sh --config=configs/polaris.py:grpo --config.seed=1    or any other run, with any other keys
+#   bash launch/node.sh                                                     the paper's run; a second call resumes it
+#   bash launch/node.sh --config=configs/polaris.py:grpo --config.seed=1    another run, with any configuration keys
 #
 #   GPU            0               1               2               3
 #   policy server  :30000          :30001          :30002          -
 #   judge          -               -               -               :30010
-#   trainer        mesh.fsdp=4, a quarter of every weight on each
+#   trainer        mesh.fsdp=4: each GPU holds a quarter of every weight
 #
-# On-policy training alternates between generating and training, so the two share GPUs without getting in each other's
-# way. Of an H200's 141 GB,
-#   - the trainer takes 0.36, 51 GB. Weights, gradients and Adam's two moments of Qwen3-4B in float32 take 4.02e9 x 16
-#     bytes = 64 GB, 16 GB on each of four GPUs. With full remat, the activations saved for the 16,384 tokens of a
-#     device's microbatch take 3 GB; the head, its gradient and a chunk of logits take 6 GB. So bench --plan counts
-#     25 GB; the rest is room for more rows.
-#   - a policy server takes 0.50, 70 GB: 8 GB of weights in bfloat16 and 62 GB of KV cache. At 147 KB per token, the
-#     cache holds 420,000 tokens: all of the server's 341 responses at once while their mean is below 1,200 tokens, or
-#     82 of the longest. CUDA graphs and activations take some 6 GB on top. Requests that do not fit wait in the server.
-#   - the judge takes as much: a call with 8 responses of 4,096 tokens takes 35,000 tokens of cache, 5 GB; a dozen fit.
-# mem-fraction-static counts the memory free while a server starts, so the trainer starts once all servers answer.
-# Weights are passed through a folder in /dev/shm: 8 GB per version, with two versions for a moment.
+# Servers and trainer share GPUs, because on-policy training alternates between generation and training. The 141 GB of
+# an H200 are divided as follows:
+#   - Trainer: fraction 0.36, 51 GB. The float32 weights, gradients and two Adam moments of Qwen3-4B take 4.02e9 x 16
+#     bytes = 64 GB, 16 GB on each of the four GPUs. With full rematerialization, the activations saved for the 16,384
+#     tokens of a microbatch take 3 GB per device. The head, its gradient and a chunk of logits take 6 GB. The total of
+#     bench --plan is 25 GB. The remaining memory can be used for more rows.
+#   - Policy server: fraction 0.50, 70 GB, with 8 GB of bfloat16 weights and 62 GB of KV cache. At 147 KB per token, the
+#     cache holds 420,000 tokens: all 341 concurrent responses of the server if their mean length is below 1,200 tokens,
+#     or 82 responses of maximum length. CUDA graphs and activations take about 6 GB more. Other requests are queued.
+#   - Judge: fraction 0.50. A request with 8 responses of 4,096 tokens takes 35,000 tokens of cache, 5 GB, so about 12
+#     requests fit.
+# mem-fraction-static is a fraction of the memory that is free when a server starts, so the trainer starts after all
+# servers respond. Weights are transferred through a folder in /dev/shm, with 8 GB per version and at most two versions.
 #
-# Settings, as environment variables:
-#   POLICY               the model to serve and train; default: the configuration's model.path
-#   JUDGE                the judge's model; default: the paper's
-#   SERVERS              policy servers, on GPUs 0 to SERVERS - 1; default 3, or 1 on CPUs
-#   PORT                 of the first policy server, default 30000; the judge's is 10 higher
-#   POLICY_FLAGS         more flags for sglang.launch_server; --enable-deterministic-inference makes it heed the seeds of
-#                        generations, at a cost in speed
-#   JUDGE_FLAGS          the same for the judge
-#   LOGS                 folder of the servers' logs; default runs/logs, under SLURM runs/logs/node-N
-#   DEVICE=cpu           for a trial without GPUs, in float32
+# Environment variables:
+#   POLICY               model to serve and train; default: model.path of the configuration
+#   JUDGE                model of the judge; default: the judge of the paper
+#   SERVERS              number of policy servers, on GPUs 0 to SERVERS - 1; default: 3, or 1 on CPU
+#   PORT                 port of the first policy server; default: 30000; the port of the judge is PORT + 10
+#   POLICY_FLAGS         additional flags of sglang.launch_server for policy servers; with
+#                        --enable-deterministic-inference, servers respect the seeds of generations but are slower
+#   JUDGE_FLAGS          additional flags of sglang.launch_server for the judge
+#   LOGS                 folder of the server logs; default: runs/logs, or runs/logs/node-N with SLURM
+#   DEVICE=cpu           test without GPUs, in float32
 #
-# Ctrl-C or SIGTERM stops everything. A trainer that is already training first abandons its batch, saves, and exits with
-# 143; a second Ctrl-C gives up that step and saves the steps before it. So does the end of a server, with exit code 1.
+# Ctrl-C or SIGTERM stops all processes. A trainer that is already training discards its unfinished batch, saves, and
+# exits with code 143. A second Ctrl-C discards the current step and saves the previous steps, as does the failure of a
+# server, with exit code 1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/processes.sh
@@ -44,21 +46,21 @@ device=${DEVICE:-gpu} port=${PORT:-30000} logs=${LOGS:-runs/logs${SLURM_NODEID:+
 case $device in
   gpu) extra='[gpu]' servers=${SERVERS:-3} ;;
   cpu) extra='' servers=${SERVERS:-1} ;;
-  *) echo "Error: DEVICE=$device is neither gpu nor cpu." >&2; exit 2 ;;
+  *) echo "Error: DEVICE must be gpu or cpu, but is $device." >&2; exit 2 ;;
 esac
 
-answers() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
+is_listening() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
 declare -A port_of=([judge]=$((port + 10)))
 for ((i = 0; i < servers; i++)); do port_of[policy-$i]=$((port + i)); done
 for taken in "${port_of[@]}"; do
-  answers "$taken" || continue
-  echo "Error: port $taken is taken; stop what listens there, or set PORT to another port." >&2
+  is_listening "$taken" || continue
+  echo "Error: port $taken is in use; stop the process that listens on it, or set PORT to another port." >&2
   exit 1
 done
 
-# Signals are only noted here, and checked for between the steps below, so that none interrupts between the start of a
-# process and the recording of its id.
-signals=0 code=0 told=0
+# Signal handlers only count signals, and the steps below check the count. A signal can therefore not interrupt between
+# the start of a process and the recording of its id. `handled` is the number of signals that were acted upon.
+signals=0 code=0 handled=0
 trap 'signals=$((signals + 1)) code=130' INT
 trap 'signals=$((signals + 1)) code=143' TERM HUP
 weights=$(mktemp -d /dev/shm/poly_epo_jax.XXXXXX)
@@ -67,41 +69,41 @@ finish() {
   stop 15 "${!pid_of[@]}"
   remove_leftovers
   rm -rf "$weights"
-  [ "$signals" -le "$told" ] || exit "$code"
+  [ "$signals" -le "$handled" ] || exit "$code"
 }
 trap finish EXIT
-look() { # ends this script after a signal, otherwise waits for a moment
+check_signals() { # exits after a signal, otherwise waits 0.5 s
   [ "$signals" = 0 ] || exit "$code"
   sleep 0.5 || true
 }
 
 # shellcheck disable=SC2016
 start setup bash -c 'source launch/setup_env.sh "$0"; bash third_party/sglang/setup.sh "$1"' "$extra" "$device"
-while is_running setup; do look; done
+while is_running setup; do check_signals; done
 wait "${pid_of[setup]}"
 source launch/setup_env.sh "$extra"
 
-# Placed right after the file, so that the user's flags come later and take precedence.
-ours=(--config.rollouts.weights_dir="$weights" --config.judge.url="http://127.0.0.1:${port_of[judge]}")
+# These flags are inserted after --config, so that flags of the user come later and override them.
+own_flags=(--config.rollouts.weights_dir="$weights" --config.judge.url="http://127.0.0.1:${port_of[judge]}")
 urls=
 for ((i = 0; i < servers; i++)); do urls+=,http://127.0.0.1:$((port + i)); done
-ours+=(--config.rollouts.urls="${urls:1}")
-# The servers answer by the time the trainer starts, and one that ends is not started again.
-ours+=(--config.rollouts.wait_seconds=20 --config.judge.wait_seconds=20)
-if [ "$device" = cpu ]; then ours+=(--config.model.dtype=float32 --config.rollouts.weights_dtype=float32); fi
-if [ -n "${POLICY:-}" ]; then ours+=(--config.model.path="$POLICY"); fi
+own_flags+=(--config.rollouts.urls="${urls:1}")
+# Servers respond before the trainer starts, and failed servers are not restarted, so long waits are not useful.
+own_flags+=(--config.rollouts.wait_seconds=20 --config.judge.wait_seconds=20)
+if [ "$device" = cpu ]; then own_flags+=(--config.model.dtype=float32 --config.rollouts.weights_dtype=float32); fi
+if [ -n "${POLICY:-}" ]; then own_flags+=(--config.model.path="$POLICY"); fi
 [[ " $* " == *" --config="* ]] || set -- --config=configs/polaris.py "$@"
 flags=()
 for flag in "$@"; do
   flags+=("$flag")
-  if [[ $flag == --config=* ]]; then flags+=("${ours[@]}"); fi
+  if [[ $flag == --config=* ]]; then flags+=("${own_flags[@]}"); fi
 done
-# Reading the configuration here reports an invalid value before servers start.
+# Reading the configuration here reports invalid values before servers start.
 policy=$(python - "${flags[@]}" <<<'
 import sys
 from poly_epo_jax.startup.command_line import config_parser, run_command
 sys.exit(run_command(config_parser(None), None, lambda config, _: print(config.model.path)))')
-[ -n "$policy" ] || { echo "Error: the configuration has no model.path; name a model with POLICY=..." >&2; exit 1; }
+[ -n "$policy" ] || { echo "Error: model.path is empty; set POLICY to a model." >&2; exit 1; }
 
 serve() { # NAME GPU MODEL FLAGS...
   local name=$1 gpu=$2 model=$3 log=$logs/$1.log flags=()
@@ -110,17 +112,18 @@ serve() { # NAME GPU MODEL FLAGS...
   echo "$name: $model on port ${port_of[$name]}, log in $log"
   start "$name" bash third_party/sglang/serve.sh "$device" "$model" "${port_of[$name]}" "${flags[@]}" "$@" >"$log" 2>&1
 }
-last_error() { # LOG: the line that names the error, ignoring lines from before the server was ready
+last_error() { # LOG: prints the line with the error message; lines before the server was ready are ignored
   local since
   since=$(tac "$1" | sed '/ready to roll/Q')
-  grep -m 1 -E '^[A-Za-z_.]*(Error|Exception)(:|$)|error:|ERROR' <<<"$since" || grep -m 1 . <<<"$since" || echo "no word"
+  grep -m 1 -E '^[A-Za-z_.]*(Error|Exception)(:|$)|error:|ERROR' <<<"$since" || grep -m 1 . <<<"$since" ||
+    echo "no output"
 }
-check_servers() { # WHEN: whether all servers are running; reports one that is not
+check_servers() { # WHEN: succeeds if all servers are running, otherwise prints the error of one that is not
   local name code=0
   for name in "${!port_of[@]}"; do
     is_running "$name" && continue
     wait "${pid_of[$name]}" || code=$?
-    echo "Error: $name ended with code $code $1: $(last_error "$logs/$name.log"); see $logs/$name.log" >&2
+    echo "Error: $name exited with code $code $1: $(last_error "$logs/$name.log"); see $logs/$name.log" >&2
     return 1
   done
 }
@@ -133,41 +136,41 @@ done
 # shellcheck disable=SC2086
 serve judge "$servers" "${JUDGE:-Qwen/Qwen3-4B-Instruct-2507}" --constrained-json-disable-any-whitespace ${JUDGE_FLAGS:-}
 for name in "${!port_of[@]}"; do
-  until answers "${port_of[$name]}"; do
+  until is_listening "${port_of[$name]}"; do
     note_leftovers "$name"
-    check_servers "before it answered"
-    look
+    check_servers "during startup"
+    check_signals
   done
 done
 note_leftovers "${!port_of[@]}"
 
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.36}
-look
+check_signals
 start doctor python -m poly_epo_jax.doctor --short "${flags[@]}"
 while is_running doctor; do
-  look
-  check_servers "while the doctor looked"
+  check_signals
+  check_servers "while the doctor was running"
 done
 wait "${pid_of[doctor]}" || exit 1
-look
+check_signals
 start trainer python -m poly_epo_jax.main "${flags[@]}"
 failed=0
 while is_running trainer; do
   sleep 0.5 || true
-  if ((told == 0 && signals > 0)); then
-    told=$signals
-    echo "The trainer completes its update and saves; a second Ctrl-C or SIGTERM gives that up." >&2
+  if ((handled == 0 && signals > 0)); then
+    handled=$signals
+    echo "The trainer completes its update and saves; a second Ctrl-C or SIGTERM discards the step." >&2
     kill -TERM "${pid_of[trainer]}" || true
-  elif ((told == 0)) && ! check_servers "while the trainer ran"; then
-    failed=1 told=1
+  elif ((handled == 0)) && ! check_servers "while the trainer was running"; then
+    failed=1 handled=1
     kill -TERM "${pid_of[trainer]}" || true
     break
-  elif ((signals > told)); then
-    failed=$code told=$signals
+  elif ((signals > handled)); then
+    failed=$code handled=$signals
     break
   fi
 done
-# Without servers, the trainer cannot complete the step, and saves the steps before it.
+# Without servers, the trainer cannot complete the step, and saves the previous steps.
 [ "$failed" = 0 ] || stop 5 "${!port_of[@]}"
 code=0
 wait "${pid_of[trainer]}" || code=$?

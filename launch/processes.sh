@@ -1,6 +1,6 @@
-# Sourced by node.sh: manages processes by name, and stops each of them with everything it has started.
+# Sourced by node.sh. Manages processes by name, and stops each of them together with its descendants.
 declare -A pid_of=()
-start() { # NAME COMMAND...: in a session of its own, to which everything it starts belongs; Ctrl-C does not reach it
+start() { # NAME COMMAND...: starts a process in a separate session with its descendants, which Ctrl-C does not reach
   local name=$1
   shift
   setsid "$@" </dev/null &
@@ -9,13 +9,13 @@ start() { # NAME COMMAND...: in a session of its own, to which everything it sta
 
 is_running() { kill -0 "${pid_of[$1]}" 2>/dev/null; }
 
-processes() { # NAME...: ids of all processes that belong to them; a new one has its id before it has its session
+processes() { # NAME...: prints the ids of their processes (-p covers processes that have not created their session yet)
   local name ids=
   for name in "$@"; do ids+=,${pid_of[$name]}; done
   [ -z "$ids" ] || ps -o stat=,pid= -p "${ids:1}" -s "${ids:1}" | awk '$1 !~ /^Z/ { print $2 }'
 }
 
-stop() { # SECONDS NAME...: by SIGTERM, and after that time by SIGKILL; no signal interrupts this or what follows
+stop() { # SECONDS NAME...: sends SIGTERM, and SIGKILL after the timeout; signals are ignored afterwards
   set +e
   trap '' INT TERM HUP
   local seconds=$1 left running name i
@@ -28,17 +28,17 @@ stop() { # SECONDS NAME...: by SIGTERM, and after that time by SIGKILL; no signa
     for name in "$@"; do ! is_running "$name" || running+=("${pid_of[$name]}"); done
     if ((i >= 2 * seconds)); then
       kill -KILL "${left[@]}"
-    elif [ ${#running[@]} -gt 0 ]; then # each of these first ends its own processes
+    elif [ ${#running[@]} -gt 0 ]; then # each of these first stops its own processes
       kill -TERM "${running[@]}"
     else
       kill -TERM "${left[@]}"
     fi 2>/dev/null
     sleep 0.5
   done
-  echo "Error: processes ${left[*]} do not end; see why with ps." >&2
+  echo "Error: processes ${left[*]} do not terminate; inspect them with ps." >&2
 }
 
-# SGLang leaves files in /dev/shm whose names do not say whose they are. Files that it has mapped are known by inode.
+# SGLang leaves files in /dev/shm whose names do not identify their process, so the inodes that it maps are recorded.
 declare -A leftovers=()
 note_leftovers() { # NAME...
   local pid inode

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Trains Poly-EPO and GRPO on polynomial solving, from the same base policy and with equal updates, and compares them.
-# It takes four to seven minutes on two CPU cores, including installation. A second call resumes what the first left
-# unfinished.
+# Trains Poly-EPO and GRPO on polynomial solving, with the same base policy and the same number of updates, and compares
+# them. It takes four to seven minutes on two CPU cores, including installation. A second call resumes unfinished runs.
 #
-#   bash launch/quickstart.sh [--config.KEY=VALUE ...]     of both runs; --config.train.num_steps=20 is a quick look
+#   bash launch/quickstart.sh [--config.KEY=VALUE ...]     flags apply to both runs, e.g. --config.train.num_steps=20
 source "$(dirname "$0")/setup_env.sh" ""
 
 for method in poly_epo grpo; do

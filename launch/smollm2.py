@@ -1,7 +1,7 @@
-"""Writes the GGUF file of SmolLM2-135M-Instruct as a Hugging Face folder: launch/smollm2.sh calls it.
+"""Converts the GGUF file of SmolLM2-135M-Instruct to a Hugging Face folder. Called by launch/smollm2.sh.
 
-Weights are dequantised to float32, as llama.cpp and transformers do, and named and ordered as transformers has them.
-The tokenizer is made of the file's tokens and merges. No torch is needed.
+Weights are dequantized to float32, as in llama.cpp and transformers, and have the names and layouts of transformers.
+The tokenizer is built from the tokens and merges in the file. torch is not required.
 """
 
 import json
@@ -29,16 +29,25 @@ MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""GGUF's names, and those of transformers' LlamaModel."""
+"""Module names in GGUF, and in LlamaModel of transformers."""
 
 CONTROL = 3
-"""GGUF's type of tokens that no text is encoded to, such as <|im_end|>."""
+"""GGUF type of control tokens, such as <|im_end|>. Text is never encoded to control tokens."""
 
 
 def main(file: Path, folder: Path) -> None:
+    """Converts a GGUF file.
+
+    Args:
+      file: The GGUF file.
+      folder: The Hugging Face folder to create. It must not exist.
+
+    Raises:
+      FileExistsError: If `folder` exists.
+    """
     reader = GGUFReader(file)
-    about = {name: field.contents() for name, field in reader.fields.items()}
-    heads = {"attn_q": about["llama.attention.head_count"], "attn_k": about["llama.attention.head_count_kv"]}
+    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    heads = {"attn_q": metadata["llama.attention.head_count"], "attn_k": metadata["llama.attention.head_count_kv"]}
     weights: dict[str, np.ndarray] = {}
     for tensor in reader.tensors:
         layer, kind = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", tensor.name).groups()  # pyright: ignore[reportOptionalMemberAccess]
@@ -48,66 +57,73 @@ def main(file: Path, folder: Path) -> None:
         weights[f"model.{f'layers.{layer}.' if layer else ''}{MODULES[kind]}.weight"] = np.ascontiguousarray(weight)
     folder.mkdir(parents=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_json(folder / "config.json", _config(about))
-    ends = {name: about[f"tokenizer.ggml.{key}_token_id"] for name, key in _ENDS.items()}
+    _write_json(folder / "config.json", _config(metadata))
+    ends = {name: metadata[f"tokenizer.ggml.{key}_token_id"] for name, key in _SPECIAL_TOKEN_IDS.items()}
     _write_json(folder / "generation_config.json", ends)
-    _tokenizer(about).save_pretrained(folder)
+    _tokenizer(metadata).save_pretrained(folder)
 
 
-_ENDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+_SPECIAL_TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
 def _rotated_by_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of each head as transformers rotates them: GGUF has rotated pairs beside each other, [.., D/2, 2, ..]."""
+    """Reorders the rows of each head from rotary pairs that are adjacent (GGUF) to pairs D/2 rows apart (transformers).
+
+    Args:
+      weight: Query or key projection [num_heads * D, hidden size].
+      num_heads: Number of query or key heads.
+    """
     pairs = weight.reshape(num_heads, -1, 2, weight.shape[1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
-def _config(about: dict[str, Any]) -> dict[str, Any]:
+def _config(metadata: dict[str, Any]) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": about["llama.vocab_size"],
-        "hidden_size": about["llama.embedding_length"],
-        "intermediate_size": about["llama.feed_forward_length"],
-        "num_hidden_layers": about["llama.block_count"],
-        "num_attention_heads": about["llama.attention.head_count"],
-        "num_key_value_heads": about["llama.attention.head_count_kv"],
-        "head_dim": about["llama.rope.dimension_count"],
-        "rope_theta": about["llama.rope.freq_base"],
-        "rms_norm_eps": float(np.float32(about["llama.attention.layer_norm_rms_epsilon"]).astype(str)),
-        "max_position_embeddings": about["llama.context_length"],
+        "vocab_size": metadata["llama.vocab_size"],
+        "hidden_size": metadata["llama.embedding_length"],
+        "intermediate_size": metadata["llama.feed_forward_length"],
+        "num_hidden_layers": metadata["llama.block_count"],
+        "num_attention_heads": metadata["llama.attention.head_count"],
+        "num_key_value_heads": metadata["llama.attention.head_count_kv"],
+        "head_dim": metadata["llama.rope.dimension_count"],
+        "rope_theta": metadata["llama.rope.freq_base"],
+        "rms_norm_eps": float(np.float32(metadata["llama.attention.layer_norm_rms_epsilon"]).astype(str)),
+        "max_position_embeddings": metadata["llama.context_length"],
         "tie_word_embeddings": True,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
         "torch_dtype": "float32",
-        **{name: about[f"tokenizer.ggml.{key}_token_id"] for name, key in _ENDS.items()},
+        **{name: metadata[f"tokenizer.ggml.{key}_token_id"] for name, key in _SPECIAL_TOKEN_IDS.items()},
     }
 
 
-def _tokenizer(about: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE that reads digits one by one: GGUF's pre-tokenizer `smollm`."""
-    tokens, merges = about["tokenizer.ggml.tokens"], about["tokenizer.ggml.merges"]
+def _tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """Builds a byte-level BPE tokenizer that splits numbers into digits, as the GGUF pre-tokenizer `smollm` does."""
+    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    made = Tokenizer(models.BPE(vocabulary, [tuple(merge.split(" ")) for merge in merges]))
-    made.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer = Tokenizer(models.BPE(vocabulary, [tuple(merge.split(" ")) for merge in merges]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    made.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    control = [token for token, kind in zip(tokens, about["tokenizer.ggml.token_type"], strict=True) if kind == CONTROL]
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
-    named = {name: tokens[about[f"tokenizer.ggml.{key}_token_id"]] for name, key in _NAMED.items()}
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    control = [
+        token for token, kind in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True) if kind == CONTROL
+    ]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    named = {name: tokens[metadata[f"tokenizer.ggml.{key}_token_id"]] for name, key in _SPECIAL_TOKENS.items()}
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        chat_template=about["tokenizer.chat_template"],
-        model_max_length=about["llama.context_length"],
+        tokenizer_object=tokenizer,
+        chat_template=metadata["tokenizer.chat_template"],
+        model_max_length=metadata["llama.context_length"],
         clean_up_tokenization_spaces=False,
         **named,
     )
 
 
-_NAMED = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+_SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

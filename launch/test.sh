@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Checks everything: style, types, and every test, including the slow ones and those against real SGLang servers.
-# Arguments go to pytest; `-m "not slow"` leaves out tests that take more than about two seconds.
+# Runs all checks: style, types, and all tests, including slow tests and tests with real SGLang servers. Arguments are
+# passed to pytest, e.g. `-m "not slow"` to skip tests that take more than about two seconds.
 #
-# If torch for CPUs or JetStream cannot be installed, or the environments of SGLang or of the TPU compiler cannot be
-# made, their tests are skipped and say so; with POLY_EPO_REQUIRE_TORCH=1, POLY_EPO_REQUIRE_JETSTREAM=1,
-# POLY_EPO_REQUIRE_SGLANG=1 and POLY_EPO_REQUIRE_LIBTPU=1 this script fails instead.
+# If torch for CPUs, JetStream, or the environment of SGLang or the TPU compiler cannot be installed, their tests are
+# skipped with a warning. With POLY_EPO_REQUIRE_TORCH=1, POLY_EPO_REQUIRE_JETSTREAM=1, POLY_EPO_REQUIRE_SGLANG=1 or
+# POLY_EPO_REQUIRE_LIBTPU=1, this script fails instead.
 #
-#   LOCK=newest bash launch/test.sh     with the newest versions that setup.py allows: has the ecosystem moved?
+#   LOCK=newest bash launch/test.sh     tests with the newest versions that setup.py allows
 source "$(dirname "$0")/setup_env.sh" "[test]"
 
 optional() { # NAME COMMAND...
@@ -14,7 +14,7 @@ optional() { # NAME COMMAND...
   shift
   "$@" && return
   [ -z "${!required:-}" ] || exit 1
-  echo "Warning: without $name, its tests are skipped." >&2
+  echo "Warning: $name is not available; its tests are skipped." >&2
 }
 
 optional TORCH bash launch/torch.sh
@@ -23,11 +23,11 @@ ruff check .
 ruff format --check .
 optional SGLANG bash third_party/sglang/setup.sh cpu
 optional LIBTPU bash launch/compiler_env.sh tpu
-# Types take a minute on one core, so they are checked beside the tests, and told after them.
+# Checking types takes a minute on one core, so pyright runs in parallel with the tests. Its output is printed last.
 types=$(mktemp)
 trap 'rm -f "$types"' EXIT
 pyright >"$types" 2>&1 &
-# Three at a time keep two cores busy, as many tests wait for servers; the tests of one file share what they start.
+# Three processes keep two cores busy, because many tests wait for servers. The tests of a file share their fixtures.
 passed=0
 pytest --numprocesses=3 --dist=loadfile "$@" || passed=$?
 wait $! || passed=$?

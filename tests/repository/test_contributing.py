@@ -1,4 +1,4 @@
-"""The files for contributors agree with the code: versions, Pythons, commands, and the paths that they name."""
+"""Tests that the files for contributors agree with the code: versions, Python versions, commands and paths."""
 
 import re
 import runpy
@@ -24,7 +24,7 @@ def read(name: str) -> Any:
     return yaml.safe_load((ROOT / name).read_text())
 
 
-def test_one_version_everywhere():
+def test_versions_agree():
     version = setup_arguments()["version"]
     assert str(read("CITATION.cff")["version"]) == version
     released = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
@@ -40,7 +40,7 @@ def test_the_citation_names_software_and_paper():
     assert [author["family-names"] for author in paper["authors"]][:2] == ["Orney", "Ibn Hamid"]
 
 
-def test_the_workflow_calls_ci_on_every_python_that_is_supported():
+def test_the_workflow_runs_ci_on_all_supported_python_versions():
     steps = read(".github/workflows/ci.yml")["jobs"]["test"]["steps"]
     (pythons,) = [step["with"]["python-version"].split() for step in steps if "setup-python" in step.get("uses", "")]
     lowest, highest = re.findall(r"3\.(\d+)", setup_arguments()["python_requires"])
@@ -50,15 +50,15 @@ def test_the_workflow_calls_ci_on_every_python_that_is_supported():
     assert run["env"] == {"POLY_EPO_SHARED": ""}
 
 
-def test_ci_refuses_a_data_folder_that_is_missing():
+def test_ci_rejects_a_missing_data_folder():
     ended = subprocess.run([ROOT / ".ci/run"], env={"POLY_EPO_SHARED": "/nowhere"}, capture_output=True, text=True)
     assert ended.returncode == 1
     assert ended.stderr == "Error: POLY_EPO_SHARED=/nowhere is not a folder.\n"
 
 
 @pytest.mark.parametrize("hook", read(".pre-commit-config.yaml")["repos"][0]["hooks"], ids=lambda hook: hook["id"])
-def test_hooks_do_what_launch_test_does(hook: dict[str, Any]):
-    """Each runs the environment's own ruff, which finds nothing to do on a tree that launch/test.sh passes."""
+def test_hooks_run_the_same_checks_as_launch_test(hook: dict[str, Any]):
+    """Each hook runs the ruff of .venv with the checks of launch/test.sh, so it changes nothing after they pass."""
     program, *arguments = shlex.split(hook["entry"])
     assert program == ".venv/bin/ruff"
     name, flags = arguments[0], [flag for flag in arguments[1:] if flag != "--fix"]
@@ -70,7 +70,7 @@ def test_hooks_do_what_launch_test_does(hook: dict[str, Any]):
 
 
 @pytest.mark.parametrize("document", ["CONTRIBUTING.md", "CHANGELOG.md"])
-def test_what_the_documents_name_is_there(document: str):
+def test_linked_files_exist(document: str):
     text = (ROOT / document).read_text()
     links = [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
     tests = re.findall(r"`(tests/[\w/]+\.py)`", text)

@@ -1,8 +1,8 @@
-"""Every command in README.md, docs/ and CONTRIBUTING.md is run as it is written there, with flags that make it short.
+"""Tests that all commands in README.md, docs/ and CONTRIBUTING.md run as documented, with flags that shorten them.
 
-The commands run in document order, in one copy of the tracked files: the test of a later command needs those before it.
-The copy has its own .venv, into which setup_env.sh and pip install the copy itself and nothing else. All other packages
-come from the environment that runs this test, so only the fetching of packages is left out (.ci/run does that).
+The commands run in document order in one copy of the tracked files, and later commands require the earlier ones. The
+copy has its own .venv, into which setup_env.sh and pip only install the copy. All other packages are those of the
+environment that runs this test, so the download of packages is not tested here (.ci/run does this).
 """
 
 import os
@@ -34,43 +34,51 @@ SMALL = " ".join(
     as_flags({key: value for key, value in SETTINGS.items() if key != "task.options"} | {"train.num_steps": 2})
 )
 FEW = "--num_generations=2 --max_problems=4"
-PEERS = "makes environments of several GB, with torch, Tunix and TRL: by hand"
+PEERS = "manual: creates environments of several GB with torch, Tunix and TRL"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of the commands that start with these words, and with no longer rule's."""
+    """The expected result of all commands that begin with `starts`, unless a longer rule applies.
+
+    Attributes:
+      starts: Beginning of the command.
+      flags: Flags that shorten the command.
+      says: Text in its output.
+      error: Text in its error message, for commands that require another machine.
+      elsewhere: The test that runs the command instead of this one, or the reason why no test does.
+    """
 
     starts: str
-    flags: str = ""  # shorten it
-    says: str = ""  # in its output
-    error: str = ""  # in the sentence that a user sees instead, if the command needs another machine
-    elsewhere: str = ""  # what runs it, if not this test, or why no test does
+    flags: str = ""
+    says: str = ""
+    error: str = ""
+    elsewhere: str = ""
 
 
 RULES = (
-    Rule("LOCK=newest bash launch/test.sh", elsewhere="asks the package index for what is newest; by hand"),
-    Rule(".venv-tpu/bin/python -m poly_epo_jax.bench", elsewhere="tests/bench/aot/test_compile_for.py, for two layers"),
-    Rule("bash launch/compiler_env.sh", elsewhere="launch/test.sh runs it; it fetches XLA's compilers"),
-    Rule("bash launch/lock.sh", elsewhere="asks the package index for what is newest; by hand"),
-    Rule("bash launch/node.sh", elsewhere="tests/launch/test_node.py runs it with DEVICE=cpu; it is made for 4 x H200"),
+    Rule("LOCK=newest bash launch/test.sh", elsewhere="manual: installs the newest versions"),
+    Rule(".venv-tpu/bin/python -m poly_epo_jax.bench", elsewhere="tests/bench/aot/test_compile_for.py, two layers"),
+    Rule("bash launch/compiler_env.sh", elsewhere="launch/test.sh; downloads XLA compilers"),
+    Rule("bash launch/lock.sh", elsewhere="manual: installs the newest versions"),
+    Rule("bash launch/node.sh", elsewhere="tests/launch/test_node.py, with DEVICE=cpu; requires 4 x H200"),
     Rule("bash launch/quickstart.sh", SMALL, says="report: runs/report/report.html"),
-    Rule("bash launch/smollm2.sh", elsewhere="tests/launch/test_smollm2.py; it fetches a model"),
-    Rule("bash launch/test.sh", elsewhere="it runs this test"),
+    Rule("bash launch/smollm2.sh", elsewhere="tests/launch/test_smollm2.py; downloads a model"),
+    Rule("bash launch/test.sh", elsewhere="runs this test"),
     Rule("bash launch/tpu.sh run", says="--config=configs/polaris.py:v5p-32 --config.hosts.coordinator=auto"),
-    Rule("bash benchmarks/h200.sh", elsewhere="made for an H200; with SMALL=1 by hand, as it is minutes of compiling"),
-    Rule("bash third_party/sglang/serve.sh gpu", elsewhere="needs a GPU; tests/rollouts/test_sleep.py has its order"),
+    Rule("bash benchmarks/h200.sh", elsewhere="manual, with SMALL=1; requires an H200 and minutes of compilation"),
+    Rule("bash third_party/sglang/serve.sh gpu", elsewhere="requires a GPU; see tests/rollouts/test_sleep.py"),
     Rule(
         "XLA_PYTHON_CLIENT_ALLOCATOR=platform python -m poly_epo_jax.main --config=configs/gsm8k.py",
         error="'openai/gsm8k:main:test' cannot be reached",
     ),
-    Rule("bash third_party/jetstream/setup.sh", elsewhere="launch/test.sh runs it; it fetches JetStream"),
+    Rule("bash third_party/jetstream/setup.sh", elsewhere="launch/test.sh; downloads JetStream"),
     Rule("pip install", says="Successfully installed poly_epo_jax"),
-    Rule("pip install pre-commit", elsewhere="fetches another project; by hand"),
-    Rule("pip install --pre", elsewhere="fetches another project; by hand, for tests/rollouts/test_sglang_jax.py"),
-    Rule("pip install torch", elsewhere="brings CUDA; by hand, for rollouts.weight_sync=tensor"),
-    Rule("pre-commit install", elsewhere="tests/repository/test_contributing.py runs what it would install"),
-    Rule("pytest", elsewhere="it runs this test"),
+    Rule("pip install pre-commit", elsewhere="manual: downloads another project"),
+    Rule("pip install --pre", elsewhere="manual: downloads another project, for tests/rollouts/test_sglang_jax.py"),
+    Rule("pip install torch", elsewhere="manual: installs CUDA, for rollouts.weight_sync=tensor"),
+    Rule("pre-commit install", elsewhere="tests/repository/test_contributing.py runs the hooks"),
+    Rule("pytest", elsewhere="runs this test"),
     Rule("python -m poly_epo_jax.bench --config=configs/polaris.py --plans", says="v6e-64"),
     Rule(
         "python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan",
@@ -86,7 +94,7 @@ RULES = (
     Rule("python -m poly_epo_jax.evaluate --config=configs/polynomial.py", FEW, says="python -m poly_epo_jax.report"),
     Rule(
         "python -m poly_epo_jax.evaluate --config=configs/polaris.py",
-        "--models=trained=http://127.0.0.1:1",  # where no other test has a server
+        "--models=trained=http://127.0.0.1:1",  # a port that no other test uses
         error="http://127.0.0.1:1 does not say what it serves (it does not accept connections); start an SGLang",
     ),
     Rule("python -m poly_epo_jax.export", says="policy: runs/policy"),
@@ -117,26 +125,28 @@ RULES = (
         "python -m poly_epo_jax.main --config=my_objective.py",
         elsewhere="tests/examples/test_extending.py and tests/launch/test_wheel.py",
     ),
-    Rule("python -m poly_epo_jax.main --config=configs/prose.py", elsewhere="trains Qwen3-1.7B, over a server"),
+    Rule("python -m poly_epo_jax.main --config=configs/prose.py", elsewhere="trains Qwen3-1.7B with a server"),
     Rule(
-        "python -m poly_epo_jax.main --config=configs/smollm2.py", elsewhere="tests/launch/test_smollm2.py, two steps"
+        "python -m poly_epo_jax.main --config=configs/smollm2.py",
+        elsewhere="tests/launch/test_smollm2.py, two steps",
     ),
     Rule("python -m poly_epo_jax.main --help", says="train.num_steps"),
-    Rule("python -m poly_epo_jax.report runs/smollm2", elsewhere="of runs that this test does not make"),
+    Rule("python -m poly_epo_jax.report runs/smollm2", elsewhere="reads runs that this test does not create"),
     Rule("python -m poly_epo_jax.report", says="/report/report.html"),
-    Rule("python -m poly_epo_jax.study studies/categories.py", elsewhere="120 runs of a model of 135M weights"),
-    Rule("python -m poly_epo_jax.study studies/rivals.py", elsewhere="70 runs; those below are the same command"),
-    Rule("python -m poly_epo_jax.study studies/polynomial.py", elsewhere="60 runs; those below are the same command"),
+    Rule("python -m poly_epo_jax.study studies/categories.py", elsewhere="120 runs of a model with 135M weights"),
+    Rule("python -m poly_epo_jax.study studies/rivals.py", elsewhere="70 runs; see the other studies"),
+    Rule(
+        "python -m poly_epo_jax.study studies/polynomial.py",
+        elsewhere="60 runs; see the other studies",
+    ),
     Rule("python -m poly_epo_jax.study studies/polynomial.py --report", SMALL, says="report/report.html"),
     Rule("python -m poly_epo_jax.study studies/skewed.py", SMALL, says="(3 of 3 runs finished)"),
-    Rule("python -m sglang_router", elsewhere="tests/rollouts/test_sglang.py starts SGLang's router"),
-    Rule("python fuzz", elsewhere="tests/fuzz/test_fuzz.py, a few attempts each"),
+    Rule("python -m sglang_router", elsewhere="tests/rollouts/test_sglang.py starts the SGLang router"),
+    Rule("python fuzz", elsewhere="tests/fuzz/test_fuzz.py, with a few attempts each"),
     Rule("python benchmarks/advantages.py", says="closed form"),
     Rule("python benchmarks/decode_peers.py", elsewhere=PEERS),
     Rule("python benchmarks/estimators.py", says="marginal_set, polychromic"),
-    Rule(
-        "python benchmarks/theory", elsewhere="tests/benchmarks/test_theory.py, each question in small; minutes in all"
-    ),
+    Rule("python benchmarks/theory", elsewhere="tests/benchmarks/test_theory.py, with fewer steps; takes minutes"),
     Rule("python benchmarks/step_peers.py", elsewhere=PEERS),
     Rule("python benchmarks/update_peers.py", elsewhere=PEERS),
     Rule("python benchmarks/weight_sync.py", "runs", says="runs: one writer"),
@@ -145,26 +155,26 @@ RULES = (
     Rule("source launch/setup_env.sh"),
 )
 
-# gcloud and sbatch are not here: these stand-ins print their arguments.
+# Stand-ins for programs that are not installed (gcloud and sbatch), which print their arguments, and for installers.
 PROGRAMS = {
     "gcloud": 'printf "%s\\n" "$@"',
     "sbatch": 'while [ "${1#--}" != "$1" ]; do shift; done; bash -n "$1" && echo "Submitted a job of $*"',
-    "pip": 'exec python -m pip "$@"',  # the environment's own pip, in place of the script that would be in .venv/bin
-    # uv would not see the packages of the environment that runs this test.
+    "pip": 'exec python -m pip "$@"',  # the pip module of the environment instead of a script in .venv/bin
+    # uv would ignore the packages of the environment that runs this test.
     "uv": 'python=$4; shift 4; [ "$1" != --compile-bytecode ] || shift; exec "$python" -m pip install "$@"',
 }
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "PIP_NO_BUILD_ISOLATION": "0",  # pip's way to say that there is none
+    "PIP_NO_BUILD_ISOLATION": "0",  # pip interprets 0 as disabling build isolation
     "PIP_NO_DEPS": "1",
     "PIP_NO_INDEX": "1",
-    "ZONE": "a-zone",  # launch/tpu.sh asks for one
+    "ZONE": "a-zone",  # required by launch/tpu.sh
 }
 
 
 def commands_in(text: str) -> Iterator[str]:
-    """Complete commands, in order: in bash fences, in indented blocks, in inline code."""
+    """Yields all complete commands in order, from bash fences, indented blocks and inline code."""
     for code in CODE.finditer(re.sub(r"\\\n\s*", "", text)):
         if code["inline"]:
             words = " ".join(code["inline"].split())
@@ -185,7 +195,7 @@ def rule_of(command: str) -> Rule | None:
 
 
 def from_documents() -> dict[str, str]:
-    """The document that each command is in first."""
+    """Maps each command to the first document that contains it."""
     found: dict[str, str] = {}
     for document in DOCUMENTS:
         for command in commands_in(document.read_text()):
@@ -199,7 +209,7 @@ HERE = [command for command in COMMANDS if not ((rule := rule_of(command)) and r
 
 @pytest.fixture(scope="module")
 def user(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[int, str]]:
-    """Types a command into a shell in the copy; gives its exit code, and what it printed."""
+    """Returns a function that runs a command in the copy, and returns its exit code and output."""
     copy, programs = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("programs")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in listed.stdout.split("\0"):
@@ -208,19 +218,19 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[int,
             shutil.copy(ROOT / name, copy / name)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", copy / ".venv"], check=True)
     (packages,) = (copy / ".venv" / "lib").glob("python*/site-packages")
-    (packages / "next_door.pth").write_text("\n".join(site.getsitepackages()))
+    (packages / "environment.pth").write_text("\n".join(site.getsitepackages()))
     for name, text in PROGRAMS.items():
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
     (copy / ".venv" / "bin" / "pip").symlink_to(programs / "pip")
-    # Users have no variable that conftest.py sets, nor what only the tests install. Here accelerators are left alone,
-    # and compiling is quick, but not where little is compiled and computed often.
-    ours = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE")
-    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    # The variables of conftest.py and the packages that only tests install are removed. XLA_FLAGS for fast compilation
+    # are added below, except for benchmarks, whose programs are compiled once and executed often.
+    test_variables = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in test_variables}
     environment |= VARIABLES | user_variables("setuptools") | {"PATH": f"{programs}:{os.environ['PATH']}"}
 
-    def types(command: str) -> tuple[int, str]:
-        # `timeout` also ends the processes that the shell has started.
+    def run_command(command: str) -> tuple[int, str]:
+        # `timeout` also terminates the child processes of the shell.
         shell = ["timeout", "600", "bash", "-c", f"source .venv/bin/activate && {command}"]
         flags = {} if command.startswith("python benchmarks/") else {"XLA_FLAGS": quick_compiles.FLAGS}
         ended = subprocess.run(
@@ -228,21 +238,21 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[int,
         )
         return ended.returncode, ended.stdout
 
-    return types
+    return run_command
 
 
-def test_every_command_has_a_rule_and_every_rule_a_command():
+def test_each_command_has_a_rule_and_each_rule_a_command():
     without = [f"{document}: {command}" for command, document in COMMANDS.items() if rule_of(command) is None]
-    assert not without, "say in RULES what these commands must print, or who else runs them"
+    assert not without, "add rules for these commands to RULES"
     unused = [rule.starts for rule in RULES if rule not in map(rule_of, COMMANDS)]
-    assert not unused, "no document has a command that starts so; remove the rule"
+    assert not unused, "no document contains a matching command; remove these rules"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", HERE, ids=[f"{COMMANDS[command]}: {command}" for command in HERE])
-def test_the_command_does_what_the_document_says(command: str, user: Callable[[str], tuple[int, str]]):
+def test_the_command_runs_as_documented(command: str, user: Callable[[str], tuple[int, str]]):
     rule = rule_of(command)
-    assert rule, "no rule of RULES"
+    assert rule, "no rule in RULES"
     code, output = user(f"{command} {rule.flags}")
     assert "Traceback" not in output and "does not provide the extra" not in output, output[-3000:]
     if rule.error:
@@ -253,23 +263,23 @@ def test_the_command_does_what_the_document_says(command: str, user: Callable[[s
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_what_it_links_to_is_there(document: Path):
+def test_linked_files_exist(document: Path):
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []
 
 
-def test_every_file_that_the_architecture_names_is_there():
+def test_files_named_in_the_architecture_exist():
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"`([\w/.]+\.(?:py|md))`", text))
     assert len(named) > 25
     assert [name for name in named if not ((ROOT / name).exists() or (ROOT / "poly_epo_jax" / name).exists())] == []
     top = {path.name for path in (ROOT / "poly_epo_jax").glob("*.py")} - {"__init__.py"}
-    assert top == top & set(re.findall(r"\w+\.py", text)), "a file at the top of the package has no line there"
+    assert top == top & set(re.findall(r"\w+\.py", text)), "docs/architecture.md omits a root file"
 
 
-def test_the_functions_work_alone_as_the_readme_writes():
+def test_the_functions_in_the_readme():
     (block,) = re.findall(r"```python\n(sets = .*?)```", DOCUMENTS[0].read_text(), re.DOTALL)
-    made, advantages, closed = block.splitlines()
+    construction, advantages, closed = block.splitlines()
     random = np.random.default_rng(0)
     names = {
         "set_rl": set_rl,
@@ -279,7 +289,7 @@ def test_the_functions_work_alone_as_the_readme_writes():
         "rewards": random.random((2, 64), np.float32),
         "clusters": random.integers(1, 6, (2, 64)),
     }
-    exec(made, names)
+    exec(construction, names)
     assert names["sets"].shape == (70, 4)
     assert eval(advantages, names).shape == (2, 8)
     assert eval(closed, names).shape == (2, 64)

@@ -1,6 +1,7 @@
-"""Imports only point down: a room, or a file in the root, imports those before it in LAYERS, and itself.
+"""Tests the import order of the package: a subpackage or root file only imports itself and those before it in LAYERS.
 
-The package also stands alone: it imports nothing that setup.py does not declare, and reads no file outside itself.
+The package must also be self-contained: it only imports distributions that setup.py declares, and does not read files
+outside the package.
 """
 
 import ast
@@ -41,29 +42,29 @@ LAYERS = (
     "main",
     "from_python",
 )
-"""The rooms and the files in the root of the package, from the bottom up."""
+"""Subpackages and root files of the package, from lowest to highest."""
 FRONT = "from_python"
-"""What the package itself names, and loads when it is asked for it."""
+"""The only module that `__init__` imports, lazily."""
 
 LIBRARIES = {
     "system": {"httpx"},
     "set_rl": {"jax", "numpy", "jaxtyping"},
     "metrics": {"numpy", "scipy", "jaxtyping"},
 }
-"""All that these may import besides the standard library, so that they can be used without the rest."""
+"""Allowed imports of subpackages that can be used on their own, in addition to the standard library."""
 
 OPTIONAL = {
     "rollouts.jetstream.mended": {"jetstream"},
     "rollouts.servers.weight_sync": {"torch"},
     "records.tracking": {"wandb"},
 }
-"""What these alone import, though a plain installation does not bring it: they do without, or say what to install."""
+"""Imports that setup.py does not install by default. The modules work without them, or report how to install them."""
 
 DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
-"""By the name that is imported, where that is another."""
+"""Distribution names of modules with a different name."""
 
 HIDING = ("import_module", "__import__", "spec_from_file_location")
-"""Ways to import that would escape these tests."""
+"""Import functions that these tests cannot check."""
 
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
@@ -72,7 +73,7 @@ MODULES = {
 
 
 def imports(source: str) -> Iterator[str]:
-    """Dotted names of what a module imports, wherever in it; what `from a import b` names may be module a.b."""
+    """Yields the dotted names of all imports of a module, including local imports. `from a import b` may yield a.b."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -82,13 +83,15 @@ def imports(source: str) -> Iterator[str]:
 
 
 def declared() -> set[str]:
-    """The distributions of setup.py's install_requires, as `normal` writes them."""
+    """Returns the normalized distribution names in install_requires of setup.py."""
     with mock.patch("setuptools.setup") as setup:
         runpy.run_path(str(PACKAGE.parent / "setup.py"))
-    return {normal(re.split(r"[^\w.-]", requirement)[0]) for requirement in setup.call_args.kwargs["install_requires"]}
+    return {
+        normalize(re.split(r"[^\w.-]", requirement)[0]) for requirement in setup.call_args.kwargs["install_requires"]
+    }
 
 
-def normal(distribution: str) -> str:
+def normalize(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
@@ -96,54 +99,56 @@ DECLARED = declared()
 
 
 def names(source: str) -> set[str]:
-    """Every name and attribute that occurs in a module."""
+    """Returns all names and attributes that occur in a module."""
     nodes = list(ast.walk(ast.parse(source)))
     plain = {node.id for node in nodes if isinstance(node, ast.Name)}
     return plain | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
 def room(module: str) -> str:
-    """The package or module directly below the top: `model` of poly_epo_jax.model.hf."""
+    """Returns the subpackage or root file of a module, such as `model` for poly_epo_jax.model.hf."""
     return [*module.split("."), ""][1]
 
 
 def layer(name: str) -> int:
-    """Counted from 0; -1 for a room that has none."""
+    """Returns the index in LAYERS, or -1 if it is missing."""
     return LAYERS.index(name) if name in LAYERS else -1
 
 
 def violations(module: str, source: str) -> list[str]:
-    """A sentence for each import that the module must not have."""
+    """Returns an error message for each violation in the source of a module."""
     own, found = room(module), []
     if module != NAME and layer(own) < 0:
         return [f"{module} has no layer; add {own!r} to LAYERS in tests/repository/test_layers.py."]
     for imported in imports(source):
         library, other = imported.split(".")[0], room(imported)
         if imported.startswith("."):
-            found.append(f"{module} imports {imported}, a relative name; write it from {NAME} on.")
+            found.append(f"{module} imports {imported}, a relative name; use an absolute import from {NAME}.")
         elif library in sys.stdlib_module_names:
             continue
         elif library != NAME:
             allowed, optional = LIBRARIES.get(own), OPTIONAL.get(module.removeprefix(f"{NAME}."), set())
             if allowed is not None and library not in allowed:
-                found.append(f"{module} imports {library}, but {own} needs {', '.join(sorted(allowed))} only.")
-            elif library not in optional and normal(DISTRIBUTIONS.get(library, library)) not in DECLARED:
+                found.append(f"{module} imports {library}, but {own} may only import {', '.join(sorted(allowed))}.")
+            elif library not in optional and normalize(DISTRIBUTIONS.get(library, library)) not in DECLARED:
                 found.append(f"{module} imports {library}, which install_requires of setup.py does not declare.")
         elif module == NAME:
             if other != FRONT:
-                found.append(f"{module} imports {imported}, but its __init__ imports nothing but {FRONT}.")
+                found.append(f"{module} imports {imported}, but __init__ may only import {FRONT}.")
         elif layer(other) < 0:
             found.append(f"{module} imports {imported}, which has no layer.")
         elif layer(other) > layer(own):
             found.append(f"{module} imports {imported}, but {own} is below {other}.")
-    found += [f"{module} uses {name}, which hides what it imports." for name in HIDING if name in names(source)]
+    found += [f"{module} uses {name}, which hides imports from this test." for name in HIDING if name in names(source)]
     if "__file__" in names(re.sub(r"Path\(__file__\)\.with_name\(\"\w+\.\w+\"\)", "None", source)):
-        found.append(f"{module} uses __file__ for more than a neighbour, Path(__file__).with_name; it stands alone.")
+        found.append(
+            f"{module} uses __file__ other than in Path(__file__).with_name; only read files next to the module."
+        )
     return found
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_point_down(module: str):
+def test_imports_follow_the_layers(module: str):
     assert violations(module, MODULES[module].read_text()) == []
 
 
@@ -152,14 +157,14 @@ def test_layers_are_the_rooms_and_files_of_the_package():
     assert set(LAYERS) == {room(module) for module in MODULES} - {""}
 
 
-def test_no_exception_outlives_its_import():
+def test_all_optional_imports_are_used():
     known = {(module, name) for module, path in MODULES.items() for name in imports(path.read_text())}
     optional = {(f"{NAME}.{module}", library) for module, libraries in OPTIONAL.items() for library in libraries}
     assert {(module, name.split(".")[0]) for module, name in known} >= optional
 
 
 @pytest.mark.parametrize(
-    ("module", "source", "complaint"),
+    ("module", "source", "message"),
     [
         ("types", "from poly_epo_jax.config.keys import Config", "but types is below config"),
         ("set_rl.sets", "from poly_epo_jax import metrics", "but set_rl is below metrics"),
@@ -168,9 +173,9 @@ def test_no_exception_outlives_its_import():
         ("step.update", "def f():\n    from poly_epo_jax import startup", "but step is below startup"),
         ("experience", "from poly_epo_jax.train import Parts", "but experience is below train"),
         ("export.card", "from poly_epo_jax.main import run", "but export is below main"),
-        ("system.new", "import jax", "imports jax, but system needs httpx only"),
-        ("set_rl.losses", "import optax", "needs jax, jaxtyping, numpy only"),
-        ("metrics.new", "from jax import numpy", "imports jax, but metrics needs"),
+        ("system.new", "import jax", "imports jax, but system may only import httpx"),
+        ("set_rl.losses", "import optax", "may only import jax, jaxtyping, numpy"),
+        ("metrics.new", "from jax import numpy", "imports jax, but metrics may only import"),
         ("judges.new", "from . import exact", "relative name"),
         ("tasks.math", "from poly_epo_jax.utils import everything", "imports poly_epo_jax.utils, which has no layer"),
         (
@@ -178,18 +183,18 @@ def test_no_exception_outlives_its_import():
             "import os",
             "poly_epo_jax.utils has no layer; add 'utils' to LAYERS in tests/repository/test_layers.py",
         ),
-        ("", "from poly_epo_jax import set_rl", "its __init__ imports nothing"),
+        ("", "from poly_epo_jax import set_rl", "__init__ may only import"),
         ("bench.new", "from configs.polaris import get_config", "imports configs, which install_requires of setup.py"),
         ("export.new", "import torch", "imports torch, which install_requires of setup.py does not declare"),
         ("model.hf", "import os, jetstream", "imports jetstream, which install_requires of setup.py does not declare"),
         ("main", "def f():\n    importlib.import_module('configs')", "uses import_module, which hides"),
-        ("report.new", "Path(__file__).parents[1] / 'docs'", "uses __file__ for more than a neighbour"),
-        ("judges.llm", "open(poly_epo_jax.__file__)", "uses __file__ for more than a neighbour"),
+        ("report.new", "Path(__file__).parents[1] / 'docs'", "uses __file__ other than"),
+        ("judges.llm", "open(poly_epo_jax.__file__)", "uses __file__ other than"),
     ],
 )
-def test_what_must_not_be_is_found(module: str, source: str, complaint: str):
+def test_violations_are_reported(module: str, source: str, message: str):
     (found,) = violations(f"{NAME}.{module}".rstrip("."), source)
-    assert complaint in found
+    assert message in found
 
 
 @pytest.mark.parametrize(
@@ -203,5 +208,5 @@ def test_what_must_not_be_is_found(module: str, source: str, complaint: str):
         ("main", "from poly_epo_jax.train import train\nfrom poly_epo_jax.tasks import TASKS"),
     ],
 )
-def test_what_may_be_is_not(module: str, source: str):
+def test_allowed_imports_are_not_reported(module: str, source: str):
     assert violations(f"{NAME}.{module}", source) == []

@@ -1,4 +1,4 @@
-"""The files in docs/extending.md, by the names in their first lines."""
+"""Reads the files in docs/extending.md. FILES maps the names in their first lines to their contents."""
 
 import re
 from pathlib import Path

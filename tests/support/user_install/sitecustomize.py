@@ -1,4 +1,4 @@
-"""Python runs this first in a process that has `user_packages.user_variables`: it hides what only tests install."""
+"""Hides packages that only tests install. Python imports it in processes with `user_packages.user_variables`."""
 
 import importlib.machinery
 import os
@@ -9,8 +9,8 @@ from types import ModuleType
 HIDDEN = frozenset(os.environ["POLY_EPO_HIDDEN_MODULES"].split())
 
 
-class UsersFinder(importlib.machinery.PathFinder):
-    """Finds modules as Python does, apart from those."""
+class UserFinder(importlib.machinery.PathFinder):
+    """Finds modules like `PathFinder`, except the hidden ones."""
 
     @classmethod
     def find_spec(
@@ -19,4 +19,4 @@ class UsersFinder(importlib.machinery.PathFinder):
         return None if fullname in HIDDEN else super().find_spec(fullname, path, target)
 
 
-sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = UsersFinder
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = UserFinder
