@@ -1,6 +1,5 @@
 """Validators for configuration values (types, ranges, formats) and the error messages for invalid values."""
 
-import dataclasses
 import re
 import sys
 import types
@@ -8,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Union, get_args, get_origin
 
 from poly_epo_jax.system.text import UNPRINTABLE
+from poly_epo_jax.types import Range as Range
 
 
 class ConfigError(ValueError):
@@ -24,35 +24,6 @@ class Check(NamedTuple):
 
     holds: Callable[[Any], bool]
     rule: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """A closed interval of numbers. The limits are finite, so infinite values and NaN are invalid.
-
-    Attributes:
-      least: Minimum value.
-      most: Maximum value.
-      other: Special value outside the interval that is also valid, such as 0 for an automatic choice.
-    """
-
-    least: int | float
-    most: int | float
-    other: int | float | None = None
-
-    def holds(self, value: int | float) -> bool:
-        """Returns True if the value is valid."""
-        return value == self.other or self.least <= value <= self.most
-
-    @property
-    def rule(self) -> str:
-        """Predicate of the error message."""
-        other = "" if self.other is None else f"be {_format_number(self.other)}, or "
-        return f"must {other}lie between {_format_number(self.least)} and {_format_number(self.most)}"
-
-
-def _format_number(value: int | float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 FRACTION = Range(0, 1)

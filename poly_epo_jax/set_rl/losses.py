@@ -16,8 +16,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key, Shaped
 
-from poly_epo_jax.config.checks import Range
-from poly_epo_jax.types import Registry
+from poly_epo_jax.types import Range, Registry
 
 
 class Tokens(NamedTuple):
