@@ -117,6 +117,10 @@ def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
         set_size=config.algo.set_size,
     )
 
+    schedule = TrainSchedule(
+        config.train.num_steps, config.eval.every, config.checkpoint.every, config.log.generations_every
+    )
+
     def evaluate() -> Awaitable[Metrics]:
         problems, sampling = held_out_problems[: config.eval.num_problems], _sampling(config, config.seed)
         return evaluate_held_out(rollouts, task, prepared.judge, problems, config.eval.num_generations, sampling, stop)
@@ -124,7 +128,7 @@ def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
     with hosts.on_all(lambda: _tracker(config, progress.step)) as tracker:
         is_evaluated = hosts.on_first(lambda: run_folder.is_evaluated(workdir, progress.step))
         try:
-            asyncio.run(train(trainer, evaluate, checkpoints, tracker, _schedule(config), is_evaluated))
+            asyncio.run(train(trainer, evaluate, checkpoints, tracker, schedule, is_evaluated))
         finally:
             sampler.close()
 
@@ -219,11 +223,6 @@ def _packer(config: Config, mesh: Mesh) -> MinibatchPacker:
         longest_sequence(config),
         skip_silent=skips_zero_advantages(config.algo),
     )
-
-
-def _schedule(config: Config) -> TrainSchedule:
-    log, evaluation = config.log, config.eval
-    return TrainSchedule(config.train.num_steps, evaluation.every, config.checkpoint.every, log.generations_every)
 
 
 def _tracker(config: Config, step: int) -> contextlib.AbstractContextManager[Tracker | None]:

@@ -3,8 +3,8 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tensorboardX.event_file_writer import EventsWriter
@@ -20,7 +20,7 @@ WANDB_COLUMNS = ("prompt", "response", "reward", "cluster", "advantage")
 """The columns of the table of a step's generations in Weights & Biases."""
 
 
-class Tracker:
+class Tracker(AbstractContextManager["Tracker"]):
     """Writes a run folder and shows the run's progress.
 
     Opening it removes whatever a killed run wrote after the checkpoint that is being resumed, so that steps which run
@@ -96,12 +96,7 @@ class Tracker:
         with run_folder.writing(self._folder):
             self._events.close()
 
-    def __enter__(self) -> "Tracker":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _log_scalars(self, step: int, values: Metrics) -> None:

@@ -16,14 +16,9 @@ from poly_epo_jax.types import GradedGroup, Metrics
 
 def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Metrics:
     """Metrics of a step's generations."""
-    return rollout_metrics(groups, step) | cluster_metrics(clustered(groups), set_size)
-
-
-def rollout_metrics(groups: Sequence[GradedGroup], step: int) -> Metrics:
-    """Means over the generations of a step, and how many prompts the judge failed on."""
     generations = [generation for graded in groups for generation in graded.group.generations]
     failures = Counter(failure.kind for failure in judge_failures(groups))
-    return {
+    rollouts = {
         "reward": float(np.stack([graded.rewards for graded in groups]).mean()),
         "solved": float(np.mean([graded.correct.any() for graded in groups])),
         "response/length": float(np.mean([generation.loss_mask.sum() for generation in generations])),
@@ -31,7 +26,9 @@ def rollout_metrics(groups: Sequence[GradedGroup], step: int) -> Metrics:
         # How many steps the sampling weights were behind the policy that is trained now.
         "response/staleness": float(np.mean([step - 1 - generation.weight_version for generation in generations])),
         "judge/failed_prompts": float(failures.total()),
-    } | {f"judge/failed/{kind}": float(count) for kind, count in failures.items()}
+    }
+    failed = {f"judge/failed/{kind}": float(count) for kind, count in failures.items()}
+    return rollouts | failed | cluster_metrics(clustered(groups), set_size)
 
 
 def cluster_metrics(groups: Sequence[GradedGroup], set_size: int) -> Metrics:

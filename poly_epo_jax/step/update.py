@@ -85,7 +85,9 @@ class PolicyUpdate:
         self._zeros = jax.jit(partial(jax.tree.map, _float32_zeros), out_shardings=weights)
         self._logprobs = jit(lambda params, batch: self._forward(params, batch)[0], out_shardings=row_sharding(mesh))
         self._accumulate = jit(self._add_gradient, donate_argnums=2, out_shardings=(weights, scalar))
-        self._measure = jit(self._metrics, out_shardings=scalar)
+        self._measure = jit(
+            lambda params, batch: self.objective(*self._forward(params, batch), batch)[1], out_shardings=scalar
+        )
         self._apply = jit(self._apply_gradient, donate_argnums=0, out_shardings=(self.shardings, scalar))
         self._skip = jax.jit(_without_gradient, donate_argnums=0, out_shardings=self.shardings)
 
@@ -123,9 +125,6 @@ class PolicyUpdate:
         sums = jax.tree.map(jax.new_ref, gradients)
         pullback.with_refs(sums)(jnp.ones_like(total))  # pyright: ignore[reportFunctionMemberAccess]
         return jax.tree.map(jax.freeze, sums), metrics
-
-    def _metrics(self, params: Params, batch: PackedBatch) -> DeviceMetrics:
-        return self.objective(*self._forward(params, batch), batch)[1]
 
     def _apply_gradient(self, state: TrainState, gradients: Params) -> tuple[TrainState, DeviceMetrics]:
         directions, opt_state = self.optimizer.update(gradients, state.opt_state, state.trainable)

@@ -33,8 +33,9 @@ def exclusive(path: Path, what: str, wait: bool = False) -> Iterator[None]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:  # not read-only: NFS requires this
+        holder = path.read_text(errors="replace").strip() or "another process"
         try:
-            _lock(file.fileno(), wait, f"{what} is in use by {_holder(path)}")
+            _lock(file.fileno(), wait, f"{what} is in use by {holder}")
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -53,7 +54,3 @@ def _lock(descriptor: int, wait: bool, in_use: str) -> None:
             raise InUseError(f"{in_use}; wait for it to end, end it, or choose another folder.") from None
         print(f"{in_use}; waiting for it to end.", file=sys.stderr)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-
-
-def _holder(path: Path) -> str:
-    return path.read_text(errors="replace").strip() or "another process"
