@@ -183,7 +183,7 @@ async def train(
             for step in range(logged + 1, schedule.num_steps + 1):
                 result = await trainer.step(step)
                 await log.step(step, result)
-                logged = step  # from here on the step may be saved: a checkpoint never lacks the rows of its step
+                logged = step  # only a logged step is saved, so a checkpoint is never ahead of the rows
                 with trainer.timeline.clock(step).stage("sync"):
                     await trainer.push_weights()
                 if schedule.is_due(schedule.evaluate, step):
@@ -196,7 +196,7 @@ async def train(
                 if step < schedule.num_steps:
                     await hosts.barrier(stop.check())
         except DivergenceError as error:
-            good = f"The checkpoint of step {saved} is valid" if saved else "There is no checkpoint yet"
+            good = f"The checkpoint of step {saved} is valid" if saved else "No checkpoint has been saved yet"
             raise DivergenceError(
                 f"{error}. The step was not saved. {good}. Rerunning the command would fail in the same way: set "
                 "--config.workdir to a new folder and, for example, lower optimizer.learning_rate. model.path may be "

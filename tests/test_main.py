@@ -162,7 +162,7 @@ def test_mistakes_are_refused_with_one_sentence(arguments: list[str], words: lis
     ("overrides", "words"),
     [
         (["--config.mesh.tensor=4", "--config.mesh.fsdp=1"], ["mesh.tensor=4", "num_kv_heads=2"]),
-        (["--config.train.max_prompt_tokens=1"], ["leaves out every held-out problem"]),
+        (["--config.train.max_prompt_tokens=1"], ["train.max_prompt_tokens=1 ", "held-out problem", "eval.every=0"]),
         (["--config.train.max_prompt_tokens=1", "--config.eval.every=0"], ["there are only 0 training problems"]),
         (["--config.workdir=setup.py/run"], ["Not a directory", "setup.py/run"]),
         (["--config.log.wandb_project=mine"], ["'mine'", "wandb is not installed"]),

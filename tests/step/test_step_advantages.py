@@ -90,9 +90,7 @@ def test_advantages_that_are_not_finite_are_refused(graded, monkeypatch, value):
         return jnp.full(len(rewards), value)
 
     monkeypatch.setitem(set_rl.OBJECTIVES, "endless", set_rl.Objective(score, "Endless"))
-    with pytest.raises(
-        ValueError, match=rf"^Endless gives an advantage that is not finite, to prompt \d+ of step {STEP}"
-    ):
+    with pytest.raises(ValueError, match=rf"^Endless .*non-finite advantage for prompt \d+ of step {STEP};"):
         advantages_of(algo(objective="endless"), *graded)
 
 
@@ -170,7 +168,7 @@ def test_a_feature_that_is_not_there_is_named(graded, monkeypatch):
         return rewards.mean(axis=-1)
 
     monkeypatch.setitem(set_rl.OBJECTIVES, "novelty", set_rl.Objective(novelty, "Novelty"))
-    with pytest.raises(ValueError, match="Novelty reads 'embeddings', but a batch has clusters, lengths, rewards"):
+    with pytest.raises(ValueError, match="Novelty .* 'embeddings'.* clusters, lengths, rewards;"):
         advantages_of(algo(objective="novelty"), *graded)
 
 
