@@ -168,7 +168,7 @@ def test_a_feature_that_is_not_there_is_named(graded, monkeypatch):
         return rewards.mean(axis=-1)
 
     monkeypatch.setitem(set_rl.OBJECTIVES, "novelty", set_rl.Objective(novelty, "Novelty"))
-    with pytest.raises(ValueError, match="Novelty .* 'embeddings'.* clusters, lengths, rewards;"):
+    with pytest.raises(ValueError, match=r"Novelty .* 'embeddings'.* clusters, lengths, rewards;"):
         advantages_of(algo(objective="novelty"), *graded)
 
 
