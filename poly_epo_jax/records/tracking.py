@@ -48,7 +48,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / run_folder.CONFIG, [config_json.encode()])
             run_folder.drop_rows_after(folder, resume_step)
-            # SummaryWriter writes in a thread. A full disk would end it, and its full queue would then block this thread.
+            # SummaryWriter writes in a thread. A full disk would end it, and its queue would then block the caller.
             (folder / run_folder.TENSORBOARD).mkdir(exist_ok=True)
             self._events = EventsWriter(str(folder / run_folder.TENSORBOARD / "events"))
             # A session start makes TensorBoard discard earlier events from this step onwards.
