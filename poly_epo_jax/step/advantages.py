@@ -110,7 +110,7 @@ def _marginal_set(algo: AlgoSection) -> Estimator:
     objective, n, num_sets = set_rl.OBJECTIVES[algo.objective], algo.set_size, algo.num_sets
     closed_form = objective.closed_form
     if closed_form is not None and not num_sets:
-
+        # The closed form over all C(N, n) sets counts sets with binomials instead of enumerating them.
         def advantages(key: jax.Array, features: Features) -> jax.Array:
             return closed_form(**features, set_size=n)
 
@@ -118,7 +118,7 @@ def _marginal_set(algo: AlgoSection) -> Estimator:
 
         def advantages(key: jax.Array, features: Features) -> jax.Array:
             prompts, generations = next(iter(features.values())).shape[:2]
-            if num_sets:
+            if num_sets:  # each prompt draws its own sets, without replacement
                 draw = partial(set_rl.sample_sets, num_generations=generations, set_size=n, num_sets=num_sets)
                 sets = jax.vmap(draw)(jax.random.split(key, prompts))
             else:

@@ -175,7 +175,7 @@ def heard_ctrl_c() -> Iterator[None]:
 
 
 def _discards_exceptions(frame: FrameType | None) -> bool:
-    """Returns True if a frame or one of its callers is a destructor, or a callback of the collector or a weak reference."""
+    """Returns True if a frame or one of its callers is a destructor, or a callback of gc or a weak reference."""
     callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
     while frame is not None:
         code, module = frame.f_code, frame.f_globals.get("__name__")

@@ -1,4 +1,4 @@
-"""A real run with adapters: interrupted, resumed, exported, evaluated, and asked for what it no longer has."""
+"""A run with adapters: resumed after SIGKILL, restored, exported, and used with a missing or another base policy."""
 
 import json
 import shutil
@@ -42,16 +42,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> 
     return run
 
 
-def test_it_trains(whole: Run):
+def test_the_adapter_trains(whole: Run):
     rows = rows_of(whole.folder)
     assert [row["step"] for row in rows] == list(range(1, LAST_STEP + 1))
     assert sum(row["policy/update_norm"] > 0 for row in rows) > LAST_STEP / 2
     assert rows[-1]["policy/weight_norm"] != rows[0]["policy/weight_norm"]
-    # A young base policy earns nothing at first. Later it moves away from the reference, the policy without adapters.
+    # The base policy earns no reward at first. Later it moves away from the reference, the policy without adapters.
     assert rows[0]["policy/reference_kl"] < 1e-6 < rows[-1]["policy/reference_kl"]
 
 
-def test_killed_and_gone_on_with_it_leaves_the_same_bytes(whole: Run):
+def test_a_killed_and_resumed_run_writes_the_same_bytes(whole: Run):
     broken = Run(whole.folder.parent, "broken", whole.changes)
     assert broken.stop(7, 0.0, signal.SIGKILL) == [-signal.SIGKILL]
     assert broken.checkpoints() == [5]
@@ -61,7 +61,7 @@ def test_killed_and_gone_on_with_it_leaves_the_same_bytes(whole: Run):
     jax.tree.map(np.testing.assert_array_equal, broken.params(), whole.params())
 
 
-def test_checkpoints_hold_the_adapter_alone(whole: Run):
+def test_checkpoints_contain_only_the_adapter(whole: Run):
     checkpoint = whole.folder / "checkpoints" / str(LAST_STEP)
     policy, params, _ = open_trained_policy(whole.folder, ModelSection(), make_mesh(1, 1, 1))
     adapter, base = split_adapter(policy.config, params)
@@ -93,18 +93,19 @@ def test_exports_have_the_logits_of_the_policy(whole: Run, tmp_path: Path):
     )
 
 
-def test_without_its_base_it_says_what_to_do(whole: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_missing_or_other_base_policy_is_reported(whole: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
     shutil.copytree(whole.folder, run)
     base = Path(read_about(run)["base"])
-    about = read_about(run) | {"base": str(tmp_path / "gone")}
+    about = read_about(run) | {"base": str(tmp_path / "missing")}
     (run / "about.json").write_text(json.dumps(about))
     assert export.main([str(run), str(tmp_path / "policy")]) == 2
     message = capsys.readouterr().err
-    assert f"of the policy in {tmp_path / 'gone'}, which is not there" in message and "--base" in message
+    assert str(tmp_path / "missing") in message and "--base" in message
     assert export.main([str(run), str(tmp_path / "policy"), "--base", str(base)]) == 0
     shutil.copytree(base, tmp_path / "other")
-    # Another base policy is not mistaken for the run's, though it has the same shape.
+    # Another base policy with the same shapes is rejected.
     other = tmp_path / "policy"
     assert export.main([str(run), str(tmp_path / "wrong"), "--base", str(other)]) == 2
-    assert "beside the weights of another base policy" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert str(run / "checkpoints") in message and "base policy" in message and "model.path" in message

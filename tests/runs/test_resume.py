@@ -1,4 +1,4 @@
-"""A real run that is killed and restarted leaves the same bytes and weights as one that was never killed."""
+"""A run that is killed and restarted writes the same bytes and weights as an uninterrupted run."""
 
 import signal
 from pathlib import Path
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 
 LAST_STEP, CHECKPOINT_EVERY = 24, 5
 CHANGES = {
-    "algo.num_sets": 20,  # drawn with a key, which must be the same after a restart
-    "algo.kl_coef": 0.01,  # the initial policy must be the same, too
+    "algo.num_sets": 20,  # sets are sampled with a key, which must be the same after a restart
+    "algo.kl_coef": 0.01,  # requires the same initial policy after a restart
     "train.num_steps": LAST_STEP,
     "checkpoint.every": CHECKPOINT_EVERY,
     "eval.every": 8,
@@ -34,14 +34,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> 
 
 @pytest.fixture(scope="module")
 def broken(whole: Run) -> Run:
-    """Killed three times, once while a checkpoint is being written, then told to end, then left alone."""
+    """Killed three times, once while a checkpoint is written, then stopped with SIGTERM, then finished."""
     run = Run(whole.folder.parent, "broken", whole.changes)
     rng = np.random.default_rng(0)
     one_step = float(np.median([row["seconds/step"] for row in read_rows(whole.folder / "timing.jsonl")[2:]]))
 
     assert run.stop(3, rng.uniform(0, 2 * one_step), signal.SIGKILL) == [-signal.SIGKILL]
     assert run.stop(2 * CHECKPOINT_EVERY, rng.uniform(0, one_step / 2), signal.SIGKILL) == [-signal.SIGKILL]
-    assert run.checkpoints(), "the next start must have something to resume from"
+    assert run.checkpoints(), "the next start requires a checkpoint"
     assert run.stop(14, rng.uniform(0, 2 * one_step), signal.SIGKILL) == [-signal.SIGKILL]
 
     assert run.stop(17, rng.uniform(0, 2 * one_step), signal.SIGTERM) == [128 + signal.SIGTERM]
@@ -52,8 +52,8 @@ def broken(whole: Run) -> Run:
     return run
 
 
-def test_the_run_learns_something(whole: Run):
-    """Otherwise there would be little to reproduce."""
+def test_the_run_learns(whole: Run):
+    """Without weight changes, the comparisons below would be trivial."""
     rows = read_rows(whole.folder / "metrics.jsonl")
     trained, evaluated = ([row for row in rows if name in row] for name in ("reward", "eval/reward"))
     assert [row["step"] for row in trained] == list(range(1, LAST_STEP + 1))
@@ -70,7 +70,7 @@ def test_rows_are_identical(whole: Run, broken: Run, name: str):
 
 
 def restored(run: Run) -> tuple[Any, Any]:
-    """Arrays and data position of the last checkpoint."""
+    """Returns the arrays and the data position of the last checkpoint."""
     with ocp.CheckpointManager(run.folder / "checkpoints") as manager:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(), data=ocp.args.JsonRestore())
         found = manager.restore(LAST_STEP, args=args)
@@ -81,13 +81,13 @@ def test_final_checkpoints_are_identical(whole: Run, broken: Run):
     (states, positions) = zip(restored(whole), restored(broken), strict=True)
     flat, trees = zip(*map(jax.tree.flatten, states), strict=True)
     assert trees[0] == trees[1]
-    assert len(flat[0]) > 30  # weights and two moments of each
+    assert len(flat[0]) > 30  # weights, and two moments of each weight
     for one, other in zip(*flat, strict=True):
         np.testing.assert_array_equal(one, other, strict=True)
     assert positions[0] == positions[1]
 
 
-def test_a_finished_run_started_again_changes_nothing(whole: Run):
+def test_restarting_a_finished_run_changes_nothing(whole: Run):
     names = [*REPRODUCED, "timing.jsonl", "config.json"]
     before = whole.bytes(*names), whole.checkpoints()
     whole.finish()

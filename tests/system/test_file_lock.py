@@ -44,12 +44,12 @@ def test_a_waiting_process_prints_a_message_and_continues(tmp_path: Path):
     lock = tmp_path / "lock"
     with exclusive(lock, "it"):
         second = holder(lock, "wait")
-        assert second.stderr and second.stderr.readline().startswith("the folder is in use by process ")
+        assert second.stderr and second.stderr.readline().endswith("; waiting until it ends.\n")
     assert second.stdout and second.stdout.readline() == "held\n"
     second.communicate("")
 
 
-def test_a_file_system_without_locks_prints_a_warning(
+def test_missing_lock_support_prints_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     def flock(*arguments: int) -> None:

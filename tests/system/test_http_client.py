@@ -18,7 +18,7 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 def answer(
     pieces: Sequence[bytes], *, seconds: float = 60.0, max_bytes: int = 10**6, drip: bool = False
 ) -> httpx.Response:
-    """Returns the response for these bytes from a real socket. If `drip` is True, the last piece is repeated forever."""
+    """Returns the response to these bytes from a real socket. If `drip` is True, the last piece repeats forever."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.CancelledError):
