@@ -82,6 +82,10 @@ def read_rows(path: Path) -> list[Row]:
 def is_evaluated(folder: Path, step: int) -> bool:
     """Returns True if metrics.jsonl has a row of an evaluation after `step`.
 
+    Args:
+      folder: The run folder.
+      step: Number of completed steps.
+
     Raises:
       ValueError: If a complete line is not a valid row.
     """

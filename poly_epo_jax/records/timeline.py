@@ -170,7 +170,11 @@ class Timeline:
 
 
 def merge(spans: Iterable[Span], gap: float) -> list[Span]:
-    """Merges spans of the same stage and step that are separated by at most `gap` seconds.
+    """Merges adjacent spans of the same stage and step.
+
+    Args:
+      spans: The spans, in any order.
+      gap: Maximum time in seconds between spans that are merged.
 
     Returns:
       The merged spans, in order of their start.

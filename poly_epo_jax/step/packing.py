@@ -169,7 +169,15 @@ def _first_fit(families: Sequence[_Family], length: int) -> list[list[_Family]]:
 
 
 def empty_batch(num_rows: int, row_tokens: int) -> PackedBatch:
-    """Returns a batch of padding with arrays of shape [num_rows, row_tokens]."""
+    """Creates a batch of padding.
+
+    Args:
+      num_rows: Number R of rows.
+      row_tokens: Length T of a row, in tokens.
+
+    Returns:
+      A batch with arrays of shape [R, T].
+    """
     ids = (np.zeros((num_rows, row_tokens), np.int32) for _ in range(4))
     values = (np.zeros((num_rows, row_tokens), np.float32) for _ in range(5))
     return PackedBatch(*ids, *values, on_policy=np.array(True))

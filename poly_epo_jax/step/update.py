@@ -1,7 +1,4 @@
-"""The policy update: accumulates the gradients of packed microbatches, clips them, and applies AdamW.
-
-The update is independent of the method. It takes per-token advantages and an objective.
-"""
+"""The policy update, independent of the method: accumulates gradients of microbatches, clips them, and applies AdamW."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -37,17 +34,14 @@ LIKELIHOOD, DEFAULTS = Objective(policy_gradient_loss), OptimizerSection()
 class TrainState:
     """Weights and optimizer state, as stored in a checkpoint.
 
-    Fields have type Any because leaves may also be shapes or shardings, and because Orbax restores an empty `frozen` as
-    a leaf.
-
     Attributes:
       trainable: Trainable weights, a Params tree.
-      frozen: Frozen weights, a Params tree.
+      frozen: Frozen weights, a Params tree. Orbax restores an empty tree as a leaf.
       opt_state: Optimizer state, with the moments of the trainable weights.
       updates: Number of completed optimizer updates, an int32 scalar.
     """
 
-    trainable: Any
+    trainable: Any  # the leaves of all fields may also be shapes or shardings
     frozen: Any
     opt_state: Any
     updates: Any
@@ -155,8 +149,8 @@ class PolicyUpdate:
           row_tokens: Length of a row, in tokens.
 
         Returns:
-          `logprobs`, which computes old log-probabilities, `gradient`, which adds the gradient of a microbatch to the
-          accumulated gradient, and `optimizer`, which applies the accumulated gradient.
+          The programs for old log-probabilities (`logprobs`), for adding the gradient of a microbatch (`gradient`) and
+          for applying the accumulated gradient (`optimizer`).
         """
 
         def abstract(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -187,8 +181,8 @@ class PolicyUpdate:
     ) -> list[list[PackedBatch]]:
         """Adds old and reference log-probabilities to the minibatches of a step, before its first update.
 
-        The first minibatch does not require old log-probabilities: it is trained with the weights of the old policy, so
-        its probability ratios are exactly 1. It is marked as `on_policy` instead.
+        The first minibatch is marked as `on_policy` instead: it is trained with the weights of the old policy, so its
+        probability ratios are exactly 1.
 
         Args:
           state: State before the first update of the step.
@@ -215,7 +209,7 @@ class PolicyUpdate:
         """Computes the gradient of a minibatch, summed over its microbatches.
 
         Args:
-          state: State with the weights to differentiate with respect to.
+          state: State before the update.
           minibatch: Microbatches. The backward pass of a `SilentBatch` is skipped.
 
         Returns:
@@ -240,11 +234,10 @@ class PolicyUpdate:
     def __call__(self, state: TrainState, minibatches: Sequence[Sequence[PackedBatch]]) -> tuple[TrainState, Metrics]:
         """Applies one optimizer update per minibatch, in order.
 
-        An empty minibatch does not change weights or moments, but advances the learning-rate schedule.
-
         Args:
           state: State before the updates. Its buffers are donated.
-          minibatches: Microbatches of each minibatch, from `with_old_logprobs`.
+          minibatches: Microbatches of each minibatch, from `with_old_logprobs`. An empty minibatch only advances the
+            learning-rate schedule.
 
         Returns:
           The state after the updates, and the metrics of the step.
@@ -285,9 +278,6 @@ def make_update(config: Config, model: Qwen3, mesh: Mesh) -> PolicyUpdate:
       config: Configuration of the run. The learning-rate schedule ends with the last update of its last step.
       model: The policy, possibly abstract, because only its structure is used.
       mesh: Mesh over which weights and batches are sharded.
-
-    Returns:
-      The update.
     """
     algo = config.algo
     objective = Objective(

@@ -74,12 +74,22 @@ def sort_rows(path: Path, columns: Columns, key: Callable[[Row], Any]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replaces a file atomically with indented JSON."""
+    """Replaces a file atomically with indented JSON.
+
+    Args:
+      path: The file.
+      content: Object that JSON can represent.
+    """
     replace_file(path, [json.dumps(content, indent=2).encode(), b"\n"])
 
 
 def replace_file(path: Path, parts: Iterable[bytes]) -> None:
-    """Replaces a file atomically. If the process ends early, the file has either the old or the new content."""
+    """Replaces a file atomically. If the process ends early, the file has either the old or the new content.
+
+    Args:
+      path: The file.
+      parts: New content, in consecutive parts.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
         file.writelines(parts)
