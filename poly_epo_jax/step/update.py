@@ -1,4 +1,4 @@
-"""The policy update, independent of the method: accumulates gradients of microbatches, clips them, and applies AdamW."""
+"""The policy update for all methods: accumulates gradients of microbatches, clips them, and applies AdamW."""
 
 import dataclasses
 from collections.abc import Sequence
