@@ -313,8 +313,8 @@ def test_the_resumed_run_repeats_an_interrupted_evaluation(tmp_path: Path, monke
             raise ServerError("The server terminated.")
         return await evaluate(*arguments)
 
-    whole = tmp_path / "whole" / "run"
-    main.run(read_config(small_config(tmp_path, workdir=str(whole))))
+    uninterrupted = tmp_path / "uninterrupted" / "run"
+    main.run(read_config(small_config(tmp_path, workdir=str(uninterrupted))))
     config = read_config(small_config(tmp_path))
     monkeypatch.setattr(main, "evaluate_held_out", interrupted)
     with pytest.raises(ServerError, match="terminated"):
@@ -324,7 +324,7 @@ def test_the_resumed_run_repeats_an_interrupted_evaluation(tmp_path: Path, monke
     main.run(config)
     assert len(calls) == 4  # before the first step, after step 2 twice, and after the last step
     for name in ("metrics.jsonl", "generations.jsonl"):
-        assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes()
+        assert (tmp_path / "run" / name).read_bytes() == (uninterrupted / name).read_bytes()
 
 
 def test_a_base_policy_is_created_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

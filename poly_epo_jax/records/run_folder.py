@@ -111,9 +111,9 @@ def drop_rows_after(folder: Path, step: int) -> None:
 
 def resumable_config(folder: Path) -> dict[str, Any] | None:
     """Reads the configuration of the run in a folder. Returns None if the folder has no checkpoint to resume from."""
-    begun = (folder / CONFIG).exists()
+    has_config = (folder / CONFIG).exists()
     # Incomplete Orbax checkpoints have names such as 50.orbax-checkpoint-tmp.
-    if not begun or not any(path.name.isdigit() for path in (folder / CHECKPOINTS).glob("[0-9]*")):
+    if not has_config or not any(path.name.isdigit() for path in (folder / CHECKPOINTS).glob("[0-9]*")):
         return None
     return read_config(folder)
 

@@ -158,10 +158,10 @@ class Timeline:
         """Returns the window since the last cut, and deletes the clocks of steps before `step`, which are complete."""
         start, end = self._cut, time.perf_counter()
         spans = [
-            Span(stage, max(begun, start) - start, min(ended, end) - start, batch_step)
+            Span(stage, max(started, start) - start, min(ended, end) - start, batch_step)
             for batch_step, clock in self._clocks.items()
             for stage, busy in clock.stages().items()
-            for begun, ended in busy.intervals()
+            for started, ended in busy.intervals()
             if ended > start
         ]
         self._cut = end

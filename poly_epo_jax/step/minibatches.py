@@ -70,14 +70,14 @@ class MinibatchPacker:
                 f"A sequence has {found} tokens, but train.max_prompt_tokens + sampling.max_tokens = "
                 f"{self.longest_sequence} limits the length that attention supports; raise one of them."
             )
-        whole = self.pack(sequences)
+        packed = self.pack(sequences)
         if not self.skip_silent:
-            return whole
+            return packed
         trained = self.pack([s for s in sequences if s.advantage])
-        silent = [SilentBatch(*batch) for batch in self.pack([s for s in sequences if not s.advantage])]
+        zero_advantage = [SilentBatch(*batch) for batch in self.pack([s for s in sequences if not s.advantage])]
         # With few sequences, packing them separately may add more padding than the skipped backward passes save.
-        saves = GRADIENT_COST * (_num_tokens(whole) - _num_tokens(trained)) > _num_tokens(silent)
-        return [*trained, *silent] if saves else whole
+        saves_time = GRADIENT_COST * (_num_tokens(packed) - _num_tokens(trained)) > _num_tokens(zero_advantage)
+        return [*trained, *zero_advantage] if saves_time else packed
 
 
 def _num_tokens(batches: Sequence[PackedBatch]) -> int:

@@ -39,7 +39,7 @@ class WrongAnswer(httpx.HTTPError):
     """Raised when a response is invalid. The message names the invalid field."""
 
 
-class _Bounded(httpx.AsyncBaseTransport):
+class _BoundedTransport(httpx.AsyncBaseTransport):
     """Transport with limits on the time and size of complete responses.
 
     Timeouts of httpx apply to each chunk of a response; `seconds` applies to the complete response. Response headers
@@ -52,20 +52,20 @@ class _Bounded(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         try:
             async with asyncio.timeout(self._seconds):
-                answer = await self._transport.handle_async_request(request)
+                response = await self._transport.handle_async_request(request)
                 try:
-                    return httpx.Response(answer.status_code, content=await self._read(answer))
+                    return httpx.Response(response.status_code, content=await self._read(response))
                 finally:
-                    await answer.aclose()
+                    await response.aclose()
         except TimeoutError:
             raise httpx.ReadTimeout(f"no complete response within {self._seconds:g} s") from None
 
-    async def _read(self, answer: httpx.Response) -> bytes:
-        if (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
+    async def _read(self, response: httpx.Response) -> bytes:
+        if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
             raise WrongAnswer(f"its response has the content encoding {_brief(encoding)}, which was not requested")
         pieces, size = [], 0
-        assert isinstance(answer.stream, httpx.AsyncByteStream)
-        async for piece in answer.stream:
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        async for piece in response.stream:
             pieces.append(piece)
             size += len(piece)
             if size > self._max_bytes:
@@ -95,30 +95,30 @@ def open_client(timeout_seconds: float, max_bytes: int = MAX_BYTES) -> httpx.Asy
       max_bytes: Maximum size of a response, in bytes.
     """
     return httpx.AsyncClient(
-        transport=_Bounded(open_transport(), timeout_seconds, max_bytes),
+        transport=_BoundedTransport(open_transport(), timeout_seconds, max_bytes),
         timeout=httpx.Timeout(None, connect=10.0),
         headers={"Accept-Encoding": "identity"},
         trust_env=False,
     )
 
 
-def read_json(answer: httpx.Response) -> Any:
+def read_json(response: httpx.Response) -> Any:
     """Returns the JSON content of a response.
 
     Raises:
       httpx.HTTPError: If the status is not successful or the content is not JSON.
     """
     try:
-        return answer.raise_for_status().json()
+        return response.raise_for_status().json()
     except (ValueError, RecursionError):  # RecursionError: deeply nested JSON
-        raise WrongAnswer(f"its response is not JSON: {_brief(answer.text)}") from None
+        raise WrongAnswer(f"its response is not JSON: {_brief(response.text)}") from None
 
 
-def field(answer: Any, path: str, kind: type[T]) -> T:
+def field(response: Any, path: str, kind: type[T]) -> T:
     """Returns a field of a parsed response.
 
     Args:
-      answer: The parsed response.
+      response: The parsed response.
       path: Names of nested fields, separated by dots. If empty, the complete response is returned.
       kind: Required type. A bool is not an int, and strings must be printable.
 
@@ -128,7 +128,7 @@ def field(answer: Any, path: str, kind: type[T]) -> T:
     Raises:
       WrongAnswer: If the field is missing or has another type.
     """
-    value = answer
+    value = response
     for name in filter(None, path.split(".")):
         value = value.get(name) if isinstance(value, dict) else None
     if type(value) is not kind or (isinstance(value, str) and not value.isprintable()):

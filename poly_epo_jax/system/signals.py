@@ -133,7 +133,7 @@ def exit_code(
         return failed
 
 
-AGAIN_AFTER = 0.01  # delay in seconds before a deferred Ctrl-C is raised again
+CTRL_C_RETRY_SECONDS = 0.01  # delay in seconds before a deferred Ctrl-C is raised again
 
 
 @contextlib.contextmanager
@@ -156,7 +156,7 @@ def heard_ctrl_c() -> Iterator[None]:
 
     def receive(_: int, frame: FrameType | None) -> None:
         if collecting or _discards_exceptions(frame):
-            signal.setitimer(signal.ITIMER_REAL, AGAIN_AFTER)
+            signal.setitimer(signal.ITIMER_REAL, CTRL_C_RETRY_SECONDS)
         else:
             raise KeyboardInterrupt
 

@@ -55,25 +55,25 @@ def read_events(run_dir: Path) -> list[Event]:
 
 
 @pytest.mark.parametrize("checkpoint", [-1, 0, 3, 4])
-@pytest.mark.parametrize("half_row", [b"", b"{", b'{"step": 7, "rewa', b'{"step": 2}'])
-def test_resumed_run_writes_the_bytes_of_an_uninterrupted_run(tmp_path: Path, checkpoint: int, half_row: bytes):
-    with Tracker(tmp_path / "whole", CONFIG, total_steps=9, resume_step=-1) as tracker:
+@pytest.mark.parametrize("partial_row", [b"", b"{", b'{"step": 7, "rewa', b'{"step": 2}'])
+def test_resumed_run_writes_the_bytes_of_an_uninterrupted_run(tmp_path: Path, checkpoint: int, partial_row: bytes):
+    with Tracker(tmp_path / "uninterrupted", CONFIG, total_steps=9, resume_step=-1) as tracker:
         log_steps(tracker, 0, 9)
     with Tracker(tmp_path / "killed", CONFIG, total_steps=9, resume_step=-1) as tracker:
         log_steps(tracker, 0, 6)
     for name in FILES:
         with (tmp_path / "killed" / name).open("ab") as file:
-            file.write(half_row)
+            file.write(partial_row)
     with Tracker(tmp_path / "killed", CONFIG, total_steps=9, resume_step=checkpoint) as tracker:
         kept = read_rows(tmp_path / "killed" / "metrics.jsonl")
         assert list(dict.fromkeys(row["step"] for row in kept)) == list(range(checkpoint + 1))
         log_steps(tracker, checkpoint + 1, 9)
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "killed") == contents(tmp_path / "uninterrupted")
     names = sorted(path.name for path in (tmp_path / "killed").iterdir())
     assert names == ["config.json", *sorted(["tensorboard", *FILES])]
 
 
-def test_resuming_at_the_last_step_only_drops_the_half_row(tmp_path: Path):
+def test_resuming_at_the_last_step_only_drops_the_partial_row(tmp_path: Path):
     with Tracker(tmp_path, CONFIG, total_steps=4, resume_step=-1) as tracker:
         log_steps(tracker, 0, 4)
     before = contents(tmp_path)

@@ -96,7 +96,7 @@ def test_an_ignored_ctrl_c_remains_ignored():
 
 
 def test_a_deferred_ctrl_c_is_raised_at_the_end_of_the_context(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("poly_epo_jax.system.signals.AGAIN_AFTER", PATIENCE)
+    monkeypatch.setattr("poly_epo_jax.system.signals.CTRL_C_RETRY_SECONDS", PATIENCE)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt), heard_ctrl_c():
         in_a_collection(lambda: signal.raise_signal(signal.SIGINT))

@@ -15,7 +15,7 @@ HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
-def answer(
+def fetch(
     pieces: Sequence[bytes], *, seconds: float = 60.0, max_bytes: int = 10**6, drip: bool = False
 ) -> httpx.Response:
     """Returns the response to these bytes from a real socket. If `drip` is True, the last piece repeats forever."""
@@ -31,37 +31,37 @@ def answer(
                 await writer.drain()
         writer.close()
 
-    async def ask() -> httpx.Response:
+    async def request() -> httpx.Response:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         host, port = server.sockets[0].getsockname()
         async with server, open_client(seconds, max_bytes) as client:
             return await client.get(f"http://{host}:{port}/")
 
-    return asyncio.run(ask())
+    return asyncio.run(request())
 
 
 @pytest.mark.parametrize("pieces", [[CHUNKED, b"1\r\n \r\n"], [HEAD, b"X: y\r\n"], [b"HTTP/1.1 100 Continue\r\n\r\n"]])
 def test_the_timeout_applies_to_the_complete_response(pieces: list[bytes]):
     with pytest.raises(httpx.ReadTimeout) as caught:
-        answer(pieces, seconds=0.2, drip=True)
+        fetch(pieces, seconds=0.2, drip=True)
     assert describe(caught.value) == "it did not respond in time"
 
 
 def test_an_endless_response_is_rejected():
     with pytest.raises(WrongAnswer, match="longer than 100000 bytes"):
-        answer([CHUNKED, b"400\r\n" + b" " * 1024 + b"\r\n"], max_bytes=10**5, drip=True)
+        fetch([CHUNKED, b"400\r\n" + b" " * 1024 + b"\r\n"], max_bytes=10**5, drip=True)
 
 
 def test_responses_are_not_decompressed():
     bomb = gzip.compress(b" " * 10**6)
     head = HEAD + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb)
     with pytest.raises(WrongAnswer, match="encoding 'gzip'"):
-        answer([head, bomb])
+        fetch([head, bomb])
 
 
 def test_headers_do_not_affect_how_a_body_is_read():
     headers = b"Content-Type: text/plain; charset=zlib\r\nSet-Cookie: a=b\r\nContent-Length: 3\r\n\r\n"
-    found = answer([HEAD + headers + b"\xff12"])
+    found = fetch([HEAD + headers + b"\xff12"])
     assert found.text == "\ufffd12" and not found.cookies
     with pytest.raises(WrongAnswer, match="is not JSON"):
         read_json(found)
@@ -70,7 +70,7 @@ def test_headers_do_not_affect_how_a_body_is_read():
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 10**5, b"1" * 10**5, b"\xff\xfe"])
 def test_invalid_json_is_a_wrong_answer(body: bytes):
     with pytest.raises(WrongAnswer, match="is not JSON"):
-        read_json(answer([HEAD + b"Content-Length: %d\r\n\r\n" % len(body), body]))
+        read_json(fetch([HEAD + b"Content-Length: %d\r\n\r\n" % len(body), body]))
 
 
 @pytest.mark.parametrize(
