@@ -1,8 +1,8 @@
-"""Training from a script or a notebook: what `python -m poly_epo_jax.main` does, on a configuration made in Python.
+"""Trains from a script or a notebook, with a configuration created in Python. Equivalent to `poly_epo_jax.main`.
 
 from poly_epo_jax import get_config, run
 
-config = get_config("grpo")  # the words after a configuration file's name; or get_config of a file of your own
+config = get_config("grpo")  # the string after a configuration file's name; or call get_config of your own file
 config.train.num_steps = 20
 folder = run(config)
 """
@@ -24,15 +24,18 @@ __all__ = ["get_config", "run"]
 
 
 def run(config: ConfigDict) -> Path:
-    """Trains to the end; continues the run in `config.workdir` if there is one to resume.
+    """Trains a policy to the last step. Resumes the run in `config.workdir` if it has a checkpoint.
+
+    Args:
+      config: The configuration, from `get_config` of this module or of a configuration file.
 
     Returns:
       The run folder, see records/run_folder.py.
 
     Raises:
-      ValueError, OSError, ImportError: the configuration cannot run; the message says why and what to do.
-      SystemExit: in a script, on a signal, once the steps trained so far are saved.
-      KeyboardInterrupt: likewise in a notebook, when its kernel is interrupted.
+      ValueError, OSError, ImportError: If the configuration cannot run. The message states the reason and the remedy.
+      SystemExit: If a script receives SIGTERM, SIGHUP or Ctrl-C. All completed steps are saved first.
+      KeyboardInterrupt: If the kernel of a notebook is interrupted. All completed steps are saved first.
     """
     checked = read_config(config)
     with heard_ctrl_c():
@@ -44,7 +47,7 @@ def run(config: ConfigDict) -> Path:
 
 
 def _run_in_thread(config: Config) -> None:
-    """Trains in another thread. Ctrl-C reaches this one, which passes it on and waits until training is saved."""
+    """Trains in another thread. Ctrl-C is raised in this thread, which requests a shutdown and waits for the save."""
     stop = Stop()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(main.run, config, stop)
@@ -57,7 +60,7 @@ def _run_in_thread(config: Config) -> None:
 
 
 def _in_event_loop() -> bool:
-    """Whether this thread already runs an event loop, as notebooks do: it cannot run another."""
+    """Returns True if this thread already runs an event loop, as in notebooks. It cannot run a second one."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -6,7 +6,8 @@ from poly_epo_jax.system.malloc import keep_freed_memory
 
 if __name__ == "__main__":
     keep_freed_memory()  # before the imports below start threads
-    gc.disable()  # what they make stays, and searching it again and again takes a tenth of their time
+    # Objects created by imports are long-lived; collecting garbage while importing takes 10% of the import time.
+    gc.disable()
 
 import asyncio
 import contextlib
@@ -77,7 +78,7 @@ def run(config: Config, stop: Stop | None = None) -> None:
         hosts.on_first(lambda: held.enter_context(run_folder.in_use(workdir)))
         _run(config, prepared, stop)
     if hosts.is_first():
-        print(f"Done: {workdir}. See it with: python -m poly_epo_jax.report {workdir}")
+        print(f"Done: {workdir}. Create a report with: python -m poly_epo_jax.report {workdir}")
 
 
 def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
@@ -92,7 +93,7 @@ def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
     train_problems, held_out_problems = _problems_that_fit(task, policy, config, workdir)
     if config.eval.every and not held_out_problems:
         raise ConfigError(
-            f"train.max_prompt_tokens={config.train.max_prompt_tokens} leaves out every held-out problem; raise it, or "
+            f"train.max_prompt_tokens={config.train.max_prompt_tokens} excludes every held-out problem; raise it, or "
             "set eval.every=0."
         )
     batches = problem_batches(train_problems, config.train.prompts_per_batch, config.seed)
@@ -117,6 +118,10 @@ def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
         set_size=config.algo.set_size,
     )
 
+    schedule = TrainSchedule(
+        config.train.num_steps, config.eval.every, config.checkpoint.every, config.log.generations_every
+    )
+
     def evaluate() -> Awaitable[Metrics]:
         problems, sampling = held_out_problems[: config.eval.num_problems], _sampling(config, config.seed)
         return evaluate_held_out(rollouts, task, prepared.judge, problems, config.eval.num_generations, sampling, stop)
@@ -124,7 +129,7 @@ def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
     with hosts.on_all(lambda: _tracker(config, progress.step)) as tracker:
         is_evaluated = hosts.on_first(lambda: run_folder.is_evaluated(workdir, progress.step))
         try:
-            asyncio.run(train(trainer, evaluate, checkpoints, tracker, _schedule(config), is_evaluated))
+            asyncio.run(train(trainer, evaluate, checkpoints, tracker, schedule, is_evaluated))
         finally:
             sampler.close()
 
@@ -182,7 +187,10 @@ def _experience(
     stop: Stop,
 ) -> Experience:
     def sampling(step: int) -> Sampling:
-        """Returns the sampling parameters of a step. Every step has its own seed, so that a repeated step is equal."""
+        """Returns the sampling parameters of a step.
+
+        The seed depends only on `config.seed` and the step, so a step that is repeated after a resume has it again.
+        """
         return _sampling(config, int(np.random.SeedSequence([config.seed, step]).generate_state(1)[0]))
 
     return Experience(
@@ -221,11 +229,6 @@ def _packer(config: Config, mesh: Mesh) -> MinibatchPacker:
     )
 
 
-def _schedule(config: Config) -> TrainSchedule:
-    log, evaluation = config.log, config.eval
-    return TrainSchedule(config.train.num_steps, evaluation.every, config.checkpoint.every, log.generations_every)
-
-
 def _tracker(config: Config, step: int) -> contextlib.AbstractContextManager[Tracker | None]:
     """Returns the tracker of a run that continues after `step`, on the first process."""
     if not hosts.is_first():
@@ -239,7 +242,7 @@ def _tracker(config: Config, step: int) -> contextlib.AbstractContextManager[Tra
 def _problems_that_fit(
     task: Task, policy: Policy, config: Config, workdir: Path
 ) -> tuple[Sequence[Problem], Sequence[Problem]]:
-    """Returns the training and held-out problems whose prompts are not too long, and writes the counts to data.json."""
+    """Returns the training and held-out problems with short enough prompts, and writes the counts to data.json."""
     counts, problems = {}, []
     for name, part in (("train", task.train_problems), ("held_out", task.held_out_problems)):
         kept, too_long = drop_long_prompts(part, policy.tokenizer, config.train.max_prompt_tokens)
@@ -255,7 +258,7 @@ def _problems_that_fit(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the command line (`sys.argv` if None) and returns the exit code."""
+    """Trains as specified by the command line (`sys.argv` if None), and returns the exit code."""
     errors = (JudgeError, DivergenceError, hosts.HostError)
     return run_command(config_parser(__doc__), arguments, lambda config, _: run(config), *errors)
 

@@ -107,7 +107,11 @@ class Trainer:
         return StepResult(batch, advantages, metrics)
 
     async def push_weights(self) -> None:
-        """Pushes the current weights to the sampler of every process."""
+        """Pushes the current weights to the sampler of every process.
+
+        The version of the weights is the number of completed steps. Generations keep the version that they were sampled
+        with, from which `response/staleness` is computed.
+        """
         assert self.progress is not None
         params = await _compute(params_on_host, self.state.params, self.update.mesh)
         push = self.experience.rollouts.push_weights(params, self.progress.step)
@@ -122,9 +126,13 @@ class Trainer:
 
 @dataclasses.dataclass(frozen=True)
 class TrainSchedule:
-    """Number of steps of a run, and the intervals in steps between evaluations, checkpoints and logged generations.
+    """Number of steps of a run, and intervals in steps. The last step always ends with a checkpoint.
 
-    An evaluation interval of 0 disables evaluation. Evaluations and logged generations are also due at the last step.
+    Attributes:
+      num_steps: Last step of the run.
+      evaluate: Interval between evaluations, which also take place at the last step. 0 disables evaluations.
+      checkpoint: Interval between checkpoints.
+      log_generations: Interval between steps whose generations are logged. Those of the last step are also logged.
     """
 
     num_steps: int
@@ -133,7 +141,12 @@ class TrainSchedule:
     log_generations: int
 
     def is_due(self, interval: int, step: int) -> bool:
-        """Returns True if `step` is a multiple of `interval` or the last step, and `interval` is not 0."""
+        """Returns True if `step` is a multiple of `interval` or the last step, and `interval` is not 0.
+
+        Args:
+          interval: Interval in steps.
+          step: Step to check.
+        """
         return bool(interval) and (step % interval == 0 or step == self.num_steps)
 
 
@@ -164,6 +177,8 @@ async def train(
     """
     assert trainer.progress is not None
     log = _Log(trainer, tracker, schedule, checkpoints)
+    # A resumed run continues from the last checkpoint. It removes the rows of later steps, restores the position of the
+    # data iterator, and repeats these steps with the same seeds.
     saved = logged = trainer.progress.step
     stop, stopped = trainer.experience.stop, None
 
@@ -183,7 +198,7 @@ async def train(
             for step in range(logged + 1, schedule.num_steps + 1):
                 result = await trainer.step(step)
                 await log.step(step, result)
-                logged = step  # from here on the step may be saved: a checkpoint never lacks the rows of its step
+                logged = step  # only a logged step is saved, so a checkpoint is never ahead of the rows
                 with trainer.timeline.clock(step).stage("sync"):
                     await trainer.push_weights()
                 if schedule.is_due(schedule.evaluate, step):
@@ -196,7 +211,7 @@ async def train(
                 if step < schedule.num_steps:
                     await hosts.barrier(stop.check())
         except DivergenceError as error:
-            good = f"The checkpoint of step {saved} is valid" if saved else "There is no checkpoint yet"
+            good = f"The checkpoint of step {saved} is valid" if saved else "No checkpoint has been saved yet"
             raise DivergenceError(
                 f"{error}. The step was not saved. {good}. Rerunning the command would fail in the same way: set "
                 "--config.workdir to a new folder and, for example, lower optimizer.learning_rate. model.path may be "

@@ -1,4 +1,4 @@
-"""Makes tests strict: shapes and types are checked at run time, and rank promotion and warnings are errors."""
+"""Test configuration: shapes and types are checked at run time; rank promotion and warnings are errors."""
 
 import os
 import signal
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import quick_compiles
 
-# Before jax is imported: eight CPU devices for the meshes, and quick compiling, which takes most of the tests' time.
+# Must be set before jax is imported: eight CPU devices for meshes, and fast compilation, which dominates the test time.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {quick_compiles.FLAGS}"
-# Where launch/test.sh puts torch, for the tests that compare with it; processes that they start must not find it.
+# launch/test.sh installs torch here for comparisons. Processes that tests start must not find it.
 sys.path.append(os.path.join(sys.prefix, "torch"))
-# Other test processes and later runs reuse what one compiles. With a bound on the size, files in use are locked.
+# Test processes and later runs share compiled programs. With a size limit, files in use are locked.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2 * 10**9))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
@@ -31,17 +31,17 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: with several workers, none is left alone with one of them at the end."""
+    """Runs files with slow tests first, so that the workers finish at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_programs(request: pytest.FixtureRequest) -> None:
-    """Keeps what this process compiles, the smallest programs too, which are most of the tests' time.
+    """Caches all compiled programs, including small programs, which take most of the test time.
 
-    Each file of tests has a folder of its own, in which no other worker writes: so it needs no lock, which costs more
-    than such programs do.
+    Each test file has a separate folder, to which only one worker writes. Locks, which take longer than compiling small
+    programs, are therefore not required.
     """
     jax.config.update(
         "jax_compilation_cache_dir", os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], request.path.stem)
@@ -53,7 +53,7 @@ def compiled_programs(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Settings under which all training runs of this session share base policies and compiled programs."""
+    """Settings that make all training runs of the session share base policies and compiled programs."""
     mine = tmp_path_factory.getbasetemp()
     session = mine.parent if os.environ.get("PYTEST_XDIST_WORKER") else mine
     return {"base.cache_dir": session / "base", "compilation_cache": session / "compiled"}
@@ -61,7 +61,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    """Runs commands in a moment."""
+    """Runs commands without the time for their imports."""
     server = ForkServer()
     yield server
     server.close()
@@ -69,7 +69,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture
 def default_signals() -> Iterator[None]:
-    """What nohup and shells have background processes ignore is not ignored meanwhile."""
+    """Restores the default handlers of signals that nohup and shells make background processes ignore."""
     defaults = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     yield
@@ -79,7 +79,7 @@ def default_signals() -> Iterator[None]:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The one time that poly_epo_jax/records/timeline.py reads; it stands still until the test moves it."""
+    """Simulated clock of poly_epo_jax/records/timeline.py. It only changes when a test changes it."""
     time = [100.0]
     monkeypatch.setattr("poly_epo_jax.records.timeline.time", SimpleNamespace(perf_counter=lambda: time[0]))
     return time

@@ -1,4 +1,4 @@
-"""Training from a script or a notebook behaves like the command: the same bytes, and the same way to stop."""
+"""Training from a script or a notebook writes the same bytes and stops in the same way as the command."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def small(words="poly_epo", get_config=from_python.get_config):
 
 from_python.get_config = small
 """
-"""The settings of `training_runs`, which shorten a run."""
+"""Applies the settings of `training_runs`, which make a run small."""
 
 IN_A_NOTEBOOK = """
 import json, types
@@ -46,11 +46,11 @@ async def notebook():
     for cell in json.loads(sys.argv[1]):
         exec(cell, names)
 
-# What a notebook has at hand.
+# Modules that notebooks provide.
 sys.modules["IPython.display"] = types.SimpleNamespace(Image=Image, display=lambda it: None)
-asyncio.new_event_loop().run_until_complete(notebook())  # asyncio.run would catch Ctrl-C, which Jupyter does not
+asyncio.new_event_loop().run_until_complete(notebook())  # asyncio.run would handle Ctrl-C, unlike Jupyter
 """
-"""Runs cells as Jupyter does, in a thread whose event loop runs already; without Jupyter, which brings 31 packages."""
+"""Runs cells in a thread with a running event loop, as in Jupyter, which would require 31 additional packages."""
 
 
 CELL = "from poly_epo_jax import get_config, run\nconfig = get_config()\nconfig.workdir = 'cell'\nrun(config)"
@@ -68,7 +68,7 @@ def start(code: str, settings: dict, folder: Path, *cells: str) -> subprocess.Po
     )
 
 
-def test_what_is_not_there_is_said():
+def test_missing_attributes_raise_the_usual_errors():
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = poly_epo_jax.trian
     with pytest.raises(ImportError, match="cannot import name 'trian'"):
@@ -76,7 +76,7 @@ def test_what_is_not_there_is_said():
 
 
 @pytest.mark.slow
-def test_the_readme_trains_in_a_script(tmp_path: Path, caches: dict[str, Path]):
+def test_the_readme_example_trains_in_a_script(tmp_path: Path, caches: dict[str, Path]):
     process = start(BLOCK, SETTINGS | caches | {"train.num_steps": 2}, tmp_path)
     out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
@@ -86,8 +86,8 @@ def test_the_readme_trains_in_a_script(tmp_path: Path, caches: dict[str, Path]):
 
 
 @pytest.mark.slow
-def test_a_notebook_leaves_the_bytes_of_the_command(tmp_path: Path, caches: dict[str, Path]):
-    """A notebook's thread runs an event loop already."""
+def test_a_notebook_writes_the_bytes_of_the_command(tmp_path: Path, caches: dict[str, Path]):
+    """The thread of a notebook already runs an event loop."""
     settings = caches | {"train.num_steps": 3}
     command = Run(tmp_path, "command", settings)
     command.finish()
@@ -117,7 +117,7 @@ def test_the_quick_start_notebook(tmp_path: Path, caches: dict[str, Path]):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("default_signals")
-def test_interrupting_a_kernel_saves(tmp_path: Path, caches: dict[str, Path]):
+def test_interrupting_a_kernel_saves_the_last_step(tmp_path: Path, caches: dict[str, Path]):
     process = start(IN_A_NOTEBOOK, SETTINGS | caches | {"train.num_steps": 10_000}, tmp_path, CELL)
     try:
         rows = tmp_path / "cell" / METRICS
@@ -132,9 +132,9 @@ def test_interrupting_a_kernel_saves(tmp_path: Path, caches: dict[str, Path]):
     assert any((tmp_path / "cell" / "checkpoints").glob("[0-9]*"))
 
 
-def test_a_loop_in_another_thread_is_asked():
-    """It gets no signals, and leaves those of the main thread alone."""
-    stop, before, said = Stop(), signal.getsignal(signal.SIGTERM), []
+def test_an_event_loop_in_another_thread_can_be_stopped():
+    """It does not receive signals, and does not change the handlers of the main thread."""
+    stop, before, stopped_by = Stop(), signal.getsignal(signal.SIGTERM), []
 
     async def main() -> None:
         with stop.on_signals():
@@ -142,11 +142,11 @@ def test_a_loop_in_another_thread_is_asked():
             try:
                 await stop.interrupts(asyncio.sleep(1000))
             except Stopped as stopped:
-                said.append(str(stopped))
+                stopped_by.append(str(stopped))
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
     stop.ask(signal.SIGINT)
     thread.join(60)
-    assert said == ["Ctrl-C"]
-    stop.ask(signal.SIGINT)  # after its end nothing happens
+    assert stopped_by == ["Ctrl-C"]
+    stop.ask(signal.SIGINT)  # has no effect after the loop has ended

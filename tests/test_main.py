@@ -1,4 +1,4 @@
-"""Every mistake on the command line gives one sentence, and a short run leaves all the files that it should."""
+"""Command line errors are reported as one line, and a short run writes all its files and can be resumed."""
 
 import json
 import os
@@ -42,8 +42,8 @@ FILE = "--config=configs/polynomial.py"
 
 
 @pytest.fixture(autouse=True)
-def _leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Undoes what main does to its process."""
+def _restore_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restores the working directory, signal handlers and JAX configuration."""
     monkeypatch.chdir(ROOT)
     sigterm = signal.getsignal(signal.SIGTERM)
     yield
@@ -53,19 +53,19 @@ def _leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., str]:
-    """What main says when it refuses the given flags; they come after a run folder of the test's own."""
+def error_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., str]:
+    """Returns a function that runs main with invalid flags in a new run folder, and returns the error message."""
 
-    def refuse(file: str, *overrides: str) -> str:
+    def run_with_error(file: str, *overrides: str) -> str:
         folders = [f"--config.workdir={tmp_path / 'run'}", f"--config.compilation_cache={tmp_path / 'compiled'}"]
         assert main.main([file, *folders, *overrides] if file else overrides) == 1
         (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
-        return one_sentence(error)
+        return checked_message(error)
 
-    return refuse
+    return run_with_error
 
 
-def one_sentence(text: str) -> str:
+def checked_message(text: str) -> str:
     assert text.startswith("Error: ")
     assert len(text.splitlines()) == 1, text
     assert text == " ".join(text.split())
@@ -74,7 +74,7 @@ def one_sentence(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random policy with 4 heads and 2 key-value heads that can read polynomials."""
+    """A random policy with 4 heads and 2 key-value heads, and a tokenizer for polynomials."""
     folder = tmp_path_factory.mktemp("policies") / "tiny"
     hf.save_pretrained(folder, tiny_params(), TINY, dtype="float32", eos_token_id=1)
     build_character_tokenizer(PolynomialTask.alphabet).save_pretrained(folder)
@@ -153,8 +153,8 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=lambda value: value[-1].removeprefix("--") or "nothing" if isinstance(value, list) else None,
 )
-def test_mistakes_are_refused_with_one_sentence(arguments: list[str], words: list[str], sentence):
-    text = sentence(*arguments)
+def test_invalid_arguments_are_reported(arguments: list[str], words: list[str], error_message):
+    text = error_message(*arguments)
     assert all(word in text for word in words), text
 
 
@@ -162,37 +162,37 @@ def test_mistakes_are_refused_with_one_sentence(arguments: list[str], words: lis
     ("overrides", "words"),
     [
         (["--config.mesh.tensor=4", "--config.mesh.fsdp=1"], ["mesh.tensor=4", "num_kv_heads=2"]),
-        (["--config.train.max_prompt_tokens=1"], ["leaves out every held-out problem"]),
+        (["--config.train.max_prompt_tokens=1"], ["train.max_prompt_tokens=1 ", "held-out problem", "eval.every=0"]),
         (["--config.train.max_prompt_tokens=1", "--config.eval.every=0"], ["there are only 0 training problems"]),
         (["--config.workdir=setup.py/run"], ["Not a directory", "setup.py/run"]),
         (["--config.log.wandb_project=mine"], ["'mine'", "wandb is not installed"]),
     ],
     ids=lambda value: value[0].removeprefix("--"),
 )
-def test_what_shows_once_the_policy_is_open(overrides, words, sentence, policy_folder, monkeypatch):
+def test_errors_after_loading_the_policy_are_reported(overrides, words, error_message, policy_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    text = sentence(FILE, f"--config.model.path={policy_folder}", "--config.mesh.fsdp=1", *overrides)
+    text = error_message(FILE, f"--config.model.path={policy_folder}", "--config.mesh.fsdp=1", *overrides)
     assert all(word in text for word in words), text
 
 
 def saved_run(folder: Path, **changes: Any) -> None:
-    """A run folder to resume from, with a configuration that differs from the file's."""
+    """Creates a run folder with a checkpoint and a configuration that differs from the file's."""
     config = polynomial.get_config()
     config.update_from_flattened_dict(changes)
     (folder / "checkpoints" / "5").mkdir(parents=True)
     (folder / "config.json").write_text(config.to_json())
 
 
-def test_a_run_folder_is_not_resumed_under_other_settings(tmp_path: Path, sentence):
-    may_change = {"train.num_steps": 7, "train.rows_per_device": 2, "mesh.data": 2, "model.path": "/moved"}
-    saved_run(tmp_path / "run", seed=3, **{"optimizer.schedule": "constant"}, **may_change)
+def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path, error_message):
+    mutable = {"train.num_steps": 7, "train.rows_per_device": 2, "mesh.data": 2, "model.path": "/moved"}
+    saved_run(tmp_path / "run", seed=3, **{"optimizer.schedule": "constant"}, **mutable)
     changed = "--config.optimizer.learning_rate=1e-3", "--config.log.generations_every=3"
-    text = sentence(FILE, "--config.optimizer.schedule=constant", *changed)
+    text = error_message(FILE, "--config.optimizer.schedule=constant", *changed)
     assert "contains a run with different values of optimizer.learning_rate, seed; " in text
     assert str(tmp_path / "run") in text
 
 
-def test_a_run_is_not_resumed_from_a_model_of_other_shapes(tmp_path: Path):
+def test_a_run_is_not_resumed_from_a_model_with_other_shapes(tmp_path: Path):
     saved_run(tmp_path / "run")
     for folder in (tmp_path / "run" / "policy", tmp_path / "other"):
         hf.save_pretrained(folder, tiny_params(), TINY, dtype="float32")
@@ -220,18 +220,18 @@ def test_a_run_is_not_resumed_from_a_model_of_other_shapes(tmp_path: Path):
     ],
     ids=["steps", "reference"],
 )
-def test_what_the_schedule_or_the_kl_term_reads_is_not_changed(tmp_path: Path, sentence, saved, flags, words):
+def test_settings_of_the_schedule_and_the_kl_term_cannot_change(tmp_path: Path, error_message, saved, flags, words):
     saved_run(tmp_path / "run", **saved)
-    assert words in sentence(FILE, *flags)
+    assert words in error_message(FILE, *flags)
 
 
-def test_a_run_folder_of_another_version_is_not_resumed(tmp_path: Path, sentence):
+def test_a_run_of_another_version_is_not_resumed(tmp_path: Path, error_message):
     config = read_config(polynomial.get_config()).to_dict()
     config["judge"]["attempts"] = config["judge"].pop("max_failed_share")
-    config["task"]["options"] = {"seed": 1}  # options are not keys; these are another run's
+    config["task"]["options"] = {"seed": 1}  # options are not keys; these belong to another run
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
-    text = sentence(FILE)
+    text = error_message(FILE)
     assert "run of another version of poly_epo_jax, with different keys judge.attempts, judge.max_failed_share;" in text
     assert "resume it with that version, or set --config.workdir to a new folder." in text
 
@@ -246,7 +246,7 @@ def test_a_run_folder_of_another_version_is_not_resumed(tmp_path: Path, sentence
     ],
     ids=["method", "key", "model"],
 )
-def test_a_refusal_ends_the_process_without_traceback(arguments: list[str], words: list[str], tmp_path: Path):
+def test_an_error_terminates_the_process_without_traceback(arguments: list[str], words: list[str], tmp_path: Path):
     devices = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
     folders = [f"--config.workdir={tmp_path / 'run'}", f"--config.compilation_cache={tmp_path / 'compiled'}"]
     ended = subprocess.run(
@@ -259,7 +259,7 @@ def test_a_refusal_ends_the_process_without_traceback(arguments: list[str], word
     )
     assert ended.returncode == 1
     assert ended.stdout == ""
-    text = one_sentence(ended.stderr.removesuffix("\n"))
+    text = checked_message(ended.stderr.removesuffix("\n"))
     assert all(word in text for word in words), text
     assert not (tmp_path / "run").exists()
 
@@ -279,14 +279,14 @@ def small_config(folder: Path, **changes: Any) -> ConfigDict:
             "base.num_layers": 1,
             "base.head_dim": 8,
             "train.num_steps": 3,
-            "optimizer.schedule": "constant",  # so that there may be more steps
+            "optimizer.schedule": "constant",  # so that the number of steps may change
             "train.prompts_per_batch": 4,
             "train.prompts_per_minibatch": 2,
             "train.num_generations": 4,
             "train.rows_per_device": 4,
             "algo.set_size": 2,
             "algo.kl_coef": 0.01,
-            "algo.entropy_coef": 0.01,  # such a young policy earns nothing that it could learn from
+            "algo.entropy_coef": 0.01,  # the barely trained policy rarely earns a reward to learn from
             "mesh.fsdp": 1,
             "checkpoint.every": 2,
             "eval.every": 2,
@@ -300,7 +300,7 @@ def small_config(folder: Path, **changes: Any) -> ConfigDict:
 
 
 @pytest.mark.slow
-def test_an_interrupted_evaluation_is_repeated_by_the_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_resumed_run_repeats_an_interrupted_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     evaluate, calls = main.evaluate_held_out, []
 
     async def interrupted(*arguments: Any) -> dict[str, float]:
@@ -309,8 +309,8 @@ def test_an_interrupted_evaluation_is_repeated_by_the_resumed_run(tmp_path: Path
             raise ServerError("The server terminated.")
         return await evaluate(*arguments)
 
-    whole = tmp_path / "whole" / "run"
-    main.run(read_config(small_config(tmp_path, workdir=str(whole))))
+    uninterrupted = tmp_path / "uninterrupted" / "run"
+    main.run(read_config(small_config(tmp_path, workdir=str(uninterrupted))))
     config = read_config(small_config(tmp_path))
     monkeypatch.setattr(main, "evaluate_held_out", interrupted)
     with pytest.raises(ServerError, match="terminated"):
@@ -320,10 +320,10 @@ def test_an_interrupted_evaluation_is_repeated_by_the_resumed_run(tmp_path: Path
     main.run(config)
     assert len(calls) == 4  # before the first step, after step 2 twice, and after the last step
     for name in ("metrics.jsonl", "generations.jsonl"):
-        assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes()
+        assert (tmp_path / "run" / name).read_bytes() == (uninterrupted / name).read_bytes()
 
 
-def test_a_base_policy_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_base_policy_is_created_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class NoTraining:
         def __init__(self, *arguments: Any, **keywords: Any):
             pass
@@ -351,7 +351,7 @@ def test_a_base_policy_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_a_short_run_leaves_its_folder_and_goes_on_when_asked(tmp_path: Path):
+def test_a_short_run_writes_its_folder_and_can_be_extended(tmp_path: Path):
     config = small_config(tmp_path)
     main.run(read_config(config))
 
@@ -381,7 +381,7 @@ def test_a_short_run_leaves_its_folder_and_goes_on_when_asked(tmp_path: Path):
     assert "# Poly-EPO on polynomial" in (exported / "README.md").read_text()
     assert "README.md" in json.loads((exported / "digests.json").read_text())
     with ocp.CheckpointManager(run / "checkpoints") as manager, warnings.catch_warnings(action="ignore"):
-        args = ocp.args.Composite(state=ocp.args.StandardRestore())  # with the saved structure, which Orbax warns about
+        args = ocp.args.Composite(state=ocp.args.StandardRestore())  # Orbax warns that the saved structure is used
         trained = manager.restore(3, args=args).state["trainable"]
     theirs = load_file(exported / "model.safetensors")
     np.testing.assert_array_equal(theirs["model.embed_tokens.weight"], trained["embed"])

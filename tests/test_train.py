@@ -1,4 +1,4 @@
-"""The training loop: what takes part in an update, what is left when something fails, and working one batch ahead."""
+"""The training loop: prompts that take part in an update, saved state after failures, and prefetched batches."""
 
 import asyncio
 import errno
@@ -38,7 +38,7 @@ def changed(before: Params, after: Params) -> list[bool]:
 
 
 @pytest.mark.slow
-def test_a_step_whose_judgements_all_failed_changes_nothing(tmp_path: Path):
+def test_a_step_with_only_failed_judgments_does_not_change_weights(tmp_path: Path):
     before, after = train_tiny(tmp_path, failing=["p", "q", "r"])
     assert not any(changed(before, after))
 
@@ -58,7 +58,7 @@ def test_a_step_whose_judgements_all_failed_changes_nothing(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_one_failed_judgement_leaves_out_one_prompt(tmp_path: Path):
+def test_one_failed_judgment_excludes_one_prompt(tmp_path: Path):
     before, after = train_tiny(tmp_path, failing=["q"])
     assert all(changed(before, after))
     rows = rows_of(tmp_path)
@@ -81,7 +81,7 @@ def test_one_failed_judgement_leaves_out_one_prompt(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_method_that_reads_no_clusters_does_not_depend_on_the_judge(tmp_path: Path):
+def test_a_method_without_clusters_does_not_depend_on_the_judge(tmp_path: Path):
     settings: dict[str, Any] = {"algo.advantages": "grpo", "judge.max_failed_share": 0.0}
     before, after = train_tiny(tmp_path / "judged", changes=settings)
     _, without = train_tiny(tmp_path / "failing", failing=["p", "q"], changes=settings)
@@ -98,7 +98,7 @@ def test_a_method_that_reads_no_clusters_does_not_depend_on_the_judge(tmp_path: 
 
 
 def made(steps: int) -> list[GradedGroup]:
-    """The groups of so many steps, three of each, of four problems: often one is there twice."""
+    """Generates the groups of `steps` steps with three of four problems each. A step may contain a problem twice."""
     experience = Experience(
         *(RandomLetters().rollouts(ByLetter()), ByLetter(), LetterJudge()),
         problem_batches([*PROBLEMS, Problem("1", "1:", "a")], 3, seed=0),
@@ -117,29 +117,29 @@ def made(steps: int) -> list[GradedGroup]:
     return asyncio.run(groups())
 
 
-def test_a_problem_that_is_twice_in_a_batch_has_other_generations():
+def test_a_repeated_problem_in_a_batch_has_other_generations():
     groups = made(steps=6)
     rows = logged_generations(groups, groups, np.zeros((len(groups), 8)))
     texts = {}
-    for place, row in enumerate(rows):
-        step = place // (3 * 8)
+    for index, row in enumerate(rows):
+        step = index // (3 * 8)
         texts.setdefault((step, row["problem"], row["occurrence"]), {})[row["generation"]] = row["response"]
-    assert sum(map(len, texts.values())) == len(rows) == 6 * 3 * 8  # so the four together name one row
+    assert sum(map(len, texts.values())) == len(rows) == 6 * 3 * 8  # the four columns together identify a row
     twice = [(step, problem) for step, problem, occurrence in texts if occurrence]
     assert twice and all(texts[(*one, 0)] != texts[(*one, 1)] for one in twice)
 
 
-def test_a_host_s_share_of_a_batch_has_the_generations_of_the_whole(monkeypatch: pytest.MonkeyPatch):
+def test_a_process_generates_its_share_of_the_full_batch(monkeypatch: pytest.MonkeyPatch):
     def texts(part: slice) -> list[list[str]]:
         monkeypatch.setattr(hosts, "share", lambda items: items[part])
         return [[y.text for y in one.group.generations] for one in made(steps=6)]
 
-    whole, first, rest = texts(slice(None)), texts(slice(1)), texts(slice(1, None))
-    assert whole[::3] == first and [group for place, group in enumerate(whole) if place % 3] == rest
+    full, first, rest = texts(slice(None)), texts(slice(1)), texts(slice(1, None))
+    assert full[::3] == first and [group for index, group in enumerate(full) if index % 3] == rest
 
 
 class SlowLetters(RandomLetters):
-    """Each batch takes a while."""
+    """Takes 0.2 s per batch, and 0.05 s per push of weights."""
 
     async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
         await asyncio.sleep(0.2)
@@ -152,12 +152,12 @@ class SlowLetters(RandomLetters):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_each_step_leaves_what_was_under_way_in_it(tmp_path: Path, staleness: int):
+def test_each_step_records_the_stages_in_progress(tmp_path: Path, staleness: int):
     settings = {"train.num_steps": 4, "train.staleness": staleness, "checkpoint.every": 2, "eval.every": 3}
     train_tiny(tmp_path, (), SlowLetters(), changes=settings)
     rows, timing = read_rows(tmp_path / "timeline.jsonl"), read_rows(tmp_path / "timing.jsonl")
     assert [row["step"] for row in rows] == [row["step"] for row in timing] == [1, 2, 3, 4]
-    for before, row in pairwise(rows):  # without a gap
+    for before, row in pairwise(rows):  # windows are consecutive
         assert row["start"] == pytest.approx(before["start"] + before["seconds"], abs=2e-4)
     for row, times in zip(rows, timing, strict=True):
         step, spans = row["step"], row["spans"]
@@ -180,16 +180,16 @@ def test_each_step_leaves_what_was_under_way_in_it(tmp_path: Path, staleness: in
 
 
 class Failing(RandomLetters):
-    """Fails at the n-th generation, or at the n-th push of weights (the first is that before the first step)."""
+    """Fails at the n-th generation, or at the n-th push of weights. The first push precedes the first step."""
 
     def __init__(self, generation: int = 0, push: int = 0):
         super().__init__()
         self.left = {"generation": generation, "push": push}
 
-    def count(self, what: str) -> None:
-        self.left[what] -= 1
-        if self.left[what] == 0:
-            raise ServerError(f"The server died at the {what}.")
+    def count(self, event: str) -> None:
+        self.left[event] -= 1
+        if self.left[event] == 0:
+            raise ServerError(f"The server failed during the {event}.")
 
     async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
         self.count("generation")
@@ -206,8 +206,8 @@ class Failing(RandomLetters):
     [(Failing(generation=1), 0), (Failing(generation=3), 2), (Failing(push=1), 0), (Failing(push=4), 3)],
     ids=["first generation", "third generation", "first push", "after the third step"],
 )
-def test_what_is_trained_is_kept_when_a_server_fails(tmp_path: Path, sampler: Failing, trained: int):
-    with pytest.raises(ServerError, match="The server died"):
+def test_completed_steps_are_saved_if_a_server_fails(tmp_path: Path, sampler: Failing, trained: int):
+    with pytest.raises(ServerError, match="The server failed"):
         train_tiny(tmp_path, (), sampler, changes={"train.num_steps": 5, "checkpoint.every": 50, "eval.every": 0})
     assert Checkpoints(tmp_path / "checkpoints").steps == ([trained] if trained else [])
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, trained + 1))
@@ -216,7 +216,7 @@ def test_what_is_trained_is_kept_when_a_server_fails(tmp_path: Path, sampler: Fa
 
 
 class Uncountable(RandomLetters):
-    """Cannot say at the second step what it counted."""
+    """Raises an error when its metrics are read in the second step."""
 
     def __init__(self):
         super().__init__()
@@ -229,7 +229,7 @@ class Uncountable(RandomLetters):
         return {"rollouts/counted": 1.0}
 
 
-def test_every_saved_step_has_its_own_row(tmp_path: Path):
+def test_every_saved_step_has_a_row(tmp_path: Path):
     with pytest.raises(ServerError, match="The counts are lost"):
         train_tiny(tmp_path, (), Uncountable(), changes={"train.num_steps": 3, "checkpoint.every": 50, "eval.every": 0})
     (row,) = read_rows(tmp_path / "metrics.jsonl")
@@ -237,30 +237,30 @@ def test_every_saved_step_has_its_own_row(tmp_path: Path):
     assert Checkpoints(tmp_path / "checkpoints").steps == [1]
 
 
-def test_a_judge_that_fails_too_often_ends_the_run(tmp_path: Path):
+def test_a_judge_that_fails_too_often_stops_the_run(tmp_path: Path):
     with pytest.raises(JudgeError, match="failed on 2 of 3 prompts"):
         train_tiny(tmp_path, ["p", "q"], None, changes={"judge.max_failed_share": 0.5, "eval.every": 0})
     assert read_rows(tmp_path / "metrics.jsonl") == []
 
 
 @pytest.mark.parametrize(
-    ("every", "good"), [(2, "The checkpoint of step 2 is valid"), (50, "There is no checkpoint yet")]
+    ("interval", "remaining"), [(2, "The checkpoint of step 2 is valid"), (50, "No checkpoint has been saved")]
 )
-def test_nothing_is_saved_of_a_step_that_is_not_finite(tmp_path: Path, every: int, good: str):
+def test_a_step_with_non_finite_values_is_not_saved(tmp_path: Path, interval: int, remaining: str):
     estimate = make_advantages(tiny_config().algo, seed=0)
 
     def advantages(step: int, features: Features) -> np.ndarray:
-        return estimate(step, features) * (1e30 if step == 4 else 1)  # whose gradient has no norm in float32
+        return estimate(step, features) * (1e30 if step == 4 else 1)  # the norm of its gradient overflows float32
 
-    settings = {"train.num_steps": 5, "checkpoint.every": every, "eval.every": 0}
-    with pytest.raises(DivergenceError, match=rf"^Step 4 gave .*policy/gradient_norm=inf.* was not saved\. {good}"):
+    settings = {"train.num_steps": 5, "checkpoint.every": interval, "eval.every": 0}
+    with pytest.raises(DivergenceError, match=rf"^Step 4 .*policy/gradient_norm=inf.* was not saved\. {remaining}"):
         train_tiny(tmp_path, advantages=advantages, changes=settings)
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-    assert Checkpoints(tmp_path / "checkpoints").steps == ([2] if every == 2 else [])
+    assert Checkpoints(tmp_path / "checkpoints").steps == ([2] if interval == 2 else [])
 
 
 class NoLogprobs(RandomLetters):
-    """Its second batch has a log-probability that is not a number."""
+    """Returns a log-probability of NaN in its second batch."""
 
     def completion(self, place: int, index: int, text: str) -> Completion:
         completion = super().completion(place, index, text)
@@ -269,20 +269,23 @@ class NoLogprobs(RandomLetters):
         return completion
 
 
-def test_what_comes_from_outside_must_be_finite(tmp_path: Path):
+def test_non_finite_log_probabilities_of_a_sampler_are_rejected(tmp_path: Path):
     with pytest.raises(ValueError, match=r"sampler's log-probabilities for problem . are not finite"):
         train_tiny(tmp_path / "sampler", (), NoLogprobs(), changes={"eval.every": 0})
     assert Checkpoints(tmp_path / "sampler" / "checkpoints").steps == [1]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_batches_are_begun_when_they_should_be(staleness: int):
-    """At 0 when they are asked for; at 1 as soon as the one before is handed out. The data stands after what was."""
-    begun = []
+def test_batches_are_started_according_to_staleness(staleness: int):
+    """0 starts a batch when it is requested, 1 as soon as the previous batch is returned.
+
+    The data state of a batch is the position after this batch.
+    """
+    started = []
 
     class Watched(RandomLetters):
         async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-            begun.append(sampling.seed)
+            started.append(sampling.seed)
             async for completion in super().sample(requests, sampling):
                 yield completion
 
@@ -308,7 +311,7 @@ def test_batches_are_begun_when_they_should_be(staleness: int):
             batch = await experience.batch(step)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert begun == list(range(1, min(step + staleness, 3) + 1))
+            assert started == list(range(1, min(step + staleness, 3) + 1))
             expected = next(again)
             assert [one.group.problem for one in batch.graded] == expected
             assert batch.data_state == again.get_state()
@@ -317,7 +320,7 @@ def test_batches_are_begun_when_they_should_be(staleness: int):
     asyncio.run(main())
 
 
-def test_a_step_whose_progress_cannot_be_shown_is_saved_with_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_is_saved_if_its_progress_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The standard output of a run may be closed, for example by `head`."""
 
     def show(self: TrainingProgress, step: int, values: Metrics) -> None:
@@ -332,7 +335,7 @@ def test_a_step_whose_progress_cannot_be_shown_is_saved_with_its_rows(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "generations.jsonl"])
-def test_a_step_whose_rows_cannot_be_written_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_a_step_is_not_saved_if_its_rows_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     append = tracking.append_rows
 
     def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -341,14 +344,14 @@ def test_a_step_whose_rows_cannot_be_written_is_not_saved(tmp_path: Path, monkey
         append(path, rows)
 
     monkeypatch.setattr(tracking, "append_rows", append_rows)
-    with pytest.raises(OSError, match="cannot write to the run folder"):
+    with pytest.raises(OSError, match=f"{tmp_path} .No space left on device"):
         train_tiny(tmp_path, changes={"train.num_steps": 3, "eval.every": 0, "checkpoint.every": 1})
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1]
     assert Checkpoints(tmp_path / "checkpoints").steps == [1]
 
 
 class Waiting(RandomLetters):
-    """At its n-th generation it waits for a server that never answers, once it was told to end."""
+    """Sends a signal to this process at the n-th generation, and then waits for a server that never responds."""
 
     def __init__(self, generation: int, number: signal.Signals):
         super().__init__()
@@ -363,10 +366,10 @@ class Waiting(RandomLetters):
             yield completion
 
 
-# Generations 1 and 4 are those of the evaluations, before the first step and after the second.
+# Generations 1 and 4 are evaluations, before the first step and after the second step.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("generation", "number", "said"),
+    ("generation", "number", "message"),
     [
         (1, signal.SIGTERM, "SIGTERM: No step was completed. Rerun the command to resume.\n"),
         (2, signal.SIGINT, "Ctrl-C: No step was completed. Rerun the command to resume.\n"),
@@ -376,15 +379,15 @@ class Waiting(RandomLetters):
     ],
 )
 @pytest.mark.usefixtures("default_signals")
-def test_a_signal_is_honoured_while_a_server_is_awaited(
-    tmp_path: Path, generation: int, number: signal.Signals, said: str, capsys: pytest.CaptureFixture[str]
+def test_a_signal_interrupts_waiting_for_a_server(
+    tmp_path: Path, generation: int, number: signal.Signals, message: str, capsys: pytest.CaptureFixture[str]
 ):
     settings = {"train.num_steps": 3, "eval.every": 2, "checkpoint.every": 50}
     with pytest.raises(SystemExit) as ended:
         train_tiny(tmp_path, (), Waiting(generation, number), changes=settings)
-    assert ended.value.code == 128 + number and capsys.readouterr().err == said
+    assert ended.value.code == 128 + number and capsys.readouterr().err == message
     saved_steps = Checkpoints(tmp_path / "checkpoints").steps
-    assert saved_steps == ([int(said.split("step ")[1][0])] if "Saved" in said else [])
+    assert saved_steps == ([int(message.split("step ")[1][0])] if "Saved" in message else [])
     logged = [(row["step"], "eval/reward" in row) for row in read_rows(tmp_path / "metrics.jsonl")]
     rows = [(0, True), (1, False), (2, False), (2, True)]
     assert logged == rows[: {1: 0, 2: 1, 3: 2, 4: 3, 5: 4}[generation]]

@@ -1,1 +1,1 @@
-"""What a run leaves behind: its folder, its metrics, its timeline, and what is shown while it runs."""
+"""Records of a run: the run folder, metrics, the timeline, and the progress display."""

@@ -1,4 +1,4 @@
-"""Shows the progress of long work: on a terminal a live screen or a bar, elsewhere a line every ten seconds."""
+"""Progress displays for long computations: a live screen or bar on a terminal, otherwise a line every ten seconds."""
 
 import contextlib
 import datetime
@@ -24,20 +24,28 @@ from poly_epo_jax.types import Metrics
 
 _HELD_OUT = (HELD_OUT_REWARD, HELD_OUT_SOLVED, HELD_OUT_CORRECT_CLUSTERS)
 _SECONDS_BETWEEN_LINES = 10.0
-_SPEED = 3600.0  # seconds that it is estimated from; Rich's default forgets steps of more than 30 s
+_SPEED_SECONDS = 3600.0  # window of the speed estimate; Rich's default of 30 s is too short for slow steps
 
 
 @contextlib.contextmanager
 def counted(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows how much of some long work is done, and how long the rest will take.
+    """Shows the progress of a long computation and an estimate of the remaining time.
 
-    Yields `show(done)`, to be called as the work proceeds. If the output is not a terminal, it prints a line at the
-    first call, then every ten seconds, and when all is done.
+    If the output is not a terminal, a line is printed at the first call, then every ten seconds, and at the end.
+
+    Args:
+      description: Description of the computation.
+      total: Number of items to process.
+
+    Yields:
+      A function to be called with the number of processed items.
     """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console()
     left = TextColumn("left"), TimeRemainingColumn()
-    progress = Progress(*columns, *left, console=console, disable=not console.is_terminal, speed_estimate_period=_SPEED)
+    progress = Progress(
+        *columns, *left, console=console, disable=not console.is_terminal, speed_estimate_period=_SPEED_SECONDS
+    )
     bar = progress.add_task(description, total=total)
     lines = _Lines()
 
@@ -51,7 +59,15 @@ def counted(description: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 class TrainingProgress:
-    """A live screen on a terminal; elsewhere a line for the first step, the last, each evaluation, and every 10 s."""
+    """Progress display of a training run.
+
+    On a terminal, it is a live screen. Otherwise, a line is printed for the first step, the last step and each
+    evaluation, and if ten seconds have passed since the previous line.
+
+    Args:
+      total_steps: Last step of the run.
+      first_step: Step from which training continues.
+    """
 
     def __init__(self, total_steps: int, first_step: int) -> None:
         self._total_steps = total_steps
@@ -70,7 +86,7 @@ class TrainingProgress:
             TextColumn("left"),
             TimeRemainingColumn(),
             expand=True,
-            speed_estimate_period=_SPEED,
+            speed_estimate_period=_SPEED_SECONDS,
         )
         self._task = self._progress.add_task("", total=total_steps, completed=first_step)
         console = Console()
@@ -79,7 +95,12 @@ class TrainingProgress:
             self._live.start()
 
     def show(self, step: int, values: Metrics) -> None:
-        """Shows the metrics and times of a step."""
+        """Shows the metrics and times of a step.
+
+        Args:
+          step: The step.
+          values: Metrics and times by name. Other values keep their last state on the live screen.
+        """
         self._latest |= values
         evaluated = any(name in values for name in _HELD_OUT)
         if evaluated:
@@ -91,6 +112,7 @@ class TrainingProgress:
             print(self._line(step, values), flush=True)
 
     def close(self) -> None:
+        """Stops the live screen."""
         if self._live is not None:
             self._live.stop()
 
@@ -114,20 +136,21 @@ class TrainingProgress:
 
 
 class _Lines:
-    """Decides when to print a line: at first, whenever one is wanted, and ten seconds after the last."""
+    """Limits the rate of printed lines to one every ten seconds, except for requested lines."""
 
     def __init__(self) -> None:
         self._next_at = -math.inf
 
-    def due(self, wanted: bool) -> bool:
-        if not wanted and time.monotonic() < self._next_at:
+    def due(self, requested: bool) -> bool:
+        """Returns True if a line is due: at the first call, if requested, or ten seconds after the last line."""
+        if not requested and time.monotonic() < self._next_at:
             return False
         self._next_at = time.monotonic() + _SECONDS_BETWEEN_LINES
         return True
 
 
 def _time_left(progress: Progress) -> list[str]:
-    """The remaining time of the only task, in words; nothing while it is unknown."""
+    """Returns a text with the remaining time of the task. Empty if it is unknown."""
     left = progress.tasks[0].time_remaining
     return [f"{datetime.timedelta(seconds=int(left))} left"] if left else []
 

@@ -1,33 +1,35 @@
-"""A run folder: the names of its files, what their rows hold, how they are read and written. Needs no JAX.
+"""The run folder: names, row formats, reading and writing of its files. Does not require JAX.
 
-    config.json          the run's whole configuration
-    about.json           {"method": "Poly-EPO", "remat": "full", "versions": [{"python": "3.12.3", "jax": ...}]}: the
-                         method's name in figures and tables; what the backward pass recomputes, as set by model.remat
-                         or, with auto, by the memory plan; the versions that the run has been trained with, see
-                         system/versions.py; and "base", the base policy's folder, if checkpoints hold only an adapter
-    data.json            how many problems there are, and how many were left out and why
-    metrics.jsonl        one row per step, {"step": 12, "reward": 0.61, ...}, and one row per evaluation, {"step": 12,
-                         "eval/reward": 0.58, ...}, after the row of its step: values that are determined by the
-                         configuration and the seed, so a resumed run leaves the same bytes as an uninterrupted one
-    timing.jsonl         one row per step, {"step": 12, "seconds/generate": 3.2, "tokens_per_second": 5100.0, ...}:
-                         numbers that depend on the machine. seconds/STAGE: how long the stage of this step's batch was
-                         under way; critical/STAGE: how long it was the only one in this step; sync/share: the share of
-                         the step; memory/peak_bytes: the most that a device or, for CPUs, the process has held so far
-    timeline.jsonl       one row per step, {"step": 3, "seconds": 4.1, "spans": [["generate", 0.0, 1.2, 3], ...],
-                         "start": 12.5}: what was under way since the previous row, from `start` seconds after training
-                         began (or resumed), for `seconds`. A span is a stage, its start and end in that time, and the
-                         step whose batch it is for: the next one if its batch is generated ahead, or the last one,
-                         which is being checkpointed
-    generations.jsonl    one row per logged generation, with the columns of `LOGGED_GENERATION`
-    tensorboard/         metrics and timing as TensorBoard events
-    checkpoints/         see model/checkpoint.py
-    checkpoints.damaged/ checkpoints that were found damaged and skipped
-    lock                 held by the process that trains; others may read meanwhile
-    policy/              the base policy's Hugging Face folder, without weights
-    report/              see report/
-    log.txt              what the run has printed, if a study has started it
+    config.json          Full configuration of the run.
+    about.json           {"method": "Poly-EPO", "remat": "full", "versions": [{"python": "3.12.3", "jax": ...}]}.
+                         "method": name of the method in figures and tables. "remat": rematerialization of the backward
+                         pass, from model.remat or, if it is "auto", from the memory plan. "versions": software versions
+                         that the run was trained with, see system/versions.py. "base": folder of the base policy, only
+                         if checkpoints contain only an adapter.
+    data.json            Number of problems, and of dropped problems by reason.
+    metrics.jsonl        One row per step, {"step": 12, "reward": 0.61, ...}, and one row per evaluation, {"step": 12,
+                         "eval/reward": 0.58, ...}, after the row of its step. All values are determined by the
+                         configuration and the seed, so a resumed run writes the same bytes as an uninterrupted run.
+    timing.jsonl         One row per step, {"step": 12, "seconds/generate": 3.2, "tokens_per_second": 5100.0, ...}, with
+                         values that depend on the machine. seconds/STAGE: duration of the stage for the batch of this
+                         step. critical/STAGE: time during this step in which no other stage was in progress.
+                         sync/share: fraction of the step spent on pushing weights. memory/peak_bytes: peak memory so
+                         far of the most heavily used device or, on CPU, of the process.
+    timeline.jsonl       One row per step, {"step": 3, "seconds": 4.1, "spans": [["generate", 0.0, 1.2, 3], ...],
+                         "start": 12.5}, with the stages that were in progress since the previous row: from `start`
+                         seconds after training began (or resumed), for `seconds`. A span consists of the stage, its
+                         start and end relative to `start`, and the step of its batch. This is the next step if the
+                         batch is generated ahead, and the previous step for its checkpoint.
+    generations.jsonl    One row per logged generation, with the columns of `LOGGED_GENERATION`.
+    tensorboard/         Metrics and timing as TensorBoard events.
+    checkpoints/         See model/checkpoint.py.
+    checkpoints.damaged/ Corrupted checkpoints that were skipped.
+    lock                 Lock file of the training process. Other processes may read the folder.
+    policy/              Hugging Face folder of the base policy, without weights.
+    report/              See report/.
+    log.txt              Output of the run, if a study has started it.
 
-In JSON, null stands for a number that is not finite (TensorBoard keeps it).
+In JSON, values that are not finite are null. TensorBoard events contain them unchanged.
 """
 
 import contextlib
@@ -48,30 +50,31 @@ METRICS, TIMING, TIMELINE, GENERATIONS = "metrics.jsonl", "timing.jsonl", "timel
 TENSORBOARD, CHECKPOINTS, POLICY, REPORT, LOCK = "tensorboard", "checkpoints", "policy", "report", "lock"
 
 GENERATION: Columns = {
-    "problem": str,  # its id
+    "problem": str,  # id
     "prompt": str,
-    "generation": int,  # which of the prompt's, from 0
+    "generation": int,  # index among the generations of the prompt, from 0
     "response": str,
     "reward": int | float,
     "correct": bool,
-    "cluster": int | None,  # null where the judge failed, or there is none
-    "rationale": str | None,  # the judge's reason, if it gave one
+    "cluster": int | None,  # null if the judge failed or no judge is configured
+    "rationale": str | None,  # the judge's explanation, if there is one
 }
-"""The columns of a generation, in run folders and in evaluations."""
+"""Columns of a generation, in run folders and in evaluations."""
 LOGGED_GENERATION: Columns = {
     **GENERATION,
     "step": int,
-    "occurrence": int,  # which of the step's prompts with this problem, from 0: an epoch's end may bring it twice
+    # Index among the step's prompts with this problem, from 0: a batch across two epochs may contain a problem twice.
+    "occurrence": int,
     "advantage": int | float | None,  # null if the prompt took no part in the update
 }
-"""The columns of a run's generations.jsonl. Step, problem, occurrence and generation together name one row."""
+""""Columns of a run's generations.jsonl. Step, problem, occurrence and generation together identify a row."""
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The complete rows of a .jsonl file of a run; none if it does not exist (yet).
+    """Reads the complete rows of a run's .jsonl file. Returns an empty list if the file does not exist.
 
     Raises:
-      ValueError: a complete line is not a row.
+      ValueError: If a complete line is not a valid row.
     """
     return list(read_json_rows(path, {"step": int}))
 
@@ -79,58 +82,68 @@ def read_rows(path: Path) -> list[Row]:
 def is_evaluated(folder: Path, step: int) -> bool:
     """Returns True if metrics.jsonl has a row of an evaluation after `step`.
 
+    Args:
+      folder: The run folder.
+      step: Number of completed steps.
+
     Raises:
-      ValueError: If a complete line is not a row.
+      ValueError: If a complete line is not a valid row.
     """
     rows = [row for row in read_rows(folder / METRICS) if row["step"] == step]
     return any(map(is_held_out, itertools.chain.from_iterable(rows)))
 
 
 def drop_rows_after(folder: Path, step: int) -> None:
-    """Removes the rows that a killed run wrote after the checkpoint of `step`; -1 removes all rows.
+    """Removes the rows that a killed run wrote after the checkpoint from which it resumes.
+
+    The resumed run repeats these steps and writes their rows again.
+
+    Args:
+      folder: The run folder.
+      step: Step of the checkpoint. -1 removes all rows.
 
     Raises:
-      ValueError: a row is damaged.
+      ValueError: If a row is corrupted.
     """
     for name in (METRICS, TIMING, TIMELINE, GENERATIONS):
         keep_rows(folder / name, {"step": int}, lambda row: row["step"] <= step)
 
 
 def resumable_config(folder: Path) -> dict[str, Any] | None:
-    """The configuration of the run that a checkpoint in the folder belongs to; None if there is none to resume."""
-    begun = (folder / CONFIG).exists()
-    # What Orbax has not finished is called 50.orbax-checkpoint-tmp, for example.
-    if not begun or not any(path.name.isdigit() for path in (folder / CHECKPOINTS).glob("[0-9]*")):
+    """Reads the configuration of the run in a folder. Returns None if the folder has no checkpoint to resume from."""
+    has_config = (folder / CONFIG).exists()
+    # Incomplete Orbax checkpoints have names such as 50.orbax-checkpoint-tmp.
+    if not has_config or not any(path.name.isdigit() for path in (folder / CHECKPOINTS).glob("[0-9]*")):
         return None
     return read_config(folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The run's configuration, from config.json."""
+    """Reads config.json, the configuration of the run."""
     return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """The content of about.json."""
+    """Reads about.json."""
     return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
 
 
 def read_method(folder: Path) -> str:
-    """The name of the run's method.
+    """Reads the name of the run's method from about.json.
 
     Raises:
-      ValueError: the folder does not say it.
+      ValueError: If about.json is missing, is invalid or does not name the method.
     """
     try:
         return str(read_about(folder)["method"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(
-            f'{folder / ABOUT} does not name the method of the run; write one there, such as {{"method": "Poly-EPO"}}.'
+            f'{folder / ABOUT} does not name the method of the run; add it, for example {{"method": "Poly-EPO"}}.'
         ) from None
 
 
 def generation_rows(graded: GradedGroup) -> list[Row]:
-    """A row with the columns of `GENERATION` for each of the group's generations."""
+    """Creates a row with the columns of `GENERATION` for each generation of a group."""
     problem, generations = graded.group.problem, graded.group.generations
     clusters: list[int | None] = [None] * len(generations)
     rationales: list[str | None] = [None] * len(generations)
@@ -154,11 +167,11 @@ def generation_rows(graded: GradedGroup) -> list[Row]:
 
 @contextlib.contextmanager
 def in_use(folder: Path) -> Iterator[None]:
-    """Holds the folder for this process alone; others may still read it.
+    """Locks the run folder for this process. Other processes may still read it.
 
     Raises:
-      InUseError: another process holds it.
-      OSError: the folder cannot be written.
+      InUseError: If another process holds the lock.
+      OSError: If the folder cannot be written.
     """
     with contextlib.ExitStack() as held:
         with writing(folder):
@@ -168,10 +181,10 @@ def in_use(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Surrounds whatever writes to the folder; if that fails, says in one sentence why.
+    """Adds the folder and a remedy to the message of an OSError that occurs while writing to the folder.
 
     Raises:
-      OSError: of the same kind as the one caught.
+      OSError: If the body raises an OSError. The type and errno are kept.
     """
     try:
         yield
@@ -180,5 +193,6 @@ def writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise OSError(
-            error.errno, f"cannot write to the run folder {folder} ({reason}): make room or choose a writable folder."
+            error.errno,
+            f"cannot write to the run folder {folder} ({reason}); free space or choose a writable folder.",
         ) from error

@@ -1,4 +1,4 @@
-"""When the stages of training steps were under way: spans on one clock, which may overlap."""
+"""Records when the stages of training steps were in progress, as spans on a common clock that may overlap."""
 
 import dataclasses
 import time
@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 
 from poly_epo_jax.types import Metrics
 
-MERGED_GAP = 0.005  # of a step: spans that lie closer together are one span of its row
+MERGED_GAP = 0.005  # spans separated by less than this fraction of the step are merged in its row
 Interval = tuple[float, float]
 """Start and end, in seconds."""
 
 
 def total_seconds(intervals: Iterable[Interval]) -> float:
-    """The sum of their lengths."""
+    """Returns the total length of the intervals."""
     return sum((end - start for start, end in intervals), 0.0)
 
 
 class BusyTime:
-    """Records when at least one of several overlapping pieces of work was under way."""
+    """Records when at least one of several overlapping tasks was in progress."""
 
     def __init__(self) -> None:
         self._running = 0
@@ -31,6 +31,7 @@ class BusyTime:
 
     @contextmanager
     def work(self) -> Iterator[None]:
+        """Records the duration of the context."""
         self._begin()
         token = _work.set(self)
         try:
@@ -40,11 +41,11 @@ class BusyTime:
             self._end()
 
     def intervals(self) -> list[Interval]:
-        """In order, without overlap, in `time.perf_counter`'s seconds; work that is still under way ends now."""
+        """Returns disjoint intervals in order, in seconds of `time.perf_counter`. Tasks in progress end now."""
         return [*self._past, (self._since, time.perf_counter())] if self._running else list(self._past)
 
     def seconds(self) -> float:
-        """The total so far, including work that is still under way."""
+        """Returns the total time so far, including tasks in progress."""
         return total_seconds(self.intervals())
 
     def _begin(self) -> None:
@@ -63,7 +64,7 @@ _work: ContextVar[BusyTime | None] = ContextVar("_work", default=None)
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Pauses the clock of the surrounding work: the time belongs to what is waited for."""
+    """Pauses the innermost surrounding `BusyTime.work`, because the time is spent waiting for something else."""
     work = _work.get()
     if work is not None:
         work._end()
@@ -75,27 +76,30 @@ def waiting() -> Iterator[None]:
 
 
 class StageClock:
-    """The stages of one step, of which several may be under way at once."""
+    """Times of the stages of one step. Several stages may be in progress at once."""
 
     def __init__(self) -> None:
         self._stages: dict[str, BusyTime] = {}
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Each `with` adds to the stage."""
+        """Returns a context manager that adds the duration of its context to a stage."""
         return self.busy(name).work()
 
     def busy(self, name: str) -> BusyTime:
+        """Returns the recorded time of a stage, which is created on first use."""
         return self._stages.setdefault(name, BusyTime())
 
     def stages(self) -> dict[str, BusyTime]:
+        """Returns the recorded times by stage."""
         return dict(self._stages)
 
     def seconds(self) -> Metrics:
+        """Returns the metrics seconds/STAGE."""
         return {f"seconds/{name}": busy.seconds() for name, busy in self._stages.items()}
 
 
 class Span(NamedTuple):
-    """A stage under way from `start` to `end`, in seconds, for the batch of `step`."""
+    """A period from `start` to `end`, in seconds, in which a stage was in progress for the batch of `step`."""
 
     stage: str
     start: float
@@ -105,9 +109,12 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Everything that was under way during one step, for any step's batch.
+    """The stages that were in progress during one step, for the batch of any step.
 
-    `start` is in seconds since training began; the spans are relative to it, and end within `seconds`.
+    Attributes:
+      start: Start of the window, in seconds since training began or resumed.
+      seconds: Duration of the window.
+      spans: Spans with times relative to `start`, which end within `seconds`.
     """
 
     start: float
@@ -116,45 +123,45 @@ class Window:
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> "Window":
-        """The window that `row` was made from.
+        """Creates a window from the result of `Window.row`.
 
         Raises:
-          ValueError, KeyError, TypeError: `row` was not made from a window.
+          ValueError, KeyError, TypeError: If `row` is invalid.
         """
         spans = [Span(str(stage), float(start), float(end), int(step)) for stage, start, end, step in row["spans"]]
         return cls(float(row["start"]), max(float(row["seconds"]), 1e-4), spans)
 
     def critical_seconds(self) -> Metrics:
-        """For each stage, the seconds in which nothing else was under way: time that speeding it up is sure to save."""
+        """Returns critical/STAGE, the time in which only this stage was in progress. A faster stage saves it."""
         alone = alone_intervals(self.spans)
         return {f"critical/{stage}": total_seconds(intervals) for stage, intervals in alone.items()}
 
     def row(self) -> dict[str, Any]:
-        """For JSON, to a tenth of a millisecond; spans that nearly touch are merged, which bounds their number."""
+        """Returns a JSON object with times rounded to 0.1 ms. Adjacent spans are merged to limit their number."""
         merged = merge(self.spans, MERGED_GAP * self.seconds)
         spans = [[span.stage, round(span.start, 4), round(span.end, 4), span.step] for span in merged]
         return {"start": round(self.start, 4), "seconds": round(self.seconds, 4), "spans": spans}
 
 
 class Timeline:
-    """The clocks of all steps, cut into consecutive windows without gaps. Starts when created."""
+    """Stage clocks of all steps, and their division into consecutive windows without gaps. Starts when created."""
 
     def __init__(self) -> None:
         self._start = self._cut = time.perf_counter()
         self._clocks: dict[int, StageClock] = {}
 
     def clock(self, step: int) -> StageClock:
-        """The clock of a step, created on first use."""
+        """Returns the clock of a step, which is created on first use."""
         return self._clocks.setdefault(step, StageClock())
 
     def cut(self, step: int) -> Window:
-        """What was under way since the last cut. Steps before `step` are over, and are forgotten afterwards."""
+        """Returns the window since the last cut, and deletes the clocks of steps before `step`, which are complete."""
         start, end = self._cut, time.perf_counter()
         spans = [
-            Span(stage, max(begun, start) - start, min(ended, end) - start, batch_step)
+            Span(stage, max(started, start) - start, min(ended, end) - start, batch_step)
             for batch_step, clock in self._clocks.items()
             for stage, busy in clock.stages().items()
-            for begun, ended in busy.intervals()
+            for started, ended in busy.intervals()
             if ended > start
         ]
         self._cut = end
@@ -163,7 +170,15 @@ class Timeline:
 
 
 def merge(spans: Iterable[Span], gap: float) -> list[Span]:
-    """Joins spans of one stage and step that lie no further apart than `gap` seconds; in order of their starts."""
+    """Merges adjacent spans of the same stage and step.
+
+    Args:
+      spans: The spans, in any order.
+      gap: Maximum time in seconds between spans that are merged.
+
+    Returns:
+      The merged spans, in order of their start.
+    """
     merged: dict[tuple[str, int], list[Span]] = {}
     for span in sorted(spans, key=lambda span: span.start):
         earlier = merged.setdefault((span.stage, span.step), [])
@@ -175,14 +190,14 @@ def merge(spans: Iterable[Span], gap: float) -> list[Span]:
 
 
 def alone_intervals(spans: Iterable[Span]) -> dict[str, list[Interval]]:
-    """For each stage, the intervals in which it was the only one under way."""
+    """Returns the intervals of each stage in which no other stage was in progress."""
     spans = list(spans)
     changes = [(span.start, 1, span.stage) for span in spans] + [(span.end, -1, span.stage) for span in spans]
     alone: dict[str, list[Interval]] = {span.stage: [] for span in spans}
     running: Counter[str] = Counter()
     for (now, change, stage), (then, *_) in pairwise(sorted(changes)):
         running[stage] += change
-        under_way = [name for name, count in running.items() if count > 0]
-        if len(under_way) == 1 and then > now:
-            alone[under_way[0]].append((now, then))
+        in_progress = [name for name, count in running.items() if count > 0]
+        if len(in_progress) == 1 and then > now:
+            alone[in_progress[0]].append((now, then))
     return alone

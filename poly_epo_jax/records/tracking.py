@@ -1,10 +1,10 @@
-"""Writes the records of a training run: its run folder (see run_folder.py), TensorBoard and Weights & Biases."""
+"""Writes the records of a training run to its run folder (see run_folder.py), TensorBoard and Weights & Biases."""
 
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tensorboardX.event_file_writer import EventsWriter
@@ -17,26 +17,26 @@ from poly_epo_jax.system.json_files import append_rows, replace_file
 from poly_epo_jax.types import Metrics
 
 WANDB_COLUMNS = ("prompt", "response", "reward", "cluster", "advantage")
-"""The columns of the table of a step's generations in Weights & Biases."""
+"""Columns of the table of generations in Weights & Biases."""
 
 
-class Tracker:
-    """Writes a run folder and shows the run's progress.
+class Tracker(AbstractContextManager["Tracker"]):
+    """Writes a run folder and shows the progress of the run.
 
-    Opening it removes whatever a killed run wrote after the checkpoint that is being resumed, so that steps which run
-    again are not recorded twice.
+    The constructor removes the rows that a killed run wrote after the checkpoint from which it resumes. Repeated steps
+    are therefore not recorded twice.
 
     Args:
-      folder: the run folder, created if missing.
-      config_json: the whole config, written to config.json as it is.
-      total_steps: the step at which training ends.
-      resume_step: the restored checkpoint's step: rows up to and including it stay. -1 for a fresh start: none stay.
-      wandb_project: also log to this Weights & Biases project; empty: do not.
+      folder: The run folder. Created if it does not exist.
+      config_json: Full configuration, written to config.json unchanged.
+      total_steps: Last step of the run.
+      resume_step: Step of the restored checkpoint. Later rows are removed. -1 starts a new run and removes all rows.
+      wandb_project: Weights & Biases project to log to. Empty disables Weights & Biases.
 
     Raises:
-      OSError: the run folder cannot be written, e.g. the disk is full; every `log...` raises it too.
-      ValueError: a row of an earlier run is damaged.
-      ImportError: `wandb_project` is given and wandb is not installed.
+      OSError: If the run folder cannot be written, for example because the disk is full. All methods that log raise it.
+      ValueError: If a row of the run folder is corrupted.
+      ImportError: If `wandb_project` is set and wandb is not installed.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class Tracker:
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / run_folder.CONFIG, [config_json.encode()])
             run_folder.drop_rows_after(folder, resume_step)
-            # Not SummaryWriter: it writes from a thread; a full disk ends that thread, and its queue blocks the caller.
+            # SummaryWriter writes in a thread. A full disk would end it, and its queue would then block the caller.
             (folder / run_folder.TENSORBOARD).mkdir(exist_ok=True)
             self._events = EventsWriter(str(folder / run_folder.TENSORBOARD / "events"))
-            # A session start makes TensorBoard forget the events from this step on.
+            # A session start makes TensorBoard discard earlier events from this step onwards.
             self._write_event(Event(step=resume_step + 1, session_log=SessionLog(status=SessionLog.START)))
         self._progress = TrainingProgress(total_steps, max(resume_step, 0))
-        self._hidden: Metrics = {}  # logged since the last `show`
+        self._unshown: Metrics = {}  # logged since the last call of `show`
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Writes a row of metrics.jsonl: the metrics of a trained step, or of an evaluation after it.
@@ -79,33 +79,34 @@ class Tracker:
         self._log_scalars(step, timing)
 
     def show(self, step: int) -> None:
-        """Shows everything that has been logged since the last call."""
-        self._progress.show(step, self._hidden)
-        self._hidden = {}
+        """Shows all values that were logged since the last call."""
+        self._progress.show(step, self._unshown)
+        self._unshown = {}
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Writes generations of a step, one row each, with the columns of `LOGGED_GENERATION` except the step."""
+        """Writes rows of generations.jsonl.
+
+        Args:
+          step: Step of the generations.
+          rows: One row per generation, with the columns of `LOGGED_GENERATION` except the step.
+        """
         self._append(run_folder.GENERATIONS, [{"step": step, **row} for row in rows])
         if self._wandb is not None and rows:
             self._wandb.log({"generations": _wandb_table(rows)}, step=step)
 
     def close(self) -> None:
+        """Closes the progress display, Weights & Biases and the TensorBoard file."""
         self._progress.close()
         if self._wandb is not None:
             self._wandb.finish()
         with run_folder.writing(self._folder):
             self._events.close()
 
-    def __enter__(self) -> "Tracker":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _log_scalars(self, step: int, values: Metrics) -> None:
-        self._hidden |= values
+        self._unshown |= values
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         with run_folder.writing(self._folder):
             self._write_event(Event(step=step, summary=Summary(value=scalars)))
@@ -133,8 +134,8 @@ def _open_wandb(folder: Path, config_json: str, project: str) -> Any:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
-            f"wandb_project is {project!r} but wandb is not installed: install wandb or leave wandb_project empty."
+            f"log.wandb_project={project!r}, but wandb is not installed; install wandb or leave the key empty."
         ) from error
-    # The id makes a resumed run continue in the same place.
+    # With the same id, a resumed run continues the same Weights & Biases run.
     name = folder.name
     return wandb.init(project=project, name=name, id=name, resume="allow", config=json.loads(config_json))

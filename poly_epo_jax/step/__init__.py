@@ -1,1 +1,1 @@
-"""The stages of a training step, from graded groups to new weights."""
+"""Stages of a training step, from graded groups to updated weights."""

@@ -1,4 +1,4 @@
-"""Turns the `algo` section of a configuration into functions: the advantages of a batch and the loss of its tokens."""
+"""Builds the functions that the `algo` section configures: the advantage estimator of a batch and the token loss."""
 
 import inspect
 import math
@@ -16,18 +16,22 @@ from poly_epo_jax.config.keys import AlgoSection
 from poly_epo_jax.types import Clustering, Generation, GradedGroup, Registry
 
 Features = Mapping[str, jax.Array | np.ndarray]
-"""Arrays [P, N, ...] by name, for P prompts with N generations each."""
+"""Feature arrays of shape [P, N, ...] by name, for P prompts with N generations each."""
 
 OWN_FEATURES = ("rewards", "lengths", "mean_logprob")
-"""The features that every generation has; all others come from the judge."""
+"""Features that every generation has. All other features come from the judge."""
 FEATURES = (*OWN_FEATURES, "clusters", "embeddings")
 
 
 class Estimator(NamedTuple):
-    """An advantage estimator, set up from the configuration.
+    """A configured advantage estimator.
 
-    `advantages` maps a random key and the features that `reads` names to advantages [P, N]; every step has a key of its
-    own. `title` is the method's name in reports. A prompt must have at least `least_generations` generations.
+    Attributes:
+      advantages: Function (key, features) -> advantages [P, N]. Each step has its own random key, and `features` holds
+        the arrays that `reads` names.
+      reads: Names of the features that `advantages` reads.
+      title: Name of the method in reports.
+      least_generations: Minimum number of generations per prompt.
     """
 
     advantages: Callable[[jax.Array, Features], jax.Array]
@@ -37,25 +41,30 @@ class Estimator(NamedTuple):
 
     @property
     def reads_judge(self) -> bool:
-        """Whether the judge is read: a prompt that it failed on then has no advantages. If not, it is only logged."""
+        """True if features of the judge are read. Prompts on which the judge failed then take no part in the update."""
         return not set(self.reads) <= set(OWN_FEATURES)
 
 
 def make_estimator(algo: AlgoSection) -> Estimator:
-    """The estimator that `algo.advantages` names, with `algo.options`."""
+    """Returns the estimator selected by `algo.advantages`, configured with `algo.options`."""
     return ADVANTAGES[algo.advantages](algo, **algo.options)
 
 
 def method_title(algo: AlgoSection) -> str:
-    """The method's name in reports."""
+    """Returns the name of the method in reports."""
     return make_estimator(algo).title
 
 
 def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], np.ndarray]:
-    """The compiled estimator that `algo.advantages` names: (step, features) -> advantages [P, N].
+    """Compiles the advantage estimator selected by `algo.advantages`.
 
-    Raises, when called:
-      ValueError: the estimator reads a missing feature, or returns an advantage that is not finite.
+    Args:
+      algo: The `algo` section of the configuration.
+      seed: Seed of the estimator's random key. Each step folds its number into the key.
+
+    Returns:
+      A function `(step, features) -> advantages` that maps feature arrays [P, N, ...] to a float array [P, N]. It
+      raises ValueError if a required feature is missing or an advantage is not finite.
     """
     estimator = make_estimator(algo)
     compiled = jax.jit(estimator.advantages)
@@ -64,16 +73,17 @@ def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], n
         missing = [name for name in estimator.reads if name not in features]
         if missing:
             raise ValueError(
-                f"{estimator.title} reads {missing[0]!r}, but a batch has {', '.join(sorted(features))}; use a judge "
-                "that adds it, or another algo.advantages or algo.objective."
+                f"{estimator.title} requires the feature {missing[0]!r}, but the batch only has "
+                f"{', '.join(sorted(features))}; use a judge that provides it, or change algo.advantages or "
+                "algo.objective."
             )
         key = jax.random.fold_in(jax.random.key(seed), step)
         values = np.asarray(compiled(key, {name: features[name] for name in estimator.reads}))
         if not np.isfinite(values).all():
             (row, *_), *_ = np.argwhere(~np.isfinite(values))
             raise ValueError(
-                f"{estimator.title} gives an advantage that is not finite, to prompt {row} of step {step}; correct "
-                "algo.advantages or algo.objective, or the keys that it reads."
+                f"{estimator.title} computed a non-finite advantage for prompt {row} of step {step}; correct the "
+                "function of algo.advantages or algo.objective, or its options."
             )
         return values
 
@@ -81,7 +91,7 @@ def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], n
 
 
 CLIP_RANGE = ("clip_low", "clip_high")
-"""Keys of the `algo` section that are passed to losses with parameters of these names."""
+"""Keys of the `algo` section that are passed to losses with parameters of the same names."""
 
 
 def make_loss(algo: AlgoSection) -> set_rl.Loss:
@@ -92,7 +102,7 @@ def make_loss(algo: AlgoSection) -> set_rl.Loss:
 
 
 def skips_zero_advantages(algo: AlgoSection) -> bool:
-    """Whether sequences with advantage 0 add nothing to the gradient."""
+    """Returns True if sequences with advantage 0 contribute nothing to the gradient."""
     return algo.loss in set_rl.SILENT_AT_ZERO and not (algo.kl_coef or algo.entropy_coef)
 
 
@@ -100,7 +110,7 @@ def _marginal_set(algo: AlgoSection) -> Estimator:
     objective, n, num_sets = set_rl.OBJECTIVES[algo.objective], algo.set_size, algo.num_sets
     closed_form = objective.closed_form
     if closed_form is not None and not num_sets:
-
+        # The closed form over all C(N, n) sets counts sets with binomials instead of enumerating them.
         def advantages(key: jax.Array, features: Features) -> jax.Array:
             return closed_form(**features, set_size=n)
 
@@ -108,7 +118,7 @@ def _marginal_set(algo: AlgoSection) -> Estimator:
 
         def advantages(key: jax.Array, features: Features) -> jax.Array:
             prompts, generations = next(iter(features.values())).shape[:2]
-            if num_sets:
+            if num_sets:  # each prompt draws its own sets, without replacement
                 draw = partial(set_rl.sample_sets, num_generations=generations, set_size=n, num_sets=num_sets)
                 sets = jax.vmap(draw)(jax.random.split(key, prompts))
             else:
@@ -118,57 +128,62 @@ def _marginal_set(algo: AlgoSection) -> Estimator:
     return Estimator(advantages, set_rl.features_read(objective.score), objective.title)
 
 
-def _maker(
-    advantages: Callable[..., jax.Array], title: str, least: Callable[..., int] = lambda **_: 1, **options: Any
+def _factory(
+    advantages: Callable[..., jax.Array],
+    title: str,
+    min_generations: Callable[..., int] = lambda **_: 1,
+    **options: Any,
 ) -> Callable[..., Estimator]:
-    """Makes an entry of ADVANTAGES from a function of features, which its first parameters name, and of options.
+    """Creates an entry of ADVANTAGES from a function of features and options.
 
     Args:
-      least: the fewest generations of a prompt, by the options.
-      options: each option's default and range.
+      advantages: Function whose first parameters have the names of the features that it reads.
+      title: Name of the method in reports.
+      min_generations: Function that maps the options to the minimum number of generations per prompt.
+      options: Default and range of each option.
     """
     reads = tuple(name for name in set_rl.features_read(advantages) if name in FEATURES)
 
-    def make(algo: AlgoSection, **given: int | float) -> Estimator:
+    def factory(algo: AlgoSection, **given: int | float) -> Estimator:
         numbers = {name: given.get(name, default) for name, (default, _) in options.items()}
 
-        def of_batch(key: jax.Array, features: Features) -> jax.Array:
+        def batch_advantages(key: jax.Array, features: Features) -> jax.Array:
             return advantages(*(features[name] for name in reads), **numbers)
 
-        return Estimator(of_batch, reads, title, least(**numbers))
+        return Estimator(batch_advantages, reads, title, min_generations(**numbers))
 
     parameters = [inspect.Parameter("algo", inspect.Parameter.POSITIONAL_OR_KEYWORD)] + [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[type(value), check])
         for name, (value, check) in options.items()
     ]
-    make.__signature__ = inspect.Signature(parameters)  # which config/options.py reads
-    return make
+    factory.__signature__ = inspect.Signature(parameters)  # config/options.py reads the options from it
+    return factory
 
 
 def _grpo_div(algo: AlgoSection) -> Estimator:
-    return _maker(set_rl.grpo_div_advantages, "GRPO+DIV", div_coef=(algo.div_coef, Range(0, 1000)))(algo)
+    return _factory(set_rl.grpo_div_advantages, "GRPO+DIV", div_coef=(algo.div_coef, Range(0, 1000)))(algo)
 
 
 ADVANTAGES: Registry[Callable[..., Estimator]] = Registry(
     marginal_set=_marginal_set,
-    grpo=_maker(set_rl.grpo_advantages, "GRPO"),
+    grpo=_factory(set_rl.grpo_advantages, "GRPO"),
     grpo_div=_grpo_div,
-    shaped_product=_maker(set_rl.shaped_product_advantages, "Reward x diversity"),
-    passk=_maker(set_rl.passk_advantages, "Pass@k training", lambda k: k + 1, k=(4, Range(1, 4095))),
-    pkpo=_maker(set_rl.pkpo_advantages, "PKPO", lambda k: k, k=(4, Range(2, 4096))),
-    max_rl=_maker(set_rl.max_rl_advantages, "MaxRL"),
-    rs_grpo=_maker(set_rl.rs_grpo_advantages, "RS-GRPO", beta=(2.0, Range(0.01, 100))),
-    entropic=_maker(set_rl.entropic_advantages, "Entropic", kl=(math.log(2), Range(0.001, 10))),
-    darling=_maker(set_rl.darling_advantages, "DARLING"),
-    uniqueness=_maker(set_rl.uniqueness_advantages, "Uniqueness-aware", alpha=(1.0, Range(0, 10))),
-    unlikeliness=_maker(set_rl.unlikeliness_advantages, "Unlikeliness", beta=(0.25, Range(0, 1))),
-    ucpo=_maker(set_rl.ucpo_advantages, "UCPO", tau=(0.3, Range(0, 1))),
-    rep_exp=_maker(set_rl.rep_exp_advantages, "RepExp", beta=(0.01, Range(0, 100)), ridge=(0.01, Range(1e-6, 1e6))),
-    dqo=_maker(set_rl.dqo_advantages, "DQO", weight=(1.0, Range(0, 100))),
-    set_dpp=_maker(set_rl.set_dpp_advantages, "Set DPP", scale=(1.0, Range(0.001, 100))),
-    set_po=_maker(set_rl.set_po_advantages, "SetPO", weight=(1.0, Range(0, 100))),
+    shaped_product=_factory(set_rl.shaped_product_advantages, "Reward x diversity"),
+    passk=_factory(set_rl.passk_advantages, "Pass@k training", lambda k: k + 1, k=(4, Range(1, 4095))),
+    pkpo=_factory(set_rl.pkpo_advantages, "PKPO", lambda k: k, k=(4, Range(2, 4096))),
+    max_rl=_factory(set_rl.max_rl_advantages, "MaxRL"),
+    rs_grpo=_factory(set_rl.rs_grpo_advantages, "RS-GRPO", beta=(2.0, Range(0.01, 100))),
+    entropic=_factory(set_rl.entropic_advantages, "Entropic", kl=(math.log(2), Range(0.001, 10))),
+    darling=_factory(set_rl.darling_advantages, "DARLING"),
+    uniqueness=_factory(set_rl.uniqueness_advantages, "Uniqueness-aware", alpha=(1.0, Range(0, 10))),
+    unlikeliness=_factory(set_rl.unlikeliness_advantages, "Unlikeliness", beta=(0.25, Range(0, 1))),
+    ucpo=_factory(set_rl.ucpo_advantages, "UCPO", tau=(0.3, Range(0, 1))),
+    rep_exp=_factory(set_rl.rep_exp_advantages, "RepExp", beta=(0.01, Range(0, 100)), ridge=(0.01, Range(1e-6, 1e6))),
+    dqo=_factory(set_rl.dqo_advantages, "DQO", weight=(1.0, Range(0, 100))),
+    set_dpp=_factory(set_rl.set_dpp_advantages, "Set DPP", scale=(1.0, Range(0.001, 100))),
+    set_po=_factory(set_rl.set_po_advantages, "SetPO", weight=(1.0, Range(0, 100))),
 )
-"""By name, functions that make an estimator from the `algo` section. Their further arguments are `algo.options`."""
+"""Estimator factories by name. They take the `algo` section, and `algo.options` as keyword arguments."""
 
 
 def batch_features(groups: Sequence[GradedGroup]) -> dict[str, Shaped[np.ndarray, "P N ..."]]:

@@ -1,4 +1,4 @@
-"""Turns a batch's generations and their advantages into minibatches, each a mean over its own prompts."""
+"""Packs the generations of a batch and their advantages into minibatches. Each loss is a mean over its own prompts."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,19 +11,22 @@ from poly_epo_jax.step.packing import PackedBatch, SilentBatch, TrainingSequence
 from poly_epo_jax.types import GradedGroup
 
 GRADIENT_COST = 3
-"""The cost of a token's gradient, in forward passes."""
+"""Cost of a forward and backward pass, in forward passes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MinibatchPacker:
-    """Makes minibatches of packed microbatches.
+    """Splits a batch into minibatches of packed microbatches.
 
-    Args:
-      num_minibatches: minibatches per batch; each is one optimizer update.
-      pack: see step/packing.py.
-      length_normalization, max_tokens: see `set_rl.token_weights`.
-      longest_sequence: the most tokens that prompt and response have together; 0: as many as a row.
-      skip_silent: whether sequences with advantage 0 add nothing to the gradient, so they may be in a `SilentBatch`.
+    Attributes:
+      num_minibatches: Number of minibatches per batch. Each minibatch is one optimizer update.
+      pack: Packs sequences into microbatches, see `packing.make_pack`.
+      length_normalization: Divisor of the sum over a response's tokens. "own" divides by the length of the response, so
+        that all responses have the same weight. "max" divides by `max_tokens`, so that all tokens have the same weight.
+      max_tokens: Maximum number of response tokens.
+      longest_sequence: Maximum number of tokens of a prompt and its response. If 0, only the row length limits it.
+      skip_silent: Whether sequences with advantage 0 contribute nothing to the gradient, so that their backward pass
+        may be skipped (`SilentBatch`).
     """
 
     num_minibatches: int
@@ -34,17 +37,26 @@ class MinibatchPacker:
     skip_silent: bool = False
 
     def __call__(self, graded: Sequence[GradedGroup], advantages: Float[np.ndarray, "P N"]) -> list[list[PackedBatch]]:
-        """Splits P groups into minibatches, in order and as evenly as possible: if prompts were left out, all shrink.
+        """Splits P groups into minibatches, in order and as evenly as possible, and packs each minibatch.
 
-        With fewer groups than minibatches, each group has its own minibatch, and the last minibatches are empty.
+        Args:
+          graded: Graded groups. There may be fewer groups than prompts in a batch, if the judge failed on some.
+          advantages: Advantages [P, N] of their generations.
+
+        Returns:
+          The microbatches of each minibatch. With fewer groups than minibatches, each group forms its own minibatch,
+          and the last minibatches are empty.
+
+        Raises:
+          ValueError: If a sequence is longer than `longest_sequence` or a row.
         """
-        places = np.array_split(np.arange(len(graded)), self.num_minibatches)
-        return [self._minibatch([graded[i] for i in own.tolist()], advantages[own]) for own in places]
+        indices = np.array_split(np.arange(len(graded)), self.num_minibatches)
+        return [self._minibatch([graded[i] for i in own.tolist()], advantages[own]) for own in indices]
 
     def _minibatch(self, graded: Sequence[GradedGroup], advantages: np.ndarray) -> list[PackedBatch]:
         if not graded:
             return []
-        groups = [one.group for one in graded]
+        groups = [graded_group.group for graded_group in graded]
         lengths = np.array([[y.loss_mask.sum() for y in group.generations] for group in groups])
         weights = set_rl.token_weights(lengths, self.length_normalization, self.max_tokens)
         sequences = [
@@ -56,18 +68,18 @@ class MinibatchPacker:
         if self.longest_sequence and found > self.longest_sequence:
             raise ValueError(
                 f"A sequence has {found} tokens, but train.max_prompt_tokens + sampling.max_tokens = "
-                f"{self.longest_sequence} bounds what attention looks at; raise one of them."
+                f"{self.longest_sequence} limits the length that attention supports; raise one of them."
             )
-        whole = self.pack(sequences)
+        packed = self.pack(sequences)
         if not self.skip_silent:
-            return whole
+            return packed
         trained = self.pack([s for s in sequences if s.advantage])
-        silent = [SilentBatch(*batch) for batch in self.pack([s for s in sequences if not s.advantage])]
-        # With few sequences, the second packing may add more padding than the skipped gradients save.
-        saves = GRADIENT_COST * (_num_tokens(whole) - _num_tokens(trained)) > _num_tokens(silent)
-        return [*trained, *silent] if saves else whole
+        zero_advantage = [SilentBatch(*batch) for batch in self.pack([s for s in sequences if not s.advantage])]
+        # With few sequences, packing them separately may add more padding than the skipped backward passes save.
+        saves_time = GRADIENT_COST * (_num_tokens(packed) - _num_tokens(trained)) > _num_tokens(zero_advantage)
+        return [*trained, *zero_advantage] if saves_time else packed
 
 
 def _num_tokens(batches: Sequence[PackedBatch]) -> int:
-    """Including padding."""
+    """Returns the number of tokens, including padding."""
     return sum(batch.tokens.size for batch in batches)

@@ -1,6 +1,6 @@
-"""What an update minimises, as pure functions of one microbatch: J's loss, the KL and entropy terms, and their metrics.
+"""The objective of an update, as pure functions of one microbatch: policy loss, KL and entropy terms, and metrics.
 
-Metrics are sums over response tokens, so that they add up over microbatches; `summarize` turns them into means.
+Metrics are sums over response tokens, so that they can be added over microbatches. `summarize` converts them to means.
 """
 
 import dataclasses
@@ -20,24 +20,26 @@ DeviceMetrics = dict[str, jax.Array]
 
 
 class DivergenceError(RuntimeError):
-    """An update started from or produced numbers that are not finite, so its weights are worthless."""
+    """Raised when an update reads or produces non-finite values. The resulting weights must not be used."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The update's objective: `loss`, one of set_rl.LOSSES with its keywords bound, and the terms added to it.
+    """The objective of an update: a policy loss, optional KL and entropy terms, and corrections for the sampler.
 
-    Probability ratios are relative to the policy before the step's first update, as the trainer computes it: `old`. The
-    policy that the sampler generated with differs from it in arithmetic, or is older. Two optional corrections account
-    for this: a token's weight is multiplied by min(p_old / p_sampler, cap), and a response that is too unlikely to be
-    one of the policy's own is masked in all terms of the objective.
+    Probability ratios are relative to the old policy, which is the policy before the first update of the step as the
+    trainer computes it. The sampler's policy differs from it in numerics, or is older if batches are generated ahead.
+    Two optional corrections account for the difference. Truncated importance sampling multiplies the weight of a token
+    by min(p_old / p_sampler, `importance_cap`). Masking removes responses with a large mismatch from all terms.
 
-    Args:
-      temperature: of the sampling distribution whose log-probabilities are trained.
-      kl_coef, entropy_coef: weights of KL(policy || reference) and of the entropy bonus.
-      importance_cap: the cap (truncated importance sampling); 0: no such weights.
-      max_mismatch: responses are masked if the geometric mean of p_old / p_sampler over their tokens is above this, or
-        below 1 / this; 0: none are.
+    Attributes:
+      loss: One of set_rl.LOSSES, with its keyword arguments bound.
+      temperature: Temperature of the sampling distribution whose log-probabilities are trained.
+      kl_coef: Weight of KL(policy || reference). 0 disables the term.
+      entropy_coef: Weight of the entropy bonus. 0 disables it.
+      importance_cap: Cap of truncated importance sampling. 0 disables these weights.
+      max_mismatch: Responses are masked if the geometric mean of p_old / p_sampler over their tokens is above
+        `max_mismatch` or below 1 / `max_mismatch`. 0 disables masking.
     """
 
     loss: Loss
@@ -50,7 +52,18 @@ class Objective:
     def __call__(
         self, logprobs: Float[Array, "R T"], entropy: Float[Array, "R T"], batch: PackedBatch
     ) -> tuple[Float[Array, ""], DeviceMetrics]:
-        """The microbatch's loss and sums of metrics, from the current policy's log-probabilities and entropies."""
+        """Computes the loss of a microbatch with R rows of T tokens, and its metrics.
+
+        Args:
+          logprobs: Log-probabilities [R, T] of the target tokens under the current policy, in nats.
+          entropy: Entropies [R, T] of its next-token distributions, in nats.
+          batch: The packed sequences.
+
+        Returns:
+          The loss, and metrics as sums over response tokens.
+        """
+        # In the first minibatch of a step, the current policy is the old policy. Ratios are exactly 1, and old
+        # log-probabilities do not require a separate forward pass.
         old_logprobs = jnp.where(batch.on_policy, jax.lax.stop_gradient(logprobs), batch.old_logprobs)
         generated = Tokens(
             logprobs, old_logprobs, *map(jnp.asarray, (batch.advantages, batch.weights, batch.segment_ids))
@@ -75,10 +88,11 @@ class Objective:
         return total, metrics
 
     def _corrected(self, tokens: Tokens, difference: Float[Array, "R T"]) -> tuple[Tokens, DeviceMetrics]:
-        """The tokens with corrected weights, and counts of what was truncated and masked.
+        """Corrects the token weights, and counts truncated tokens and masked responses.
 
         Args:
-          difference: log(p_old / p_sampler) of response tokens.
+          tokens: The tokens of a microbatch.
+          difference: log(p_old / p_sampler) of each response token, and 0 elsewhere.
         """
         weights, counts = tokens.weights, {}
         if self.importance_cap:
@@ -93,14 +107,19 @@ class Objective:
 
 
 def _num_segments(of_token: Bool[Array, " T"], ids: Int[Array, " T"]) -> Int[Array, ""]:
-    """How many of a row's sequences have a token for which `of_token` is true."""
+    """Returns the number of sequences of a row with at least one token for which `of_token` is True."""
     return jnp.sum(jnp.zeros(len(ids) + 1, bool).at[ids].max(of_token))
 
 
 def _mismatch(difference: Float[Array, "R T"], measured: Bool[Array, "R T"]) -> DeviceMetrics:
-    """How far the sampler's log-probabilities are from the trainer's; `difference` is trainer - sampler, or 0.
+    """Measures the mismatch between the log-probabilities of trainer and sampler.
 
-    `mismatch_kl` estimates KL(sampler || trainer).
+    Args:
+      difference: Trainer's minus sampler's log-probability of each measured token, and 0 elsewhere.
+      measured: True for the tokens to measure.
+
+    Returns:
+      Sums over the measured tokens, and the maximum. `mismatch_kl` estimates KL(sampler || trainer).
     """
     return {
         "mismatch": jnp.sum(jnp.abs(difference)),
@@ -111,11 +130,14 @@ def _mismatch(difference: Float[Array, "R T"], measured: Bool[Array, "R T"]) -> 
 
 
 def summarize(sums: Sequence[dict[str, Any]], applied: Sequence[dict[str, Any]]) -> Metrics:
-    """A step's metrics: the microbatches' sums as means over trained tokens, and the norms as means over updates.
+    """Combines the metrics of a step: means over trained tokens for the sums, and means over updates for the norms.
 
     Args:
-      sums: the metrics of each microbatch, from `Objective`.
-      applied: the metrics of each optimizer update.
+      sums: Metrics of each microbatch, from `Objective`.
+      applied: Metrics of each optimizer update.
+
+    Returns:
+      The metrics of the step. Empty if no update was applied.
     """
     if not applied:
         return {}
@@ -128,24 +150,28 @@ def summarize(sums: Sequence[dict[str, Any]], applied: Sequence[dict[str, Any]])
     }
     total.pop("mismatch_max")
     if "truncated" in total:
-        mismatch["mismatch/truncated"] = total.pop("truncated") / generated  # share of tokens
+        mismatch["mismatch/truncated"] = total.pop("truncated") / generated  # fraction of tokens
     if "masked" in total:
-        mismatch["mismatch/masked"] = total.pop("masked")  # responses
+        mismatch["mismatch/masked"] = total.pop("masked")  # number of responses
     padding, loss = total.pop("padding") / total.pop("places"), total.pop("loss")
     return (
         {f"policy/{name}": value / tokens for name, value in total.items()}
         | {f"policy/{name}": float(sum(float(m[name]) for m in applied)) / len(applied) for name in applied[0]}
-        | {"policy/loss": loss / len(applied), "packing/padding": padding}  # share of the update's tokens
+        | {"policy/loss": loss / len(applied), "packing/padding": padding}  # fraction of the packed positions
         | mismatch
     )
 
 
 def check_finite(metrics: Metrics, where: str) -> None:
-    """Called before anything of an update is logged or saved. The metrics include the norm of the new weights.
+    """Verifies the metrics of an update before it is logged or saved. They include the norm of the new weights.
+
+    Args:
+      metrics: Metrics of the update, from `summarize`.
+      where: Description of the update, the subject of the error message.
 
     Raises:
-      DivergenceError: naming the metrics that are not finite, and `where` that happened.
+      DivergenceError: If a metric is not finite.
     """
-    wrong = [f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value)]
-    if wrong:
-        raise DivergenceError(f"{where} gave {', '.join(wrong)}")
+    non_finite = [f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value)]
+    if non_finite:
+        raise DivergenceError(f"{where} produced non-finite metrics: {', '.join(non_finite)}")

@@ -1,4 +1,4 @@
-"""AdamW with clipped gradients and a learning-rate schedule, as set by the `optimizer` section of a configuration."""
+"""AdamW with gradient clipping and a learning-rate schedule, configured by the `optimizer` section."""
 
 from collections.abc import Callable
 
@@ -16,24 +16,33 @@ SCHEDULES: dict[str, Callable[[float, float, int], optax.Schedule]] = {
 
 
 def make_schedule(config: OptimizerSection, total_updates: int) -> optax.Schedule:
-    """Learning rate by update: linear warm-up, then one of SCHEDULES down to `final_fraction` of the peak."""
+    """Creates the learning-rate schedule: linear warm-up, then one of SCHEDULES.
+
+    Args:
+      config: The `optimizer` section. The linear and cosine schedules end at `final_fraction` of the peak.
+      total_updates: Number of updates of the run, including the warm-up.
+
+    Returns:
+      A function that maps the number of previous updates to the learning rate.
+    """
     peak, warmup = config.learning_rate, config.warmup_updates
     decay = SCHEDULES[config.schedule](peak, peak * config.final_fraction, max(total_updates - warmup, 1))
     if not warmup:
         return decay
-    # Counted from one, so that the first update already changes the weights.
+    # The warm-up counts updates from 1, so that the first update changes the weights.
     return optax.join_schedules([lambda update: peak * (update + 1) / (warmup + 1), decay], [warmup])
 
 
 def decays(config: OptimizerSection) -> bool:
-    """Whether the learning rate depends on how many updates a run makes."""
+    """Returns True if the learning rate depends on the total number of updates of the run."""
     return config.schedule != "constant"
 
 
 def make_optimizer(config: OptimizerSection) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter 2019) up to the learning rate: the caller subtracts this times the result.
+    """Creates AdamW (Loshchilov & Hutter 2019) without the final scaling by the learning rate.
 
-    Weight decay is decoupled. Gradients longer than `max_grad_norm` are scaled down to it before Adam sees them.
+    The caller subtracts the learning rate times the result from the weights. Gradients are scaled down to a global norm
+    of at most `max_grad_norm` before they reach Adam. Weight decay is decoupled.
     """
     return optax.chain(
         optax.stateless(lambda gradients, _: _clip(gradients, config.max_grad_norm)),
@@ -43,6 +52,6 @@ def make_optimizer(config: OptimizerSection) -> optax.GradientTransformation:
 
 
 def _clip(gradients: optax.Updates, max_norm: float) -> optax.Updates:
-    """One factor for all: optax divides each gradient by the norm, which takes a CPU a pass of its own."""
+    """Clips by the global norm with a single factor. On CPU, optax's division by the norm takes a separate pass."""
     factor = jnp.minimum(1.0, max_norm / optax.global_norm(gradients))
     return jax.tree.map(lambda gradient: gradient * factor, gradients)

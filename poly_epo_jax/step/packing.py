@@ -1,4 +1,17 @@
-"""Packs sequences of any length into rows of a fixed length, so that the device sees few shapes and little padding."""
+"""Packs sequences of varying length into rows of a fixed length, so that programs have one shape and little padding.
+
+Two sequences of five tokens each, with the same prompt a b, as one row of 12 tokens (0 is padding):
+
+    tokens       a b c d e  a b f g h  0 0      separate prompts
+    segment_ids  1 1 1 1 1  2 2 2 2 2  0 0
+    positions    0 1 2 3 4  0 1 2 3 4  0 0
+
+    tokens       a  b c d  b f g  0 0 0 0 0     shared prompt: the token after b differs, so each sequence repeats b;
+    segment_ids  1  2 2 2  3 3 3  0 0 0 0 0     e and h predict nothing and are omitted
+    positions    0  1 2 3  1 2 3  0 0 0 0 0
+
+Tokens attend to earlier tokens of their own segment, and the segments of a shared prompt also to the prompt.
+"""
 
 import dataclasses
 import functools
@@ -14,24 +27,42 @@ from poly_epo_jax.config.keys import Config, longest_sequence
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainingSequence:
-    """A prompt of L tokens with one response of T tokens; all trained tokens have the same advantage and weight."""
+    """A prompt of L tokens with one response of T tokens.
+
+    Attributes:
+      prompt_ids: Token ids [L] of the prompt.
+      response_ids: Token ids [T] of the response.
+      sampler_logprobs: Log-probabilities [T] of the response tokens under the sampler's policy, in nats.
+      loss_mask: True for the response tokens that are trained, [T].
+      advantage: Advantage of all trained tokens.
+      weight: Weight of each trained token in the objective J, see `set_rl.token_weights`.
+    """
 
     prompt_ids: Int[np.ndarray, " L"]
     response_ids: Int[np.ndarray, " T"]
     sampler_logprobs: Float[np.ndarray, " T"]
-    loss_mask: Bool[np.ndarray, " T"]  # which tokens are trained
+    loss_mask: Bool[np.ndarray, " T"]
     advantage: float
-    weight: float  # of each trained token in J, see set_rl.token_weights
+    weight: float
 
 
 class PackedBatch(NamedTuple):
-    """Rows of packed sequences, all arrays [rows, length]. Position t holds the values for predicting token t + 1.
+    """R packed rows of T tokens. Entry t of a row describes the prediction of the token that follows token t.
 
-    `segment_ids` numbers a row's sequences from 1; 0 is padding. Where sequences share their prompt, the prompt is a
-    segment of its own, and the `positions` of their own segments continue from it. `weights` is positive where
-    `targets` is a trained token and 0 elsewhere. `old_logprobs` are those of the policy before the step's first update;
-    they are not read while `on_policy` (a scalar) is true, because the current policy is then that policy.
-    `reference_logprobs` are those of the initial policy, and are read only by a KL term.
+    Attributes:
+      tokens: Input token ids [R, T].
+      positions: Position of each token in its sequence, [R, T]. The positions of segments with a shared prompt continue
+        from the prompt's.
+      segment_ids: Number of each token's segment, counted from 1 in each row; 0 for padding, [R, T]. A segment is a
+        sequence, a shared prompt, or the rest of a sequence whose prompt is shared.
+      targets: Token ids to predict, [R, T].
+      weights: Weight of each target in the objective J, [R, T]. Positive for trained tokens, 0 elsewhere.
+      advantages: Advantage of each target, [R, T].
+      sampler_logprobs: Log-probability of each target under the sampler's policy, in nats, [R, T].
+      old_logprobs: Log-probability of each target under the policy before the step's first update, [R, T]. Not read if
+        `on_policy` is True.
+      reference_logprobs: Log-probability of each target under the initial policy, [R, T]. Only read by the KL term.
+      on_policy: Scalar. True in the first minibatch of a step, in which the current policy is the old policy.
     """
 
     tokens: Int[np.ndarray | jax.Array, "R T"]
@@ -47,7 +78,7 @@ class PackedBatch(NamedTuple):
 
 
 class SilentBatch(PackedBatch):
-    """A batch without a gradient, because all its advantages are 0: it is measured but not trained on."""
+    """A packed batch whose advantages are all 0. Its metrics are computed, but its backward pass is skipped."""
 
 
 def pack(
@@ -56,23 +87,30 @@ def pack(
     rows_per_microbatch: int,
     share_prompts: bool = False,
 ) -> list[PackedBatch]:
-    """The sequences as microbatches of one shape [rows_per_microbatch, row_tokens]; the last is filled with padding.
+    """Packs sequences into microbatches of shape [rows_per_microbatch, row_tokens].
 
-    The longest sequences come first, and each goes into the first row with room (first-fit decreasing).
+    Packing is first-fit decreasing: the longest sequences are placed first, each in the first row with enough free
+    space. Unused positions, including unused rows of the last microbatch, are padding.
 
     Args:
-      share_prompts: store the prompt once per row for sequences whose `prompt_ids` are the same array. The prompt's
-        last token predicts a different token in each of them, so it begins each one's own segment; each sequence's last
-        token is left out.
+      sequences: The sequences to pack.
+      row_tokens: Length T of a row, in tokens.
+      rows_per_microbatch: Number R of rows in each microbatch.
+      share_prompts: Whether a row stores a prompt only once for all its sequences with the same `prompt_ids` array. The
+        prompt without its last token forms a separate segment. Its last token starts the segment of each sequence,
+        because its target differs between sequences, and the last token of each sequence is omitted.
+
+    Returns:
+      Packed microbatches with arrays of shape [R, T].
 
     Raises:
-      ValueError: a sequence is longer than a row.
+      ValueError: If a sequence is longer than `row_tokens`.
     """
     longest = max((len(s.prompt_ids) + len(s.response_ids) for s in sequences), default=0)
     if longest > row_tokens:
         raise ValueError(
-            f"A sequence has {longest} tokens, but a row holds train.row_tokens={row_tokens}; raise it to at "
-            "least train.max_prompt_tokens + sampling.max_tokens."
+            f"A sequence has {longest} tokens, but train.row_tokens={row_tokens}; raise it to at least "
+            "train.max_prompt_tokens + sampling.max_tokens."
         )
     rows = _first_fit(_families(sequences, share_prompts), row_tokens)
     starts = range(0, len(rows), rows_per_microbatch)
@@ -81,22 +119,23 @@ def pack(
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
-    """Sequences in one row: `shared` tokens of their prompt, stored once, and each sequence's own tokens."""
+    """Sequences of one row that share their prompt. Its first `shared` tokens are stored once; 0 shares nothing."""
 
     shared: int
     sequences: list[TrainingSequence]
 
 
 def _own_tokens(sequence: TrainingSequence, shared: int) -> int:
+    """Returns the length of a sequence's segment. With a shared prompt, its last token replaces the omitted one."""
     return len(sequence.response_ids) + (0 if shared else len(sequence.prompt_ids))
 
 
 def _families(sequences: Sequence[TrainingSequence], share_prompts: bool) -> list[_Family]:
-    """Sequences grouped by prompt, or each by itself; the longest come first."""
+    """Groups sequences by prompt if prompts are shared, otherwise one per family. The longest families come first."""
     by_prompt: dict[int, list[TrainingSequence]] = {}
-    for place, sequence in enumerate(sequences):
+    for index, sequence in enumerate(sequences):
         is_shared = share_prompts and len(sequence.prompt_ids) > 1
-        by_prompt.setdefault(id(sequence.prompt_ids) if is_shared else -1 - place, []).append(sequence)
+        by_prompt.setdefault(id(sequence.prompt_ids) if is_shared else -1 - index, []).append(sequence)
     families = [
         _Family(len(own[0].prompt_ids) - 1 if key >= 0 else 0, sorted(own, key=lambda s: -len(s.response_ids)))
         for key, own in by_prompt.items()
@@ -107,30 +146,38 @@ def _families(sequences: Sequence[TrainingSequence], share_prompts: bool) -> lis
 
 
 def _first_fit(families: Sequence[_Family], length: int) -> list[list[_Family]]:
-    """Rows of families. A sequence that fits into no row with its prompt goes to the first with room for both."""
+    """Assigns families to rows. A sequence prefers rows that already store its prompt."""
     rows: list[list[_Family]] = []
-    room: list[int] = []
+    free: list[int] = []  # free tokens of each row
     for family in families:
-        here: dict[int, _Family] = {}  # the family's part of a row, by row
+        placed: dict[int, _Family] = {}  # the sequences of this family in each row
         for sequence in family.sequences:
             own = _own_tokens(sequence, family.shared)
-            with_prompt = (r for r in here if room[r] >= own)
-            without = (r for r, free in enumerate(room) if free >= family.shared + own)
+            with_prompt = (r for r in placed if free[r] >= own)
+            without = (r for r, tokens in enumerate(free) if tokens >= family.shared + own)
             row = next(with_prompt, next(without, len(rows)))
             if row == len(rows):
                 rows.append([])
-                room.append(length)
-            if row not in here:
-                here[row] = _Family(family.shared, [])
-                rows[row].append(here[row])
-                room[row] -= family.shared
-            here[row].sequences.append(sequence)
-            room[row] -= own
+                free.append(length)
+            if row not in placed:
+                placed[row] = _Family(family.shared, [])
+                rows[row].append(placed[row])
+                free[row] -= family.shared
+            placed[row].sequences.append(sequence)
+            free[row] -= own
     return rows
 
 
 def empty_batch(num_rows: int, row_tokens: int) -> PackedBatch:
-    """A batch of padding only."""
+    """Creates a batch of padding.
+
+    Args:
+      num_rows: Number R of rows.
+      row_tokens: Length T of a row, in tokens.
+
+    Returns:
+      A batch with arrays of shape [R, T].
+    """
     ids = (np.zeros((num_rows, row_tokens), np.int32) for _ in range(4))
     values = (np.zeros((num_rows, row_tokens), np.float32) for _ in range(5))
     return PackedBatch(*ids, *values, on_policy=np.array(True))
@@ -154,7 +201,7 @@ def _fill(rows: list[list[_Family]], row_tokens: int, num_rows: int) -> PackedBa
 
 
 def _fill_own(batch: PackedBatch, r: int, start: int, segment: int, sequence: TrainingSequence, shared: int) -> int:
-    """Writes a sequence's own tokens into row r, from `start` on; returns where they end."""
+    """Writes the segment of a sequence into row r, beginning at `start`, and returns its end."""
     ids = np.concatenate([sequence.prompt_ids, sequence.response_ids])[shared:]
     num_targets, end = len(ids) - 1, start + _own_tokens(sequence, shared)
     batch.tokens[r, start:end] = ids[: end - start]
@@ -168,50 +215,82 @@ def _fill_own(batch: PackedBatch, r: int, start: int, segment: int, sequence: Tr
     return end
 
 
-ROW_STEP = 16  # divides the length of rows if it is not configured, so that mesh.tensor may split them
+ROW_STEP = 16  # automatic row lengths are multiples of it, so that mesh.tensor can shard them
 
 MICROBATCHES = 8
-"""The number of microbatches of a minibatch of longest sequences, if train.rows_per_device is 0. Others are shorter and
-share their prompts, so this many leave little padding in the last one. All have one shape, which is compiled once."""
+"""Number of microbatches of a minibatch if all sequences have maximum length and train.rows_per_device is 0.
 
-LEAST_TOKENS, MOST_TOKENS = 256, 4096
-"""Limits of a device's microbatch in that case: fewer tokens are not worth reading the weights again, and more gain
-nothing on a CPU."""
+Most sequences are shorter and share their prompts. This number of microbatches then leaves little padding in the last
+one. All microbatches have the same shape, which is compiled once.
+"""
+
+MIN_MICROBATCH_TOKENS, MAX_MICROBATCH_TOKENS = 256, 4096
+"""Limits of the tokens per device in a microbatch if train.rows_per_device is 0.
+
+With fewer tokens, reading the weights dominates. More tokens are not faster on a CPU.
+"""
 
 
 def row_tokens(config: Config) -> int:
-    """The length of a row; if it is not configured, two of the longest sequences fit."""
+    """Returns the row length in tokens. If `train.row_tokens` is 0, two sequences of maximum length fit into a row."""
     return config.train.row_tokens or -(-2 * longest_sequence(config) // ROW_STEP) * ROW_STEP
 
 
 def rows_per_device(config: Config, mesh_shape: Mapping[str, int]) -> int:
-    """The rows per device whose gradient is computed at once."""
+    """Returns the number of rows of a microbatch on each device.
+
+    If `train.rows_per_device` is 0, it is 1 / MICROBATCHES of the rows that a minibatch can fill, within the limits of
+    MIN_MICROBATCH_TOKENS and MAX_MICROBATCH_TOKENS.
+
+    Args:
+      config: The configuration.
+      mesh_shape: Size of each mesh axis.
+    """
     if config.train.rows_per_device:
         return config.train.rows_per_device
-    most, length = fillable_rows(config, mesh_shape), row_tokens(config)
-    rows = max(most // MICROBATCHES, min(most, LEAST_TOKENS // length))
-    return max(1, min(rows, MOST_TOKENS // length))
+    max_rows, length = fillable_rows(config, mesh_shape), row_tokens(config)
+    rows = max(max_rows // MICROBATCHES, min(max_rows, MIN_MICROBATCH_TOKENS // length))
+    return max(1, min(rows, MAX_MICROBATCH_TOKENS // length))
 
 
 def fillable_rows(config: Config, mesh_shape: Mapping[str, int]) -> int:
-    """The rows per device that a minibatch fills if all its sequences are as long as possible."""
+    """Returns the number of rows per device that a minibatch fills if all its sequences have maximum length.
+
+    Args:
+      config: The configuration.
+      mesh_shape: Size of each mesh axis.
+    """
     sequences = config.train.prompts_per_minibatch * config.train.num_generations
     return sequences // max(1, row_tokens(config) // longest_sequence(config)) // row_shards(mesh_shape)
 
 
 def row_shards(mesh_shape: Mapping[str, int]) -> int:
-    """The number of parts into which the data and fsdp axes of a mesh split the rows."""
+    """Returns the number of row shards, which is the product of the data and fsdp axes of the mesh."""
     return mesh_shape["data"] * mesh_shape["fsdp"]
 
 
 def microbatch_rows(config: Config, mesh_shape: Mapping[str, int]) -> int:
-    """The rows whose gradient is computed at once on all devices of a mesh."""
+    """Returns the number of rows of a microbatch on all devices of the mesh.
+
+    Args:
+      config: The configuration.
+      mesh_shape: Size of each mesh axis.
+    """
     return rows_per_device(config, mesh_shape) * row_shards(mesh_shape)
 
 
 def make_pack(
     config: Config, mesh_shape: Mapping[str, int], share_prompts: bool = False
 ) -> Callable[[Sequence[TrainingSequence]], list[PackedBatch]]:
-    """`pack`, bound to the rows of a configuration on a mesh."""
+    """Binds `pack` to the row length and microbatch size of a run.
+
+    Args:
+      config: The configuration of the run.
+      mesh_shape: Size of each mesh axis.
+      share_prompts: Whether prompts are stored once per row, see `pack`.
+
+    Returns:
+      A function that packs sequences into microbatches.
+    """
     rows = microbatch_rows(config, mesh_shape)
     return functools.partial(pack, row_tokens=row_tokens(config), rows_per_microbatch=rows, share_prompts=share_prompts)

@@ -1,4 +1,4 @@
-"""What a training step records: its metrics, and a row for each of its generations."""
+"""Computes the metrics of a training step, and a row for each of its generations."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,27 +15,41 @@ from poly_epo_jax.types import GradedGroup, Metrics
 
 
 def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Metrics:
-    """Metrics of a step's generations."""
-    return rollout_metrics(groups, step) | cluster_metrics(clustered(groups), set_size)
+    """Computes the metrics of a step's generations.
 
+    Args:
+      groups: Graded groups of all prompts of the step.
+      step: The step.
+      set_size: Set size n, for the cluster metrics.
 
-def rollout_metrics(groups: Sequence[GradedGroup], step: int) -> Metrics:
-    """Means over the generations of a step, and how many prompts the judge failed on."""
+    Returns:
+      Means over generations and prompts, the number of prompts on which the judge failed, and cluster metrics.
+    """
     generations = [generation for graded in groups for generation in graded.group.generations]
     failures = Counter(failure.kind for failure in judge_failures(groups))
-    return {
+    rollouts = {
         "reward": float(np.stack([graded.rewards for graded in groups]).mean()),
         "solved": float(np.mean([graded.correct.any() for graded in groups])),
         "response/length": float(np.mean([generation.loss_mask.sum() for generation in generations])),
         "response/truncated": float(np.mean([generation.finish_reason == "length" for generation in generations])),
-        # How many steps the sampling weights were behind the policy that is trained now.
+        # Number of steps by which the sampling weights were older than the policy that is trained.
         "response/staleness": float(np.mean([step - 1 - generation.weight_version for generation in generations])),
         "judge/failed_prompts": float(failures.total()),
-    } | {f"judge/failed/{kind}": float(count) for kind, count in failures.items()}
+    }
+    failed = {f"judge/failed/{kind}": float(count) for kind, count in failures.items()}
+    return rollouts | failed | cluster_metrics(clustered(groups), set_size)
 
 
 def cluster_metrics(groups: Sequence[GradedGroup], set_size: int) -> Metrics:
-    """Means over prompts, each of which has a clustering; `synergy` is the mean size of the covariance term."""
+    """Computes the cluster metrics of prompts that have a clustering, as means over the prompts.
+
+    Args:
+      groups: Graded groups with a clustering. Without groups, there are no metrics.
+      set_size: Set size n.
+
+    Returns:
+      The metrics. `synergy` is the mean absolute value of the covariance term of the marginal advantages.
+    """
     if not groups:
         return {}
     rewards, correct = np.stack([graded.rewards for graded in groups]), np.stack([graded.correct for graded in groups])
@@ -52,17 +66,21 @@ def cluster_metrics(groups: Sequence[GradedGroup], set_size: int) -> Metrics:
 def logged_generations(
     groups: Sequence[GradedGroup], usable: Sequence[GradedGroup], advantages: Float[np.ndarray, "P N"]
 ) -> list[Row]:
-    """A row of generations.jsonl for each generation, without the step.
+    """Creates the rows of generations.jsonl, without the step.
 
     Args:
-      usable: the groups that take part in the update.
-      advantages: the advantages of these groups.
+      groups: Graded groups of all prompts of the step.
+      usable: Groups that take part in the update.
+      advantages: Advantages [P, N] of these P groups.
+
+    Returns:
+      A row for each generation of `groups`. The advantage is None if the group takes no part in the update.
     """
     advantages_of = dict(zip(usable, advantages.tolist(), strict=True))
     rows = []
     for graded in groups:
         own = {"occurrence": graded.group.problem.occurrence}
-        of_group = advantages_of.get(graded, [None] * len(graded.rewards))
+        group_advantages = advantages_of.get(graded, [None] * len(graded.rewards))
         shared = generation_rows(graded)
-        rows += [row | own | {"advantage": advantage} for row, advantage in zip(shared, of_group, strict=True)]
+        rows += [row | own | {"advantage": advantage} for row, advantage in zip(shared, group_advantages, strict=True)]
     return rows

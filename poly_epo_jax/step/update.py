@@ -1,7 +1,4 @@
-"""The policy update: gradients of packed microbatches, accumulated, clipped, and given to AdamW.
-
-It sees per-token advantages and an objective, and does not know which method they come from.
-"""
+"""The policy update for all methods: accumulates gradients of microbatches, clips them, and applies AdamW."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -35,31 +32,36 @@ LIKELIHOOD, DEFAULTS = Objective(policy_gradient_loss), OptimizerSection()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a checkpoint holds: trainable and frozen weights as Params, the optimizer's moments for the trainable ones,
-    and the number of optimizer updates made (int32).
+    """Weights and optimizer state, as stored in a checkpoint.
 
-    The leaves of a state may be replaced by anything, such as their shapes; Orbax puts a leaf for an empty `frozen`.
+    Attributes:
+      trainable: Trainable weights, a Params tree.
+      frozen: Frozen weights, a Params tree. Orbax restores an empty tree as a leaf.
+      opt_state: Optimizer state, with the moments of the trainable weights.
+      updates: Number of completed optimizer updates, an int32 scalar.
     """
 
-    trainable: Any
+    trainable: Any  # the leaves of all fields may also be shapes or shardings
     frozen: Any
     opt_state: Any
     updates: Any
 
     @property
     def params(self) -> Params:
-        """All weights."""
+        """Trainable and frozen weights."""
         return merge_params(self.trainable, self.frozen)
 
 
 class PolicyUpdate:
-    """Turns minibatches into optimizer updates of a policy.
+    """Applies one optimizer update per minibatch to a policy.
 
     Args:
-      model: the policy, possibly abstract: only its structure is used.
-      config: the `optimizer` section of the configuration.
-      total_updates: the number of updates after which the learning-rate schedule ends.
-      trainable: a pattern of the weights to train, see `split_params`; empty: all.
+      model: The policy, possibly abstract, because only its structure is used.
+      mesh: Mesh over which weights and batches are sharded.
+      objective: Objective to minimize.
+      config: The `optimizer` section of the configuration.
+      total_updates: Number of updates after which the learning-rate schedule ends.
+      trainable: Regular expression that selects the weights to train, see `split_params`. Empty selects all weights.
     """
 
     def __init__(
@@ -85,12 +87,14 @@ class PolicyUpdate:
         self._zeros = jax.jit(partial(jax.tree.map, _float32_zeros), out_shardings=weights)
         self._logprobs = jit(lambda params, batch: self._forward(params, batch)[0], out_shardings=row_sharding(mesh))
         self._accumulate = jit(self._add_gradient, donate_argnums=2, out_shardings=(weights, scalar))
-        self._measure = jit(self._metrics, out_shardings=scalar)
+        self._measure = jit(
+            lambda params, batch: self.objective(*self._forward(params, batch), batch)[1], out_shardings=scalar
+        )
         self._apply = jit(self._apply_gradient, donate_argnums=0, out_shardings=(self.shardings, scalar))
         self._skip = jax.jit(_without_gradient, donate_argnums=0, out_shardings=self.shardings)
 
     def _state_shardings(self, weights: Params) -> TrainState:
-        """Moments are laid out like their weights; everything else is replicated."""
+        """Returns the shardings of the state. Moments are sharded like their weights, and scalars are replicated."""
         trainable, frozen = self._split(weights)
         scalar = replicated(self.mesh)
         opt_state = optax.tree_map_params(
@@ -103,7 +107,7 @@ class PolicyUpdate:
         return TrainState(trainable, frozen, opt_state, scalar)
 
     def _forward(self, params: Params, batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
-        """Log-probabilities of the target tokens and entropies, on response tokens."""
+        """Computes the log-probabilities of the targets and the entropies, [R, T], on response tokens."""
         policy = nnx.merge(self._model_def, params)
         tokens, positions, segment_ids, targets = map(
             jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids, batch.targets)
@@ -118,14 +122,11 @@ class PolicyUpdate:
         def loss(trainable: Params) -> tuple[jax.Array, DeviceMetrics]:
             return self.objective(*self._forward(merge_params(trainable, frozen), batch), batch)
 
-        # Each layer's gradient is added in place as the backward pass produces it: there is no second tree of them.
+        # The backward pass adds each layer's gradient in place, so that a second gradient tree is never allocated.
         total, pullback, metrics = jax.vjp(loss, trainable, has_aux=True)
         sums = jax.tree.map(jax.new_ref, gradients)
         pullback.with_refs(sums)(jnp.ones_like(total))  # pyright: ignore[reportFunctionMemberAccess]
         return jax.tree.map(jax.freeze, sums), metrics
-
-    def _metrics(self, params: Params, batch: PackedBatch) -> DeviceMetrics:
-        return self.objective(*self._forward(params, batch), batch)[1]
 
     def _apply_gradient(self, state: TrainState, gradients: Params) -> tuple[TrainState, DeviceMetrics]:
         directions, opt_state = self.optimizer.update(gradients, state.opt_state, state.trainable)
@@ -141,11 +142,15 @@ class PolicyUpdate:
         return TrainState(trainable, state.frozen, opt_state, state.updates + 1), metrics
 
     def lower(self, num_rows: int, row_tokens: int) -> dict[str, jax.stages.Lowered]:
-        """The programs of microbatches [num_rows, row_tokens] and of the optimizer, to be compiled without weights.
+        """Lowers the programs of the update without weights. The devices of the mesh need not be available locally.
 
-        The mesh's devices need not be here.
+        Args:
+          num_rows: Number of rows of a microbatch.
+          row_tokens: Length of a row, in tokens.
 
-        `logprobs` computes old log-probabilities, `gradient` adds a microbatch's to the sum, `optimizer` uses the sum.
+        Returns:
+          The programs for old log-probabilities (`logprobs`), for adding the gradient of a microbatch (`gradient`) and
+          for applying the accumulated gradient (`optimizer`).
         """
 
         def abstract(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -162,24 +167,30 @@ class PolicyUpdate:
             }
 
     def init(self, params: Params) -> TrainState:
-        """The state before the first update; it owns `params` from here on."""
+        """Creates the initial training state. Takes ownership of `params`: updates may donate their buffers."""
         with jax.set_mesh(self.mesh):
             return self._init(*self._split(params))
 
     def _first_state(self, trainable: Params, frozen: Params) -> TrainState:
-        # Moments are those of float32 gradients, whatever the weights' type.
+        # Gradients are accumulated in float32 regardless of the weights' dtype, so moments are created for float32.
         opt_state = self.optimizer.init(jax.tree.map(_float32_zeros, trainable))
         return TrainState(trainable, frozen, opt_state, jnp.zeros((), jnp.int32))
 
     def with_old_logprobs(
         self, state: TrainState, minibatches: Sequence[Sequence[PackedBatch]], reference: Params | None = None
     ) -> list[list[PackedBatch]]:
-        """The minibatches with the log-probabilities that later updates compare with, computed before the first update.
+        """Adds old and reference log-probabilities to the minibatches of a step, before its first update.
 
-        The first minibatch needs none: weights do not change before it, so its ratios are exactly one.
+        The first minibatch is marked as `on_policy` instead: it is trained with the weights of the old policy, so its
+        probability ratios are exactly 1.
 
         Args:
-          reference: the reference policy's weights, if the objective has a KL term; frozen ones may be left out.
+          state: State before the first update of the step.
+          minibatches: Microbatches of each minibatch.
+          reference: Weights of the reference policy if the objective has a KL term; frozen weights may be left out.
+
+        Returns:
+          The microbatches of each minibatch, on the devices of the mesh.
         """
         params, objective = state.params, self.objective
         with jax.set_mesh(self.mesh):
@@ -189,13 +200,21 @@ class PolicyUpdate:
                 if index:
                     batches = [b._replace(old_logprobs=self._logprobs(params, PackedBatch(*b))) for b in batches]
                 if objective.kl_coef:
-                    whole = merge_params(state.frozen, reference or {})
-                    batches = [b._replace(reference_logprobs=self._logprobs(whole, PackedBatch(*b))) for b in batches]
+                    merged = merge_params(state.frozen, reference or {})
+                    batches = [b._replace(reference_logprobs=self._logprobs(merged, PackedBatch(*b))) for b in batches]
                 filled.append(batches)
             return filled
 
     def gradient(self, state: TrainState, minibatch: Sequence[PackedBatch]) -> tuple[Params, list[DeviceMetrics]]:
-        """The loss's gradient over a minibatch, summed over its microbatches, and each microbatch's sums of metrics."""
+        """Computes the gradient of a minibatch, summed over its microbatches.
+
+        Args:
+          state: State before the update.
+          minibatch: Microbatches. The backward pass of a `SilentBatch` is skipped.
+
+        Returns:
+          The gradient of the trainable weights in float32, and the metrics of each microbatch as sums over tokens.
+        """
         gradients, metrics = self.zero_gradients(state), []
         with jax.set_mesh(self.mesh):
             for batch in minibatch:
@@ -208,14 +227,20 @@ class PolicyUpdate:
             return gradients, metrics
 
     def zero_gradients(self, state: TrainState) -> Params:
-        """Zeros to which gradients are added: float32, laid out like the weights."""
+        """Returns the initial value of accumulated gradients: float32 zeros, sharded like the trainable weights."""
         with jax.set_mesh(self.mesh):
             return self._zeros(state.trainable)
 
     def __call__(self, state: TrainState, minibatches: Sequence[Sequence[PackedBatch]]) -> tuple[TrainState, Metrics]:
-        """One optimizer update per minibatch, in order. `state` is consumed.
+        """Applies one optimizer update per minibatch, in order.
 
-        An empty minibatch changes no weight, but the learning-rate schedule advances.
+        Args:
+          state: State before the updates. Its buffers are donated.
+          minibatches: Microbatches of each minibatch, from `with_old_logprobs`. An empty minibatch only advances the
+            learning-rate schedule.
+
+        Returns:
+          The state after the updates, and the metrics of the step.
         """
         sums: list[DeviceMetrics] = []
         applied: list[DeviceMetrics] = []
@@ -233,10 +258,10 @@ class PolicyUpdate:
         return state, summarize(*jax.device_get((sums, applied))) | skipped
 
     def place(self, batch: PackedBatch) -> PackedBatch:
-        """The microbatch on the mesh."""
+        """Transfers a microbatch to the devices of the mesh, with its rows sharded."""
 
         def put(x: Any) -> jax.Array:
-            # Every host has the whole batch, and takes the part for its own devices.
+            # Every process holds the full batch and places only the shards of its local devices.
             sharding = self._batch_sharding(x)
             return x if isinstance(x, jax.Array) else jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
@@ -252,7 +277,7 @@ def make_update(config: Config, model: Qwen3, mesh: Mesh) -> PolicyUpdate:
     Args:
       config: Configuration of the run. The learning-rate schedule ends with the last update of its last step.
       model: The policy, possibly abstract, because only its structure is used.
-      mesh: Mesh over which weights and batches are laid out.
+      mesh: Mesh over which weights and batches are sharded.
     """
     algo = config.algo
     objective = Objective(

@@ -1,1 +1,1 @@
-"""Files, processes, signals and HTTP: nothing here knows of machine learning, and nothing imports JAX."""
+"""Utilities for files, processes, signals and HTTP. They are independent of machine learning and do not import JAX."""

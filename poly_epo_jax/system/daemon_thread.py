@@ -1,4 +1,4 @@
-"""A thread for code that may never return, such as a user's own reward; the process can end nevertheless."""
+"""Runs code that may never return, such as a user's reward function, without keeping the process alive."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """Returns or raises what the call does. Unlike with asyncio.to_thread, the process can end before the call."""
+    """Calls `function` in a daemon thread. Unlike with `asyncio.to_thread`, the process can exit during the call."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -28,7 +28,7 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
             result = function()
         except Exception as raised:
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so the result is not needed
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=work, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Digests of a folder's files, kept next to them: a file that is not what was written is reported by name."""
+"""SHA-256 digests of the files of a folder, stored in the folder, to detect missing and modified files."""
 
 import hashlib
 import json
@@ -12,28 +12,28 @@ _READERS = 4
 
 
 def write_digests(folder: Path) -> None:
-    """Adds the SHA-256 of each file that is in the folder now. This reads all of them."""
+    """Writes the SHA-256 digests of all files of a folder to digests.json. Reads every file."""
     write_json(folder / DIGESTS, _digests(folder, [path.name for path in folder.iterdir() if path.is_file()]))
 
 
 def check_digests(folder: Path) -> None:
-    """Compares each file with its digest. A folder without digests, which others may have made, passes.
+    """Verifies the files of a folder against its digests. A folder without digests.json is not checked.
 
     Raises:
-      ValueError: a file is missing or was changed.
+      ValueError: If a file is missing or was modified.
     """
     if not (folder / DIGESTS).exists():
         return
     try:
         written = json.loads((folder / DIGESTS).read_bytes())
         found = _digests(folder, [name for name in written if (folder / name).is_file()])
-        wrong = sorted(name for name in written if found.get(name) != written[name])
+        corrupted = sorted(name for name in written if found.get(name) != written[name])
     except (ValueError, TypeError):
-        wrong = [DIGESTS]
-    if wrong:
+        corrupted = [DIGESTS]
+    if corrupted:
         raise ValueError(
-            f"{folder} is damaged: {', '.join(wrong)} is missing or not what was written; make the folder again, or "
-            f"delete its {DIGESTS} if you changed it yourself."
+            f"{folder} is corrupted: files are missing or were modified ({', '.join(corrupted)}); create the folder "
+            f"again, or delete its {DIGESTS} if you modified the files yourself."
         )
 
 

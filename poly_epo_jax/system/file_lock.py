@@ -1,4 +1,4 @@
-"""Reserves a folder for one process at a time: a lock on a file in it or next to it, which ends with its holder."""
+"""File locks that reserve a folder for one process. The kernel releases a lock when its process ends."""
 
 import contextlib
 import errno
@@ -13,32 +13,38 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class InUseError(OSError):
-    """Another process holds the lock; the message says which, and what to do."""
+    """Raised when another process holds the lock. The message names the process and the remedy."""
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, what: str, wait: bool = False) -> Iterator[None]:
-    """Holds a lock on the file `path`, which is created if missing and stays.
+def exclusive(path: Path, description: str, wait: bool = False) -> Iterator[None]:
+    """Holds an exclusive lock on a file.
 
-    It is a kernel lock (flock), so it ends with the process, even after kill -9. On NFS it holds between hosts. On a
-    disk without locks, this says so on stderr, and nothing keeps others out.
+    The kernel (flock) releases the lock when the process ends, including after SIGKILL. On NFS, the lock also excludes
+    processes on other machines. If the file system does not support locks, a warning is printed and nothing is locked.
 
     Args:
-      what: what is locked, for messages: "the run folder runs/default".
-      wait: wait for the other process to end, instead of giving up.
+      path: The lock file. It is created if it does not exist, and is not deleted.
+      description: Description of the locked object for messages, such as "the run folder runs/default".
+      wait: Whether to wait until another process releases the lock instead of raising InUseError.
 
     Raises:
-      InUseError: another process holds the lock.
-      OSError: the file cannot be written.
+      InUseError: If another process holds the lock and `wait` is False.
+      OSError: If the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:  # not read-only: NFS requires this
+    with path.open("a+") as file:  # NFS requires write access for an exclusive lock
+        holder = path.read_text(errors="replace").strip() or "another process"
         try:
-            _lock(file.fileno(), wait, f"{what} is in use by {_holder(path)}")
+            _lock(file.fileno(), wait, f"{description} is in use by {holder}")
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            print(f"Warning: {path} is on a disk without locks; nothing keeps others out of {what}.", file=sys.stderr)
+            print(
+                f"Warning: The file system of {path} does not support locks; other processes can also write to "
+                f"{description}.",
+                file=sys.stderr,
+            )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
@@ -50,10 +56,6 @@ def _lock(descriptor: int, wait: bool, in_use: str) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         if not wait:
-            raise InUseError(f"{in_use}; wait for it to end, end it, or choose another folder.") from None
-        print(f"{in_use}; waiting for it to end.", file=sys.stderr)
+            raise InUseError(f"{in_use}; wait until it ends, terminate it, or choose another folder.") from None
+        print(f"{in_use}; waiting until it ends.", file=sys.stderr)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-
-
-def _holder(path: Path) -> str:
-    return path.read_text(errors="replace").strip() or "another process"

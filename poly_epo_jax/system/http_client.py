@@ -1,7 +1,7 @@
-"""What every client of a server needs: answers that are complete, bounded and checked field by field; a back-off.
+"""HTTP client utilities: limits on response time and size, field-by-field validation, and retry backoff.
 
-An answer that is not what was requested raises WrongAnswer, which is an httpx error: code that waits for a server that
-does not answer also survives one that answers nonsense. Errors are phrases that end a sentence about the server.
+An invalid response raises WrongAnswer. It is an httpx error, so that code that retries after a connection error also
+retries after an invalid response. Error messages are clauses that complete a message with the server's address.
 """
 
 import asyncio
@@ -19,30 +19,31 @@ T = TypeVar("T")
 
 MAX_BACKOFF_SECONDS = 20.0
 MAX_BYTES = 10**7
-"""The longest answer, unless a longer one was requested. As Python objects it takes up to thirty times as much."""
-MAX_QUOTED = 500  # characters of a server's text in an error
+"""Default limit of the response size. Parsed as Python objects, a response takes up to 30 times as much memory."""
+MAX_QUOTED = 500  # maximum number of characters of a response that an error message quotes
 
 _KINDS: dict[type, str] = {
-    str: "printable text",
-    int: "whole number",
-    float: "number with a point",
-    list: "list",
-    dict: "object",
+    str: "a printable string",
+    int: "an integer",
+    float: "a float",
+    list: "a list",
+    dict: "an object",
 }
 
 
 class ServerError(ConnectionError):
-    """A server that cannot be used; the message names its address and what to do."""
+    """Raised when a server cannot be used. The message contains its address and the remedy."""
 
 
 class WrongAnswer(httpx.HTTPError):
-    """An answer that is not what was requested; the message says what is wrong, and names the field."""
+    """Raised when a response is invalid. The message names the invalid field."""
 
 
-class _Bounded(httpx.AsyncBaseTransport):
-    """Passes on complete answers without their headers, so no header has them decompressed, decoded or redirected.
+class _BoundedTransport(httpx.AsyncBaseTransport):
+    """Transport with limits on the time and size of complete responses.
 
-    httpx's own timeouts apply to each piece of an answer; `seconds` applies to the whole.
+    Timeouts of httpx apply to each chunk of a response; `seconds` applies to the complete response. Response headers
+    are dropped, so that they cannot trigger decompression, decoding or redirects.
     """
 
     def __init__(self, transport: httpx.AsyncBaseTransport, seconds: float, max_bytes: int):
@@ -51,24 +52,24 @@ class _Bounded(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         try:
             async with asyncio.timeout(self._seconds):
-                answer = await self._transport.handle_async_request(request)
+                response = await self._transport.handle_async_request(request)
                 try:
-                    return httpx.Response(answer.status_code, content=await self._read(answer))
+                    return httpx.Response(response.status_code, content=await self._read(response))
                 finally:
-                    await answer.aclose()
+                    await response.aclose()
         except TimeoutError:
-            raise httpx.ReadTimeout(f"no whole answer in {self._seconds:g} s") from None
+            raise httpx.ReadTimeout(f"no complete response within {self._seconds:g} s") from None
 
-    async def _read(self, answer: httpx.Response) -> bytes:
-        if (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
-            raise WrongAnswer(f"it answered in the encoding {_brief(encoding)}, which was not asked for")
+    async def _read(self, response: httpx.Response) -> bytes:
+        if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+            raise WrongAnswer(f"its response has the content encoding {_brief(encoding)}, which was not requested")
         pieces, size = [], 0
-        assert isinstance(answer.stream, httpx.AsyncByteStream)
-        async for piece in answer.stream:
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        async for piece in response.stream:
             pieces.append(piece)
             size += len(piece)
             if size > self._max_bytes:
-                raise WrongAnswer(f"its answer is longer than {self._max_bytes} bytes")
+                raise WrongAnswer(f"its response is longer than {self._max_bytes} bytes")
         return b"".join(pieces)
 
     async def aclose(self) -> None:
@@ -77,84 +78,103 @@ class _Bounded(httpx.AsyncBaseTransport):
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    return httpx.create_ssl_context()  # reading them takes longer than a request
+    return httpx.create_ssl_context()  # loading the certificates takes longer than a request
 
 
 def open_transport() -> httpx.AsyncBaseTransport:
-    """A transport for any number of requests at once."""
+    """Creates a transport for an unlimited number of concurrent requests."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncHTTPTransport(verify=_certificates(), limits=limits, trust_env=False)
 
 
 def open_client(timeout_seconds: float, max_bytes: int = MAX_BYTES) -> httpx.AsyncClient:
-    """A client for any number of requests at once, with limits on the time and the bytes of each whole answer."""
+    """Creates a client for an unlimited number of concurrent requests.
+
+    Args:
+      timeout_seconds: Maximum time of a complete response, in seconds.
+      max_bytes: Maximum size of a response, in bytes.
+    """
     return httpx.AsyncClient(
-        transport=_Bounded(open_transport(), timeout_seconds, max_bytes),
+        transport=_BoundedTransport(open_transport(), timeout_seconds, max_bytes),
         timeout=httpx.Timeout(None, connect=10.0),
         headers={"Accept-Encoding": "identity"},
         trust_env=False,
     )
 
 
-def read_json(answer: httpx.Response) -> Any:
-    """The JSON content of a successful answer.
+def read_json(response: httpx.Response) -> Any:
+    """Returns the JSON content of a response.
 
     Raises:
-      httpx.HTTPError: the answer is not successful, or not JSON.
+      httpx.HTTPError: If the status is not successful or the content is not JSON.
     """
     try:
-        return answer.raise_for_status().json()
-    except (ValueError, RecursionError):  # whatever its depth and bytes
-        raise WrongAnswer(f"its answer is not JSON but {_brief(answer.text)}") from None
+        return response.raise_for_status().json()
+    except (ValueError, RecursionError):  # RecursionError: deeply nested JSON
+        raise WrongAnswer(f"its response is not JSON: {_brief(response.text)}") from None
 
 
-def field(answer: Any, path: str, kind: type[T]) -> T:
-    """The value at a dotted path of an answer; the whole answer if the path is empty.
+def field(response: Any, path: str, kind: type[T]) -> T:
+    """Returns a field of a parsed response.
+
+    Args:
+      response: The parsed response.
+      path: Names of nested fields, separated by dots. If empty, the complete response is returned.
+      kind: Required type. A bool is not an int, and strings must be printable.
+
+    Returns:
+      The value of the field.
 
     Raises:
-      WrongAnswer: it is missing or of another type. `True` is not a whole number, and text must be printable.
+      WrongAnswer: If the field is missing or has another type.
     """
-    value = answer
+    value = response
     for name in filter(None, path.split(".")):
         value = value.get(name) if isinstance(value, dict) else None
     if type(value) is not kind or (isinstance(value, str) and not value.isprintable()):
-        what = f"its answer's {path}" if path else "its answer"
-        raise WrongAnswer(f"{what} is {_brief(value)}, no {_KINDS[kind]}")
+        subject = f"{path} of its response" if path else "its response"
+        raise WrongAnswer(f"{subject} is {_brief(value)}, not {_KINDS[kind]}")
     return value
 
 
 def printable(text: str) -> str:
-    """A server's text on one line, cut to length, with everything escaped that a terminal might obey."""
+    """Formats a server's text on one line of at most MAX_QUOTED characters, with control characters escaped."""
     line = " ".join(text[: 2 * MAX_QUOTED].split())
     shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
     return shown[:MAX_QUOTED]
 
 
 def backoff_seconds(attempt: int) -> float:
-    """How long to wait before trying again, after `attempt` failures (counted from 1) in a row."""
+    """Returns the delay in seconds before the next attempt, after `attempt` consecutive failures (at least 1)."""
     return min(0.5 * 2 ** (attempt - 1), MAX_BACKOFF_SECONDS)
 
 
 def describe(error: Exception) -> str:
-    """A phrase for what went wrong between us and a server; many of httpx's errors have no message."""
+    """Describes a connection error or invalid response in a clause, because many httpx errors have no message."""
     match error:
         case WrongAnswer():
             return str(error)
         case httpx.ConnectError():
             return "it does not accept connections"
         case httpx.TimeoutException():
-            return "it did not answer in time"
+            return "it did not respond in time"
         case httpx.HTTPStatusError():
             return f"it answered {error.response.status_code}"
         case _:
-            return f"the connection broke ({printable(str(error)) or type(error).__name__})"
+            return f"the connection failed ({printable(str(error)) or type(error).__name__})"
 
 
 async def wait_until_healthy(url: str, seconds: float, name: str, headers: Mapping[str, str] | None = None) -> None:
-    """Returns once `url` answers 200; says on stderr that it is waiting if that takes longer than a moment.
+    """Waits until a health endpoint responds with a success status. Prints a message to stderr if it has to wait.
+
+    Args:
+      url: The health endpoint.
+      seconds: Maximum waiting time in seconds.
+      name: Name of the server in messages.
+      headers: Request headers, for example an API key.
 
     Raises:
-      ServerError: the server did not answer so within `seconds`, or it wants another key.
+      ServerError: If the server does not become healthy within `seconds`, or if it rejects the API key.
     """
     start, announced, status = time.monotonic(), False, 0
     async with open_client(min(10.0, max(1.0, seconds))) as client:
@@ -167,7 +187,7 @@ async def wait_until_healthy(url: str, seconds: float, name: str, headers: Mappi
                 problem = describe(error)
             else:
                 if announced:
-                    print(f"{name} answers.", file=sys.stderr)
+                    print(f"{name} is ready.", file=sys.stderr)
                 return
             waited = time.monotonic() - start
             if waited >= seconds or status in (401, 403):

@@ -1,6 +1,6 @@
-"""JSON on disk: files of rows, one object per line, and files that are replaced whole. Needs only Python.
+"""JSON files: appended rows (.jsonl, one object per line) and atomically replaced files. Only requires Python.
 
-A row counts once its line is complete, so a line that a crash cut short is not a row.
+Readers ignore a last line without a line break, because a crash may have interrupted its write.
 """
 
 import json
@@ -13,53 +13,83 @@ from typing import Any
 
 Row = dict[str, Any]
 Columns = Mapping[str, type | UnionType]
-"""The columns of every row of a file, and the type of each."""
+"""Names and types of the columns that every row of a file must have."""
 
 
 def read_rows(path: Path, columns: Columns) -> Iterator[Row]:
-    """The complete rows of a file, one at a time; none if the file does not exist.
+    """Iterates over the complete rows of a file.
+
+    Args:
+      path: The file. If it does not exist, there are no rows.
+      columns: Columns that every row must have.
+
+    Returns:
+      An iterator over the rows.
 
     Raises:
-      ValueError: a complete line is not a JSON object, or lacks one of the columns.
+      ValueError: If a complete line is not a JSON object with these columns.
     """
     return (row for _, row in _lines_and_rows(path, columns))
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Adds rows to the end of a file, created if missing: `step` comes first, the other keys in alphabetical order.
+    """Appends rows to a file. Within a row, `step` is written first, then the other keys in alphabetical order.
 
-    Floats are written in full; null stands for a number that is not finite, as JSON has no NaN.
+    Args:
+      path: The file. It is created if it does not exist.
+      rows: The rows. Floats are written with full precision. Values that are not finite are written as null, because
+        JSON does not support them.
     """
     with path.open("ab") as file:
         file.writelines(map(_to_line, rows))
 
 
 def keep_rows(path: Path, columns: Columns, keep: Callable[[Row], bool]) -> None:
-    """Keeps only the complete rows for which `keep` is true, byte for byte; makes an empty file if there is none yet.
+    """Removes rows from a file. The bytes of the remaining rows do not change.
+
+    Args:
+      path: The file. An empty file is created if it does not exist.
+      columns: Columns that every row must have.
+      keep: Returns True for the rows to keep. An incomplete last line is also removed.
 
     Raises:
-      ValueError: as for `read_rows`; the file is then unchanged.
+      ValueError: If a complete line is not a JSON object with these columns. The file is then unchanged.
     """
     replace_file(path, (line for line, row in _lines_and_rows(path, columns) if keep(row)))
 
 
 def sort_rows(path: Path, columns: Columns, key: Callable[[Row], Any]) -> None:
-    """Sorts the complete rows of a file by `key`.
+    """Sorts the complete rows of a file.
+
+    Args:
+      path: The file.
+      columns: Columns that every row must have.
+      key: Returns the sort key of a row.
 
     Raises:
-      ValueError: as for `read_rows`; the file is then unchanged.
+      ValueError: If a complete line is not a JSON object with these columns. The file is then unchanged.
     """
     keyed = [(key(row), line) for line, row in _lines_and_rows(path, columns)]
     replace_file(path, (line for _, line in sorted(keyed)))
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replaces a file with indented JSON."""
+    """Replaces a file atomically with indented JSON.
+
+    Args:
+      path: The file.
+      content: Object that JSON can represent.
+    """
     replace_file(path, [json.dumps(content, indent=2).encode(), b"\n"])
 
 
 def replace_file(path: Path, parts: Iterable[bytes]) -> None:
-    """Replaces a file atomically: however the process ends, the file holds the old content or the new."""
+    """Replaces a file atomically. If the process ends early, the file has either the old or the new content.
+
+    Args:
+      path: The file.
+      parts: New content, in consecutive parts.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
         file.writelines(parts)
@@ -69,10 +99,17 @@ def replace_file(path: Path, parts: Iterable[bytes]) -> None:
 
 
 def read_object(path: Path, advice: str) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file does not exist.
+    """Reads a JSON object from a file.
+
+    Args:
+      path: The file.
+      advice: Remedy at the end of the error message.
+
+    Returns:
+      The object. Empty if the file does not exist.
 
     Raises:
-      ValueError: it holds something else; the message ends with the advice.
+      ValueError: If the file does not contain a JSON object.
     """
     if not path.exists():
         return {}
@@ -100,14 +137,14 @@ def _lines_and_rows(path: Path, columns: Columns) -> Iterator[tuple[bytes, Row]]
                 return
             row = _row(line, columns)
             if row is None:
-                raise ValueError(f"{path}, line {number}, is not a row: mend or delete that line.")
+                raise ValueError(f"{path}, line {number}, is not a row; fix or delete this line.")
             yield line, row
 
 
 def _row(line: bytes, columns: Columns) -> Row | None:
     try:
         row = json.loads(line)
-        whole = all(isinstance(row[name], kind) for name, kind in columns.items())
+        is_valid = all(isinstance(row[name], kind) for name, kind in columns.items())
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return row if whole else None
+    return row if is_valid else None

@@ -1,4 +1,4 @@
-"""Ends of commands: exit codes, Ctrl-C that no library can discard, and signals that end a run at a safe moment."""
+"""Exit codes of commands, reliable handling of Ctrl-C, and graceful shutdown on SIGTERM, SIGHUP or Ctrl-C."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGINT: "Ctr
 
 
 class Stopped(Exception):
-    """This process, or another of the run, was asked to end."""
+    """Raised when this process, or another process of the run, received a shutdown request."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -28,32 +28,37 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Remembers the first signal. Outside `on_signals`, signals have their usual effect."""
+    """A shutdown request, by a signal or by `ask`. The first request determines the reported signal.
+
+    Shutdown is graceful: `interrupts` cancels pending waits immediately, and `check` raises Stopped after a running
+    computation. Outside of `on_signals`, signals have their usual effect.
+    """
 
     def __init__(self):
         self._number: int | None = None
-        self._came = asyncio.Event()
+        self._requested = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def ask(self, number: int) -> None:
-        """Has the effect of a signal; may be called from any thread."""
+        """Requests a shutdown as if signal `number` had been received. May be called from any thread."""
         if self._number is None:
             self._number = number
         loop = self._loop
         if loop is not None:
-            # The loop may have ended since.
+            # The loop may have been closed already.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._came.set)
+                loop.call_soon_threadsafe(self._requested.set)
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Catches signals within this context, in a running loop. A signal that is ignored (nohup) remains so.
+        """Handles signals as shutdown requests within this context, which requires a running event loop.
 
-        Signals reach only the main thread; a loop in another thread is stopped by `ask`.
+        Signals that are ignored (nohup) remain ignored. Python delivers signals only to the main thread; an event loop
+        in another thread is stopped with `ask`.
         """
         self._loop = asyncio.get_running_loop()
-        if self._number is not None:  # asked before there was a loop
-            self._came.set()
+        if self._number is not None:  # requested before the loop started
+            self._requested.set()
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -61,7 +66,7 @@ class Stop:
 
         def receive(number: int, _: object) -> None:
             for descriptor in terminals:
-                if not os.isatty(descriptor):  # it hung up, and any output to it would be an error
+                if not os.isatty(descriptor):  # the terminal was closed, so writing to it would raise an error
                     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
             self.ask(number)
 
@@ -76,21 +81,19 @@ class Stop:
                 signal.signal(number, handler)
 
     async def check(self) -> None:
-        """Raises:
-        Stopped: a signal came.
-        """
+        """Raises Stopped if a shutdown was requested."""
         if self._number is not None:
             raise Stopped(self._number)
 
     async def interrupts(self, work: Awaitable[T]) -> T:
-        """Returns what the work returns. The work must be safe to cancel at any moment.
+        """Awaits `work` and returns its result. `work` must be safe to cancel at any time.
 
         Raises:
-          Stopped: a signal came first; the work is cancelled.
+          Stopped: If a shutdown is requested before `work` is complete. `work` is cancelled.
         """
-        task, came = asyncio.ensure_future(work), asyncio.create_task(self._came.wait())
+        task, requested = asyncio.ensure_future(work), asyncio.create_task(self._requested.wait())
         try:
-            await asyncio.wait([task, came], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, requested], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -98,16 +101,16 @@ class Stop:
             return await task
         finally:
             task.cancel()
-            came.cancel()
+            requested.cancel()
 
 
-RESUME = "the same command goes on from what is saved."
+RESUME = "Rerun the command to resume."
 
 
 def exit_code(
     work: Callable[[], int | None], *errors: type[Exception], failed: int = 2, after_ctrl_c: str = RESUME
 ) -> int:
-    """Runs the work of a command, and reports an error or Ctrl-C on stderr in one sentence.
+    """Runs a command, and prints errors and Ctrl-C to stderr as one line.
 
     Args:
       work: Returns the exit code of the command, or None for 0.
@@ -130,16 +133,16 @@ def exit_code(
         return failed
 
 
-AGAIN_AFTER = 0.01  # seconds
+CTRL_C_RETRY_SECONDS = 0.01  # delay in seconds before a deferred Ctrl-C is raised again
 
 
 @contextlib.contextmanager
 def heard_ctrl_c() -> Iterator[None]:
-    """Within this context Ctrl-C raises KeyboardInterrupt as usual, but never where Python would report and forget it.
+    """Defers Ctrl-C while Python runs code in which exceptions are printed and discarded.
 
-    Python does that during a garbage collection, where JAX has a callback, and in code that runs when an object is
-    destroyed; Ctrl-C then waits. If Ctrl-C does something else, or nothing (nohup), that does not change, and neither
-    does anything outside the main thread.
+    Python discards exceptions in callbacks of the garbage collector, such as JAX's, in callbacks of weak references and
+    in destructors. Within this context, a Ctrl-C during such code raises KeyboardInterrupt shortly afterwards. The
+    context has no effect if SIGINT has another handler or is ignored (nohup), or outside of the main thread.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -152,8 +155,8 @@ def heard_ctrl_c() -> Iterator[None]:
         collecting = phase == "start"
 
     def receive(_: int, frame: FrameType | None) -> None:
-        if collecting or _is_called_in_passing(frame):
-            signal.setitimer(signal.ITIMER_REAL, AGAIN_AFTER)
+        if collecting or _discards_exceptions(frame):
+            signal.setitimer(signal.ITIMER_REAL, CTRL_C_RETRY_SECONDS)
         else:
             raise KeyboardInterrupt
 
@@ -164,15 +167,15 @@ def heard_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        put_off, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+        deferred, _ = signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, alarm)
         gc.callbacks.remove(watch)
-        if put_off:
+        if deferred:
             raise KeyboardInterrupt
 
 
-def _is_called_in_passing(frame: FrameType | None) -> bool:
-    """Whether a frame or one of its callers is a callback of the collector or of a weak reference, or a destructor."""
+def _discards_exceptions(frame: FrameType | None) -> bool:
+    """Returns True if a frame or one of its callers is a destructor, or a callback of gc or a weak reference."""
     callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
     while frame is not None:
         code, module = frame.f_code, frame.f_globals.get("__name__")

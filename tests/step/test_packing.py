@@ -1,4 +1,4 @@
-"""Packing: every token of every sequence occurs once, where the model and the loss look for it."""
+"""Packing: every token of every sequence occurs once, at the position that the model and the loss expect."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ FIELDS = ("tokens", "positions", "targets", "weights", "advantages", "sampler_lo
 
 
 def of_lengths(*lengths):
-    """Sequences of these lengths with distinct tokens, half of each its response."""
+    """Creates sequences of these lengths with distinct tokens. The second half of each is its response."""
     ids = iter(range(10_000))
     sequences = []
     for length in lengths:
@@ -28,11 +28,11 @@ def of_lengths(*lengths):
 
 
 def expected_columns(sequence):
-    """What a sequence's positions must hold, one position after another."""
+    """Returns the expected entries of FIELDS at each position of a sequence."""
     ids = [*sequence.prompt_ids.tolist(), *sequence.response_ids.tolist()]
     columns = []
     for t, token in enumerate(ids):
-        response_index = t + 1 - len(sequence.prompt_ids)  # of the token that position t predicts
+        response_index = t + 1 - len(sequence.prompt_ids)  # index of the target of position t
         if t + 1 == len(ids):
             columns.append((token, t, 0, 0.0, 0.0, 0.0))
         elif response_index < 0:
@@ -50,7 +50,7 @@ def found_columns(batch, r, segment):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_token_lies_once_and_at_its_place(seed):
+def test_every_token_occurs_once_at_its_position(seed):
     rng = np.random.default_rng(seed)
     sequences = random_sequences(rng, int(rng.integers(1, 60)), max_prompt=9, max_response=20, vocab=1000)
     row_tokens, num_rows = int(rng.integers(29, 70)), int(rng.integers(1, 6))
@@ -70,7 +70,7 @@ def test_every_token_lies_once_and_at_its_place(seed):
     assert len(pack(sequences, row_tokens, num_rows)) == math.ceil(num_rows_used / num_rows)
 
 
-def test_hand_computed():
+def test_packed_rows_equal_a_hand_computed_example():
     a = TrainingSequence(
         np.array([5, 6]), np.array([7, 8, 9]), np.array([-0.1, -0.2, -0.3], np.float32), np.ones(3, bool), 2.0, 0.25
     )
@@ -86,36 +86,35 @@ def test_hand_computed():
     np.testing.assert_array_equal(batch.sampler_logprobs, expected)
 
 
-def test_each_into_the_first_row_with_room_longest_first():
-    (batch,) = pack(of_lengths(3, 4, 6, 7), row_tokens=10, rows_per_microbatch=2)  # in the given order: three rows
+def test_the_longest_sequences_are_placed_first_in_the_first_row_with_space():
+    (batch,) = pack(of_lengths(3, 4, 6, 7), row_tokens=10, rows_per_microbatch=2)  # the given order would need 3 rows
     np.testing.assert_array_equal(batch.segment_ids, [[1] * 7 + [2] * 3, [1] * 6 + [2] * 4])
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_rows_are_few(seed):
-    """First-fit decreasing takes at most 11/9 of the fewest rows, plus 6/9 (Dosa, 2007)."""
+def test_number_of_rows_is_near_the_minimum(seed):
+    """First-fit decreasing takes at most 11/9 of the minimum number of rows, plus 6/9 (Dosa, 2007)."""
     rng = np.random.default_rng(seed)
-    row_tokens, fewest = 100, 40
-    cuts = [np.sort(rng.choice(np.arange(2, 99, 2), rng.integers(1, 5), replace=False)) for _ in range(fewest)]
+    row_tokens, min_rows = 100, 40
+    cuts = [np.sort(rng.choice(np.arange(2, 99, 2), rng.integers(1, 5), replace=False)) for _ in range(min_rows)]
     lengths = [length for cut in cuts for length in np.diff([0, *cut, row_tokens]).tolist()]  # these fill 40 rows
     batches = pack(of_lengths(*rng.permutation(lengths).tolist()), row_tokens, rows_per_microbatch=1)
-    assert fewest <= len(batches) <= 11 / 9 * fewest + 6 / 9
+    assert min_rows <= len(batches) <= 11 / 9 * min_rows + 6 / 9
 
 
-def test_a_sequence_may_fill_its_row_but_not_more():
+def test_a_sequence_may_fill_a_row_but_not_exceed_it():
     (batch,) = pack(of_lengths(12), row_tokens=12, rows_per_microbatch=1)
     np.testing.assert_array_equal(batch.tokens, [np.arange(12)])
-    message = "A sequence has 13 tokens, but a row holds train.row_tokens=12; raise it to at least"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"13 tokens.* train\.row_tokens=12; raise it"):
         pack(of_lengths(5, 13, 2), row_tokens=12, rows_per_microbatch=4)
 
 
-def test_nothing_packs_into_nothing():
+def test_no_sequences_give_no_batches():
     assert pack([], row_tokens=12, rows_per_microbatch=4) == []
 
 
-def test_tokens_that_the_policy_did_not_write_weigh_nothing():
-    """A reply of two tokens between the policy's own is read, and not trained."""
+def test_tokens_that_the_policy_did_not_generate_have_weight_zero():
+    """A reply of two tokens between tokens of the policy is an input but not a target."""
     mask = np.array([True, False, False, True])
     sequence = TrainingSequence(np.array([5]), np.array([1, 2, 3, 4]), np.full(4, -0.5, np.float32), mask, 2.0, 0.25)
     (batch,) = pack([sequence], row_tokens=6, rows_per_microbatch=1)
@@ -124,7 +123,7 @@ def test_tokens_that_the_policy_did_not_write_weigh_nothing():
 
 
 def families(rng, num_prompts, num_generations, max_prompt=9):
-    """Random sequences; those of a prompt share its array."""
+    """Creates random sequences. Sequences of the same prompt share its array."""
     found = []
     for _ in range(num_prompts):
         prompt = rng.integers(0, 1000, rng.integers(1, max_prompt + 1)).astype(np.int32)
@@ -134,20 +133,20 @@ def families(rng, num_prompts, num_generations, max_prompt=9):
 
 
 def predictions(batches):
-    """Of each trained token: all tokens that its prediction sees, in order, the token, and what the loss reads."""
+    """Returns, for each trained token, the ordered tokens that it attends to, the token, and the inputs of the loss."""
     found = []
     for batch in batches:
         seen = visible_where_shared(batch.segment_ids, batch.positions)
         for r, t in np.argwhere(batch.weights > 0):
             context = sorted(zip(batch.positions[r, seen[r, t]], batch.tokens[r, seen[r, t]], strict=True))
-            assert [place for place, _ in context] == list(range(len(context)))
+            assert [position for position, _ in context] == list(range(len(context)))
             columns = (getattr(batch, name)[r, t].item() for name in FIELDS[2:])
             found.append((*(int(token) for _, token in context), *columns))
     return sorted(found)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_with_shared_prompts_every_token_is_predicted_from_the_same_ones(seed):
+def test_shared_prompts_do_not_change_the_context_of_any_token(seed):
     rng = np.random.default_rng(seed)
     sequences = families(rng, int(rng.integers(1, 9)), int(rng.integers(1, 7)))
     alone = predictions(pack(sequences, 24, rows_per_microbatch=4))
@@ -156,7 +155,7 @@ def test_with_shared_prompts_every_token_is_predicted_from_the_same_ones(seed):
         assert predictions(shared) == alone
 
 
-def test_a_shared_prompt_is_read_once_in_a_row():
+def test_a_shared_prompt_is_stored_once_per_row():
     prompt = np.array([5, 6, 7], np.int32)
     a, b = (
         TrainingSequence(prompt, np.array(ids), np.full(len(ids), -0.5, np.float32), np.ones(len(ids), bool), 2.0, 0.25)

@@ -1,4 +1,4 @@
-"""The rows of a batch if the configuration leaves them open."""
+"""Automatic row lengths and microbatch sizes."""
 
 from typing import Any
 
@@ -22,16 +22,16 @@ def config(**changes: Any) -> Config:
 @pytest.mark.parametrize(
     ("changes", "mesh", "length", "rows"),
     [
-        ({}, ONE, 48, 16),  # two of 24 tokens in a row, and an eighth of 256 / 2 rows
-        ({}, FOUR, 48, 5),  # an eighth would be 4 rows, of fewer than 256 tokens
-        ({"prompts_per_minibatch": 1}, ONE, 48, 4),  # all the rows that there are
+        ({}, ONE, 48, 16),  # two sequences of 24 tokens per row, and 1/8 of 256 / 2 rows
+        ({}, FOUR, 48, 5),  # 1/8 would be 4 rows with fewer than 256 tokens
+        ({"prompts_per_minibatch": 1}, ONE, 48, 4),  # all rows that can be filled
         ({"prompts_per_minibatch": 1}, FOUR, 48, 1),
         ({"prompts_per_minibatch": 2048}, ONE, 48, 85),  # at most 4,096 tokens
         ({"row_tokens": 5000}, ONE, 5000, 1),
         ({"row_tokens": 24, "rows_per_device": 7}, FOUR, 24, 7),
     ],
 )
-def test_by_hand(changes: dict[str, int], mesh: dict[str, int], length: int, rows: int):
+def test_rows_equal_hand_computed_values(changes: dict[str, int], mesh: dict[str, int], length: int, rows: int):
     made = config(**changes)
     assert (row_tokens(made), rows_per_device(made, mesh)) == (length, rows)
     assert microbatch_rows(made, mesh) == rows * mesh["data"] * mesh["fsdp"]

@@ -1,4 +1,4 @@
-"""The update against a naive one: one sequence per row, all logits at once, losses and AdamW written out."""
+"""Compares the update with a naive implementation: one sequence per row, all logits at once, explicit AdamW."""
 
 import dataclasses
 import functools
@@ -22,18 +22,18 @@ from poly_epo_jax.step.update import PolicyUpdate
 LONGEST = 18
 SEQUENCES = random_sequences(np.random.default_rng(0), 24)
 LATER_SEQUENCES = random_sequences(np.random.default_rng(1), 16)
-REGULARISED = {"kl_coef": 0.3, "entropy_coef": 0.1, "temperature": 0.7}
+REGULARIZED = {"kl_coef": 0.3, "entropy_coef": 0.1, "temperature": 0.7}
 MESH = make_mesh(1, 1, 1)
 
 
-def near(params, distance, seed):
+def perturbed(params, distance, seed):
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: x + distance * rng.standard_normal(x.shape).astype(np.float32), params)
 
 
 NOW = on_mesh(tiny_params(), MESH)
-BEFORE = on_mesh(near(tiny_params(), 0.015, seed=1), MESH)
-REFERENCE = on_mesh(near(tiny_params(), 0.02, seed=2), MESH)
+BEFORE = on_mesh(perturbed(tiny_params(), 0.015, seed=1), MESH)
+REFERENCE = on_mesh(perturbed(tiny_params(), 0.02, seed=2), MESH)
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def make_update(loss=ppo_clip_loss, trainable="", **objective):
         TINY_MODEL,
         MESH,
         Objective(functools.partial(loss, clip_low=0.2, clip_high=0.28), **objective),
-        # Clips some gradients and not others. With eps close to their size, Adam does not hide by how much.
+        # Only some gradients are clipped. Because eps is close to their size, clipping changes the result of Adam.
         optimizer_config(
             learning_rate=0.02,
             schedule="linear",
@@ -59,17 +59,17 @@ def make_update(loss=ppo_clip_loss, trainable="", **objective):
 
 
 def start(update):
-    """The state at NOW; it may be consumed."""
+    """Returns a state with the weights NOW, which may be donated."""
     return update.init(tiny_params())
 
 
 def off_policy(update, microbatches):
-    """The microbatches as those of a step's second minibatch, where BEFORE made the step's generations."""
+    """Prepares microbatches as the second minibatch of a step whose old policy is BEFORE."""
     return update.with_old_logprobs(state_at(BEFORE), [[], microbatches], REFERENCE)[1]
 
 
 class Alone(NamedTuple):
-    """Every sequence in a row of its own, all [sequences, LONGEST]; position t concerns token t + 1."""
+    """One sequence per row, arrays [sequences, LONGEST]. Entry t describes the prediction of token t + 1."""
 
     tokens: Any
     is_response: Any
@@ -91,7 +91,7 @@ def alone(sequences):
 
 
 def naive_logprobs(params, tokens, temperature=1.0):
-    """Log-probability of every next token, and entropy."""
+    """Computes the log-probability of every next token, and the entropy."""
     model = nnx.merge(nnx.split(TINY_MODEL)[0], params)
     positions = jnp.broadcast_to(jnp.arange(LONGEST)[None], tokens.shape)
     logits = model(jnp.asarray(tokens), positions, jnp.ones_like(tokens)) @ model.head.T / temperature
@@ -103,7 +103,7 @@ def naive_logprobs(params, tokens, temperature=1.0):
 
 @functools.partial(jax.jit, static_argnames=("kl_coef", "entropy_coef", "temperature"))
 def naive_tokens(params, rows, old=None, kl_coef=0.0, entropy_coef=0.0, temperature=1.0):
-    """Of every token: its term of the loss, and what the metrics are means of over response tokens."""
+    """Computes the loss term of every token, and the values whose means over response tokens are the metrics."""
     logprobs, entropy = naive_logprobs(params, rows.tokens, temperature)
     old = logprobs if old is None else naive_logprobs(old, rows.tokens, temperature)[0]
     ahead = naive_logprobs(REFERENCE, rows.tokens, temperature)[0] - logprobs
@@ -132,15 +132,15 @@ def of_response(values, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, REGULARISED], ids=["plain", "regularised"])
-def test_the_gradient_is_that_of_sequences_alone(options):
+@pytest.mark.parametrize("options", [{}, REGULARIZED], ids=["plain", "regularized"])
+def test_the_gradient_equals_that_of_separate_sequences(options):
     update, rows = make_update(**options), alone(SEQUENCES)
     minibatch = off_policy(update, pack(SEQUENCES, 40, rows_per_microbatch=2))
     assert len(minibatch) > 2
     found, sums = update.gradient(state_at(NOW), minibatch)
 
     def loss(params):
-        # Old log-probabilities are data: they come from BEFORE, and no gradient flows through it.
+        # Old log-probabilities come from BEFORE and are constants, through which no gradient flows.
         tokens = naive_tokens(params, rows, BEFORE, **options)
         return jnp.sum(tokens["loss"]), tokens
 
@@ -154,8 +154,8 @@ def test_the_gradient_is_that_of_sequences_alone(options):
 
 
 @pytest.mark.slow
-def test_the_first_minibatchs_gradient_is_the_policy_gradient():
-    """At ratio one: that of weight * advantage * log-probability, without a pass for old log-probabilities."""
+def test_the_gradient_of_the_first_minibatch_is_the_policy_gradient():
+    """At ratio 1, it is the gradient of weight * advantage * log-probability. No old log-probabilities are computed."""
     update, rows = make_update(), alone(SEQUENCES)
     (minibatch,) = update.with_old_logprobs(state_at(NOW), [pack(SEQUENCES, 40, rows_per_microbatch=2)])
     assert not any(np.any(batch.old_logprobs) for batch in minibatch)
@@ -167,7 +167,7 @@ def test_the_first_minibatchs_gradient_is_the_policy_gradient():
     assert_trees_close(found, jax.jit(jax.grad(loss))(NOW), atol=1e-5)
 
 
-def test_the_first_minibatchs_ratio_is_exactly_one():
+def test_the_ratio_of_the_first_minibatch_is_exactly_one():
     update = make_update()
     minibatches = update.with_old_logprobs(state_at(NOW), [pack(SEQUENCES, 40, rows_per_microbatch=2)])
     _, metrics = update(start(update), minibatches)
@@ -175,8 +175,8 @@ def test_the_first_minibatchs_ratio_is_exactly_one():
 
 
 @pytest.mark.slow
-def test_nothing_depends_on_how_sequences_are_packed():
-    update = make_update(**REGULARISED)
+def test_results_do_not_depend_on_packing():
+    update = make_update(**REGULARIZED)
     gradients, metrics = [], []
     for row_tokens, rows_per_microbatch in ((LONGEST, 24), (LONGEST, 5), (40, 2)):
         minibatch = off_policy(update, pack(SEQUENCES, row_tokens, rows_per_microbatch))
@@ -195,12 +195,12 @@ def test_nothing_depends_on_how_sequences_are_packed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_silent", [1.0, 0.3], ids=["all", "some"])
-def test_what_shares_its_prompt_or_is_silent_changes_nothing_but_time(is_silent):
-    """Weights after an update, and metrics, as of sequences in rows of their own that all have a gradient."""
+@pytest.mark.parametrize("zero_fraction", [1.0, 0.3], ids=["all", "some"])
+def test_shared_prompts_and_zero_advantage_batches_do_not_change_results(zero_fraction):
+    """Weights after an update and metrics equal those of separate rows with all gradients computed."""
     rng = np.random.default_rng(7)
     sequences = [
-        dataclasses.replace(s, prompt_ids=first.prompt_ids, advantage=s.advantage * (rng.random() > is_silent))
+        dataclasses.replace(s, prompt_ids=first.prompt_ids, advantage=s.advantage * (rng.random() > zero_fraction))
         for first in SEQUENCES[:4]
         for s in SEQUENCES
     ]
@@ -209,7 +209,7 @@ def test_what_shares_its_prompt_or_is_silent_changes_nothing_but_time(is_silent)
     silent = [s for s in sequences if not s.advantage]
     shared = functools.partial(pack, row_tokens=64, rows_per_microbatch=3, share_prompts=True)
     apart = [*shared(trained), *(SilentBatch(*batch) for batch in shared(silent))]
-    assert bool(trained) == (is_silent < 1) and len(silent) > 20
+    assert bool(trained) == (zero_fraction < 1) and len(silent) > 20
     update, states, metrics = make_update(), [], []
     for minibatch in (plain, apart):
         minibatches = update.with_old_logprobs(state_at(NOW), [minibatch, minibatch])
@@ -223,16 +223,16 @@ def test_what_shares_its_prompt_or_is_silent_changes_nothing_but_time(is_silent)
 
 @pytest.mark.slow
 def test_metrics_are_means_over_response_tokens():
-    """Of a step with two minibatches; the second is compared with the policy before the first's update."""
-    update = make_update(**REGULARISED)
+    """A step has two minibatches. Ratios of the second are relative to the policy before the update of the first."""
+    update = make_update(**REGULARIZED)
     packed = [pack(sequences, 40, rows_per_microbatch=2) for sequences in (SEQUENCES, LATER_SEQUENCES)]
     minibatches = update.with_old_logprobs(state_at(NOW), packed, REFERENCE)
     middle, _ = update(start(update), minibatches[:1])
     _, metrics = update(start(update), minibatches)
 
     first, second = alone(SEQUENCES), alone(LATER_SEQUENCES)
-    first = of_response(naive_tokens(NOW, first, **REGULARISED), first)
-    second = of_response(naive_tokens(middle.params, second, NOW, **REGULARISED), second)
+    first = of_response(naive_tokens(NOW, first, **REGULARIZED), first)
+    second = of_response(naive_tokens(middle.params, second, NOW, **REGULARIZED), second)
     assert np.abs(second["policy/ratio"] - 1).max() > 0.05
     for name in first.keys() - {"loss"}:
         expected = np.concatenate([first[name], second[name]]).mean()
@@ -245,8 +245,8 @@ def test_metrics_are_means_over_response_tokens():
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [ppo_clip_loss, cispo_loss])
 @pytest.mark.parametrize("on_policy", [True, False], ids=["on policy", "later"])
-def test_mismatch_is_corrected_beside_the_clip(loss, on_policy):
-    """The plain formula, differentiated: min(pi_old / pi_sampler, cap) is data, and the clip is on pi / pi_old."""
+def test_mismatch_corrections_are_independent_of_clipping(loss, on_policy):
+    """Differentiates the explicit formula: min(pi_old / pi_sampler, cap) is constant, and pi / pi_old is clipped."""
     cap, limit, rng = 1.5, 1.2, np.random.default_rng(5)
     update = make_update(loss=loss, importance_cap=cap, max_mismatch=limit, kl_coef=0.3, entropy_coef=0.1)
     rows = alone(SEQUENCES)
@@ -299,18 +299,18 @@ def test_mismatch_is_corrected_beside_the_clip(loss, on_policy):
 
 
 @pytest.mark.slow
-def test_a_minibatch_that_is_masked_whole_changes_nothing_and_is_finite():
+def test_a_fully_masked_minibatch_has_zero_gradients_and_finite_metrics():
     update = make_update(max_mismatch=1.1)
-    hopeless = [dataclasses.replace(s, sampler_logprobs=s.sampler_logprobs - 20) for s in SEQUENCES]
-    minibatch = off_policy(update, pack(hopeless, 40, rows_per_microbatch=2))
+    unlikely = [dataclasses.replace(s, sampler_logprobs=s.sampler_logprobs - 20) for s in SEQUENCES]
+    minibatch = off_policy(update, pack(unlikely, 40, rows_per_microbatch=2))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(update.gradient(state_at(NOW), minibatch)[0]))
     _, metrics = update(start(update), [minibatch])
     assert metrics["mismatch/masked"] == len(SEQUENCES) and metrics["policy/loss"] == 0
-    check_finite(metrics, "It")
+    check_finite(metrics, "The update")
 
 
 def test_updates_are_clipped_adamw():
-    """Three updates, of which the last needs no clipping, against AdamW's formulas in float64."""
+    """Compares three updates, of which the last is not clipped, with the formulas of AdamW in float64."""
     update = make_update()
     config = {"learning_rate": [0.01, 0.02, 0.015], "b1": 0.8, "b2": 0.9, "eps": 0.03, "decay": 0.1, "max_norm": 0.5}
     mild = [dataclasses.replace(s, weight=s.weight / 20) for s in SEQUENCES]
@@ -352,14 +352,14 @@ def global_norm(leaves):
     [
         ("constant", 0, [8, 8, 8, 8, 8, 8, 8]),
         ("constant", 3, [2, 4, 6, 8, 8, 8, 8]),
-        ("linear", 0, [8, 7, 6, 5, 4, 4, 4]),  # 4 updates long
+        ("linear", 0, [8, 7, 6, 5, 4, 4, 4]),  # over 4 updates
         ("linear", 1, [4, 8, 6.66666667, 5.33333333, 4, 4, 4]),
         ("cosine", 0, [8, 7.41421356, 6, 4.58578644, 4, 4, 4]),
         ("cosine", 1, [4, 8, 7, 5, 4, 4, 4]),
-        ("cosine", 9, [0.8, 1.6, 2.4, 3.2, 4, 4.8, 5.6]),  # the warm-up may outlast the run
+        ("cosine", 9, [0.8, 1.6, 2.4, 3.2, 4, 4.8, 5.6]),  # the warm-up may be longer than the run
     ],
 )
-def test_learning_rates_by_hand(schedule, warmup, expected):
+def test_learning_rates_equal_hand_computed_values(schedule, warmup, expected):
     config = optimizer_config(learning_rate=0.8, schedule=schedule, warmup_updates=warmup, final_fraction=0.5)
     rates = make_schedule(config, total_updates=4)
     np.testing.assert_allclose([10 * float(rates(update)) for update in range(7)], expected, rtol=1e-6)
@@ -370,7 +370,7 @@ def test_every_schedule_starts_at_the_peak(schedule):
     assert float(make_schedule(optimizer_config(schedule=schedule), total_updates=4)(0)) == np.float32(1e-2)
 
 
-def test_without_minibatches_nothing_changes():
+def test_an_update_without_minibatches_changes_nothing():
     update = make_update()
     state = start(update)
     after, metrics = update(state, update.with_old_logprobs(state, []))
@@ -381,7 +381,7 @@ def test_without_minibatches_nothing_changes():
 
 @pytest.mark.slow
 def test_a_run_compiles_each_program_once():
-    """Steps differ in their number of microbatches, in lengths and in whether they are on policy; shapes do not."""
+    """Steps differ in the number of microbatches, in lengths and in being on policy, but not in shapes."""
     update = make_update(entropy_coef=0.02)
     state = start(update)
     for seed, count in ((0, 24), (1, 9), (2, 40)):
@@ -393,8 +393,8 @@ def test_a_run_compiles_each_program_once():
 
 
 @pytest.mark.slow
-def test_an_update_without_prompts_changes_nothing_but_the_learning_rate():
-    """The rate is nothing after the second update, be there something to train on or not."""
+def test_an_update_without_prompts_only_advances_the_learning_rate():
+    """The learning rate is 0 after the second update, including if the second update is skipped."""
     config = optimizer_config(learning_rate=0.02, schedule="linear", final_fraction=0.0)
     update = PolicyUpdate(TINY_MODEL, MESH, Objective(ppo_clip_loss), config, total_updates=2)
     minibatch = off_policy(update, pack(SEQUENCES, 40, rows_per_microbatch=2))
@@ -410,7 +410,7 @@ def test_an_update_without_prompts_changes_nothing_but_the_learning_rate():
 
 
 @pytest.mark.slow
-def test_moments_are_float32_but_the_first_where_asked():
+def test_moments_are_float32_except_a_configured_first_moment():
     def dtypes(**changes):
         config = optimizer_config(**changes)
         update = PolicyUpdate(TINY_MODEL, MESH, Objective(ppo_clip_loss), config, total_updates=5)
@@ -424,7 +424,7 @@ def test_moments_are_float32_but_the_first_where_asked():
 
 
 def moments_of(state):
-    """Adam's own part of the optimizer's state."""
+    """Returns the state of Adam from the optimizer state."""
 
     def is_adam(part):
         return hasattr(part, "mu")
@@ -433,19 +433,19 @@ def moments_of(state):
 
 
 @pytest.mark.slow
-def test_only_what_is_trainable_changes():
-    """Attention's weights, with moments of their own; the gradient is the whole one's part, the rest is untouched."""
+def test_only_trainable_weights_change():
+    """Trains the attention weights. Their gradient equals that of full training, and other weights do not change."""
     pattern = r"layers\.(q|k|v|o)"
-    part, whole = make_update(trainable=pattern), make_update()
-    minibatch = off_policy(whole, pack(SEQUENCES, 40, rows_per_microbatch=2))
-    start_of_part = part.init(tiny_params())
-    assert sorted(start_of_part.trainable["layers"]) == ["k", "o", "q", "v"]
-    assert jax.tree.structure(start_of_part.params) == jax.tree.structure(NOW)
-    gradient, _ = part.gradient(start_of_part, minibatch)
-    expected = whole.gradient(state_at(NOW), minibatch)[0]["layers"]
+    partial, full = make_update(trainable=pattern), make_update()
+    minibatch = off_policy(full, pack(SEQUENCES, 40, rows_per_microbatch=2))
+    initial = partial.init(tiny_params())
+    assert sorted(initial.trainable["layers"]) == ["k", "o", "q", "v"]
+    assert jax.tree.structure(initial.params) == jax.tree.structure(NOW)
+    gradient, _ = partial.gradient(initial, minibatch)
+    expected = full.gradient(state_at(NOW), minibatch)[0]["layers"]
     assert_trees_close(gradient["layers"], {name: expected[name] for name in gradient["layers"]}, atol=1e-6)
 
-    after, _ = part(start_of_part, [minibatch])
+    after, _ = partial(initial, [minibatch])
     moments = moments_of(after)
     assert jax.tree.structure(moments.mu) == jax.tree.structure(after.trainable)
     for name, leaf in after.params["layers"].items():
@@ -453,6 +453,6 @@ def test_only_what_is_trainable_changes():
     np.testing.assert_array_equal(after.params["embed"], NOW["embed"])
 
 
-def test_a_pattern_without_a_weight_is_refused():
+def test_a_pattern_that_matches_no_weight_is_rejected():
     with pytest.raises(ValueError, match=r"train\.trainable='lora.*' matches no weight; choose among embed, layers\."):
         make_update(trainable="lora.*")

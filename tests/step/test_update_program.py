@@ -1,4 +1,4 @@
-"""The update, compiled but not run: what its program holds, sends and copies. Mostly for Qwen3-4B on four devices."""
+"""Buffers, collectives and copies of the compiled update, which is not executed. Mostly Qwen3-4B on four devices."""
 
 import dataclasses
 import functools
@@ -43,16 +43,16 @@ def program_text() -> str:
 
 
 def vocabulary_loops():
-    """The loops that make logits: [chunk, vocabulary]."""
+    """Returns the loop bodies that compute logits [chunk, vocabulary]."""
     logits = re.compile(rf"\[\d+,{CONFIG.vocab_size}\]")
     return [body for body in loop_bodies(program_text()) if logits.search(body)]
 
 
 def test_no_collective_runs_inside_the_vocabulary_loop():
     loops = vocabulary_loops()
-    assert len(loops) >= 2  # forwards and backwards
+    assert len(loops) >= 2  # forward and backward pass
     assert [kind for text in loops for kind in COLLECTIVES.findall(text)] == []
-    assert COLLECTIVES.findall(program_text())  # outside the loops there are some, and they are found
+    assert COLLECTIVES.findall(program_text())  # the pattern finds collectives outside of the loops
 
 
 def test_no_buffer_is_as_large_as_tokens_times_vocabulary():
@@ -64,19 +64,19 @@ def test_no_buffer_is_as_large_as_tokens_times_vocabulary():
 
 
 def test_gradients_are_added_in_place():
-    """All of the sum is handed over as it lies, and the rest of the program's memory has no room for a second one."""
+    """The accumulated gradient is aliased, and the temporary memory is too small for a second gradient."""
     memory: Any = compiled().memory_analysis()
     gradient_bytes = 4 * total_weights(CONFIG) / DEVICES
     assert memory.alias_size_in_bytes >= gradient_bytes
-    head_bytes = 4 * CONFIG.vocab_size * CONFIG.hidden_size  # its gradient is summed over chunks on each device
-    # Each layer's input is kept; this backend holds it in float32.
+    head_bytes = 4 * CONFIG.vocab_size * CONFIG.hidden_size  # the head gradient is summed over chunks on each device
+    # The input of each layer is kept, in float32 on this backend.
     kept_bytes = 4 * CONFIG.num_layers * ROW_TOKENS * CONFIG.hidden_size
     assert memory.temp_size_in_bytes < kept_bytes + 2 * head_bytes + gradient_bytes / 2
 
 
 @pytest.mark.parametrize(("scan_unroll", "copied"), [(0, False), (2, True)])
-def test_no_step_of_the_layers_loop_copies_all_gradients(scan_unroll: int, copied: bool):
-    """With two layers per step it does, so these copies are found; once it does not, FEW_LAYERS may go."""
+def test_the_layer_loop_copies_all_gradients_only_if_unrolled(scan_unroll: int, copied: bool):
+    """The loop copies them with two layers per iteration. If this changes, FEW_LAYERS can be removed."""
     sizes = {"num_layers": 6, "hidden_size": 64, "mlp_size": 160, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     computed = {"vocab_size": 96, "dtype": "float32", "remat": "none", "scan_unroll": scan_unroll}
     config = dataclasses.replace(CONFIG, **sizes, **computed)

@@ -1,4 +1,4 @@
-"""A tiny policy with adapters on all its projections, whose B matrices are no longer zero."""
+"""A tiny policy with adapters on all projections. Their B matrices are not zero."""
 
 import dataclasses
 
@@ -18,15 +18,15 @@ SCALE = 2.0
 
 
 def adapted_params(seed: int = 0) -> Params:
-    """Those of `tiny_params`, and adapters that change them by about as much."""
+    """Returns the weights of `tiny_params`, and adapters whose products have a similar size."""
     params, rng = tiny_params(seed), np.random.default_rng(seed)
     shapes = {path: param.shape for path, param in declared_weights(ADAPTED).items() if is_adapter(path)}
     adapter = {path: (0.35 * rng.standard_normal(shape)).astype(np.float32) for path, shape in shapes.items()}
-    return params | {"layers": params["layers"] | {path.split(".")[1]: part for path, part in adapter.items()}}
+    return params | {"layers": params["layers"] | {path.split(".")[1]: leaf for path, leaf in adapter.items()}}
 
 
 def merged_by_hand(params: Params) -> Params:
-    """The same policy without adapters: W + (alpha / rank) A B, written out for each weight."""
+    """Returns the same policy without adapters: W + (alpha / rank) A B, computed explicitly for each weight."""
     layers = {name: weight for name, weight in params["layers"].items() if not is_adapter(name)}
     for name, product in (("q", "ldr,lrnh->ldnh"), ("k", "ldr,lrnh->ldnh"), ("v", "ldr,lrnh->ldnh")):
         layers[name] = layers[name] + SCALE * _einsum(product, params, name)

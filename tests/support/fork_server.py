@@ -1,6 +1,6 @@
-"""Starts the package's commands in forks of one process that has already done their slow imports.
+"""Starts commands of the package in forks of one process that has already executed their slow imports.
 
-No fork inherits a JAX backend: each makes its own. `ForkServer` is the client; this file, run as a program, is the
+Forks do not inherit a JAX backend; each creates its own. `ForkServer` is the client. This file is executed as the
 server.
 """
 
@@ -25,11 +25,11 @@ IMPORTED = [
     *(f"poly_epo_jax.evaluate.{name}" for name in ("benchmarks", "draw", "results")),
     "poly_epo_jax.report.build",
 ]
-"""All but poly_epo_jax.evaluate.__main__, which is run and not imported."""
+"""Preloaded modules. `poly_epo_jax.evaluate.__main__` is missing because it is executed and not imported."""
 
 
 class ForkServer:
-    """One command at a time: `start` it, send it signals by its id, and `wait` for its end; or `run` it to its end."""
+    """Runs one command at a time: `start` it, send signals to its process id, and `wait` for its end; or `run` it."""
 
     def __init__(self):
         environment = os.environ | {
@@ -46,9 +46,17 @@ class ForkServer:
     def start(
         self, module: str, arguments: Sequence[str], log: Path, errors: Path | None = None, folder: Path = ROOT
     ) -> int:
-        """Starts `python -m module arguments` in a folder, and returns its process id.
+        """Starts `python -m module arguments`.
 
-        Its output is added to the log, and so are its errors if there is no other file for them.
+        Args:
+          module: Module to execute.
+          arguments: Command line arguments.
+          log: File to which the output is appended.
+          errors: File to which stderr is appended. If None, it is appended to `log`.
+          folder: Working directory.
+
+        Returns:
+          The process id.
         """
         assert self._server.stdin
         files = [str(log), str(errors or log), str(folder)]
@@ -58,7 +66,7 @@ class ForkServer:
         return self._pid
 
     def wait(self) -> int:
-        """Its exit code, negative where a signal ended it."""
+        """Waits for the command and returns its exit code, which is negative if a signal terminated it."""
         return int(self._line())
 
     def run(self, module: str, arguments: Sequence[str], folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -86,11 +94,11 @@ def _child(module: str, arguments: list[str], log: str, errors: str, folder: str
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes processes ignore it, and background shells the next
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores SIGHUP, and background shells ignore SIGINT
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if module == "poly_epo_jax.report":
-        gc.callbacks.clear()  # JAX's, in which a Ctrl-C may get lost; this command itself loads no JAX
-    sys.modules.pop(module, None)  # it is run, not imported
+        gc.callbacks.clear()  # JAX's callback may discard a Ctrl-C; the command itself does not import JAX
+    sys.modules.pop(module, None)  # the module is executed, not imported
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
@@ -100,7 +108,7 @@ def serve() -> None:
         importlib.import_module(name)
     from jax._src import xla_bridge
 
-    assert not xla_bridge._backends, "a fork could not use a backend that was made before"
+    assert not xla_bridge._backends, "a fork cannot use an existing backend"
     for line in sys.stdin:
         pid = os.fork()
         if not pid:

@@ -1,4 +1,4 @@
-"""Random packed rows, attention over them in its plainest form, and devices that are not here."""
+"""Random packed rows, reference attention, and tracing for devices that are not available."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ KINDS = {"cpu": "cpu", "gpu": "NVIDIA H200", "tpu": "TPU v5p"}
 
 
 def devices_elsewhere(platform: str) -> AbstractContextManager[Any]:
-    """What is traced within is for one device of another machine."""
+    """Returns a context in which functions are traced for one device of the given platform."""
     device = AbstractDevice(KINDS[platform], None if platform == "gpu" else 1, platform)
     mesh = AbstractMesh((1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3, abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
@@ -28,7 +28,15 @@ def devices_elsewhere(platform: str) -> AbstractContextManager[Any]:
 def random_packing(
     rng: np.random.Generator, rows: int, length: int, mean: float = 0.0, longest: int | None = None
 ) -> np.ndarray:
-    """Segments 1, 2, ... [rows, length] of exponential lengths, of any scale where no mean is given; then padding."""
+    """Creates segment ids [rows, length] with exponentially distributed segment lengths, followed by padding.
+
+    Args:
+      rng: Random generator.
+      rows: Number of rows.
+      length: Length of a row, in tokens.
+      mean: Mean segment length. 0 chooses one of several scales for each row.
+      longest: Maximum segment length. None does not limit it.
+    """
     segment_ids = np.zeros((rows, length), np.int32)
     for row in segment_ids:
         scale = mean or length / rng.choice([1, 4, 30])
@@ -41,22 +49,26 @@ def random_packing(
 
 
 def shared_packing(rng: np.random.Generator, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(segment ids, positions): prompts of random lengths, each with up to five segments that go on from it."""
+    """Creates segment ids and positions of prompts with random lengths and up to five segments that continue each."""
     segment_ids, positions = np.zeros((2, rows, length), np.int32)
-    for ids, places in zip(segment_ids, positions, strict=True):
+    for ids, token_positions in zip(segment_ids, positions, strict=True):
         at, segment = 0, 0
         while at < length - 2:
             shared = int(rng.integers(1, length // 3))
             for start in (0, *[shared] * rng.integers(0, 6)):
                 size = min(int(rng.integers(1, 9)) if start else shared, length - at)
                 segment += 1
-                ids[at : at + size], places[at : at + size] = segment, start + np.arange(size)
+                ids[at : at + size], token_positions[at : at + size] = segment, start + np.arange(size)
                 at += size
     return segment_ids, positions
 
 
 def visible_where_shared(segment_ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """As `visible`, and the prompt: of the nearest segment on the left from position 0, what the own one leaves out."""
+    """Returns `visible`, extended by shared prompts.
+
+    A segment that starts at position p > 0 also attends to the first p tokens of the nearest preceding segment that
+    starts at position 0.
+    """
     seen = visible(segment_ids)
     for b, t in np.argwhere(segment_ids > 0):
         first = t
@@ -70,7 +82,7 @@ def visible_where_shared(segment_ids: np.ndarray, positions: np.ndarray) -> np.n
 
 
 def visible(segment_ids: Any) -> Any:
-    """Which keys [B, T, S] each token sees: those of its segment up to itself; padding sees itself only."""
+    """Returns the attention mask [B, T, S]: earlier tokens of the same segment. Padding only attends to itself."""
     position = np.arange(segment_ids.shape[1])
     same = (segment_ids[:, :, None] == segment_ids[:, None]) & (segment_ids > 0)[:, :, None]
     causal = (position[:, None] >= position)[None]
@@ -78,10 +90,14 @@ def visible(segment_ids: Any) -> Any:
 
 
 def whole_matrix(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any, seen: Any = None) -> jax.Array:
-    """The plainest form, whose gradients JAX makes: one matrix of scores.
+    """Computes reference attention with one matrix of scores, which JAX differentiates.
 
     Args:
-      seen: which keys each token sees, where that is not `visible(segment_ids)`.
+      q: Queries [B, T, heads, head_dim].
+      k: Keys [B, T, kv_heads, head_dim].
+      v: Values [B, T, kv_heads, head_dim].
+      segment_ids: Segment ids [B, T].
+      seen: Attention mask [B, T, T]. If None, it is `visible(segment_ids)`.
     """
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
@@ -92,7 +108,7 @@ def whole_matrix(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any, see
 def random_inputs(
     rng: np.random.Generator, rows: int, length: int, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[np.ndarray, ...]:
-    """Queries, keys and values."""
+    """Creates random queries, keys and values."""
     shapes = [(rows, length, n, head_dim) for n in (heads, kv_heads, kv_heads)]
     return tuple(rng.standard_normal(shape, np.float32) for shape in shapes)
 
@@ -118,13 +134,13 @@ def _program(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def relative_errors(found: Sequence[Any], expected: Sequence[Any]) -> list[float]:
-    """|found - expected| / |expected| of each array."""
+    """Returns |found - expected| / |expected| for each array."""
     pairs = [(np.asarray(x, np.float32), np.asarray(y, np.float32)) for x, y in zip(found, expected, strict=True)]
     return [float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs]
 
 
 def kernel_calls(remat: str, platform: str) -> int:
-    """How many times a layer's gradient calls a kernel, on such devices, of which each has a row."""
+    """Returns the number of kernel calls in the gradient of one layer, for one row on a device of `platform`."""
     shape = ModelConfig(32, 64, 64, 2, 2, 1, 64, dtype="bfloat16", remat=remat)
     model_def, state = nnx.split(abstract_model(shape))
     ids = jax.ShapeDtypeStruct((1, 256), jnp.int32)
@@ -139,18 +155,18 @@ def kernel_calls(remat: str, platform: str) -> int:
 
 
 def live_kernels(jaxpr: Any, wanted: Sequence[bool]) -> int:
-    """Calls of kernels whose results are used: remat leaves others behind, which the compiler drops."""
+    """Counts kernel calls whose results are used. Remat creates unused calls, which the compiler removes."""
     used, count = {id(x) for x, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted}, 0
     for equation in reversed(jaxpr.eqns):
-        of_results = [id(x) in used for x in equation.outvars]
-        if not any(of_results):
+        is_used = [id(x) in used for x in equation.outvars]
+        if not any(is_used):
             continue
         used |= {id(x) for x in equation.invars}
         if equation.primitive.name == "pallas_call":
             count += 1
             continue
         for inner in (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(equation.params.values()))):
-            if hasattr(inner, "eqns") and len(inner.outvars) == len(of_results):
-                all_used = equation.primitive.name == "scan"  # or carried to the loop's next step
-                count += live_kernels(inner, [all_used or x for x in of_results])
+            if hasattr(inner, "eqns") and len(inner.outvars) == len(is_used):
+                all_used = equation.primitive.name == "scan"  # a carried value is used by the next iteration
+                count += live_kernels(inner, [all_used or x for x in is_used])
     return count

@@ -1,4 +1,4 @@
-"""What a compiled program does inside its loops, read from its text."""
+"""Extracts loop bodies and collectives from the text of a compiled program."""
 
 import re
 from collections import Counter
@@ -7,7 +7,7 @@ COLLECTIVES = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|col
 
 
 def loop_bodies(text: str) -> list[str]:
-    """Of each loop the text of its body and of all computations that the body uses."""
+    """Returns, for each loop, the text of its body and of all computations that the body uses."""
     computations = _computations(text)
     return [
         "\n".join(computations[name] for name in _used_by(body, computations))
@@ -16,9 +16,10 @@ def loop_bodies(text: str) -> list[str]:
 
 
 def collectives_per_pass(text: str) -> Counter[str]:
-    """How many collectives of each kind stand in the loops of a program, in bodies and conditions, each counted once.
+    """Counts the collectives of each kind in loop bodies and conditions. Each occurrence in the text is counted once.
 
-    Those of a loop within a loop count as of one pass, though it may make several.
+    Collectives of a nested loop are also counted once per pass of the outer loop, although the nested loop may have
+    several iterations.
     """
     computations = _computations(text)
     roots = re.findall(r"(?:body|condition)=%([\w.-]+)", text)
@@ -31,7 +32,7 @@ def _computations(text: str) -> dict[str, str]:
 
 
 def _used_by(name: str, computations: dict[str, str]) -> set[str]:
-    """Names of the computations that this one uses, itself among them."""
+    """Returns the names of all computations that a computation uses, including its own name."""
     seen, waiting = set(), [name]
     while waiting:
         one = waiting.pop()

@@ -1,4 +1,4 @@
-"""Trains the tiny policy in this process: the loop of `train`, with parts that a test supplies."""
+"""Trains the tiny policy in this process, with components that a test supplies."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -61,14 +61,21 @@ def train_tiny(
     advantages: Callable[[int, Features], np.ndarray] | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> tuple[Params, Params]:
-    """Trains into a run folder, for two steps unless `changes` say otherwise.
+    """Trains the tiny policy, for two steps by default.
 
     Args:
-      failing: the problems that the judge fails on.
-      changes: of the configuration.
+      run_dir: The run folder.
+      failing: Ids of the problems on which the default judge fails.
+      sampler: The sampler. If None, random letters.
+      task: The task. If None, `ByLetter`.
+      judge: The judge. If None, `LetterJudge`.
+      params: Initial weights. If None, `tiny_params()`.
+      loss: The loss. If None, the configured loss.
+      advantages: The estimator. If None, the configured estimator.
+      changes: Changes of the configuration.
 
     Returns:
-      The weights before and after, the latter from the last step's checkpoint.
+      The initial weights, and the weights in the checkpoint of the last step.
     """
     config, mesh = tiny_config(**(changes or {})), make_mesh(1, 1, 1)
     algo, num_steps, first = config.algo, config.train.num_steps, params or tiny_params()
@@ -107,7 +114,7 @@ def train_tiny(
 
 
 def saved(run_dir: Path, step: int) -> Params:
-    """The weights of a checkpoint."""
+    """Returns the weights of a checkpoint."""
     mesh = make_mesh(1, 1, 1)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny_params())
     return Checkpoints(run_dir / "checkpoints").restore_params(step, abstract, param_shardings(TINY_MODEL, mesh))

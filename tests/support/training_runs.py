@@ -1,4 +1,4 @@
-"""Real training runs, small enough for a test: `python -m poly_epo_jax.main` in one process or several."""
+"""Small training runs of `python -m poly_epo_jax.main` in one or several processes."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from poly_epo_jax.startup.trained_policy import open_trained_policy
 from poly_epo_jax.system.json_files import Row
 from poly_epo_jax.types import Params
 
-# The smallest policy, and small settings throughout.
+# The smallest policy, and small values for all other settings.
 SETTINGS = {
     "task.options": "{'max_coefficient': 1, 'max_constant': 9, 'max_x': 1, 'num_train': 28, 'num_held_out': 8}",
     "base.clean_steps": 60,
@@ -44,29 +44,29 @@ def as_flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 def environment(compile_fast: bool = True, packages: Sequence[str] = (), path: str | Path = "") -> dict[str, str]:
-    """Of a process with one device, which has what a user's has: the requirements of the package.
+    """Returns the environment variables of a process with one device and the packages of a user.
 
     Args:
-      compile_fast: it compiles as the tests do, or else as users do: long runs are shorter so.
-      packages: what this user has installed besides.
-      path: a folder from which it imports, too.
+      compile_fast: Whether the process compiles with the flags of the tests. Without these flags, long runs are faster.
+      packages: Packages that the user has installed in addition.
+      path: Additional folder from which modules can be imported.
     """
     flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "") if compile_fast else ""
-    # Every program is cached, not only those that compile slowly: all processes except the first start fast.
+    # All programs are cached, including those that compile quickly, so that only the first process starts slowly.
     variables = {"XLA_FLAGS": flags, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return os.environ | variables | user_variables(*packages, path=str(path))
 
 
 def rows_of(folder: Path, metric: str = "reward") -> list[Row]:
-    """Returns the rows of a run's metrics.jsonl that hold a metric: by default those of its training steps."""
+    """Returns the rows of a run's metrics.jsonl that contain a metric. By default, these are the training steps."""
     return [row for row in read_rows(folder / METRICS) if metric in row]
 
 
 class Run:
-    """A run folder below `root` and the processes that work on it: `count` at a time, one after the other."""
+    """A run folder in `root` and its processes. Each start of the run has `count` processes."""
 
     def __init__(self, root: Path, name: str, changes: Mapping[str, Any], count: int = 1):
-        """`changes` hold the session's `caches`, so that what one run has made the others find."""
+        """`changes` include `caches`, so that all runs of the session share base policies and compiled programs."""
         self.folder, self.count, self._logs = root / name, count, [root / f"{name}-{i}.log" for i in range(count)]
         self.changes = dict(changes)
         flags = as_flags(SETTINGS | self.changes | {"workdir": self.folder})
@@ -75,7 +75,7 @@ class Run:
 
     def start(self) -> list[subprocess.Popen[bytes]]:
         coordinator = f"127.0.0.1:{free_port()}"
-        # JAX's coordinator would listen on every interface.
+        # By default, the coordinator of JAX listens on every interface.
         environment = self._environment | {"JAX_COORDINATOR_BIND_ADDRESS": coordinator}
         processes = []
         for index, log in enumerate(self._logs):
@@ -93,7 +93,7 @@ class Run:
         return processes
 
     def finish(self) -> None:
-        """Runs to the end; whatever happens, no process is left."""
+        """Runs to the last step. All processes are terminated in any case."""
         processes = self.start()
         try:
             for index, process in enumerate(processes):
@@ -102,9 +102,16 @@ class Run:
             _kill(processes)
 
     def stop(self, step: int, delay: float, number: signal.Signals, index: int = 0) -> list[int]:
-        """Starts the run, sends one of its processes a signal `delay` seconds after the step's row was written.
+        """Starts the run and sends a signal to one of its processes.
 
-        Returns the exit codes of all.
+        Args:
+          step: The signal is sent after the row of this step was written.
+          delay: Delay after the row, in seconds.
+          number: The signal.
+          index: The process that receives the signal.
+
+        Returns:
+          The exit codes of all processes.
         """
         processes = self.start()
         try:
@@ -118,7 +125,7 @@ class Run:
             _kill(processes)
 
     def logged_steps(self) -> list[int]:
-        """The steps that have a row, in order."""
+        """Returns the steps that have a row, in order."""
         return list(dict.fromkeys(row["step"] for row in read_rows(self.folder / METRICS)))
 
     def bytes(self, *names: str) -> list[bytes]:
@@ -128,11 +135,11 @@ class Run:
         return sorted(int(path.name) for path in (self.folder / "checkpoints").iterdir() if path.name.isdigit())
 
     def params(self) -> Params:
-        """The weights of the last checkpoint, on one device."""
+        """Restores the weights of the last checkpoint on one device."""
         return open_trained_policy(self.folder, ModelSection(), make_mesh(1, 1, 1))[1]
 
     def log(self, index: int = 0, until: str = "") -> str:
-        """What a process has said, once that ends with `until`: its watchdog may have the last word when it is gone."""
+        """Returns the output of a process after it ends with `until`. A watchdog may still print after the exit."""
         deadline = time.monotonic() + PATIENCE
         while not self._logs[index].read_text().strip().endswith(until):
             assert time.monotonic() < deadline, self._logs[index].read_text()

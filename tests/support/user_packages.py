@@ -1,4 +1,4 @@
-"""What a user has installed: setup.py's requirements, without those of its extras."""
+"""Simulates the installation of a user: the requirements of setup.py without its extras."""
 
 import functools
 import importlib.metadata
@@ -9,14 +9,15 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 SITE = Path(__file__).parent / "user_install"
-"""A folder for PYTHONPATH, where a sitecustomize.py hides the modules that POLY_EPO_HIDDEN_MODULES names."""
+"""Folder for PYTHONPATH, whose sitecustomize.py hides the modules named in POLY_EPO_HIDDEN_MODULES."""
 
 
 def user_variables(*also: str, path: str = "") -> dict[str, str]:
-    """Environment variables of a process that finds what a user's does, and the modules in the folder `path`.
+    """Returns environment variables of a process that only finds the packages of a user.
 
     Args:
-      also: packages that this user has besides, such as those of an extra.
+      also: Packages that the user has installed in addition, such as the packages of an extra.
+      path: Additional folder from which modules can be imported.
     """
     hidden = " ".join(sorted(_hidden_modules(*also)))
     return {"POLY_EPO_HIDDEN_MODULES": hidden, "PYTHONPATH": f"{SITE}:{path}" if path else str(SITE)}
@@ -24,21 +25,21 @@ def user_variables(*also: str, path: str = "") -> dict[str, str]:
 
 @functools.cache
 def _hidden_modules(*also: str) -> frozenset[str]:
-    """The top-level modules of installed packages that this user does not have."""
+    """Returns the top-level modules of installed packages that the user does not have."""
     installed = _installed()
-    needless = installed.keys() - {"pip"}.union(*(_required(name, installed) for name in ("poly-epo-jax", *also)))
+    hidden = installed.keys() - {"pip"}.union(*(_required(name, installed) for name in ("poly-epo-jax", *also)))
     owners = importlib.metadata.packages_distributions()
-    return frozenset(module for module, names in owners.items() if needless.issuperset(map(canonicalize_name, names)))
+    return frozenset(module for module, names in owners.items() if hidden.issuperset(map(canonicalize_name, names)))
 
 
 def _installed() -> dict[str, importlib.metadata.Distribution]:
-    """Of the environment: other folders of sys.path have packages, too, such as those inside of setuptools."""
+    """Returns the packages of the environment. Packages in other folders of sys.path, as in setuptools, are omitted."""
     folder = sysconfig.get_path("purelib")
     return {canonicalize_name(found.name): found for found in importlib.metadata.distributions(path=[folder])}
 
 
 def _required(name: str, installed: dict[str, importlib.metadata.Distribution]) -> set[str]:
-    """The names of a package and of all that it requires here, directly or not."""
+    """Returns the names of a package and of all its direct and indirect requirements in this environment."""
     seen: set[tuple[str, str]] = set()
     waiting = [(name, "")]
     while waiting:

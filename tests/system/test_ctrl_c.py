@@ -1,4 +1,4 @@
-"""A Ctrl-C that arrives where Python discards exceptions still ends the command, and prints nothing there."""
+"""A Ctrl-C that arrives while Python discards exceptions still terminates the command, without a message there."""
 
 import gc
 import signal
@@ -14,20 +14,20 @@ from poly_epo_jax.system.signals import heard_ctrl_c
 
 @pytest.fixture(autouse=True)
 def caught(default_signals: None) -> Iterator[None]:
-    def at_work() -> list[object]:
+    def handlers() -> list[object]:
         return [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM), *gc.callbacks]
 
-    before = at_work()
+    before = handlers()
     with heard_ctrl_c():
         yield
-    assert at_work() == before
+    assert handlers() == before
 
 
 class Holder:
-    """Holds itself, if wanted, so that only a collection takes it."""
+    """An object that may reference itself, so that only the garbage collector deletes it."""
 
-    def __init__(self, in_a_circle: bool):
-        self.held = self if in_a_circle else None
+    def __init__(self, in_cycle: bool):
+        self.held = self if in_cycle else None
 
 
 def in_a_callback_of_collections(ctrl_c: Callable[[], None]) -> None:
@@ -40,7 +40,7 @@ def in_a_callback_of_collections(ctrl_c: Callable[[], None]) -> None:
 
 
 def in_a_collection(ctrl_c: Callable[[], None]) -> None:
-    holder = Holder(in_a_circle=True)
+    holder = Holder(in_cycle=True)
     weak = weakref.ref(holder, lambda _: ctrl_c())
     del holder
     gc.collect()
@@ -52,7 +52,7 @@ def in_a_destructor(ctrl_c: Callable[[], None]) -> None:
         def __del__(self):
             ctrl_c()
 
-    Interrupted(in_a_circle=False)
+    Interrupted(in_cycle=False)
 
 
 def in_a_weak_dictionary(ctrl_c: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ def in_a_weak_dictionary(ctrl_c: Callable[[], None]) -> None:
     weakref.WeakKeyDictionary()[key] = None
 
 
-def test_it_raises_as_ever():
+def test_ctrl_c_raises_keyboard_interrupt():
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
@@ -73,14 +73,14 @@ def test_it_raises_as_ever():
 @pytest.mark.parametrize(
     "place", [in_a_callback_of_collections, in_a_collection, in_a_destructor, in_a_weak_dictionary]
 )
-def test_it_is_raised_after_what_would_swallow_it(place: Callable[[Callable[[], None]], None]):
+def test_ctrl_c_is_raised_after_code_that_discards_exceptions(place: Callable[[Callable[[], None]], None]):
     came: list[bool] = []
 
     def ctrl_c() -> None:
         if not came:
             came.append(True)
             signal.raise_signal(signal.SIGINT)
-            came.append(True)  # nothing was raised here
+            came.append(True)  # reached, because no exception was raised here
 
     with pytest.raises(KeyboardInterrupt):
         place(ctrl_c)
@@ -88,15 +88,15 @@ def test_it_is_raised_after_what_would_swallow_it(place: Callable[[Callable[[], 
     assert came == [True, True]
 
 
-def test_what_ignores_it_goes_on_ignoring_it():
+def test_an_ignored_ctrl_c_remains_ignored():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with heard_ctrl_c():
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_what_is_put_off_at_its_end_is_raised_there(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("poly_epo_jax.system.signals.AGAIN_AFTER", PATIENCE)
+def test_a_deferred_ctrl_c_is_raised_at_the_end_of_the_context(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("poly_epo_jax.system.signals.CTRL_C_RETRY_SECONDS", PATIENCE)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt), heard_ctrl_c():
         in_a_collection(lambda: signal.raise_signal(signal.SIGINT))

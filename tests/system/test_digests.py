@@ -1,4 +1,4 @@
-"""A folder's digests: every changed file is named, and files that others have added pass."""
+"""Digests of a folder: modified and missing files are named, and additional files are accepted."""
 
 from pathlib import Path
 
@@ -7,21 +7,21 @@ import pytest
 from poly_epo_jax.system.digests import DIGESTS, check_digests, write_digests
 
 
-def test_what_was_changed_is_named(tmp_path: Path):
+def test_modified_and_missing_files_are_named(tmp_path: Path):
     (tmp_path / "a.bin").write_bytes(bytes(100))
     (tmp_path / "b.json").write_text("{}")
-    check_digests(tmp_path)  # there are none
+    check_digests(tmp_path)  # no digests yet
     write_digests(tmp_path)
     check_digests(tmp_path)
-    (tmp_path / "more").write_text("of a user's own")
+    (tmp_path / "more").write_text("added by a user")
     check_digests(tmp_path)
 
     (tmp_path / "a.bin").write_bytes(bytes(99) + b"\1")
-    with pytest.raises(ValueError, match=rf"^{tmp_path} is damaged: a.bin is missing or not what was written; make "):
+    with pytest.raises(ValueError, match=rf"^{tmp_path} .*\(a\.bin\)"):
         check_digests(tmp_path)
     (tmp_path / "b.json").unlink()
-    with pytest.raises(ValueError, match=r"damaged: a.bin, b.json is missing"):
+    with pytest.raises(ValueError, match=r"\(a\.bin, b\.json\)"):
         check_digests(tmp_path)
     (tmp_path / DIGESTS).write_text("[")
-    with pytest.raises(ValueError, match=rf"damaged: {DIGESTS} is missing"):
+    with pytest.raises(ValueError, match=rf"\({DIGESTS}\)"):
         check_digests(tmp_path)

@@ -1,4 +1,4 @@
-"""Memory that malloc keeps is not mapped and cleared again."""
+"""Memory that malloc keeps is reused without new page faults."""
 
 import importlib.metadata
 import os
@@ -19,7 +19,7 @@ if sys.argv[1] == "keep":
 import jax, jax.numpy as jnp
 
 run = jax.jit(lambda x: (x + 1, x - 1))
-x = jnp.ones(2**24)  # 64 MB: above 32 MB malloc keeps nothing by itself
+x = jnp.ones(2**24)  # 64 MB: by default, malloc never keeps arrays above 32 MB
 for _ in range(12):
     jax.block_until_ready(run(x))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -31,23 +31,23 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc")
-def test_programs_run_in_memory_that_is_there():
-    pages = 5 * 2**24 * 4 // resource.getpagesize()  # of one of two arrays; their heap may still grow a little
+def test_programs_reuse_freed_memory():
+    pages = 5 * 2**24 * 4 // resource.getpagesize()  # pages of one of the two arrays; the heap may still grow slightly
     faults = {}
-    for what in ("keep", "as it is"):
-        command = [sys.executable, "-c", PROGRAM, what]
+    for mode in ("keep", "default"):
+        command = [sys.executable, "-c", PROGRAM, mode]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        faults[what] = int(done.stdout)
-    assert faults["keep"] < pages < faults["as it is"]
-    assert faults["keep"] < 0.5 * faults["as it is"]
+        faults[mode] = int(done.stdout)
+    assert faults["keep"] < pages < faults["default"]
+    assert faults["keep"] < 0.5 * faults["default"]
 
 
 @pytest.mark.parametrize(
     ("platforms", "plugins", "expected"),
     [("cpu", ["xla_cuda13"], True), ("cuda,cpu", [], False), ("", ["xla_cuda13"], False)],
 )
-def test_only_where_there_is_no_accelerator(platforms, plugins, expected, monkeypatch: pytest.MonkeyPatch):
+def test_memory_is_kept_only_without_an_accelerator(platforms, plugins, expected, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: plugins)
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     assert malloc._cpu_only() == expected

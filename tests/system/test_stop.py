@@ -1,4 +1,4 @@
-"""A signal ends a wait, even one that hangs, and restores what was there before."""
+"""A signal cancels a wait, even for a thread that hangs, and signal handlers are restored afterwards."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_leaves_what_hangs(number: signal.Signals):
+def test_a_signal_cancels_a_wait_that_hangs(number: signal.Signals):
     before, never, cancelled = signal.getsignal(number), threading.Event(), []
 
     async def hangs() -> None:
@@ -47,7 +47,7 @@ def test_a_signal_leaves_what_hangs(number: signal.Signals):
     never.set()
 
 
-def test_a_failure_is_not_taken_for_a_signal():
+def test_an_exception_of_the_work_is_raised():
     async def fails() -> None:
         raise ValueError("its own")
 
@@ -55,8 +55,8 @@ def test_a_failure_is_not_taken_for_a_signal():
         asyncio.run(Stop().interrupts(fails()))
 
 
-def test_what_is_ignored_remains_so(monkeypatch: pytest.MonkeyPatch):
-    """As nohup has it."""
+def test_an_ignored_signal_remains_ignored(monkeypatch: pytest.MonkeyPatch):
+    """`nohup` makes processes ignore SIGHUP."""
 
     async def main() -> None:
         stop = Stop()
@@ -84,8 +84,8 @@ async def main():
             print("ready", flush=True)
             await stop.interrupts(asyncio.sleep(1000))
         except Stopped as stopped:
-            print("shown to no one", flush=True)
-            print("nor this", file=sys.stderr, flush=True)
+            print("not shown", flush=True)
+            print("not shown", file=sys.stderr, flush=True)
             Path(sys.argv[1]).write_text(str(stopped))
 
 asyncio.run(main())
@@ -93,15 +93,15 @@ asyncio.run(main())
 
 
 @pytest.mark.usefixtures("default_signals")
-def test_what_is_shown_on_a_lost_terminal_is_no_error(tmp_path: Path):
-    ours, theirs = pty.openpty()
-    command = ["setsid", "--ctty", "--wait", sys.executable, "-c", ON_A_TERMINAL, str(tmp_path / "said")]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    assert b"ready" in os.read(ours, 100)
-    os.close(ours)
+def test_output_to_a_closed_terminal_is_not_an_error(tmp_path: Path):
+    controller, terminal = pty.openpty()
+    command = ["setsid", "--ctty", "--wait", sys.executable, "-c", ON_A_TERMINAL, str(tmp_path / "stopped")]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    assert b"ready" in os.read(controller, 100)
+    os.close(controller)
     assert process.wait(60) == 0
-    assert (tmp_path / "said").read_text() == "SIGHUP"
+    assert (tmp_path / "stopped").read_text() == "SIGHUP"
 
 
 HUNG = """
@@ -115,5 +115,5 @@ asyncio.run(main())
 """
 
 
-def test_a_process_ends_though_a_thread_hangs():
+def test_a_process_can_exit_while_a_daemon_thread_hangs():
     assert subprocess.run([sys.executable, "-c", HUNG], cwd=ROOT, timeout=60).returncode == 0

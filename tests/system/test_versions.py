@@ -1,4 +1,4 @@
-"""The software that a run was trained with: of this process, of its repository, and of earlier starts."""
+"""Software versions of this process, of its repository, and of earlier starts of a run."""
 
 import json
 import platform
@@ -12,13 +12,13 @@ import pytest
 from poly_epo_jax.system.versions import PACKAGES, commit, versions, versions_used
 
 
-def test_they_are_those_of_this_process():
+def test_versions_are_the_installed_versions():
     found = versions()
     assert found["python"] == platform.python_version() and found["jax"] == jax.__version__
     assert set(found) == {"python", "commit", *PACKAGES} and all(found[name] for name in PACKAGES)
 
 
-def test_a_commit_tells_whether_files_differ_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_commit_is_marked_if_files_differ_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert commit(tmp_path) == ""
     for name in ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_NAME", "GIT_COMMITTER_EMAIL"):
         monkeypatch.setenv(name, "somebody")
@@ -32,18 +32,18 @@ def test_a_commit_tells_whether_files_differ_from_it(tmp_path: Path, monkeypatch
     assert commit(tmp_path) == f"{clean}+"
 
 
-def test_those_of_earlier_starts_are_kept_once_each(tmp_path: Path):
+def test_versions_of_earlier_starts_are_kept_without_duplicates(tmp_path: Path):
     about, old, new = tmp_path / "about.json", {"jax": "1"}, {"jax": "2"}
     assert versions_used(about, old) == [old]
     about.write_text(json.dumps({"versions": [old]}))
     assert versions_used(about, old) == [old]
     assert versions_used(about, new) == [old, new]
-    for damaged in ("", "[]", '{"method": "GRPO"}'):
-        about.write_text(damaged)
+    for corrupted in ("", "[]", '{"method": "GRPO"}'):
+        about.write_text(corrupted)
         assert versions_used(about, new) == [new]
 
 
 @pytest.mark.slow
-def test_they_are_read_without_importing_what_they_are_of():
+def test_versions_are_read_without_importing_jax():
     code = "import sys; from poly_epo_jax.system.versions import versions; versions(); print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
