@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 
 from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
 from poly_epo_jax.report.document import asset, document
-from poly_epo_jax.report.evaluation_figures import Tree, lay_out_tree
-from poly_epo_jax.report.folders import Evaluation, Evaluations, labels, read_folders
+from poly_epo_jax.report.evaluation_figures import Tree, lay_out_tree, model_labels
+from poly_epo_jax.report.folders import Evaluation, Evaluations, read_folders
 from poly_epo_jax.report.generations import Collection, bound, evaluation_collection, run_collections
 from poly_epo_jax.report.page import evaluation_summaries, final_values, metrics_table, results_tables, run_summary
 from poly_epo_jax.report.sections import figure_sections
@@ -41,7 +41,7 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
         for benchmark, models in evaluations.items()
     }
     tree_title = f"The first {TREE_ROLLOUTS} generations of {problem}, by their shared prefixes" if trees else ""
-    all_labels = labels(runs, evaluations)
+    all_labels = list(dict.fromkeys([*runs, *model_labels(evaluations)]))  # their order determines their colors
     output.mkdir(parents=True, exist_ok=True)
     drawn = _draw(metrics, results, tree_title, trees, figures.styles(all_labels))
     drawn["timeline"] = timeline_figures.timeline(timelines)

@@ -10,7 +10,6 @@ from typing import Any
 from poly_epo_jax.evaluate.folder import RESULTS, find_results
 from poly_epo_jax.records.run_folder import ABOUT, CONFIG, METRICS, TIMELINE, TIMING, read_rows
 from poly_epo_jax.records.timeline import Window
-from poly_epo_jax.report.evaluation_figures import model_labels
 from poly_epo_jax.system.json_files import read_object
 
 Rows = list[dict[str, Any]]
@@ -60,11 +59,6 @@ def read_folders(folders: Sequence[Path], models: Sequence[str] = ()) -> tuple[d
             raise ValueError(f"{folder} is not a folder: name a run folder, with {METRICS}, or an evaluation folder.")
         (evaluations if find_results(folder) else runs).append(folder)
     return {label: _read_run(run) for label, run in _labels(runs).items()}, _read_evaluations(evaluations, models)
-
-
-def labels(runs: Mapping[str, Run], evaluations: Evaluations) -> list[str]:
-    """Each run and each model once, in the order that gives them their colours."""
-    return list(dict.fromkeys([*runs, *model_labels(evaluations)]))
 
 
 def _labels(folders: Sequence[Path]) -> dict[str, Path]:

@@ -82,13 +82,11 @@ def evaluation_collection(
     """
     shown = _Shown({problem: None for problem in problems[: WIDEST.problems]})
     rollouts: dict[int, tuple[np.ndarray, bool]] = {}
-    found = False
     for row in read_generations(folder):
-        found = True
         if row["problem"] == tree_problem and row["generation"] < tree_size:
             rollouts[row["generation"]] = np.array(row["token_ids"], np.int64), row["correct"]
         shown.add(row)
-    collection = shown.collection(model, benchmark, folder / GENERATIONS) if found else None
+    collection = shown.collection(model, benchmark, folder / GENERATIONS) if shown.num_generations else None
     return collection, dict(sorted(rollouts.items()))
 
 
@@ -132,12 +130,12 @@ class _Shown:
         self._open = problems is None
         self._problems: dict[str, Row] = {problem: {} for problem in problems or ()}
         self._seen: set[str] = set()
-        self._num_generations = 0
+        self.num_generations = 0
         self.step: int | None = None
 
     def add(self, row: Row) -> None:
         self.step = row.get("step")
-        self._num_generations += 1
+        self.num_generations += 1
         name = _name(row)
         self._seen.add(name)
         if self._open and len(self._problems) < WIDEST.problems:
@@ -167,7 +165,7 @@ class _Shown:
             "part": part,
             "file": str(file),
             "all_problems": len(self._seen),
-            "all_generations": self._num_generations,
+            "all_generations": self.num_generations,
             "problems": problems,
         }
 

@@ -1,7 +1,7 @@
 """Tables of what runs have in common and where they differ: configuration keys and versions."""
 
-import html
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 from poly_epo_jax.report.document import table
@@ -42,15 +42,15 @@ def settings_section(
         return ""
     keys = differing_keys(list(configs.values()))
     tables = {label: flat(config) for label, config in configs.items()}
-    rows = [[_text(label), *(_value(values.get(key)) for key in keys)] for label, values in tables.items()]
+    rows = [[escape(label), *(_value(values.get(key)) for key in keys)] for label, values in tables.items()]
     differences = ""
     if keys:
-        summary = f"Where the configurations of {len(configs)} runs differ: {_text(', '.join(keys))}"
-        differences = f"<details><summary>{summary}</summary>{table(['run', *map(_text, keys)], rows)}</details>"
+        summary = f"Where the configurations of {len(configs)} runs differ: {escape(', '.join(keys))}"
+        differences = f"<details><summary>{summary}</summary>{table(['run', *map(escape, keys)], rows)}</details>"
     elif len(configs) > 1:
         differences = "<p>All runs have the same configuration.</p>"
     first = next(iter(tables.values()))
-    shared = table(["key", "value"], [[_text(key), _value(value)] for key, value in first.items() if key not in keys])
+    shared = table(["key", "value"], [[escape(key), _value(value)] for key, value in first.items() if key not in keys])
     return (
         '<section id="settings"><h2>Configuration and versions</h2>'
         '<p class="muted">Numbers of runs compare where the configurations differ only in what is compared. Paths of '
@@ -72,16 +72,12 @@ def _versions_table(versions: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
     everyone = sum(bool(used) for used in versions.values())
     rows = []
     for used, labels in runs_of.items():
-        runs = f"all {everyone} runs" if len(labels) == everyone > 1 else _text(", ".join(labels))
-        rows.append([runs, *(_text(dict(used).get(name, "")) or "-" for name in names)])
+        runs = f"all {everyone} runs" if len(labels) == everyone > 1 else escape(", ".join(labels))
+        rows.append([runs, *(escape(dict(used).get(name, "")) or "-" for name in names)])
     several = "" if len(runs_of) == 1 else "<p><b>Not all steps were trained with the same versions.</b></p>"
     note = '<p class="muted">A commit that ends in + had changed files beside it.</p>'
-    return f"{several}{table(['trained with', *map(_text, names)], rows)}{note}"
+    return f"{several}{table(['trained with', *map(escape, names)], rows)}{note}"
 
 
 def _value(value: Any) -> str:
-    return "-" if value is None else _text(f"{value:g}" if isinstance(value, float) else str(value))
-
-
-def _text(text: str) -> str:
-    return html.escape(text)
+    return "-" if value is None else escape(f"{value:g}" if isinstance(value, float) else str(value))

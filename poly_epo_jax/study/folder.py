@@ -45,6 +45,11 @@ class Member:
         return f"{self.method}-lr{self.rate:g}-seed{self.seed}"
 
     @property
+    def path(self) -> str:
+        """Path of the run's folder, relative to the study's folder."""
+        return f"{self.task}/{self.name}"
+
+    @property
     def label(self) -> str:
         """The run's label in evaluations, which hold several tasks."""
         return f"{self.task}-{self.name}"

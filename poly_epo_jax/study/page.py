@@ -1,7 +1,7 @@
 """The report of a study: one page of figures, tables, and what is needed to reproduce it. Needs no JAX."""
 
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,7 +68,7 @@ def _summary(results: StudyResults) -> str:
     lines = [f"<b>{finished} of {len(results.results)} runs finished</b>"]
     unfinished = [one for one in results.results if not one.state.is_finished]
     if unfinished:
-        named = ", ".join(f"{one.member.task}/{one.member.name} ({one.state})" for one in unfinished)
+        named = ", ".join(f"{one.member.path} ({one.state})" for one in unfinished)
         lines.append(
             f"Not finished, and so in no mean: {html.escape(named)}. Their curves are thin dotted lines, their last "
             "evaluations crosses"
@@ -92,14 +92,11 @@ def _task(results: StudyResults, task: str) -> str:
     for metric in (*COMPARED, *drawn_metrics()):
         entry = describe(metric)
         parts.append(_figure(entry.title, entry.meaning, figures.curves(results, task, metric), task))
-    for benchmark in _benchmarks(results, task):
+    benchmarks = {name for one in results.results if one.member.task == task for name in one.evaluations}
+    for benchmark in sorted(benchmarks):
         figure = figures.branching(results, task, benchmark)
         parts.append(_figure(f"Branching on {benchmark}", BRANCHING, figure, task))
     return "".join([*parts, "</section>"])
-
-
-def _benchmarks(results: StudyResults, task: str) -> Iterable[str]:
-    return sorted({name for one in results.results if one.member.task == task for name in one.evaluations})
 
 
 def _figure(title: str, explanation: str, figure: Figure | None, task: str) -> str:

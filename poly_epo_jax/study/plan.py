@@ -56,8 +56,8 @@ class Run:
 
     def is_trained(self) -> bool:
         """Whether the run is finished with this same configuration."""
-        state = run_state(self.folder)
-        return state.is_finished and run_folder.read_config(self.folder) == _as_json(self.config)
+        config = json.loads(json.dumps(self.config.to_dict()))
+        return run_state(self.folder).is_finished and run_folder.read_config(self.folder) == config
 
     def is_evaluated(self) -> bool:
         """Whether the requested evaluation of the run's last weights is there; True if none is requested."""
@@ -101,7 +101,7 @@ def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[Run]:
         for method in study.methods
     ]
     for member in members:
-        folder = Path(study.folder) / member.task / member.name
+        folder = Path(study.folder) / member.path
         arguments = _arguments(study, member, folder, overrides)
         try:
             config = read_arguments(arguments)
@@ -113,7 +113,7 @@ def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[Run]:
             # Many runs usually share a mistake: the first of them is named.
             mistakes.setdefault(" ".join(str(error).split()), member)
     if mistakes:
-        raise ConfigError("\n".join(f"{member.task}/{member.name}: {text}" for text, member in mistakes.items()))
+        raise ConfigError("\n".join(f"{member.path}: {text}" for text, member in mistakes.items()))
     return runs
 
 
@@ -135,14 +135,5 @@ def _arguments(study: Study, member: Member, folder: Path, overrides: Sequence[s
 
 
 def _flags(changes: Changes) -> list[str]:
-    return [
-        f"--config.{key}={value if isinstance(value, str) else repr(_plain(value))}" for key, value in changes.items()
-    ]
-
-
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _as_json(config: Config) -> dict[str, Any]:
-    return json.loads(json.dumps(config.to_dict()))
+    plain = {key: dict(value) if isinstance(value, Mapping) else value for key, value in changes.items()}
+    return [f"--config.{key}={value if isinstance(value, str) else repr(value)}" for key, value in plain.items()]

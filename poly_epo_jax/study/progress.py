@@ -36,24 +36,24 @@ class Shown(Progress):
         yield Text(f"{self._counts()}, {clock(time.monotonic() - self._began)}", style="bold")
 
     def _started(self, run: Run, stage: str) -> None:
-        self.add_task(_name(run), run=run, stage=stage, state="")
+        self.add_task(run.member.path, run=run, stage=stage, state="")
         if self.disable:
             state = run_state(run.folder)
             resumed = f" from {state}" if stage == "train" and state.step else ""
-            print(f"{_name(run)}: {stage}{resumed}", flush=True)
+            print(f"{run.member.path}: {stage}{resumed}", flush=True)
 
     def _ended(self, run: Run, row: Row) -> None:
         for task in self.tasks:
-            if task.description == _name(run):
+            if task.description == run.member.path:
                 self.remove_task(task.id)
         self._finished += not row["exit"] and run.is_evaluated()
         self._failed += row["exit"] not in (0, *ENDED)
         verb = {"train": "trained", "evaluate": "evaluated"}[row["stage"]]
         if row["exit"]:
             how = "was ended" if row["exit"] in ENDED else "failed"
-            text = f"{_name(run)}: {row['stage']} {how} after {clock(row['seconds'])}: {row['error']}"
+            text = f"{run.member.path}: {row['stage']} {how} after {clock(row['seconds'])}: {row['error']}"
         else:
-            text = f"{_name(run)}: {verb} in {clock(row['seconds'])}"
+            text = f"{run.member.path}: {verb} in {clock(row['seconds'])}"
         self.console.print(f"{text}  ({self._counts()})", markup=False, highlight=False, soft_wrap=True)
 
     def _counts(self) -> str:
@@ -67,7 +67,3 @@ def shown(runs: Sequence[Run]) -> Iterator[Listener]:
     finished = sum(run.is_trained() and run.is_evaluated() for run in runs)
     with Shown(runs, finished, Console()) as show:
         yield show.listener
-
-
-def _name(run: Run) -> str:
-    return f"{run.member.task}/{run.member.name}"

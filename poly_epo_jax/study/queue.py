@@ -117,7 +117,7 @@ async def _attempt(run: Run, stage: str, command: Sequence[str], place: Place, s
     except OSError as failed:
         error = f"{log}: {failed.strerror or failed}"
     return {
-        "run": f"{run.member.task}/{run.member.name}",
+        "run": run.member.path,
         "stage": stage,
         "started": started,
         "seconds": round(time.monotonic() - clock, 1),

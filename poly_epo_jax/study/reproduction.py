@@ -10,7 +10,7 @@ from poly_epo_jax.study.results import StudyResults
 
 def reproduction_section(results: StudyResults) -> str:
     """HTML of the last part of the page."""
-    labels = {f"{one.member.task}/{one.member.name}": one for one in results.results}
+    labels = {one.member.path: one for one in results.results}
     settings = settings_section(
         {label: one.config for label, one in labels.items()}, {label: one.versions for label, one in labels.items()}
     )
@@ -26,8 +26,7 @@ def _attempts(results: StudyResults) -> str:
     """Time and failures: one row per run that has been started."""
     rows = []
     for one in results.results:
-        name = f"{one.member.task}/{one.member.name}"
-        own = [row for row in results.attempts if row["run"] == name]
+        own = [row for row in results.attempts if row["run"] == one.member.path]
         if not own:
             continue
         seconds = {
@@ -39,7 +38,7 @@ def _attempts(results: StudyResults) -> str:
         state = "finished" if one.state.is_finished else f"<b class='wrong'>{html.escape(str(one.state))}</b>"
         rows.append(
             [
-                html.escape(name),
+                html.escape(one.member.path),
                 state,
                 str(sum(row["stage"] == "train" for row in own)),
                 clock(seconds["train"]),

@@ -136,7 +136,7 @@ def read_results(folder: Path) -> StudyResults:
 
 
 def _read_run(folder: Path, member: Member, evaluations: Mapping[str, Any]) -> Result:
-    run = folder / member.task / member.name
+    run = folder / member.path
     config, about = (read_object(run / name, ADVICE) for name in (run_folder.CONFIG, run_folder.ABOUT))
     rows = run_folder.read_rows(run / run_folder.METRICS)
     return Result(member, run_state(run), rows, config, about.get("versions", []), evaluations)
