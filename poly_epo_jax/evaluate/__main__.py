@@ -61,7 +61,7 @@ class Model:
     params: Params | None = None
 
 
-def run(config: Config, flags: argparse.Namespace) -> None:
+def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
     """Draws the missing generations of every model on every benchmark, and shows the results.
 
     Raises:
@@ -94,7 +94,7 @@ def run(config: Config, flags: argparse.Namespace) -> None:
                 open_folder(folder, about)
                 rollouts = _open_rollouts(model, benchmark, config, mesh)
                 try:
-                    asyncio.run(_draw(folder, model, rollouts, benchmark, judge, sampling, num_generations))
+                    asyncio.run(_draw_missing(folder, model, rollouts, benchmark, judge, sampling, num_generations))
                 finally:
                     rollouts.sampler.close()
                 labels = {"benchmark": benchmark.label, "model": label, "sampling": about["sampling"]}
@@ -105,7 +105,7 @@ def run(config: Config, flags: argparse.Namespace) -> None:
     print(f"See it with: python -m poly_epo_jax.report {flags.output}")
 
 
-async def _draw(
+async def _draw_missing(
     folder: Path,
     model: Model,
     rollouts: Rollouts,
@@ -129,12 +129,12 @@ def _table(results: Sequence[dict[str, Any]], title: str) -> Table:
     columns = table_columns((name for one in results for name in one["metrics"]), "evaluate")
     table = Table("benchmark", "model", *(metric.title for metric in columns.values()), title=title)
     for one in results:
-        cells = [_cell(metric, one["metrics"].get(name)) for name, metric in columns.items()]
+        cells = [_format_metric(metric, one["metrics"].get(name)) for name, metric in columns.items()]
         table.add_row(one["benchmark"], one["model"], *cells)
     return table
 
 
-def _cell(metric: EvaluationMetric, value: dict[str, float | None] | None) -> str:
+def _format_metric(metric: EvaluationMetric, value: dict[str, float | None] | None) -> str:
     if value is None:
         return "-"
     mean, low, high = ("" if end is None else metric.format(end) for end in value.values())
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FOLDER",
         help="folder of the evaluation (default: runs/evaluation)",
     )
-    return run_command(parser, arguments, run, training=False)
+    return run_command(parser, arguments, run_evaluation, training=False)
 
 
 if __name__ == "__main__":

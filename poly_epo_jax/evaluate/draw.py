@@ -37,9 +37,9 @@ async def draw_generations(
       ValueError: the file is damaged, or holds generations of other problems, which are not thrown away.
     """
     path, task, problems = folder / GENERATIONS, benchmark.task, benchmark.problems
-    places = {problem.id: place for place, problem in enumerate(problems)}
+    positions = {problem.id: position for position, problem in enumerate(problems)}
     counts = Counter(row["problem"] for row in read_generations(folder))
-    others = counts.keys() - places.keys()
+    others = counts.keys() - positions.keys()
     if others:
         raise ValueError(
             f"{folder} holds generations of {len(others)} problems that are not asked for now; ask for them too, or "
@@ -58,7 +58,7 @@ async def draw_generations(
     if missing:
         await grade_groups(rollouts.generate(missing, num_generations, sampling), missing, task, judge, write)
     # The same generations make the same file, in whatever order they came.
-    sort_rows(path, EVALUATED_GENERATION, lambda row: (places[row["problem"]], row["generation"]))
+    sort_rows(path, EVALUATED_GENERATION, lambda row: (positions[row["problem"]], row["generation"]))
 
 
 def _rows(graded: GradedGroup, task: Task) -> list[Row]:

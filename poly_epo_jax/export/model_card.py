@@ -69,11 +69,11 @@ def command(config: Mapping[str, Any]) -> str:
     for key in changed_keys(json.loads(json.dumps(Config().to_dict())), config):
         if key not in FOLDERS:
             value = functools.reduce(operator.getitem, key.split("."), config)
-            flags.append(shlex.quote(f"--config.{key}={_written(key, value)}"))
+            flags.append(shlex.quote(f"--config.{key}={_flag_value(key, value)}"))
     return " \\\n    ".join(["python -m poly_epo_jax.main", *flags])
 
 
-def _written(key: str, value: Any) -> str:
+def _flag_value(key: str, value: Any) -> str:
     """The value as the command line reads it: JSON has no tuples, and options have no declared type."""
     if "options." in key:
         return repr(value)
@@ -107,12 +107,12 @@ def _results(rows: list[dict[str, Any]], step: int) -> list[str]:
     first, last = evaluated[0], evaluated[-1]
     names = [name for name in last if is_held_out(name) and last[name] is not None]
     columns = {f"step {row['step']}": row for row in (first, last)}
-    cells = [(describe(name).title, *(_number(row.get(name)) for row in columns.values())) for name in names]
+    cells = [(describe(name).title, *(_format_number(row.get(name)) for row in columns.values())) for name in names]
     heading = ["## Held-out problems", "", "Means over held-out problems, at the training temperature.", ""]
     return [*heading, *markdown_table(("metric", *columns), cells), ""]
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
 from poly_epo_jax.report.document import asset, document
 from poly_epo_jax.report.evaluation_figures import Tree, lay_out_tree, model_labels
-from poly_epo_jax.report.folders import Evaluation, Evaluations, read_folders
+from poly_epo_jax.report.folders import EvaluationResults, Evaluations, read_folders
 from poly_epo_jax.report.generations import Collection, bound, evaluation_collection, run_collections
 from poly_epo_jax.report.page import evaluation_summaries, final_values, metrics_table, results_tables, run_summary
 from poly_epo_jax.report.sections import figure_sections
@@ -43,8 +43,8 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     tree_title = f"The first {TREE_ROLLOUTS} generations of {problem}, by their shared prefixes" if trees else ""
     all_labels = list(dict.fromkeys([*runs, *model_labels(evaluations)]))  # their order determines their colors
     output.mkdir(parents=True, exist_ok=True)
-    drawn = _draw(metrics, results, tree_title, trees, figures.styles(all_labels))
-    drawn["timeline"] = timeline_figures.timeline(timelines)
+    drawn = _draw_figures(metrics, results, tree_title, trees, figures.styles(all_labels))
+    drawn["timeline"] = timeline_figures.plot_timeline(timelines)
     for name, figure in drawn.items():
         if figure is not None:
             figures.save(figure, output, name)
@@ -69,31 +69,31 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     return page
 
 
-def _draw(
+def _draw_figures(
     metrics: figures.Runs,
     results: evaluation_figures.Evaluations,
     tree_title: str,
     trees: dict[str, Tree],
-    looks: evaluation_figures.Looks,
+    line_styles: evaluation_figures.LineStyles,
 ) -> dict[str, Figure | None]:
     return {
-        "training_dynamics": figures.training_dynamics(metrics),
-        "pass_at_k": evaluation_figures.held_out_pass_at_k(metrics),
-        "comparison": figures.comparison(metrics),
-        "evaluation_pass_at_k": evaluation_figures.pass_at_k(results, looks),
-        "majority": evaluation_figures.majority(results, looks),
-        "branches": evaluation_figures.branches(results, looks),
-        "rollout_trees": evaluation_figures.rollout_trees(tree_title, trees, looks),
+        "training_dynamics": figures.plot_training_dynamics(metrics),
+        "pass_at_k": evaluation_figures.plot_held_out_pass_at_k(metrics),
+        "comparison": figures.plot_comparison(metrics),
+        "evaluation_pass_at_k": evaluation_figures.plot_pass_at_k(results, line_styles),
+        "majority": evaluation_figures.plot_majority(results, line_styles),
+        "branches": evaluation_figures.plot_branches(results, line_styles),
+        "rollout_trees": evaluation_figures.plot_rollout_trees(tree_title, trees, line_styles),
     }
 
 
 def _read_generations(evaluations: Evaluations) -> tuple[str | None, list[Collection], dict[str, Tree]]:
     """All evaluations' generations, and the trees of the first two models on a problem of the first benchmark."""
     collections, trees, problem = [], {}, None
-    for place, (benchmark, models) in enumerate(evaluations.items()):
-        in_tree = list(models)[:2] if place == 0 else []
+    for index, (benchmark, models) in enumerate(evaluations.items()):
+        in_tree = list(models)[:2] if index == 0 else []
         if in_tree:
-            problem = _sometimes_solved(models[in_tree[0]])
+            problem = _partially_solved(models[in_tree[0]])
         for model, evaluation in models.items():
             problems = [row["problem"] for row in evaluation.results["per_problem"]]
             wanted = problem if model in in_tree else None
@@ -107,7 +107,7 @@ def _read_generations(evaluations: Evaluations) -> tuple[str | None, list[Collec
     return problem, collections, trees
 
 
-def _sometimes_solved(evaluation: Evaluation) -> str | None:
+def _partially_solved(evaluation: EvaluationResults) -> str | None:
     """The problem whose share of correct generations is closest to a half."""
     rows = evaluation.results["per_problem"]
     share = {row["problem"]: row["num_correct"] / max(row["num_generations"], 1) for row in rows}

@@ -1,7 +1,7 @@
 """The figures of a report: logged rows in, a matplotlib figure out.
 
 `Runs` maps a run's label to its rows, one dict per step as read from metrics.jsonl. A row need not hold every metric,
-and null (a value that was not finite when logged) counts as absent. Each run has the same colour in every figure.
+and null (a value that was not finite when logged) counts as absent. Each run has the same color in every figure.
 """
 
 import base64
@@ -35,8 +35,8 @@ DPI = 150
 COMPARED = (HELD_OUT_REWARD, HELD_OUT_CORRECT_CLUSTERS)
 """Held-out metrics by which figures and summaries compare runs."""
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; dashes distinguish the eighth run from the first.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
+# Okabe and Ito's colors, which color-blind readers can tell apart; dashes distinguish the eighth run from the first.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
 _DASHES = ("-", "--", ":", "-.")
 STYLE: dict[Any, Any] = {
     "font.size": 11,
@@ -80,7 +80,7 @@ def lay_out(figure: Figure) -> None:
         figure.set_layout_engine(None)
 
 
-def training_dynamics(runs: Runs) -> Figure | None:
+def plot_training_dynamics(runs: Runs) -> Figure | None:
     """Draws a panel with all runs for each metric of `drawn_metrics` that some run has (paper, training dynamics).
 
     Each step is drawn faintly under a smoothed line. Returns None if no run has any of the metrics.
@@ -93,7 +93,7 @@ def drawn_metrics() -> list[str]:
     return [name for name, metric in LOGGED_METRICS.items() if metric.drawn]
 
 
-def comparison(runs: Runs) -> Figure | None:
+def plot_comparison(runs: Runs) -> Figure | None:
     """Held-out reward and distinct correct clusters against step, readable at 900 pixels. None if never evaluated."""
     return _panels(runs, COMPARED, max_columns=2, panel_size=(4.5, 3.1))
 
@@ -154,23 +154,23 @@ def panels(
 
 
 def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The look of each label's line, by its place in the list: no other line has the same colour and dashes."""
+    """The style of each label's line, by its place in the list: no other line has the same color and dashes."""
     return {
         label: {
             "label": label,
-            "color": _COLOURS[index % len(_COLOURS)],
-            "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
+            "color": _COLORS[index % len(_COLORS)],
+            "linestyle": _DASHES[index // len(_COLORS) % len(_DASHES)],
         }
         for index, label in enumerate(labels)
     }
 
 
-def add_legend(figure: Figure, looks: Mapping[str, Mapping[str, Any]]) -> None:
+def add_legend(figure: Figure, line_styles: Mapping[str, Mapping[str, Any]]) -> None:
     """Adds one legend of these `styles` above all panels, in space of its own."""
-    handles = [Line2D([], [], linewidth=2.2, **look) for look in looks.values()]
-    entry_inches = 0.8 + 0.1 * max(map(len, looks))
-    columns = min(len(looks), max(1, int(figure.get_figwidth() / entry_inches)))
-    rows = -(-len(looks) // columns)
+    handles = [Line2D([], [], linewidth=2.2, **style) for style in line_styles.values()]
+    entry_inches = 0.8 + 0.1 * max(map(len, line_styles))
+    columns = min(len(line_styles), max(1, int(figure.get_figwidth() / entry_inches)))
+    rows = -(-len(line_styles) // columns)
     figure.set_figheight(figure.get_figheight() + 0.15 + 0.25 * rows)  # so that panels keep their size
     figure.legend(handles=handles, loc="outside upper left", ncols=columns)
 

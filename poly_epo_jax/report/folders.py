@@ -17,7 +17,7 @@ _COUNTS = ("num_problems", "num_generations")
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunRecords:
     """A run's folder, its rows of metrics.jsonl and timing.jsonl, and the windows of timeline.jsonl by step.
 
     Its configuration and versions are empty if the folder does not record them.
@@ -32,18 +32,18 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
+class EvaluationResults:
     """One model on one benchmark: its folder and the content of results.json."""
 
     folder: Path
     results: dict[str, Any]
 
 
-Evaluations = dict[str, dict[str, Evaluation]]
+Evaluations = dict[str, dict[str, EvaluationResults]]
 """By benchmark and model label."""
 
 
-def read_folders(folders: Sequence[Path], models: Sequence[str] = ()) -> tuple[dict[str, Run], Evaluations]:
+def read_folders(folders: Sequence[Path], models: Sequence[str] = ()) -> tuple[dict[str, RunRecords], Evaluations]:
     """The runs by label, and the evaluations, both in the order of the folders.
 
     Args:
@@ -68,7 +68,7 @@ def _labels(folders: Sequence[Path]) -> dict[str, Path]:
     }
 
 
-def _read_run(folder: Path) -> Run:
+def _read_run(folder: Path) -> RunRecords:
     rows = read_rows(folder / METRICS)
     if not rows:
         raise ValueError(
@@ -77,7 +77,7 @@ def _read_run(folder: Path) -> Run:
         )
     timeline = _read_timeline(folder / TIMELINE)
     config, about = (read_object(folder / name, "repair or delete it") for name in (CONFIG, ABOUT))
-    return Run(folder, rows, read_rows(folder / TIMING), timeline, config, about.get("versions", []))
+    return RunRecords(folder, rows, read_rows(folder / TIMING), timeline, config, about.get("versions", []))
 
 
 def _read_timeline(path: Path) -> dict[int, Window]:
@@ -105,7 +105,7 @@ def _read_evaluations(folders: Sequence[Path], models: Sequence[str]) -> Evaluat
         raise ValueError(f"No evaluation of the model {unknown[0]!r} is there: choose from {', '.join(known)}.")
     ordered = {
         benchmark: {
-            model: Evaluation(folders_by_model[model], _read_results(folders_by_model[model] / RESULTS))
+            model: EvaluationResults(folders_by_model[model], _read_results(folders_by_model[model] / RESULTS))
             for model in models or folders_by_model
             if model in folders_by_model
         }

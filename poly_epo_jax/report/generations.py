@@ -34,9 +34,9 @@ class Bounds:
     characters: int = 4000
 
 
-WIDEST = Bounds()
-_TIGHTER = (
-    WIDEST,
+DEFAULT_BOUNDS = Bounds()
+_SMALLER_BOUNDS = (
+    DEFAULT_BOUNDS,
     Bounds(20, 16, 2000),
     Bounds(20, 8, 1500),
     Bounds(10, 8, 1000),
@@ -51,13 +51,13 @@ def run_collections(label: str, folder: Path) -> list[Collection]:
     Raises:
       ValueError: a row is damaged.
     """
-    first: _Shown | None = None
-    last: _Shown | None = None
+    first: _Collector | None = None
+    last: _Collector | None = None
     step = None
     for row in read_rows(folder / GENERATIONS, LOGGED_GENERATION):
         if row["step"] != step:
             step = row["step"]
-            first, last = first or last, _Shown()
+            first, last = first or last, _Collector()
         if last is not None:
             last.add(row)
     at_steps = [shown for shown in (first, last) if shown is not None]
@@ -80,7 +80,7 @@ def evaluation_collection(
     Raises:
       ValueError: a row is damaged.
     """
-    shown = _Shown({problem: None for problem in problems[: WIDEST.problems]})
+    shown = _Collector({problem: None for problem in problems[: DEFAULT_BOUNDS.problems]})
     rollouts: dict[int, tuple[np.ndarray, bool]] = {}
     for row in read_generations(folder):
         if row["problem"] == tree_problem and row["generation"] < tree_size:
@@ -92,8 +92,8 @@ def evaluation_collection(
 
 def bound(collections: Sequence[Collection], max_bytes: int) -> tuple[list[Collection], Bounds]:
     """As much of the collections as fits into `max_bytes` of JSON, and the bounds that make it fit."""
-    bounds = WIDEST
-    for bounds in _TIGHTER:
+    bounds = DEFAULT_BOUNDS
+    for bounds in _SMALLER_BOUNDS:
         bounded = [_cut(collection, bounds) for collection in collections]
         if len(json.dumps(bounded, ensure_ascii=False).encode(errors="replace")) <= max_bytes:
             return bounded, bounds
@@ -101,7 +101,7 @@ def bound(collections: Sequence[Collection], max_bytes: int) -> tuple[list[Colle
 
 
 @dataclasses.dataclass(frozen=True)
-class Excerpt:
+class TextExcerpt:
     """Both ends of a text, long enough for any bounds, and its full length. A short text is entirely in `head`."""
 
     head: str
@@ -109,9 +109,9 @@ class Excerpt:
     length: int
 
     @classmethod
-    def of(cls, text: str) -> "Excerpt":
-        whole = len(text) <= WIDEST.characters
-        ends = (text, "") if whole else (text[: WIDEST.characters], text[-WIDEST.characters :])
+    def of(cls, text: str) -> "TextExcerpt":
+        whole = len(text) <= DEFAULT_BOUNDS.characters
+        ends = (text, "") if whole else (text[: DEFAULT_BOUNDS.characters], text[-DEFAULT_BOUNDS.characters :])
         return cls(ends[0].translate(_VISIBLE), ends[1].translate(_VISIBLE), len(text))
 
     def within(self, characters: int) -> str:
@@ -123,7 +123,7 @@ class Excerpt:
         return f"{self.head[: characters - end]}\n{note}\n{(self.tail or self.head)[-end:]}"
 
 
-class _Shown:
+class _Collector:
     """Collects the problems of a step or a benchmark: the given ones, or else the first that are added."""
 
     def __init__(self, problems: Mapping[str, None] | None = None) -> None:
@@ -138,7 +138,7 @@ class _Shown:
         self.num_generations += 1
         name = _name(row)
         self._seen.add(name)
-        if self._open and len(self._problems) < WIDEST.problems:
+        if self._open and len(self._problems) < DEFAULT_BOUNDS.problems:
             self._problems.setdefault(name, {})
         problem = self._problems.get(name)
         if problem is None:
@@ -152,7 +152,7 @@ class _Shown:
         cluster = problem["clusters"].setdefault(row["cluster"], {"id": row["cluster"], "size": 0, "correct": 0})
         cluster["size"] += 1
         cluster["correct"] += row["correct"]
-        if row["generation"] < WIDEST.generations:
+        if row["generation"] < DEFAULT_BOUNDS.generations:
             problem["generations"].append(_generation(row))
 
     def collection(self, model: str, part: str, file: Path) -> Collection:
@@ -184,13 +184,13 @@ def _generation(row: Row) -> Row:
     return {"number": row["generation"], **others, **length, **cut, **_excerpts(texts)}
 
 
-def _excerpts(texts: Mapping[str, Any]) -> dict[str, Excerpt]:
-    return {name: Excerpt.of(str(text)) for name, text in texts.items() if text is not None}
+def _excerpts(texts: Mapping[str, Any]) -> dict[str, TextExcerpt]:
+    return {name: TextExcerpt.of(str(text)) for name, text in texts.items() if text is not None}
 
 
 def _cut(item: Any, bounds: Bounds) -> Any:
     """A copy of the item with every excerpt, and the lists of problems and generations, cut to the bounds."""
-    if isinstance(item, Excerpt):
+    if isinstance(item, TextExcerpt):
         return item.within(bounds.characters)
     if isinstance(item, list):
         return [_cut(entry, bounds) for entry in item]

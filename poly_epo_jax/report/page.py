@@ -32,11 +32,11 @@ def evaluation_summaries(evaluations: Evaluations) -> list[str]:
     """A sentence that compares each model with the first, by means over the benchmarks that have both."""
     models = model_labels(evaluations)
     if len(models) == 1:
-        return [_beside(models[0], models[0], evaluations)]
-    return [_beside(models[0], other, evaluations) for other in models[1:]]
+        return [_comparison_sentence(models[0], models[0], evaluations)]
+    return [_comparison_sentence(models[0], other, evaluations) for other in models[1:]]
 
 
-def _beside(first: str, other: str, evaluations: Evaluations) -> str:
+def _comparison_sentence(first: str, other: str, evaluations: Evaluations) -> str:
     shared = {
         benchmark: (models[first], models[other])
         for benchmark, models in evaluations.items()
@@ -65,7 +65,7 @@ def results_tables(evaluations: Evaluations, labels: Sequence[str]) -> str:
         rows = []
         for model, results in models.items():
             swatch = f'<span class="swatch look{labels.index(model) % 7}"></span>'
-            cells = [_cell(metric, results["metrics"].get(name)) for name, metric in columns.items()]
+            cells = [_metric_cell(metric, results["metrics"].get(name)) for name, metric in columns.items()]
             rows.append([f"{swatch}{html.escape(model)}", *cells])
         sizes = {(results["num_problems"], results["num_generations"]) for results in models.values()}
         size = " or ".join(
@@ -116,7 +116,7 @@ def final_values(rows: figures.Rows) -> dict[str, float]:
     return values
 
 
-def _cell(metric: EvaluationMetric, value: Mapping[str, Any] | None) -> str:
+def _metric_cell(metric: EvaluationMetric, value: Mapping[str, Any] | None) -> str:
     if value is None:
         return "-"
     low, high = finite(value.get("low")), finite(value.get("high"))

@@ -6,7 +6,7 @@ from typing import Any
 
 from poly_epo_jax.report.document import table
 
-UNSHOWN = ("workdir", "compilation_cache", "base.cache_dir")
+HIDDEN_KEYS = ("workdir", "compilation_cache", "base.cache_dir")
 """Keys that say only where files are kept, which says nothing about a run's numbers."""
 
 
@@ -18,7 +18,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             keys |= flat(value, f"{prefix}{key}.")
         else:
             keys[prefix + key] = value
-    return {key: value for key, value in keys.items() if key not in UNSHOWN}
+    return {key: value for key, value in keys.items() if key not in HIDDEN_KEYS}
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -42,7 +42,7 @@ def settings_section(
         return ""
     keys = differing_keys(list(configs.values()))
     tables = {label: flat(config) for label, config in configs.items()}
-    rows = [[escape(label), *(_value(values.get(key)) for key in keys)] for label, values in tables.items()]
+    rows = [[escape(label), *(_value_html(values.get(key)) for key in keys)] for label, values in tables.items()]
     differences = ""
     if keys:
         summary = f"Where the configurations of {len(configs)} runs differ: {escape(', '.join(keys))}"
@@ -50,7 +50,9 @@ def settings_section(
     elif len(configs) > 1:
         differences = "<p>All runs have the same configuration.</p>"
     first = next(iter(tables.values()))
-    shared = table(["key", "value"], [[escape(key), _value(value)] for key, value in first.items() if key not in keys])
+    shared = table(
+        ["key", "value"], [[escape(key), _value_html(value)] for key, value in first.items() if key not in keys]
+    )
     return (
         '<section id="settings"><h2>Configuration and versions</h2>'
         '<p class="muted">Numbers of runs compare where the configurations differ only in what is compared. Paths of '
@@ -79,5 +81,5 @@ def _versions_table(versions: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
     return f"{several}{table(['trained with', *map(escape, names)], rows)}{note}"
 
 
-def _value(value: Any) -> str:
+def _value_html(value: Any) -> str:
     return "-" if value is None else escape(f"{value:g}" if isinstance(value, float) else str(value))

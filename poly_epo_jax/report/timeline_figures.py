@@ -33,7 +33,7 @@ STAGES = {
 }
 """The stages in the order in which a batch passes through them, with their names in a sentence."""
 _CUT_APART = 2e-4  # seconds: a span that crosses from one step to the next was cut in two, and each end rounded
-_PALE, _GREY = 0.4, "#777777"
+_PALE, _GRAY = 0.4, "#777777"
 
 
 class Bar(NamedTuple):
@@ -47,7 +47,7 @@ class Bar(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Excerpt:
+class TimelineExcerpt:
     """Consecutive steps: when each begins, in seconds from the start of the first, and the bars of every stage."""
 
     starts: dict[int, float]
@@ -70,17 +70,17 @@ class Excerpt:
         return (bar.step - next(iter(self.starts))) % 2 == 1
 
 
-def excerpts(windows: Windows) -> list[Excerpt]:
+def excerpts(windows: Windows) -> list[TimelineExcerpt]:
     """The newest of the steps closest to the median length, and a few consecutive steps around it, if there are any."""
     steps = list(windows)
     if not steps:
         return []
     seconds = np.array([windows[step].seconds for step in steps])
     off = np.abs(seconds - np.median(seconds))
-    place = len(steps) - 1 - int(np.argmin(off[::-1]))
-    first = max(0, min(place - 1, len(steps) - CONSECUTIVE))
+    median_index = len(steps) - 1 - int(np.argmin(off[::-1]))
+    first = max(0, min(median_index - 1, len(steps) - CONSECUTIVE))
     around = steps[first : first + CONSECUTIVE]
-    return [_excerpt(windows, [steps[place]]), *([_excerpt(windows, around)] if len(around) > 1 else [])]
+    return [_excerpt(windows, [steps[median_index]]), *([_excerpt(windows, around)] if len(around) > 1 else [])]
 
 
 def sentence(windows: Windows) -> str:
@@ -88,10 +88,10 @@ def sentence(windows: Windows) -> str:
     steps = list(windows.values())
     length = float(np.median([step.seconds for step in steps]))
     alone = _largest([_shares(step, alone_intervals(step.spans)) for step in steps])
-    in_all = _largest([_shares(step, _under_way(step)) for step in steps])
+    in_all = _largest([_shares(step, _busy_intervals(step)) for step in steps])
     overlap = float(np.median([_overlap(step) for step in steps]))
     parts = [
-        f"{name} {share}" if place else f"{name} alone takes {share} of it" for place, (name, share) in enumerate(alone)
+        f"{name} {share}" if index else f"{name} alone takes {share} of it" for index, (name, share) in enumerate(alone)
     ]
     overlapping = f"for {overlap:.0%} two or more are under way" if overlap >= 0.005 else "nothing overlaps"
     text = "; ".join([*([", ".join(parts)] if parts else []), overlapping])
@@ -100,7 +100,7 @@ def sentence(windows: Windows) -> str:
     return f"A step takes {length:.3g} s (median of {len(steps)}). {text[0].upper()}{text[1:]}."
 
 
-def timeline(runs: Mapping[str, Windows]) -> Figure | None:
+def plot_timeline(runs: Mapping[str, Windows]) -> Figure | None:
     """One row per run: a step of median length, and a few consecutive steps. None if no run has a timeline."""
     drawn = {label: excerpts(windows) for label, windows in runs.items() if windows}
     if not drawn:
@@ -109,10 +109,10 @@ def timeline(runs: Mapping[str, Windows]) -> Figure | None:
     with matplotlib.rc_context(figures.STYLE):
         figure = Figure(figsize=(6.0 * columns, 3.2 * len(drawn)), dpi=figures.DPI, layout="constrained")
         grid = figure.subplots(len(drawn), columns, squeeze=False)
-        looks = figures.styles(list(runs))
+        line_styles = figures.styles(list(runs))
         for row, (label, panels) in zip(grid, drawn.items(), strict=True):
             for axes, excerpt in zip(row, panels, strict=False):
-                _draw(axes, excerpt, looks[label]["color"])
+                _draw_excerpt(axes, excerpt, line_styles[label]["color"])
                 axes.set_title(f"{label}: {excerpt.title}" if len(drawn) > 1 else excerpt.title.capitalize())
             for axes in row[len(panels) :]:
                 axes.remove()
@@ -121,14 +121,14 @@ def timeline(runs: Mapping[str, Windows]) -> Figure | None:
     return figure
 
 
-def _draw(axes: Axes, excerpt: Excerpt, colour: str) -> None:
+def _draw_excerpt(axes: Axes, excerpt: TimelineExcerpt, color: str) -> None:
     stages = excerpt.stages
     for bar in excerpt.bars:
-        full = np.array(to_rgb(_GREY if excerpt.is_odd(bar) else colour))
+        full = np.array(to_rgb(_GRAY if excerpt.is_odd(bar) else color))
         for parts, drawn in (([(bar.start, bar.end)], _PALE * full + 1 - _PALE), (bar.alone, full)):
             spans = [(start, end - start) for start, end in parts]
-            place = stages.index(bar.stage) - 0.36, 0.72
-            axes.broken_barh(spans, place, facecolors=[drawn], edgecolors=[drawn], linewidth=0.5)
+            position = stages.index(bar.stage) - 0.36, 0.72
+            axes.broken_barh(spans, position, facecolors=[drawn], edgecolors=[drawn], linewidth=0.5)
     for start in list(excerpt.starts.values())[1:]:
         axes.axvline(start, color="#888888", linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(stages)), stages)
@@ -137,7 +137,7 @@ def _draw(axes: Axes, excerpt: Excerpt, colour: str) -> None:
     axes.grid(axis="y", visible=False)
 
 
-def _excerpt(windows: Windows, steps: list[int]) -> Excerpt:
+def _excerpt(windows: Windows, steps: list[int]) -> TimelineExcerpt:
     starts, spans, at = {}, [], 0.0
     for step in steps:
         starts[step] = at
@@ -145,16 +145,16 @@ def _excerpt(windows: Windows, steps: list[int]) -> Excerpt:
         at += windows[step].seconds
     spans = merge(spans, _CUT_APART)
     alone = alone_intervals(spans)
-    return Excerpt(starts, at, [Bar(*span, _parts(span, alone[span.stage])) for span in spans])
+    return TimelineExcerpt(starts, at, [Bar(*span, _parts_within(span, alone[span.stage])) for span in spans])
 
 
-def _parts(span: Span, alone: list[Interval]) -> list[Interval]:
+def _parts_within(span: Span, alone: list[Interval]) -> list[Interval]:
     return [
         (max(start, span.start), min(end, span.end)) for start, end in alone if start < span.end and end > span.start
     ]
 
 
-def _under_way(window: Window) -> dict[str, list[Interval]]:
+def _busy_intervals(window: Window) -> dict[str, list[Interval]]:
     """The times at which each stage was under way, for any batch."""
     found: dict[str, list[Interval]] = {}
     for span in merge((span._replace(step=0) for span in window.spans), 0.0):
@@ -165,7 +165,7 @@ def _under_way(window: Window) -> dict[str, list[Interval]]:
 def _overlap(window: Window) -> float:
     """The share of the step during which two or more stages were under way."""
     anything = Window(0.0, window.seconds, [span._replace(stage="anything") for span in window.spans])
-    busy = sum(_shares(anything, _under_way(anything)).values(), 0.0)
+    busy = sum(_shares(anything, _busy_intervals(anything)).values(), 0.0)
     return busy - sum(_shares(window, alone_intervals(window.spans)).values(), 0.0)
 
 

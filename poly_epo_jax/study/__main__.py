@@ -17,10 +17,10 @@ from pathlib import Path
 
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.study.folder import LOCK
-from poly_epo_jax.study.page import write_report
-from poly_epo_jax.study.plan import Run, make_runs, write_plan
-from poly_epo_jax.study.progress import shown
-from poly_epo_jax.study.queue import cores, default_places, gpus, work_off
+from poly_epo_jax.study.page import write_study_report
+from poly_epo_jax.study.plan import StudyRun, make_runs, write_plan
+from poly_epo_jax.study.progress import show_progress
+from poly_epo_jax.study.queue import cores, default_workers, gpus, run_all
 from poly_epo_jax.study.spec import read_study
 from poly_epo_jax.system.file_lock import exclusive
 from poly_epo_jax.system.signals import Stopped, exit_code
@@ -41,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     overrides = [argument for argument in given if argument.startswith("--config.")]
     options = parser.parse_args([argument for argument in given if argument not in overrides])
-    places = cores(options.parallel) if options.parallel else default_places()
+    workers = cores(options.parallel) if options.parallel else default_workers()
     if options.gpus:
-        places = gpus(options.gpus)
+        workers = gpus(options.gpus)
     logging.getLogger("absl").setLevel(logging.WARNING)
 
     def work() -> int:
@@ -57,24 +57,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with exclusive(folder / LOCK, f"the study {folder}"):
             write_plan(study, runs)
             try:
-                code = 0 if options.report else _run(folder, runs, places)
+                code = 0 if options.report else _run_unfinished(folder, runs, workers)
             except Stopped as stopped:
                 print(
                     f"{stopped}: every run has saved its last step; the same command goes on from there.",
                     file=sys.stderr,
                 )
                 return 128 + stopped.number
-            report = write_report(folder)
+            report = write_study_report(folder)
         print(f"report: {report}")
         return code
 
     return exit_code(work)
 
 
-def _run(folder: Path, runs: Sequence[Run], places: Sequence[dict[str, str]]) -> int:
+def _run_unfinished(folder: Path, runs: Sequence[StudyRun], workers: Sequence[dict[str, str]]) -> int:
     """Runs everything that is not finished, and reports which runs failed."""
-    with shown(runs) as listener:
-        rows = asyncio.run(work_off(folder, runs, places, listener))
+    with show_progress(runs) as listener:
+        rows = asyncio.run(run_all(folder, runs, workers, listener))
     failed = [row["run"] for row in rows if row["exit"]]
     if failed:
         print(

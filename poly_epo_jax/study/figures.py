@@ -1,4 +1,4 @@
-"""The figures of a study: results in, matplotlib figures out. A method has the same colour and mark in all of them."""
+"""The figures of a study: results in, matplotlib figures out. A method has the same color and mark in all of them."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ _PANEL = (3.2, 2.5)
 Curve = tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]
 
 
-def looks(results: StudyResults) -> dict[str, dict[str, Any]]:
+def line_styles(results: StudyResults) -> dict[str, dict[str, Any]]:
     """Colour, dashes, mark and width of each method. A line on top of another is thinner, so that both are visible."""
     styles, widest = figures.styles(results.methods), 3.4
     return {
@@ -34,7 +34,7 @@ def looks(results: StudyResults) -> dict[str, dict[str, Any]]:
     }
 
 
-def by_rate(results: StudyResults, task: str) -> Figure | None:
+def plot_by_rate(results: StudyResults, task: str) -> Figure | None:
     """The two axes of the frontier by learning rate, methods side by side, and their differences from the baseline.
 
     No two points share a place, so none hides another.
@@ -57,7 +57,7 @@ def by_rate(results: StudyResults, task: str) -> Figure | None:
     return figure
 
 
-def comparison(results: StudyResults, task: str) -> Figure | None:
+def plot_comparison(results: StudyResults, task: str) -> Figure | None:
     """Held-out reward and distinct correct answers during training, readable at 900 pixels; one row per rate.
 
     Means over finished runs, shaded from the lowest to the highest. None if no finished run was evaluated.
@@ -69,11 +69,11 @@ def comparison(results: StudyResults, task: str) -> Figure | None:
     shared = {"sharex": True, "sharey": "col"}
     with figures.panels(len(rates) * len(metrics), len(metrics), _PANEL, **shared) as (figure, panels):
         for axes, (rate, metric) in zip(panels, itertools.product(rates, metrics), strict=True):
-            for method, look in looks(results).items():
+            for method, style in line_styles(results).items():
                 _band(
                     axes,
                     [figures.series(run.rows, metric) for run in results.of((task, method, rate))],
-                    look,
+                    style,
                     marked=True,
                 )
             axes.set_title(describe(metric).title)
@@ -86,39 +86,39 @@ def comparison(results: StudyResults, task: str) -> Figure | None:
     return figure
 
 
-def curves(results: StudyResults, task: str, metric: str) -> Figure | None:
+def plot_curves(results: StudyResults, task: str, metric: str) -> Figure | None:
     """A metric during training, one panel per rate: means over finished runs, shaded from the lowest to the highest.
 
     Each run that did not finish is a thin dotted line of its own.
     """
 
-    def draw(axes: Axes, runs: Sequence[Result], look: Mapping[str, Any]) -> None:
-        _band(axes, [figures.series(run.rows, metric) for run in runs], look, marked=is_held_out(metric))
+    def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:
+        _band(axes, [figures.series(run.rows, metric) for run in runs], style, marked=is_held_out(metric))
 
-    def draw_unfinished(axes: Axes, run: Result, look: Mapping[str, Any]) -> None:
-        axes.plot(*figures.series(run.rows, metric), color=look["color"], linewidth=0.9, linestyle=(0, (1, 2)))
+    def draw_unfinished(axes: Axes, run: Result, style: Mapping[str, Any]) -> None:
+        axes.plot(*figures.series(run.rows, metric), color=style["color"], linewidth=0.9, linestyle=(0, (1, 2)))
 
     return _panels(results, task, draw, "training step", draw_unfinished)
 
 
-def pass_at_k(results: StudyResults, task: str) -> Figure | None:
+def plot_pass_at_k(results: StudyResults, task: str) -> Figure | None:
     """pass@k at the last evaluation during training, one panel per rate: means and ranges over seeds."""
 
-    def draw(axes: Axes, runs: Sequence[Result], look: Mapping[str, Any]) -> None:
+    def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:
         points = [curve(last_evaluation(run.rows), PASS) for run in runs]
         seeds = [(np.array([p.k for p in found], int), np.array([p.mean for p in found])) for found in points]
-        _band(axes, seeds, look, marked=True)
+        _band(axes, seeds, style, marked=True)
         log2_axis(axes, "k (attempts)")
 
     return _panels(results, task, draw, "k (attempts)")
 
 
-def branching(results: StudyResults, task: str, benchmark: str) -> Figure | None:
+def plot_branching(results: StudyResults, task: str, benchmark: str) -> Figure | None:
     """Mean active branches by token position, in the evaluation on a benchmark: means and ranges over seeds."""
 
-    def draw(axes: Axes, runs: Sequence[Result], look: Mapping[str, Any]) -> None:
+    def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:
         found = [run.evaluations[benchmark]["branching"]["mean"] for run in runs if benchmark in run.evaluations]
-        _band(axes, [(np.arange(1, len(means) + 1), np.array(means, float)) for means in found], look, marked=False)
+        _band(axes, [(np.arange(1, len(means) + 1), np.array(means, float)) for means in found], style, marked=False)
 
     return _panels(results, task, draw, "token position")
 
@@ -132,14 +132,14 @@ def _dodged(
 ) -> None:
     """Draws an interval for each method and rate, with the methods of a rate side by side."""
     step = 0.7 / len(results.methods)
-    for place, (method, look) in enumerate(looks(results).items()):
+    for method_index, (method, style) in enumerate(line_styles(results).items()):
         for index, rate in enumerate(results.rates):
             interval = interval_of((task, method, rate), metric)
             if interval is not None:
-                x = index + (place - (len(results.methods) - 1) / 2) * step
+                x = index + (method_index - (len(results.methods) - 1) / 2) * step
                 if math.isfinite(interval.low):
-                    axes.plot([x, x], [interval.low, interval.high], color=look["color"], linewidth=1.6)
-                axes.plot(x, interval.mean, look["marker"], color=look["color"], markersize=6, fillstyle="none")
+                    axes.plot([x, x], [interval.low, interval.high], color=style["color"], linewidth=1.6)
+                axes.plot(x, interval.mean, style["marker"], color=style["color"], markersize=6, fillstyle="none")
     axes.set_xticks(range(len(results.rates)), [f"{rate:g}" for rate in results.rates])
     axes.set_xlim(-0.5, len(results.rates) - 0.5)
     axes.grid(axis="x", visible=False)
@@ -156,11 +156,11 @@ def _panels(
     width = _PANEL[0] * (2 if len(results.rates) == 1 else 1)
     with figures.panels(len(results.rates), len(results.rates), (width, _PANEL[1]), sharey=True) as (figure, panels):
         for axes, rate in zip(panels, results.rates, strict=True):
-            for method, look in looks(results).items():
-                draw(axes, results.of((task, method, rate)), look)
+            for method, style in line_styles(results).items():
+                draw(axes, results.of((task, method, rate)), style)
                 if draw_unfinished is not None:
                     for run in results.of((task, method, rate), finished=False):
-                        draw_unfinished(axes, run, look)
+                        draw_unfinished(axes, run, style)
             axes.set_title(f"learning rate {rate:g}" if len(results.rates) > 1 else "")
             axes.set_xlabel(x_label)
             if axes.get_xscale() == "linear":
@@ -171,7 +171,7 @@ def _panels(
     return figure
 
 
-def _band(axes: Axes, seeds: Sequence[Curve], look: Mapping[str, Any], marked: bool) -> None:
+def _band(axes: Axes, seeds: Sequence[Curve], style: Mapping[str, Any], marked: bool) -> None:
     """Draws the mean over seeds and their range, at the steps at which all of them were measured."""
     seeds = [seed for seed in seeds if len(seed[0])]
     if not seeds:
@@ -182,16 +182,16 @@ def _band(axes: Axes, seeds: Sequence[Curve], look: Mapping[str, Any], marked: b
     table = np.stack([values[np.isin(at, steps)] for at, values in seeds])
     if not marked:
         table = np.stack([figures.smooth(values) for values in table])
-    style = {name: look[name] for name in ("color", "linestyle", "linewidth")}
+    line = {name: style[name] for name in ("color", "linestyle", "linewidth")}
     # Hollow, so that a mark does not hide another's.
-    style |= {"marker": look["marker"], "markersize": 4.5, "fillstyle": "none"} if marked else {}
-    axes.plot(steps, table.mean(axis=0), **style)
-    axes.fill_between(steps, table.min(axis=0), table.max(axis=0), color=look["color"], alpha=0.15, linewidth=0)
+    line |= {"marker": style["marker"], "markersize": 4.5, "fillstyle": "none"} if marked else {}
+    axes.plot(steps, table.mean(axis=0), **line)
+    axes.fill_between(steps, table.min(axis=0), table.max(axis=0), color=style["color"], alpha=0.15, linewidth=0)
 
 
 def add_legend(figure: Figure, results: StudyResults, *others: Line2D) -> None:
     """Adds a legend of the methods, and of other marks, above all panels."""
-    handles = [Line2D([], [], fillstyle="none", markersize=7, **look) for look in looks(results).values()]
+    handles = [Line2D([], [], fillstyle="none", markersize=7, **style) for style in line_styles(results).values()]
     figure.set_figheight(figure.get_figheight() + 0.4)  # so that panels keep their size
     columns = max(1, int(figure.get_figwidth() / 1.8))
     figure.legend(handles=[*handles, *others], loc="outside upper left", ncols=columns)

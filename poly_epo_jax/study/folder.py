@@ -31,7 +31,7 @@ ATTEMPT: Columns = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
+class RunKey:
     """Identifies a run of a study."""
 
     task: str

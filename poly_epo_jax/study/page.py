@@ -12,11 +12,11 @@ from poly_epo_jax.metrics.logged import describe
 from poly_epo_jax.report.document import document, markdown_table, table
 from poly_epo_jax.report.figures import COMPARED, drawn_metrics, image, save
 from poly_epo_jax.study import figures
-from poly_epo_jax.study.frontier import frontier
+from poly_epo_jax.study.frontier import plot_frontier
 from poly_epo_jax.study.reproduction import reproduction_section
 from poly_epo_jax.study.results import Cell, StudyResults, read_results
 
-HOW_INTERVALS_ARE_MADE = (
+INTERVAL_NOTE = (
     "Means over training seeds, in brackets their 95% interval (Student's t): how far the mean would move with other "
     "seeds. The second line is the difference from {baseline} at the same learning rate, seed by seed, with its own "
     "interval; where that holds 0, these seeds do not tell the two apart. One seed has no interval. Nothing is "
@@ -35,7 +35,7 @@ BRANCHING = (
 )
 
 
-def write_report(folder: Path) -> Path:
+def write_study_report(folder: Path) -> Path:
     """Writes report/report.html in a study's folder, with what its runs have measured so far, and returns its path.
 
     For papers and READMEs, it also writes the tables as Markdown, and two figures of each task as PNG and PDF.
@@ -55,8 +55,8 @@ def write_report(folder: Path) -> Path:
     (page.parent / "tables.md").write_text(markdown(results), encoding="utf-8")
     for task in results.tasks:
         for name, figure in {
-            "frontier": frontier(results, task),
-            "comparison": figures.comparison(results, task),
+            "frontier": plot_frontier(results, task),
+            "comparison": figures.plot_comparison(results, task),
         }.items():
             if figure is not None:
                 save(figure, page.parent, f"{name}-{task}")
@@ -68,12 +68,12 @@ def _summary(results: StudyResults) -> str:
     lines = [f"<b>{finished} of {len(results.results)} runs finished</b>"]
     unfinished = [one for one in results.results if not one.state.is_finished]
     if unfinished:
-        named = ", ".join(f"{one.member.path} ({one.state})" for one in unfinished)
+        named = ", ".join(f"{one.key.path} ({one.state})" for one in unfinished)
         lines.append(
             f"Not finished, and so in no mean: {html.escape(named)}. Their curves are thin dotted lines, their last "
             "evaluations crosses"
         )
-    links = [f'<a href="#task-{place}">{html.escape(task)}</a>' for place, task in enumerate(results.tasks)]
+    links = [f'<a href="#task-{index}">{html.escape(task)}</a>' for index, task in enumerate(results.tasks)]
     links.append('<a href="#reproduction">how to reproduce it</a>')
     lines.append(f"On this page: {', '.join(links)}")
     return f"<ul class='summary'>{''.join(f'<li>{line}.</li>' for line in lines)}</ul>"
@@ -83,18 +83,18 @@ def _task(results: StudyResults, task: str) -> str:
     name = html.escape(task)
     parts = [
         f'<section id="task-{results.tasks.index(task)}"><h2>{name}</h2>',
-        _figure("Frontier", FRONTIER, frontier(results, task), task),
+        _figure("Frontier", FRONTIER, plot_frontier(results, task), task),
         _results_table(results, task),
-        _figure("By learning rate", BY_RATE, figures.by_rate(results, task), task),
-        _figure("Held-out pass@k", PASS_AT_K, figures.pass_at_k(results, task), task),
+        _figure("By learning rate", BY_RATE, figures.plot_by_rate(results, task), task),
+        _figure("Held-out pass@k", PASS_AT_K, figures.plot_pass_at_k(results, task), task),
         f"<h3>During training</h3><p class='muted'>{CURVES}</p>",
     ]
     for metric in (*COMPARED, *drawn_metrics()):
         entry = describe(metric)
-        parts.append(_figure(entry.title, entry.meaning, figures.curves(results, task, metric), task))
-    benchmarks = {name for one in results.results if one.member.task == task for name in one.evaluations}
+        parts.append(_figure(entry.title, entry.meaning, figures.plot_curves(results, task, metric), task))
+    benchmarks = {name for one in results.results if one.key.task == task for name in one.evaluations}
     for benchmark in sorted(benchmarks):
-        figure = figures.branching(results, task, benchmark)
+        figure = figures.plot_branching(results, task, benchmark)
         parts.append(_figure(f"Branching on {benchmark}", BRANCHING, figure, task))
     return "".join([*parts, "</section>"])
 
@@ -113,16 +113,16 @@ def _results_table(results: StudyResults, task: str) -> str:
     rows = []
     for row in result_rows(results, task):
         seeds = f"{row.finished}"
-        if row.finished < row.asked:
-            seeds = f"<b class='wrong'>{row.finished} of {row.asked} finished</b>"
-        shown = map(_cell, row.means, row.differences)
+        if row.finished < row.num_runs:
+            seeds = f"<b class='wrong'>{row.finished} of {row.num_runs} finished</b>"
+        shown = map(_interval_cell, row.means, row.differences)
         rows.append([html.escape(row.method), f"{row.rate:g}", seeds, *shown])
-    note = HOW_INTERVALS_ARE_MADE.format(baseline=html.escape(results.baseline))
+    note = INTERVAL_NOTE.format(baseline=html.escape(results.baseline))
     header = ["method", "learning rate", "seeds", *map(html.escape, metrics.values())]
     return f"{table(header, rows)}<p class='muted'>{note}</p>"
 
 
-def _cell(mean: Interval | None, difference: Interval | None) -> str:
+def _interval_cell(mean: Interval | None, difference: Interval | None) -> str:
     if mean is None:
         return "-"
     less = "" if difference is None else f"<span class='interval'>{interval_text(difference, '+')}</span>"
@@ -133,7 +133,7 @@ class ResultRow(NamedTuple):
     """A method at a rate.
 
     Args:
-      finished, asked: the numbers of finished runs and of all runs.
+      finished, num_runs: the numbers of finished runs and of all runs.
       means, differences: an interval for each of `StudyResults.metrics`, None if there is none; the differences are
         from the baseline, seed by seed.
     """
@@ -141,7 +141,7 @@ class ResultRow(NamedTuple):
     method: str
     rate: float
     finished: int
-    asked: int
+    num_runs: int
     means: Sequence[Interval | None]
     differences: Sequence[Interval | None]
 
@@ -151,9 +151,11 @@ def result_rows(results: StudyResults, task: str) -> list[ResultRow]:
     metrics = results.metrics(task)
 
     def row(cell: Cell) -> ResultRow:
-        asked = sum(one.cell == cell for one in results.results)
+        num_runs = sum(one.cell == cell for one in results.results)
         means = [results.interval(cell, name) for name in metrics]
-        return ResultRow(*cell[1:], len(results.of(cell)), asked, means, [results.difference(cell, n) for n in metrics])
+        return ResultRow(
+            *cell[1:], len(results.of(cell)), num_runs, means, [results.difference(cell, n) for n in metrics]
+        )
 
     return [row((task, method, rate)) for method in results.methods for rate in results.rates]
 
@@ -186,5 +188,5 @@ def _table(
     lines = []
     for row in rows:
         shown = ["-" if interval is None else interval_text(interval, sign) for interval in cells(row)]
-        lines.append([row.method, f"{row.rate:g}", f"{row.finished} of {row.asked}", *shown])
+        lines.append([row.method, f"{row.rate:g}", f"{row.finished} of {row.num_runs}", *shown])
     return "\n".join(markdown_table(header, lines))

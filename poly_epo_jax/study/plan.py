@@ -14,16 +14,16 @@ from poly_epo_jax.evaluate.folder import ABOUT, RESULTS
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.startup.command_line import read_arguments
 from poly_epo_jax.startup.resume_checks import check_same_run
-from poly_epo_jax.study.folder import EVALUATION, PLAN, Member, run_state
-from poly_epo_jax.study.spec import OWNED, RATE, SEED, WORKDIR, Changes, Evaluation, Study
+from poly_epo_jax.study.folder import EVALUATION, PLAN, RunKey, run_state
+from poly_epo_jax.study.spec import RATE, SEED, STUDY_KEYS, WORKDIR, Changes, Evaluation, Study
 from poly_epo_jax.system.json_files import write_json
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class StudyRun:
     """One run of a study, and how it is evaluated once it is finished, if at all."""
 
-    member: Member
+    key: RunKey
     folder: Path
     arguments: list[str]
     config: Config
@@ -43,7 +43,7 @@ class Run:
             "poly_epo_jax.evaluate",
             *self.arguments,
             f"--benchmarks={','.join(self.benchmarks)}",
-            f"--models={self.member.label}={self.folder}",
+            f"--models={self.key.label}={self.folder}",
             f"--num_generations={self.evaluation.num_generations}",
             f"--judge={str(self.evaluation.judge).lower()}",
             f"--output={self.folder.parent.parent / EVALUATION}",
@@ -66,9 +66,9 @@ class Run:
         weights = f"{self.folder} step {self.config.train.num_steps}"
         for benchmark in self.benchmarks:
             number, judged = self.evaluation.num_generations, self.evaluation.judge
-            asked = about_evaluation(self.config, benchmark, weights, number, judged)
-            folder = self.folder.parent.parent / EVALUATION / benchmark_label(benchmark) / self.member.label
-            if not (folder / RESULTS).exists() or json.loads((folder / ABOUT).read_text()) != asked:
+            expected = about_evaluation(self.config, benchmark, weights, number, judged)
+            folder = self.folder.parent.parent / EVALUATION / benchmark_label(benchmark) / self.key.label
+            if not (folder / RESULTS).exists() or json.loads((folder / ABOUT).read_text()) != expected:
                 return False
         return True
 
@@ -79,7 +79,7 @@ class Run:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[Run]:
+def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[StudyRun]:
     """Every run, ordered by seed, so that an interrupted study has whole seeds to compare.
 
     Args:
@@ -90,45 +90,45 @@ def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[Run]:
     """
     for override in overrides:
         key = override.partition("=")[0].removeprefix("--config.")
-        if key in OWNED:
-            raise ConfigError(f"--config.{key} is what {OWNED[key]} of the study says; change it there.")
+        if key in STUDY_KEYS:
+            raise ConfigError(f"--config.{key} is what {STUDY_KEYS[key]} of the study says; change it there.")
     runs, mistakes = [], {}
-    members = [
-        Member(task, method, float(rate), seed)
+    run_keys = [
+        RunKey(task, method, float(rate), seed)
         for seed in study.seeds
         for task in study.tasks
         for rate in study.rates
         for method in study.methods
     ]
-    for member in members:
-        folder = Path(study.folder) / member.path
-        arguments = _arguments(study, member, folder, overrides)
+    for run_key in run_keys:
+        folder = Path(study.folder) / run_key.path
+        arguments = _arguments(study, run_key, folder, overrides)
         try:
             config = read_arguments(arguments)
             if config.hosts.coordinator:
                 raise ConfigError("hosts.coordinator is set, but each run of a study is a process of one host.")
             check_same_run(folder, config)
-            runs.append(Run(member, folder, arguments, config, study.evaluation, study.keep_weights))
+            runs.append(StudyRun(run_key, folder, arguments, config, study.evaluation, study.keep_weights))
         except (ValueError, OSError) as error:
             # Many runs usually share a mistake: the first of them is named.
-            mistakes.setdefault(" ".join(str(error).split()), member)
+            mistakes.setdefault(" ".join(str(error).split()), run_key)
     if mistakes:
-        raise ConfigError("\n".join(f"{member.path}: {text}" for text, member in mistakes.items()))
+        raise ConfigError("\n".join(f"{run_key.path}: {text}" for text, run_key in mistakes.items()))
     return runs
 
 
-def write_plan(study: Study, runs: Sequence[Run]) -> None:
+def write_plan(study: Study, runs: Sequence[StudyRun]) -> None:
     """Writes down, for reports, which runs there are and what they are compared with."""
     Path(study.folder).mkdir(parents=True, exist_ok=True)
-    members = [dataclasses.asdict(run.member) for run in runs]
-    write_json(Path(study.folder) / PLAN, {"baseline": study.compared_with, "runs": members})
+    run_keys = [dataclasses.asdict(run.key) for run in runs]
+    write_json(Path(study.folder) / PLAN, {"baseline": study.resolved_baseline, "runs": run_keys})
 
 
-def _arguments(study: Study, member: Member, folder: Path, overrides: Sequence[str]) -> list[str]:
+def _arguments(study: Study, run_key: RunKey, folder: Path, overrides: Sequence[str]) -> list[str]:
     """If several set one key, the command line takes precedence, then the method, the task and the study's settings."""
-    task = study.tasks[member.task]
-    changes: dict[str, Any] = {**study.settings, **task.changes, **study.methods[member.method]}
-    changes |= {RATE: member.rate, SEED: member.seed, WORKDIR: str(folder)}
+    task = study.tasks[run_key.task]
+    changes: dict[str, Any] = {**study.settings, **task.changes, **study.methods[run_key.method]}
+    changes |= {RATE: run_key.rate, SEED: run_key.seed, WORKDIR: str(folder)}
     given = {override.partition("=")[0] for override in overrides}
     flags = [flag for flag in _flags(changes) if flag.partition("=")[0] not in given]
     return [f"--config={task.config}", *flags, *overrides]

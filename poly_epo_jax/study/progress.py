@@ -9,15 +9,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from poly_epo_jax.study.folder import clock, run_state
-from poly_epo_jax.study.plan import Run
+from poly_epo_jax.study.plan import StudyRun
 from poly_epo_jax.study.queue import ENDED, Listener
 from poly_epo_jax.system.json_files import Row
 
 
-class Shown(Progress):
+class StudyProgress(Progress):
     """A task for each active run, and the numbers of finished and failed runs."""
 
-    def __init__(self, runs: Sequence[Run], finished: int, console: Console) -> None:
+    def __init__(self, runs: Sequence[StudyRun], finished: int, console: Console) -> None:
         name, state = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[state]"))
         columns = name, BarColumn(24), state, TimeElapsedColumn()
         # Before the base class is initialized, which renders once.
@@ -35,25 +35,25 @@ class Shown(Progress):
         yield from super().get_renderables()
         yield Text(f"{self._counts()}, {clock(time.monotonic() - self._began)}", style="bold")
 
-    def _started(self, run: Run, stage: str) -> None:
-        self.add_task(run.member.path, run=run, stage=stage, state="")
+    def _started(self, run: StudyRun, stage: str) -> None:
+        self.add_task(run.key.path, run=run, stage=stage, state="")
         if self.disable:
             state = run_state(run.folder)
             resumed = f" from {state}" if stage == "train" and state.step else ""
-            print(f"{run.member.path}: {stage}{resumed}", flush=True)
+            print(f"{run.key.path}: {stage}{resumed}", flush=True)
 
-    def _ended(self, run: Run, row: Row) -> None:
+    def _ended(self, run: StudyRun, row: Row) -> None:
         for task in self.tasks:
-            if task.description == run.member.path:
+            if task.description == run.key.path:
                 self.remove_task(task.id)
         self._finished += not row["exit"] and run.is_evaluated()
         self._failed += row["exit"] not in (0, *ENDED)
         verb = {"train": "trained", "evaluate": "evaluated"}[row["stage"]]
         if row["exit"]:
             how = "was ended" if row["exit"] in ENDED else "failed"
-            text = f"{run.member.path}: {row['stage']} {how} after {clock(row['seconds'])}: {row['error']}"
+            text = f"{run.key.path}: {row['stage']} {how} after {clock(row['seconds'])}: {row['error']}"
         else:
-            text = f"{run.member.path}: {verb} in {clock(row['seconds'])}"
+            text = f"{run.key.path}: {verb} in {clock(row['seconds'])}"
         self.console.print(f"{text}  ({self._counts()})", markup=False, highlight=False, soft_wrap=True)
 
     def _counts(self) -> str:
@@ -62,8 +62,8 @@ class Shown(Progress):
 
 
 @contextlib.contextmanager
-def shown(runs: Sequence[Run]) -> Iterator[Listener]:
+def show_progress(runs: Sequence[StudyRun]) -> Iterator[Listener]:
     """Shows the study inside the `with` block. Yields the listener to notify about its runs."""
     finished = sum(run.is_trained() and run.is_evaluated() for run in runs)
-    with Shown(runs, finished, Console()) as show:
+    with StudyProgress(runs, finished, Console()) as show:
         yield show.listener

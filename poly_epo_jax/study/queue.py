@@ -1,6 +1,6 @@
-"""Runs side by side: each place takes the next run as soon as its last one has ended.
+"""Runs side by side: each worker takes the next run as soon as its last one has ended.
 
-A place is a core of this machine, or the devices that its runs may see. Every run is a process of its own. The study
+A worker is a core of this machine, or the devices that its runs may see. Every run is a process of its own. The study
 passes a signal on to all of them and waits until they end, so that each saves what it has trained.
 """
 
@@ -18,31 +18,31 @@ from pathlib import Path
 
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.study.folder import ATTEMPTS, LOG
-from poly_epo_jax.study.plan import Run
+from poly_epo_jax.study.plan import StudyRun
 from poly_epo_jax.system.file_lock import InUseError
 from poly_epo_jax.system.json_files import Row, append_rows
 from poly_epo_jax.system.signals import Stop, Stopped
 
-Place = dict[str, str]
-"""Environment variables of the runs at a place; `CORE` is the core that they are bound to."""
+Worker = dict[str, str]
+"""Environment variables of the runs at a worker; `CORE` is the core that they are bound to."""
 
 CORE = "core"
 ENDED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 """Exit codes of runs that did not fail but were ended by a signal."""
 
-SECONDS_BETWEEN_LOOKS = 1.0
+POLL_INTERVAL_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Listener:
     """Called for every run: `started(run, stage)` and `ended(run, row of attempts.jsonl)`."""
 
-    started: Callable[[Run, str], None]
-    ended: Callable[[Run, Row], None]
+    started: Callable[[StudyRun, str], None]
+    ended: Callable[[StudyRun, Row], None]
 
 
-def cores(count: int) -> list[Place]:
-    """`count` places, each with a core of its own as long as there are enough; 0: one place for each core.
+def cores(count: int) -> list[Worker]:
+    """`count` workers, each with a core of its own as long as there are enough; 0: one worker for each core.
 
     Every run has one core, however many run side by side, because a process's sums depend on its number of threads.
     """
@@ -50,23 +50,23 @@ def cores(count: int) -> list[Place]:
     return [{CORE: str(mine[index % len(mine)])} for index in range(count or len(mine))]
 
 
-def gpus(names: str) -> list[Place]:
-    """A place for each of "0,1,2,3"; "0+1,2+3" are two places of two GPUs each."""
+def gpus(names: str) -> list[Worker]:
+    """A worker for each of "0,1,2,3"; "0+1,2+3" are two workers of two GPUs each."""
     return [{"CUDA_VISIBLE_DEVICES": name.replace("+", ",")} for name in names.split(",")]
 
 
-def default_places(devices: Path = Path("/dev")) -> list[Place]:
-    """A place for each GPU that JAX may see; else, with TPUs, one place that has them all; else one for each core."""
+def default_workers(devices: Path = Path("/dev")) -> list[Worker]:
+    """A worker for each GPU that JAX may see; else, with TPUs, one worker that has them all; else one for each core."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return cores(0)
-    there = sorted(path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(there))
-    if there and visible not in ("", "-1"):  # with which CUDA hides all
+    numbers = sorted(path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(numbers))
+    if numbers and visible not in ("", "-1"):  # with which CUDA hides all
         return gpus(visible)
     return [{}] if any(devices.glob("accel[0-9]*")) or any(devices.glob("vfio/[0-9]*")) else cores(0)
 
 
-async def work_off(folder: Path, runs: Sequence[Run], places: Sequence[Place], listener: Listener) -> list[Row]:
+async def run_all(folder: Path, runs: Sequence[StudyRun], workers: Sequence[Worker], listener: Listener) -> list[Row]:
     """Trains and evaluates what is not finished, and returns the rows that it has added to attempts.jsonl.
 
     A run that fails is reported, and the others continue.
@@ -76,19 +76,19 @@ async def work_off(folder: Path, runs: Sequence[Run], places: Sequence[Place], l
     """
     stop, waiting, rows = Stop(), deque(runs), []
 
-    async def take(place: Place) -> None:
+    async def take(worker: Worker) -> None:
         while waiting:
             run = waiting.popleft()
-            trained = run.is_trained() or await succeeds(run, "train", run.train_command, place)
+            trained = run.is_trained() or await succeeds(run, "train", run.train_command, worker)
             if trained and not run.is_evaluated():
-                await succeeds(run, "evaluate", run.evaluate_command, place)
+                await succeeds(run, "evaluate", run.evaluate_command, worker)
             if trained and run.is_evaluated() and not run.keep_weights:
                 run.drop_weights()
 
-    async def succeeds(run: Run, stage: str, command: Sequence[str], place: Place) -> bool:
+    async def succeeds(run: StudyRun, stage: str, command: Sequence[str], worker: Worker) -> bool:
         await stop.check()
         listener.started(run, stage)
-        row = await _attempt(run, stage, command, place, stop)
+        row = await _attempt(run, stage, command, worker, stop)
         append_rows(folder / ATTEMPTS, [row])
         rows.append(row)
         listener.ended(run, row)
@@ -96,28 +96,28 @@ async def work_off(folder: Path, runs: Sequence[Run], places: Sequence[Place], l
         return not row["exit"]
 
     with stop.on_signals():
-        ended = await asyncio.gather(*map(take, places), return_exceptions=True)
+        ended = await asyncio.gather(*map(take, workers), return_exceptions=True)
     for error in ended:
         if isinstance(error, BaseException):
             raise error
     return rows
 
 
-async def _attempt(run: Run, stage: str, command: Sequence[str], place: Place, stop: Stop) -> Row:
+async def _attempt(run: StudyRun, stage: str, command: Sequence[str], worker: Worker, stop: Stop) -> Row:
     """Runs one process from start to end, however it ends."""
     started, clock = datetime.datetime.now().astimezone().isoformat(timespec="seconds"), time.monotonic()
     log = run.folder / LOG
     code, error = 1, ""
     try:
         await _until_free(run.folder, stop)
-        code, said = await _process([sys.executable, "-m", *command], place, log, stop)
-        error = said if code else ""
+        code, last_line = await _process([sys.executable, "-m", *command], worker, log, stop)
+        error = last_line if code else ""
     except Stopped as stopped:
         code, error = 128 + stopped.number, str(stopped)
     except OSError as failed:
         error = f"{log}: {failed.strerror or failed}"
     return {
-        "run": run.member.path,
+        "run": run.key.path,
         "stage": stage,
         "started": started,
         "seconds": round(time.monotonic() - clock, 1),
@@ -133,13 +133,13 @@ async def _until_free(folder: Path, stop: Stop) -> None:
             with run_folder.in_use(folder):
                 return
         except InUseError:
-            await stop.interrupts(asyncio.sleep(SECONDS_BETWEEN_LOOKS))
+            await stop.interrupts(asyncio.sleep(POLL_INTERVAL_SECONDS))
 
 
-async def _process(command: Sequence[str], place: Place, log: Path, stop: Stop) -> tuple[int, str]:
+async def _process(command: Sequence[str], worker: Worker, log: Path, stop: Stop) -> tuple[int, str]:
     """Runs a process and returns its exit code and last line; its output is appended to the log."""
-    environment = os.environ | {name: value for name, value in place.items() if name != CORE}
-    bound = ["taskset", "-c", place[CORE]] if CORE in place and shutil.which("taskset") else []
+    environment = os.environ | {name: value for name, value in worker.items() if name != CORE}
+    bound = ["taskset", "-c", worker[CORE]] if CORE in worker and shutil.which("taskset") else []
     with log.open("ab") as output:
         before = output.tell()
         # In a session of its own: a terminal's Ctrl-C reaches only the study, which passes it on.
@@ -165,5 +165,5 @@ async def _process(command: Sequence[str], place: Place, log: Path, stop: Stop) 
     with log.open("rb") as file:
         file.seek(before)
         lines = file.read().decode(errors="replace").split("\n")
-    said = next((line.strip() for line in reversed(lines) if line.strip()), f"it ended with exit code {code}")
-    return code, said.removeprefix("Error: ")
+    last_line = next((line.strip() for line in reversed(lines) if line.strip()), f"it ended with exit code {code}")
+    return code, last_line.removeprefix("Error: ")

@@ -10,7 +10,7 @@ from poly_epo_jax.study.results import StudyResults
 
 def reproduction_section(results: StudyResults) -> str:
     """HTML of the last part of the page."""
-    labels = {one.member.path: one for one in results.results}
+    labels = {one.key.path: one for one in results.results}
     settings = settings_section(
         {label: one.config for label, one in labels.items()}, {label: one.versions for label, one in labels.items()}
     )
@@ -26,7 +26,7 @@ def _attempts(results: StudyResults) -> str:
     """Time and failures: one row per run that has been started."""
     rows = []
     for one in results.results:
-        own = [row for row in results.attempts if row["run"] == one.member.path]
+        own = [row for row in results.attempts if row["run"] == one.key.path]
         if not own:
             continue
         seconds = {
@@ -38,7 +38,7 @@ def _attempts(results: StudyResults) -> str:
         state = "finished" if one.state.is_finished else f"<b class='wrong'>{html.escape(str(one.state))}</b>"
         rows.append(
             [
-                html.escape(one.member.path),
+                html.escape(one.key.path),
                 state,
                 str(sum(row["stage"] == "train" for row in own)),
                 clock(seconds["train"]),
@@ -52,5 +52,5 @@ def _attempts(results: StudyResults) -> str:
     starts = f"{failed} of {len(results.attempts)} starts failed or were ended"
     summary = f"{clock(total)} in all, the times of runs side by side added up; {starts}."
     header = ["run", "state", "starts", "training", "evaluation", "failures"]
-    told = f"<details><summary>Each run</summary>{table(header, rows)}</details>"
-    return f"<h3>Time and failures</h3><p>{summary}</p>{told}"
+    details = f"<details><summary>Each run</summary>{table(header, rows)}</details>"
+    return f"<h3>Time and failures</h3><p>{summary}</p>{details}"

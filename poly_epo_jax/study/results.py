@@ -14,7 +14,7 @@ from poly_epo_jax.metrics.evaluation import CORRECT_CLUSTERS, EVALUATION_METRICS
 from poly_epo_jax.metrics.intervals import Interval, mean_interval, paired_difference
 from poly_epo_jax.metrics.logged import HELD_OUT_CORRECT_CLUSTERS, HELD_OUT_REWARD, describe, held_out
 from poly_epo_jax.records import run_folder
-from poly_epo_jax.study.folder import EVALUATION, PLAN, Member, RunState, read_attempts, run_state
+from poly_epo_jax.study.folder import EVALUATION, PLAN, RunKey, RunState, read_attempts, run_state
 from poly_epo_jax.system.json_files import Row, read_object
 
 REWARD, CORRECT_OF_8 = HELD_OUT_REWARD, HELD_OUT_CORRECT_CLUSTERS
@@ -32,7 +32,7 @@ Cell = tuple[str, str, float]
 class Result:
     """A run: how far it has come, its rows of metrics.jsonl, its settings, and its evaluations by benchmark."""
 
-    member: Member
+    key: RunKey
     state: RunState
     rows: Sequence[Row]
     config: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Result:
 
     @property
     def cell(self) -> Cell:
-        return self.member.task, self.member.method, self.member.rate
+        return self.key.task, self.key.method, self.key.rate
 
     def at_end(self, metric: str) -> float | None:
         """The metric's last value, None if it was never measured.
@@ -67,24 +67,24 @@ class StudyResults:
 
     @property
     def tasks(self) -> list[str]:
-        return list(dict.fromkeys(one.member.task for one in self.results))
+        return list(dict.fromkeys(one.key.task for one in self.results))
 
     @property
     def methods(self) -> list[str]:
-        return list(dict.fromkeys(one.member.method for one in self.results))
+        return list(dict.fromkeys(one.key.method for one in self.results))
 
     @property
     def rates(self) -> list[float]:
-        return sorted({one.member.rate for one in self.results})
+        return sorted({one.key.rate for one in self.results})
 
     def of(self, cell: Cell, finished: bool = True) -> list[Result]:
         """The runs of a cell that are finished, or else those that have begun and are not finished, by seed."""
         found = [one for one in self.results if one.cell == cell and one.state.is_finished == finished]
-        return sorted((one for one in found if one.rows), key=lambda one: one.member.seed)
+        return sorted((one for one in found if one.rows), key=lambda one: one.key.seed)
 
     def by_seed(self, cell: Cell, metric: str) -> dict[int, float]:
         """The metric at the end of each finished run that has it."""
-        values = {one.member.seed: one.at_end(metric) for one in self.of(cell)}
+        values = {one.key.seed: one.at_end(metric) for one in self.of(cell)}
         return {seed: value for seed, value in values.items() if value is not None}
 
     def interval(self, cell: Cell, metric: str) -> Interval | None:
@@ -108,7 +108,7 @@ class StudyResults:
             if "study" in metric.tables
         ]
         found = {name: describe(name).title for name in (REWARD, *map(held_out, shown))}
-        runs = [one for one in self.results if one.member.task == task]
+        runs = [one for one in self.results if one.key.task == task]
         for benchmark in sorted({name for one in runs for name in one.evaluations}):
             found |= {
                 f"{benchmark}: {name}": f"{evaluation.describe(name).title} ({benchmark}, evaluated)" for name in shown
@@ -124,19 +124,19 @@ def read_results(folder: Path) -> StudyResults:
     """
     try:
         plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        members = [Member(**member) for member in plan["runs"]]
+        run_keys = [RunKey(**entry) for entry in plan["runs"]]
         baseline = plan["baseline"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / PLAN} does not tell the runs of a study; run the study first.") from error
     evaluations: dict[str, dict[str, Any]] = {}
     for path in find_results(folder / EVALUATION):
         evaluations.setdefault(path.parent.name, {})[path.parent.parent.name] = read_object(path, ADVICE)
-    results = [_read_run(folder, member, evaluations.get(member.label, {})) for member in members]
+    results = [_read_run(folder, run_key, evaluations.get(run_key.label, {})) for run_key in run_keys]
     return StudyResults(folder, baseline, results, read_attempts(folder))
 
 
-def _read_run(folder: Path, member: Member, evaluations: Mapping[str, Any]) -> Result:
-    run = folder / member.path
+def _read_run(folder: Path, run_key: RunKey, evaluations: Mapping[str, Any]) -> Result:
+    run = folder / run_key.path
     config, about = (read_object(run / name, ADVICE) for name in (run_folder.CONFIG, run_folder.ABOUT))
     rows = run_folder.read_rows(run / run_folder.METRICS)
-    return Result(member, run_state(run), rows, config, about.get("versions", []), evaluations)
+    return Result(run_key, run_state(run), rows, config, about.get("versions", []), evaluations)

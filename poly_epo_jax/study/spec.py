@@ -20,7 +20,7 @@ PAPER_METHODS: dict[str, dict[str, Any]] = {
 """The paper's three methods, for `Study.methods`: poly_epo, grpo, grpo_div."""
 
 RATE, SEED, WORKDIR = "optimizer.learning_rate", "seed", "workdir"
-OWNED = {RATE: "`rates`", SEED: "`seeds`", WORKDIR: "`folder`"}
+STUDY_KEYS = {RATE: "`rates`", SEED: "`seeds`", WORKDIR: "`folder`"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]*(-[A-Za-z0-9_.+]+)*")
 
 
@@ -98,13 +98,13 @@ class Study:
                     )
         if self.baseline not in ("", *self.methods):
             raise ConfigError(f"baseline={self.baseline!r} is no method; choose from {', '.join(self.methods)}.")
-        told = {"settings": self.settings} | {f"methods[{name!r}]": keys for name, keys in self.methods.items()}
-        for where, keys in (told | {f"tasks[{name!r}]": task.changes for name, task in self.tasks.items()}).items():
-            for key in OWNED.keys() & keys.keys():
-                raise ConfigError(f"{where} sets {key}, which {OWNED[key]} of the study says.")
+        changed = {"settings": self.settings} | {f"methods[{name!r}]": keys for name, keys in self.methods.items()}
+        for where, keys in (changed | {f"tasks[{name!r}]": task.changes for name, task in self.tasks.items()}).items():
+            for key in STUDY_KEYS.keys() & keys.keys():
+                raise ConfigError(f"{where} sets {key}, which {STUDY_KEYS[key]} of the study says.")
 
     @property
-    def compared_with(self) -> str:
+    def resolved_baseline(self) -> str:
         """The method that the others are compared with."""
         return self.baseline or list(self.methods)[-1]
 
@@ -116,8 +116,8 @@ def read_study(file: Path) -> Study:
       ConfigError: there is no such file or function, or the function fails or returns no study.
     """
     if not file.is_file():
-        there = ", ".join(sorted(found.name for found in file.parent.glob("*.py"))) or "none"
-        raise ConfigError(f"There is no study file {file}; Python files in {file.parent}: {there}.")
+        found = ", ".join(sorted(path.name for path in file.parent.glob("*.py"))) or "none"
+        raise ConfigError(f"There is no study file {file}; Python files in {file.parent}: {found}.")
     try:
         get_study = runpy.run_path(str(file)).get("get_study")
         study = get_study() if get_study else None

@@ -206,7 +206,7 @@ def svgs(page: str) -> dict[str, str]:
 @pytest.mark.parametrize("value", [11.9184, 1e-7, 123456.0])
 def test_a_flat_curve_has_ticks_that_say_its_value(value: float):
     """Whole numbers, none of which is a digit short or stands for several places."""
-    figure = figures.training_dynamics({"a": [{"step": step, "reward": value} for step in range(1, 50)]})
+    figure = figures.plot_training_dynamics({"a": [{"step": step, "reward": value} for step in range(1, 50)]})
     assert figure is not None
     (axes,) = figure.axes
     figure.draw_without_rendering()
@@ -409,17 +409,17 @@ def test_no_run_named_is_exit_code_2(capsys):
 
 def test_panels_exist_only_for_logged_metrics():
     runs = {"a": [{"step": 1, "reward": 0.5, "synergy": None}], "b": [{"step": 1, "solved": 0.5}]}
-    figure = figures.training_dynamics(runs)
+    figure = figures.plot_training_dynamics(runs)
     assert figure is not None
     assert [axes.get_title("left") for axes in figure.axes] == ["Training reward", "Solved prompts"]
-    assert figures.training_dynamics({"a": [{"step": 1, "policy/ratio": 0.5}]}) is None
-    assert evaluation_figures.held_out_pass_at_k(runs) is None
-    assert figures.comparison(runs) is None
+    assert figures.plot_training_dynamics({"a": [{"step": 1, "policy/ratio": 0.5}]}) is None
+    assert evaluation_figures.plot_held_out_pass_at_k(runs) is None
+    assert figures.plot_comparison(runs) is None
 
 
 def test_a_run_keeps_its_colour_and_every_run_is_in_the_legend():
     runs = {f"run{i}": [{"step": 0, "eval/reward": 0.1, "eval/pass@1": 0.1, "eval/pass@2": 0.2}] for i in range(9)}
-    drawn = [figures.comparison(runs), evaluation_figures.held_out_pass_at_k(runs)]
+    drawn = [figures.plot_comparison(runs), evaluation_figures.plot_held_out_pass_at_k(runs)]
     looks = []
     for figure in drawn:
         assert figure is not None

@@ -19,7 +19,7 @@ from poly_epo_jax.report import evaluation_figures, figures
 from poly_epo_jax.report import generations as report_generations
 from poly_epo_jax.report import page as report_page
 from poly_epo_jax.report.figures import image
-from poly_epo_jax.report.generations import WIDEST, Bounds, Excerpt
+from poly_epo_jax.report.generations import DEFAULT_BOUNDS, Bounds, TextExcerpt
 
 MODELS = {"base": 0.2, "grpo": 0.4, "poly_epo": 0.5}
 FIGURES = ("evaluation_pass_at_k", "majority", "branches", "rollout_trees")
@@ -60,21 +60,21 @@ def test_a_reports_figures_are_the_same_bytes_again(evaluation: Path, page: str,
 
 
 @pytest.mark.parametrize(
-    "draw", [evaluation_figures.pass_at_k, evaluation_figures.majority, evaluation_figures.branches]
+    "draw", [evaluation_figures.plot_pass_at_k, evaluation_figures.plot_majority, evaluation_figures.plot_branches]
 )
 def test_a_panel_per_benchmark_in_which_a_model_keeps_its_colour(evaluation: Path, draw):
-    looks = figures.styles(["some run", *MODELS])
-    figure = draw(results_of(evaluation), looks)
+    line_styles = figures.styles(["some run", *MODELS])
+    figure = draw(results_of(evaluation), line_styles)
     assert [axes.get_title("left") for axes in figure.axes] == ["aime26", "minerva"]
     for axes in figure.axes:
-        assert [line.get_color() for line in axes.lines] == [looks[model]["color"] for model in MODELS]
+        assert [line.get_color() for line in axes.lines] == [line_styles[model]["color"] for model in MODELS]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list(MODELS)
-    assert draw({}, looks) is None
+    assert draw({}, line_styles) is None
 
 
 def test_pass_at_k_figure_shows_means_and_intervals(evaluation: Path):
     results = results_of(evaluation)
-    figure = evaluation_figures.pass_at_k(results, figures.styles(list(MODELS)))
+    figure = evaluation_figures.plot_pass_at_k(results, figures.styles(list(MODELS)))
     assert figure is not None
     metrics = results["aime26"]["grpo"]["metrics"]
     heights = np.array(figure.axes[0].lines[1].get_ydata())
@@ -89,9 +89,9 @@ def test_intervals_may_be_missing():
     estimate = {"mean": 0.5, "low": None, "high": None}
     results = {"metrics": {"pass@1": estimate, "pass@2": estimate}, "branching": {"mean": []}}
     assert evaluation_figures.curve(results, "pass") == [(1, 0.5, None, None), (2, 0.5, None, None)]
-    looks = figures.styles(["a"])
-    assert evaluation_figures.pass_at_k({"b": {"a": results}}, looks) is not None
-    assert evaluation_figures.branches({"b": {"a": results}}, looks) is not None
+    line_styles = figures.styles(["a"])
+    assert evaluation_figures.plot_pass_at_k({"b": {"a": results}}, line_styles) is not None
+    assert evaluation_figures.plot_branches({"b": {"a": results}}, line_styles) is not None
 
 
 def test_tree_by_hand():
@@ -105,11 +105,11 @@ def test_tree_by_hand():
 
 def test_tree_figure_colours_right_and_wrong_leaves(evaluation: Path):
     tree = evaluation_figures.lay_out_tree([np.array([1]), np.array([2, 3])], [True, False])
-    figure = evaluation_figures.rollout_trees("a problem", {"grpo": tree}, figures.styles(["grpo"]))
+    figure = evaluation_figures.plot_rollout_trees("a problem", {"grpo": tree}, figures.styles(["grpo"]))
     assert figure is not None
     marked = [line for line in figure.axes[0].lines if line.get_marker() in ("o", "X")]
-    colours = [matplotlib.colors.to_hex(line.get_color()) for line in marked]
-    assert [colour.upper() for colour in colours] == [evaluation_figures.RIGHT, evaluation_figures.WRONG]
+    colors = [matplotlib.colors.to_hex(line.get_color()) for line in marked]
+    assert [color.upper() for color in colors] == [evaluation_figures.CORRECT_COLOR, evaluation_figures.INCORRECT_COLOR]
 
 
 def test_trees_are_of_a_problem_that_the_first_model_solves_sometimes(page: str):
@@ -120,7 +120,7 @@ def test_trees_are_of_a_problem_that_the_first_model_solves_sometimes(page: str)
 
 def test_long_curves_make_no_large_figures(evaluation: Path):
     results = results_of(evaluation)["aime26"]["grpo"] | {"branching": {"mean": list(np.arange(4096.0))}}
-    figure = evaluation_figures.branches({"aime26": {"grpo": results}}, figures.styles(["grpo"]))
+    figure = evaluation_figures.plot_branches({"aime26": {"grpo": results}}, figures.styles(["grpo"]))
     assert figure is not None and len(image(figure, "Branching")) < 60_000
 
 
@@ -208,9 +208,9 @@ def test_generations_of_a_problem_lie_together_in_order(page: str):
 
 def test_excerpts_say_how_much_they_leave_out():
     text = "a" * 5000 + "b" * 5000
-    assert Excerpt.of(text).within(900) == "a" * 600 + "\n[… 9,100 characters left out …]\n" + "b" * 300
-    assert Excerpt.of("abc").within(3) == "abc"
-    assert Excerpt.of("abcdef").within(3) == "ab\n[… 3 characters left out …]\nf"
+    assert TextExcerpt.of(text).within(900) == "a" * 600 + "\n[… 9,100 characters left out …]\n" + "b" * 300
+    assert TextExcerpt.of("abc").within(3) == "abc"
+    assert TextExcerpt.of("abcdef").within(3) == "ab\n[… 3 characters left out …]\nf"
 
 
 def test_more_generations_are_cut_further(tmp_path: Path):
@@ -219,7 +219,7 @@ def test_more_generations_are_cut_further(tmp_path: Path):
     collection, _ = report_generations.evaluation_collection("a", "x", tmp_path / "x" / "a", problems, None, 0)
     assert collection is not None
     (whole,), bounds = report_generations.bound([collection], 100_000_000)
-    assert bounds == WIDEST and len(whole["problems"]) == 20 and len(whole["problems"][0]["generations"]) == 16
+    assert bounds == DEFAULT_BOUNDS and len(whole["problems"]) == 20 and len(whole["problems"][0]["generations"]) == 16
     assert whole["problems"][0]["size"] == 20 and whole["all_generations"] == 600
     for max_bytes, expected in ((500_000, Bounds(20, 8, 1500)), (50_000, Bounds(10, 4, 500))):
         (cut,), bounds = report_generations.bound([collection], max_bytes)

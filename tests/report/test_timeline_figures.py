@@ -6,7 +6,7 @@ import pytest
 
 from poly_epo_jax.records.timeline import Span, Window
 from poly_epo_jax.report import figures
-from poly_epo_jax.report.timeline_figures import Bar, excerpts, sentence, timeline
+from poly_epo_jax.report.timeline_figures import Bar, excerpts, plot_timeline, sentence
 
 
 def window(step: int, seconds: float) -> Window:
@@ -65,15 +65,15 @@ def test_the_sentence_gives_medians():
 
 
 def test_the_figure_has_a_row_per_run_in_its_colour():
-    figure = timeline({"a": windows(10.0, 10.0), "older": {}, "b": windows(10.0)})
+    figure = plot_timeline({"a": windows(10.0, 10.0), "older": {}, "b": windows(10.0)})
     assert figure is not None
     assert [axes.get_title("left") for axes in figure.axes] == [
         *("a: step 2, of median length", "a: steps 1 to 2", "b: step 1, of median length")
     ]
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["generate", "judge", "update"]
-    colours = np.array([bars.get_facecolor() for bars in figure.axes[2].collections if len(bars.get_paths())])[:, 0, :3]
+    colors = np.array([bars.get_facecolor() for bars in figure.axes[2].collections if len(bars.get_paths())])[:, 0, :3]
     expected = matplotlib.colors.to_rgb(figures.styles(["a", "older", "b"])["b"]["color"])
-    assert np.isclose(colours, expected).all(axis=1).any()
-    assert timeline({"older": {}}) is None and timeline({}) is None
-    alone = timeline({"a": windows(10.0)})
+    assert np.isclose(colors, expected).all(axis=1).any()
+    assert plot_timeline({"older": {}}) is None and plot_timeline({}) is None
+    alone = plot_timeline({"a": windows(10.0)})
     assert alone is not None and alone.axes[0].get_title("left") == "Step 1, of median length"

@@ -19,8 +19,8 @@ from matplotlib.text import Annotation, Text
 from poly_epo_jax.metrics.logged import describe
 from poly_epo_jax.report.figures import COMPARED, drawn_metrics
 from poly_epo_jax.study import figures
-from poly_epo_jax.study.frontier import frontier
-from poly_epo_jax.study.page import write_report
+from poly_epo_jax.study.frontier import plot_frontier
+from poly_epo_jax.study.page import write_study_report
 from poly_epo_jax.study.results import read_results
 
 ROOT = Path(__file__).parents[2]
@@ -36,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of 18 runs one stopped, after a failure, and one never began."""
     folder = tmp_path_factory.mktemp("study") / "whole"
     *_, stopped, missing = write_fake_study(folder, evaluated=True)
-    for member in (stopped, missing):
-        shutil.rmtree(folder / member.task / member.name)
+    for run_key in (stopped, missing):
+        shutil.rmtree(folder / run_key.task / run_key.name)
     write_fake_run(folder, stopped, num_steps=12)
     with (folder / "attempts.jsonl").open("a") as file:
         file.write(json.dumps(attempt(stopped, 1, "no <room>: make some.")) + "\n")
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(folder: Path) -> str:
-    return write_report(folder).read_text(encoding="utf-8")
+    return write_study_report(folder).read_text(encoding="utf-8")
 
 
 def svgs(page: str) -> dict[str, str]:
@@ -92,7 +92,7 @@ def test_tables_and_figures_are_files_too(folder: Path, page: str):
 
 
 def test_the_comparison_shows_means_of_finished_runs(folder: Path):
-    drawn = figures.comparison(read_results(folder), "polynomial")
+    drawn = figures.plot_comparison(read_results(folder), "polynomial")
     assert drawn is not None and len(drawn.axes) == 2 * 3
     assert [axes.get_title("left") for axes in drawn.axes[:3]] == [
         "Held-out reward",
@@ -133,7 +133,7 @@ def test_the_page_needs_nothing_else_and_has_no_script(page: str):
 def test_points_on_each_other_can_be_told_apart(folder: Path):
     """poly_epo and grpo_div end at the same point, at both rates; in none of the figures does one hide the other."""
     results = read_results(folder)
-    drawn = frontier(results, "polynomial")
+    drawn = plot_frontier(results, "polynomial")
     assert drawn is not None
     whole, enlarged = drawn.axes
     for axes in (whole, enlarged):
@@ -152,7 +152,7 @@ def test_points_on_each_other_can_be_told_apart(folder: Path):
         boxes.append(Text.get_window_extent(text, renderer))  # without its line
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2)), "no rate is on another"
 
-    beside = figures.by_rate(results, "polynomial")
+    beside = figures.plot_by_rate(results, "polynomial")
     assert beside is not None
     for axes in beside.axes:
         places = [float(xs(line)[0]) for line in axes.lines if line.get_marker() in MARKS]
@@ -160,7 +160,7 @@ def test_points_on_each_other_can_be_told_apart(folder: Path):
 
 
 def test_curves_are_means_with_the_range_of_seeds(folder: Path):
-    drawn = figures.curves(read_results(folder), "polynomial", "eval/reward")
+    drawn = figures.plot_curves(read_results(folder), "polynomial", "eval/reward")
     assert drawn is not None
     first = drawn.axes[0].lines[0]
     band = np.asarray(drawn.axes[0].collections[0].get_paths()[0].vertices)
@@ -176,27 +176,27 @@ def test_curves_are_means_with_the_range_of_seeds(folder: Path):
 
 
 def test_a_young_study_has_a_report_too(tmp_path: Path):
-    members = write_fake_study(tmp_path, rates=(1e-3,), seeds=(0,))
+    run_keys = write_fake_study(tmp_path, rates=(1e-3,), seeds=(0,))
     shutil.rmtree(tmp_path / "polynomial")
     (tmp_path / "attempts.jsonl").unlink()
-    assert "No run has been evaluated yet." in write_report(tmp_path).read_text()
-    write_fake_run(tmp_path, members[0], num_steps=1)
-    assert "<b>0 of 3 runs finished</b>" in write_report(tmp_path).read_text()
+    assert "No run has been evaluated yet." in write_study_report(tmp_path).read_text()
+    write_fake_run(tmp_path, run_keys[0], num_steps=1)
+    assert "<b>0 of 3 runs finished</b>" in write_study_report(tmp_path).read_text()
 
 
 @pytest.mark.slow
 def test_one_method_and_one_seed_have_no_differences_and_no_intervals(tmp_path: Path):
-    members = write_fake_study(tmp_path, rates=(1e-3,), seeds=(0,))
-    plan = {"baseline": "grpo", "runs": [vars(members[1])]}
+    run_keys = write_fake_study(tmp_path, rates=(1e-3,), seeds=(0,))
+    plan = {"baseline": "grpo", "runs": [vars(run_keys[1])]}
     (tmp_path / "study.json").write_text(json.dumps(plan))
-    page = write_report(tmp_path).read_text()
+    page = write_study_report(tmp_path).read_text()
     assert "[nan" not in page and "Difference from" not in svgs(page)["By learning rate: polynomial"]
 
 
 @pytest.mark.slow
 def test_it_is_written_without_jax_and_the_same_bytes_again(folder: Path, page: str):
-    code = "import sys; from pathlib import Path; from poly_epo_jax.study.page import write_report"
-    code += f"; write_report(Path({str(folder)!r}))"
+    code = "import sys; from pathlib import Path; from poly_epo_jax.study.page import write_study_report"
+    code += f"; write_study_report(Path({str(folder)!r}))"
     ran = subprocess.run(
         [sys.executable, "-c", f"{code}; print('jax' in sys.modules)"],
         cwd=ROOT,

@@ -12,8 +12,8 @@ import pytest
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.evaluate.benchmarks import about_evaluation
 from poly_epo_jax.study import Evaluation, Study, Task
-from poly_epo_jax.study.folder import Member
-from poly_epo_jax.study.plan import Run, make_runs, write_plan
+from poly_epo_jax.study.folder import RunKey
+from poly_epo_jax.study.plan import StudyRun, make_runs, write_plan
 
 METHODS = {"GRPO": {"algo.advantages": "grpo"}, "sets-of-2": {"algo.set_size": 2, "eval.every": 7}}
 POLYNOMIAL = str(Path(__file__).parents[2] / "configs" / "polynomial.py")
@@ -28,18 +28,18 @@ def study(folder: Path, **fields: Any) -> Study:
 def test_every_method_meets_every_rate_seed_and_task(tmp_path: Path):
     runs = make_runs(study(tmp_path))
     assert len({run.folder for run in runs}) == len(runs) == 16
-    assert [run.member.seed for run in runs] == [3] * 8 + [4] * 8, "whole seeds first"
+    assert [run.key.seed for run in runs] == [3] * 8 + [4] * 8, "whole seeds first"
     for run in runs:
-        config, member = run.config, run.member
-        assert (config.seed, config.optimizer.learning_rate) == (member.seed, member.rate)
-        assert config.workdir == str(run.folder) == str(tmp_path / member.task / member.name)
-        assert config.base.skew == (0.5 if member.task == "skewed" else 0.0)
+        config, run_key = run.config, run.key
+        assert (config.seed, config.optimizer.learning_rate) == (run_key.seed, run_key.rate)
+        assert config.workdir == str(run.folder) == str(tmp_path / run_key.task / run_key.name)
+        assert config.base.skew == (0.5 if run_key.task == "skewed" else 0.0)
         assert config.algo.advantages == (
-            "grpo" if member.method == "GRPO" else "grpo_div" if member.task == "skewed" else "marginal_set"
+            "grpo" if run_key.method == "GRPO" else "grpo_div" if run_key.task == "skewed" else "marginal_set"
         )
-        assert config.eval.every == (7 if member.method == "sets-of-2" else 5), "a method's value before the study's"
+        assert config.eval.every == (7 if run_key.method == "sets-of-2" else 5), "a method's value before the study's"
     assert runs[0].train_command[:2] == ["poly_epo_jax.main", f"--config={POLYNOMIAL}"]
-    assert runs[0].member == Member("even", "GRPO", 1e-3, 3) and runs[0].member.name == "GRPO-lr0.001-seed3"
+    assert runs[0].key == RunKey("even", "GRPO", 1e-3, 3) and runs[0].key.name == "GRPO-lr0.001-seed3"
 
 
 def test_the_command_line_counts_before_the_file(tmp_path: Path):
@@ -86,7 +86,7 @@ def test_a_folder_with_another_study_is_refused_before_anything_starts(tmp_path:
         make_runs(study(tmp_path, settings={"eval.every": 5, "base.skew": 2.0}))
 
 
-def finish(run: Run, step: int | None = None) -> None:
+def finish(run: StudyRun, step: int | None = None) -> None:
     """Leaves the files of a run that has logged and checkpointed the step, by default its last."""
     step = run.config.train.num_steps if step is None else step
     (run.folder / "checkpoints" / str(step)).mkdir(parents=True)
@@ -157,4 +157,4 @@ def test_reports_are_told_the_runs(tmp_path: Path):
     write_plan(one, runs)
     plan = json.loads((tmp_path / "new" / "study.json").read_text())
     assert plan["baseline"] == "GRPO" and len(plan["runs"]) == 16
-    assert Member(**plan["runs"][5]) == runs[5].member
+    assert RunKey(**plan["runs"][5]) == runs[5].key

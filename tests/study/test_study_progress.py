@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from test_study_queue import FakeRun
 
-from poly_epo_jax.study.progress import Shown
+from poly_epo_jax.study.progress import StudyProgress
 
 ROW = {"run": "task/a-lr0.001-seed0", "stage": "train", "started": "", "seconds": 61.2, "exit": 0, "error": ""}
 
@@ -23,7 +23,7 @@ def test_a_terminal_shows_how_far_each_run_under_way_is(tmp_path: Path):
     (runs[0].folder / "config.json").write_text(json.dumps({"train": {"num_steps": 6}, "eval": {"every": 2}}))
     (runs[0].folder / "metrics.jsonl").write_text('{"step": 4}\n')
     screen, file = console(terminal=True)
-    show = Shown(runs, 0, screen)
+    show = StudyProgress(runs, 0, screen)
     for run in runs:
         show.listener.started(run, "train")
     screen.print(show)
@@ -41,7 +41,7 @@ def test_a_terminal_shows_how_far_each_run_under_way_is(tmp_path: Path):
 def test_elsewhere_each_event_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = FakeRun(tmp_path / "a")
     screen, file = console(terminal=False)
-    show = Shown([run], 0, screen)
+    show = StudyProgress([run], 0, screen)
     show.listener.started(run, "train")
     assert capsys.readouterr().out == "task/a-lr0.001-seed0: train\n"
     show.listener.ended(run, ROW | {"exit": 1, "error": "no [room]: make some."})

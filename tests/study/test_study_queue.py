@@ -12,19 +12,19 @@ from fakes import PATIENCE
 
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.records import run_folder
-from poly_epo_jax.study.folder import Member, read_attempts
-from poly_epo_jax.study.plan import Run
-from poly_epo_jax.study.queue import CORE, Listener, cores, default_places, gpus, work_off
+from poly_epo_jax.study.folder import RunKey, read_attempts
+from poly_epo_jax.study.plan import StudyRun
+from poly_epo_jax.study.queue import CORE, Listener, cores, default_workers, gpus, run_all
 from poly_epo_jax.system.json_files import Row
 from poly_epo_jax.system.signals import Stopped
 
 
-class FakeRun(Run):
+class FakeRun(StudyRun):
     """A process of fake_run.py."""
 
     def __init__(self, folder: Path, how: str = "well", keep_weights: bool = True):
         folder.mkdir(parents=True)
-        super().__init__(Member("task", folder.name, 1e-3, 0), folder, [str(folder), how], Config(), None, keep_weights)
+        super().__init__(RunKey("task", folder.name, 1e-3, 0), folder, [str(folder), how], Config(), None, keep_weights)
 
     @property
     def train_command(self) -> list[str]:
@@ -41,14 +41,14 @@ def fake_run_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def work(folder: Path, runs: Sequence[FakeRun], places: Sequence[dict[str, str]]) -> tuple[list[Row], list[str]]:
-    """What `work_off` returns, and what its listener is told."""
+def work(folder: Path, runs: Sequence[FakeRun], workers: Sequence[dict[str, str]]) -> tuple[list[Row], list[str]]:
+    """What `run_all` returns, and what its listener is told."""
     told: list[str] = []
     listener = Listener(
-        lambda run, stage: told.append(f"{run.member.method} {stage}"),
-        lambda run, row: told.append(f"{run.member.method} {row['exit']}"),
+        lambda run, stage: told.append(f"{run.key.method} {stage}"),
+        lambda run, row: told.append(f"{run.key.method} {row['exit']}"),
     )
-    return asyncio.run(work_off(folder, runs, places, listener)), told
+    return asyncio.run(run_all(folder, runs, workers, listener)), told
 
 
 def test_a_failing_run_is_told_and_the_others_go_on(tmp_path: Path):
@@ -102,19 +102,19 @@ def test_places_are_cores():
 def test_places_are_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert default_places(tmp_path) == cores(0)
+    assert default_workers(tmp_path) == cores(0)
     (tmp_path / "accel0").touch()
-    assert default_places(tmp_path) == [{}], "one run has all chips"
+    assert default_workers(tmp_path) == [{}], "one run has all chips"
     for name in ("nvidia1", "nvidia0", "nvidiactl"):
         (tmp_path / name).touch()
-    assert default_places(tmp_path) == gpus("0,1")
+    assert default_workers(tmp_path) == gpus("0,1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert default_places(tmp_path) == gpus("3")
+    assert default_workers(tmp_path) == gpus("3")
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert default_places(tmp_path) == [{}], "the TPU's chips"
+        assert default_workers(tmp_path) == [{}], "the TPU's chips"
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert default_places(tmp_path) == cores(0)
+    assert default_workers(tmp_path) == cores(0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -122,7 +122,7 @@ def test_a_signal_ends_all_runs_once_they_have_saved(tmp_path: Path, number: sig
     runs = [FakeRun(tmp_path / name, "slowly") for name in "abc"]
 
     async def interrupted() -> None:
-        working = asyncio.create_task(work_off(tmp_path, runs, [{}, {}], Listener(print, print)))
+        working = asyncio.create_task(run_all(tmp_path, runs, [{}, {}], Listener(print, print)))
         deadline = time.monotonic() + PATIENCE
         while not all((tmp_path / name / "under_way").exists() for name in "ab"):
             assert time.monotonic() < deadline and not working.done()
@@ -145,7 +145,7 @@ def test_a_run_that_a_killed_study_has_left_behind_is_waited_for(tmp_path: Path)
     async def wait_and_work() -> list[Row]:
         with run_folder.in_use(run.folder):
             started = asyncio.Event()
-            working = asyncio.create_task(work_off(tmp_path, [run], [{}], Listener(lambda *_: started.set(), print)))
+            working = asyncio.create_task(run_all(tmp_path, [run], [{}], Listener(lambda *_: started.set(), print)))
             await started.wait()
             await asyncio.sleep(0)
             assert not (run.folder / "seen.json").exists()

@@ -31,23 +31,23 @@ def test_means_are_over_seeds_and_differences_within_them(tmp_path: Path):
 def test_unfinished_runs_are_in_no_mean(tmp_path: Path):
     *_, stopped, missing = write_fake_study(tmp_path)
     assert (stopped.method, stopped.seed, missing.method, missing.seed) == ("grpo", 2, "grpo_div", 2)
-    for member in (stopped, missing):
-        shutil.rmtree(tmp_path / member.task / member.name)
+    for run_key in (stopped, missing):
+        shutil.rmtree(tmp_path / run_key.task / run_key.name)
     write_fake_run(tmp_path, stopped, num_steps=12)
     results = read_results(tmp_path)
     assert list(results.by_seed(GRPO, REWARD)) == [0, 1]
     (run,) = results.of(GRPO, finished=False)
     assert str(run.state) == f"step 12 of {NUM_STEPS}" and run.at_end(CORRECT_OF_8) is not None
-    states = {result.member: str(result.state) for result in results.results}
+    states = {result.key: str(result.state) for result in results.results}
     assert states[missing] == "not started"
     assert results.difference(SETS, REWARD) == pytest.approx((-0.05, -0.05, -0.05)), "over the two seeds of both"
 
 
 def test_evaluations_of_their_own_are_metrics_of_their_benchmark(tmp_path: Path):
-    members = write_fake_study(tmp_path, tasks=("a", "b"), rates=(1e-3,))
-    for member in members:
-        if member.task == "b":
-            write_fake_evaluation(tmp_path, member, "aime")
+    run_keys = write_fake_study(tmp_path, tasks=("a", "b"), rates=(1e-3,))
+    for run_key in run_keys:
+        if run_key.task == "b":
+            write_fake_evaluation(tmp_path, run_key, "aime")
     results = read_results(tmp_path)
     assert "aime: pass@8" in results.metrics("b") and "aime: pass@2" not in results.metrics("b")
     assert not any(name.startswith("aime") for name in results.metrics("a"))

@@ -45,8 +45,8 @@ def test_what_makes_no_study_is_one_sentence(fields: dict[str, Any], sentence: s
 
 
 def test_the_last_method_is_the_baseline_unless_another_is_named():
-    assert Study(TASKS).compared_with == "grpo_div"
-    assert Study(TASKS, baseline="grpo").compared_with == "grpo"
+    assert Study(TASKS).resolved_baseline == "grpo_div"
+    assert Study(TASKS, baseline="grpo").resolved_baseline == "grpo"
 
 
 def write(file: Path, body: str) -> Path:
@@ -89,4 +89,4 @@ def test_a_missing_file_names_those_that_are_there(tmp_path: Path):
 def test_those_of_the_repository_name_their_command(file: Path):
     study = read_study(file)
     assert f"python -m poly_epo_jax.study studies/{file.name}" in file.read_text()
-    assert study.compared_with in study.methods
+    assert study.resolved_baseline in study.methods
