@@ -1,4 +1,4 @@
-"""Writes a report: reads the folders, draws the figures, fills the page."""
+"""Writes a report: reads the folders, draws the figures and writes the page."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,14 +20,20 @@ TREE_ROLLOUTS = 12
 
 
 def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = ()) -> Path:
-    """Writes the figures and the page of these folders to `output`, which is created if missing.
+    """Writes the figures and the page of a report.
+
+    Args:
+      folders: Folders of runs and evaluations.
+      output: Folder of the report. Created if it does not exist.
+      models: Labels of the models of evaluations to show, in this order. If empty, all models are shown.
 
     Returns:
-      The page's path.
+      The path of the page.
 
     Raises:
-      ValueError: a folder is missing, holds neither a run nor an evaluation, or holds a damaged row.
-      OSError: `output` cannot be written.
+      ValueError: If a folder is missing, contains neither a run nor an evaluation, or contains a corrupted row, or if a
+        model is not found.
+      OSError: If `output` cannot be written.
     """
     runs, evaluations = read_folders(folders, models)
     collections = [collection for label, run in runs.items() for collection in run_collections(label, run.folder)]
@@ -40,7 +46,7 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
         benchmark: {model: evaluation.results for model, evaluation in models.items()}
         for benchmark, models in evaluations.items()
     }
-    tree_title = f"The first {TREE_ROLLOUTS} generations of {problem}, by their shared prefixes" if trees else ""
+    tree_title = f"First {TREE_ROLLOUTS} generations of {problem}, arranged by shared prefix" if trees else ""
     all_labels = list(dict.fromkeys([*runs, *model_labels(evaluations)]))  # their order determines their colors
     output.mkdir(parents=True, exist_ok=True)
     drawn = _draw_figures(metrics, results, tree_title, trees, figures.styles(all_labels))
@@ -60,7 +66,7 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
             {label: run.config for label, run in runs.items()}, {label: run.versions for label, run in runs.items()}
         ),
         metrics_table({label: final_values(run.metrics + run.timing) for label, run in runs.items()}) if runs else "",
-        "<footer class='muted'>Each figure also lies beside this page as PNG and PDF.</footer>",
+        "<footer class='muted'>All figures are also available as PNG and PDF files next to this page.</footer>",
     ]
     data = {"collections": collections, "bounds": vars(bounds), "degenerate": DEGENERATE_CLUSTER}
     page = output / "report.html"
@@ -88,7 +94,10 @@ def _draw_figures(
 
 
 def _read_generations(evaluations: Evaluations) -> tuple[str | None, list[Collection], dict[str, Tree]]:
-    """All evaluations' generations, and the trees of the first two models on a problem of the first benchmark."""
+    """Returns the problem of the rollout trees, the collections of all evaluations, and the trees by model.
+
+    Only the first two models of the first benchmark have a tree.
+    """
     collections, trees, problem = [], {}, None
     for index, (benchmark, models) in enumerate(evaluations.items()):
         in_tree = list(models)[:2] if index == 0 else []
@@ -108,7 +117,7 @@ def _read_generations(evaluations: Evaluations) -> tuple[str | None, list[Collec
 
 
 def _partially_solved(evaluation: EvaluationResults) -> str | None:
-    """The problem whose share of correct generations is closest to a half."""
+    """Returns the problem whose fraction of correct generations is closest to 0.5."""
     rows = evaluation.results["per_problem"]
     share = {row["problem"]: row["num_correct"] / max(row["num_generations"], 1) for row in rows}
     return min(share, key=lambda problem: abs(share[problem] - 0.5), default=None)

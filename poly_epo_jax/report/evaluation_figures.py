@@ -1,7 +1,7 @@
-"""The figures of an evaluation: the content of results.json in, a matplotlib figure out (paper §6.1).
+"""Draws the figures of evaluations from the content of results.json (paper §6.1).
 
-`Evaluations` maps a benchmark and a model's label to the model's results on it. `line_styles` is what `figures.styles`
-returns for all labels of the report, so that a model has the same color in all figures.
+`Evaluations` maps benchmark and model label to results. `line_styles` is the result of `figures.styles` for all labels
+of the report, so that a model has the same color in all figures.
 """
 
 import dataclasses
@@ -31,7 +31,14 @@ _PANEL = (3.4, 2.8)
 
 
 class MetricEstimate(NamedTuple):
-    """A metric at k, with its 95% bounds if there are any."""
+    """The value of a metric at k.
+
+    Attributes:
+      k: Number of generations.
+      mean: Mean over problems.
+      low: Lower bound of the 95% interval. None if there is no interval.
+      high: Upper bound of the 95% interval. None if there is no interval.
+    """
 
     k: int
     mean: float
@@ -41,7 +48,15 @@ class MetricEstimate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """A stretch of tokens from position `start` to `end`, drawn at height `row`, that `size` generations share."""
+    """A segment of tokens that a group of generations shares.
+
+    Attributes:
+      start: First token position.
+      end: Token position after the last token.
+      row: Vertical position of the edge.
+      parent_row: Vertical position of the parent edge, or of the root.
+      size: Number of generations that share the segment.
+    """
 
     start: int
     end: int
@@ -52,7 +67,14 @@ class Edge:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """The end of one generation: its edge ends at height `edge_row`, and the leaf is drawn at height `row`."""
+    """The end of a generation.
+
+    Attributes:
+      generation: Index of the generation.
+      length: Number of tokens of the generation.
+      row: Vertical position of the leaf.
+      edge_row: Vertical position of its edge.
+    """
 
     generation: int
     length: int
@@ -62,7 +84,13 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """The generations of one problem as a tree of shared prefixes, laid out in rows."""
+    """The layout of the prefix tree of a problem's generations.
+
+    Attributes:
+      edges: Edges, parents before children.
+      leaves: Leaves, from top to bottom.
+      correct: Whether each generation is correct, by its index.
+    """
 
     edges: list[Edge]
     leaves: list[Leaf]
@@ -70,12 +98,17 @@ class Tree:
 
 
 def model_labels(evaluations: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Every model of the evaluations once, in the order in which they first occur."""
+    """Returns the labels of all models, in order of first occurrence."""
     return list(dict.fromkeys(model for models in evaluations.values() for model in models))
 
 
 def curve(results: Results, metric: str) -> list[MetricEstimate]:
-    """metric@k in ascending order of k."""
+    """Returns the values of a metric at each k, in ascending order of k.
+
+    Args:
+      results: Content of results.json.
+      metric: Name of the metric, without k.
+    """
     found = []
     for name, value in results["metrics"].items():
         stem, k = split(name)
@@ -96,7 +129,7 @@ def last_evaluation(rows: figures.Rows) -> Results:
 def plot_pass_at_k(
     evaluations: Evaluations, line_styles: LineStyles, panel_size: tuple[float, float] = _PANEL
 ) -> Figure | None:
-    """Draws pass@k over k on a log2 axis, with shaded 95% intervals. Returns None without results.
+    """Draws pass@k over k on a log2 axis, with shaded 95% intervals. Returns None if there are no results.
 
     Args:
       evaluations: Results by benchmark and model.
@@ -130,12 +163,15 @@ def plot_held_out_pass_at_k(runs: figures.Runs) -> Figure | None:
 
 
 def plot_majority(evaluations: Evaluations, line_styles: LineStyles) -> Figure | None:
-    """Accuracy of the majority of k generations against its share of the votes. Lines begin on the right, at k = 1."""
+    """Draws the accuracy of the majority answer of k generations over its vote share. Returns None without results.
+
+    Lines begin at a vote share of 1, where k = 1. The arguments are those of `plot_pass_at_k`.
+    """
 
     def draw(axes: Axes, results: Results, style: Mapping[str, Any]) -> None:
         shares, accuracies = curve(results, MAJORITY_SHARE), curve(results, MAJORITY_ACCURACY)
         axes.plot([p.mean for p in shares], [p.mean for p in accuracies], **figures.MARKED, **style)
-        if shares and not axes.texts:  # the other lines end at the same k
+        if shares and not axes.texts:  # one label per panel: all lines end at the same k
             text, position = f"k = {shares[-1].k}", (shares[-1].mean, accuracies[-1].mean)
             note = axes.annotate(text, position, (0, 6), textcoords="offset points", ha="center", fontsize=8)
             note.set(color=style["color"], path_effects=[withStroke(linewidth=2.5, foreground="white")])
@@ -149,7 +185,10 @@ def plot_majority(evaluations: Evaluations, line_styles: LineStyles) -> Figure |
 
 
 def plot_branches(evaluations: Evaluations, line_styles: LineStyles) -> Figure | None:
-    """Mean active branches by token position on a log2 axis."""
+    """Draws the mean number of active branches by token position on a log2 axis. Returns None without results.
+
+    The arguments are those of `plot_pass_at_k`.
+    """
 
     def draw(axes: Axes, results: Results, style: Mapping[str, Any]) -> None:
         means = results["branching"]["mean"]
@@ -164,7 +203,15 @@ def plot_branches(evaluations: Evaluations, line_styles: LineStyles) -> Figure |
 
 
 def plot_rollout_trees(title: str, trees: Mapping[str, Tree], line_styles: LineStyles) -> Figure | None:
-    """Rollout trees of one problem side by side; a leaf's color and shape say whether it is right."""
+    """Draws rollout trees of a problem side by side. Returns None without trees.
+
+    Color and marker of a leaf show whether the generation is correct.
+
+    Args:
+      title: Title of the figure.
+      trees: Trees by model.
+      line_styles: Line style of each model.
+    """
     if not trees:
         return None
     longest = max((leaf.length for tree in trees.values() for leaf in tree.leaves), default=1)
@@ -189,7 +236,15 @@ def plot_rollout_trees(title: str, trees: Mapping[str, Tree], line_styles: LineS
 
 
 def lay_out_tree(token_ids: Sequence[Int[np.ndarray, " _"]], correct: Sequence[bool]) -> Tree:
-    """One row per generation, sorted so that shared prefixes are adjacent; an edge is centred on its generations."""
+    """Computes the layout of a prefix tree, with one row per generation.
+
+    Generations are sorted lexicographically by their tokens, so that generations with a shared prefix are adjacent. An
+    edge is centered on its generations.
+
+    Args:
+      token_ids: Token ids [T_i] of each generation.
+      correct: Whether each generation is correct.
+    """
     order = sorted(range(len(token_ids)), key=lambda generation: token_ids[generation].tolist())
     rows = {generation: row for row, generation in enumerate(order)}
     root = (len(token_ids) - 1) / 2
@@ -199,7 +254,7 @@ def lay_out_tree(token_ids: Sequence[Int[np.ndarray, " _"]], correct: Sequence[b
         row = sum(rows[generation] for generation in segment.generations) / len(segment.generations)
         parent_row = root if segment.parent is None else edges[segment.parent].row
         edges.append(Edge(segment.start, segment.end, row, parent_row, len(segment.generations)))
-        ends |= dict.fromkeys(segment.generations, row)  # parents come first, so the last one stays
+        ends |= dict.fromkeys(segment.generations, row)  # parents precede children: the deepest edge remains
     leaves = [Leaf(generation, len(token_ids[generation]), rows[generation], ends[generation]) for generation in order]
     return Tree(edges, leaves, list(correct))
 
@@ -237,7 +292,7 @@ def _benchmark_panels(
 
 
 def log2_axis(axes: Axes, label: str) -> None:
-    """Gives the axes a logarithmic x-axis with at most seven ticks at powers of two."""
+    """Sets a logarithmic x-axis with the label `label` and at most seven ticks, at powers of two."""
     axes.set_xscale("log", base=2)
     longest = max((float(np.max(np.asarray(line.get_xdata(), float), initial=1)) for line in axes.lines), default=1.0)
     powers = range(int(math.log2(max(longest, 1))) + 1)

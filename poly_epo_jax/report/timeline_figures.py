@@ -1,6 +1,6 @@
-"""What was under way when in a run's steps: the windows of timeline.jsonl in, bars, a sentence and a figure out.
+"""Draws and summarizes the timeline of a run: the stages of its steps, from timeline.jsonl.
 
-`Windows` are a run's steps in order (see `timeline.Window`). They follow each other without a gap.
+`Windows` maps the steps of a run, in order, to their windows (see `timeline.Window`). Windows are contiguous.
 """
 
 import dataclasses
@@ -31,13 +31,22 @@ STAGES = {
     "evaluate": "evaluation",
     "checkpoint": "checkpointing",
 }
-"""The stages in the order in which a batch passes through them, with their names in a sentence."""
-_CUT_APART = 2e-4  # seconds: a span that crosses from one step to the next was cut in two, and each end rounded
+"""Names of the stages in figures and sentences, in the order in which a batch passes through them."""
+_CUT_APART = 2e-4
+"""Maximum gap in seconds between the two parts of a span that was split at the end of a step. Parts are rounded."""
 _PALE, _GRAY = 0.4, "#777777"
 
 
 class Bar(NamedTuple):
-    """A stage that was under way for the batch of `step`, and the parts of that time in which no other stage was."""
+    """An interval in which a stage ran.
+
+    Attributes:
+      stage: Name of the stage.
+      start: Start in seconds from the start of the excerpt.
+      end: End in seconds from the start of the excerpt.
+      step: Step whose batch the stage worked on.
+      alone: Parts of the interval in which no other stage ran.
+    """
 
     stage: str
     start: float
@@ -48,7 +57,13 @@ class Bar(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TimelineExcerpt:
-    """Consecutive steps: when each begins, in seconds from the start of the first, and the bars of every stage."""
+    """Consecutive steps of a timeline.
+
+    Attributes:
+      starts: Start of each step, in seconds from the start of the first.
+      seconds: Total length in seconds.
+      bars: Bars of all stages.
+    """
 
     starts: dict[int, float]
     seconds: float
@@ -56,22 +71,28 @@ class TimelineExcerpt:
 
     @property
     def stages(self) -> list[str]:
-        """The stages from top to bottom."""
+        """Stages from top to bottom."""
         found = dict.fromkeys(bar.stage for bar in self.bars)
         return [stage for stage in STAGES if stage in found] + [stage for stage in found if stage not in STAGES]
 
     @property
     def title(self) -> str:
+        """Title of the panel."""
         steps = list(self.starts)
-        return f"step {steps[0]}, of median length" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+        return f"step {steps[0]} (median length)" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
     def is_odd(self, bar: Bar) -> bool:
-        """Whether the bar belongs to every other step; neighbouring batches are drawn differently."""
+        """Returns True for the bars of every second step, which are drawn in gray."""
         return (bar.step - next(iter(self.starts))) % 2 == 1
 
 
 def excerpts(windows: Windows) -> list[TimelineExcerpt]:
-    """The newest of the steps closest to the median length, and a few consecutive steps around it, if there are any."""
+    """Selects the steps to draw.
+
+    Returns:
+      The step whose length is closest to the median (the newest one of several), and up to `CONSECUTIVE` consecutive
+      steps around it. The second excerpt is omitted if there is only one step. Empty without steps.
+    """
     steps = list(windows)
     if not steps:
         return []
@@ -84,7 +105,11 @@ def excerpts(windows: Windows) -> list[TimelineExcerpt]:
 
 
 def sentence(windows: Windows) -> str:
-    """How much of a step the stages take, as medians: alone, which speeding them up is certain to save, and in all."""
+    """Summarizes the step time of a run in a few sentences.
+
+    The exclusive time of a stage, in which no other stage runs, is the time that a faster stage is certain to save. All
+    values are medians over steps.
+    """
     steps = list(windows.values())
     length = float(np.median([step.seconds for step in steps]))
     alone = _largest([_shares(step, alone_intervals(step.spans)) for step in steps])
@@ -93,15 +118,15 @@ def sentence(windows: Windows) -> str:
     parts = [
         f"{name} {share}" if index else f"{name} alone takes {share} of it" for index, (name, share) in enumerate(alone)
     ]
-    overlapping = f"for {overlap:.0%} two or more are under way" if overlap >= 0.005 else "nothing overlaps"
+    overlapping = f"two or more stages overlap for {overlap:.0%} of it" if overlap >= 0.005 else "no stages overlap"
     text = "; ".join([*([", ".join(parts)] if parts else []), overlapping])
     if overlap >= 0.05:
-        text += f". Under way at all: {', '.join(f'{name} {share}' for name, share in in_all)}"
+        text += f". With overlap: {', '.join(f'{name} {share}' for name, share in in_all)}"
     return f"A step takes {length:.3g} s (median of {len(steps)}). {text[0].upper()}{text[1:]}."
 
 
 def plot_timeline(runs: Mapping[str, Windows]) -> Figure | None:
-    """One row per run: a step of median length, and a few consecutive steps. None if no run has a timeline."""
+    """Draws a row per run: a step of median length, and consecutive steps. Returns None if no run has a timeline."""
     drawn = {label: excerpts(windows) for label, windows in runs.items() if windows}
     if not drawn:
         return None
@@ -155,7 +180,7 @@ def _parts_within(span: Span, alone: list[Interval]) -> list[Interval]:
 
 
 def _busy_intervals(window: Window) -> dict[str, list[Interval]]:
-    """The times at which each stage was under way, for any batch."""
+    """Returns the intervals in which each stage ran, for any batch."""
     found: dict[str, list[Interval]] = {}
     for span in merge((span._replace(step=0) for span in window.spans), 0.0):
         found.setdefault(span.stage, []).append((span.start, span.end))
@@ -163,7 +188,7 @@ def _busy_intervals(window: Window) -> dict[str, list[Interval]]:
 
 
 def _overlap(window: Window) -> float:
-    """The share of the step during which two or more stages were under way."""
+    """Returns the fraction of the step in which two or more stages ran."""
     anything = Window(0.0, window.seconds, [span._replace(stage="anything") for span in window.spans])
     busy = sum(_shares(anything, _busy_intervals(anything)).values(), 0.0)
     return busy - sum(_shares(window, alone_intervals(window.spans)).values(), 0.0)
@@ -174,7 +199,7 @@ def _shares(window: Window, intervals: Mapping[str, list[Interval]]) -> dict[str
 
 
 def _largest(shares: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """The names and median shares of up to three stages that have at least 1%, the largest first."""
+    """Returns names and median fractions of the three largest stages with at least 1%, in descending order."""
     stages = dict.fromkeys(stage for step in shares for stage in step)
     medians = {stage: float(np.median([step.get(stage, 0.0) for step in shares])) for stage in stages}
     largest = sorted((stage for stage in stages if medians[stage] >= 0.01), key=lambda stage: -medians[stage])

@@ -1,4 +1,4 @@
-"""The frontier: held-out reward against distinct correct answers, one point per method and rate."""
+"""Draws the frontier: held-out reward over correct clusters, with a point per method and learning rate."""
 
 import itertools
 import math
@@ -17,11 +17,19 @@ from poly_epo_jax.study.figures import add_legend, line_styles
 from poly_epo_jax.study.results import CORRECT_OF_8, REWARD, Result, StudyResults
 
 _NEAR = 0.12
-"""Points are near each other if they are within this share of both axes."""
+"""Two points are neighbors if their distance is at most this fraction of the range of the points, on both axes."""
 
 
 class Point(NamedTuple):
-    """A method at a rate: its mean and interval on both axes, and how it is drawn."""
+    """A method at a learning rate.
+
+    Attributes:
+      x: Mean and interval of correct clusters.
+      y: Mean and interval of the reward.
+      method: Name of the method.
+      text: Learning rate next to the marker. Empty if the study has only one learning rate.
+      size: Size of the marker in typographic points.
+    """
 
     x: Interval
     y: Interval
@@ -31,10 +39,15 @@ class Point(NamedTuple):
 
 
 def plot_frontier(results: StudyResults, task: str) -> Figure | None:
-    """All points and, next to them, the densest part of the figure enlarged, with intervals over seeds on both axes.
+    """Draws all points with intervals over seeds on both axes, and a second panel that enlarges the densest region.
 
-    Overlapping points can be told apart: every mark is hollow and has its own size, larger for higher rates, so that
-    one encloses the other. No rate is written over another. Arrows lead to the next higher rate.
+    Markers are hollow and differ in size (larger for higher learning rates), so that overlapping points remain visible.
+    Learning rates are written without overlap. Arrows point to the next higher learning rate. Returns None if there is
+    no data.
+
+    Args:
+      results: Results of the study.
+      task: Name of the task.
     """
     points, ended = _points(results, task), _unfinished(results, task)
     if not points and not ended:
@@ -54,7 +67,7 @@ def plot_frontier(results: StudyResults, task: str) -> Figure | None:
         add_legend(figure, results, *[cross][: len(ended)])
         if crowd:
             _enlarge(panels[1], crowd)
-        figure.draw_without_rendering()  # so that positions in typographic points are known
+        figure.draw_without_rendering()  # applies the layout, which determines positions in points
         _label_points(panels[0], results, [point for point in points if point not in crowd])
         if crowd:
             _label_points(panels[1], results, crowd)
@@ -62,7 +75,7 @@ def plot_frontier(results: StudyResults, task: str) -> Figure | None:
 
 
 def _points(results: StudyResults, task: str) -> list[Point]:
-    """The points of the methods in their order, each in ascending order of rate."""
+    """Returns the points by method, each in ascending order of learning rate."""
     found, num_methods = [], len(results.methods)
     for method_index, method in enumerate(results.methods):
         for index, rate in enumerate(results.rates):
@@ -76,7 +89,7 @@ def _points(results: StudyResults, task: str) -> list[Point]:
 
 
 def _crowd(points: Sequence[Point]) -> list[Point]:
-    """The points near the point with the most neighbours; empty if these are fewer than three, or all points."""
+    """Returns the neighbors of the point with the most neighbors. Empty if they are fewer than three, or all points."""
     if not points:
         return []
     positions = np.array([(point.x.mean, point.y.mean) for point in points])
@@ -91,12 +104,12 @@ def _crowd(points: Sequence[Point]) -> list[Point]:
 
 
 def _enlarge(axes: Axes, crowd: Sequence[Point]) -> None:
-    """Shows the means of these points with space around them; intervals may extend beyond it."""
+    """Limits the axes to the means of these points plus a margin. Intervals can extend beyond the axes."""
     for values, set_limits in (([p.x.mean for p in crowd], axes.set_xlim), ([p.y.mean for p in crowd], axes.set_ylim)):
         low, high = min(values), max(values)
         margin = 0.35 * (high - low) or 0.01 * abs(high) or 0.01
         set_limits(low - margin, high + margin)
-    axes.set_title("the densest part, enlarged")
+    axes.set_title("densest region, enlarged")
 
 
 def _draw_points(axes: Axes, results: StudyResults, points: Sequence[Point]) -> None:
@@ -114,21 +127,21 @@ def _draw_points(axes: Axes, results: StudyResults, points: Sequence[Point]) -> 
         for start, end in itertools.pairwise(own):
             arrow = {"arrowstyle": "->", "color": style["color"], "alpha": 0.45, "shrinkA": 8, "shrinkB": 8}
             ends = (end.x.mean, end.y.mean), (start.x.mean, start.y.mean)
-            # Drawn even if it leads out of the axes, but clipped to them.
+            # annotation_clip=False draws arrows that leave the axes. The clip path cuts them at the axes.
             drawn = axes.annotate("", *ends, arrowprops=arrow | {"clip_path": axes.patch}, annotation_clip=False)
             assert drawn.arrow_patch is not None
             drawn.arrow_patch.set_clip_on(True)
 
 
 def _label_points(axes: Axes, results: StudyResults, points: Sequence[Point]) -> None:
-    """Writes each rate near its point, in a free position, with a thin line to the point."""
+    """Writes each learning rate at a free position near its point, connected to the point by a thin line."""
     color_of, to_points = {method: style["color"] for method, style in line_styles(results).items()}, 72 / figures.DPI
     centers = [axes.transData.transform((point.x.mean, point.y.mean)) * to_points for point in points]
     taken = [(center, np.array([6.0, 6.0])) for center in centers]
     turns = [np.array([math.cos(turn), math.sin(turn)]) for turn in np.arange(16) * math.pi / 8]
     offsets = [radius * turn for radius in range(16, 120, 6) for turn in turns]
     for point, center in zip(points, centers, strict=True):
-        size = np.array([2.4 * len(point.text) + 2, 5.0])  # half of a text of 7.5 points
+        size = np.array([2.4 * len(point.text) + 2, 5.0])  # half of the width and height of a text of 7.5 points
         free = (o for o in offsets if all(np.any(np.abs(center + o - at) >= size + room) for at, room in taken))
         offset = next(free, None)
         if offset is None or not point.text:
@@ -144,7 +157,7 @@ def _label_points(axes: Axes, results: StudyResults, points: Sequence[Point]) ->
 
 
 def _unfinished(results: StudyResults, task: str) -> list[Result]:
-    """Runs that have begun and been evaluated, but are not finished."""
+    """Returns unfinished runs that have been evaluated."""
     cells = [(task, method, rate) for method in results.methods for rate in results.rates]
     runs = [run for cell in cells for run in results.of(cell, finished=False)]
     return [run for run in runs if run.at_end(CORRECT_OF_8) is not None]

@@ -1,4 +1,4 @@
-"""The report of a study: one page of figures, tables, and what is needed to reproduce it. Needs no JAX."""
+"""Writes the report of a study: a page with figures, tables and reproduction details. Does not require JAX."""
 
 import html
 from collections.abc import Callable, Sequence
@@ -17,32 +17,30 @@ from poly_epo_jax.study.reproduction import reproduction_section
 from poly_epo_jax.study.results import Cell, StudyResults, read_results
 
 INTERVAL_NOTE = (
-    "Means over training seeds, in brackets their 95% interval (Student's t): how far the mean would move with other "
-    "seeds. The second line is the difference from {baseline} at the same learning rate, seed by seed, with its own "
-    "interval; where that holds 0, these seeds do not tell the two apart. One seed has no interval. Nothing is "
-    "corrected for the number of comparisons."
+    "Means over training seeds, with 95% confidence intervals (Student's t) in brackets. The second line is the "
+    "difference from {baseline} at the same learning rate, paired by seed, with its interval. If this interval "
+    "contains 0, these seeds do not distinguish the two methods. A single seed has no interval. Intervals are not "
+    "corrected for multiple comparisons."
 )
 FRONTIER = (
-    "Up is more reward, right is more different right answers. A point is a method at a learning rate, its cross the "
-    "95% intervals over seeds; arrows lead to the next higher rate. Compare the methods' lines, not single points. "
-    "Marks are hollow, each of its own size, so that points on each other can be told apart; larger is a higher rate."
+    "Each point is a method at a learning rate, with 95% intervals over seeds on both axes. Arrows point to the next "
+    "higher learning rate. Compare the lines of the methods, not single points. Markers are hollow and differ in size "
+    "(larger for higher learning rates), so that overlapping points remain visible."
 )
-BY_RATE = "The same numbers side by side; below, the differences from the baseline, each run beside that of its seed."
-PASS_AT_K = "The share of held-out problems that at least one of k attempts solves; shaded: the range over seeds."
-CURVES = "Lines are means over the seeds that finished, smoothed where every step is measured; shaded: their range."
-BRANCHING = (
-    "How many different prefixes a problem's generations have at each token position; shaded: the range over seeds."
-)
+BY_RATE = "The metrics of the frontier by learning rate. Bottom row: differences from the baseline, paired by seed."
+PASS_AT_K = "Fraction of held-out problems that at least one of k attempts solves. Shaded: range over seeds."
+CURVES = "Lines are means over finished seeds, smoothed for metrics of each step. Shaded: range over seeds."
+BRANCHING = "Number of distinct prefixes of a problem's generations at each token position. Shaded: range over seeds."
 
 
 def write_study_report(folder: Path) -> Path:
-    """Writes report/report.html in a study's folder, with what its runs have measured so far, and returns its path.
+    """Writes report/report.html in the folder of a study, with the current results of its runs, and returns its path.
 
-    For papers and READMEs, it also writes the tables as Markdown, and two figures of each task as PNG and PDF.
+    Also writes the tables as Markdown, and two figures per task as PNG and PDF.
 
     Raises:
-      ValueError: the folder holds no study, or a damaged row.
-      OSError: the files cannot be written.
+      ValueError: If the folder does not contain a study, or contains a corrupted row.
+      OSError: If the files cannot be written.
     """
     results = read_results(folder)
     page = folder / "report" / "report.html"
@@ -70,11 +68,11 @@ def _summary(results: StudyResults) -> str:
     if unfinished:
         named = ", ".join(f"{one.key.path} ({one.state})" for one in unfinished)
         lines.append(
-            f"Not finished, and so in no mean: {html.escape(named)}. Their curves are thin dotted lines, their last "
-            "evaluations crosses"
+            f"Unfinished runs, which are excluded from all means: {html.escape(named)}. Their curves are thin dotted "
+            "lines, and crosses mark their last evaluations"
         )
     links = [f'<a href="#task-{index}">{html.escape(task)}</a>' for index, task in enumerate(results.tasks)]
-    links.append('<a href="#reproduction">how to reproduce it</a>')
+    links.append('<a href="#reproduction">reproduction</a>')
     lines.append(f"On this page: {', '.join(links)}")
     return f"<ul class='summary'>{''.join(f'<li>{line}.</li>' for line in lines)}</ul>"
 
@@ -100,7 +98,7 @@ def _task(results: StudyResults, task: str) -> str:
 
 
 def _figure(title: str, explanation: str, figure: Figure | None, task: str) -> str:
-    """A heading, a line on what is shown, and the figure; empty without a figure."""
+    """Returns a heading, a description and the figure, or an empty string without a figure."""
     if figure is None:
         return ""
     return f"<h3>{html.escape(title)}</h3><p class='muted'>{explanation}</p>{image(figure, f'{title}: {task}')}"
@@ -130,12 +128,15 @@ def _interval_cell(mean: Interval | None, difference: Interval | None) -> str:
 
 
 class ResultRow(NamedTuple):
-    """A method at a rate.
+    """The results of a method at a learning rate.
 
-    Args:
-      finished, num_runs: the numbers of finished runs and of all runs.
-      means, differences: an interval for each of `StudyResults.metrics`, None if there is none; the differences are
-        from the baseline, seed by seed.
+    Attributes:
+      method: Name of the method.
+      rate: Learning rate.
+      finished: Number of finished runs.
+      num_runs: Number of all runs.
+      means: Mean and interval of each metric of `StudyResults.metrics`, or None.
+      differences: Difference from the baseline, paired by seed, of each of these metrics, or None.
     """
 
     method: str
@@ -147,7 +148,12 @@ class ResultRow(NamedTuple):
 
 
 def result_rows(results: StudyResults, task: str) -> list[ResultRow]:
-    """A row for each method and rate of a task, in the order of the study file."""
+    """Returns a row for each method and learning rate of a task, with methods in the order of the study file.
+
+    Args:
+      results: Results of the study.
+      task: Name of the task.
+    """
     metrics = results.metrics(task)
 
     def row(cell: Cell) -> ResultRow:
@@ -161,7 +167,7 @@ def result_rows(results: StudyResults, task: str) -> list[ResultRow]:
 
 
 def markdown(results: StudyResults) -> str:
-    """Two tables per task, for a README or a paper's draft: the means, and the differences from the baseline."""
+    """Returns two Markdown tables per task: the means, and the differences from the baseline."""
     parts = []
     for task in results.tasks:
         rows = result_rows(results, task)
@@ -169,12 +175,20 @@ def markdown(results: StudyResults) -> str:
         parts += [f"## {task}", _table(header, rows, lambda row: row.means, "")]
         if any(difference for row in rows for difference in row.differences):
             compared = [row for row in rows if row.method != results.baseline]
-            parts += [f"Less {results.baseline}, seed by seed:", _table(header, compared, lambda r: r.differences, "+")]
+            parts += [
+                f"Difference from {results.baseline}, by seed:",
+                _table(header, compared, lambda r: r.differences, "+"),
+            ]
     return "\n\n".join(parts) + "\n"
 
 
 def interval_text(interval: Interval, sign: str = "") -> str:
-    """A mean with its interval in brackets; a single seed has no interval."""
+    """Formats a mean with its interval in brackets, if it has one.
+
+    Args:
+      interval: Mean and bounds. The bounds are NaN for a single seed.
+      sign: "+" writes the sign of positive numbers.
+    """
     mean, low, high = (format(value, f"{sign}.3f") for value in interval)
     return mean if interval.low != interval.low else f"{mean} [{low}, {high}]"
 

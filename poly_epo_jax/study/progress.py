@@ -1,4 +1,4 @@
-"""Shows a study while it runs: on a terminal a bar for each active run, elsewhere a line for each event."""
+"""Displays the progress of a study: a bar per active run on a terminal, or a line per event elsewhere."""
 
 import contextlib
 import time
@@ -15,19 +15,25 @@ from poly_epo_jax.system.json_files import Row
 
 
 class StudyProgress(Progress):
-    """A task for each active run, and the numbers of finished and failed runs."""
+    """Progress display with a bar per active run and the numbers of finished and failed runs.
+
+    Args:
+      runs: All runs of the study.
+      finished: Number of runs that are finished already.
+      console: Console of the display.
+    """
 
     def __init__(self, runs: Sequence[StudyRun], finished: int, console: Console) -> None:
         name, state = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[state]"))
         columns = name, BarColumn(24), state, TimeElapsedColumn()
-        # Before the base class is initialized, which renders once.
+        # Set first, because the constructor of the base class renders the display once.
         self._total, self._finished, self._failed = len(runs), finished, 0
         self._began = time.monotonic()
         self.listener = Listener(self._started, self._ended)
         super().__init__(*columns, console=console, refresh_per_second=1, disable=not console.is_terminal)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Reads how far each active run is, and returns the lines to show. Called by a separate thread."""
+        """Reads the progress of active runs and yields the lines to show. Called by a separate thread."""
         for task in self.tasks:
             state = run_state(task.fields["run"].folder)
             task.total, task.completed = max(state.num_steps, 1), state.step
@@ -50,7 +56,7 @@ class StudyProgress(Progress):
         self._failed += row["exit"] not in (0, *ENDED)
         verb = {"train": "trained", "evaluate": "evaluated"}[row["stage"]]
         if row["exit"]:
-            how = "was ended" if row["exit"] in ENDED else "failed"
+            how = "was stopped" if row["exit"] in ENDED else "failed"
             text = f"{run.key.path}: {row['stage']} {how} after {clock(row['seconds'])}: {row['error']}"
         else:
             text = f"{run.key.path}: {verb} in {clock(row['seconds'])}"
@@ -63,7 +69,7 @@ class StudyProgress(Progress):
 
 @contextlib.contextmanager
 def show_progress(runs: Sequence[StudyRun]) -> Iterator[Listener]:
-    """Shows the study inside the `with` block. Yields the listener to notify about its runs."""
+    """Shows the progress display inside the `with` block. Yields the listener that updates it."""
     finished = sum(run.is_trained() and run.is_evaluated() for run in runs)
     with StudyProgress(runs, finished, Console()) as show:
         yield show.listener

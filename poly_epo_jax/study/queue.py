@@ -1,7 +1,7 @@
-"""Runs side by side: each worker takes the next run as soon as its last one has ended.
+"""Executes the runs of a study in parallel: each worker starts the next run when its current run ends.
 
-A worker is a core of this machine, or the devices that its runs may see. Every run is a process of its own. The study
-passes a signal on to all of them and waits until they end, so that each saves what it has trained.
+A worker is a core of this machine or a set of devices. Each run is a separate process. The study forwards SIGTERM,
+SIGHUP and Ctrl-C to all runs as SIGTERM, and waits until they have saved their state and exited.
 """
 
 import asyncio
@@ -24,55 +24,73 @@ from poly_epo_jax.system.json_files import Row, append_rows
 from poly_epo_jax.system.signals import Stop, Stopped
 
 Worker = dict[str, str]
-"""Environment variables of the runs at a worker; `CORE` is the core that they are bound to."""
+"""Environment variables of the runs of a worker. The entry `CORE`, if present, is the core that they are bound to."""
 
 CORE = "core"
 ENDED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
-"""Exit codes of runs that did not fail but were ended by a signal."""
+"""Exit codes of runs that were stopped by a signal, which does not count as a failure."""
 
 POLL_INTERVAL_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Listener:
-    """Called for every run: `started(run, stage)` and `ended(run, row of attempts.jsonl)`."""
+    """Callbacks for the events of a study.
+
+    Attributes:
+      started: Called as `started(run, stage)` when a process starts.
+      ended: Called as `ended(run, row)` when a process has ended, with its row of attempts.jsonl.
+    """
 
     started: Callable[[StudyRun, str], None]
     ended: Callable[[StudyRun, Row], None]
 
 
 def cores(count: int) -> list[Worker]:
-    """`count` workers, each with a core of its own as long as there are enough; 0: one worker for each core.
+    """Returns `count` workers with one core each. Workers share cores if there are too few. 0 is one worker per core.
 
-    Every run has one core, however many run side by side, because a process's sums depend on its number of threads.
+    Runs always use a single core, because floating-point sums depend on the number of threads of a process.
     """
     mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     return [{CORE: str(mine[index % len(mine)])} for index in range(count or len(mine))]
 
 
 def gpus(names: str) -> list[Worker]:
-    """A worker for each of "0,1,2,3"; "0+1,2+3" are two workers of two GPUs each."""
+    """Returns a worker per GPU of a list such as "0,1,2,3". "0+1,2+3" are two workers with two GPUs each."""
     return [{"CUDA_VISIBLE_DEVICES": name.replace("+", ",")} for name in names.split(",")]
 
 
 def default_workers(devices: Path = Path("/dev")) -> list[Worker]:
-    """A worker for each GPU that JAX may see; else, with TPUs, one worker that has them all; else one for each core."""
+    """Returns one worker per GPU visible to JAX, a single worker with all TPU chips, or one worker per core.
+
+    Args:
+      devices: Folder of device files.
+    """
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return cores(0)
     numbers = sorted(path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(numbers))
-    if numbers and visible not in ("", "-1"):  # with which CUDA hides all
+    if numbers and visible not in ("", "-1"):  # values with which CUDA hides all GPUs
         return gpus(visible)
     return [{}] if any(devices.glob("accel[0-9]*")) or any(devices.glob("vfio/[0-9]*")) else cores(0)
 
 
 async def run_all(folder: Path, runs: Sequence[StudyRun], workers: Sequence[Worker], listener: Listener) -> list[Row]:
-    """Trains and evaluates what is not finished, and returns the rows that it has added to attempts.jsonl.
+    """Runs the unfinished training and evaluation processes of a study.
 
-    A run that fails is reported, and the others continue.
+    If a process fails, the failure is reported and the other runs continue.
+
+    Args:
+      folder: Folder of the study.
+      runs: All runs. Finished runs are skipped.
+      workers: Workers that execute runs in parallel.
+      listener: Notified when processes start and end.
+
+    Returns:
+      The rows that were appended to attempts.jsonl.
 
     Raises:
-      Stopped: a signal came; all runs under way have saved what they have trained, and ended.
+      Stopped: If a shutdown was requested. All active runs have saved their state and exited.
     """
     stop, waiting, rows = Stop(), deque(runs), []
 
@@ -104,7 +122,7 @@ async def run_all(folder: Path, runs: Sequence[StudyRun], workers: Sequence[Work
 
 
 async def _attempt(run: StudyRun, stage: str, command: Sequence[str], worker: Worker, stop: Stop) -> Row:
-    """Runs one process from start to end, however it ends."""
+    """Runs a process and returns its row of attempts.jsonl. Failures and stops are recorded in the row."""
     started, clock = datetime.datetime.now().astimezone().isoformat(timespec="seconds"), time.monotonic()
     log = run.folder / LOG
     code, error = 1, ""
@@ -127,7 +145,7 @@ async def _attempt(run: StudyRun, stage: str, command: Sequence[str], worker: Wo
 
 
 async def _until_free(folder: Path, stop: Stop) -> None:
-    """Waits while a run that a killed study has left behind is still training."""
+    """Waits until the run folder is unlocked: a process of a killed study may still be training in it."""
     while True:
         try:
             with run_folder.in_use(folder):
@@ -137,12 +155,12 @@ async def _until_free(folder: Path, stop: Stop) -> None:
 
 
 async def _process(command: Sequence[str], worker: Worker, log: Path, stop: Stop) -> tuple[int, str]:
-    """Runs a process and returns its exit code and last line; its output is appended to the log."""
+    """Runs a process, appends its output to the log, and returns its exit code and the last line of its output."""
     environment = os.environ | {name: value for name, value in worker.items() if name != CORE}
     bound = ["taskset", "-c", worker[CORE]] if CORE in worker and shutil.which("taskset") else []
     with log.open("ab") as output:
         before = output.tell()
-        # In a session of its own: a terminal's Ctrl-C reaches only the study, which passes it on.
+        # A new session, so that Ctrl-C in a terminal only reaches the study, which forwards it.
         process = await asyncio.create_subprocess_exec(
             *bound,
             *command,
@@ -161,9 +179,9 @@ async def _process(command: Sequence[str], worker: Worker, log: Path, stop: Stop
         if process.returncode is None:
             process.kill()
     if code < 0:
-        return 128 - code, f"{signal.Signals(-code).name} ended it; the same command goes on from its last checkpoint"
+        return 128 - code, f"terminated by {signal.Signals(-code).name}; rerun the command to resume the run"
     with log.open("rb") as file:
         file.seek(before)
         lines = file.read().decode(errors="replace").split("\n")
-    last_line = next((line.strip() for line in reversed(lines) if line.strip()), f"it ended with exit code {code}")
+    last_line = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")
     return code, last_line.removeprefix("Error: ")
