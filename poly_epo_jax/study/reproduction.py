@@ -33,7 +33,7 @@ def _attempts(results: StudyResults) -> str:
             stage: sum(row["seconds"] for row in own if row["stage"] == stage) for stage in ("train", "evaluate")
         }
         failures = [
-            f"{row['started']}: {row['stage']} exit code {row['exit']}: {row['error']}" for row in own if row["exit"]
+            f"{row['started']}: {row['stage']}, exit code {row['exit']}: {row['error']}" for row in own if row["exit"]
         ]
         state = "finished" if one.state.is_finished else f"<b class='wrong'>{html.escape(str(one.state))}</b>"
         rows.append(

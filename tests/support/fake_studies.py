@@ -1,4 +1,4 @@
-"""Made-up study folders, shaped like those of `python -m poly_epo_jax.study`."""
+"""Writes fake study folders with the files of `python -m poly_epo_jax.study`."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import numpy as np
 from poly_epo_jax.study.folder import RunKey
 
 KEEPS = {"poly_epo": 6.4, "grpo": 1.2, "grpo_div": 6.4}
-"""Distinct correct answers of 8 that each method ends with; the first and the last lie on each other."""
+"""Final number of correct clusters@8 of each method. The first and the last method have overlapping points."""
 NUM_STEPS = 20
 VERSIONS = {"python": "3.12.3", "jax": "0.10.2", "commit": "0123456789ab"}
 
@@ -23,7 +23,7 @@ def write_fake_study(
     seeds: Sequence[int] = (0, 1, 2),
     evaluated: bool = False,
 ) -> list[RunKey]:
-    """A study all of whose runs are finished."""
+    """Writes a study with finished runs and returns their keys."""
     run_keys = [
         RunKey(task, method, rate, seed) for seed in seeds for task in tasks for rate in rates for method in KEEPS
     ]
@@ -40,12 +40,12 @@ def write_fake_study(
 
 
 def attempt(run_key: RunKey, code: int = 0, error: str = "") -> dict[str, Any]:
-    told = {"run": f"{run_key.task}/{run_key.name}", "stage": "train", "started": "2026-01-01T00:00:00+00:00"}
-    return told | {"seconds": 60.5, "exit": code, "error": error}
+    row = {"run": f"{run_key.task}/{run_key.name}", "stage": "train", "started": "2026-01-01T00:00:00+00:00"}
+    return row | {"seconds": 60.5, "exit": code, "error": error}
 
 
 def write_fake_run(folder: Path, run_key: RunKey, num_steps: int = NUM_STEPS) -> Path:
-    """A run that has come to `num_steps` of `NUM_STEPS`, evaluated every 5. A seed moves all methods alike."""
+    """Writes a run with `num_steps` of `NUM_STEPS` steps, evaluated every 5 steps. Seeds affect all methods equally."""
     run = folder / run_key.task / run_key.name
     run.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(run_key.seed)
