@@ -17,7 +17,7 @@ FIGURES = {
     ),
     "majority": (
         "Majority voting",
-        "Accuracy of the most frequent answer among k, against its share of the votes. k grows along the line.",
+        "Accuracy of the most frequent answer among k over its share of the votes. k increases along the line.",
     ),
     "branches": (
         "Branching",

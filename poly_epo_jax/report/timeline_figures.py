@@ -121,7 +121,7 @@ def sentence(windows: Windows) -> str:
     overlapping = f"two or more stages overlap for {overlap:.0%} of it" if overlap >= 0.005 else "no stages overlap"
     text = "; ".join([*([", ".join(parts)] if parts else []), overlapping])
     if overlap >= 0.05:
-        text += f". With overlap: {', '.join(f'{name} {share}' for name, share in in_all)}"
+        text += f". Including overlap: {', '.join(f'{name} {share}' for name, share in in_all)}"
     return f"A step takes {length:.3g} s (median of {len(steps)}). {text[0].upper()}{text[1:]}."
 
 

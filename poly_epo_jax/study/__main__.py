@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             runs = make_runs(study, overrides)
         except ConfigError as error:
-            print("\n".join(f"Error: {mistake}" for mistake in str(error).splitlines()), file=sys.stderr)
+            print("\n".join(f"Error: {line}" for line in str(error).splitlines()), file=sys.stderr)
             return 2
         with exclusive(folder / LOCK, f"the study {folder}"):
             write_plan(study, runs)

@@ -106,7 +106,7 @@ def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[StudyRun]:
         key = override.partition("=")[0].removeprefix("--config.")
         if key in STUDY_KEYS:
             raise ConfigError(f"--config.{key} is controlled by {STUDY_KEYS[key]} of the study; change it there.")
-    runs, mistakes = [], {}
+    runs, errors = [], {}
     run_keys = [
         RunKey(task, method, float(rate), seed)
         for seed in study.seeds
@@ -127,9 +127,9 @@ def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[StudyRun]:
             runs.append(StudyRun(run_key, folder, arguments, config, study.evaluation, study.keep_weights))
         except (ValueError, OSError) as error:
             # Runs often share a problem. It is reported once, with the first run.
-            mistakes.setdefault(" ".join(str(error).split()), run_key)
-    if mistakes:
-        raise ConfigError("\n".join(f"{run_key.path}: {text}" for text, run_key in mistakes.items()))
+            errors.setdefault(" ".join(str(error).split()), run_key)
+    if errors:
+        raise ConfigError("\n".join(f"{run_key.path}: {text}" for text, run_key in errors.items()))
     return runs
 
 

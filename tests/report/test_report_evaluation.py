@@ -152,8 +152,8 @@ def test_summary_compares_each_model_with_the_first():
     ]
     (two,) = report_page.evaluation_summaries({"x": {"base": base, "new": new}, "y": {"base": new, "new": new}})
     assert "pass@1: 0.200 → 0.300" in two and two.endswith("means over 2 benchmarks.")
-    (alone,) = report_page.evaluation_summaries({"x": {"base": base}})
-    assert alone.startswith("<b>base</b>: pass@1: 0.100, pass@4: 0.200,")
+    (single,) = report_page.evaluation_summaries({"x": {"base": base}})
+    assert single.startswith("<b>base</b>: pass@1: 0.100, pass@4: 0.200,")
     (apart,) = report_page.evaluation_summaries({"x": {"base": base}, "y": {"new": new}})
     assert apart == "<b>new</b> instead of base: no shared benchmark."
 

@@ -53,7 +53,7 @@ def test_summary_sentence_contains_medians():
     summary = sentence(windows(10.0, 10.0, 20.0))
     assert summary == (
         "A step takes 10 s (median of 3). Generation alone takes 40% of it, judging 20%; two or more stages overlap "
-        "for 40% of it. With overlap: generation 80%, update 40%, judging 20%."
+        "for 40% of it. Including overlap: generation 80%, update 40%, judging 20%."
     )
     one_by_one = Window(
         0.0, 2.0, [Span("update", 0.0, 1.5, 1), Span("pause", 1.5, 1.9, 1), Span("sync", 1.9, 1.901, 1)]
@@ -75,5 +75,5 @@ def test_figure_has_a_row_per_run_in_its_color():
     expected = matplotlib.colors.to_rgb(figures.styles(["a", "older", "b"])["b"]["color"])
     assert np.isclose(colors, expected).all(axis=1).any()
     assert plot_timeline({"older": {}}) is None and plot_timeline({}) is None
-    alone = plot_timeline({"a": windows(10.0)})
-    assert alone is not None and alone.axes[0].get_title("left") == "Step 1 (median length)"
+    single = plot_timeline({"a": windows(10.0)})
+    assert single is not None and single.axes[0].get_title("left") == "Step 1 (median length)"
