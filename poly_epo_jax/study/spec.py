@@ -104,7 +104,9 @@ class Study:
                         f"{field} contains {name!r}, which is not a valid folder name; use letters, digits and _ . + -."
                     )
         if self.baseline not in ("", *self.methods):
-            raise ConfigError(f"baseline={self.baseline!r} is not a method; choose from {', '.join(self.methods)}.")
+            raise ConfigError(
+                f"baseline={self.baseline!r} is not a method of the study; choose from {', '.join(self.methods)}."
+            )
         changed = {"settings": self.settings} | {f"methods[{name!r}]": keys for name, keys in self.methods.items()}
         for where, keys in (changed | {f"tasks[{name!r}]": task.changes for name, task in self.tasks.items()}).items():
             for key in STUDY_KEYS.keys() & keys.keys():
