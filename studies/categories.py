@@ -1,4 +1,4 @@
-"""SmolLM2-135M names members of categories, and words by their first letters: four methods, three rates, five seeds.
+"""Compares four methods on SmolLM2-135M with two word tasks, three learning rates and five seeds.
 
 python -m poly_epo_jax.study studies/categories.py --config.model.path=runs/models/smollm2-135m-instruct
 """
@@ -20,5 +20,5 @@ def get_study() -> Study:
         seeds=(0, 1, 2, 3, 4),
         settings={"eval.every": 15},
         baseline="grpo",
-        keep_weights=False,  # 1.6 GB a run
+        keep_weights=False,  # 1.6 GB per run
     )

@@ -1,4 +1,4 @@
-"""Polynomial solving: how much reward and diversity three methods keep, over learning rates.
+"""Compares reward and diversity of the three methods of the paper on polynomial solving, over four learning rates.
 
 python -m poly_epo_jax.study studies/polynomial.py
 """

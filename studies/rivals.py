@@ -1,4 +1,4 @@
-"""How does Poly-EPO differ from other ways to keep exploring? Seven methods on two tasks, over five seeds.
+"""Compares Poly-EPO with six baselines on two tasks, with five seeds.
 
 python -m poly_epo_jax.study studies/rivals.py
 """

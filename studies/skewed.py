@@ -1,4 +1,4 @@
-"""Polynomial solving from a base policy that has almost lost most of its answers: which method brings them back?
+"""Compares the three methods of the paper from a base policy with a skewed answer distribution.
 
 python -m poly_epo_jax.study studies/skewed.py
 """

@@ -1,1 +1,1 @@
-"""Measures models on benchmarks: draws generations and computes numbers from them."""
+"""Evaluates models on benchmarks: generates responses, grades them and computes metrics."""

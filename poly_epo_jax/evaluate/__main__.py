@@ -1,4 +1,4 @@
-"""Evaluates models side by side, with the paper's estimators, from one pass of generations per model and benchmark.
+"""Evaluates and compares models on benchmarks. Generates once per model and benchmark for all metrics.
 
     python -m poly_epo_jax.evaluate --config=configs/polynomial.py --benchmarks=polynomial \
         --models=poly_epo=runs/polynomial-poly_epo,grpo=runs/polynomial-grpo --num_generations=64 \
@@ -6,9 +6,9 @@
     python -m poly_epo_jax.report runs/evaluation
 
 A model is a run folder (its newest checkpoint), a Hugging Face folder or name, or the URL of an SGLang server. A
-benchmark is a name in benchmarks.BENCHMARKS, a synthetic task, or a file. `label=` before either names it in the
-tables. Sampling, judge and synthetic task are those of the configuration. If the command is run again, it continues
-where it stopped.
+benchmark is a key of benchmarks.BENCHMARKS, a synthetic task, or a file. The prefix `label=` sets the label of a model
+or benchmark in tables. The configuration defines the sampling parameters, the judge and the options of the synthetic
+task. Rerun the command to resume an interrupted evaluation.
 """
 
 import argparse
@@ -53,7 +53,14 @@ from poly_epo_jax.types import Judge, JudgeLoad, Params, Sampling, Served
 
 @dataclasses.dataclass
 class Model:
-    """A model to evaluate: served at `url`, or `params` to sample from here. `weights` says which weights these are."""
+    """A model to evaluate, either on a server or with weights in this process.
+
+    Attributes:
+      policy: Model configuration, tokenizer and stop tokens.
+      weights: Description of the weights, with their step or version, for about.json.
+      url: URL of the server. Empty if `params` is given.
+      params: Weights for the embedded sampler. None if the model is served at `url`.
+    """
 
     policy: Policy
     weights: str
@@ -61,11 +68,15 @@ class Model:
     params: Params | None = None
 
 
-def run(config: Config, flags: argparse.Namespace) -> None:
-    """Draws the missing generations of every model on every benchmark, and shows the results.
+def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
+    """Generates the missing responses of each model on each benchmark, and prints the results.
+
+    Args:
+      config: The configuration.
+      flags: Parsed command-line flags of this command.
 
     Raises:
-      ValueError, OSError: a model or benchmark cannot be found, or a server fails; generations drawn so far are kept.
+      ValueError, OSError: If a model or benchmark is not found, or a server fails. Completed problems are kept on disk.
     """
     _check_flags(config, flags)
     mesh = make_mesh(**config.mesh)
@@ -84,7 +95,8 @@ def run(config: Config, flags: argparse.Namespace) -> None:
         benchmark.problems = benchmark.problems[: flags.max_problems or None]
         if not benchmark.problems:
             raise ConfigError(
-                f"--benchmarks: {name} has no problems; choose another, or raise task.options.num_held_out."
+                f"--benchmarks={name} contains no problems; choose another benchmark, or increase "
+                "task.options.num_held_out."
             )
         judge = make_judge(config.judge, benchmark.task) if judged else NoJudge()
         for label, model in models.items():
@@ -94,7 +106,7 @@ def run(config: Config, flags: argparse.Namespace) -> None:
                 open_folder(folder, about)
                 rollouts = _open_rollouts(model, benchmark, config, mesh)
                 try:
-                    asyncio.run(_draw(folder, model, rollouts, benchmark, judge, sampling, num_generations))
+                    asyncio.run(_draw_missing(folder, model, rollouts, benchmark, judge, sampling, num_generations))
                 finally:
                     rollouts.sampler.close()
                 labels = {"benchmark": benchmark.label, "model": label, "sampling": about["sampling"]}
@@ -102,10 +114,10 @@ def run(config: Config, flags: argparse.Namespace) -> None:
                 write_json(folder / RESULTS, results)
             found.append(results)
     Console().print(_table(found, f"{num_generations} generations per problem; 95% intervals over problems"))
-    print(f"See it with: python -m poly_epo_jax.report {flags.output}")
+    print(f"Create a report: python -m poly_epo_jax.report {flags.output}")
 
 
-async def _draw(
+async def _draw_missing(
     folder: Path,
     model: Model,
     rollouts: Rollouts,
@@ -129,12 +141,12 @@ def _table(results: Sequence[dict[str, Any]], title: str) -> Table:
     columns = table_columns((name for one in results for name in one["metrics"]), "evaluate")
     table = Table("benchmark", "model", *(metric.title for metric in columns.values()), title=title)
     for one in results:
-        cells = [_cell(metric, one["metrics"].get(name)) for name, metric in columns.items()]
+        cells = [_format_metric(metric, one["metrics"].get(name)) for name, metric in columns.items()]
         table.add_row(one["benchmark"], one["model"], *cells)
     return table
 
 
-def _cell(metric: EvaluationMetric, value: dict[str, float | None] | None) -> str:
+def _format_metric(metric: EvaluationMetric, value: dict[str, float | None] | None) -> str:
     if value is None:
         return "-"
     mean, low, high = ("" if end is None else metric.format(end) for end in value.values())
@@ -144,19 +156,19 @@ def _cell(metric: EvaluationMetric, value: dict[str, float | None] | None) -> st
 def _check_flags(config: Config, flags: argparse.Namespace) -> None:
     require(flags.num_generations, "--num_generations", Range(1, 4096))
     require(flags.max_problems, "--max_problems", Range(0, 10**9))
-    refuse_passwords({"--models": flags.models})  # before any of them is shown
+    refuse_passwords({"--models": flags.models})  # must run before any error message that contains a model
     for flag, given, make_label in (
         ("--models", flags.models, label_of),
         ("--benchmarks", flags.benchmarks, benchmark_label),
     ):
         if not any(given):
-            raise ConfigError(f"{flag} is missing; name at least one, commas between several.")
+            raise ConfigError(f"{flag} is empty; set it to a comma-separated list of at least one name.")
         labels = [make_label(name) for name in given]
         for label in labels:
             if "/" in label or label in ("", ".", "..") or labels.count(label) > 1:
                 raise ConfigError(
-                    f"{flag}={','.join(given)} gives one of them the label {label!r}; write label=name, where "
-                    "each label is another and can name a folder."
+                    f"{flag}={','.join(given)} contains the label {label!r}, which is a duplicate or not a valid "
+                    "folder name; set unique labels with label=name."
                 )
     for name in flags.models:
         source = name.rpartition("=")[2]
@@ -175,7 +187,7 @@ def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
             served = asyncio.run(served_model(url))
         except httpx.HTTPError as error:
             raise ServerError(
-                f"{url} does not say what it serves ({describe(error)}); start an SGLang or sglang-jax server."
+                f"Failed to read the model of {url}: {describe(error)}. Start an SGLang or sglang-jax server."
             ) from error
         policy = open_policy(find_model(served.tokenizer_path), config.model)
         return label, Model(policy, f"{served.path} {served.weight_version}".strip(), url=url)
@@ -187,7 +199,7 @@ def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
 
 
 def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mesh) -> Rollouts:
-    """Takes prompts of any length, because a benchmark must not lose problems."""
+    """Creates the sampler. The prompt length is not limited, so that all problems of a benchmark are evaluated."""
     policy = model.policy
     longest = max(map(len, encode_prompts(policy.tokenizer, benchmark.problems)))
     if model.url:
@@ -202,34 +214,36 @@ def _names(text: str) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the command line (`sys.argv` if None) and returns the exit code."""
+    """Runs the command with `arguments` (`sys.argv` if None) and returns the exit code."""
     parser = config_parser(__doc__)
     several = {"type": _names, "default": [], "metavar": "LABEL=NAME,..."}
     parser.add_argument(
-        "--models", **several, help="run folders, Hugging Face folders or names, or server URLs; labels are optional"
-    )
-    parser.add_argument("--benchmarks", **several, help="names, synthetic tasks or files; labels are optional")
-    parser.add_argument(
-        "--num_generations", type=int, default=16, metavar="N", help="generations per problem (default: 16)"
+        "--models", **several, help="run folders, Hugging Face folders or names, or server URLs, with optional labels"
     )
     parser.add_argument(
-        "--max_problems", type=int, default=0, metavar="N", help="limit of problems per benchmark (0 = all problems)"
+        "--benchmarks", **several, help="benchmark names, synthetic tasks or files, with optional labels"
+    )
+    parser.add_argument(
+        "--num_generations", type=int, default=16, metavar="N", help="number of generations per problem (default: 16)"
+    )
+    parser.add_argument(
+        "--max_problems", type=int, default=0, metavar="N", help="maximum number of problems per benchmark (0 = all)"
     )
     parser.add_argument(
         "--judge",
         type=lambda text: parse_value(text, bool),
         choices=(True, False),
         default=True,
-        help="whether to cluster the generations",
+        help="whether the judge clusters the generations (default: true)",
     )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("runs/evaluation"),
         metavar="FOLDER",
-        help="folder of the evaluation (default: runs/evaluation)",
+        help="output folder of the evaluation (default: runs/evaluation)",
     )
-    return run_command(parser, arguments, run, training=False)
+    return run_command(parser, arguments, run_evaluation, training=False)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The paper's benchmarks by name, and any file or data set by its own name; a synthetic task is its own benchmark."""
+"""Opens benchmarks: the paper's benchmarks by name, held-out problems of synthetic tasks, and files or datasets."""
 
 import dataclasses
 import json
@@ -20,12 +20,18 @@ BENCHMARKS: dict[str, dict[str, Any]] = {
     "math_500": {"train": "HuggingFaceH4/MATH-500:test", "id_column": "unique_id"},
     "gsm8k": {"train": "openai/gsm8k:main:test", "problem_column": "question", "answer_marker": "####"},
 }
-"""MathTask's options for each name: where to find it on the Hugging Face hub, and the names of its columns."""
+"""Options of `MathTask` by benchmark: the Hugging Face dataset and the names of its columns."""
 
 
 @dataclasses.dataclass
 class Benchmark:
-    """A benchmark's label, the task that grades it, and its problems."""
+    """A benchmark.
+
+    Attributes:
+      label: Name of the benchmark in tables, and of its folder.
+      task: Grades the responses.
+      problems: Problems in their order in the benchmark.
+    """
 
     label: str
     task: Task
@@ -33,15 +39,17 @@ class Benchmark:
 
 
 def open_benchmark(name: str, section: TaskSection) -> Benchmark:
-    """Opens the benchmark that `name` stands for.
+    """Opens a benchmark.
 
     Args:
-      name: a key of BENCHMARKS; a synthetic task, which is evaluated on its held-out problems; or what `data.read_rows`
-        reads, such as a .jsonl file with columns `problem` and `answer`. `label=name` gives it another label.
-      section: a configuration's; it gives the options of the task it names, and the template of mathematical prompts.
+      name: A key of BENCHMARKS, the name of a synthetic task (evaluated on its held-out problems), or a source that
+        `tasks.problems.read_rows` accepts, such as a .jsonl file with columns `problem` and `answer`. The prefix
+        `label=` sets the label.
+      section: The `task` section of the configuration. It provides the options of the task that it names, and the
+        prompt template of mathematical problems.
 
     Raises:
-      ValueError, OSError: it cannot be read.
+      ValueError, OSError: If the benchmark cannot be read.
     """
     source, options = name.rpartition("=")[2], task_options(name, section)
     if source in TASKS and source != "math":
@@ -52,7 +60,7 @@ def open_benchmark(name: str, section: TaskSection) -> Benchmark:
 
 
 def task_options(name: str, section: TaskSection) -> dict[str, Any]:
-    """The options of the task that grades the benchmark; the arguments are those of `open_benchmark`."""
+    """Returns the options of the task that grades a benchmark. The arguments are those of `open_benchmark`."""
     source = name.rpartition("=")[2]
     if source in TASKS and source != "math":
         return dict(section.options) if source == section.name else {}
@@ -61,12 +69,12 @@ def task_options(name: str, section: TaskSection) -> dict[str, Any]:
 
 
 def benchmark_label(name: str) -> str:
-    """The label of a benchmark: given by `label=name`, else its name or its file's, without split and suffix."""
+    """Returns the label in `label=name` or, without one, the name of the benchmark or file without split and suffix."""
     return label_of(name) if "=" in name else label_of(name).split(":")[0].split(".")[0]
 
 
 def label_of(name: str) -> str:
-    """The label of a model: given by `label=name`, else the last part of its path."""
+    """Returns the label in `label=name` or, without one, the last component of the path."""
     label, _, source = name.rpartition("=")
     return label or source.rstrip("/").split("/")[-1]
 
@@ -74,13 +82,19 @@ def label_of(name: str) -> str:
 def about_evaluation(
     config: Config, benchmark: str, weights: str, num_generations: int, judged: bool
 ) -> dict[str, Any]:
-    """The description as it is read back from the file. Generations with equal descriptions have one distribution.
+    """Describes an evaluation. Generations can be combined if and only if their descriptions are equal.
 
-    The number of grading processes and the address of the judge's server are left out, as they change nothing.
+    The number of grading processes and the URL of the judge are omitted, because they do not affect the results.
 
     Args:
-      weights: which weights, and which step or version of them.
-      judged: whether to cluster the generations with the configuration's judge, if it clusters any.
+      config: The configuration.
+      benchmark: Benchmark, as in --benchmarks.
+      weights: Description of the weights, with their step or version.
+      num_generations: Number of generations per problem.
+      judged: Whether the generations are clustered. Ignored if the configured judge does not provide clusters.
+
+    Returns:
+      The content of about.json.
     """
     judge = config.judge
     clustering = {"name": judge.name, "model": judge.model, "options": dict(judge.options)}

@@ -1,4 +1,4 @@
-"""One pass over a benchmark: a model's generations are graded, clustered, and written to disk as they arrive."""
+"""Generates, grades and clusters the responses of a model to a benchmark, and writes each problem when it completes."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,22 +27,30 @@ async def draw_generations(
     sampling: Sampling,
     show: Callable[[int], None],
 ) -> None:
-    """Completes the generations in an opened folder. Problems that an earlier call has completed are left alone.
+    """Generates the missing responses of an evaluation. Problems that an earlier call completed are skipped.
+
+    An interrupted call can leave some rows of a problem in generations.jsonl. These rows are removed first, and the
+    problem is generated again.
 
     Args:
-      num_generations: per problem.
-      show: called with the number of complete problems.
+      folder: Folder of the model on the benchmark, see `open_folder`.
+      rollouts: Generates the responses.
+      benchmark: The benchmark.
+      judge: Clusters the responses of each problem.
+      num_generations: Number of generations per problem.
+      sampling: Sampling parameters.
+      show: Called with the number of completed problems.
 
     Raises:
-      ValueError: the file is damaged, or holds generations of other problems, which are not thrown away.
+      ValueError: If generations.jsonl is corrupted or contains generations of problems outside the benchmark.
     """
     path, task, problems = folder / GENERATIONS, benchmark.task, benchmark.problems
-    places = {problem.id: place for place, problem in enumerate(problems)}
+    positions = {problem.id: position for position, problem in enumerate(problems)}
     counts = Counter(row["problem"] for row in read_generations(folder))
-    others = counts.keys() - places.keys()
+    others = counts.keys() - positions.keys()
     if others:
         raise ValueError(
-            f"{folder} holds generations of {len(others)} problems that are not asked for now; ask for them too, or "
+            f"{folder} contains generations of {len(others)} problems that are not selected; select them too, or "
             "choose another --output."
         )
     complete = {problem for problem, count in counts.items() if count == num_generations}
@@ -57,12 +65,12 @@ async def draw_generations(
 
     if missing:
         await grade_groups(rollouts.generate(missing, num_generations, sampling), missing, task, judge, write)
-    # The same generations make the same file, in whatever order they came.
-    sort_rows(path, EVALUATED_GENERATION, lambda row: (places[row["problem"]], row["generation"]))
+    # Problems complete in arbitrary order. Sorting makes the file independent of this order.
+    sort_rows(path, EVALUATED_GENERATION, lambda row: (positions[row["problem"]], row["generation"]))
 
 
 def _rows(graded: GradedGroup, task: Task) -> list[Row]:
-    """A row with the columns of `EVALUATED_GENERATION` for each generation of the group."""
+    """Returns a row with the columns of `EVALUATED_GENERATION` for each generation of the group."""
     problem, generations = graded.group.problem, graded.group.generations
     answers = [task.answer(problem, y) if isinstance(task, Voting) else None for y in generations]
     ids = _answer_ids(task, problem, answers, graded.correct)
@@ -80,14 +88,14 @@ def _rows(graded: GradedGroup, task: Task) -> list[Row]:
 
 
 def _answer_ids(task: Task, problem: Problem, answers: Sequence[str | None], correct: np.ndarray) -> list[int]:
-    """A number for each answer, in order of first appearance; answers that the task considers equal share one.
+    """Numbers the answers in order of first appearance. Answers that the task considers equal have the same number.
 
-    A right and a wrong answer never share a number, even with the same spelling: a reward may be for how an answer was
-    reached, a grader's equality is not transitive, and a comparison that timed out once may succeed the next time.
+    A correct and an incorrect answer never have the same number, even if their text is identical: the reward can depend
+    on the derivation, the equality of a grader is not transitive, and a comparison that timed out can succeed later.
     """
 
     def same(i: int, j: int) -> bool:
-        assert isinstance(task, Voting)  # only then are there answers
+        assert isinstance(task, Voting)  # tasks without this protocol have no answers
         return bool(correct[i] == correct[j]) and task.same_answer(problem, answers[i] or "", answers[j] or "")
 
     votes = [None if answer is None else (answer, bool(correct[i])) for i, answer in enumerate(answers)]

@@ -1,8 +1,8 @@
-"""The folder of an evaluation: EVALUATION/<benchmark>/<model>/. Needs no JAX.
+"""Files of an evaluation, in EVALUATION/<benchmark>/<model>/. Does not require JAX.
 
-about.json           the model, benchmark, sampling and judge that the generations come from, see about.py
+about.json           model, benchmark, sampling parameters and judge, see `benchmarks.about_evaluation`
 generations.jsonl    one row per generation, with the columns of `EVALUATED_GENERATION`
-results.json         every metric with its interval, see results.py; docs/evaluation.md defines them
+results.json         all metrics with their intervals, see results.py. docs/evaluation.md defines the metrics.
 """
 
 import json
@@ -18,40 +18,45 @@ ABOUT, GENERATIONS, RESULTS = "about.json", "generations.jsonl", "results.json"
 
 EVALUATED_GENERATION: Columns = {
     **GENERATION,
-    "gold": str,  # the problem's answer
+    "gold": str,  # reference answer of the problem
     "token_ids": list,
     "finish_reason": str,
-    "answer": int,  # within a problem, equal numbers are one vote; -1: no answer
+    "answer": int,  # id of the answer within the problem, shared by equal answers (-1 = no answer)
     "answer_text": str | None,
 }
 
 
 def open_folder(folder: Path, about: dict[str, Any]) -> None:
-    """Creates the folder, or checks that its content has the same model, benchmark, sampling and judge.
+    """Creates the folder of an evaluation, or verifies that an existing folder has the same description.
+
+    Args:
+      folder: Folder of a model on a benchmark.
+      about: Description of the evaluation, see `about_evaluation`.
 
     Raises:
-      ValueError: one of them differs.
+      ValueError: If the folder contains generations with another description.
     """
     file = folder / ABOUT
     if file.exists():
         changed = changed_keys(json.loads(file.read_text()), about)
         if changed:
             raise ValueError(
-                f"{folder} holds generations with another {', '.join(changed)}; choose another --output, or delete it."
+                f"{folder} contains generations with another {', '.join(changed)}; choose another --output, or delete "
+                "the folder."
             )
     folder.mkdir(parents=True, exist_ok=True)
     write_json(file, about)
 
 
 def read_generations(folder: Path) -> Iterator[Row]:
-    """The complete rows of generations.jsonl, one at a time; none if it does not exist.
+    """Yields the complete rows of generations.jsonl. Yields nothing if the file does not exist.
 
     Raises:
-      ValueError: a row is damaged.
+      ValueError: If a row is corrupted.
     """
     return read_rows(folder / GENERATIONS, EVALUATED_GENERATION)
 
 
 def find_results(evaluation: Path) -> list[Path]:
-    """The results.json of every benchmark and model in an evaluation, sorted by name."""
+    """Returns the paths of all results.json files of an evaluation, sorted by benchmark and model."""
     return sorted(evaluation.glob(f"*/*/{RESULTS}"))

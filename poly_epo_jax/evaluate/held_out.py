@@ -1,4 +1,4 @@
-"""Evaluates the policy during training on problems that are not trained on."""
+"""Evaluates the policy on held-out problems during training."""
 
 from collections.abc import Sequence
 
@@ -23,16 +23,18 @@ async def evaluate_held_out(
     sampling: Sampling,
     stop: Stop | None = None,
 ) -> Metrics:
-    """Computes means over held-out problems.
+    """Computes evaluation metrics as means over held-out problems.
 
-    The result has all registered evaluation metrics that read no other arrays than `rewards`, `correct` and `clusters`,
-    at k = 1, 2, 4, ... if they depend on k, and the mean reward, judge failures and degenerate responses.
+    The result contains all registered evaluation metrics that only read `rewards`, `correct` and `clusters`, at
+    k = 1, 2, 4, ... if they depend on k. It also contains the mean reward, the number of problems on which the judge
+    failed, and the fraction of degenerate responses. In a multi-process run, each process evaluates its share of the
+    problems, and all processes return the metrics of all problems.
 
     Args:
       rollouts: Generates the responses.
       task: Computes the rewards.
       judge: Clusters the responses of each problem.
-      problems: The held-out problems.
+      problems: The held-out problems. Must be the same on all processes.
       num_generations: Number of generations per problem.
       sampling: Sampling parameters.
       stop: Interrupts the evaluation when a shutdown is requested.

@@ -1,4 +1,4 @@
-"""Computes the results of an evaluation from its generations on disk."""
+"""Computes the results of an evaluation from its generations.jsonl."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,23 +12,23 @@ from poly_epo_jax.metrics.evaluation import problem_values
 from poly_epo_jax.metrics.intervals import bootstrap_interval
 
 _COLUMNS = {"reward": "rewards", "correct": "correct", "answer": "answers", "cluster": "clusters"}
-"""Arrays of the metrics, by the columns of generations.jsonl that they are read from."""
+"""Arrays that metrics read, by their columns in generations.jsonl."""
 
 
 def compute_results(folder: Path) -> dict[str, Any]:
-    """Computes the metrics of generations.jsonl.
+    """Computes the metrics of all generations of a model on a benchmark.
 
     Args:
-      folder: The folder of one model on one benchmark.
+      folder: The folder of the model on the benchmark.
 
     Returns:
       The content of results.json. "metrics" has an entry {"mean", "low", "high"} for each registered evaluation metric
-      and k: the mean over problems, and 95% bootstrap bounds. Metrics of clusters are means over the problems that have
-      a clustering, and are missing if there are none. "branching" has the mean number of active branches by token
-      position.
+      and k, with the mean over problems and its 95% bootstrap interval. Metrics that read clusters are means over the
+      problems that have a clustering, and are omitted if no problem has one. "branching" contains the mean number of
+      active branches by token position.
 
     Raises:
-      ValueError: If a row is damaged, or a metric is not a finite number for some problem.
+      ValueError: If a row is corrupted, or a metric is not finite for some problem.
     """
     problems: dict[str, dict[str, list[Any]]] = {}
     for row in read_generations(folder):
@@ -62,9 +62,9 @@ def compute_results(folder: Path) -> dict[str, Any]:
 
 
 def _with_intervals(values: Mapping[str, np.ndarray]) -> dict[str, dict[str, float | None]]:
-    """The mean over problems of each metric, and its bounds."""
+    """Returns the mean over problems and the interval of each metric. Bounds are None if they are not finite."""
     table = np.stack(list(values.values()), axis=1).astype(float)
-    # A single problem says nothing about how problems differ.
+    # The variation between problems cannot be estimated from a single problem.
     low, high = bootstrap_interval(table) if len(table) > 1 else (np.full(table.shape[1], np.nan),) * 2
     means = table.mean(axis=0)
     return {

@@ -1,1 +1,1 @@
-"""Writes a trained policy as a Hugging Face folder, with a model card."""
+"""Exports a trained policy as a Hugging Face folder with a model card."""

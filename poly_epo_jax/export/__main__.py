@@ -1,7 +1,7 @@
-"""Writes a trained policy as a Hugging Face folder: python -m poly_epo_jax.export RUN FOLDER [--step N]
+"""Exports a trained policy as a Hugging Face folder: python -m poly_epo_jax.export RUN FOLDER [--step N]
 
-A policy that was trained with LoRA is written whole, with its adapter merged; --adapter writes only the adapter, in
-PEFT's format.
+If the policy was trained with LoRA, its adapter is merged into the weights. With --adapter, only the adapter is
+written, in the format of PEFT.
 """
 
 import argparse
@@ -19,19 +19,19 @@ from poly_epo_jax.system.signals import exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the command line (`sys.argv` if None) and returns the exit code: 2 if there is nothing to export."""
-    parser = argparse.ArgumentParser("python -m poly_epo_jax.export", description="Export a run's policy.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the Hugging Face folder to write; must not exist")
-    parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
+    """Runs the command with `arguments` (`sys.argv` if None). Returns the exit code: 2 if the export fails."""
+    parser = argparse.ArgumentParser("python -m poly_epo_jax.export", description="Export the trained policy of a run.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="Hugging Face folder to create; must not exist")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest checkpoint)")
     parser.add_argument(
         "--dtype",
         default="",
         choices=["bfloat16", "float32"],
-        help="of the written weights; default: bfloat16, and float32 for an adapter",
+        help="dtype of the written weights (default: bfloat16, or float32 for an adapter)",
     )
-    parser.add_argument("--adapter", action="store_true", help="write the adapter alone, as PEFT reads it")
-    parser.add_argument("--base", type=Path, help="the base policy of an adapter, if it is not where the run had it")
+    parser.add_argument("--adapter", action="store_true", help="write only the adapter, in the format of PEFT")
+    parser.add_argument("--base", type=Path, help="folder of the base policy of an adapter, if it was moved")
     options = parser.parse_args(arguments)
     dtype = options.dtype or ("float32" if options.adapter else "bfloat16")
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         export(options.run, options.folder, options.step, dtype, adapter=options.adapter, base=options.base)
         print(f"{'adapter' if options.adapter else 'policy'}: {options.folder}")
 
-    return exit_code(work, after_ctrl_c="nothing is written; the same command starts again.")
+    return exit_code(work, after_ctrl_c="nothing was written. Rerun the command to start over.")
 
 
 def export(
@@ -51,17 +51,21 @@ def export(
     adapter: bool = False,
     base: Path | None = None,
 ) -> None:
-    """Writes the policy of a run's checkpoint to `folder`: weights, tokenizer and model card.
+    """Writes weights, tokenizer and model card of a checkpoint to a Hugging Face folder.
 
     Args:
-      adapter: write only its adapter.
-      base: the base policy's folder, if a run with an adapter no longer finds it.
+      run: The run folder.
+      folder: The folder to create.
+      step: Step of the checkpoint. If None, the newest checkpoint is exported.
+      dtype: Dtype of the written weights.
+      adapter: Whether to write only the LoRA adapter. If False, an adapter is merged into the weights.
+      base: Folder of the base policy of an adapter. If None, the path that the run recorded is used.
 
     Raises:
-      FileNotFoundError: the run has no such checkpoint, or its base policy is gone.
-      FileExistsError: `folder` exists already.
-      CheckpointError: the checkpoint is damaged.
-      ValueError: the run has no adapter.
+      FileNotFoundError: If the run has no checkpoint of this step, or its base policy is missing.
+      FileExistsError: If `folder` already exists.
+      CheckpointError: If the checkpoint is corrupted.
+      ValueError: If `adapter` is True and the run has no adapter.
     """
     policy, params, found = open_trained_policy(run, ModelSection(), make_mesh(1, 1, 1), step, base)
     card = model_card(run, found)

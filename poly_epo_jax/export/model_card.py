@@ -1,4 +1,4 @@
-"""The model card of an exported policy: its base model, data, settings, results and command. Needs no JAX."""
+"""Builds the model card of an exported policy: base model, data, settings, results, command. Does not require JAX."""
 
 import functools
 import json
@@ -16,15 +16,19 @@ from poly_epo_jax.records.run_folder import ABOUT, METRICS, read_config, read_me
 from poly_epo_jax.report.document import markdown_table
 
 FOLDERS = ("workdir", "compilation_cache", "base.cache_dir", "rollouts.weights_dir")
-"""Keys that say only where files were kept, which says nothing about the policy."""
+"""Configuration keys of storage locations, which do not affect the policy and are omitted from the command."""
 _TAGS = ("poly_epo_jax", "reinforcement-learning", "set-rl")
 
 
 def model_card(run: Path, step: int) -> str:
-    """Markdown, with the metadata that the hub reads, for the policy at a run's checkpoint.
+    """Returns the model card of a checkpoint as Markdown, with the metadata of the Hugging Face hub.
+
+    Args:
+      run: The run folder.
+      step: Step of the checkpoint.
 
     Raises:
-      OSError, ValueError: the run does not record how it was trained.
+      OSError, ValueError: If the run folder does not contain a valid configuration, metrics.jsonl or about.json.
     """
     config, method = read_config(run), read_method(run)
     base, task = config["model"]["path"], config["task"]["name"]
@@ -40,19 +44,20 @@ def model_card(run: Path, step: int) -> str:
         f"# {method} on {task}",
         "",
         f"Trained by set reinforcement learning with poly_epo_jax, method {method}, "
-        f"from {origin}: the policy after step {step} of {train['num_steps']}, each of {train['prompts_per_batch']} "
-        f"prompts with {train['num_generations']} responses. Where the base model has a licence, it holds here too.",
+        f"from {origin}. This is the policy after step {step} of {train['num_steps']}. Each step used "
+        f"{train['prompts_per_batch']} prompts with {train['num_generations']} responses each. The license of the base "
+        "model, if any, also applies to this model.",
         "",
         "## Data and settings",
         "",
-        *markdown_table(("what", "value"), _settings(config)),
+        *markdown_table(("setting", "value"), _settings(config)),
         "",
         *_results(read_rows(run / METRICS), step),
-        "## The command",
+        "## Training command",
         "",
-        "It trains this policy again, from a checkout of poly_epo_jax. Where weights and data are files, the paths are "
-        "those of the machine that it was trained on; where a part, such as an objective, is one's own, the file that "
-        "registers it takes the place of `config/default.py`.",
+        "Run this command in a checkout of poly_epo_jax to reproduce the training. Paths of weights and data files "
+        "refer to the machine on which the policy was trained. If the run uses custom components, such as an "
+        "objective, replace `config/default.py` with the configuration file that registers them.",
         "",
         "```bash",
         command(config),
@@ -64,17 +69,17 @@ def model_card(run: Path, step: int) -> str:
 
 
 def command(config: Mapping[str, Any]) -> str:
-    """A command that trains with this configuration: the default configuration, and every key that differs from it."""
+    """Returns a command that trains with this configuration: the default configuration plus all keys that differ."""
     flags = ["--config=poly_epo_jax/config/default.py"]
     for key in changed_keys(json.loads(json.dumps(Config().to_dict())), config):
         if key not in FOLDERS:
             value = functools.reduce(operator.getitem, key.split("."), config)
-            flags.append(shlex.quote(f"--config.{key}={_written(key, value)}"))
+            flags.append(shlex.quote(f"--config.{key}={_flag_value(key, value)}"))
     return " \\\n    ".join(["python -m poly_epo_jax.main", *flags])
 
 
-def _written(key: str, value: Any) -> str:
-    """The value as the command line reads it: JSON has no tuples, and options have no declared type."""
+def _flag_value(key: str, value: Any) -> str:
+    """Formats a value for the command line: lists as tuples, because JSON has no tuples, and options as literals."""
     if "options." in key:
         return repr(value)
     return repr(tuple(value)) if isinstance(value, list) else str(value)
@@ -85,14 +90,14 @@ def _settings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     shown = {
         "task": config["task"]["name"],
         **{f"task.options.{name}": value for name, value in config["task"]["options"].items()},
-        "clusters": f"judge.name={config['judge']['name']}",
+        "judge": f"judge.name={config['judge']['name']}",
         "estimator, objective": f"{algo['advantages']}, {algo['objective']}",
         "sets": f"n = {algo['set_size']} of N = {train['num_generations']}, K = {algo['num_sets'] or 'all'}",
         "loss": f"{algo['loss']}, clip {algo['clip_low']:g} and {algo['clip_high']:g}, KL {algo['kl_coef']:g}, "
         f"entropy {algo['entropy_coef']:g}, length normalization {algo['length_normalization']}",
-        "optimizer": f"AdamW, learning rate {optimizer['learning_rate']:g} ({optimizer['schedule']}), gradient norm at "
-        f"most {optimizer['max_grad_norm']:g}, {train['prompts_per_minibatch']} prompts per update",
-        "lengths": f"prompts to {train['max_prompt_tokens']} tokens, responses to {sampling['max_tokens']}",
+        "optimizer": f"AdamW, learning rate {optimizer['learning_rate']:g} ({optimizer['schedule']}), maximum "
+        f"gradient norm {optimizer['max_grad_norm']:g}, {train['prompts_per_minibatch']} prompts per update",
+        "lengths": f"prompts up to {train['max_prompt_tokens']} tokens, responses up to {sampling['max_tokens']}",
         "temperature": f"{sampling['temperature']:g}",
         "seed": str(config["seed"]),
     }
@@ -100,19 +105,19 @@ def _settings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _results(rows: list[dict[str, Any]], step: int) -> list[str]:
-    """Held-out metrics at the first evaluation and at the last one up to this step; empty if there is none."""
+    """Returns a section with held-out metrics at the first evaluation and the last one up to `step`, if any."""
     evaluated = [row for row in rows if row["step"] <= step and any(map(is_held_out, row))]
     if not evaluated:
         return []
     first, last = evaluated[0], evaluated[-1]
     names = [name for name in last if is_held_out(name) and last[name] is not None]
     columns = {f"step {row['step']}": row for row in (first, last)}
-    cells = [(describe(name).title, *(_number(row.get(name)) for row in columns.values())) for name in names]
-    heading = ["## Held-out problems", "", "Means over held-out problems, at the training temperature.", ""]
+    cells = [(describe(name).title, *(_format_number(row.get(name)) for row in columns.values())) for name in names]
+    heading = ["## Results on held-out problems", "", "Means over held-out problems, at the training temperature.", ""]
     return [*heading, *markdown_table(("metric", *columns), cells), ""]
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 

@@ -1,1 +1,1 @@
-"""Draws figures, and writes a page, from the files of runs and evaluations."""
+"""Draws figures and writes an HTML page from the files of runs and evaluations."""

@@ -1,12 +1,12 @@
-"""Shows what training did, from runs and evaluations: figures, and one self-contained page.
+"""Creates a report on runs and evaluations: figures and a self-contained HTML page.
 
     python -m poly_epo_jax.report FOLDER [FOLDER ...] [--output DIR] [--models NAME,NAME]
 
-FOLDER is a run (it may still be training) or an evaluation; several are shown side by side. The command writes
-report.html, and each figure as PNG and PDF, to FOLDER/report by default; for several folders, to report/ next to the
-first one. The figures are:
-  of runs         training_dynamics, comparison, pass_at_k, timeline
-  of evaluations  evaluation_pass_at_k, majority, branches, rollout_trees
+FOLDER is the folder of a run, which may be in progress, or of an evaluation. Several folders are compared on one page.
+The command writes report.html, and each figure as PNG and PDF, to FOLDER/report by default, or to report/ next to the
+first folder if there are several. Figures:
+  runs         training_dynamics, comparison, pass_at_k, timeline
+  evaluations  evaluation_pass_at_k, majority, branches, rollout_trees
 """
 
 import argparse
@@ -19,11 +19,17 @@ from poly_epo_jax.system.signals import exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the command line (`sys.argv` if None) and returns the exit code: 2 if there is nothing to report on."""
-    parser = argparse.ArgumentParser("python -m poly_epo_jax.report", description="Report on runs and evaluations.")
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run folder or an evaluation folder")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write; default: report/ in or beside it")
-    parser.add_argument("--models", default="", metavar="NAME,NAME", help="models of the evaluations, in this order")
+    """Runs the command with `arguments` (`sys.argv` if None). Returns the exit code: 2 if the report fails."""
+    parser = argparse.ArgumentParser(
+        "python -m poly_epo_jax.report", description="Create a report on runs or evaluations."
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="run folder or evaluation folder")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="output folder (default: report/ in or next to FOLDER)"
+    )
+    parser.add_argument(
+        "--models", default="", metavar="NAME,NAME", help="evaluated models to show, in this order (default: all)"
+    )
     options = parser.parse_args(arguments)
     folders = options.folders
     default = (folders[0] if len(folders) == 1 else folders[0].resolve().parent) / "report"
@@ -32,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work() -> None:
         print(f"report: {write_report(folders, options.output or default, models)}")
 
-    return exit_code(work, after_ctrl_c="the report is incomplete; the same command writes it again.")
+    return exit_code(work, after_ctrl_c="the report is incomplete. Rerun the command to write it again.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes a report: reads the folders, draws the figures, fills the page."""
+"""Writes a report: reads the folders, draws the figures and writes the page."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 
 from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
 from poly_epo_jax.report.document import asset, document
-from poly_epo_jax.report.evaluation_figures import Tree, lay_out_tree
-from poly_epo_jax.report.folders import Evaluation, Evaluations, labels, read_folders
+from poly_epo_jax.report.evaluation_figures import Tree, lay_out_tree, model_labels
+from poly_epo_jax.report.folders import EvaluationResults, Evaluations, read_folders
 from poly_epo_jax.report.generations import Collection, bound, evaluation_collection, run_collections
 from poly_epo_jax.report.page import evaluation_summaries, final_values, metrics_table, results_tables, run_summary
 from poly_epo_jax.report.sections import figure_sections
@@ -20,14 +20,20 @@ TREE_ROLLOUTS = 12
 
 
 def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = ()) -> Path:
-    """Writes the figures and the page of these folders to `output`, which is created if missing.
+    """Writes the figures and the page of a report.
+
+    Args:
+      folders: Folders of runs and evaluations.
+      output: Folder of the report. Created if it does not exist.
+      models: Labels of the models of evaluations to show, in this order. If empty, all models are shown.
 
     Returns:
-      The page's path.
+      The path of the page.
 
     Raises:
-      ValueError: a folder is missing, holds neither a run nor an evaluation, or holds a damaged row.
-      OSError: `output` cannot be written.
+      ValueError: If a folder is missing, contains neither a run nor an evaluation, or contains a corrupted row, or if a
+        model is not found.
+      OSError: If `output` cannot be written.
     """
     runs, evaluations = read_folders(folders, models)
     collections = [collection for label, run in runs.items() for collection in run_collections(label, run.folder)]
@@ -40,11 +46,11 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
         benchmark: {model: evaluation.results for model, evaluation in models.items()}
         for benchmark, models in evaluations.items()
     }
-    tree_title = f"The first {TREE_ROLLOUTS} generations of {problem}, by their shared prefixes" if trees else ""
-    all_labels = labels(runs, evaluations)
+    tree_title = f"First {TREE_ROLLOUTS} generations of {problem}, arranged by shared prefix" if trees else ""
+    all_labels = list(dict.fromkeys([*runs, *model_labels(evaluations)]))  # their order determines their colors
     output.mkdir(parents=True, exist_ok=True)
-    drawn = _draw(metrics, results, tree_title, trees, figures.styles(all_labels))
-    drawn["timeline"] = timeline_figures.timeline(timelines)
+    drawn = _draw_figures(metrics, results, tree_title, trees, figures.styles(all_labels))
+    drawn["timeline"] = timeline_figures.plot_timeline(timelines)
     for name, figure in drawn.items():
         if figure is not None:
             figures.save(figure, output, name)
@@ -60,7 +66,7 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
             {label: run.config for label, run in runs.items()}, {label: run.versions for label, run in runs.items()}
         ),
         metrics_table({label: final_values(run.metrics + run.timing) for label, run in runs.items()}) if runs else "",
-        "<footer class='muted'>Each figure also lies beside this page as PNG and PDF.</footer>",
+        "<footer class='muted'>All figures are also available as PNG and PDF files next to this page.</footer>",
     ]
     data = {"collections": collections, "bounds": vars(bounds), "degenerate": DEGENERATE_CLUSTER}
     page = output / "report.html"
@@ -69,31 +75,34 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     return page
 
 
-def _draw(
+def _draw_figures(
     metrics: figures.Runs,
     results: evaluation_figures.Evaluations,
     tree_title: str,
     trees: dict[str, Tree],
-    looks: evaluation_figures.Looks,
+    line_styles: evaluation_figures.LineStyles,
 ) -> dict[str, Figure | None]:
     return {
-        "training_dynamics": figures.training_dynamics(metrics),
-        "pass_at_k": evaluation_figures.held_out_pass_at_k(metrics),
-        "comparison": figures.comparison(metrics),
-        "evaluation_pass_at_k": evaluation_figures.pass_at_k(results, looks),
-        "majority": evaluation_figures.majority(results, looks),
-        "branches": evaluation_figures.branches(results, looks),
-        "rollout_trees": evaluation_figures.rollout_trees(tree_title, trees, looks),
+        "training_dynamics": figures.plot_training_dynamics(metrics),
+        "pass_at_k": evaluation_figures.plot_held_out_pass_at_k(metrics),
+        "comparison": figures.plot_comparison(metrics),
+        "evaluation_pass_at_k": evaluation_figures.plot_pass_at_k(results, line_styles),
+        "majority": evaluation_figures.plot_majority(results, line_styles),
+        "branches": evaluation_figures.plot_branches(results, line_styles),
+        "rollout_trees": evaluation_figures.plot_rollout_trees(tree_title, trees, line_styles),
     }
 
 
 def _read_generations(evaluations: Evaluations) -> tuple[str | None, list[Collection], dict[str, Tree]]:
-    """All evaluations' generations, and the trees of the first two models on a problem of the first benchmark."""
+    """Returns the problem of the rollout trees, the collections of all evaluations, and the trees by model.
+
+    Only the first two models of the first benchmark have a tree.
+    """
     collections, trees, problem = [], {}, None
-    for place, (benchmark, models) in enumerate(evaluations.items()):
-        in_tree = list(models)[:2] if place == 0 else []
+    for index, (benchmark, models) in enumerate(evaluations.items()):
+        in_tree = list(models)[:2] if index == 0 else []
         if in_tree:
-            problem = _sometimes_solved(models[in_tree[0]])
+            problem = _partially_solved(models[in_tree[0]])
         for model, evaluation in models.items():
             problems = [row["problem"] for row in evaluation.results["per_problem"]]
             wanted = problem if model in in_tree else None
@@ -107,8 +116,8 @@ def _read_generations(evaluations: Evaluations) -> tuple[str | None, list[Collec
     return problem, collections, trees
 
 
-def _sometimes_solved(evaluation: Evaluation) -> str | None:
-    """The problem whose share of correct generations is closest to a half."""
+def _partially_solved(evaluation: EvaluationResults) -> str | None:
+    """Returns the problem whose fraction of correct generations is closest to 0.5."""
     rows = evaluation.results["per_problem"]
     share = {row["problem"]: row["num_correct"] / max(row["num_generations"], 1) for row in rows}
     return min(share, key=lambda problem: abs(share[problem] - 0.5), default=None)

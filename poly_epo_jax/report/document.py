@@ -1,7 +1,7 @@
-"""One self-contained HTML page: it needs no network, no other file, and no script except its own.
+"""Builds self-contained HTML pages, which load no external resources.
 
-Everything that comes from a run or a model is treated as text: it is escaped in the page and in the data for the page's
-script, and the script only ever shows it as text. The page's Content-Security-Policy forbids everything else.
+Texts of runs and models are untrusted. They are escaped in the page and in the data of its script, which inserts them
+as text only. The Content-Security-Policy of the page blocks all other scripts, styles and requests.
 """
 
 import base64
@@ -15,18 +15,18 @@ from typing import Any
 
 
 def document(title: str, body: str, data: Mapping[str, Any] | None = None) -> str:
-    """The page's text.
+    """Returns the HTML text of a page.
 
     Args:
-      title: plain text.
-      body: HTML.
-      data: the generations that the page's script shows, ready for JSON; None: the page has no script.
+      title: Title of the page, as plain text.
+      body: Content of the page, as HTML.
+      data: JSON-serializable data of the browser of generations. If None, the page has no script.
     """
     style, script, scripts = asset("report.css"), asset("browser.js"), ""
     policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}"
     if data is not None:
         policy += f"; script-src {_hash(script)}"
-        # Only "<" could end a script element. It occurs only in strings, where \u003c means the same.
+        # "<" could end the script element. In JSON it only occurs in strings, where \u003c is equivalent.
         content = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
         scripts = f'<script type="application/json" id="data">{content}</script>\n<script>{script}</script>'
     return string.Template(asset("page.html.template")).substitute(
@@ -35,7 +35,13 @@ def document(title: str, body: str, data: Mapping[str, Any] | None = None) -> st
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    """A table that scrolls if it is wider than the screen. Cells are HTML; the first cell of a row is its heading."""
+    """Returns an HTML table that scrolls horizontally if it is wider than the screen.
+
+    Args:
+      header: Column headings, as HTML.
+      rows: Cells of each row, as HTML. The first cell of a row is its heading.
+      kind: CSS class of the table.
+    """
     lines = [f"<tr>{''.join(f'<th>{cell}</th>' for cell in header)}</tr>"]
     for first, *others in rows:
         lines.append(f"<tr><th>{first}</th>{''.join(f'<td>{cell}</td>' for cell in others)}</tr>")
@@ -43,7 +49,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") 
 
 
 def asset(name: str) -> str:
-    """The text of a file in report/assets."""
+    """Returns the text of a file in report/assets."""
     return importlib.resources.files("poly_epo_jax.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
@@ -52,6 +58,11 @@ def _hash(text: str) -> str:
 
 
 def markdown_table(header: Any, rows: Any) -> list[str]:
-    """The lines of a table in Markdown."""
+    """Returns the lines of a Markdown table.
+
+    Args:
+      header: Column headings.
+      rows: Cells of each row. Cells are converted to strings.
+    """
     cells = [header, ["---"] * len(header), *rows]
     return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in cells]

@@ -1,7 +1,7 @@
-"""The figures of an evaluation: the content of results.json in, a matplotlib figure out (paper §6.1).
+"""Draws the figures of evaluations from the content of results.json (paper §6.1).
 
-`Evaluations` maps a benchmark and a model's label to the model's results on it. `looks` is what `figures.styles`
-returns for all labels of the report, so that a model has the same colour in all figures.
+`Evaluations` maps benchmark and model label to results. `line_styles` is the result of `figures.styles` for all labels
+of the report, so that a model has the same color in all figures.
 """
 
 import dataclasses
@@ -23,15 +23,22 @@ from poly_epo_jax.report import figures
 
 Results = Mapping[str, Any]
 Evaluations = Mapping[str, Mapping[str, Results]]
-Looks = Mapping[str, Mapping[str, Any]]
+LineStyles = Mapping[str, Mapping[str, Any]]
 
-RIGHT, WRONG = "#009E73", "#D55E00"
+CORRECT_COLOR, INCORRECT_COLOR = "#009E73", "#D55E00"
 _EDGE = "#8a8a8a"
 _PANEL = (3.4, 2.8)
 
 
-class Estimate(NamedTuple):
-    """A metric at k, with its 95% bounds if there are any."""
+class MetricEstimate(NamedTuple):
+    """The value of a metric at k.
+
+    Attributes:
+      k: Number of generations.
+      mean: Mean over problems.
+      low: Lower bound of the 95% interval. None if there is no interval.
+      high: Upper bound of the 95% interval. None if there is no interval.
+    """
 
     k: int
     mean: float
@@ -41,7 +48,15 @@ class Estimate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """A stretch of tokens from position `start` to `end`, drawn at height `row`, that `size` generations share."""
+    """A segment of tokens that a group of generations shares.
+
+    Attributes:
+      start: First token position.
+      end: Token position after the last token.
+      row: Vertical position of the edge.
+      parent_row: Vertical position of the parent edge, or of the root.
+      size: Number of generations that share the segment.
+    """
 
     start: int
     end: int
@@ -52,7 +67,14 @@ class Edge:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """The end of one generation: its edge ends at height `edge_row`, and the leaf is drawn at height `row`."""
+    """The end of a generation.
+
+    Attributes:
+      generation: Index of the generation.
+      length: Number of tokens of the generation.
+      row: Vertical position of the leaf.
+      edge_row: Vertical position of its edge.
+    """
 
     generation: int
     length: int
@@ -62,7 +84,13 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """The generations of one problem as a tree of shared prefixes, laid out in rows."""
+    """The layout of the prefix tree of a problem's generations.
+
+    Attributes:
+      edges: Edges, parents before children.
+      leaves: Leaves, from top to bottom.
+      correct: Whether each generation is correct, by its index.
+    """
 
     edges: list[Edge]
     leaves: list[Leaf]
@@ -70,17 +98,22 @@ class Tree:
 
 
 def model_labels(evaluations: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Every model of the evaluations once, in the order in which they first occur."""
+    """Returns the labels of all models, in order of first occurrence."""
     return list(dict.fromkeys(model for models in evaluations.values() for model in models))
 
 
-def curve(results: Results, metric: str) -> list[Estimate]:
-    """metric@k in ascending order of k."""
+def curve(results: Results, metric: str) -> list[MetricEstimate]:
+    """Returns the values of a metric at each k, in ascending order of k.
+
+    Args:
+      results: Content of results.json.
+      metric: Name of the metric, without k.
+    """
     found = []
     for name, value in results["metrics"].items():
         stem, k = split(name)
         if stem == metric and k is not None:
-            found.append(Estimate(k, float(value["mean"]), finite(value.get("low")), finite(value.get("high"))))
+            found.append(MetricEstimate(k, float(value["mean"]), finite(value.get("low")), finite(value.get("high"))))
     return sorted(found)
 
 
@@ -93,83 +126,99 @@ def last_evaluation(rows: figures.Rows) -> Results:
     return {"metrics": {}}
 
 
-def pass_at_k(evaluations: Evaluations, looks: Looks, panel_size: tuple[float, float] = _PANEL) -> Figure | None:
-    """Draws pass@k over k on a log2 axis, with shaded 95% intervals. Returns None without results.
+def plot_pass_at_k(
+    evaluations: Evaluations, line_styles: LineStyles, panel_size: tuple[float, float] = _PANEL
+) -> Figure | None:
+    """Draws pass@k over k on a log2 axis, with shaded 95% intervals. Returns None if there are no results.
 
     Args:
       evaluations: Results by benchmark and model.
-      looks: Line style of each model.
+      line_styles: Line style of each model.
       panel_size: Width and height of a panel, in inches.
     """
 
-    def draw(axes: Axes, results: Results, look: Mapping[str, Any]) -> None:
+    def draw(axes: Axes, results: Results, style: Mapping[str, Any]) -> None:
         points = curve(results, PASS)
         ks, means = [point.k for point in points], [point.mean for point in points]
-        marked = [place for place, k in enumerate(ks) if k.bit_count() == 1 or place == len(ks) - 1]
-        axes.plot(ks, means, **figures.MARKED, **look, markevery=marked)
+        marked = [index for index, k in enumerate(ks) if k.bit_count() == 1 or index == len(ks) - 1]
+        axes.plot(ks, means, **figures.MARKED, **style, markevery=marked)
         bounded = [point for point in points if point.low is not None and point.high is not None]
         ks, low, high = np.array([(point.k, point.low, point.high) for point in bounded], float).reshape(-1, 3).T
-        axes.fill_between(ks, low, high, color=look["color"], alpha=0.15, linewidth=0)
+        axes.fill_between(ks, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
     def finish(axes: Axes) -> None:
         log2_axis(axes, "k (attempts)")
         axes.set_ylabel("pass@k")
 
-    return _benchmark_panels(evaluations, looks, draw, finish, panel_size)
+    return _benchmark_panels(evaluations, line_styles, draw, finish, panel_size)
 
 
-def held_out_pass_at_k(runs: figures.Runs) -> Figure | None:
+def plot_held_out_pass_at_k(runs: figures.Runs) -> Figure | None:
     """Draws pass@k of the last evaluation during the training of each run. Returns None if no run has it."""
     last = {label: last_evaluation(rows) for label, rows in runs.items()}
     if not any(results["metrics"] for results in last.values()):
         return None
     title = "Held-out pass@k at the last evaluation"
-    return pass_at_k({title: last}, figures.styles(list(runs)), (6.5, 3.8))
+    return plot_pass_at_k({title: last}, figures.styles(list(runs)), (6.5, 3.8))
 
 
-def majority(evaluations: Evaluations, looks: Looks) -> Figure | None:
-    """Accuracy of the majority of k generations against its share of the votes. Lines begin on the right, at k = 1."""
+def plot_majority(evaluations: Evaluations, line_styles: LineStyles) -> Figure | None:
+    """Draws the accuracy of the majority answer of k generations over its vote share. Returns None without results.
 
-    def draw(axes: Axes, results: Results, look: Mapping[str, Any]) -> None:
+    Lines begin at a vote share of 1, where k = 1. The arguments are those of `plot_pass_at_k`.
+    """
+
+    def draw(axes: Axes, results: Results, style: Mapping[str, Any]) -> None:
         shares, accuracies = curve(results, MAJORITY_SHARE), curve(results, MAJORITY_ACCURACY)
-        axes.plot([p.mean for p in shares], [p.mean for p in accuracies], **figures.MARKED, **look)
-        if shares and not axes.texts:  # the other lines end at the same k
-            text, place = f"k = {shares[-1].k}", (shares[-1].mean, accuracies[-1].mean)
-            note = axes.annotate(text, place, (0, 6), textcoords="offset points", ha="center", fontsize=8)
-            note.set(color=look["color"], path_effects=[withStroke(linewidth=2.5, foreground="white")])
+        axes.plot([p.mean for p in shares], [p.mean for p in accuracies], **figures.MARKED, **style)
+        if shares and not axes.texts:  # one label per panel: all lines end at the same k
+            text, position = f"k = {shares[-1].k}", (shares[-1].mean, accuracies[-1].mean)
+            note = axes.annotate(text, position, (0, 6), textcoords="offset points", ha="center", fontsize=8)
+            note.set(color=style["color"], path_effects=[withStroke(linewidth=2.5, foreground="white")])
 
     def finish(axes: Axes) -> None:
         axes.set_xlabel("vote share of the majority answer")
         axes.set_ylabel("majority@k accuracy")
         axes.margins(x=0.1, y=0.15)
 
-    return _benchmark_panels(evaluations, looks, draw, finish)
+    return _benchmark_panels(evaluations, line_styles, draw, finish)
 
 
-def branches(evaluations: Evaluations, looks: Looks) -> Figure | None:
-    """Mean active branches by token position on a log2 axis."""
+def plot_branches(evaluations: Evaluations, line_styles: LineStyles) -> Figure | None:
+    """Draws the mean number of active branches by token position on a log2 axis. Returns None without results.
 
-    def draw(axes: Axes, results: Results, look: Mapping[str, Any]) -> None:
+    The arguments are those of `plot_pass_at_k`.
+    """
+
+    def draw(axes: Axes, results: Results, style: Mapping[str, Any]) -> None:
         means = results["branching"]["mean"]
-        axes.plot(range(1, len(means) + 1), means, linewidth=2.2, **look)
+        axes.plot(range(1, len(means) + 1), means, linewidth=2.2, **style)
 
     def finish(axes: Axes) -> None:
         log2_axis(axes, "token position")
         axes.set_ylabel("active branches (mean)")
         axes.set_ylim(bottom=0)
 
-    return _benchmark_panels(evaluations, looks, draw, finish)
+    return _benchmark_panels(evaluations, line_styles, draw, finish)
 
 
-def rollout_trees(title: str, trees: Mapping[str, Tree], looks: Looks) -> Figure | None:
-    """Rollout trees of one problem side by side; a leaf's colour and shape say whether it is right."""
+def plot_rollout_trees(title: str, trees: Mapping[str, Tree], line_styles: LineStyles) -> Figure | None:
+    """Draws rollout trees of a problem side by side. Returns None without trees.
+
+    Color and marker of a leaf show whether the generation is correct.
+
+    Args:
+      title: Title of the figure.
+      trees: Trees by model.
+      line_styles: Line style of each model.
+    """
     if not trees:
         return None
     longest = max((leaf.length for tree in trees.values() for leaf in tree.leaves), default=1)
     with figures.panels(len(trees), len(trees), (_PANEL[0], 3.2)) as (figure, panels):
         for axes, (model, tree) in zip(panels, trees.items(), strict=True):
             _draw_tree(axes, tree)
-            axes.set_title(model, color=looks[model]["color"])
+            axes.set_title(model, color=line_styles[model]["color"])
             axes.set_xscale("function", functions=(np.log1p, np.expm1))
             axes.set_xlim(0, longest * 1.3)
             ticks = [0] + [4**power for power in range(int(math.log(max(longest, 1), 4)) + 1)]
@@ -179,15 +228,23 @@ def rollout_trees(title: str, trees: Mapping[str, Tree], looks: Looks) -> Figure
             axes.spines["left"].set_visible(False)
             axes.grid(False)
         marks = [
-            Line2D([], [], color=RIGHT, marker="o", linestyle="", label="correct"),
-            Line2D([], [], color=WRONG, marker="X", linestyle="", label="incorrect"),
+            Line2D([], [], color=CORRECT_COLOR, marker="o", linestyle="", label="correct"),
+            Line2D([], [], color=INCORRECT_COLOR, marker="X", linestyle="", label="incorrect"),
         ]
         figure.legend(handles=marks, loc="outside upper left", ncols=2, title=title, alignment="left")
     return figure
 
 
 def lay_out_tree(token_ids: Sequence[Int[np.ndarray, " _"]], correct: Sequence[bool]) -> Tree:
-    """One row per generation, sorted so that shared prefixes are adjacent; an edge is centred on its generations."""
+    """Computes the layout of a prefix tree, with one row per generation.
+
+    Generations are sorted lexicographically by their tokens, so that generations with a shared prefix are adjacent. An
+    edge is centered on its generations.
+
+    Args:
+      token_ids: Token ids [T_i] of each generation.
+      correct: Whether each generation is correct.
+    """
     order = sorted(range(len(token_ids)), key=lambda generation: token_ids[generation].tolist())
     rows = {generation: row for row, generation in enumerate(order)}
     root = (len(token_ids) - 1) / 2
@@ -197,7 +254,7 @@ def lay_out_tree(token_ids: Sequence[Int[np.ndarray, " _"]], correct: Sequence[b
         row = sum(rows[generation] for generation in segment.generations) / len(segment.generations)
         parent_row = root if segment.parent is None else edges[segment.parent].row
         edges.append(Edge(segment.start, segment.end, row, parent_row, len(segment.generations)))
-        ends |= dict.fromkeys(segment.generations, row)  # parents come first, so the last one stays
+        ends |= dict.fromkeys(segment.generations, row)  # parents precede children: the deepest edge remains
     leaves = [Leaf(generation, len(token_ids[generation]), rows[generation], ends[generation]) for generation in order]
     return Tree(edges, leaves, list(correct))
 
@@ -209,14 +266,14 @@ def _draw_tree(axes: Axes, tree: Tree) -> None:
         axes.plot(*np.array(path, float).T, color=_EDGE, linewidth=width, solid_joinstyle="round")
     for leaf in tree.leaves:
         axes.plot([leaf.length] * 2, [leaf.edge_row, leaf.row], color=_EDGE, linewidth=0.9)
-        right = tree.correct[leaf.generation]
-        look: dict[str, Any] = {"color": RIGHT if right else WRONG, "marker": "o" if right else "X"}
-        axes.plot(leaf.length, leaf.row, markersize=6, markeredgecolor="white", markeredgewidth=0.6, zorder=3, **look)
+        color, marker = (CORRECT_COLOR, "o") if tree.correct[leaf.generation] else (INCORRECT_COLOR, "X")
+        style: dict[str, Any] = {"color": color, "marker": marker}
+        axes.plot(leaf.length, leaf.row, markersize=6, markeredgecolor="white", markeredgewidth=0.6, zorder=3, **style)
 
 
 def _benchmark_panels(
     evaluations: Evaluations,
-    looks: Looks,
+    line_styles: LineStyles,
     draw: Callable[[Axes, Results, Mapping[str, Any]], None],
     finish: Callable[[Axes], None],
     panel_size: tuple[float, float] = _PANEL,
@@ -226,16 +283,16 @@ def _benchmark_panels(
     with figures.panels(len(evaluations), 3, panel_size) as (figure, panels):
         for axes, (benchmark, models) in zip(panels, evaluations.items(), strict=True):
             for model, results in models.items():
-                draw(axes, results, looks[model])
+                draw(axes, results, line_styles[model])
             axes.set_title(benchmark)
             finish(axes)
         present = model_labels(evaluations)
-        figures.add_legend(figure, {label: look for label, look in looks.items() if label in present})
+        figures.add_legend(figure, {label: style for label, style in line_styles.items() if label in present})
     return figure
 
 
 def log2_axis(axes: Axes, label: str) -> None:
-    """Gives the axes a logarithmic x-axis with at most seven ticks at powers of two."""
+    """Sets a logarithmic x-axis with the label `label` and at most seven ticks, at powers of two."""
     axes.set_xscale("log", base=2)
     longest = max((float(np.max(np.asarray(line.get_xdata(), float), initial=1)) for line in axes.lines), default=1.0)
     powers = range(int(math.log2(max(longest, 1))) + 1)

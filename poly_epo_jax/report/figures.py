@@ -1,7 +1,7 @@
-"""The figures of a report: logged rows in, a matplotlib figure out.
+"""Draws the figures of runs, and provides the style and layout of all figures.
 
-`Runs` maps a run's label to its rows, one dict per step as read from metrics.jsonl. A row need not hold every metric,
-and null (a value that was not finite when logged) counts as absent. Each run has the same colour in every figure.
+`Runs` maps the label of a run to its rows of metrics.jsonl, one dict per step. Rows can lack metrics. None, which
+stands for a value that was not finite, is treated as missing. A run has the same color in all figures.
 """
 
 import base64
@@ -35,8 +35,8 @@ DPI = 150
 COMPARED = (HELD_OUT_REWARD, HELD_OUT_CORRECT_CLUSTERS)
 """Held-out metrics by which figures and summaries compare runs."""
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; dashes distinguish the eighth run from the first.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
+# Color-blind safe palette of Okabe and Ito. Lines with the same color, such as first and eighth, differ in dashes.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
 _DASHES = ("-", "--", ":", "-.")
 STYLE: dict[Any, Any] = {
     "font.size": 11,
@@ -48,7 +48,7 @@ STYLE: dict[Any, Any] = {
     "axes.edgecolor": "#888888",
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.formatter.useoffset": False,  # each tick shows the whole number, even on a nearly flat curve
+    "axes.formatter.useoffset": False,  # tick labels show full values, even if the range is narrow
     "grid.color": "#e6e6e6",
     "grid.linewidth": 0.8,
     "xtick.color": "#888888",
@@ -58,7 +58,7 @@ STYLE: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
     "legend.frameon": False,
     "legend.fontsize": 12,
-    "pdf.fonttype": 42,  # text that can be searched and edited; publishers refuse the default
+    "pdf.fonttype": 42,  # TrueType: text remains searchable and editable, and publishers reject Type 3, the default
     "figure.constrained_layout.h_pad": 0.08,
     "figure.constrained_layout.w_pad": 0.1,
 }
@@ -66,7 +66,7 @@ MARKED = {"linewidth": 2.2, "marker": "o", "markersize": 6, "markeredgecolor": "
 
 
 def save(figure: Figure, output: Path, name: str) -> None:
-    """Writes NAME.png and NAME.pdf. The same figure gives the same bytes."""
+    """Writes a figure to `output` as NAME.png and NAME.pdf. Equal figures produce identical bytes."""
     with matplotlib.rc_context(STYLE):
         lay_out(figure)
         figure.savefig(output / f"{name}.png")
@@ -74,16 +74,16 @@ def save(figure: Figure, output: Path, name: str) -> None:
 
 
 def lay_out(figure: Figure) -> None:
-    """Computes the layout once for all files of the figure: redoing it for each file takes longer than drawing."""
+    """Computes and freezes the layout of a figure. Repeating it for each file would take longer than drawing."""
     if figure.get_layout_engine() is not None:
         figure.draw_without_rendering()
         figure.set_layout_engine(None)
 
 
-def training_dynamics(runs: Runs) -> Figure | None:
-    """Draws a panel with all runs for each metric of `drawn_metrics` that some run has (paper, training dynamics).
+def plot_training_dynamics(runs: Runs) -> Figure | None:
+    """Draws a panel with all runs for each metric of `drawn_metrics` that at least one run has.
 
-    Each step is drawn faintly under a smoothed line. Returns None if no run has any of the metrics.
+    Values of single steps are drawn faintly under a smoothed line. Returns None if no run has any of the metrics.
     """
     return _panels(runs, drawn_metrics(), max_columns=4, panel_size=(3.5, 2.8))
 
@@ -93,21 +93,35 @@ def drawn_metrics() -> list[str]:
     return [name for name, metric in LOGGED_METRICS.items() if metric.drawn]
 
 
-def comparison(runs: Runs) -> Figure | None:
-    """Held-out reward and distinct correct clusters against step, readable at 900 pixels. None if never evaluated."""
+def plot_comparison(runs: Runs) -> Figure | None:
+    """Draws held-out reward and correct clusters over training steps. Returns None if no run was evaluated."""
     return _panels(runs, COMPARED, max_columns=2, panel_size=(4.5, 3.1))
 
 
 def series(rows: Rows, metric: str) -> tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]:
-    """The steps [T] at which a metric was logged, and its values [T]."""
+    """Returns the steps at which a metric was logged, and its values.
+
+    Args:
+      rows: Rows of metrics.jsonl.
+      metric: Name of the metric.
+
+    Returns:
+      Steps [T] and values [T].
+    """
     points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
     return np.array([step for step, _ in points], int), np.array([value for _, value in points], float)
 
 
 def smooth(values: Float[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
-    """Gaussian-weighted mean around each of T values, so it never lags. The standard deviation is T / 40 values.
+    """Smooths T values with a centered Gaussian kernel, which does not lag. Its standard deviation is T / 40 values.
 
-    At the ends, weights that fall outside are left out and the others are scaled up.
+    Near the ends, the kernel is truncated and renormalized.
+
+    Args:
+      values: Values [T].
+
+    Returns:
+      Smoothed values [T].
     """
     deviation = len(values) / 40
     reach = int(3 * deviation)
@@ -142,7 +156,17 @@ def _panels(runs: Runs, metrics: Sequence[str], max_columns: int, panel_size: tu
 def panels(
     count: int, max_columns: int, size: tuple[float, float], **shared: Any
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure of panels of this size, in rows of at most `max_columns`; what is drawn has the reports' style."""
+    """Creates a figure with panels, and applies the style of reports inside the `with` block.
+
+    Args:
+      count: Number of panels.
+      max_columns: Maximum number of panels in a row.
+      size: Width and height of a panel, in inches.
+      **shared: Further arguments of `Figure.subplots`, such as `sharey`.
+
+    Yields:
+      The figure and its panels.
+    """
     rows = -(-count // max_columns)
     columns = -(-count // rows)
     with matplotlib.rc_context(STYLE):
@@ -154,40 +178,41 @@ def panels(
 
 
 def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The look of each label's line, by its place in the list: no other line has the same colour and dashes."""
+    """Returns the line style of each label. Colors and dashes differ between labels, up to 28 labels."""
     return {
         label: {
             "label": label,
-            "color": _COLOURS[index % len(_COLOURS)],
-            "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
+            "color": _COLORS[index % len(_COLORS)],
+            "linestyle": _DASHES[index // len(_COLORS) % len(_DASHES)],
         }
         for index, label in enumerate(labels)
     }
 
 
-def add_legend(figure: Figure, looks: Mapping[str, Mapping[str, Any]]) -> None:
-    """Adds one legend of these `styles` above all panels, in space of its own."""
-    handles = [Line2D([], [], linewidth=2.2, **look) for look in looks.values()]
-    entry_inches = 0.8 + 0.1 * max(map(len, looks))
-    columns = min(len(looks), max(1, int(figure.get_figwidth() / entry_inches)))
-    rows = -(-len(looks) // columns)
-    figure.set_figheight(figure.get_figheight() + 0.15 + 0.25 * rows)  # so that panels keep their size
+def add_legend(figure: Figure, line_styles: Mapping[str, Mapping[str, Any]]) -> None:
+    """Adds a legend of the line styles above all panels, and increases the height of the figure accordingly."""
+    handles = [Line2D([], [], linewidth=2.2, **style) for style in line_styles.values()]
+    entry_inches = 0.8 + 0.1 * max(map(len, line_styles))
+    columns = min(len(line_styles), max(1, int(figure.get_figwidth() / entry_inches)))
+    rows = -(-len(line_styles) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.15 + 0.25 * rows)  # keeps the size of the panels
     figure.legend(handles=handles, loc="outside upper left", ncols=columns)
 
 
 _PIXELS_PER_INCH = 96
 _SVG: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text, which takes a tenth of the size of outlines
-    "svg.hashsalt": "poly_epo_jax",  # the same figure gives the same bytes
-    "font.family": ["DejaVu Sans", "sans-serif"],  # the layout uses the first, the widest of the common fonts
+    "svg.fonttype": "none",  # text as characters, which takes 10% of the size of outlines
+    "svg.hashsalt": "poly_epo_jax",  # deterministic ids, so that equal figures produce identical bytes
+    "font.family": ["DejaVu Sans", "sans-serif"],  # layout for the first, the widest of the common fonts
 }
 
 
 def image(figure: Figure, text: str) -> str:
-    """HTML of the figure at its size in inches.
+    """Returns an HTML image element with the figure as embedded SVG.
 
     Args:
-      text: what the figure shows, for readers who cannot see it.
+      figure: The figure. Its size in inches is the size on the page, at 96 pixels per inch.
+      text: Alternative text.
     """
     file = io.BytesIO()
     with matplotlib.rc_context(STYLE | _SVG):

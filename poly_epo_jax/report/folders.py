@@ -1,4 +1,4 @@
-"""Reads what a report is made from: folders of runs (records/run_folder.py) and of evaluations (evaluate/folder.py)."""
+"""Reads the folders of runs (records/run_folder.py) and evaluations (evaluate/folder.py) for a report."""
 
 import dataclasses
 import json
@@ -10,7 +10,6 @@ from typing import Any
 from poly_epo_jax.evaluate.folder import RESULTS, find_results
 from poly_epo_jax.records.run_folder import ABOUT, CONFIG, METRICS, TIMELINE, TIMING, read_rows
 from poly_epo_jax.records.timeline import Window
-from poly_epo_jax.report.evaluation_figures import model_labels
 from poly_epo_jax.system.json_files import read_object
 
 Rows = list[dict[str, Any]]
@@ -18,10 +17,17 @@ _COUNTS = ("num_problems", "num_generations")
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """A run's folder, its rows of metrics.jsonl and timing.jsonl, and the windows of timeline.jsonl by step.
+class RunRecords:
+    """The records of a run.
 
-    Its configuration and versions are empty if the folder does not record them.
+    Attributes:
+      folder: The run folder.
+      metrics: Rows of metrics.jsonl.
+      timing: Rows of timing.jsonl.
+      timeline: Windows of timeline.jsonl, by step.
+      config: Content of config.json. Empty if the file is missing.
+      versions: Distinct sets of software versions that the run was trained with, see system/versions.py. Empty if
+        about.json does not list them.
     """
 
     folder: Path
@@ -33,38 +39,42 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """One model on one benchmark: its folder and the content of results.json."""
+class EvaluationResults:
+    """The results of a model on a benchmark.
+
+    Attributes:
+      folder: Folder of the model on the benchmark.
+      results: Content of results.json.
+    """
 
     folder: Path
     results: dict[str, Any]
 
 
-Evaluations = dict[str, dict[str, Evaluation]]
-"""By benchmark and model label."""
+Evaluations = dict[str, dict[str, EvaluationResults]]
+"""Evaluation results by benchmark and model label."""
 
 
-def read_folders(folders: Sequence[Path], models: Sequence[str] = ()) -> tuple[dict[str, Run], Evaluations]:
-    """The runs by label, and the evaluations, both in the order of the folders.
+def read_folders(folders: Sequence[Path], models: Sequence[str] = ()) -> tuple[dict[str, RunRecords], Evaluations]:
+    """Reads runs and evaluations.
 
     Args:
-      models: which models of the evaluations to show, and in which order; empty: all, by name.
+      folders: Folders of runs and evaluations.
+      models: Labels of the models of evaluations to read, in this order. If empty, all models are read, sorted by name.
+
+    Returns:
+      The runs by label, and the evaluations, both in the order of `folders`.
 
     Raises:
-      ValueError: a folder is missing or holds neither a run nor an evaluation, a row or a result is damaged, or a model
-        is not there.
+      ValueError: If a folder is missing or contains neither a run nor an evaluation, if a row or results.json is
+        corrupted, or if a model is not found.
     """
     runs, evaluations = [], []
     for folder in folders:
         if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder: name a run folder, with {METRICS}, or an evaluation folder.")
+            raise ValueError(f"{folder} is not a folder; specify a run folder with {METRICS} or an evaluation folder.")
         (evaluations if find_results(folder) else runs).append(folder)
     return {label: _read_run(run) for label, run in _labels(runs).items()}, _read_evaluations(evaluations, models)
-
-
-def labels(runs: Mapping[str, Run], evaluations: Evaluations) -> list[str]:
-    """Each run and each model once, in the order that gives them their colours."""
-    return list(dict.fromkeys([*runs, *model_labels(evaluations)]))
 
 
 def _labels(folders: Sequence[Path]) -> dict[str, Path]:
@@ -74,16 +84,16 @@ def _labels(folders: Sequence[Path]) -> dict[str, Path]:
     }
 
 
-def _read_run(folder: Path) -> Run:
+def _read_run(folder: Path) -> RunRecords:
     rows = read_rows(folder / METRICS)
     if not rows:
         raise ValueError(
-            f"{folder} holds no logged step ({METRICS} is missing or empty) and no evaluation "
-            f"(BENCHMARK/MODEL/{RESULTS}): train or evaluate first."
+            f"{folder} contains neither logged steps ({METRICS} is missing or empty) nor an evaluation "
+            f"(BENCHMARK/MODEL/{RESULTS}); train or evaluate first."
         )
     timeline = _read_timeline(folder / TIMELINE)
     config, about = (read_object(folder / name, "repair or delete it") for name in (CONFIG, ABOUT))
-    return Run(folder, rows, read_rows(folder / TIMING), timeline, config, about.get("versions", []))
+    return RunRecords(folder, rows, read_rows(folder / TIMING), timeline, config, about.get("versions", []))
 
 
 def _read_timeline(path: Path) -> dict[int, Window]:
@@ -92,9 +102,7 @@ def _read_timeline(path: Path) -> dict[int, Window]:
         try:
             windows[row["step"]] = Window.read(row)
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} does not tell what was under way in step {row['step']}: mend or delete it."
-            ) from error
+            raise ValueError(f"{path} is corrupted at step {row['step']}; repair or delete it.") from error
     return windows
 
 
@@ -108,10 +116,10 @@ def _read_evaluations(folders: Sequence[Path], models: Sequence[str]) -> Evaluat
     known = sorted({model for folders_by_model in found.values() for model in folders_by_model})
     unknown = [model for model in models if model not in known]
     if unknown:
-        raise ValueError(f"No evaluation of the model {unknown[0]!r} is there: choose from {', '.join(known)}.")
+        raise ValueError(f"Model {unknown[0]!r} has not been evaluated; choose from {', '.join(known)}.")
     ordered = {
         benchmark: {
-            model: Evaluation(folders_by_model[model], _read_results(folders_by_model[model] / RESULTS))
+            model: EvaluationResults(folders_by_model[model], _read_results(folders_by_model[model] / RESULTS))
             for model in models or folders_by_model
             if model in folders_by_model
         }
@@ -129,5 +137,5 @@ def _read_results(path: Path) -> dict[str, Any]:
         if not all(map(math.isfinite, means + counts)):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} does not hold the results of an evaluation: evaluate that model again.") from error
+        raise ValueError(f"{path} does not contain valid results; rerun the evaluation of this model.") from error
     return results

@@ -1,10 +1,11 @@
-"""The generations that a report shows. They are few and shortened, and files, which may hold millions of tokens, are
-read row by row.
+"""Selects and shortens the generations that a report shows.
 
-A collection is one choice in the page's browser: one model on one benchmark, or one step of a run. It is a dict, ready
-for JSON after `bound`: {"model", "part", "file", "all_problems", "all_generations",
+Files are read row by row, because they can contain millions of tokens.
+
+A collection is an entry of the page's browser of generations: a model on a benchmark, or a step of a run. It is a dict,
+which `bound` makes JSON-serializable: {"model", "part", "file", "all_problems", "all_generations",
 "problems": [{"id", "prompt", "gold", "size", "correct", "clusters": [{"id", "size", "correct"}], "generations": []}]}.
-Sizes count all of a problem's generations, shown or not.
+"size" and "correct" count all generations, including generations that are not shown.
 """
 
 import dataclasses
@@ -20,23 +21,29 @@ from poly_epo_jax.records.run_folder import GENERATIONS, LOGGED_GENERATION
 from poly_epo_jax.system.json_files import Row, read_rows
 
 Collection = dict[str, Any]
-# Characters that are invisible, or that change the direction of the text around them, are escaped as in Python strings.
+# Control characters and characters that change the text direction are shown as Python escape sequences.
 _CONTROLS = [*range(32), *range(127, 160), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 _VISIBLE = {code: ascii(chr(code))[1:-1] for code in _CONTROLS if chr(code) not in "\n\t"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Upper bounds on what is shown: problems per collection, generations per problem, characters per text."""
+    """Limits of the shown texts.
+
+    Attributes:
+      problems: Maximum number of problems per collection.
+      generations: Maximum number of generations per problem.
+      characters: Maximum number of characters per text.
+    """
 
     problems: int = 20
     generations: int = 16
     characters: int = 4000
 
 
-WIDEST = Bounds()
-_TIGHTER = (
-    WIDEST,
+DEFAULT_BOUNDS = Bounds()
+_SMALLER_BOUNDS = (
+    DEFAULT_BOUNDS,
     Bounds(20, 16, 2000),
     Bounds(20, 8, 1500),
     Bounds(10, 8, 1000),
@@ -46,18 +53,25 @@ _TIGHTER = (
 
 
 def run_collections(label: str, folder: Path) -> list[Collection]:
-    """The generations of a run's first and last logged steps; empty if no step was logged.
+    """Collects the generations of the first and the last logged step of a run.
+
+    Args:
+      label: Label of the run.
+      folder: The run folder.
+
+    Returns:
+      At most two collections. Empty if no generations were logged.
 
     Raises:
-      ValueError: a row is damaged.
+      ValueError: If a row is corrupted.
     """
-    first: _Shown | None = None
-    last: _Shown | None = None
+    first: _Collector | None = None
+    last: _Collector | None = None
     step = None
     for row in read_rows(folder / GENERATIONS, LOGGED_GENERATION):
         if row["step"] != step:
             step = row["step"]
-            first, last = first or last, _Shown()
+            first, last = first or last, _Collector()
         if last is not None:
             last.add(row)
     at_steps = [shown for shown in (first, last) if shown is not None]
@@ -67,35 +81,45 @@ def run_collections(label: str, folder: Path) -> list[Collection]:
 def evaluation_collection(
     model: str, benchmark: str, folder: Path, problems: Sequence[str], tree_problem: str | None, tree_size: int
 ) -> tuple[Collection | None, dict[int, tuple[np.ndarray, bool]]]:
-    """A model's generations for a benchmark's first problems.
+    """Collects the generations of a model for the first problems of a benchmark.
 
     Args:
-      problems: all problems of the benchmark, in its order.
-      tree_problem: the problem of the rollout tree; None if this model is not in the figure.
+      model: Label of the model.
+      benchmark: Label of the benchmark.
+      folder: Folder of the model on the benchmark.
+      problems: Ids of all problems of the benchmark, in order.
+      tree_problem: Id of the problem of the rollout tree. None if no tree is drawn for this model.
+      tree_size: Maximum number of generations in the tree.
 
     Returns:
-      The collection, None if there are no generations, and the token ids and correctness of the first `tree_size`
-      generations of `tree_problem`, by number.
+      The collection, or None if there are no generations, and the token ids and correctness of the first `tree_size`
+      generations of `tree_problem`, by generation index.
 
     Raises:
-      ValueError: a row is damaged.
+      ValueError: If a row is corrupted.
     """
-    shown = _Shown({problem: None for problem in problems[: WIDEST.problems]})
+    shown = _Collector({problem: None for problem in problems[: DEFAULT_BOUNDS.problems]})
     rollouts: dict[int, tuple[np.ndarray, bool]] = {}
-    found = False
     for row in read_generations(folder):
-        found = True
         if row["problem"] == tree_problem and row["generation"] < tree_size:
             rollouts[row["generation"]] = np.array(row["token_ids"], np.int64), row["correct"]
         shown.add(row)
-    collection = shown.collection(model, benchmark, folder / GENERATIONS) if found else None
+    collection = shown.collection(model, benchmark, folder / GENERATIONS) if shown.num_generations else None
     return collection, dict(sorted(rollouts.items()))
 
 
 def bound(collections: Sequence[Collection], max_bytes: int) -> tuple[list[Collection], Bounds]:
-    """As much of the collections as fits into `max_bytes` of JSON, and the bounds that make it fit."""
-    bounds = WIDEST
-    for bounds in _TIGHTER:
+    """Shortens collections so that their JSON has at most `max_bytes` bytes.
+
+    Args:
+      collections: The collections.
+      max_bytes: Maximum size of the JSON text. If the tightest bounds exceed it, no problems are shown.
+
+    Returns:
+      The JSON-serializable collections, and the bounds that were applied.
+    """
+    bounds = DEFAULT_BOUNDS
+    for bounds in _SMALLER_BOUNDS:
         bounded = [_cut(collection, bounds) for collection in collections]
         if len(json.dumps(bounded, ensure_ascii=False).encode(errors="replace")) <= max_bytes:
             return bounded, bounds
@@ -103,44 +127,52 @@ def bound(collections: Sequence[Collection], max_bytes: int) -> tuple[list[Colle
 
 
 @dataclasses.dataclass(frozen=True)
-class Excerpt:
-    """Both ends of a text, long enough for any bounds, and its full length. A short text is entirely in `head`."""
+class TextExcerpt:
+    """The beginning and the end of a text, which are sufficient for all bounds.
+
+    Attributes:
+      head: Beginning of the text, or the full text if it is short.
+      tail: End of the text. Empty if `head` is the full text.
+      length: Length of the full text, in characters.
+    """
 
     head: str
     tail: str
     length: int
 
     @classmethod
-    def of(cls, text: str) -> "Excerpt":
-        whole = len(text) <= WIDEST.characters
-        ends = (text, "") if whole else (text[: WIDEST.characters], text[-WIDEST.characters :])
+    def of(cls, text: str) -> "TextExcerpt":
+        """Creates the excerpt of a text, with control characters escaped."""
+        whole = len(text) <= DEFAULT_BOUNDS.characters
+        ends = (text, "") if whole else (text[: DEFAULT_BOUNDS.characters], text[-DEFAULT_BOUNDS.characters :])
         return cls(ends[0].translate(_VISIBLE), ends[1].translate(_VISIBLE), len(text))
 
     def within(self, characters: int) -> str:
-        """At most this many characters, plus a note in the middle that says how many were left out."""
+        """Returns at most `characters` characters, plus a note in the middle with the number of omitted characters."""
         if self.length <= characters:
             return self.head
         end = characters // 3
-        note = f"[… {self.length - characters:,} characters left out …]"
+        note = f"[… {self.length - characters:,} characters omitted …]"
         return f"{self.head[: characters - end]}\n{note}\n{(self.tail or self.head)[-end:]}"
 
 
-class _Shown:
-    """Collects the problems of a step or a benchmark: the given ones, or else the first that are added."""
+class _Collector:
+    """Collects the generations of a step or benchmark for the given problems or, if None, for the first ones added."""
 
     def __init__(self, problems: Mapping[str, None] | None = None) -> None:
         self._open = problems is None
         self._problems: dict[str, Row] = {problem: {} for problem in problems or ()}
         self._seen: set[str] = set()
-        self._num_generations = 0
+        self.num_generations = 0
         self.step: int | None = None
 
     def add(self, row: Row) -> None:
+        """Adds a row of generations.jsonl."""
         self.step = row.get("step")
-        self._num_generations += 1
+        self.num_generations += 1
         name = _name(row)
         self._seen.add(name)
-        if self._open and len(self._problems) < WIDEST.problems:
+        if self._open and len(self._problems) < DEFAULT_BOUNDS.problems:
             self._problems.setdefault(name, {})
         problem = self._problems.get(name)
         if problem is None:
@@ -154,10 +186,11 @@ class _Shown:
         cluster = problem["clusters"].setdefault(row["cluster"], {"id": row["cluster"], "size": 0, "correct": 0})
         cluster["size"] += 1
         cluster["correct"] += row["correct"]
-        if row["generation"] < WIDEST.generations:
+        if row["generation"] < DEFAULT_BOUNDS.generations:
             problem["generations"].append(_generation(row))
 
     def collection(self, model: str, part: str, file: Path) -> Collection:
+        """Returns the collection. `part` is the label of the benchmark or step."""
         problems = [problem for problem in self._problems.values() if problem]
         for problem in problems:
             problem["clusters"] = sorted(problem["clusters"].values(), key=lambda cluster: -cluster["size"])
@@ -167,13 +200,13 @@ class _Shown:
             "part": part,
             "file": str(file),
             "all_problems": len(self._seen),
-            "all_generations": self._num_generations,
+            "all_generations": self.num_generations,
             "problems": problems,
         }
 
 
 def _name(row: Row) -> str:
-    """The problem's id, numbered if a step has the problem more than once: each occurrence has its own clusters."""
+    """Returns the problem id, numbered if a step contains the problem repeatedly: clusters differ by occurrence."""
     occurrence = row.get("occurrence", 0)
     return f"{row['problem']} ({occurrence + 1})" if occurrence else row["problem"]
 
@@ -186,13 +219,13 @@ def _generation(row: Row) -> Row:
     return {"number": row["generation"], **others, **length, **cut, **_excerpts(texts)}
 
 
-def _excerpts(texts: Mapping[str, Any]) -> dict[str, Excerpt]:
-    return {name: Excerpt.of(str(text)) for name, text in texts.items() if text is not None}
+def _excerpts(texts: Mapping[str, Any]) -> dict[str, TextExcerpt]:
+    return {name: TextExcerpt.of(str(text)) for name, text in texts.items() if text is not None}
 
 
 def _cut(item: Any, bounds: Bounds) -> Any:
-    """A copy of the item with every excerpt, and the lists of problems and generations, cut to the bounds."""
-    if isinstance(item, Excerpt):
+    """Returns a copy of a nested item with excerpts, problems and generations limited to the bounds."""
+    if isinstance(item, TextExcerpt):
         return item.within(bounds.characters)
     if isinstance(item, list):
         return [_cut(entry, bounds) for entry in item]

@@ -1,4 +1,4 @@
-"""The sentences and tables of a report on runs and evaluations, as HTML."""
+"""Builds the summary sentences and tables of a report, as HTML."""
 
 import html
 import re
@@ -16,7 +16,12 @@ STEPS_AVERAGED = 10
 
 
 def run_summary(label: str, rows: figures.Rows) -> str:
-    """One sentence on how training changed the held-out metrics."""
+    """Summarizes the change of the held-out metrics during a run in one HTML sentence.
+
+    Args:
+      label: Label of the run.
+      rows: Rows of metrics.jsonl.
+    """
     name, changes, steps = f"<b>{html.escape(label)}</b>", [], []
     for metric in figures.COMPARED:
         at_steps, values = figures.series(rows, metric)
@@ -24,19 +29,19 @@ def run_summary(label: str, rows: figures.Rows) -> str:
             entry, steps = logged.describe(metric), at_steps
             changes.append(f"{entry.title}: {values[0]:.{entry.digits}f} → {values[-1]:.{entry.digits}f}")
     if not changes:
-        return f"{name}: no evaluation up to step {rows[-1]['step']}."
+        return f"{name}: not evaluated up to step {rows[-1]['step']}."
     return f"{name}: {', '.join(changes)}, from step {steps[0]} to step {steps[-1]}."
 
 
 def evaluation_summaries(evaluations: Evaluations) -> list[str]:
-    """A sentence that compares each model with the first, by means over the benchmarks that have both."""
+    """Returns an HTML sentence per model that compares it with the first, as means over their shared benchmarks."""
     models = model_labels(evaluations)
     if len(models) == 1:
-        return [_beside(models[0], models[0], evaluations)]
-    return [_beside(models[0], other, evaluations) for other in models[1:]]
+        return [_comparison_sentence(models[0], models[0], evaluations)]
+    return [_comparison_sentence(models[0], other, evaluations) for other in models[1:]]
 
 
-def _beside(first: str, other: str, evaluations: Evaluations) -> str:
+def _comparison_sentence(first: str, other: str, evaluations: Evaluations) -> str:
     shared = {
         benchmark: (models[first], models[other])
         for benchmark, models in evaluations.items()
@@ -53,11 +58,16 @@ def _beside(first: str, other: str, evaluations: Evaluations) -> str:
             changes.append(f"{entry.title}: {' → '.join(values if first != other else values[:1])}")
     name = f"<b>{html.escape(other)}</b>" + (f" instead of {html.escape(first)}" if first != other else "")
     where = f"on {html.escape(next(iter(shared)))}" if len(shared) == 1 else f"means over {len(shared)} benchmarks"
-    return f"{name}: {', '.join(changes)}, {where}." if changes else f"{name}: nothing in common."
+    return f"{name}: {', '.join(changes)}, {where}." if changes else f"{name}: no shared benchmark."
 
 
 def results_tables(evaluations: Evaluations, labels: Sequence[str]) -> str:
-    """Returns HTML with a table per benchmark: one row per model, one column per metric with its interval."""
+    """Returns HTML with a table per benchmark: one row per model, one column per metric with its interval.
+
+    Args:
+      evaluations: Results by benchmark and model.
+      labels: All labels of the report. The position of a label determines its color.
+    """
     tables, shown = [], {}
     for benchmark, models in evaluations.items():
         columns = evaluation.table_columns((name for one in models.values() for name in one["metrics"]), "report")
@@ -65,7 +75,7 @@ def results_tables(evaluations: Evaluations, labels: Sequence[str]) -> str:
         rows = []
         for model, results in models.items():
             swatch = f'<span class="swatch look{labels.index(model) % 7}"></span>'
-            cells = [_cell(metric, results["metrics"].get(name)) for name, metric in columns.items()]
+            cells = [_metric_cell(metric, results["metrics"].get(name)) for name, metric in columns.items()]
             rows.append([f"{swatch}{html.escape(model)}", *cells])
         sizes = {(results["num_problems"], results["num_generations"]) for results in models.values()}
         size = " or ".join(
@@ -75,7 +85,7 @@ def results_tables(evaluations: Evaluations, labels: Sequence[str]) -> str:
         tables.append(
             f"<h3>{html.escape(benchmark)} <span class='muted'>{size}</span></h3>{table(header, rows, 'results')}"
         )
-    note = "<p class='muted'>Means over problems; below each its 95% bootstrap interval over problems.</p>"
+    note = "<p class='muted'>Means over problems, with 95% bootstrap intervals over problems.</p>"
     return f"<section><h2>Results</h2>{''.join(tables)}{note}{metric_list(shown.values())}</section>" if tables else ""
 
 
@@ -87,7 +97,7 @@ def metric_list(metrics: Iterable[EvaluationMetric | LoggedMetric]) -> str:
 
 
 def metrics_table(finals: Mapping[str, Mapping[str, float]]) -> str:
-    """Every metric of every run at the end of the run."""
+    """Returns an HTML table of the final values of all metrics, by run. `finals` is from `final_values`."""
 
     def natural(metric: str) -> list[Any]:
         words_and_numbers = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", metric)]
@@ -99,15 +109,19 @@ def metrics_table(finals: Mapping[str, Mapping[str, float]]) -> str:
         rows.append([html.escape(metric), *cells, html.escape(logged.describe(metric).meaning)])
     header = ["metric", *map(html.escape, finals), "meaning"]
     return (
-        "<section><h2>Final metrics of the runs</h2><p class='muted'>Held-out metrics are those of the last "
-        f"evaluation; all others are means over the last {STEPS_AVERAGED} steps that logged them.</p>"
+        "<section><h2>Final metrics of the runs</h2><p class='muted'>Held-out metrics are from the last "
+        f"evaluation. Other metrics are means over the last {STEPS_AVERAGED} steps that logged them.</p>"
         f"<details><summary>All metrics</summary>{table(header, rows)}</details>"
         "</section>"
     )
 
 
 def final_values(rows: figures.Rows) -> dict[str, float]:
-    """Each metric at the end of a run: from its last evaluation, or as a mean over its last `STEPS_AVERAGED` steps."""
+    """Returns the final values of the metrics of a run.
+
+    Held-out metrics are from the last evaluation. Other metrics are means over the last `STEPS_AVERAGED` steps that
+    logged them.
+    """
     values = {}
     for metric in {key for row in rows for key in row if key != "step"}:
         _, found = figures.series(rows, metric)
@@ -116,7 +130,7 @@ def final_values(rows: figures.Rows) -> dict[str, float]:
     return values
 
 
-def _cell(metric: EvaluationMetric, value: Mapping[str, Any] | None) -> str:
+def _metric_cell(metric: EvaluationMetric, value: Mapping[str, Any] | None) -> str:
     if value is None:
         return "-"
     low, high = finite(value.get("low")), finite(value.get("high"))

@@ -1,4 +1,4 @@
-"""Sections of a page with one figure each, as HTML."""
+"""Builds the page sections of the figures, as HTML."""
 
 import html
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ FIGURES = {
     ),
     "majority": (
         "Majority voting",
-        "Accuracy of the most frequent answer among k, against its share of the votes. k grows along the line.",
+        "Accuracy of the most frequent answer among k over its share of the votes. k increases along the line.",
     ),
     "branches": (
         "Branching",
@@ -29,7 +29,7 @@ FIGURES = {
     ),
     "comparison": (
         "Held-out metrics during training",
-        "Each dot is an evaluation on problems that are not trained on.",
+        "Each dot is an evaluation on problems that are not used for training.",
     ),
     "pass_at_k": (
         "Held-out pass@k",
@@ -42,7 +42,7 @@ FIGURES = {
         "between consecutive batches.",
     ),
 }
-"""Title and description of each figure, by the name of its file."""
+"""Title and description of each figure, by file name without suffix."""
 
 
 def figure_sections(
@@ -51,9 +51,9 @@ def figure_sections(
     """Returns the sections of all figures, as HTML.
 
     Args:
-      drawn: Figures by name. None stands for a figure without data.
-      runs: Rows of metrics.jsonl by run, to explain the metrics that are drawn.
-      timelines: Windows of timeline.jsonl by run, to describe how the time of a step is spent.
+      drawn: Figures by name. The value is None if there is no data for a figure.
+      runs: Rows of metrics.jsonl by run, which determine the metrics that are explained.
+      timelines: Windows of timeline.jsonl by run, which are summarized below the timeline.
     """
     logged = {metric for rows in runs.values() for row in rows for metric in row}
     shown = {"comparison": figures.COMPARED, "training_dynamics": figures.drawn_metrics()}

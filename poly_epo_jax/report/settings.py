@@ -1,28 +1,33 @@
-"""Tables of what runs have in common and where they differ: configuration keys and versions."""
+"""Builds tables of the shared and differing configuration keys and versions of runs, as HTML."""
 
-import html
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 from poly_epo_jax.report.document import table
 
-UNSHOWN = ("workdir", "compilation_cache", "base.cache_dir")
-"""Keys that say only where files are kept, which says nothing about a run's numbers."""
+HIDDEN_KEYS = ("workdir", "compilation_cache", "base.cache_dir")
+"""Keys of storage locations, which do not affect the results of a run."""
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A configuration as a flat dict of dotted keys; options are keys too."""
+    """Flattens a configuration to a dict of dotted keys, without `HIDDEN_KEYS`. Options are flattened too.
+
+    Args:
+      config: The configuration, as nested dicts.
+      prefix: Prefix of the keys.
+    """
     keys: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             keys |= flat(value, f"{prefix}{key}.")
         else:
             keys[prefix + key] = value
-    return {key: value for key, value in keys.items() if key not in UNSHOWN}
+    return {key: value for key, value in keys.items() if key not in HIDDEN_KEYS}
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys whose values differ between configurations."""
+    """Returns the dotted keys whose values differ between configurations."""
     tables = [flat(config) for config in configs]
     keys = dict.fromkeys(key for values in tables for key in values)
     return [key for key in keys if any(values.get(key) != tables[0].get(key) for values in tables)]
@@ -31,57 +36,55 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 def settings_section(
     configs: Mapping[str, Mapping[str, Any]], versions: Mapping[str, Sequence[Mapping[str, str]]]
 ) -> str:
-    """HTML: where the runs' configurations differ, what they have in common, and with which versions they were trained.
+    """Returns HTML with differing and shared configuration keys and the versions of runs.
 
     Args:
-      configs: by run; runs without one are left out.
-      versions: by run, see system/versions.py.
+      configs: Configurations by run. Empty configurations are ignored. If all are empty, the section is empty.
+      versions: Versions by run, see system/versions.py.
     """
     configs = {label: config for label, config in configs.items() if config}
     if not configs:
         return ""
     keys = differing_keys(list(configs.values()))
     tables = {label: flat(config) for label, config in configs.items()}
-    rows = [[_text(label), *(_value(values.get(key)) for key in keys)] for label, values in tables.items()]
+    rows = [[escape(label), *(_value_html(values.get(key)) for key in keys)] for label, values in tables.items()]
     differences = ""
     if keys:
-        summary = f"Where the configurations of {len(configs)} runs differ: {_text(', '.join(keys))}"
-        differences = f"<details><summary>{summary}</summary>{table(['run', *map(_text, keys)], rows)}</details>"
+        summary = f"Differing configuration keys of {len(configs)} runs: {escape(', '.join(keys))}"
+        differences = f"<details><summary>{summary}</summary>{table(['run', *map(escape, keys)], rows)}</details>"
     elif len(configs) > 1:
         differences = "<p>All runs have the same configuration.</p>"
     first = next(iter(tables.values()))
-    shared = table(["key", "value"], [[_text(key), _value(value)] for key, value in first.items() if key not in keys])
+    shared = table(
+        ["key", "value"], [[escape(key), _value_html(value)] for key, value in first.items() if key not in keys]
+    )
     return (
         '<section id="settings"><h2>Configuration and versions</h2>'
-        '<p class="muted">Numbers of runs compare where the configurations differ only in what is compared. Paths of '
-        f"folders are left out.</p>{differences}"
-        f"<details><summary>The configuration{' that all runs share' if len(configs) > 1 else ''}</summary>{shared}"
+        '<p class="muted">Results of runs are comparable if their configurations differ only in the compared keys. '
+        f"Folder paths are omitted.</p>{differences}"
+        f"<details><summary>{'Shared configuration' if len(configs) > 1 else 'Configuration'}</summary>{shared}"
         f"</details>{_versions_table(versions)}</section>"
     )
 
 
 def _versions_table(versions: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
-    """A row for each distinct set of versions, with the runs that were trained with it."""
+    """Returns an HTML table with a row per distinct set of versions and the runs that were trained with it."""
     runs_of: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for label, used in versions.items():
         for one in used:
             runs_of.setdefault(tuple((str(name), str(value)) for name, value in one.items()), []).append(label)
     if not runs_of:
-        return '<p class="muted">The runs do not say with which versions they were trained.</p>'
+        return '<p class="muted">The runs do not record the versions that they were trained with.</p>'
     names = list(dict.fromkeys(name for used in runs_of for name, _ in used))
     everyone = sum(bool(used) for used in versions.values())
     rows = []
     for used, labels in runs_of.items():
-        runs = f"all {everyone} runs" if len(labels) == everyone > 1 else _text(", ".join(labels))
-        rows.append([runs, *(_text(dict(used).get(name, "")) or "-" for name in names)])
+        runs = f"all {everyone} runs" if len(labels) == everyone > 1 else escape(", ".join(labels))
+        rows.append([runs, *(escape(dict(used).get(name, "")) or "-" for name in names)])
     several = "" if len(runs_of) == 1 else "<p><b>Not all steps were trained with the same versions.</b></p>"
-    note = '<p class="muted">A commit that ends in + had changed files beside it.</p>'
-    return f"{several}{table(['trained with', *map(_text, names)], rows)}{note}"
+    note = '<p class="muted">A commit that ends in + had uncommitted changes.</p>'
+    return f"{several}{table(['runs', *map(escape, names)], rows)}{note}"
 
 
-def _value(value: Any) -> str:
-    return "-" if value is None else _text(f"{value:g}" if isinstance(value, float) else str(value))
-
-
-def _text(text: str) -> str:
-    return html.escape(text)
+def _value_html(value: Any) -> str:
+    return "-" if value is None else escape(f"{value:g}" if isinstance(value, float) else str(value))

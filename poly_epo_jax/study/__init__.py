@@ -1,4 +1,4 @@
-"""Studies: methods, rates, seeds and tasks in one small file; see docs/study.md."""
+"""Studies compare methods over learning rates, seeds and tasks that a Python file defines, see docs/study.md."""
 
 from poly_epo_jax.study.spec import PAPER_METHODS as PAPER_METHODS
 from poly_epo_jax.study.spec import Evaluation as Evaluation

@@ -1,4 +1,4 @@
-"""The figures of a study: results in, matplotlib figures out. A method has the same colour and mark in all of them."""
+"""Draws the figures of a study, except for the frontier. A method has the same color and marker in all figures."""
 
 import itertools
 import math
@@ -24,8 +24,8 @@ _PANEL = (3.2, 2.5)
 Curve = tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]
 
 
-def looks(results: StudyResults) -> dict[str, dict[str, Any]]:
-    """Colour, dashes, mark and width of each method. A line on top of another is thinner, so that both are visible."""
+def line_styles(results: StudyResults) -> dict[str, dict[str, Any]]:
+    """Returns the line style of each method. Later lines are thinner, so that overlapping lines remain visible."""
     styles, widest = figures.styles(results.methods), 3.4
     return {
         method: style
@@ -34,10 +34,14 @@ def looks(results: StudyResults) -> dict[str, dict[str, Any]]:
     }
 
 
-def by_rate(results: StudyResults, task: str) -> Figure | None:
-    """The two axes of the frontier by learning rate, methods side by side, and their differences from the baseline.
+def plot_by_rate(results: StudyResults, task: str) -> Figure | None:
+    """Draws the metrics of both frontier axes by learning rate, and their differences from the baseline.
 
-    No two points share a place, so none hides another.
+    Methods are drawn side by side, so that points do not overlap. Returns None if there are no results.
+
+    Args:
+      results: Results of the study.
+      task: Name of the task.
     """
     if not any(results.interval((task, method, rate), REWARD) for method in results.methods for rate in results.rates):
         return None
@@ -57,10 +61,15 @@ def by_rate(results: StudyResults, task: str) -> Figure | None:
     return figure
 
 
-def comparison(results: StudyResults, task: str) -> Figure | None:
-    """Held-out reward and distinct correct answers during training, readable at 900 pixels; one row per rate.
+def plot_comparison(results: StudyResults, task: str) -> Figure | None:
+    """Draws held-out reward and correct clusters over training steps, with a row of panels per learning rate.
 
-    Means over finished runs, shaded from the lowest to the highest. None if no finished run was evaluated.
+    Lines are means over finished runs. Shaded bands extend from the lowest to the highest run. Returns None if no
+    finished run was evaluated.
+
+    Args:
+      results: Results of the study.
+      task: Name of the task.
     """
     metrics = [name for name in (REWARD, CORRECT_OF_8, CORRECT_OF_64) if name in results.metrics(task)]
     rates = [rate for rate in results.rates if any(results.of((task, method, rate)) for method in results.methods)]
@@ -69,11 +78,11 @@ def comparison(results: StudyResults, task: str) -> Figure | None:
     shared = {"sharex": True, "sharey": "col"}
     with figures.panels(len(rates) * len(metrics), len(metrics), _PANEL, **shared) as (figure, panels):
         for axes, (rate, metric) in zip(panels, itertools.product(rates, metrics), strict=True):
-            for method, look in looks(results).items():
+            for method, style in line_styles(results).items():
                 _band(
                     axes,
                     [figures.series(run.rows, metric) for run in results.of((task, method, rate))],
-                    look,
+                    style,
                     marked=True,
                 )
             axes.set_title(describe(metric).title)
@@ -86,39 +95,57 @@ def comparison(results: StudyResults, task: str) -> Figure | None:
     return figure
 
 
-def curves(results: StudyResults, task: str, metric: str) -> Figure | None:
-    """A metric during training, one panel per rate: means over finished runs, shaded from the lowest to the highest.
+def plot_curves(results: StudyResults, task: str, metric: str) -> Figure | None:
+    """Draws a metric over training steps, with a panel per learning rate. Returns None if there is no data.
 
-    Each run that did not finish is a thin dotted line of its own.
+    Lines are means over finished runs. Shaded bands extend from the lowest to the highest run. Each unfinished run is
+    drawn as a separate thin dotted line.
+
+    Args:
+      results: Results of the study.
+      task: Name of the task.
+      metric: Name of the metric in metrics.jsonl.
     """
 
-    def draw(axes: Axes, runs: Sequence[Result], look: Mapping[str, Any]) -> None:
-        _band(axes, [figures.series(run.rows, metric) for run in runs], look, marked=is_held_out(metric))
+    def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:
+        _band(axes, [figures.series(run.rows, metric) for run in runs], style, marked=is_held_out(metric))
 
-    def draw_unfinished(axes: Axes, run: Result, look: Mapping[str, Any]) -> None:
-        axes.plot(*figures.series(run.rows, metric), color=look["color"], linewidth=0.9, linestyle=(0, (1, 2)))
+    def draw_unfinished(axes: Axes, run: Result, style: Mapping[str, Any]) -> None:
+        axes.plot(*figures.series(run.rows, metric), color=style["color"], linewidth=0.9, linestyle=(0, (1, 2)))
 
     return _panels(results, task, draw, "training step", draw_unfinished)
 
 
-def pass_at_k(results: StudyResults, task: str) -> Figure | None:
-    """pass@k at the last evaluation during training, one panel per rate: means and ranges over seeds."""
+def plot_pass_at_k(results: StudyResults, task: str) -> Figure | None:
+    """Draws pass@k of the last evaluation during training, with a panel per learning rate.
 
-    def draw(axes: Axes, runs: Sequence[Result], look: Mapping[str, Any]) -> None:
+    Lines are means over seeds, and bands are ranges. Returns None if there is no data. The arguments are those of
+    `plot_comparison`.
+    """
+
+    def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:
         points = [curve(last_evaluation(run.rows), PASS) for run in runs]
         seeds = [(np.array([p.k for p in found], int), np.array([p.mean for p in found])) for found in points]
-        _band(axes, seeds, look, marked=True)
+        _band(axes, seeds, style, marked=True)
         log2_axis(axes, "k (attempts)")
 
     return _panels(results, task, draw, "k (attempts)")
 
 
-def branching(results: StudyResults, task: str, benchmark: str) -> Figure | None:
-    """Mean active branches by token position, in the evaluation on a benchmark: means and ranges over seeds."""
+def plot_branching(results: StudyResults, task: str, benchmark: str) -> Figure | None:
+    """Draws the mean number of active branches by token position, with a panel per learning rate.
 
-    def draw(axes: Axes, runs: Sequence[Result], look: Mapping[str, Any]) -> None:
+    Lines are means over seeds, and bands are ranges. Returns None if there is no data.
+
+    Args:
+      results: Results of the study.
+      task: Name of the task.
+      benchmark: Label of the benchmark of a separate evaluation.
+    """
+
+    def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:
         found = [run.evaluations[benchmark]["branching"]["mean"] for run in runs if benchmark in run.evaluations]
-        _band(axes, [(np.arange(1, len(means) + 1), np.array(means, float)) for means in found], look, marked=False)
+        _band(axes, [(np.arange(1, len(means) + 1), np.array(means, float)) for means in found], style, marked=False)
 
     return _panels(results, task, draw, "token position")
 
@@ -130,16 +157,16 @@ def _dodged(
     metric: str,
     interval_of: Callable[[tuple[str, str, float], str], Interval | None],
 ) -> None:
-    """Draws an interval for each method and rate, with the methods of a rate side by side."""
+    """Draws an interval for each method and learning rate, with the methods side by side."""
     step = 0.7 / len(results.methods)
-    for place, (method, look) in enumerate(looks(results).items()):
+    for method_index, (method, style) in enumerate(line_styles(results).items()):
         for index, rate in enumerate(results.rates):
             interval = interval_of((task, method, rate), metric)
             if interval is not None:
-                x = index + (place - (len(results.methods) - 1) / 2) * step
+                x = index + (method_index - (len(results.methods) - 1) / 2) * step
                 if math.isfinite(interval.low):
-                    axes.plot([x, x], [interval.low, interval.high], color=look["color"], linewidth=1.6)
-                axes.plot(x, interval.mean, look["marker"], color=look["color"], markersize=6, fillstyle="none")
+                    axes.plot([x, x], [interval.low, interval.high], color=style["color"], linewidth=1.6)
+                axes.plot(x, interval.mean, style["marker"], color=style["color"], markersize=6, fillstyle="none")
     axes.set_xticks(range(len(results.rates)), [f"{rate:g}" for rate in results.rates])
     axes.set_xlim(-0.5, len(results.rates) - 0.5)
     axes.grid(axis="x", visible=False)
@@ -152,15 +179,15 @@ def _panels(
     x_label: str,
     draw_unfinished: Callable[[Axes, Result, Mapping[str, Any]], None] | None = None,
 ) -> Figure | None:
-    """One panel per learning rate, all on one scale; None if nothing is drawn."""
+    """Creates a figure with a panel per learning rate and a shared y-axis. Returns None if nothing is drawn."""
     width = _PANEL[0] * (2 if len(results.rates) == 1 else 1)
     with figures.panels(len(results.rates), len(results.rates), (width, _PANEL[1]), sharey=True) as (figure, panels):
         for axes, rate in zip(panels, results.rates, strict=True):
-            for method, look in looks(results).items():
-                draw(axes, results.of((task, method, rate)), look)
+            for method, style in line_styles(results).items():
+                draw(axes, results.of((task, method, rate)), style)
                 if draw_unfinished is not None:
                     for run in results.of((task, method, rate), finished=False):
-                        draw_unfinished(axes, run, look)
+                        draw_unfinished(axes, run, style)
             axes.set_title(f"learning rate {rate:g}" if len(results.rates) > 1 else "")
             axes.set_xlabel(x_label)
             if axes.get_xscale() == "linear":
@@ -171,8 +198,8 @@ def _panels(
     return figure
 
 
-def _band(axes: Axes, seeds: Sequence[Curve], look: Mapping[str, Any], marked: bool) -> None:
-    """Draws the mean over seeds and their range, at the steps at which all of them were measured."""
+def _band(axes: Axes, seeds: Sequence[Curve], style: Mapping[str, Any], marked: bool) -> None:
+    """Draws the mean and range over seeds at the steps that all seeds have. Smooths values unless `marked`."""
     seeds = [seed for seed in seeds if len(seed[0])]
     if not seeds:
         return
@@ -182,16 +209,22 @@ def _band(axes: Axes, seeds: Sequence[Curve], look: Mapping[str, Any], marked: b
     table = np.stack([values[np.isin(at, steps)] for at, values in seeds])
     if not marked:
         table = np.stack([figures.smooth(values) for values in table])
-    style = {name: look[name] for name in ("color", "linestyle", "linewidth")}
-    # Hollow, so that a mark does not hide another's.
-    style |= {"marker": look["marker"], "markersize": 4.5, "fillstyle": "none"} if marked else {}
-    axes.plot(steps, table.mean(axis=0), **style)
-    axes.fill_between(steps, table.min(axis=0), table.max(axis=0), color=look["color"], alpha=0.15, linewidth=0)
+    line = {name: style[name] for name in ("color", "linestyle", "linewidth")}
+    # Hollow markers remain visible when they overlap.
+    line |= {"marker": style["marker"], "markersize": 4.5, "fillstyle": "none"} if marked else {}
+    axes.plot(steps, table.mean(axis=0), **line)
+    axes.fill_between(steps, table.min(axis=0), table.max(axis=0), color=style["color"], alpha=0.15, linewidth=0)
 
 
 def add_legend(figure: Figure, results: StudyResults, *others: Line2D) -> None:
-    """Adds a legend of the methods, and of other marks, above all panels."""
-    handles = [Line2D([], [], fillstyle="none", markersize=7, **look) for look in looks(results).values()]
-    figure.set_figheight(figure.get_figheight() + 0.4)  # so that panels keep their size
+    """Adds a legend above all panels.
+
+    Args:
+      figure: The figure. Its height is increased by the height of the legend.
+      results: Results of the study, with the methods of the legend.
+      *others: Further legend handles.
+    """
+    handles = [Line2D([], [], fillstyle="none", markersize=7, **style) for style in line_styles(results).values()]
+    figure.set_figheight(figure.get_figheight() + 0.4)  # keeps the size of the panels
     columns = max(1, int(figure.get_figwidth() / 1.8))
     figure.legend(handles=[*handles, *others], loc="outside upper left", ncols=columns)

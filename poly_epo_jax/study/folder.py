@@ -1,11 +1,11 @@
-"""A study's folder: its files, and how far its runs have come. Needs no JAX.
+"""Files of a study, and the progress of its runs. Does not require JAX.
 
-study.json                  the study's runs: {"baseline": method, "runs": [{"task", "method", "rate", "seed"}]}
-attempts.jsonl              one row for each time that a run was trained or evaluated, with the columns of `ATTEMPT`
+study.json                  baseline and runs: {"baseline": method, "runs": [{"task", "method", "rate", "seed"}]}
+attempts.jsonl              one row per process that trained or evaluated a run, with the columns of `ATTEMPT`
 TASK/METHOD-lrRATE-seedSEED/  run folders, see records/run_folder.py
-evaluation/                 evaluations of the finished runs, see evaluate/folder.py
+evaluation/                 evaluations of finished runs, see evaluate/folder.py
 report/                     report.html, tables.md, and figures as PNG and PDF, see page.py
-lock                        held by the process that runs the study
+lock                        locked by the process that executes the study
 """
 
 import dataclasses
@@ -22,17 +22,24 @@ PLAN, ATTEMPTS, LOG, LOCK, EVALUATION = "study.json", "attempts.jsonl", "log.txt
 
 ATTEMPT: Columns = {
     "run": str,  # TASK/METHOD-lrRATE-seedSEED
-    "stage": str,  # train or evaluate
-    "started": str,  # when, in ISO 8601
+    "stage": str,  # "train" or "evaluate"
+    "started": str,  # start time in ISO 8601 format
     "seconds": int | float,
-    "exit": int,  # the process's exit code, or 128 + the signal that ended it
-    "error": str,  # the last line of its log if it failed, else empty
+    "exit": int,  # exit code of the process, or 128 plus the number of the signal that terminated it
+    "error": str,  # last line of the log if the process failed, otherwise empty
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
-    """Identifies a run of a study."""
+class RunKey:
+    """Identifies a run of a study.
+
+    Attributes:
+      task: Name of the task.
+      method: Name of the method.
+      rate: Learning rate.
+      seed: Seed.
+    """
 
     task: str
     method: str
@@ -41,18 +48,29 @@ class Member:
 
     @property
     def name(self) -> str:
-        """The name of the run's folder, inside the task's folder."""
+        """Name of the run folder, inside the folder of the task."""
         return f"{self.method}-lr{self.rate:g}-seed{self.seed}"
 
     @property
+    def path(self) -> str:
+        """Path of the run folder, relative to the folder of the study."""
+        return f"{self.task}/{self.name}"
+
+    @property
     def label(self) -> str:
-        """The run's label in evaluations, which hold several tasks."""
+        """Label of the run in evaluations, which contain runs of several tasks."""
         return f"{self.task}-{self.name}"
 
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """The step that a run has reached, and its number of steps; both are 0 if it has not begun."""
+    """The progress of a run.
+
+    Attributes:
+      step: Last logged step. 0 if the run has not started.
+      num_steps: Number of training steps. 0 if the run has not started.
+      is_finished: Whether the run is finished, see `run_state`.
+    """
 
     step: int = 0
     num_steps: int = 0
@@ -63,7 +81,11 @@ class RunState:
 
 
 def run_state(folder: Path) -> RunState:
-    """Returns the progress of a run. It is finished if its last step was logged, evaluated if configured, and saved."""
+    """Reads the progress of a run from its folder.
+
+    A run is finished if its last step was logged, evaluated (unless evaluation is disabled) and saved. An emptied
+    checkpoint folder counts as saved.
+    """
     try:
         config = run_folder.read_config(folder)
         num_steps, evaluates = int(config["train"]["num_steps"]), bool(config["eval"]["every"])
@@ -77,12 +99,12 @@ def run_state(folder: Path) -> RunState:
 
 
 def clock(seconds: float) -> str:
-    """1:02:03"""
+    """Formats a duration as hours, minutes and seconds: 1:02:03."""
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def last_row(metrics: Path) -> Row:
-    """Returns the last complete row of a metrics.jsonl, or an empty one. Reads only the end of the file."""
+    """Returns the last complete row of metrics.jsonl, or an empty dict. Reads at most the last 64 KiB of the file."""
     if not metrics.exists():
         return {}
     with metrics.open("rb") as file:
@@ -96,9 +118,9 @@ def last_row(metrics: Path) -> Row:
 
 
 def read_attempts(folder: Path) -> list[Row]:
-    """The rows of attempts.jsonl, the oldest first.
+    """Returns the rows of attempts.jsonl, oldest first.
 
     Raises:
-      ValueError: a row is damaged.
+      ValueError: If a row is corrupted.
     """
     return list(read_json_rows(folder / ATTEMPTS, ATTEMPT))

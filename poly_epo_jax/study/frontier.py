@@ -1,4 +1,4 @@
-"""The frontier: held-out reward against distinct correct answers, one point per method and rate."""
+"""Draws the frontier: held-out reward over correct clusters, with a point per method and learning rate."""
 
 import itertools
 import math
@@ -13,15 +13,23 @@ from matplotlib.lines import Line2D
 from poly_epo_jax.metrics.intervals import Interval
 from poly_epo_jax.metrics.logged import describe
 from poly_epo_jax.report import figures
-from poly_epo_jax.study.figures import add_legend, looks
+from poly_epo_jax.study.figures import add_legend, line_styles
 from poly_epo_jax.study.results import CORRECT_OF_8, REWARD, Result, StudyResults
 
 _NEAR = 0.12
-"""Points are near each other if they are within this share of both axes."""
+"""Two points are neighbors if their distance is at most this fraction of the range of the points, on both axes."""
 
 
 class Point(NamedTuple):
-    """A method at a rate: its mean and interval on both axes, and how it is drawn."""
+    """A method at a learning rate.
+
+    Attributes:
+      x: Mean and interval of correct clusters.
+      y: Mean and interval of the reward.
+      method: Name of the method.
+      text: Learning rate next to the marker. Empty if the study has only one learning rate.
+      size: Size of the marker in typographic points.
+    """
 
     x: Interval
     y: Interval
@@ -30,11 +38,16 @@ class Point(NamedTuple):
     size: float
 
 
-def frontier(results: StudyResults, task: str) -> Figure | None:
-    """All points and, next to them, the densest part of the figure enlarged, with intervals over seeds on both axes.
+def plot_frontier(results: StudyResults, task: str) -> Figure | None:
+    """Draws all points with intervals over seeds on both axes, and a second panel that enlarges the densest region.
 
-    Overlapping points can be told apart: every mark is hollow and has its own size, larger for higher rates, so that
-    one encloses the other. No rate is written over another. Arrows lead to the next higher rate.
+    Markers are hollow and differ in size (larger for higher learning rates), so that overlapping points remain visible.
+    Learning rates are written without overlap. Arrows point to the next higher learning rate. Returns None if there is
+    no data.
+
+    Args:
+      results: Results of the study.
+      task: Name of the task.
     """
     points, ended = _points(results, task), _unfinished(results, task)
     if not points and not ended:
@@ -42,46 +55,46 @@ def frontier(results: StudyResults, task: str) -> Figure | None:
     crowd = _crowd(points)
     with figures.panels(1 + bool(crowd), 2, (6.25 if crowd else 8.0, 5.0)) as (figure, panels):
         for axes in panels:
-            _draw(axes, results, points)
+            _draw_points(axes, results, points)
             axes.set_xlabel(describe(CORRECT_OF_8).title)
         panels[0].set_ylabel(describe(REWARD).title)
         for run in ended:
-            place: tuple[Any, Any] = run.at_end(CORRECT_OF_8), run.at_end(REWARD)
-            panels[0].plot(*place, "x", color=looks(results)[run.member.method]["color"], markersize=5, alpha=0.8)
+            position: tuple[Any, Any] = run.at_end(CORRECT_OF_8), run.at_end(REWARD)
+            panels[0].plot(*position, "x", color=line_styles(results)[run.key.method]["color"], markersize=5, alpha=0.8)
         panels[0].margins(0.12)
         text = "unfinished run (last evaluation)"
         cross = Line2D([], [], color="#555555", marker="x", linestyle="", label=text)
         add_legend(figure, results, *[cross][: len(ended)])
         if crowd:
             _enlarge(panels[1], crowd)
-        figure.draw_without_rendering()  # so that positions in typographic points are known
-        _write_beside(panels[0], results, [point for point in points if point not in crowd])
+        figure.draw_without_rendering()  # applies the layout, which determines positions in points
+        _label_points(panels[0], results, [point for point in points if point not in crowd])
         if crowd:
-            _write_beside(panels[1], results, crowd)
+            _label_points(panels[1], results, crowd)
     return figure
 
 
 def _points(results: StudyResults, task: str) -> list[Point]:
-    """The points of the methods in their order, each in ascending order of rate."""
+    """Returns the points by method, each in ascending order of learning rate."""
     found, num_methods = [], len(results.methods)
-    for place, method in enumerate(results.methods):
+    for method_index, method in enumerate(results.methods):
         for index, rate in enumerate(results.rates):
             cell = (task, method, rate)
             x, y = results.interval(cell, CORRECT_OF_8), results.interval(cell, REWARD)
             if x is not None and y is not None:
-                rank = (index + 1) * num_methods - place
+                rank = (index + 1) * num_methods - method_index
                 size = 5 + 11 * rank / (num_methods * len(results.rates))
                 found.append(Point(x, y, method, f"{rate:g}" if len(results.rates) > 1 else "", size))
     return found
 
 
 def _crowd(points: Sequence[Point]) -> list[Point]:
-    """The points near the point with the most neighbours; empty if these are fewer than three, or all points."""
+    """Returns the neighbors of the point with the most neighbors. Empty if they are fewer than three, or all points."""
     if not points:
         return []
-    places = np.array([(point.x.mean, point.y.mean) for point in points])
-    extent = np.maximum(np.ptp(places, axis=0), np.finfo(float).tiny)
-    near = (np.abs(places[:, None] - places) <= _NEAR * extent).all(axis=2)
+    positions = np.array([(point.x.mean, point.y.mean) for point in points])
+    extent = np.maximum(np.ptp(positions, axis=0), np.finfo(float).tiny)
+    near = (np.abs(positions[:, None] - positions) <= _NEAR * extent).all(axis=2)
     chosen = near[int(near.sum(axis=1).argmax())]
     return (
         [point for point, is_near in zip(points, chosen, strict=True) if is_near]
@@ -91,58 +104,60 @@ def _crowd(points: Sequence[Point]) -> list[Point]:
 
 
 def _enlarge(axes: Axes, crowd: Sequence[Point]) -> None:
-    """Shows the means of these points with space around them; intervals may extend beyond it."""
+    """Limits the axes to the means of these points plus a margin. Intervals can extend beyond the axes."""
     for values, set_limits in (([p.x.mean for p in crowd], axes.set_xlim), ([p.y.mean for p in crowd], axes.set_ylim)):
         low, high = min(values), max(values)
-        room = 0.35 * (high - low) or 0.01 * abs(high) or 0.01
-        set_limits(low - room, high + room)
-    axes.set_title("the densest part, enlarged")
+        margin = 0.35 * (high - low) or 0.01 * abs(high) or 0.01
+        set_limits(low - margin, high + margin)
+    axes.set_title("densest region, enlarged")
 
 
-def _draw(axes: Axes, results: StudyResults, points: Sequence[Point]) -> None:
-    for method, look in looks(results).items():
+def _draw_points(axes: Axes, results: StudyResults, points: Sequence[Point]) -> None:
+    for method, style in line_styles(results).items():
         own = [point for point in points if point.method == method]
         for x, y, _, _, size in own:
-            thin = {"color": look["color"], "linewidth": 1.2, "alpha": 0.6, "zorder": 2}
+            thin = {"color": style["color"], "linewidth": 1.2, "alpha": 0.6, "zorder": 2}
             if math.isfinite(x.low):
                 axes.plot([x.low, x.high], [y.mean, y.mean], **thin)
             if math.isfinite(y.low):
                 axes.plot([x.mean, x.mean], [y.low, y.high], **thin)
-            axes.plot(x.mean, y.mean, look["marker"], color=look["color"], markersize=size, fillstyle="none", zorder=3)
+            axes.plot(
+                x.mean, y.mean, style["marker"], color=style["color"], markersize=size, fillstyle="none", zorder=3
+            )
         for start, end in itertools.pairwise(own):
-            arrow = {"arrowstyle": "->", "color": look["color"], "alpha": 0.45, "shrinkA": 8, "shrinkB": 8}
+            arrow = {"arrowstyle": "->", "color": style["color"], "alpha": 0.45, "shrinkA": 8, "shrinkB": 8}
             ends = (end.x.mean, end.y.mean), (start.x.mean, start.y.mean)
-            # Shown even if it leads out of the axes, but clipped to them.
+            # annotation_clip=False draws arrows that leave the axes. The clip path cuts them at the axes.
             drawn = axes.annotate("", *ends, arrowprops=arrow | {"clip_path": axes.patch}, annotation_clip=False)
             assert drawn.arrow_patch is not None
             drawn.arrow_patch.set_clip_on(True)
 
 
-def _write_beside(axes: Axes, results: StudyResults, points: Sequence[Point]) -> None:
-    """Writes each rate near its point, in a free place, with a thin line to the point."""
-    colours, to_points = {method: look["color"] for method, look in looks(results).items()}, 72 / figures.DPI
-    centres = [axes.transData.transform((point.x.mean, point.y.mean)) * to_points for point in points]
-    taken = [(centre, np.array([6.0, 6.0])) for centre in centres]
+def _label_points(axes: Axes, results: StudyResults, points: Sequence[Point]) -> None:
+    """Writes each learning rate at a free position near its point, connected to the point by a thin line."""
+    color_of, to_points = {method: style["color"] for method, style in line_styles(results).items()}, 72 / figures.DPI
+    centers = [axes.transData.transform((point.x.mean, point.y.mean)) * to_points for point in points]
+    taken = [(center, np.array([6.0, 6.0])) for center in centers]
     turns = [np.array([math.cos(turn), math.sin(turn)]) for turn in np.arange(16) * math.pi / 8]
     offsets = [radius * turn for radius in range(16, 120, 6) for turn in turns]
-    for point, centre in zip(points, centres, strict=True):
-        size = np.array([2.4 * len(point.text) + 2, 5.0])  # half of a text of 7.5 points
-        free = (o for o in offsets if all(np.any(np.abs(centre + o - at) >= size + room) for at, room in taken))
+    for point, center in zip(points, centers, strict=True):
+        size = np.array([2.4 * len(point.text) + 2, 5.0])  # half of the width and height of a text of 7.5 points
+        free = (o for o in offsets if all(np.any(np.abs(center + o - at) >= size + room) for at, room in taken))
         offset = next(free, None)
         if offset is None or not point.text:
             continue
-        taken.append((centre + offset, size))
-        colour = colours[point.method]
-        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 3}
-        place = (point.x.mean, point.y.mean)
+        taken.append((center + offset, size))
+        color = color_of[point.method]
+        line = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 3}
+        position = (point.x.mean, point.y.mean)
         text = axes.annotate(
-            point.text, place, tuple(offset), textcoords="offset points", arrowprops=line, fontsize=7.5
+            point.text, position, tuple(offset), textcoords="offset points", arrowprops=line, fontsize=7.5
         )
-        text.set(color=colour, ha="center", va="center")
+        text.set(color=color, ha="center", va="center")
 
 
 def _unfinished(results: StudyResults, task: str) -> list[Result]:
-    """Runs that have begun and been evaluated, but are not finished."""
+    """Returns unfinished runs that have been evaluated."""
     cells = [(task, method, rate) for method in results.methods for rate in results.rates]
     runs = [run for cell in cells for run in results.of(cell, finished=False)]
     return [run for run in runs if run.at_end(CORRECT_OF_8) is not None]

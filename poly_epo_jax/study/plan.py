@@ -1,4 +1,4 @@
-"""The runs of a study, each a command of its own, and the checks that can be made before the first one starts."""
+"""Creates the runs of a study, and validates all of their configurations before the first run starts."""
 
 import dataclasses
 import json
@@ -14,16 +14,25 @@ from poly_epo_jax.evaluate.folder import ABOUT, RESULTS
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.startup.command_line import read_arguments
 from poly_epo_jax.startup.resume_checks import check_same_run
-from poly_epo_jax.study.folder import EVALUATION, PLAN, Member, run_state
-from poly_epo_jax.study.spec import OWNED, RATE, SEED, WORKDIR, Changes, Evaluation, Study
+from poly_epo_jax.study.folder import EVALUATION, PLAN, RunKey, run_state
+from poly_epo_jax.study.spec import RATE, SEED, STUDY_KEYS, WORKDIR, Changes, Evaluation, Study
 from poly_epo_jax.system.json_files import write_json
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """One run of a study, and how it is evaluated once it is finished, if at all."""
+class StudyRun:
+    """A planned run of a study.
 
-    member: Member
+    Attributes:
+      key: Task, method, learning rate and seed.
+      folder: The run folder.
+      arguments: Command-line arguments of the configuration.
+      config: The configuration.
+      evaluation: Evaluation of the finished run. None if it is not evaluated.
+      keep_weights: Whether checkpoints are kept after the run is finished and evaluated.
+    """
+
+    key: RunKey
     folder: Path
     arguments: list[str]
     config: Config
@@ -32,18 +41,18 @@ class Run:
 
     @property
     def train_command(self) -> list[str]:
-        """The arguments of `python -m`."""
+        """Arguments of `python -m` that train the run."""
         return ["poly_epo_jax.main", *self.arguments]
 
     @property
     def evaluate_command(self) -> list[str]:
-        """The arguments of `python -m`; the study's folder is two levels above the run's."""
+        """Arguments of `python -m` that evaluate the run. The study folder is two levels above the run folder."""
         assert self.evaluation is not None
         return [
             "poly_epo_jax.evaluate",
             *self.arguments,
             f"--benchmarks={','.join(self.benchmarks)}",
-            f"--models={self.member.label}={self.folder}",
+            f"--models={self.key.label}={self.folder}",
             f"--num_generations={self.evaluation.num_generations}",
             f"--judge={str(self.evaluation.judge).lower()}",
             f"--output={self.folder.parent.parent / EVALUATION}",
@@ -51,98 +60,101 @@ class Run:
 
     @property
     def benchmarks(self) -> Sequence[str]:
+        """Benchmarks of the evaluation, by default the held-out problems of the task."""
         assert self.evaluation is not None
         return self.evaluation.benchmarks or (self.config.task.name,)
 
     def is_trained(self) -> bool:
-        """Whether the run is finished with this same configuration."""
-        state = run_state(self.folder)
-        return state.is_finished and run_folder.read_config(self.folder) == _as_json(self.config)
+        """Returns True if the run is finished with this configuration."""
+        config = json.loads(json.dumps(self.config.to_dict()))
+        return run_state(self.folder).is_finished and run_folder.read_config(self.folder) == config
 
     def is_evaluated(self) -> bool:
-        """Whether the requested evaluation of the run's last weights is there; True if none is requested."""
+        """Returns True if the evaluation of the final weights exists with these settings, or if none is requested."""
         if self.evaluation is None:
             return True
         weights = f"{self.folder} step {self.config.train.num_steps}"
         for benchmark in self.benchmarks:
             number, judged = self.evaluation.num_generations, self.evaluation.judge
-            asked = about_evaluation(self.config, benchmark, weights, number, judged)
-            folder = self.folder.parent.parent / EVALUATION / benchmark_label(benchmark) / self.member.label
-            if not (folder / RESULTS).exists() or json.loads((folder / ABOUT).read_text()) != asked:
+            expected = about_evaluation(self.config, benchmark, weights, number, judged)
+            folder = self.folder.parent.parent / EVALUATION / benchmark_label(benchmark) / self.key.label
+            if not (folder / RESULTS).exists() or json.loads((folder / ABOUT).read_text()) != expected:
                 return False
         return True
 
     def drop_weights(self) -> None:
-        """Empties the folders of the run's checkpoints. The folders stay: they show that the run is finished."""
+        """Empties the checkpoint folders. The folders themselves are kept, because they mark the run as finished."""
         for checkpoint in (self.folder / run_folder.CHECKPOINTS).iterdir():
             for path in checkpoint.iterdir() if checkpoint.is_dir() else ():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[Run]:
-    """Every run, ordered by seed, so that an interrupted study has whole seeds to compare.
+def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[StudyRun]:
+    """Creates the runs of a study.
+
+    Runs are ordered by seed, so that an interrupted study has complete seeds, which can be compared.
 
     Args:
-      overrides: --config.KEY=VALUE, for every run.
+      study: The study, with its folder.
+      overrides: Arguments --config.KEY=VALUE that apply to all runs.
 
     Raises:
-      ConfigError: a run cannot start; the message has a line for each mistake.
+      ConfigError: If a configuration is invalid, or a folder contains a run that cannot be resumed with it. The message
+        has a line for each distinct problem.
     """
     for override in overrides:
         key = override.partition("=")[0].removeprefix("--config.")
-        if key in OWNED:
-            raise ConfigError(f"--config.{key} is what {OWNED[key]} of the study says; change it there.")
-    runs, mistakes = [], {}
-    members = [
-        Member(task, method, float(rate), seed)
+        if key in STUDY_KEYS:
+            raise ConfigError(f"--config.{key} is controlled by {STUDY_KEYS[key]} of the study; change it there.")
+    runs, errors = [], {}
+    run_keys = [
+        RunKey(task, method, float(rate), seed)
         for seed in study.seeds
         for task in study.tasks
         for rate in study.rates
         for method in study.methods
     ]
-    for member in members:
-        folder = Path(study.folder) / member.task / member.name
-        arguments = _arguments(study, member, folder, overrides)
+    for run_key in run_keys:
+        folder = Path(study.folder) / run_key.path
+        arguments = _arguments(study, run_key, folder, overrides)
         try:
             config = read_arguments(arguments)
             if config.hosts.coordinator:
-                raise ConfigError("hosts.coordinator is set, but each run of a study is a process of one host.")
+                raise ConfigError(
+                    "hosts.coordinator is not supported in a study, whose runs are single processes; unset it."
+                )
             check_same_run(folder, config)
-            runs.append(Run(member, folder, arguments, config, study.evaluation, study.keep_weights))
+            runs.append(StudyRun(run_key, folder, arguments, config, study.evaluation, study.keep_weights))
         except (ValueError, OSError) as error:
-            # Many runs usually share a mistake: the first of them is named.
-            mistakes.setdefault(" ".join(str(error).split()), member)
-    if mistakes:
-        raise ConfigError("\n".join(f"{member.task}/{member.name}: {text}" for text, member in mistakes.items()))
+            # Runs often share a problem. It is reported once, with the first run.
+            errors.setdefault(" ".join(str(error).split()), run_key)
+    if errors:
+        raise ConfigError("\n".join(f"{run_key.path}: {text}" for text, run_key in errors.items()))
     return runs
 
 
-def write_plan(study: Study, runs: Sequence[Run]) -> None:
-    """Writes down, for reports, which runs there are and what they are compared with."""
+def write_plan(study: Study, runs: Sequence[StudyRun]) -> None:
+    """Writes study.json, from which reports read the runs and the baseline.
+
+    Args:
+      study: The study, with its folder.
+      runs: All runs of the study.
+    """
     Path(study.folder).mkdir(parents=True, exist_ok=True)
-    members = [dataclasses.asdict(run.member) for run in runs]
-    write_json(Path(study.folder) / PLAN, {"baseline": study.compared_with, "runs": members})
+    run_keys = [dataclasses.asdict(run.key) for run in runs]
+    write_json(Path(study.folder) / PLAN, {"baseline": study.resolved_baseline, "runs": run_keys})
 
 
-def _arguments(study: Study, member: Member, folder: Path, overrides: Sequence[str]) -> list[str]:
-    """If several set one key, the command line takes precedence, then the method, the task and the study's settings."""
-    task = study.tasks[member.task]
-    changes: dict[str, Any] = {**study.settings, **task.changes, **study.methods[member.method]}
-    changes |= {RATE: member.rate, SEED: member.seed, WORKDIR: str(folder)}
+def _arguments(study: Study, run_key: RunKey, folder: Path, overrides: Sequence[str]) -> list[str]:
+    """Returns the arguments of a run. Precedence: command line, method, task, `settings` of the study."""
+    task = study.tasks[run_key.task]
+    changes: dict[str, Any] = {**study.settings, **task.changes, **study.methods[run_key.method]}
+    changes |= {RATE: run_key.rate, SEED: run_key.seed, WORKDIR: str(folder)}
     given = {override.partition("=")[0] for override in overrides}
     flags = [flag for flag in _flags(changes) if flag.partition("=")[0] not in given]
     return [f"--config={task.config}", *flags, *overrides]
 
 
 def _flags(changes: Changes) -> list[str]:
-    return [
-        f"--config.{key}={value if isinstance(value, str) else repr(_plain(value))}" for key, value in changes.items()
-    ]
-
-
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _as_json(config: Config) -> dict[str, Any]:
-    return json.loads(json.dumps(config.to_dict()))
+    plain = {key: dict(value) if isinstance(value, Mapping) else value for key, value in changes.items()}
+    return [f"--config.{key}={value if isinstance(value, str) else repr(value)}" for key, value in plain.items()]

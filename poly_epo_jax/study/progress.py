@@ -1,4 +1,4 @@
-"""Shows a study while it runs: on a terminal a bar for each active run, elsewhere a line for each event."""
+"""Displays the progress of a study: a bar per active run on a terminal, or a line per event elsewhere."""
 
 import contextlib
 import time
@@ -9,25 +9,31 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from poly_epo_jax.study.folder import clock, run_state
-from poly_epo_jax.study.plan import Run
+from poly_epo_jax.study.plan import StudyRun
 from poly_epo_jax.study.queue import ENDED, Listener
 from poly_epo_jax.system.json_files import Row
 
 
-class Shown(Progress):
-    """A task for each active run, and the numbers of finished and failed runs."""
+class StudyProgress(Progress):
+    """Progress display with a bar per active run and the numbers of finished and failed runs.
 
-    def __init__(self, runs: Sequence[Run], finished: int, console: Console) -> None:
+    Args:
+      runs: All runs of the study.
+      finished: Number of runs that are finished already.
+      console: Console of the display.
+    """
+
+    def __init__(self, runs: Sequence[StudyRun], finished: int, console: Console) -> None:
         name, state = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[state]"))
         columns = name, BarColumn(24), state, TimeElapsedColumn()
-        # Before the base class is initialized, which renders once.
+        # Set first, because the constructor of the base class renders the display once.
         self._total, self._finished, self._failed = len(runs), finished, 0
         self._began = time.monotonic()
         self.listener = Listener(self._started, self._ended)
         super().__init__(*columns, console=console, refresh_per_second=1, disable=not console.is_terminal)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Reads how far each active run is, and returns the lines to show. Called by a separate thread."""
+        """Reads the progress of active runs and yields the lines to show. Called by a separate thread."""
         for task in self.tasks:
             state = run_state(task.fields["run"].folder)
             task.total, task.completed = max(state.num_steps, 1), state.step
@@ -35,25 +41,25 @@ class Shown(Progress):
         yield from super().get_renderables()
         yield Text(f"{self._counts()}, {clock(time.monotonic() - self._began)}", style="bold")
 
-    def _started(self, run: Run, stage: str) -> None:
-        self.add_task(_name(run), run=run, stage=stage, state="")
+    def _started(self, run: StudyRun, stage: str) -> None:
+        self.add_task(run.key.path, run=run, stage=stage, state="")
         if self.disable:
             state = run_state(run.folder)
             resumed = f" from {state}" if stage == "train" and state.step else ""
-            print(f"{_name(run)}: {stage}{resumed}", flush=True)
+            print(f"{run.key.path}: {stage}{resumed}", flush=True)
 
-    def _ended(self, run: Run, row: Row) -> None:
+    def _ended(self, run: StudyRun, row: Row) -> None:
         for task in self.tasks:
-            if task.description == _name(run):
+            if task.description == run.key.path:
                 self.remove_task(task.id)
         self._finished += not row["exit"] and run.is_evaluated()
         self._failed += row["exit"] not in (0, *ENDED)
         verb = {"train": "trained", "evaluate": "evaluated"}[row["stage"]]
         if row["exit"]:
-            how = "was ended" if row["exit"] in ENDED else "failed"
-            text = f"{_name(run)}: {row['stage']} {how} after {clock(row['seconds'])}: {row['error']}"
+            how = "was stopped" if row["exit"] in ENDED else "failed"
+            text = f"{run.key.path}: {row['stage']} {how} after {clock(row['seconds'])}: {row['error']}"
         else:
-            text = f"{_name(run)}: {verb} in {clock(row['seconds'])}"
+            text = f"{run.key.path}: {verb} in {clock(row['seconds'])}"
         self.console.print(f"{text}  ({self._counts()})", markup=False, highlight=False, soft_wrap=True)
 
     def _counts(self) -> str:
@@ -62,12 +68,8 @@ class Shown(Progress):
 
 
 @contextlib.contextmanager
-def shown(runs: Sequence[Run]) -> Iterator[Listener]:
-    """Shows the study inside the `with` block. Yields the listener to notify about its runs."""
+def show_progress(runs: Sequence[StudyRun]) -> Iterator[Listener]:
+    """Shows the progress display inside the `with` block. Yields the listener that updates it."""
     finished = sum(run.is_trained() and run.is_evaluated() for run in runs)
-    with Shown(runs, finished, Console()) as show:
+    with StudyProgress(runs, finished, Console()) as show:
         yield show.listener
-
-
-def _name(run: Run) -> str:
-    return f"{run.member.task}/{run.member.name}"

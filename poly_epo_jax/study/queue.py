@@ -1,7 +1,7 @@
-"""Runs side by side: each place takes the next run as soon as its last one has ended.
+"""Executes the runs of a study in parallel: each worker starts the next run when its current run ends.
 
-A place is a core of this machine, or the devices that its runs may see. Every run is a process of its own. The study
-passes a signal on to all of them and waits until they end, so that each saves what it has trained.
+A worker is a core of this machine or a set of devices. Each run is a separate process. The study forwards SIGTERM,
+SIGHUP and Ctrl-C to all runs as SIGTERM, and waits until they have saved their state and exited.
 """
 
 import asyncio
@@ -18,77 +18,95 @@ from pathlib import Path
 
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.study.folder import ATTEMPTS, LOG
-from poly_epo_jax.study.plan import Run
+from poly_epo_jax.study.plan import StudyRun
 from poly_epo_jax.system.file_lock import InUseError
 from poly_epo_jax.system.json_files import Row, append_rows
 from poly_epo_jax.system.signals import Stop, Stopped
 
-Place = dict[str, str]
-"""Environment variables of the runs at a place; `CORE` is the core that they are bound to."""
+Worker = dict[str, str]
+"""Environment variables of the runs of a worker. The entry `CORE`, if present, is the core that they are bound to."""
 
 CORE = "core"
 ENDED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
-"""Exit codes of runs that did not fail but were ended by a signal."""
+"""Exit codes of runs that were stopped by a signal, which does not count as a failure."""
 
-SECONDS_BETWEEN_LOOKS = 1.0
+POLL_INTERVAL_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Listener:
-    """Called for every run: `started(run, stage)` and `ended(run, row of attempts.jsonl)`."""
+    """Callbacks for the events of a study.
 
-    started: Callable[[Run, str], None]
-    ended: Callable[[Run, Row], None]
+    Attributes:
+      started: Called as `started(run, stage)` when a process starts.
+      ended: Called as `ended(run, row)` when a process has ended, with its row of attempts.jsonl.
+    """
+
+    started: Callable[[StudyRun, str], None]
+    ended: Callable[[StudyRun, Row], None]
 
 
-def cores(count: int) -> list[Place]:
-    """`count` places, each with a core of its own as long as there are enough; 0: one place for each core.
+def cores(count: int) -> list[Worker]:
+    """Returns `count` workers with one core each. Workers share cores if there are too few. 0 is one worker per core.
 
-    Every run has one core, however many run side by side, because a process's sums depend on its number of threads.
+    Runs always use a single core, because floating-point sums depend on the number of threads of a process.
     """
     mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     return [{CORE: str(mine[index % len(mine)])} for index in range(count or len(mine))]
 
 
-def gpus(names: str) -> list[Place]:
-    """A place for each of "0,1,2,3"; "0+1,2+3" are two places of two GPUs each."""
+def gpus(names: str) -> list[Worker]:
+    """Returns a worker per GPU of a list such as "0,1,2,3". "0+1,2+3" are two workers with two GPUs each."""
     return [{"CUDA_VISIBLE_DEVICES": name.replace("+", ",")} for name in names.split(",")]
 
 
-def default_places(devices: Path = Path("/dev")) -> list[Place]:
-    """A place for each GPU that JAX may see; else, with TPUs, one place that has them all; else one for each core."""
+def default_workers(devices: Path = Path("/dev")) -> list[Worker]:
+    """Returns one worker per GPU visible to JAX, a single worker with all TPU chips, or one worker per core.
+
+    Args:
+      devices: Folder of device files.
+    """
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return cores(0)
-    there = sorted(path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(there))
-    if there and visible not in ("", "-1"):  # with which CUDA hides all
+    numbers = sorted(path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(numbers))
+    if numbers and visible not in ("", "-1"):  # values with which CUDA hides all GPUs
         return gpus(visible)
     return [{}] if any(devices.glob("accel[0-9]*")) or any(devices.glob("vfio/[0-9]*")) else cores(0)
 
 
-async def work_off(folder: Path, runs: Sequence[Run], places: Sequence[Place], listener: Listener) -> list[Row]:
-    """Trains and evaluates what is not finished, and returns the rows that it has added to attempts.jsonl.
+async def run_all(folder: Path, runs: Sequence[StudyRun], workers: Sequence[Worker], listener: Listener) -> list[Row]:
+    """Runs the unfinished training and evaluation processes of a study.
 
-    A run that fails is reported, and the others continue.
+    If a process fails, the failure is reported and the other runs continue.
+
+    Args:
+      folder: Folder of the study.
+      runs: All runs. Finished runs are skipped.
+      workers: Workers that execute runs in parallel.
+      listener: Notified when processes start and end.
+
+    Returns:
+      The rows that were appended to attempts.jsonl.
 
     Raises:
-      Stopped: a signal came; all runs under way have saved what they have trained, and ended.
+      Stopped: If a shutdown was requested. All active runs have saved their state and exited.
     """
     stop, waiting, rows = Stop(), deque(runs), []
 
-    async def take(place: Place) -> None:
+    async def take(worker: Worker) -> None:
         while waiting:
             run = waiting.popleft()
-            trained = run.is_trained() or await succeeds(run, "train", run.train_command, place)
+            trained = run.is_trained() or await succeeds(run, "train", run.train_command, worker)
             if trained and not run.is_evaluated():
-                await succeeds(run, "evaluate", run.evaluate_command, place)
+                await succeeds(run, "evaluate", run.evaluate_command, worker)
             if trained and run.is_evaluated() and not run.keep_weights:
                 run.drop_weights()
 
-    async def succeeds(run: Run, stage: str, command: Sequence[str], place: Place) -> bool:
+    async def succeeds(run: StudyRun, stage: str, command: Sequence[str], worker: Worker) -> bool:
         await stop.check()
         listener.started(run, stage)
-        row = await _attempt(run, stage, command, place, stop)
+        row = await _attempt(run, stage, command, worker, stop)
         append_rows(folder / ATTEMPTS, [row])
         rows.append(row)
         listener.ended(run, row)
@@ -96,28 +114,28 @@ async def work_off(folder: Path, runs: Sequence[Run], places: Sequence[Place], l
         return not row["exit"]
 
     with stop.on_signals():
-        ended = await asyncio.gather(*map(take, places), return_exceptions=True)
+        ended = await asyncio.gather(*map(take, workers), return_exceptions=True)
     for error in ended:
         if isinstance(error, BaseException):
             raise error
     return rows
 
 
-async def _attempt(run: Run, stage: str, command: Sequence[str], place: Place, stop: Stop) -> Row:
-    """Runs one process from start to end, however it ends."""
+async def _attempt(run: StudyRun, stage: str, command: Sequence[str], worker: Worker, stop: Stop) -> Row:
+    """Runs a process and returns its row of attempts.jsonl. Failures and stops are recorded in the row."""
     started, clock = datetime.datetime.now().astimezone().isoformat(timespec="seconds"), time.monotonic()
     log = run.folder / LOG
     code, error = 1, ""
     try:
         await _until_free(run.folder, stop)
-        code, said = await _process([sys.executable, "-m", *command], place, log, stop)
-        error = said if code else ""
+        code, last_line = await _process([sys.executable, "-m", *command], worker, log, stop)
+        error = last_line if code else ""
     except Stopped as stopped:
         code, error = 128 + stopped.number, str(stopped)
     except OSError as failed:
         error = f"{log}: {failed.strerror or failed}"
     return {
-        "run": f"{run.member.task}/{run.member.name}",
+        "run": run.key.path,
         "stage": stage,
         "started": started,
         "seconds": round(time.monotonic() - clock, 1),
@@ -127,22 +145,22 @@ async def _attempt(run: Run, stage: str, command: Sequence[str], place: Place, s
 
 
 async def _until_free(folder: Path, stop: Stop) -> None:
-    """Waits while a run that a killed study has left behind is still training."""
+    """Waits until the run folder is unlocked: a process of a killed study may still be training in it."""
     while True:
         try:
             with run_folder.in_use(folder):
                 return
         except InUseError:
-            await stop.interrupts(asyncio.sleep(SECONDS_BETWEEN_LOOKS))
+            await stop.interrupts(asyncio.sleep(POLL_INTERVAL_SECONDS))
 
 
-async def _process(command: Sequence[str], place: Place, log: Path, stop: Stop) -> tuple[int, str]:
-    """Runs a process and returns its exit code and last line; its output is appended to the log."""
-    environment = os.environ | {name: value for name, value in place.items() if name != CORE}
-    bound = ["taskset", "-c", place[CORE]] if CORE in place and shutil.which("taskset") else []
+async def _process(command: Sequence[str], worker: Worker, log: Path, stop: Stop) -> tuple[int, str]:
+    """Runs a process, appends its output to the log, and returns its exit code and the last line of its output."""
+    environment = os.environ | {name: value for name, value in worker.items() if name != CORE}
+    bound = ["taskset", "-c", worker[CORE]] if CORE in worker and shutil.which("taskset") else []
     with log.open("ab") as output:
         before = output.tell()
-        # In a session of its own: a terminal's Ctrl-C reaches only the study, which passes it on.
+        # A new session, so that Ctrl-C in a terminal only reaches the study, which forwards it.
         process = await asyncio.create_subprocess_exec(
             *bound,
             *command,
@@ -161,9 +179,9 @@ async def _process(command: Sequence[str], place: Place, log: Path, stop: Stop) 
         if process.returncode is None:
             process.kill()
     if code < 0:
-        return 128 - code, f"{signal.Signals(-code).name} ended it; the same command goes on from its last checkpoint"
+        return 128 - code, f"terminated by {signal.Signals(-code).name}; rerun the command to resume the run"
     with log.open("rb") as file:
         file.seek(before)
         lines = file.read().decode(errors="replace").split("\n")
-    said = next((line.strip() for line in reversed(lines) if line.strip()), f"it ended with exit code {code}")
-    return code, said.removeprefix("Error: ")
+    last_line = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")
+    return code, last_line.removeprefix("Error: ")

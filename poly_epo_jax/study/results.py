@@ -1,4 +1,4 @@
-"""What a study has measured so far, read from its folder. Needs no JAX."""
+"""Reads the current results of a study from its folder. Does not require JAX."""
 
 import dataclasses
 import json
@@ -14,25 +14,34 @@ from poly_epo_jax.metrics.evaluation import CORRECT_CLUSTERS, EVALUATION_METRICS
 from poly_epo_jax.metrics.intervals import Interval, mean_interval, paired_difference
 from poly_epo_jax.metrics.logged import HELD_OUT_CORRECT_CLUSTERS, HELD_OUT_REWARD, describe, held_out
 from poly_epo_jax.records import run_folder
-from poly_epo_jax.study.folder import EVALUATION, PLAN, Member, RunState, read_attempts, run_state
+from poly_epo_jax.study.folder import EVALUATION, PLAN, RunKey, RunState, read_attempts, run_state
 from poly_epo_jax.system.json_files import Row, read_object
 
 REWARD, CORRECT_OF_8 = HELD_OUT_REWARD, HELD_OUT_CORRECT_CLUSTERS
 CORRECT_OF_64 = held_out(at(CORRECT_CLUSTERS, 64))
 SHOWN_K = (8, 64)
-"""Numbers of generations at which tables show metrics that depend on k. `every_k` metrics are also shown at k = 1."""
+"""Values of k at which tables show metrics that depend on k. Metrics with `every_k` are also shown at k = 1."""
 
-ADVICE = "delete it, and run the study again"
+ADVICE = "delete it and rerun the study"
 
 Cell = tuple[str, str, float]
-"""Task, method and rate of runs that differ only in their seeds."""
+"""Task, method and learning rate of runs that differ only in their seeds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A run: how far it has come, its rows of metrics.jsonl, its settings, and its evaluations by benchmark."""
+    """The current results of a run.
 
-    member: Member
+    Attributes:
+      key: Task, method, learning rate and seed.
+      state: Progress of the run.
+      rows: Rows of metrics.jsonl.
+      config: Content of config.json. Empty if the run has not started.
+      versions: Distinct sets of software versions that the run was trained with, see system/versions.py.
+      evaluations: Content of results.json by benchmark.
+    """
+
+    key: RunKey
     state: RunState
     rows: Sequence[Row]
     config: Mapping[str, Any]
@@ -41,10 +50,11 @@ class Result:
 
     @property
     def cell(self) -> Cell:
-        return self.member.task, self.member.method, self.member.rate
+        """Task, method and learning rate."""
+        return self.key.task, self.key.method, self.key.rate
 
     def at_end(self, metric: str) -> float | None:
-        """The metric's last value, None if it was never measured.
+        """Returns the last value of a metric, or None if there is none.
 
         `BENCHMARK: METRIC` is a metric of a separate evaluation.
         """
@@ -58,7 +68,14 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class StudyResults:
-    """Everything that the report shows."""
+    """The current results of a study.
+
+    Attributes:
+      folder: Folder of the study.
+      baseline: Method that the other methods are compared with.
+      results: Results of all runs.
+      attempts: Rows of attempts.jsonl.
+    """
 
     folder: Path
     baseline: str
@@ -67,40 +84,48 @@ class StudyResults:
 
     @property
     def tasks(self) -> list[str]:
-        return list(dict.fromkeys(one.member.task for one in self.results))
+        """Names of the tasks, in the order of the study file."""
+        return list(dict.fromkeys(one.key.task for one in self.results))
 
     @property
     def methods(self) -> list[str]:
-        return list(dict.fromkeys(one.member.method for one in self.results))
+        """Names of the methods, in the order of the study file."""
+        return list(dict.fromkeys(one.key.method for one in self.results))
 
     @property
     def rates(self) -> list[float]:
-        return sorted({one.member.rate for one in self.results})
+        """Learning rates in ascending order."""
+        return sorted({one.key.rate for one in self.results})
 
     def of(self, cell: Cell, finished: bool = True) -> list[Result]:
-        """The runs of a cell that are finished, or else those that have begun and are not finished, by seed."""
+        """Returns the started runs of a cell, sorted by seed.
+
+        Args:
+          cell: Task, method and learning rate.
+          finished: Whether to return finished or unfinished runs.
+        """
         found = [one for one in self.results if one.cell == cell and one.state.is_finished == finished]
-        return sorted((one for one in found if one.rows), key=lambda one: one.member.seed)
+        return sorted((one for one in found if one.rows), key=lambda one: one.key.seed)
 
     def by_seed(self, cell: Cell, metric: str) -> dict[int, float]:
-        """The metric at the end of each finished run that has it."""
-        values = {one.member.seed: one.at_end(metric) for one in self.of(cell)}
+        """Returns the last value of a metric by seed, for finished runs that have the metric."""
+        values = {one.key.seed: one.at_end(metric) for one in self.of(cell)}
         return {seed: value for seed, value in values.items() if value is not None}
 
     def interval(self, cell: Cell, metric: str) -> Interval | None:
-        """The mean over the finished runs, with its interval; None without any."""
+        """Returns mean and interval of a metric over finished runs, or None if no finished run has the metric."""
         values = self.by_seed(cell, metric)
         return mean_interval(np.array(list(values.values()))) if values else None
 
     def difference(self, cell: Cell, metric: str) -> Interval | None:
-        """Mean difference from the baseline at the same task and rate, seed by seed; None for the baseline itself."""
+        """Returns the difference from the baseline, paired by seed, with its interval. None for the baseline itself."""
         task, method, rate = cell
         if method == self.baseline:
             return None
         return paired_difference(self.by_seed(cell, metric), self.by_seed((task, self.baseline, rate), metric))[0]
 
     def metrics(self, task: str) -> dict[str, str]:
-        """Returns the titles of the metrics that the runs of a task have at their end, by name."""
+        """Returns the titles of the metrics of a task's results by name, without metrics that no run has."""
         shown = [
             at(stem, k)
             for stem, metric in EVALUATION_METRICS.items()
@@ -108,7 +133,7 @@ class StudyResults:
             if "study" in metric.tables
         ]
         found = {name: describe(name).title for name in (REWARD, *map(held_out, shown))}
-        runs = [one for one in self.results if one.member.task == task]
+        runs = [one for one in self.results if one.key.task == task]
         for benchmark in sorted({name for one in runs for name in one.evaluations}):
             found |= {
                 f"{benchmark}: {name}": f"{evaluation.describe(name).title} ({benchmark}, evaluated)" for name in shown
@@ -117,26 +142,26 @@ class StudyResults:
 
 
 def read_results(folder: Path) -> StudyResults:
-    """Reads what a study's runs have measured so far.
+    """Reads the current results of a study.
 
     Raises:
-      ValueError: the folder holds no study, or a row is damaged.
+      ValueError: If the folder does not contain a study, or a row is corrupted.
     """
     try:
         plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        members = [Member(**member) for member in plan["runs"]]
+        run_keys = [RunKey(**entry) for entry in plan["runs"]]
         baseline = plan["baseline"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / PLAN} does not tell the runs of a study; run the study first.") from error
+        raise ValueError(f"Failed to read the runs of a study from {folder / PLAN}; run the study first.") from error
     evaluations: dict[str, dict[str, Any]] = {}
     for path in find_results(folder / EVALUATION):
         evaluations.setdefault(path.parent.name, {})[path.parent.parent.name] = read_object(path, ADVICE)
-    results = [_read_run(folder, member, evaluations.get(member.label, {})) for member in members]
+    results = [_read_run(folder, run_key, evaluations.get(run_key.label, {})) for run_key in run_keys]
     return StudyResults(folder, baseline, results, read_attempts(folder))
 
 
-def _read_run(folder: Path, member: Member, evaluations: Mapping[str, Any]) -> Result:
-    run = folder / member.task / member.name
+def _read_run(folder: Path, run_key: RunKey, evaluations: Mapping[str, Any]) -> Result:
+    run = folder / run_key.path
     config, about = (read_object(run / name, ADVICE) for name in (run_folder.CONFIG, run_folder.ABOUT))
     rows = run_folder.read_rows(run / run_folder.METRICS)
-    return Result(member, run_state(run), rows, config, about.get("versions", []), evaluations)
+    return Result(run_key, run_state(run), rows, config, about.get("versions", []), evaluations)

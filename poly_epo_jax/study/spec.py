@@ -1,4 +1,4 @@
-"""The content of a study file, whose `get_study()` returns a `Study`. Needs no JAX."""
+"""Defines and reads study files, whose `get_study()` returns a `Study`. Does not require JAX."""
 
 import dataclasses
 import re
@@ -12,21 +12,26 @@ from poly_epo_jax.config.default import METHODS
 from poly_epo_jax.config.keys import ConfigError
 
 Changes = Mapping[str, Any]
-"""Values of configuration keys by their dotted names: {"algo.set_size": 2}."""
+"""Values of configuration keys by dotted name, such as {"algo.set_size": 2}."""
 
 PAPER_METHODS: dict[str, dict[str, Any]] = {
     name: {f"algo.{key}": value for key, value in section.items()} for name, section in METHODS.items()
 }
-"""The paper's three methods, for `Study.methods`: poly_epo, grpo, grpo_div."""
+"""The three methods of the paper, for `Study.methods`: poly_epo, grpo and grpo_div."""
 
 RATE, SEED, WORKDIR = "optimizer.learning_rate", "seed", "workdir"
-OWNED = {RATE: "`rates`", SEED: "`seeds`", WORKDIR: "`folder`"}
+STUDY_KEYS = {RATE: "`rates`", SEED: "`seeds`", WORKDIR: "`folder`"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]*(-[A-Za-z0-9_.+]+)*")
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What to train on: a configuration file, `configs/polynomial.py` or `FILE:words`, and keys changed in it."""
+    """A training task of a study.
+
+    Attributes:
+      config: Configuration file, such as `configs/polynomial.py` or `FILE:words`.
+      changes: Values of the keys that the task changes.
+    """
 
     config: str
     changes: Changes = dataclasses.field(default_factory=dict)
@@ -34,12 +39,12 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """How `python -m poly_epo_jax.evaluate` evaluates every finished run.
+    """Settings of the evaluation of each finished run with `python -m poly_epo_jax.evaluate`.
 
-    Args:
-      benchmarks: as in --benchmarks; empty: the task's own held-out problems.
-      num_generations: number of generations per problem.
-      judge: whether to cluster the generations.
+    Attributes:
+      benchmarks: Benchmarks, as in --benchmarks. If empty, runs are evaluated on the held-out problems of their task.
+      num_generations: Number of generations per problem.
+      judge: Whether the judge clusters the generations.
     """
 
     benchmarks: Sequence[str] = ()
@@ -49,23 +54,25 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """Every combination of method, rate, seed and task: one run each.
+    """A study, which has one run for each combination of method, learning rate, seed and task.
 
-    Args:
-      tasks: the tasks by name.
-      methods: the methods by name, each as the keys that define it. If several set one key, a method's value takes
-        precedence over a task's, and a task's over one of `settings`.
-      rates: optimizer.learning_rate of the runs.
-      seeds: seed of the runs. Runs with the same seed see the same prompts in the same order, so methods are compared
-        seed by seed.
-      settings: keys changed in every run.
-      baseline: the method that the others are compared with; empty: the last.
-      evaluation: how to evaluate each finished run; None: only training itself evaluates.
-      keep_weights: False empties a run's checkpoints once it is finished and evaluated.
-      folder: where everything is kept; empty: runs/study-NAME, after the study file.
+    Attributes:
+      tasks: Tasks by name.
+      methods: Methods by name. Each method is defined by values of configuration keys. If a key is set several times,
+        the value of the method takes precedence over the value of the task, and the task over `settings`.
+      rates: Values of `optimizer.learning_rate`.
+      seeds: Values of `seed`. Runs with equal seeds train on the same prompts in the same order, so that methods can be
+        compared in pairs of runs.
+      settings: Values of configuration keys for all runs.
+      baseline: Method that the other methods are compared with. If empty, the last method.
+      evaluation: Evaluation of each finished run. If None, runs are only evaluated during training.
+      keep_weights: Whether checkpoints are kept. If False, the checkpoint folders of a run are emptied after it is
+        finished and evaluated.
+      folder: Folder of the study. If empty, runs/study-NAME, where NAME is the name of the study file.
 
     Raises:
-      ConfigError: a name cannot name a folder, something is empty or there twice, or a key is one that the study sets.
+      ConfigError: If a name is not a valid folder name, a field is empty or contains duplicates, `baseline` is not a
+        method, or a changed key is controlled by the study.
     """
 
     tasks: Mapping[str, Task]
@@ -86,46 +93,50 @@ class Study:
             "seeds": self.seeds,
         }.items():
             if not values:
-                raise ConfigError(f"{field} is empty; a study needs at least one of them.")
+                raise ConfigError(f"{field} is empty; specify at least one value.")
         for field, numbers in {"rates": [f"{rate:g}" for rate in self.rates], "seeds": list(self.seeds)}.items():
             if len(set(numbers)) < len(numbers):
-                raise ConfigError(f"{field}={tuple(numbers)} holds one of them twice.")
+                raise ConfigError(f"{field}={tuple(numbers)} contains duplicates; remove them.")
         for field, named in {"tasks": self.tasks, "methods": self.methods}.items():
             for name in named:
                 if not _NAME.fullmatch(name):
                     raise ConfigError(
-                        f"{field} holds the name {name!r}, which is to name folders: use letters, digits, _ . + and -."
+                        f"{field} contains {name!r}, which is not a valid folder name; use letters, digits and _ . + -."
                     )
         if self.baseline not in ("", *self.methods):
-            raise ConfigError(f"baseline={self.baseline!r} is no method; choose from {', '.join(self.methods)}.")
-        told = {"settings": self.settings} | {f"methods[{name!r}]": keys for name, keys in self.methods.items()}
-        for where, keys in (told | {f"tasks[{name!r}]": task.changes for name, task in self.tasks.items()}).items():
-            for key in OWNED.keys() & keys.keys():
-                raise ConfigError(f"{where} sets {key}, which {OWNED[key]} of the study says.")
+            raise ConfigError(
+                f"baseline={self.baseline!r} is not a method of the study; choose from {', '.join(self.methods)}."
+            )
+        changed = {"settings": self.settings} | {f"methods[{name!r}]": keys for name, keys in self.methods.items()}
+        for where, keys in (changed | {f"tasks[{name!r}]": task.changes for name, task in self.tasks.items()}).items():
+            for key in STUDY_KEYS.keys() & keys.keys():
+                raise ConfigError(
+                    f"{where} sets {key}, which is controlled by {STUDY_KEYS[key]} of the study; remove it."
+                )
 
     @property
-    def compared_with(self) -> str:
-        """The method that the others are compared with."""
+    def resolved_baseline(self) -> str:
+        """Method that the other methods are compared with."""
         return self.baseline or list(self.methods)[-1]
 
 
 def read_study(file: Path) -> Study:
-    """The study that `get_study()` of a study file returns, with its folder filled in.
+    """Executes a study file and returns the study of its `get_study()`, with `folder` set.
 
     Raises:
-      ConfigError: there is no such file or function, or the function fails or returns no study.
+      ConfigError: If the file or the function does not exist, or the function fails or does not return a study.
     """
     if not file.is_file():
-        there = ", ".join(sorted(found.name for found in file.parent.glob("*.py"))) or "none"
-        raise ConfigError(f"There is no study file {file}; Python files in {file.parent}: {there}.")
+        found = ", ".join(sorted(path.name for path in file.parent.glob("*.py"))) or "none"
+        raise ConfigError(f"Study file {file} not found; Python files in {file.parent}: {found}.")
     try:
         get_study = runpy.run_path(str(file)).get("get_study")
         study = get_study() if get_study else None
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     except Exception as error:
-        traceback.print_exc()  # the author's own code
-        raise ConfigError(f"{file} fails: {type(error).__name__}: {error}") from error
+        traceback.print_exc()  # traceback of the code in the study file
+        raise ConfigError(f"Failed to execute {file}: {type(error).__name__}: {error}") from error
     if not isinstance(study, Study):
-        raise ConfigError(f"{file} has no get_study() that returns a Study; docs/study.md tells how it is written.")
+        raise ConfigError(f"{file} must define a function get_study() that returns a Study; see docs/study.md.")
     return dataclasses.replace(study, folder=study.folder or f"runs/study-{file.stem}")

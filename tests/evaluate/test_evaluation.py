@@ -1,4 +1,4 @@
-"""Evaluations: the files on disk, whatever interrupted them, and numbers computed by hand for a few generations."""
+"""Tests of evaluations: files, interruption and resumption, and results compared with values computed by hand."""
 
 import asyncio
 import dataclasses
@@ -36,7 +36,7 @@ PROBLEMS = [Problem(f"problem {i}", f"{i}:", "a") for i in range(9)]
 
 
 class VotedLetters(ByLetter):
-    """Letters are answers; b and c are one vote, d is none."""
+    """Treats letters as answers. b and c are equal answers, and d is a missing answer."""
 
     def answer(self, problem: Problem, generation: Generation) -> str | None:
         return None if generation.text == "d" else generation.text
@@ -46,71 +46,71 @@ class VotedLetters(ByLetter):
 
 
 class SeededLetters(RandomLetters):
-    """Letters that follow from the generation's seed, and an end once some groups are on disk."""
+    """Generates letters that depend on the seed. Fails after a given number of groups was written to disk."""
 
-    def __init__(self, groups_before_death: int = 10**9):
+    def __init__(self, groups_before_failure: int = 10**9):
         super().__init__()
-        self.left = groups_before_death
-        self.asked: list[str] = []
-        self.told: list[int] = []  # how many problems are complete
+        self.left = groups_before_failure
+        self.requested: list[str] = []
+        self.completed: list[int] = []  # numbers of completed problems
 
     async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-        for place, request in enumerate(requests):
+        for index, request in enumerate(requests):
             if self.left == 0:
-                await until(lambda: self.told[-1] == len(self.asked))
-                raise ConnectionError("the server died")
+                await until(lambda: self.completed[-1] == len(self.requested))
+                raise ConnectionError("the server failed")
             self.left -= 1
-            self.asked.append(request.problem_id)
+            self.requested.append(request.problem_id)
             async for completion in super().sample([request], sampling):
-                yield dataclasses.replace(completion, request=place)
+                yield dataclasses.replace(completion, request=index)
 
     async def push_weights(self, params: Params, version: int) -> None:
-        raise AssertionError("an evaluation does not change weights")
+        raise AssertionError("an evaluation must not push weights")
 
 
 def draw(folder: Path, sampler: SeededLetters, problems: Sequence[Problem] = PROBLEMS) -> list[int]:
     open_folder(folder, {"sampling": {"seed": 7}})
     benchmark, sampling = Benchmark("letters", VotedLetters(), problems), Sampling(2, seed=7)
-    rollouts, show = sampler.rollouts(benchmark.task), sampler.told.append
+    rollouts, show = sampler.rollouts(benchmark.task), sampler.completed.append
     asyncio.run(draw_generations(folder, rollouts, benchmark, LetterJudge(), 4, sampling, show))
-    return sampler.told
+    return sampler.completed
 
 
-def test_generations_are_kept_as_they_come_and_not_drawn_again(tmp_path: Path):
+def test_interrupted_evaluation_keeps_completed_problems_and_resumes(tmp_path: Path):
     assert draw(tmp_path / "whole", SeededLetters()) == list(range(10))
     with pytest.raises(ConnectionError):
-        draw(tmp_path / "broken", SeededLetters(groups_before_death=4))
+        draw(tmp_path / "broken", SeededLetters(groups_before_failure=4))
     path = tmp_path / "broken" / GENERATIONS
     assert len(list(read_generations(path.parent))) == 16
     content = path.read_text()
-    # The state after a crash: a problem with two of its generations, and half a line.
+    # The state after a crash: a problem with two of its four generations, and a partial line.
     path.write_text(content[: content.rindex("\n", 0, content.rindex("\n", 0, len(content) - 1)) + 30])
 
     rollouts = SeededLetters()
     assert draw(tmp_path / "broken", rollouts)[0] == 3
-    assert len(rollouts.asked) == 6
+    assert len(rollouts.requested) == 6
     assert path.read_bytes() == (tmp_path / "whole" / GENERATIONS).read_bytes()
-    assert draw(tmp_path / "broken", SeededLetters(groups_before_death=0)) == [9]  # nothing is requested
+    assert draw(tmp_path / "broken", SeededLetters(groups_before_failure=0)) == [
+        9
+    ]  # all problems are complete, so nothing is requested
 
 
-def test_generations_of_different_kinds_are_not_mixed(tmp_path: Path):
+def test_folder_with_another_description_is_rejected(tmp_path: Path):
     draw(tmp_path, SeededLetters())
-    with pytest.raises(
-        ValueError, match=r"holds generations with another model, sampling\.seed; choose another --output"
-    ):
+    with pytest.raises(ValueError, match=r"another model, sampling\.seed; choose another --output"):
         open_folder(tmp_path, {"sampling": {"seed": 8}, "model": "another"})
 
 
-def test_generations_of_problems_that_are_not_asked_for_are_not_thrown_away(tmp_path: Path):
+def test_generations_of_unselected_problems_are_kept(tmp_path: Path):
     draw(tmp_path, SeededLetters(), PROBLEMS[:4])
     before = (tmp_path / GENERATIONS).read_bytes()
-    with pytest.raises(ValueError, match="holds generations of 3 problems that are not asked for now"):
+    with pytest.raises(ValueError, match="generations of 3 problems"):
         draw(tmp_path, SeededLetters(), PROBLEMS[:1])
     assert (tmp_path / GENERATIONS).read_bytes() == before
-    assert draw(tmp_path, SeededLetters())[0] == 4  # more are added to them
+    assert draw(tmp_path, SeededLetters())[0] == 4  # new problems are added
 
 
-def test_about_an_evaluation_is_all_that_its_figures_follow_from():
+def test_description_contains_all_settings_that_affect_the_results():
     def about(**changes: Any) -> dict[str, Any]:
         values = polaris.get_config()
         values.update_from_flattened_dict(changes)
@@ -151,8 +151,8 @@ def test_rows_have_every_column(tmp_path: Path):
         assert len(set(votes.values())) == len({text.replace("c", "b") for text in votes})
 
 
-def test_equal_answers_that_earned_different_rewards_are_different_votes(tmp_path: Path):
-    """Both ways end in 140, but the first does not make 28."""
+def test_equal_answers_with_different_rewards_are_different_votes(tmp_path: Path):
+    """Both derivations end in 140, but the first one does not decompose 28."""
     ways = "5*(20+9)=100+40=140", "5*(20+8)=100+40=140"
     task = MultiplicationTask()
     sampler = Scripted(lambda request, index: ways[index // 2], task.alphabet)
@@ -167,7 +167,7 @@ def test_equal_answers_that_earned_different_rewards_are_different_votes(tmp_pat
 
 
 def write(folder: Path, rows: Sequence[tuple[str, str, int | None]]) -> Path:
-    """Generations of (problem, letter, cluster)."""
+    """Writes generations.jsonl from tuples (problem, letter, cluster)."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / GENERATIONS).open("w") as file:
         for number, (problem, letter, cluster) in enumerate(rows):
@@ -187,10 +187,10 @@ def test_results_by_hand(tmp_path: Path):
     assert mean["pass@1"] == (3 / 4 + 1 / 4) / 2
     assert mean["pass@2"] == pytest.approx((1 + 1 / 2) / 2)
     assert mean["pass@4"] == mean["solved"] == 1
-    assert mean["majority_accuracy@4"] == 1 / 2  # a wins in easy, b and c together in hard
+    assert mean["majority_accuracy@4"] == 1 / 2  # the majority is a in easy, and b or c in hard
     assert mean["majority_share@4"] == (3 / 4 + 2 / 4) / 2
     assert mean["correct_clusters@4"] == (2 + 1) / 2
-    assert mean["incorrect_clusters@4"] == (0 + 3) / 2  # cluster 100 is none
+    assert mean["incorrect_clusters@4"] == (0 + 3) / 2  # cluster 100 is not counted
     assert found["branching"]["mean"] == [(2 + 4) / 2, (2 + 4) / 2]
     assert found["per_problem"] == [
         {"problem": "easy", "num_correct": 3, "num_generations": 4},
@@ -199,7 +199,7 @@ def test_results_by_hand(tmp_path: Path):
     assert all(metric["low"] <= metric["mean"] <= metric["high"] for metric in found["metrics"].values())
 
 
-def test_problems_without_clustering_have_no_clusters_counted(tmp_path: Path):
+def test_problems_without_clustering_are_excluded_from_cluster_metrics(tmp_path: Path):
     rows = [(problem, "a", cluster) for problem, cluster in (("p", None), ("q", 1)) for _ in range(2)]
     found = compute_results(write(tmp_path, rows))
     assert (found["num_problems"], found["num_clustered"]) == (2, 1)
@@ -208,7 +208,7 @@ def test_problems_without_clustering_have_no_clusters_counted(tmp_path: Path):
     assert not [name for name in none["metrics"] if "clusters" in name]
 
 
-def test_the_order_of_generations_changes_nothing(tmp_path: Path):
+def test_results_do_not_depend_on_the_order_of_generations(tmp_path: Path):
     rng = np.random.default_rng(0)
     rows = [(f"p{i}", str(rng.choice(list(LETTERS))), int(rng.integers(3))) for i in range(6) for _ in range(8)]
     in_order = compute_results(write(tmp_path / "a", rows))
@@ -216,15 +216,15 @@ def test_the_order_of_generations_changes_nothing(tmp_path: Path):
     shuffled = [row for problem in problems for row in [problem[j] for j in rng.permutation(8)]]
     again = compute_results(write(tmp_path / "b", shuffled))
     for name, metric in in_order["metrics"].items():
-        tolerance = 0.05 if name.startswith("majority") else 1e-9  # of these, random subsets are taken
+        tolerance = 0.05 if name.startswith("majority") else 1e-9  # majority metrics use random subsets
         assert again["metrics"][name]["mean"] == pytest.approx(metric["mean"], abs=tolerance), name
     assert again["branching"] == in_order["branching"]
 
 
-def test_a_damaged_line_is_named(tmp_path: Path):
+def test_error_names_the_corrupted_line(tmp_path: Path):
     write(tmp_path, [("p", "a", 1)])
     (tmp_path / GENERATIONS).write_text((tmp_path / GENERATIONS).read_text() + "nonsense\n")
-    with pytest.raises(ValueError, match="line 2, is not a row"):
+    with pytest.raises(ValueError, match="line 2"):
         compute_results(tmp_path)
 
 
@@ -239,7 +239,7 @@ def test_benchmarks_by_name_task_and_file(tmp_path: Path):
     mine = open_benchmark(f"other={file}", papers)
     assert mine.label == "other"
     assert "1+1?" in mine.problems[0].prompt
-    with pytest.raises(FileNotFoundError, match=r"There is no missing\.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"missing\.jsonl"):
         open_benchmark("missing.jsonl", section)
     assert {"beyond_aime", "aime_2025", "aime_2026", "hmmt_feb_2025", "hmmt_nov_2025", "minerva"} <= BENCHMARKS.keys()
 
@@ -263,7 +263,7 @@ def command(model: Path, output: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_kill_in_the_middle_and_again_is_the_same_result(model: Path, tmp_path: Path):
+def test_resumed_evaluation_has_the_same_results(model: Path, tmp_path: Path):
     settings = environment()
     subprocess.run(command(model, tmp_path / "whole"), cwd=ROOT, env=settings, check=True, timeout=300)
     killed = subprocess.Popen(command(model, tmp_path / "killed"), cwd=ROOT, env=settings)
@@ -284,14 +284,14 @@ def test_kill_in_the_middle_and_again_is_the_same_result(model: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--models="], ["--models is missing"]),
-        (["--benchmarks=nowhere.jsonl"], ["There is no nowhere.jsonl"]),
-        (["--models=/no/such/model"], ["/no/such/model is not a folder"]),
-        (["--models=http://127.0.0.1:9"], ["http://127.0.0.1:9 does not say what it serves"]),
+        (["--models="], ["--models"]),
+        (["--benchmarks=nowhere.jsonl"], ["nowhere.jsonl"]),
+        (["--models=/no/such/model"], ["/no/such/model"]),
+        (["--models=http://127.0.0.1:9"], ["http://127.0.0.1:9"]),
     ],
     ids=lambda value: value[0].removeprefix("--"),
 )
-def test_mistakes_cost_one_sentence(
+def test_invalid_arguments_produce_a_one_line_error(
     fork_server: ForkServer, model: Path, tmp_path: Path, arguments: list[str], words: list[str]
 ):
     ended = fork_server.run("poly_epo_jax.evaluate", [*flags(model, tmp_path / "out"), *arguments])

@@ -1,4 +1,4 @@
-"""Held-out metrics, compared with a plain count over all k-subsets of the generations."""
+"""Tests of held-out metrics against enumeration of all k-subsets of the generations."""
 
 import asyncio
 import dataclasses
@@ -30,7 +30,7 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789?"
 
 
 class Letters:
-    """A response is its strategy's letter, then its reward in tenths; "?" has no strategy."""
+    """A response is the letter of its strategy followed by its reward in tenths. "?" stands for no strategy."""
 
     train_problems: Sequence[Problem] = ()
     held_out_problems: Sequence[Problem] = ()
@@ -43,24 +43,24 @@ class Letters:
 
 
 class Recorded(Scripted):
-    """Responses written down beforehand, prompts in reverse order."""
+    """Returns predefined responses, with prompts in reverse order."""
 
     def __init__(self, responses: dict[str, list[str]]):
         super().__init__(lambda request, index: responses[request.problem_id][index], ALPHABET)
-        self.asked: list[tuple] = []
+        self.calls: list[tuple] = []
 
     async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-        self.asked.append((len(requests), {len(request.seeds) for request in requests}, sampling))
-        for place in reversed(range(len(requests))):
-            async for completion in super().sample(requests[place : place + 1], sampling):
-                yield dataclasses.replace(completion, request=place)
+        self.calls.append((len(requests), {len(request.seeds) for request in requests}, sampling))
+        for index in reversed(range(len(requests))):
+            async for completion in super().sample(requests[index : index + 1], sampling):
+                yield dataclasses.replace(completion, request=index)
 
     async def push_weights(self, params: Params, version: int) -> None:
-        raise AssertionError("an evaluation does not change weights")
+        raise AssertionError("an evaluation must not push weights")
 
 
 class Unreliable:
-    """The exact judge, which fails on the problems that it is told to."""
+    """The exact judge, but with failures on the given problems."""
 
     def __init__(self, task: Strategic, failing: Sequence[str]):
         self.exact, self.failing = ExactJudge(task), failing
@@ -81,7 +81,7 @@ def evaluate(responses: dict[str, list[str]], failing: Sequence[str] = ()) -> di
     metrics = asyncio.run(
         evaluate_held_out(rollouts, task, Unreliable(task, failing), problems, num_generations, SAMPLING)
     )
-    assert sampler.asked == [(len(problems), {num_generations}, SAMPLING)]
+    assert sampler.calls == [(len(problems), {num_generations}, SAMPLING)]
     return metrics
 
 
@@ -95,8 +95,8 @@ def distinct(texts: Sequence[str], is_correct: bool) -> int:
 
 RESPONSES = {
     "mixed": ["a10", "a10", "b10", "c0", "c0", "?0"],
-    "wrong": ["a0", "b0", "c0", "d5", "?0", "?0"],
-    "right": ["a10", "a10", "a10", "a10", "a10", "a10"],
+    "incorrect": ["a0", "b0", "c0", "d5", "?0", "?0"],
+    "correct": ["a10", "a10", "a10", "a10", "a10", "a10"],
     "partly": ["a10", "a5", "a9", "b10", "b0", "?10"],
 }
 
@@ -124,17 +124,17 @@ def test_metrics_are_means_over_all_subsets(size: int):
         assert metrics[name] == pytest.approx(value, abs=1e-6), name
 
 
-def test_a_problem_without_clustering_counts_where_none_is_needed():
-    metrics, judged = evaluate(RESPONSES, failing=["mixed", "right"]), dict(RESPONSES)
-    del judged["mixed"], judged["right"]
+def test_problem_without_clustering_counts_in_other_metrics():
+    metrics, judged = evaluate(RESPONSES, failing=["mixed", "correct"]), dict(RESPONSES)
+    del judged["mixed"], judged["correct"]
     whole, part = evaluate(RESPONSES), evaluate(judged)
     assert metrics["eval/judge_failed_problems"] == 2
     for name in metrics.keys() - {"eval/judge_failed_problems"}:
-        rests_on = part if "clusters" in name or "degenerate" in name else whole
-        assert metrics[name] == pytest.approx(rests_on[name]), name
+        expected = part if "clusters" in name or "degenerate" in name else whole
+        assert metrics[name] == pytest.approx(expected[name]), name
 
 
-def test_without_any_clustering_there_are_no_cluster_metrics():
+def test_no_cluster_metrics_without_clusterings():
     metrics = evaluate(RESPONSES, failing=list(RESPONSES))
     assert metrics["eval/judge_failed_problems"] == len(RESPONSES)
     assert metrics["eval/reward"] == evaluate(RESPONSES)["eval/reward"]

@@ -1,4 +1,4 @@
-"""A model card states the facts of its run, and its command trains the same run."""
+"""Tests of model cards: settings and results of the run, and the command that reproduces it."""
 
 import json
 import re
@@ -30,7 +30,7 @@ CHANGES = {
 
 @pytest.fixture
 def config() -> dict[str, Any]:
-    """As config.json holds it."""
+    """Content of config.json."""
     config = default.get_config("grpo")
     for key, value in CHANGES.items():
         section, _, name = key.rpartition(".")
@@ -51,7 +51,7 @@ def run(tmp_path: Path, config: dict[str, Any]) -> Path:
     return tmp_path
 
 
-def test_it_says_what_the_run_was(run: Path):
+def test_model_card_contains_method_results_and_versions(run: Path):
     card = model_card(run, 20)
     head, body = re.fullmatch(r"---\n(.*?)\n---\n(.*)", card, re.DOTALL).groups()  # pyright: ignore
     assert "base_model: Qwen/Qwen3-0.6B-Base" in head and "library_name: transformers" in head
@@ -61,7 +61,7 @@ def test_it_says_what_the_run_was(run: Path):
     assert "| 3.11.2 | 0.10.2 | abc+ |" in body and "learning rate 1e-06 (linear)" in body
 
 
-def test_a_run_from_scratch_that_was_never_evaluated(run: Path, config: dict[str, Any]):
+def test_run_without_base_model_and_evaluations(run: Path, config: dict[str, Any]):
     config["model"]["path"] = ""
     (run / "config.json").write_text(json.dumps(config))
     (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
@@ -69,13 +69,13 @@ def test_a_run_from_scratch_that_was_never_evaluated(run: Path, config: dict[str
     assert "base_model" not in card and "Held-out" not in card and "a tiny policy" in card
 
 
-def test_a_local_folder_is_no_model_of_the_hub(run: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_local_folder_is_not_a_hub_model(run: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(run)
     Path(config["model"]["path"]).mkdir(parents=True)
     assert "base_model" not in model_card(run, 20)
 
 
-def test_its_command_trains_the_same(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_command_reproduces_the_configuration(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     words = shlex.split(command(config).replace("\\\n", ""))
     assert words[:3] == ["python", "-m", "poly_epo_jax.main"]
@@ -84,7 +84,7 @@ def test_its_command_trains_the_same(config: dict[str, Any], monkeypatch: pytest
     assert "elsewhere" not in words
 
 
-def test_a_run_that_does_not_name_its_method(run: Path):
+def test_run_without_recorded_method_is_rejected(run: Path):
     (run / "about.json").unlink()
     with pytest.raises(ValueError, match="does not name the method"):
         model_card(run, 20)

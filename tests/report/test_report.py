@@ -1,4 +1,4 @@
-"""Reports are drawn from made-up run folders, shaped like those of real runs."""
+"""Tests of reports on runs, with generated run folders."""
 
 import base64
 import hashlib
@@ -27,7 +27,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_fake_run(run_dir: Path, seed: int, num_steps: int = 200, gain: float = 1.0, evaluate_every: int = 20) -> Path:
-    """A run folder as a finished run leaves it: reward rises to a plateau, clusters by `gain`; noise from `seed`."""
+    """Writes the folder of a finished run.
+
+    The reward rises to a plateau. `gain` controls the number of clusters, and `seed` the noise.
+    """
     rng = np.random.default_rng(seed)
     metrics, timing = [], []
     for step in range(num_steps + 1):
@@ -80,7 +83,7 @@ def write_fake_run(run_dir: Path, seed: int, num_steps: int = 200, gain: float =
 
 
 def fake_window(step: int) -> dict[str, Any]:
-    """18 s, or every tenth time 30 s: generation for 12 s, some of it beside the update of the batch before."""
+    """Returns a step of 18 s, or 30 s if evaluated, in which generation of the next batch overlaps with the update."""
     spans = [
         ["generate", 0.0, 8.0, step],
         ["grade", 2.0, 8.5, step],
@@ -108,7 +111,7 @@ def page(two_runs: list[Path]) -> str:
 
 
 class Page(html.parser.HTMLParser):
-    """The tags of a page, checked to be balanced, and its text."""
+    """Parses tags and text of a page, and verifies that tags are balanced."""
 
     VOID = frozenset({"meta", "img", "br", "input"})
 
@@ -140,7 +143,7 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_a_report_is_written_without_jax(two_runs: list[Path], tmp_path: Path):
+def test_report_does_not_import_jax(two_runs: list[Path], tmp_path: Path):
     evaluation = reports.write_fake_evaluation(tmp_path / "evaluation", {"base": 0.5}, ("x",))
     arguments = [str(two_runs[0]), str(evaluation), "--output", str(tmp_path / "out")]
     code = f"import sys; from poly_epo_jax.report.__main__ import main; print(main({arguments}), 'jax' in sys.modules)"
@@ -156,13 +159,13 @@ def test_figures_have_their_sizes_at_150_dpi(two_runs: list[Path], page: str):
     assert png_size(folder / "comparison.png") == (1350, 525)
 
 
-def test_every_figure_is_there_as_pdf_too(two_runs: list[Path], page: str):
+def test_every_figure_is_written_as_pdf(two_runs: list[Path], page: str):
     for name in ("training_dynamics", "pass_at_k", "comparison", "timeline"):
         pdf = (two_runs[0].parent / "report" / f"{name}.pdf").read_bytes()
         assert pdf.startswith(b"%PDF") and b"/FontFile2" in pdf and b"/Type3" not in pdf
 
 
-def test_every_run_has_its_timeline_with_what_is_alone_in_words(page: str):
+def test_timeline_summarizes_exclusive_times_of_each_run(page: str):
     assert headings(page) == [
         *("Held-out metrics during training", "Held-out pass@k", "Training dynamics", "Timeline", "Generations"),
         "Final metrics of the runs",
@@ -180,7 +183,7 @@ def headings(page: str) -> list[str]:
 def test_every_drawn_metric_is_shown_and_explained(page: str):
     text = Page(page).text
     for metric in (*figures.COMPARED, *figures.drawn_metrics()):
-        is_logged = metric != "policy/reference_kl"  # the runs have none
+        is_logged = metric != "policy/reference_kl"  # not logged by these runs
         assert (f"{describe(metric).title}: {describe(metric).meaning}" in text) == is_logged, metric
 
 
@@ -193,7 +196,7 @@ def test_figures_are_images_in_the_page(page: str):
 
 
 def svgs(page: str) -> dict[str, str]:
-    """By their alternative text, the figures of a page."""
+    """Returns the figures of a page by alternative text."""
     tags = [attributes for tag, attributes in Page(page).tags if tag == "img"]
     prefix = "data:image/svg+xml;base64,"
     assert all((attributes["src"] or "").startswith(prefix) for attributes in tags)
@@ -204,9 +207,9 @@ def svgs(page: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("value", [11.9184, 1e-7, 123456.0])
-def test_a_flat_curve_has_ticks_that_say_its_value(value: float):
-    """Whole numbers, none of which is a digit short or stands for several places."""
-    figure = figures.training_dynamics({"a": [{"step": step, "reward": value} for step in range(1, 50)]})
+def test_ticks_of_a_flat_curve_show_its_value(value: float):
+    """Tick labels are distinct and equal the full tick values."""
+    figure = figures.plot_training_dynamics({"a": [{"step": step, "reward": value} for step in range(1, 50)]})
     assert figure is not None
     (axes,) = figure.axes
     figure.draw_without_rendering()
@@ -221,7 +224,7 @@ def test_a_flat_curve_has_ticks_that_say_its_value(value: float):
 
 
 @pytest.mark.slow
-def test_settings_tell_where_runs_differ_and_with_what_they_were_trained(tmp_path: Path):
+def test_settings_show_differing_keys_and_versions(tmp_path: Path):
     runs = [write_fake_run(tmp_path / name, seed=0, num_steps=3, evaluate_every=0) for name in ("a", "b")]
     for seed, run in enumerate(runs):
         config = {"workdir": str(run), "seed": seed, "algo": {"loss": "<cispo>", "options": {}}}
@@ -236,33 +239,33 @@ def test_settings_tell_where_runs_differ_and_with_what_they_were_trained(tmp_pat
 
 
 @pytest.mark.parametrize("spans", [None, [["update", 0.0, 1.0]], [["update", "early", 1.0, 1]], 5])
-def test_a_damaged_timeline_is_one_sentence(tmp_path: Path, capsys, spans: Any):
+def test_corrupted_timeline_produces_a_one_line_error(tmp_path: Path, capsys, spans: Any):
     run = write_fake_run(tmp_path / "run", seed=0, num_steps=2, evaluate_every=0)
     (run / "timeline.jsonl").write_text(json.dumps({"step": 7, "start": 0.0, "seconds": 1.0, "spans": spans}) + "\n")
     assert report_main.main([str(run)]) == 2
-    assert "timeline.jsonl does not tell what was under way in step 7" in capsys.readouterr().err
+    assert "timeline.jsonl is corrupted at step 7" in capsys.readouterr().err
 
 
-def test_page_is_balanced_and_loads_nothing(page: str):
+def test_page_is_balanced_and_loads_no_external_resources(page: str):
     parsed = Page(page)
     without_data = page.replace(data_of(page, parse=False), "")
     assert "http://" not in without_data and "https://" not in without_data
     assert "url(" not in without_data and "@import" not in without_data
     tags = [tag for tag, _ in parsed.tags]
     assert not {"link", "iframe", "object"} & set(tags)
-    assert tags.count("script") == 2  # the data and the page's own
+    assert tags.count("script") == 2  # data and script of the page
     (policy,) = (attributes["content"] for _, attributes in parsed.tags if "http-equiv" in attributes)
     assert policy and policy.startswith("default-src 'none'; img-src data:; style-src 'sha256-")
     assert "; script-src 'sha256-" in policy and "unsafe" not in policy
 
 
-def test_policy_allows_just_the_pages_own_script_and_style(page: str):
+def test_policy_allows_only_script_and_style_of_the_page(page: str):
     for tag in ("script", "style"):
         text = page[page.index(f"<{tag}>") + len(tag) + 2 : page.rindex(f"</{tag}>")]
         assert base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() in page[: page.index("<style>")]
 
 
-def test_hostile_text_stays_inside_the_data(page: str):
+def test_hostile_text_is_escaped_in_the_data(page: str):
     assert page.count("<script") == 2 and "<img src" not in page and "<" not in data_of(page, parse=False)
     generation = data_of(page)["collections"][0]["problems"][0]["generations"][0]
     assert generation["response"] == HOSTILE.replace("\x00\x1b", "\\x00\\x1b").replace("\u202e", "\\u202e").replace(
@@ -294,21 +297,21 @@ def test_summary_gives_first_and_last_evaluation():
     assert report_page.run_summary("a", rows) == (
         "<b>a</b>: Held-out reward: 0.250 → 0.500, Held-out correct clusters@8: 1.50 → 3.00, from step 0 to step 2."
     )
-    assert report_page.run_summary("a", rows[1:2]) == "<b>a</b>: no evaluation up to step 1."
+    assert report_page.run_summary("a", rows[1:2]) == "<b>a</b>: not evaluated up to step 1."
 
 
 def test_final_values_average_training_but_not_evaluation():
     rows = [{"step": step, "reward": float(step), "eval/reward": float(step), "kl": None} for step in range(1, 21)]
-    assert report_page.final_values(rows) == {"reward": 15.5, "eval/reward": 20.0}  # the mean of 11..20
+    assert report_page.final_values(rows) == {"reward": 15.5, "eval/reward": 20.0}  # mean of 11 to 20
 
 
 def test_table_sorts_pass_at_k_by_number(page: str):
     text = Page(page).text
-    places = [text.index(f"eval/pass@{k}") for k in (1, 2, 4, 8, 16, 32, 64)]
-    assert places == sorted(places)
+    positions = [text.index(f"eval/pass@{k}") for k in (1, 2, 4, 8, 16, 32, 64)]
+    assert positions == sorted(positions)
 
 
-def test_generations_are_those_of_the_first_and_last_step(page: str):
+def test_generations_are_from_the_first_and_last_logged_steps(page: str):
     collections = data_of(page)["collections"]
     assert [(one["model"], one["part"]) for one in collections] == [
         (run, step) for run in ("grpo", "poly-epo") for step in ("step 100", "step 200")
@@ -327,8 +330,8 @@ def test_generations_are_those_of_the_first_and_last_step(page: str):
     assert "rationale" not in second["generations"][0]
 
 
-def test_a_problem_that_a_step_has_twice_is_shown_twice(tmp_path: Path):
-    """A cluster's number has a meaning among the responses that were judged together only."""
+def test_repeated_problem_of_a_step_is_shown_separately(tmp_path: Path):
+    """Cluster ids are only comparable among responses that were judged together."""
     run = write_fake_run(tmp_path / "run", seed=0, num_steps=2, evaluate_every=0)
     rows = [json.loads(line) for line in (run / "generations.jsonl").read_text().splitlines()[:8]]
     rows += [row | {"occurrence": 1, "cluster": 3} for row in rows]
@@ -342,7 +345,7 @@ def test_a_problem_that_a_step_has_twice_is_shown_twice(tmp_path: Path):
     ]
 
 
-def test_steps_without_end_leave_the_first_and_the_last(tmp_path: Path):
+def test_only_first_and_last_of_many_steps_are_kept(tmp_path: Path):
     run = write_fake_run(tmp_path / "run", seed=0, num_steps=2, evaluate_every=0)
     rows = (run / "generations.jsonl").read_text().splitlines(keepends=True)
     many = [json.dumps(json.loads(row) | {"step": step}) + "\n" for step in (5, 6, 7) for row in rows[:8]]
@@ -351,7 +354,7 @@ def test_steps_without_end_leave_the_first_and_the_last(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_output_defaults_to_the_run_itself_or_to_beside_several(two_runs: list[Path], page: str, capsys):
+def test_default_output_is_in_a_single_run_or_next_to_several(two_runs: list[Path], page: str, capsys):
     assert report_main.main([str(two_runs[0])]) == 0
     expected = two_runs[0] / "report" / "report.html"
     assert expected.exists()
@@ -360,21 +363,21 @@ def test_output_defaults_to_the_run_itself_or_to_beside_several(two_runs: list[P
 
 
 @pytest.mark.slow
-def test_runs_of_one_name_are_told_apart(tmp_path: Path):
+def test_runs_with_equal_names_are_labeled_by_path(tmp_path: Path):
     runs = [write_fake_run(tmp_path / method / "seed0", seed=0, num_steps=2, evaluate_every=0) for method in ("a", "b")]
     page = report.write_report(runs, tmp_path / "out").read_text()
     assert all(str(run) in page for run in runs)
 
 
 @pytest.mark.slow
-def test_live_run_with_a_half_written_row_and_no_evaluation(tmp_path: Path):
+def test_run_in_progress_with_a_partial_row_and_no_evaluation(tmp_path: Path):
     run = write_fake_run(tmp_path / "young", seed=0, num_steps=2, evaluate_every=0)
     (run / "generations.jsonl").unlink()
-    (run / "timeline.jsonl").unlink()  # older runs have none
+    (run / "timeline.jsonl").unlink()  # not written by older versions
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rew')
     page = report.write_report([run], tmp_path / "out").read_text()
-    assert "young</b>: no evaluation up to step 2." in page
+    assert "young</b>: not evaluated up to step 2." in page
     assert data_of(page)["collections"] == []
     assert headings(page) == ["Training dynamics", "Generations", "Final metrics of the runs"]
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
@@ -385,12 +388,12 @@ def test_live_run_with_a_half_written_row_and_no_evaluation(tmp_path: Path):
     ("make", "sentence"),
     [
         (lambda run: None, "is not a folder"),
-        (lambda run: run.mkdir(), "holds no logged step"),
-        (lambda run: (run.mkdir(), (run / "metrics.jsonl").write_text("")), "holds no logged step"),
-        (lambda run: (run.mkdir(), (run / "metrics.jsonl").write_text("nonsense\n")), "line 1, is not a row"),
+        (lambda run: run.mkdir(), "metrics.jsonl"),
+        (lambda run: (run.mkdir(), (run / "metrics.jsonl").write_text("")), "metrics.jsonl"),
+        (lambda run: (run.mkdir(), (run / "metrics.jsonl").write_text("nonsense\n")), "line 1"),
     ],
 )
-def test_nothing_to_report_is_one_sentence_and_exit_code_2(tmp_path: Path, capsys, make, sentence: str):
+def test_missing_runs_produce_a_one_line_error_and_exit_code_2(tmp_path: Path, capsys, make, sentence: str):
     run = tmp_path / "run"
     make(run)
     assert report_main.main([str(run)]) == 2
@@ -400,7 +403,7 @@ def test_nothing_to_report_is_one_sentence_and_exit_code_2(tmp_path: Path, capsy
     assert not (run / "report").exists()
 
 
-def test_no_run_named_is_exit_code_2(capsys):
+def test_missing_arguments_produce_exit_code_2(capsys):
     with pytest.raises(SystemExit) as exit:
         report_main.main([])
     assert exit.value.code == 2
@@ -409,27 +412,27 @@ def test_no_run_named_is_exit_code_2(capsys):
 
 def test_panels_exist_only_for_logged_metrics():
     runs = {"a": [{"step": 1, "reward": 0.5, "synergy": None}], "b": [{"step": 1, "solved": 0.5}]}
-    figure = figures.training_dynamics(runs)
+    figure = figures.plot_training_dynamics(runs)
     assert figure is not None
     assert [axes.get_title("left") for axes in figure.axes] == ["Training reward", "Solved prompts"]
-    assert figures.training_dynamics({"a": [{"step": 1, "policy/ratio": 0.5}]}) is None
-    assert evaluation_figures.held_out_pass_at_k(runs) is None
-    assert figures.comparison(runs) is None
+    assert figures.plot_training_dynamics({"a": [{"step": 1, "policy/ratio": 0.5}]}) is None
+    assert evaluation_figures.plot_held_out_pass_at_k(runs) is None
+    assert figures.plot_comparison(runs) is None
 
 
-def test_a_run_keeps_its_colour_and_every_run_is_in_the_legend():
+def test_runs_have_the_same_colors_in_all_figures_and_legends():
     runs = {f"run{i}": [{"step": 0, "eval/reward": 0.1, "eval/pass@1": 0.1, "eval/pass@2": 0.2}] for i in range(9)}
-    drawn = [figures.comparison(runs), evaluation_figures.held_out_pass_at_k(runs)]
-    looks = []
+    drawn = [figures.plot_comparison(runs), evaluation_figures.plot_held_out_pass_at_k(runs)]
+    line_styles = []
     for figure in drawn:
         assert figure is not None
         assert [text.get_text() for text in figure.legends[0].get_texts()] == list(runs)
-        looks.append([(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines])
-    assert looks[0] == looks[1]
-    assert len(set(looks[0])) == 9
+        line_styles.append([(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines])
+    assert line_styles[0] == line_styles[1]
+    assert len(set(line_styles[0])) == 9
 
 
-def test_pass_at_k_takes_the_last_evaluation_in_order_of_k():
+def test_pass_at_k_is_from_the_last_evaluation_sorted_by_k():
     rows = [
         {"step": 0, "eval/pass@1": 0.1, "eval/pass@2": 0.2},
         {"step": 5, "eval/pass@1": 0.3, "eval/pass@16": 0.9, "eval/pass@2": 0.5, "eval/pass@32": None},
@@ -441,12 +444,12 @@ def test_pass_at_k_takes_the_last_evaluation_in_order_of_k():
 
 
 @pytest.mark.parametrize("length", [1, 2, 13, 14, 200])
-def test_smooth_is_a_normalised_gaussian_mean(length: int):
+def test_smooth_is_a_normalized_gaussian_mean(length: int):
     values = np.random.default_rng(length).normal(size=length)
     expected = []
-    for centre in range(length):
-        near = [i for i in range(length) if abs(i - centre) <= 3 * length // 40]
-        weights = [np.exp(-0.5 * ((i - centre) / (length / 40)) ** 2) for i in near]
+    for center in range(length):
+        near = [i for i in range(length) if abs(i - center) <= 3 * length // 40]
+        weights = [np.exp(-0.5 * ((i - center) / (length / 40)) ** 2) for i in near]
         expected.append(sum(w * values[i] for w, i in zip(weights, near, strict=True)) / sum(weights))
     np.testing.assert_allclose(figures.smooth(values), expected, rtol=1e-12, atol=0)
     np.testing.assert_allclose(figures.smooth(np.full(length, 0.3)), 0.3, rtol=1e-12, atol=0)

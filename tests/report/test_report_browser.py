@@ -1,4 +1,4 @@
-"""The page in a real browser: what it draws, what its controls select, and that it loads nothing else."""
+"""Tests of the report page in Chromium: figures, controls, and no external requests."""
 
 import os
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def tab(browser: chromium.Tab, page: Path) -> Iterator[chromium.Tab]:
     browser.requests.clear()
     browser.open(page)
     yield browser
-    assert browser.complaints == []
+    assert browser.errors == []
     assert {url for url in browser.requests if not url.startswith("data:image/svg+xml;base64,")} == {page.as_uri()}
 
 
@@ -59,13 +59,13 @@ def test_all_figures_are_drawn(tab: chromium.Tab):
     titles = tab.run("[...document.querySelectorAll('img.figure')].map((one) => one.alt)")
     assert titles == [
         *("pass@k", "Majority voting", "Branching", "Rollout trees"),
-        *("Held out, during training", "Held-out pass@k", "Training dynamics", "Timeline"),
+        *("Held-out metrics during training", "Held-out pass@k", "Training dynamics", "Timeline"),
     ]
     drawn = "[...document.querySelectorAll('img.figure')].every((one) => one.complete && one.naturalWidth > 300)"
     assert tab.run(drawn)
 
 
-def test_generations_are_chosen_and_filtered(tab: chromium.Tab):
+def test_generations_are_selected_and_filtered(tab: chromium.Tab):
     everything = [f"problem-{number}" for number in range(6)]
     assert problems(tab) == everything
     choose(tab, "filter", "unsolved")
@@ -78,27 +78,27 @@ def test_generations_are_chosen_and_filtered(tab: chromium.Tab):
     choose(tab, "search", "X < 4")
     assert problems(tab) == ["problem-4"]
     choose(tab, "search", "nowhere")
-    assert problems(tab) == [] and text(tab, "#problem") == "No problem fits."
+    assert problems(tab) == [] and text(tab, "#problem") == "No matching problems."
     choose(tab, "search", "")
     tab.run("document.querySelectorAll('#problems button')[3].click()")
     choose(tab, "model", "poly_epo")
     choose(tab, "part", "minerva")
     assert text(tab, "#problem h3") == "problem-3"
     assert text(tab, "#problems [aria-current=true] .text") == "problem-3"
-    assert text(tab, "#left-out").startswith("Here are 6 problems of 6 and 48 generations of 48")
+    assert text(tab, "#left-out").startswith("Showing 6 of 6 problems and 48 of 48 generations.")
 
 
-def test_a_problem_shows_its_generations_by_cluster(tab: chromium.Tab):
+def test_generations_of_a_problem_are_grouped_by_cluster(tab: chromium.Tab):
     choose(tab, "model", "a-run")
     choose(tab, "part", "step 200")
     heads = tab.run("[...document.querySelectorAll('.cluster h4')].map((one) => one.textContent)")
     assert [head.split(" generation")[0] for head in heads] == [
         *("Cluster 3 3", "Cluster 1 2", "Cluster 0 1", "Cluster 2 1", "Degenerate 1"),
     ]
-    assert "5 of 8 right, 4 clusters" in text(tab, "#problem")
+    assert "5 of 8 correct, 4 clusters" in text(tab, "#problem")
     assert "reward 1 · advantage +0.071 · generation 4" in text(tab, "#problem")
     tab.run("document.querySelectorAll('#problems button')[1].click()")
-    assert "5 of 8 right, not clustered" in text(tab, "#problem")
+    assert "5 of 8 correct, not clustered" in text(tab, "#problem")
     assert "advantage" not in text(tab, "#problem")
 
 
@@ -113,7 +113,7 @@ def test_hostile_text_is_shown_as_text(tab: chromium.Tab):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "light"), (390, "dark")])
-def test_nothing_is_wider_than_the_screen(tab: chromium.Tab, page: Path, width: int, scheme: str):
+def test_page_fits_the_width_of_the_screen(tab: chromium.Tab, page: Path, width: int, scheme: str):
     tab.open(page, width, 844, scheme)
     tab.run("document.querySelectorAll('details').forEach((one) => { one.open = true })")
     assert tab.run("document.documentElement.scrollWidth <= innerWidth")

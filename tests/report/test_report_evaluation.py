@@ -1,4 +1,4 @@
-"""Reports on made-up evaluations: figures, tables, the generations that are shown, and what is refused."""
+"""Tests of reports on evaluations: figures, tables, shown generations, and rejected input."""
 
 import json
 import tracemalloc
@@ -19,7 +19,7 @@ from poly_epo_jax.report import evaluation_figures, figures
 from poly_epo_jax.report import generations as report_generations
 from poly_epo_jax.report import page as report_page
 from poly_epo_jax.report.figures import image
-from poly_epo_jax.report.generations import WIDEST, Bounds, Excerpt
+from poly_epo_jax.report.generations import DEFAULT_BOUNDS, Bounds, TextExcerpt
 
 MODELS = {"base": 0.2, "grpo": 0.4, "poly_epo": 0.5}
 FIGURES = ("evaluation_pass_at_k", "majority", "branches", "rollout_trees")
@@ -47,34 +47,34 @@ def results_of(evaluation: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_every_figure_is_drawn_as_png_and_pdf(evaluation: Path, page: str):
+def test_every_figure_is_written_as_png_and_pdf(evaluation: Path, page: str):
     written = {path.name for path in (evaluation / "report").iterdir()}
     assert written == {f"{name}.{kind}" for name in FIGURES for kind in ("png", "pdf")} | {"report.html"}
 
 
 @pytest.mark.slow
-def test_a_reports_figures_are_the_same_bytes_again(evaluation: Path, page: str, tmp_path: Path):
+def test_report_is_deterministic(evaluation: Path, page: str, tmp_path: Path):
     report.write_report([evaluation], tmp_path)
     for name in ("majority.png", "majority.pdf", "report.html"):
         assert (tmp_path / name).read_bytes() == (evaluation / "report" / name).read_bytes()
 
 
 @pytest.mark.parametrize(
-    "draw", [evaluation_figures.pass_at_k, evaluation_figures.majority, evaluation_figures.branches]
+    "draw", [evaluation_figures.plot_pass_at_k, evaluation_figures.plot_majority, evaluation_figures.plot_branches]
 )
-def test_a_panel_per_benchmark_in_which_a_model_keeps_its_colour(evaluation: Path, draw):
-    looks = figures.styles(["some run", *MODELS])
-    figure = draw(results_of(evaluation), looks)
+def test_models_have_the_same_color_in_all_benchmark_panels(evaluation: Path, draw):
+    line_styles = figures.styles(["some run", *MODELS])
+    figure = draw(results_of(evaluation), line_styles)
     assert [axes.get_title("left") for axes in figure.axes] == ["aime26", "minerva"]
     for axes in figure.axes:
-        assert [line.get_color() for line in axes.lines] == [looks[model]["color"] for model in MODELS]
+        assert [line.get_color() for line in axes.lines] == [line_styles[model]["color"] for model in MODELS]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list(MODELS)
-    assert draw({}, looks) is None
+    assert draw({}, line_styles) is None
 
 
 def test_pass_at_k_figure_shows_means_and_intervals(evaluation: Path):
     results = results_of(evaluation)
-    figure = evaluation_figures.pass_at_k(results, figures.styles(list(MODELS)))
+    figure = evaluation_figures.plot_pass_at_k(results, figures.styles(list(MODELS)))
     assert figure is not None
     metrics = results["aime26"]["grpo"]["metrics"]
     heights = np.array(figure.axes[0].lines[1].get_ydata())
@@ -85,13 +85,13 @@ def test_pass_at_k_figure_shows_means_and_intervals(evaluation: Path):
     assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["1", "2", "4", "8"]
 
 
-def test_intervals_may_be_missing():
+def test_figures_without_intervals():
     estimate = {"mean": 0.5, "low": None, "high": None}
     results = {"metrics": {"pass@1": estimate, "pass@2": estimate}, "branching": {"mean": []}}
     assert evaluation_figures.curve(results, "pass") == [(1, 0.5, None, None), (2, 0.5, None, None)]
-    looks = figures.styles(["a"])
-    assert evaluation_figures.pass_at_k({"b": {"a": results}}, looks) is not None
-    assert evaluation_figures.branches({"b": {"a": results}}, looks) is not None
+    line_styles = figures.styles(["a"])
+    assert evaluation_figures.plot_pass_at_k({"b": {"a": results}}, line_styles) is not None
+    assert evaluation_figures.plot_branches({"b": {"a": results}}, line_styles) is not None
 
 
 def test_tree_by_hand():
@@ -103,24 +103,24 @@ def test_tree_by_hand():
     assert leaves == [(0, 3, 0, 0.5), (3, 3, 1, 0.5), (1, 4, 2, 2.0), (2, 1, 3, 3.0)]
 
 
-def test_tree_figure_colours_right_and_wrong_leaves(evaluation: Path):
+def test_tree_figure_distinguishes_correct_and_incorrect_leaves(evaluation: Path):
     tree = evaluation_figures.lay_out_tree([np.array([1]), np.array([2, 3])], [True, False])
-    figure = evaluation_figures.rollout_trees("a problem", {"grpo": tree}, figures.styles(["grpo"]))
+    figure = evaluation_figures.plot_rollout_trees("a problem", {"grpo": tree}, figures.styles(["grpo"]))
     assert figure is not None
     marked = [line for line in figure.axes[0].lines if line.get_marker() in ("o", "X")]
-    colours = [matplotlib.colors.to_hex(line.get_color()) for line in marked]
-    assert [colour.upper() for colour in colours] == [evaluation_figures.RIGHT, evaluation_figures.WRONG]
+    colors = [matplotlib.colors.to_hex(line.get_color()) for line in marked]
+    assert [color.upper() for color in colors] == [evaluation_figures.CORRECT_COLOR, evaluation_figures.INCORRECT_COLOR]
 
 
-def test_trees_are_of_a_problem_that_the_first_model_solves_sometimes(page: str):
+def test_trees_show_a_problem_that_the_first_model_solves_partially(page: str):
     drawn = svgs(page)["Rollout trees"]
-    assert "The first 12 generations of problem-2," in drawn
+    assert "First 12 generations of problem-2," in drawn
     assert all(f">{model}</text>" in drawn for model in ("base", "grpo")) and ">poly_epo</text>" not in drawn
 
 
-def test_long_curves_make_no_large_figures(evaluation: Path):
+def test_figure_size_is_limited_for_long_curves(evaluation: Path):
     results = results_of(evaluation)["aime26"]["grpo"] | {"branching": {"mean": list(np.arange(4096.0))}}
-    figure = evaluation_figures.branches({"aime26": {"grpo": results}}, figures.styles(["grpo"]))
+    figure = evaluation_figures.plot_branches({"aime26": {"grpo": results}}, figures.styles(["grpo"]))
     assert figure is not None and len(image(figure, "Branching")) < 60_000
 
 
@@ -140,7 +140,7 @@ def test_tables_have_a_row_per_model_with_intervals(evaluation: Path, page: str)
     assert f"{value['mean']:.3f}{value['low']:.3f} to {value['high']:.3f}" in text
 
 
-def test_summary_puts_each_model_beside_the_first():
+def test_summary_compares_each_model_with_the_first():
     def results(pass_1: float, pass_4: float, clusters: float) -> dict[str, Any]:
         means = {"pass@1": pass_1, "pass@2": 0.0, "pass@4": pass_4, "correct_clusters@4": clusters}
         return {"metrics": {name: {"mean": mean} for name, mean in means.items()}}
@@ -152,14 +152,14 @@ def test_summary_puts_each_model_beside_the_first():
     ]
     (two,) = report_page.evaluation_summaries({"x": {"base": base, "new": new}, "y": {"base": new, "new": new}})
     assert "pass@1: 0.200 → 0.300" in two and two.endswith("means over 2 benchmarks.")
-    (alone,) = report_page.evaluation_summaries({"x": {"base": base}})
-    assert alone.startswith("<b>base</b>: pass@1: 0.100, pass@4: 0.200,")
+    (single,) = report_page.evaluation_summaries({"x": {"base": base}})
+    assert single.startswith("<b>base</b>: pass@1: 0.100, pass@4: 0.200,")
     (apart,) = report_page.evaluation_summaries({"x": {"base": base}, "y": {"new": new}})
-    assert apart == "<b>new</b> instead of base: nothing in common."
+    assert apart == "<b>new</b> instead of base: no shared benchmark."
 
 
 @pytest.mark.slow
-def test_hostile_names_are_text_too(tmp_path: Path):
+def test_hostile_names_are_escaped(tmp_path: Path):
     write_fake_evaluation(tmp_path / "e", {"<img src=x>": 0.5, "&b": 0.5}, ("<script>alert(1)", "x"))
     page = report.write_report([tmp_path / "e"], tmp_path / "out").read_text(encoding="utf-8")
     assert page.count("<script") == 2 and "<img src" not in page
@@ -168,12 +168,12 @@ def test_hostile_names_are_text_too(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_models_can_be_chosen_and_ordered(evaluation: Path, tmp_path: Path, capsys):
+def test_models_can_be_selected_and_ordered(evaluation: Path, tmp_path: Path, capsys):
     assert report_main.main([str(evaluation), "--models=poly_epo,base", "--output", str(tmp_path)]) == 0
     drawn = svgs((tmp_path / "report.html").read_text())["pass@k"]
     assert drawn.index(">poly_epo</text>") < drawn.index(">base</text>") and ">grpo</text>" not in drawn
     assert report_main.main([str(evaluation), "--models=qwen", "--output", str(tmp_path)]) == 2
-    assert "'qwen' is there: choose from base, grpo, poly_epo." in capsys.readouterr().err
+    assert "'qwen' has not been evaluated; choose from base, grpo, poly_epo." in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def test_runs_and_evaluations_share_a_page(evaluation: Path, tmp_path: Path):
     assert all(f">{label}</text>" in drawn["pass@k"] for label in ("grpo", "base", "poly_epo", f"base ({other})"))
 
 
-def test_generations_of_a_problem_lie_together_in_order(page: str):
+def test_generations_of_a_problem_are_sorted(page: str):
     first = data_of(page)["collections"][0]
     assert (first["model"], first["part"]) == ("base", "aime26")
     assert (first["all_problems"], first["all_generations"]) == (6, 48)
@@ -206,20 +206,20 @@ def test_generations_of_a_problem_lie_together_in_order(page: str):
     assert sizes == {0: (3, 2), 1: (3, 1), 2: (1, 1), 100: (1, 0)}
 
 
-def test_excerpts_say_how_much_they_leave_out():
+def test_excerpts_contain_the_number_of_omitted_characters():
     text = "a" * 5000 + "b" * 5000
-    assert Excerpt.of(text).within(900) == "a" * 600 + "\n[… 9,100 characters left out …]\n" + "b" * 300
-    assert Excerpt.of("abc").within(3) == "abc"
-    assert Excerpt.of("abcdef").within(3) == "ab\n[… 3 characters left out …]\nf"
+    assert TextExcerpt.of(text).within(900) == "a" * 600 + "\n[… 9,100 characters omitted …]\n" + "b" * 300
+    assert TextExcerpt.of("abc").within(3) == "abc"
+    assert TextExcerpt.of("abcdef").within(3) == "ab\n[… 3 characters omitted …]\nf"
 
 
-def test_more_generations_are_cut_further(tmp_path: Path):
+def test_bounds_depend_on_the_number_of_generations(tmp_path: Path):
     write_fake_evaluation(tmp_path, {"a": 0.5}, ("x",), num_problems=30, num_generations=20, num_tokens=3000)
     problems = [f"problem-{number}" for number in range(30)]
     collection, _ = report_generations.evaluation_collection("a", "x", tmp_path / "x" / "a", problems, None, 0)
     assert collection is not None
     (whole,), bounds = report_generations.bound([collection], 100_000_000)
-    assert bounds == WIDEST and len(whole["problems"]) == 20 and len(whole["problems"][0]["generations"]) == 16
+    assert bounds == DEFAULT_BOUNDS and len(whole["problems"]) == 20 and len(whole["problems"][0]["generations"]) == 16
     assert whole["problems"][0]["size"] == 20 and whole["all_generations"] == 600
     for max_bytes, expected in ((500_000, Bounds(20, 8, 1500)), (50_000, Bounds(10, 4, 500))):
         (cut,), bounds = report_generations.bound([collection], max_bytes)
@@ -236,13 +236,13 @@ def test_an_evaluation_is_read_row_by_row(tmp_path: Path):
     assert (path / "generations.jsonl").stat().st_size > 5_000_000
     tracemalloc.start()
     report_generations.evaluation_collection("a", "x", path, ["problem-0"], None, 0)
-    _, most = tracemalloc.get_traced_memory()
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert most < 2_000_000
+    assert peak < 2_000_000
 
 
 @pytest.mark.slow
-def test_what_evaluations_write_is_read(tmp_path: Path):
+def test_computed_results_can_be_read(tmp_path: Path):
     folder = write_fake_evaluation(tmp_path / "e", {"a": 0.5}, ("x",)) / "x" / "a"
     (folder / "results.json").write_text(json.dumps(compute_results(folder)))
     page = report.write_report([tmp_path / "e"], tmp_path / "out").read_text(encoding="utf-8")
@@ -250,7 +250,7 @@ def test_what_evaluations_write_is_read(tmp_path: Path):
     assert all(metric.title.format(k=8) in page for metric in EVALUATION_METRICS.values() if "report" in metric.tables)
 
 
-def test_without_generations_there_is_no_browser(tmp_path: Path):
+def test_no_generations_browser_without_generations(tmp_path: Path):
     write_fake_evaluation(tmp_path / "e", {"a": 0.5}, ("x",))
     (tmp_path / "e" / "x" / "a" / "generations.jsonl").unlink()
     page = report.write_report([tmp_path / "e"], tmp_path / "out").read_text(encoding="utf-8")
@@ -263,17 +263,17 @@ def test_without_generations_there_is_no_browser(tmp_path: Path):
     [
         (
             lambda folder: _append(folder / "generations.jsonl", "nonsense\n"),
-            "generations.jsonl, line 49, is not a row",
+            "generations.jsonl, line 49",
         ),
-        (lambda folder: _append(folder / "generations.jsonl", '{"problem": 3}\n'), "line 49, is not a row"),
-        (lambda folder: _append(folder / "generations.jsonl", "[" * 100_000 + "\n"), "line 49, is not a row"),
-        (lambda folder: _append(folder / "generations.jsonl", b"\xff\n"), "line 49, is not a row"),
-        (lambda folder: _append(folder / "results.json", "x"), "results.json does not hold the results"),
-        (lambda folder: (folder / "results.json").write_text("[]"), "results.json does not hold the results"),
-        (lambda folder: (folder / "results.json").write_text("{}"), "results.json does not hold the results"),
+        (lambda folder: _append(folder / "generations.jsonl", '{"problem": 3}\n'), "line 49"),
+        (lambda folder: _append(folder / "generations.jsonl", "[" * 100_000 + "\n"), "line 49"),
+        (lambda folder: _append(folder / "generations.jsonl", b"\xff\n"), "line 49"),
+        (lambda folder: _append(folder / "results.json", "x"), "results.json"),
+        (lambda folder: (folder / "results.json").write_text("[]"), "results.json"),
+        (lambda folder: (folder / "results.json").write_text("{}"), "results.json"),
     ],
 )
-def test_damage_is_one_sentence_and_exit_code_2(tmp_path: Path, capsys, damage, sentence: str):
+def test_corrupted_files_produce_a_one_line_error_and_exit_code_2(tmp_path: Path, capsys, damage, sentence: str):
     folder = write_fake_evaluation(tmp_path / "e", {"a": 0.5}, ("x",))
     damage(folder / "x" / "a")
     assert report_main.main([str(folder)]) == 2

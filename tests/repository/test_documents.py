@@ -94,8 +94,8 @@ RULES = (
     Rule("python -m poly_epo_jax.evaluate --config=configs/polynomial.py", FEW, says="python -m poly_epo_jax.report"),
     Rule(
         "python -m poly_epo_jax.evaluate --config=configs/polaris.py",
-        "--models=trained=http://127.0.0.1:1",  # a port that no other test uses
-        error="http://127.0.0.1:1 does not say what it serves (it does not accept connections); start an SGLang",
+        "--models=trained=http://127.0.0.1:1",  # where no other test has a server
+        error="Failed to read the model of http://127.0.0.1:1",
     ),
     Rule("python -m poly_epo_jax.export", says="policy: runs/policy"),
     Rule("python -m poly_epo_jax.export runs/lora runs/adapter", says="adapter: runs/adapter"),

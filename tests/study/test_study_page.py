@@ -1,4 +1,4 @@
-"""The report of a study: what its figures and tables show, what it marks, and that it is self-contained."""
+"""Tests of study reports: figures, tables, unfinished runs, and a self-contained page."""
 
 import base64
 import itertools
@@ -19,8 +19,8 @@ from matplotlib.text import Annotation, Text
 from poly_epo_jax.metrics.logged import describe
 from poly_epo_jax.report.figures import COMPARED, drawn_metrics
 from poly_epo_jax.study import figures
-from poly_epo_jax.study.frontier import frontier
-from poly_epo_jax.study.page import write_report
+from poly_epo_jax.study.frontier import plot_frontier
+from poly_epo_jax.study.page import write_study_report
 from poly_epo_jax.study.results import read_results
 
 ROOT = Path(__file__).parents[2]
@@ -33,11 +33,11 @@ def xs(line: Line2D) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of 18 runs one stopped, after a failure, and one never began."""
+    """Study with 18 runs, one of which stopped after a failure, and one of which has not started."""
     folder = tmp_path_factory.mktemp("study") / "whole"
     *_, stopped, missing = write_fake_study(folder, evaluated=True)
-    for member in (stopped, missing):
-        shutil.rmtree(folder / member.task / member.name)
+    for run_key in (stopped, missing):
+        shutil.rmtree(folder / run_key.task / run_key.name)
     write_fake_run(folder, stopped, num_steps=12)
     with (folder / "attempts.jsonl").open("a") as file:
         file.write(json.dumps(attempt(stopped, 1, "no <room>: make some.")) + "\n")
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(folder: Path) -> str:
-    return write_report(folder).read_text(encoding="utf-8")
+    return write_study_report(folder).read_text(encoding="utf-8")
 
 
 def svgs(page: str) -> dict[str, str]:
@@ -59,7 +59,7 @@ def text_of(page: str) -> str:
 
 
 @pytest.mark.slow
-def test_everything_measured_is_drawn_and_explained(page: str):
+def test_all_logged_metrics_are_drawn_and_explained(page: str):
     drawn = svgs(page)
     logged = [describe(metric) for metric in (*COMPARED, *drawn_metrics()) if metric != "policy/reference_kl"]
     expected = ["Frontier", "By learning rate", "Held-out pass@k", *(metric.title for metric in logged)]
@@ -69,30 +69,30 @@ def test_everything_measured_is_drawn_and_explained(page: str):
     assert not any(word in svg for svg in drawn.values() for word in ("nan", "NaN"))
 
 
-def test_tables_have_means_differences_and_what_is_missing(page: str):
+def test_tables_contain_means_differences_and_unfinished_runs(page: str):
     text = " ".join(text_of(page).split())
     assert "2 of 3 finished" in text and text.count("of 3 finished") == 2
-    assert "-0.050 [-0.050, -0.050]" in text, "poly_epo less grpo, seed by seed"
-    assert "12.800 [12.800, 12.800]" in text, "distinct correct of 64"
+    assert "-0.050 [-0.050, -0.050]" in text, "paired difference between poly_epo and grpo"
+    assert "12.800 [12.800, 12.800]" in text, "correct clusters@64"
     assert "pass@8 (polynomial, evaluated)" in text
 
 
-def test_tables_and_figures_are_files_too(folder: Path, page: str):
-    del page  # which writes them
+def test_tables_and_figures_are_written_as_files(folder: Path, page: str):
+    del page  # the fixture writes the files
     lines = (folder / "report" / "tables.md").read_text().splitlines()
     assert lines[0] == "## polynomial" and lines[2].startswith("| method | learning rate | seeds | Held-out reward |")
     rows = {tuple(line.split(" | ")[:2]): line for line in lines if line.startswith("| grpo_div")}
     assert "| 2 of 3 | " in rows["| grpo_div", "0.0005"] and "| 3 of 3 | " in rows["| grpo_div", "0.0001"]
-    less = lines[lines.index("Less grpo, seed by seed:") :]
-    assert sum(line.startswith("| poly_epo |") and "-0.050 [-0.050, -0.050]" in line for line in less) == 2
-    assert not any(line.startswith("| grpo |") for line in less)
+    differences = lines[lines.index("Difference from grpo, by seed:") :]
+    assert sum(line.startswith("| poly_epo |") and "-0.050 [-0.050, -0.050]" in line for line in differences) == 2
+    assert not any(line.startswith("| grpo |") for line in differences)
     for name in ("frontier-polynomial", "comparison-polynomial"):
         assert (folder / "report" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert (folder / "report" / f"{name}.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_the_comparison_shows_means_of_finished_runs(folder: Path):
-    drawn = figures.comparison(read_results(folder), "polynomial")
+def test_comparison_shows_means_of_finished_runs(folder: Path):
+    drawn = figures.plot_comparison(read_results(folder), "polynomial")
     assert drawn is not None and len(drawn.axes) == 2 * 3
     assert [axes.get_title("left") for axes in drawn.axes[:3]] == [
         "Held-out reward",
@@ -110,37 +110,37 @@ def test_the_comparison_shows_means_of_finished_runs(folder: Path):
     assert [float(np.asarray(line.get_ydata())[-1]) for line in drawn.axes[1].lines] == pytest.approx([6.4, 1.2, 6.4])
 
 
-def test_what_did_not_finish_is_marked_and_why(page: str):
+def test_unfinished_runs_are_marked_with_their_errors(page: str):
     assert "<b>16 of 18 runs finished</b>" in page
     assert f"polynomial/grpo-lr0.0005-seed2 (step 12 of {NUM_STEPS})" in page
     assert "polynomial/grpo_div-lr0.0005-seed2 (not started)" in page
-    assert "train ended with 1: no &lt;room&gt;: make some." in page
+    assert "train, exit code 1: no &lt;room&gt;: make some." in page
     assert "unfinished run (last evaluation)" in svgs(page)["Frontier: polynomial"]
 
 
-def test_the_page_tells_settings_versions_and_times(page: str):
+def test_page_contains_settings_versions_and_times(page: str):
     text = " ".join(text_of(page).split())
     assert "run seed train.num_steps" not in text and "run seed algo.advantages optimizer.learning_rate" in text
     assert "all 17 runs 3.12.3 0.10.2 0123456789ab" in text
     assert "0:18:" in text or "0:19:" in text, "19 attempts of 60.5 seconds"
 
 
-def test_the_page_needs_nothing_else_and_has_no_script(page: str):
+def test_page_has_no_external_resources_and_no_script(page: str):
     assert "<script" not in page and "http://" not in page and "https://" not in page
     assert "default-src 'none'; img-src data:; style-src 'sha256-" in page and "script-src" not in page
 
 
-def test_points_on_each_other_can_be_told_apart(folder: Path):
-    """poly_epo and grpo_div end at the same point, at both rates; in none of the figures does one hide the other."""
+def test_overlapping_points_remain_visible(folder: Path):
+    """poly_epo and grpo_div have the same results at both learning rates. Both must be visible in all figures."""
     results = read_results(folder)
-    drawn = frontier(results, "polynomial")
+    drawn = plot_frontier(results, "polynomial")
     assert drawn is not None
     whole, enlarged = drawn.axes
     for axes in (whole, enlarged):
         marks = [line for line in axes.lines if line.get_marker() in MARKS and xs(line).size == 1]
         assert all(mark.get_fillstyle() == "none" for mark in marks)
-        assert len({mark.get_markersize() for mark in marks}) == len(marks) == 6, "one encloses the other"
-    assert enlarged.get_xlim()[0] > 6 > 1.2 > whole.get_xlim()[0], "the four points that lie on each other"
+        assert len({mark.get_markersize() for mark in marks}) == len(marks) == 6, "larger markers enclose smaller ones"
+    assert enlarged.get_xlim()[0] > 6 > 1.2 > whole.get_xlim()[0], "the four overlapping points"
     written = {axes: [text for text in axes.texts if isinstance(text, Annotation)] for axes in (whole, enlarged)}
     rates = {axes: [text for text in texts if text.get_text()] for axes, texts in written.items()}
     assert sorted(text.get_text() for text in rates[whole]) == ["0.0001", "0.0005"]
@@ -149,18 +149,20 @@ def test_points_on_each_other_can_be_told_apart(folder: Path):
     boxes = []
     for text in (text for texts in rates.values() for text in texts):
         text.update_positions(renderer)
-        boxes.append(Text.get_window_extent(text, renderer))  # without its line
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2)), "no rate is on another"
+        boxes.append(Text.get_window_extent(text, renderer))  # without the line to the point
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2)), (
+        "learning rates do not overlap"
+    )
 
-    beside = figures.by_rate(results, "polynomial")
-    assert beside is not None
-    for axes in beside.axes:
-        places = [float(xs(line)[0]) for line in axes.lines if line.get_marker() in MARKS]
-        assert len(set(places)) == len(places) > 1
+    by_rate = figures.plot_by_rate(results, "polynomial")
+    assert by_rate is not None
+    for axes in by_rate.axes:
+        positions = [float(xs(line)[0]) for line in axes.lines if line.get_marker() in MARKS]
+        assert len(set(positions)) == len(positions) > 1
 
 
-def test_curves_are_means_with_the_range_of_seeds(folder: Path):
-    drawn = figures.curves(read_results(folder), "polynomial", "eval/reward")
+def test_curves_show_means_and_ranges_over_seeds(folder: Path):
+    drawn = figures.plot_curves(read_results(folder), "polynomial", "eval/reward")
     assert drawn is not None
     first = drawn.axes[0].lines[0]
     band = np.asarray(drawn.axes[0].collections[0].get_paths()[0].vertices)
@@ -172,31 +174,31 @@ def test_curves_are_means_with_the_range_of_seeds(folder: Path):
     assert np.asarray(first.get_ydata()).tolist() == pytest.approx(means)
     assert {max(at) for at in zip(*values, strict=True)} <= set(band[:, 1].tolist())
     dotted = [line for line in drawn.axes[1].lines if xs(line).size == 3]
-    assert len(dotted) == 1, "the run that did not finish, up to its evaluation at step 10"
+    assert len(dotted) == 1, "the unfinished run, up to its evaluation at step 10"
 
 
-def test_a_young_study_has_a_report_too(tmp_path: Path):
-    members = write_fake_study(tmp_path, rates=(1e-3,), seeds=(0,))
+def test_report_of_a_study_without_results(tmp_path: Path):
+    run_keys = write_fake_study(tmp_path, rates=(1e-3,), seeds=(0,))
     shutil.rmtree(tmp_path / "polynomial")
     (tmp_path / "attempts.jsonl").unlink()
-    assert "No run has been evaluated yet." in write_report(tmp_path).read_text()
-    write_fake_run(tmp_path, members[0], num_steps=1)
-    assert "<b>0 of 3 runs finished</b>" in write_report(tmp_path).read_text()
+    assert "No run has been evaluated yet." in write_study_report(tmp_path).read_text()
+    write_fake_run(tmp_path, run_keys[0], num_steps=1)
+    assert "<b>0 of 3 runs finished</b>" in write_study_report(tmp_path).read_text()
 
 
 @pytest.mark.slow
-def test_one_method_and_one_seed_have_no_differences_and_no_intervals(tmp_path: Path):
-    members = write_fake_study(tmp_path, rates=(1e-3,), seeds=(0,))
-    plan = {"baseline": "grpo", "runs": [vars(members[1])]}
+def test_single_method_and_seed_have_no_differences_and_intervals(tmp_path: Path):
+    run_keys = write_fake_study(tmp_path, rates=(1e-3,), seeds=(0,))
+    plan = {"baseline": "grpo", "runs": [vars(run_keys[1])]}
     (tmp_path / "study.json").write_text(json.dumps(plan))
-    page = write_report(tmp_path).read_text()
+    page = write_study_report(tmp_path).read_text()
     assert "[nan" not in page and "Difference from" not in svgs(page)["By learning rate: polynomial"]
 
 
 @pytest.mark.slow
-def test_it_is_written_without_jax_and_the_same_bytes_again(folder: Path, page: str):
-    code = "import sys; from pathlib import Path; from poly_epo_jax.study.page import write_report"
-    code += f"; write_report(Path({str(folder)!r}))"
+def test_report_is_deterministic_and_does_not_import_jax(folder: Path, page: str):
+    code = "import sys; from pathlib import Path; from poly_epo_jax.study.page import write_study_report"
+    code += f"; write_study_report(Path({str(folder)!r}))"
     ran = subprocess.run(
         [sys.executable, "-c", f"{code}; print('jax' in sys.modules)"],
         cwd=ROOT,

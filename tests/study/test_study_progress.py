@@ -1,4 +1,4 @@
-"""What a study shows: on a terminal the runs under way, elsewhere a line for each event."""
+"""Tests of the progress display of studies: active runs on a terminal, and a line per event elsewhere."""
 
 import io
 import json
@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from test_study_queue import FakeRun
 
-from poly_epo_jax.study.progress import Shown
+from poly_epo_jax.study.progress import StudyProgress
 
 ROW = {"run": "task/a-lr0.001-seed0", "stage": "train", "started": "", "seconds": 61.2, "exit": 0, "error": ""}
 
@@ -18,12 +18,12 @@ def console(terminal: bool) -> tuple[Console, io.StringIO]:
     return Console(file=file, force_terminal=terminal, width=120, color_system=None), file
 
 
-def test_a_terminal_shows_how_far_each_run_under_way_is(tmp_path: Path):
+def test_terminal_shows_the_progress_of_active_runs(tmp_path: Path):
     runs = [FakeRun(tmp_path / name) for name in "ab"]
     (runs[0].folder / "config.json").write_text(json.dumps({"train": {"num_steps": 6}, "eval": {"every": 2}}))
     (runs[0].folder / "metrics.jsonl").write_text('{"step": 4}\n')
     screen, file = console(terminal=True)
-    show = Shown(runs, 0, screen)
+    show = StudyProgress(runs, 0, screen)
     for run in runs:
         show.listener.started(run, "train")
     screen.print(show)
@@ -38,10 +38,10 @@ def test_a_terminal_shows_how_far_each_run_under_way_is(tmp_path: Path):
     assert "step" not in file.getvalue() and "1 of 2 runs finished, 1 failed" in file.getvalue()
 
 
-def test_elsewhere_each_event_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_each_event_is_a_line_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = FakeRun(tmp_path / "a")
     screen, file = console(terminal=False)
-    show = Shown([run], 0, screen)
+    show = StudyProgress([run], 0, screen)
     show.listener.started(run, "train")
     assert capsys.readouterr().out == "task/a-lr0.001-seed0: train\n"
     show.listener.ended(run, ROW | {"exit": 1, "error": "no [room]: make some."})
@@ -49,7 +49,7 @@ def test_elsewhere_each_event_is_a_line(tmp_path: Path, capsys: pytest.CaptureFi
     show.listener.ended(run, ROW)
     assert file.getvalue().splitlines() == [
         "task/a-lr0.001-seed0: train failed after 0:01:01: no [room]: make some.  (0 of 1 runs finished, 1 failed)",
-        "task/a-lr0.001-seed0: train was ended after 0:01:01: SIGTERM: Saved after step 3  "
+        "task/a-lr0.001-seed0: train was stopped after 0:01:01: SIGTERM: Saved after step 3  "
         "(0 of 1 runs finished, 1 failed)",
         "task/a-lr0.001-seed0: trained in 0:01:01  (1 of 1 runs finished, 1 failed)",
     ]

@@ -1,4 +1,4 @@
-"""Runs side by side: each runs once, failures are reported and skipped, and a signal reaches all of them."""
+"""Tests of parallel runs: each run is started once, failures are reported, and signals are forwarded to all runs."""
 
 import asyncio
 import os
@@ -12,19 +12,19 @@ from fakes import PATIENCE
 
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.records import run_folder
-from poly_epo_jax.study.folder import Member, read_attempts
-from poly_epo_jax.study.plan import Run
-from poly_epo_jax.study.queue import CORE, Listener, cores, default_places, gpus, work_off
+from poly_epo_jax.study.folder import RunKey, read_attempts
+from poly_epo_jax.study.plan import StudyRun
+from poly_epo_jax.study.queue import CORE, Listener, cores, default_workers, gpus, run_all
 from poly_epo_jax.system.json_files import Row
 from poly_epo_jax.system.signals import Stopped
 
 
-class FakeRun(Run):
-    """A process of fake_run.py."""
+class FakeRun(StudyRun):
+    """A run that executes fake_run.py."""
 
     def __init__(self, folder: Path, how: str = "well", keep_weights: bool = True):
         folder.mkdir(parents=True)
-        super().__init__(Member("task", folder.name, 1e-3, 0), folder, [str(folder), how], Config(), None, keep_weights)
+        super().__init__(RunKey("task", folder.name, 1e-3, 0), folder, [str(folder), how], Config(), None, keep_weights)
 
     @property
     def train_command(self) -> list[str]:
@@ -41,31 +41,31 @@ def fake_run_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def work(folder: Path, runs: Sequence[FakeRun], places: Sequence[dict[str, str]]) -> tuple[list[Row], list[str]]:
-    """What `work_off` returns, and what its listener is told."""
-    told: list[str] = []
+def work(folder: Path, runs: Sequence[FakeRun], workers: Sequence[dict[str, str]]) -> tuple[list[Row], list[str]]:
+    """Returns the rows of `run_all` and the events that its listener received."""
+    events: list[str] = []
     listener = Listener(
-        lambda run, stage: told.append(f"{run.member.method} {stage}"),
-        lambda run, row: told.append(f"{run.member.method} {row['exit']}"),
+        lambda run, stage: events.append(f"{run.key.method} {stage}"),
+        lambda run, row: events.append(f"{run.key.method} {row['exit']}"),
     )
-    return asyncio.run(work_off(folder, runs, places, listener)), told
+    return asyncio.run(run_all(folder, runs, workers, listener)), events
 
 
-def test_a_failing_run_is_told_and_the_others_go_on(tmp_path: Path):
+def test_failed_run_is_reported_and_other_runs_continue(tmp_path: Path):
     runs = [FakeRun(tmp_path / "a"), FakeRun(tmp_path / "b", "badly"), FakeRun(tmp_path / "c")]
-    rows, told = work(tmp_path, runs, [{}])
-    assert told == ["a train", "a 0", "b train", "b 1", "c train", "c 0"]
+    rows, events = work(tmp_path, runs, [{}])
+    assert events == ["a train", "a 0", "b train", "b 1", "c train", "c 0"]
     assert [row["error"] for row in rows] == ["", "no room: make some.", ""]
     assert read_attempts(tmp_path) == rows and rows[1]["run"] == "task/b-lr0.001-seed0"
     assert (tmp_path / "b" / "log.txt").read_text() == "Error: no room: make some.\n"
 
     runs[1].arguments[1] = "well"
-    again, told = work(tmp_path, runs, [{}])
-    assert told == ["b train", "b 0"], "finished runs are left alone"
+    again, events = work(tmp_path, runs, [{}])
+    assert events == ["b train", "b 0"], "finished runs are skipped"
     assert read_attempts(tmp_path) == [*rows, *again]
 
 
-def test_weights_that_are_not_to_be_kept_go_once_a_run_is_finished(tmp_path: Path):
+def test_checkpoints_of_finished_runs_are_emptied_unless_kept(tmp_path: Path):
     kept, dropped, failed = (
         FakeRun(tmp_path / "a"),
         FakeRun(tmp_path / "b", keep_weights=False),
@@ -83,48 +83,48 @@ def test_weights_that_are_not_to_be_kept_go_once_a_run_is_finished(tmp_path: Pat
         assert all((run.folder / "checkpoints" / "30" / "state" / "weights").exists() for run in (kept, failed))
 
 
-def test_runs_see_their_place_and_each_is_started_once(tmp_path: Path):
+def test_runs_use_the_devices_of_their_worker_and_start_once(tmp_path: Path):
     runs = [FakeRun(tmp_path / name) for name in "abcdef"]
-    rows, told = work(tmp_path, runs, gpus("0+1,2"))
-    assert len(rows) == 6 and sorted(told[::1]) == sorted(
+    rows, events = work(tmp_path, runs, gpus("0+1,2"))
+    assert len(rows) == 6 and sorted(events[::1]) == sorted(
         [f"{n} train" for n in "abcdef"] + [f"{n} 0" for n in "abcdef"]
     )
     seen = {(run.folder / "seen.json").read_text() for run in runs}
     assert seen == {'{"gpu": "0,1", "how": "well"}', '{"gpu": "2", "how": "well"}'}
 
 
-def test_places_are_cores():
+def test_workers_are_cores():
     mine = sorted(os.sched_getaffinity(0))
-    assert [place[CORE] for place in cores(0)] == [str(core) for core in mine]
+    assert [worker[CORE] for worker in cores(0)] == [str(core) for core in mine]
     assert len(cores(2 * len(mine) + 1)) == 2 * len(mine) + 1
 
 
-def test_places_are_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_default_workers_match_the_devices_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert default_places(tmp_path) == cores(0)
+    assert default_workers(tmp_path) == cores(0)
     (tmp_path / "accel0").touch()
-    assert default_places(tmp_path) == [{}], "one run has all chips"
+    assert default_workers(tmp_path) == [{}], "a single run uses all TPU chips"
     for name in ("nvidia1", "nvidia0", "nvidiactl"):
         (tmp_path / name).touch()
-    assert default_places(tmp_path) == gpus("0,1")
+    assert default_workers(tmp_path) == gpus("0,1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert default_places(tmp_path) == gpus("3")
+    assert default_workers(tmp_path) == gpus("3")
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert default_places(tmp_path) == [{}], "the TPU's chips"
+        assert default_workers(tmp_path) == [{}], "a single run uses all TPU chips"
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert default_places(tmp_path) == cores(0)
+    assert default_workers(tmp_path) == cores(0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_all_runs_once_they_have_saved(tmp_path: Path, number: signal.Signals, default_signals: None):
+def test_signal_stops_all_runs_after_they_have_saved(tmp_path: Path, number: signal.Signals, default_signals: None):
     runs = [FakeRun(tmp_path / name, "slowly") for name in "abc"]
 
     async def interrupted() -> None:
-        working = asyncio.create_task(work_off(tmp_path, runs, [{}, {}], Listener(print, print)))
+        working = asyncio.create_task(run_all(tmp_path, runs, [{}, {}], Listener(print, print)))
         deadline = time.monotonic() + PATIENCE
-        while not all((tmp_path / name / "under_way").exists() for name in "ab"):
+        while not all((tmp_path / name / "started").exists() for name in "ab"):
             assert time.monotonic() < deadline and not working.done()
             await asyncio.sleep(0.01)
         os.kill(os.getpid(), number)
@@ -139,13 +139,13 @@ def test_a_signal_ends_all_runs_once_they_have_saved(tmp_path: Path, number: sig
     assert all(row["error"].startswith("SIGTERM: Saved after step 3") for row in rows)
 
 
-def test_a_run_that_a_killed_study_has_left_behind_is_waited_for(tmp_path: Path):
+def test_study_waits_for_runs_of_a_killed_study(tmp_path: Path):
     run = FakeRun(tmp_path / "a")
 
     async def wait_and_work() -> list[Row]:
         with run_folder.in_use(run.folder):
             started = asyncio.Event()
-            working = asyncio.create_task(work_off(tmp_path, [run], [{}], Listener(lambda *_: started.set(), print)))
+            working = asyncio.create_task(run_all(tmp_path, [run], [{}], Listener(lambda *_: started.set(), print)))
             await started.wait()
             await asyncio.sleep(0)
             assert not (run.folder / "seen.json").exists()

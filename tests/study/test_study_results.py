@@ -1,4 +1,4 @@
-"""What a report reads from a study: means of finished runs, the other runs apart, differences seed by seed."""
+"""Tests of study results: means of finished runs, unfinished runs, and paired differences."""
 
 import json
 import shutil
@@ -16,38 +16,40 @@ SETS = ("polynomial", "poly_epo", 5e-4)
 GRPO = ("polynomial", "grpo", 5e-4)
 
 
-def test_means_are_over_seeds_and_differences_within_them(tmp_path: Path):
+def test_means_are_over_seeds_and_differences_are_paired_by_seed(tmp_path: Path):
     write_fake_study(tmp_path)
     results = read_results(tmp_path)
     luck = [np.random.default_rng(seed).normal(0, 0.02) for seed in (0, 1, 2)]
     assert results.interval(SETS, REWARD) == pytest.approx(mean_interval(0.9 + np.array(luck)))
-    # Every seed moves both methods alike, so the difference is certain although the means are not.
+    # The effect of a seed is equal for both methods, so the difference does not vary although the means do.
     assert results.difference(SETS, REWARD) == pytest.approx((-0.05, -0.05, -0.05))
     assert results.difference(GRPO, REWARD) is None
     assert results.interval(SETS, "nothing") is None
     assert (results.tasks, results.rates) == (["polynomial"], [1e-4, 5e-4])
 
 
-def test_unfinished_runs_are_in_no_mean(tmp_path: Path):
+def test_unfinished_runs_are_excluded_from_means(tmp_path: Path):
     *_, stopped, missing = write_fake_study(tmp_path)
     assert (stopped.method, stopped.seed, missing.method, missing.seed) == ("grpo", 2, "grpo_div", 2)
-    for member in (stopped, missing):
-        shutil.rmtree(tmp_path / member.task / member.name)
+    for run_key in (stopped, missing):
+        shutil.rmtree(tmp_path / run_key.task / run_key.name)
     write_fake_run(tmp_path, stopped, num_steps=12)
     results = read_results(tmp_path)
     assert list(results.by_seed(GRPO, REWARD)) == [0, 1]
     (run,) = results.of(GRPO, finished=False)
     assert str(run.state) == f"step 12 of {NUM_STEPS}" and run.at_end(CORRECT_OF_8) is not None
-    states = {result.member: str(result.state) for result in results.results}
+    states = {result.key: str(result.state) for result in results.results}
     assert states[missing] == "not started"
-    assert results.difference(SETS, REWARD) == pytest.approx((-0.05, -0.05, -0.05)), "over the two seeds of both"
+    assert results.difference(SETS, REWARD) == pytest.approx((-0.05, -0.05, -0.05)), (
+        "over the two seeds that both methods have"
+    )
 
 
-def test_evaluations_of_their_own_are_metrics_of_their_benchmark(tmp_path: Path):
-    members = write_fake_study(tmp_path, tasks=("a", "b"), rates=(1e-3,))
-    for member in members:
-        if member.task == "b":
-            write_fake_evaluation(tmp_path, member, "aime")
+def test_separate_evaluations_are_metrics_with_the_benchmark_as_prefix(tmp_path: Path):
+    run_keys = write_fake_study(tmp_path, tasks=("a", "b"), rates=(1e-3,))
+    for run_key in run_keys:
+        if run_key.task == "b":
+            write_fake_evaluation(tmp_path, run_key, "aime")
     results = read_results(tmp_path)
     assert "aime: pass@8" in results.metrics("b") and "aime: pass@2" not in results.metrics("b")
     assert not any(name.startswith("aime") for name in results.metrics("a"))
@@ -56,7 +58,7 @@ def test_evaluations_of_their_own_are_metrics_of_their_benchmark(tmp_path: Path)
     )
 
 
-def test_a_run_is_where_its_last_whole_row_is(tmp_path: Path):
+def test_run_state_is_read_from_the_last_complete_row(tmp_path: Path):
     run = tmp_path / "run"
     assert run_state(run) == RunState() and str(run_state(run)) == "not started"
     run.mkdir()
@@ -71,8 +73,8 @@ def test_a_run_is_where_its_last_whole_row_is(tmp_path: Path):
 
 
 @pytest.mark.parametrize("plan", [None, "{", "[]", '{"runs": [{"task": "a"}]}'])
-def test_what_is_no_study_is_one_sentence(tmp_path: Path, plan: str | None):
+def test_invalid_study_folder_produces_an_error(tmp_path: Path, plan: str | None):
     if plan is not None:
         (tmp_path / "study.json").write_text(plan)
-    with pytest.raises(ValueError, match=r"study\.json does not tell the runs of a study; run the study first\.$"):
+    with pytest.raises(ValueError, match=r"study\.json; run the study first"):
         read_results(tmp_path)

@@ -1,4 +1,4 @@
-"""Real studies: the same file gives the same bytes, killed and resumed or not, and a failure does not end a study."""
+"""Tests of studies with real runs: reproducibility after interruption, and failures of single runs."""
 
 import signal
 import subprocess
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 class Started:
-    """A study and its process."""
+    """A study file, with methods to start its command."""
 
     def __init__(self, root: Path, name: str, caches: Mapping[str, Path], methods: str, arguments: Sequence[str] = ()):
         self.folder, self._file, self._log = root / name, root / f"{name}.py", root / f"{name}.log"
@@ -71,7 +71,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> 
     return study
 
 
-def test_every_run_is_a_run_folder_that_is_evaluated_and_reported(whole: Started):
+def test_all_runs_are_trained_evaluated_and_reported(whole: Started):
     assert sorted(path.name for path in (whole.folder / "polynomial").iterdir()) == sorted(RUNS)
     for name in RUNS:
         assert last_row(whole.run(name) / "metrics.jsonl")["step"] == NUM_STEPS
@@ -83,7 +83,7 @@ def test_every_run_is_a_run_folder_that_is_evaluated_and_reported(whole: Started
     assert f"<td>{jax.__version__}</td>" in page
 
 
-def test_a_finished_study_is_left_alone(whole: Started):
+def test_finished_study_is_not_changed(whole: Started):
     names = ["metrics.jsonl", "timing.jsonl", "about.json", "log.txt"]
     before = [(whole.run(run) / name).read_bytes() for run in RUNS for name in names]
     attempts = read_attempts(whole.folder)
@@ -99,16 +99,14 @@ def await_step(study: Started, run: str, step: int, process: "subprocess.Popen[b
         time.sleep(0.002)
 
 
-def test_killed_and_resumed_and_on_other_cores_it_leaves_the_same_bytes(
-    whole: Started, caches: dict[str, Path], default_signals: None
-):
-    """Once by SIGTERM, which saves what is under way; once by SIGKILL, which leaves runs behind that are waited for."""
+def test_resumed_study_produces_identical_files(whole: Started, caches: dict[str, Path], default_signals: None):
+    """Stopped once by SIGTERM, after which runs save, and once by SIGKILL, after which active runs continue."""
     study = Started(whole.folder.parent, "broken", caches, BOTH, ["--parallel=1"])
     process = study.start()
     await_step(study, RUNS[0], 3, process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=300) == 128 + signal.SIGTERM, study.log()
-    assert "SIGTERM: every run has saved its last step; the same command goes on from there." in study.log()
+    assert "SIGTERM: all runs have saved their last step." in study.log()
     saved = max(int(path.name) for path in (study.run(RUNS[0]) / "checkpoints").iterdir() if path.name.isdigit())
     assert saved >= 3 and last_row(study.run(RUNS[0]) / "metrics.jsonl")["step"] == saved
 
@@ -125,18 +123,18 @@ def test_killed_and_resumed_and_on_other_cores_it_leaves_the_same_bytes(
     assert stages.count((f"polynomial/{RUNS[0]}", "evaluate", 0)) == 1
 
 
-def test_a_run_that_fails_does_not_end_the_study(whole: Started, caches: dict[str, Path]):
+def test_failed_run_does_not_stop_the_study(whole: Started, caches: dict[str, Path]):
     methods = "{'broken': {'train.max_prompt_tokens': 1}, **{'grpo': PAPER_METHODS['grpo']}}"
     study = Started(whole.folder.parent, "failing", caches, methods)
     assert study.finish() == 1
     last = study.log().splitlines()
     assert any(line.startswith("polynomial/broken-lr0.001-seed0: train failed after") for line in last)
-    assert any(line.startswith("Error: 1 of 2 runs failed: polynomial/broken-lr0.001-seed0;") for line in last)
+    assert any(line.startswith("Error: 1 of 2 runs failed: polynomial/broken-lr0.001-seed0.") for line in last)
     assert (study.run(RUNS[1]) / "metrics.jsonl").read_bytes() == (whole.run(RUNS[1]) / "metrics.jsonl").read_bytes()
     assert "<b>1 of 2 runs finished</b>" in (study.folder / "report" / "report.html").read_text()
 
 
-def test_mistakes_are_told_before_anything_starts(whole: Started, caches: dict[str, Path]):
+def test_invalid_settings_are_reported_before_runs_start(whole: Started, caches: dict[str, Path]):
     study = Started(whole.folder.parent, "mistaken", caches, "{'grpo': {'algo.loss': 'ppo'}, 'b': {'algo.los': 1}}")
     assert study.finish() == 2
     first, second = [line for line in study.log().splitlines() if line.startswith("Error: ")]

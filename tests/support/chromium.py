@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over pipes by its DevTools protocol: nothing to install, and no port."""
+"""Controls headless Chromium with the DevTools protocol over pipes, without dependencies and network ports."""
 
 import base64
 import contextlib
@@ -26,15 +26,15 @@ _FLAGS = (
 
 
 def find() -> str | None:
-    """Where Chromium is, if it is."""
+    """Returns the path of Chromium, or None if it is not installed."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 @contextlib.contextmanager
 def open_tab(program: str, profile: Path) -> "Iterator[Tab]":
-    """A tab of a fresh Chromium, which ends with the block."""
+    """Starts Chromium with a new profile and yields a tab. Terminates Chromium at the end of the `with` block."""
     to_child, to_us = os.pipe(), os.pipe()
-    # Chromium reads commands from descriptor 3 and writes to 4; a shell puts the pipes there.
+    # Chromium reads commands from file descriptor 3 and writes responses to 4. A shell redirects the pipes.
     launch = f'exec "$0" "$@" 3<&{to_child[0]} 4>&{to_us[1]}'
     arguments = ["bash", "-c", launch, program, *_FLAGS, f"--user-data-dir={profile}", "about:blank"]
     with subprocess.Popen(
@@ -51,7 +51,7 @@ def open_tab(program: str, profile: Path) -> "Iterator[Tab]":
 
 
 class Tab:
-    """One tab; everything that its page asks of the network or complains of is kept."""
+    """A browser tab. Records network requests and errors of its page."""
 
     def __init__(self, reader: int, writer: int) -> None:
         self._reader, self._writer = reader, writer
@@ -59,7 +59,7 @@ class Tab:
         self._last_id = 0
         self._session = ""
         self.requests: list[str] = []
-        self.complaints: list[Any] = []
+        self.errors: list[Any] = []
         self._events: list[str] = []
         target = next(info for info in self.send("Target.getTargets")["targetInfos"] if info["type"] == "page")
         attached = self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
@@ -68,7 +68,7 @@ class Tab:
             self.send(f"{domain}.enable")
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A command's result."""
+        """Sends a command and returns its result."""
         self._last_id += 1
         message: dict[str, Any] = {"id": self._last_id, "method": method, "params": parameters}
         if self._session:
@@ -82,7 +82,7 @@ class Tab:
                 return answer["result"]
 
     def open(self, page: Path, width: int = 1280, height: int = 800, scheme: str = "light") -> None:
-        """Shows a page, and returns once it is drawn."""
+        """Opens a page and waits until it is loaded."""
         self._events.clear()
         narrow = width < 600
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=narrow)
@@ -92,14 +92,14 @@ class Tab:
             self._next()
 
     def run(self, script: str) -> Any:
-        """What an expression of JavaScript evaluates to."""
+        """Evaluates a JavaScript expression and returns its value."""
         result = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in result:
             raise RuntimeError(result["exceptionDetails"])
         return result["result"].get("value")
 
     def press(self, key: str) -> None:
-        """Presses a key, as a user would, where the focus is."""
+        """Presses a key on the focused element."""
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
@@ -111,14 +111,14 @@ class Tab:
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def _next(self) -> dict[str, Any]:
-        """The next message, noted if it is an event."""
+        """Reads the next message, and records it if it is an event."""
         deadline = time.monotonic() + SECONDS
         while b"\0" not in self._received:
             if not select.select([self._reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TimeoutError(f"Chromium said nothing for {SECONDS:g} seconds.")
+                raise TimeoutError(f"Chromium did not respond for {SECONDS:g} seconds.")
             chunk = os.read(self._reader, 1 << 16)
             if not chunk:
-                raise RuntimeError("Chromium ended.")
+                raise RuntimeError("Chromium exited.")
             self._received += chunk
         line, _, self._received = self._received.partition(b"\0")
         message = json.loads(line)
@@ -128,5 +128,5 @@ class Tab:
         if method == "Network.requestWillBeSent":
             self.requests.append(parameters["request"]["url"])
         elif method in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"):
-            self.complaints.append(parameters)
+            self.errors.append(parameters)
         return message

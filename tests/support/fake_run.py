@@ -1,6 +1,6 @@
-"""A run that takes a tenth of a second, as a program: python -m fake_run FOLDER HOW.
+"""A fake training run that takes 0.1 seconds: python -m fake_run FOLDER HOW.
 
-HOW is `well`, `badly` (fails with a sentence), or `slowly` (runs until a signal ends it, and says that it is saved).
+HOW is `well` (succeeds), `badly` (fails with an error message), or `slowly` (runs until SIGTERM, then saves and exits).
 """
 
 import json
@@ -22,7 +22,7 @@ def main(folder: Path, how: str) -> None:
             sys.exit(128 + number)
 
         signal.signal(signal.SIGTERM, save)
-        (folder / "under_way").touch()
+        (folder / "started").touch()
         signal.pause()
     (folder / "done").touch()
 

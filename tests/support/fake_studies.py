@@ -1,4 +1,4 @@
-"""Made-up study folders, shaped like those of `python -m poly_epo_jax.study`."""
+"""Writes fake study folders with the files of `python -m poly_epo_jax.study`."""
 
 import dataclasses
 import json
@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from poly_epo_jax.study.folder import Member
+from poly_epo_jax.study.folder import RunKey
 
 KEEPS = {"poly_epo": 6.4, "grpo": 1.2, "grpo_div": 6.4}
-"""Distinct correct answers of 8 that each method ends with; the first and the last lie on each other."""
+"""Final number of correct clusters@8 of each method. The first and the last method have overlapping points."""
 NUM_STEPS = 20
 VERSIONS = {"python": "3.12.3", "jax": "0.10.2", "commit": "0123456789ab"}
 
@@ -22,41 +22,41 @@ def write_fake_study(
     rates: Sequence[float] = (1e-4, 5e-4),
     seeds: Sequence[int] = (0, 1, 2),
     evaluated: bool = False,
-) -> list[Member]:
-    """A study all of whose runs are finished."""
-    members = [
-        Member(task, method, rate, seed) for seed in seeds for task in tasks for rate in rates for method in KEEPS
+) -> list[RunKey]:
+    """Writes a study with finished runs and returns their keys."""
+    run_keys = [
+        RunKey(task, method, rate, seed) for seed in seeds for task in tasks for rate in rates for method in KEEPS
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    plan = {"baseline": "grpo", "runs": [dataclasses.asdict(member) for member in members]}
+    plan = {"baseline": "grpo", "runs": [dataclasses.asdict(run_key) for run_key in run_keys]}
     (folder / "study.json").write_text(json.dumps(plan))
-    for member in members:
-        write_fake_run(folder, member)
+    for run_key in run_keys:
+        write_fake_run(folder, run_key)
         if evaluated:
-            write_fake_evaluation(folder, member)
-    attempts = [attempt(member) for member in members]
+            write_fake_evaluation(folder, run_key)
+    attempts = [attempt(run_key) for run_key in run_keys]
     (folder / "attempts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in attempts))
-    return members
+    return run_keys
 
 
-def attempt(member: Member, code: int = 0, error: str = "") -> dict[str, Any]:
-    told = {"run": f"{member.task}/{member.name}", "stage": "train", "started": "2026-01-01T00:00:00+00:00"}
-    return told | {"seconds": 60.5, "exit": code, "error": error}
+def attempt(run_key: RunKey, code: int = 0, error: str = "") -> dict[str, Any]:
+    row = {"run": f"{run_key.task}/{run_key.name}", "stage": "train", "started": "2026-01-01T00:00:00+00:00"}
+    return row | {"seconds": 60.5, "exit": code, "error": error}
 
 
-def write_fake_run(folder: Path, member: Member, num_steps: int = NUM_STEPS) -> Path:
-    """A run that has come to `num_steps` of `NUM_STEPS`, evaluated every 5. A seed moves all methods alike."""
-    run = folder / member.task / member.name
+def write_fake_run(folder: Path, run_key: RunKey, num_steps: int = NUM_STEPS) -> Path:
+    """Writes a run with `num_steps` of `NUM_STEPS` steps, evaluated every 5 steps. Seeds affect all methods equally."""
+    run = folder / run_key.task / run_key.name
     run.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(member.seed)
+    rng = np.random.default_rng(run_key.seed)
     luck = float(rng.normal(0, 0.02))
     rows = []
     for step in range(num_steps + 1):
         progress = step / NUM_STEPS
         row: dict[str, float | None] = {"step": step}
         if step % 5 == 0:
-            clusters = 5 + (KEEPS[member.method] - 5) * progress
-            reward = 0.7 + (0.2 if KEEPS[member.method] > 2 else 0.25) * progress + luck
+            clusters = 5 + (KEEPS[run_key.method] - 5) * progress
+            reward = 0.7 + (0.2 if KEEPS[run_key.method] > 2 else 0.25) * progress + luck
             row |= {
                 "eval/reward": reward,
                 "eval/correct_clusters@8": clusters,
@@ -69,19 +69,19 @@ def write_fake_run(folder: Path, member: Member, num_steps: int = NUM_STEPS) -> 
             row |= {"policy/gradient_norm": None if step == 3 else 0.2, "synergy": 0.01, "policy/clip_fraction": 0.0}
         rows.append(row)
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    advantages = "grpo" if member.method == "grpo" else member.method
-    config = {"seed": member.seed, "workdir": str(run), "train": {"num_steps": NUM_STEPS}, "eval": {"every": 5}}
-    config |= {"algo": {"advantages": advantages}, "optimizer": {"learning_rate": member.rate}}
+    advantages = "grpo" if run_key.method == "grpo" else run_key.method
+    config = {"seed": run_key.seed, "workdir": str(run), "train": {"num_steps": NUM_STEPS}, "eval": {"every": 5}}
+    config |= {"algo": {"advantages": advantages}, "optimizer": {"learning_rate": run_key.rate}}
     (run / "config.json").write_text(json.dumps(config))
-    (run / "about.json").write_text(json.dumps({"method": member.method, "versions": [VERSIONS]}))
+    (run / "about.json").write_text(json.dumps({"method": run_key.method, "versions": [VERSIONS]}))
     (run / "checkpoints" / str(num_steps)).mkdir(parents=True, exist_ok=True)
     return run
 
 
-def write_fake_evaluation(folder: Path, member: Member, benchmark: str = "polynomial") -> None:
-    path = folder / "evaluation" / benchmark / member.label
+def write_fake_evaluation(folder: Path, run_key: RunKey, benchmark: str = "polynomial") -> None:
+    path = folder / "evaluation" / benchmark / run_key.label
     path.mkdir(parents=True)
-    estimate = {"mean": 0.5 + 0.01 * member.seed, "low": 0.4, "high": 0.6}
+    estimate = {"mean": 0.5 + 0.01 * run_key.seed, "low": 0.4, "high": 0.6}
     metrics = {name: estimate for name in ("pass@1", "pass@2", "pass@8", "majority_accuracy@8", "correct_clusters@8")}
-    branching = {"mean": np.linspace(1, KEEPS[member.method], 12).tolist()}
+    branching = {"mean": np.linspace(1, KEEPS[run_key.method], 12).tolist()}
     (path / "results.json").write_text(json.dumps({"metrics": metrics, "branching": branching, "num_problems": 4}))

@@ -1,4 +1,4 @@
-"""Made-up evaluation folders, shaped like those of `python -m poly_epo_jax.evaluate`."""
+"""Writes fake evaluation folders with the files of `python -m poly_epo_jax.evaluate`."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def write_fake_evaluation(
     num_tokens: int = 40,
     clustered: bool = True,
 ) -> Path:
-    """An evaluation of models of the given accuracy: problem 0 is never solved, 1 always, the others sometimes."""
+    """Writes an evaluation of models with the given accuracies. Problem 0 is never solved, and problem 1 always."""
     for benchmark in benchmarks:
         for seed, (model, chance) in enumerate(accuracy.items()):
             path = folder / benchmark / model

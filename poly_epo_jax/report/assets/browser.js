@@ -1,5 +1,6 @@
 "use strict";
-// Shows what generations.py collects: a collection's problems, filtered; a problem's generations by cluster.
+// Browser of generations: lists the filtered problems of a collection (see generations.py), and shows the generations of
+// the selected problem by cluster.
 
 const report = JSON.parse(document.getElementById("data").textContent);
 
@@ -19,7 +20,7 @@ const FILTERS = {
   unsolved: (problem) => problem.correct === 0,
   mixed: (problem) => problem.correct > 0 && problem.correct < problem.size,
 };
-let chosen = null; // the problem's id: it stays when the model changes
+let chosen = null; // id of the selected problem, which is kept when another model is selected
 
 const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 const signed = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(3)}`;
@@ -47,10 +48,10 @@ function chooseCollection() {
   const { problems, all_problems, all_generations, file } = collection();
   const shown = problems.reduce((sum, problem) => sum + problem.generations.length, 0);
   control["left-out"].textContent =
-    `Here are ${plural(problems.length, "problem")} of ${all_problems.toLocaleString("en")} and ` +
-    `${plural(shown, "generation")} of ${all_generations.toLocaleString("en")}: the first ${report.bounds.problems} problems, the first ` +
-    `${report.bounds.generations} generations of each, and ` +
-    `${report.bounds.characters.toLocaleString("en")} characters of a longer text. All of it is in ${file}`;
+    `Showing ${problems.length} of ${plural(all_problems, "problem")} and ` +
+    `${shown} of ${plural(all_generations, "generation")}. Limits: ${report.bounds.problems} problems, ` +
+    `${report.bounds.generations} generations per problem, ` +
+    `${report.bounds.characters.toLocaleString("en")} characters per text. Full data: ${file}`;
   listProblems();
 }
 
@@ -60,7 +61,7 @@ function listProblems() {
   const found = all.filter((problem) => FILTERS[control.filter.value](problem) && (!text || contains(problem, text)));
   control.count.textContent = `${found.length} of ${plural(all.length, "problem")}`;
   control.problems.replaceChildren(...found.map((problem) => {
-    const about = make("span", "muted", `${problem.correct} of ${problem.size} right`);
+    const about = make("span", "muted", `${problem.correct} of ${problem.size} correct`);
     const button = make("button", "", make("span", "text", problem.id), about);
     button.type = "button";
     button.dataset.problem = problem.id;
@@ -77,14 +78,14 @@ function showProblem(problem) {
   for (const button of control.problems.querySelectorAll("button"))
     button.setAttribute("aria-current", String(button.dataset.problem === problem?.id));
   if (!problem) {
-    control.problem.replaceChildren(make("p", "muted", "No problem fits."));
+    control.problem.replaceChildren(make("p", "muted", "No matching problems."));
     return;
   }
   const strategies = problem.clusters.filter(({ id }) => id !== null && id !== DEGENERATE).length;
   const clustering = problem.clusters.some(({ id }) => id === null) ? "not clustered" : plural(strategies, "cluster");
   control.problem.replaceChildren(
     make("h3", "", make("span", "text", problem.id)),
-    make("p", "muted", `${problem.correct} of ${problem.size} right, ${clustering}`),
+    make("p", "muted", `${problem.correct} of ${problem.size} correct, ${clustering}`),
     make("pre", "prompt", problem.prompt),
     problem.gold ? make("p", "", "Answer: ", make("span", "text", problem.gold)) : "",
     ...[...problem.clusters]
@@ -95,7 +96,7 @@ function showProblem(problem) {
 function showCluster({ id, size, correct }, generations) {
   const name = id === null ? "Not clustered" : id === DEGENERATE ? "Degenerate" : `Cluster ${id}`;
   const shown = generations.length === size ? "" : `, ${generations.length || "none"} shown`;
-  const about = make("span", "muted", ` ${plural(size, "generation")}, ${correct} right${shown}`);
+  const about = make("span", "muted", ` ${plural(size, "generation")}, ${correct} correct${shown}`);
   return make("section", "cluster", make("h4", "", name, about), ...generations.map(showGeneration));
 }
 
@@ -104,7 +105,7 @@ function showGeneration(generation) {
   if (generation.advantage !== null) about.unshift(`advantage ${signed(generation.advantage)}`);
   if (generation.answer !== undefined) about.push(`answer ${generation.answer}`);
   if (generation.tokens !== undefined) about.push(plural(generation.tokens, "token"));
-  if (generation.cut) about.push("cut off");
+  if (generation.cut) about.push("truncated");
   const reward = make("span", generation.correct ? "right" : "wrong", `reward ${Number(generation.reward.toPrecision(3))}`);
   const opening = generation.response.trimStart().slice(0, 90).replaceAll("\n", " ");
   const summary = make("summary", "", reward, make("span", "muted text", ` · ${about.join(" · ")} `),
