@@ -6,27 +6,15 @@ the keys that differ. The command line overrides both: --config.optimizer.learni
 The sections are typed and frozen. `read_config` builds them from a user's configuration. It also checks the names of
 components against their registries, and combinations of keys.
 
-`--help` prints each key as `KEY = VALUE  TYPE: TEXT; RULE`, where TEXT is the second argument of `key` and RULE the
-allowed values. It also prints the docstrings of the sections.
+`--help` prints the docstrings of the sections, and each key as `KEY = VALUE  TYPE: HELP TEXT; ALLOWED VALUES`.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from poly_epo_jax.config.checks import (
-    COORDINATOR,
-    FRACTION,
-    NOT_EMPTY,
-    PATTERN,
-    SEED,
-    URL,
-    URLS,
-    Check,
-    ConfigError,
-    Range,
-    one_of,
-)
+from poly_epo_jax.config.checks import COORDINATOR, FRACTION, NOT_EMPTY, PATTERN, SEED, URL, URLS, Check, Range, one_of
+from poly_epo_jax.config.checks import ConfigError as ConfigError
 from poly_epo_jax.config.section import Section, changed_keys, key
 
 FLOATS = one_of("float32", "bfloat16")
@@ -46,34 +34,22 @@ class ModelSection(Section, name="model"):
 
     path: str = key("", "Hugging Face folder or hub name of the policy (empty = the base policy of the section base)")
     stop_strings: tuple[str, ...] = key(
-        (),
-        "strings that end a response: generation stops after any token that contains one of them, in addition to the "
-        "end-of-sequence tokens of the model",
+        (), "strings that end a response after a token that contains one, as end-of-sequence tokens of the model do"
     )
     dtype: str = key("float32", "dtype of activations and matrix products", FLOATS)
     param_dtype: str = key("float32", "dtype in which weights are stored", FLOATS)
-    remat: str = key(
-        "none", "rematerialization policy of the backward pass (auto = the least recomputation that fits into memory)"
-    )
-    scan_unroll: int = key(
-        0,
-        "layers per iteration of the layer scan (0 = all layers if there are at most four, otherwise 1)",
-        Range(0, 64),
-    )
+    remat: str = key("none", "rematerialization policy (auto = the least recomputation that fits into memory)")
+    scan_unroll: int = key(0, "layers per layer-scan iteration (0 = all if at most four, otherwise 1)", Range(0, 64))
     attention: str = key(
-        "auto",
-        "attention kernel: blockwise (any device), triton (GPU), splash (TPU) or auto (the kernel of the device, or "
-        "blockwise if that kernel fails its self-check)",
+        "auto", "attention kernel (auto = triton on GPU, splash on TPU, blockwise elsewhere or if a self-check fails)"
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class BaseSection(Section, name="base"):
-    """Size and training of the base policy: a tiny model fitted to synthetic demonstrations if model.path is empty."""
+    """Tiny policy for an empty model.path, fitted to demonstrations with learning rate warm-up and cosine decay."""
 
-    cache_dir: str = key(
-        "runs/base", "folder of base policies, which runs with the same task and base keys reuse", NOT_EMPTY
-    )
+    cache_dir: str = key("runs/base", "cache of base policies, reused for the same task and base keys", NOT_EMPTY)
     seed: int = key(0, "random seed of the initial weights and of the demonstrations", SEED)
     hidden_size: int = key(64, "width of the residual stream", Range(1, 65_536))
     mlp_size: int = key(192, "hidden width of the MLP", Range(1, 262_144))
@@ -83,28 +59,11 @@ class BaseSection(Section, name="base"):
     head_dim: int = key(16, "width of an attention head; must be even", Range(2, 1024))
     batch_size: int = key(128, "demonstrations per training step of the base policy", Range(1, 65_536))
     clean_steps: int = key(1200, "training steps on correct demonstrations", Range(1, 10**6))
-    clean_learning_rate: float = key(
-        3e-3, "peak learning rate of the base.clean_steps, with linear warm-up and cosine decay", Range(1e-12, 1)
-    )
-    noisy_steps: int = key(
-        120,
-        "subsequent training steps on demonstrations with deliberate mistakes, which RL can correct",
-        Range(0, 10**6),
-    )
-    noisy_learning_rate: float = key(
-        1e-3, "peak learning rate of the base.noisy_steps, with linear warm-up and cosine decay", Range(1e-12, 1)
-    )
-    error_rate: float = key(
-        1.0,
-        "factor on the rate of deliberate mistakes in the base.noisy_steps (1 = the rate of the task)",
-        Range(0, 100),
-    )
-    skew: float = key(
-        0.0,
-        "concentration of the demonstrations on few strategies: the strategy of rank k has weight exp(-skew k) "
-        "(0 = uniform)",
-        Range(0, 100),
-    )
+    clean_learning_rate: float = key(3e-3, "peak learning rate of the base.clean_steps", Range(1e-12, 1))
+    noisy_steps: int = key(120, "further training steps on demonstrations with deliberate mistakes", Range(0, 10**6))
+    noisy_learning_rate: float = key(1e-3, "peak learning rate of the base.noisy_steps", Range(1e-12, 1))
+    error_rate: float = key(1.0, "mistake rate in the base.noisy_steps, relative to the task's rate", Range(0, 100))
+    skew: float = key(0.0, "preference for strategies: rank k has weight exp(-skew k) (0 = uniform)", Range(0, 100))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,14 +88,10 @@ class JudgeSection(Section, name="judge"):
     )
     url: str = key("", "address of an OpenAI-compatible server, such as http://127.0.0.1:30001", URL)
     model: str = key("", "name of the model on the judge server (empty = the first model that the server lists)")
-    api_key_env: str = key(
-        "", "name of the environment variable that contains the API key of the judge server (empty = no key)"
-    )
+    api_key_env: str = key("", "environment variable with the API key of the judge server (empty = no key)")
     max_concurrent: int = key(64, "maximum number of concurrent requests to the judge", Range(1, 65_536))
     timeout_seconds: float = key(300.0, "timeout in seconds of one request to the judge", SECONDS)
-    wait_seconds: float = key(
-        600.0, "maximum time in seconds to wait for a judge server that does not respond", Range(0, 10**6)
-    )
+    wait_seconds: float = key(600.0, "maximum wait in seconds for a server that does not respond", Range(0, 10**6))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,53 +100,31 @@ class RolloutsSection(Section, name="rollouts"):
 
     name: str = key("embedded", "name of the sampler")
     options: Mapping[str, Any] = key({}, "keyword arguments of the sampler, such as sleep for sglang")
-    max_concurrent: int = key(
-        512, "maximum number of concurrent generations, per URL if the sampler uses servers", Range(1, 10**6)
-    )
+    max_concurrent: int = key(512, "maximum number of concurrent generations (with servers, per URL)", Range(1, 10**6))
     urls: str = key("", "comma-separated addresses of servers or routers, such as http://127.0.0.1:30000", URLS)
-    shared: bool = key(
-        False, "whether all processes use the same servers (False = rollouts.urls are separate servers on each host)"
-    )
+    shared: bool = key(False, "whether all processes use the same servers (False = separate servers on each host)")
     weight_sync: str = key(
-        "disk", "transport of weight updates: disk (a folder that the servers read) or tensor (CUDA IPC on one host)"
+        "disk", "weight transport: disk (a folder that servers read) or tensor (CUDA IPC on one host)"
     )
     weights_dir: str = key(
         "/dev/shm", "parent directory of the weight folder; must be visible to all hosts that run servers", NOT_EMPTY
     )
     weights_dtype: str = key("bfloat16", "compute dtype of the servers, in which weights are sent to them", FLOATS)
-    tensor_parallel: int = key(
-        1, "tensor-parallel size of each server, for rollouts.weight_sync=tensor", Range(1, 1024)
-    )
-    timeout_seconds: float = key(
-        1800.0, "timeout in seconds for the generations of one prompt, and for one weight update", SECONDS
-    )
-    wait_seconds: float = key(
-        900.0,
-        "maximum time in seconds to wait for a server that does not respond, at startup or later",
-        Range(0, 10**6),
-    )
+    tensor_parallel: int = key(1, "tensor-parallel size of each server, for weight_sync=tensor", Range(1, 1024))
+    timeout_seconds: float = key(1800.0, "timeout in seconds to generate for a prompt or to update weights", SECONDS)
+    wait_seconds: float = key(900.0, "maximum wait in seconds for a server that does not respond", Range(0, 10**6))
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSection(Section, name="sampling"):
-    """Sampling of response tokens."""
+    """Sampling of responses. Training requires temperature > 0, top_p = 1 and top_k = 0; evaluations do not."""
 
     max_tokens: int = key(14, "maximum number of tokens of a response, T_max in the paper", TOKENS)
     temperature: float = key(
-        1.0,
-        "sampling temperature, which also applies to the trained log-probabilities (0 = greedy decoding, for "
-        "evaluations only)",
-        Range(0.01, 100, other=0),
+        1.0, "temperature of sampling and of the trained log-probabilities (0 = greedy)", Range(0.01, 100, other=0)
     )
-    top_p: float = key(
-        1.0,
-        "nucleus sampling: total probability of the most likely tokens to sample from, for evaluations only "
-        "(1 = all tokens)",
-        Range(1e-6, 1),
-    )
-    top_k: int = key(
-        0, "number of most likely tokens to sample from, for evaluations only (0 = all tokens)", Range(0, 10**6)
-    )
+    top_p: float = key(1.0, "total probability of the most likely tokens to sample from (1 = all)", Range(1e-6, 1))
+    top_k: int = key(0, "number of most likely tokens to sample from (0 = all)", Range(0, 10**6))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,9 +132,7 @@ class AlgoSection(Section, name="algo"):
     """Advantage estimator and policy loss."""
 
     advantages: str = key("marginal_set", "name of the advantage estimator")
-    options: Mapping[str, Any] = key(
-        {}, "keyword arguments of the advantage estimator, such as --config.algo.options.k=8"
-    )
+    options: Mapping[str, Any] = key({}, "keyword arguments of the estimator, such as --config.algo.options.k=8")
     objective: str = key("polychromic", "set objective of algo.advantages=marginal_set")
     set_size: int = key(4, "number n of generations per set", Range(1, 4095))
     num_sets: int = key(0, "number K of sets drawn per prompt (0 = all C(N, n) sets)", Range(0, 10**6))
@@ -215,7 +146,7 @@ class AlgoSection(Section, name="algo"):
     # own gives every response the same total weight (GRPO). max gives every token the same weight (Poly-EPO).
     length_normalization: str = key(
         "max",
-        "divisor T_i of the token losses of response i: own (its number of tokens) or max (sampling.max_tokens)",
+        "divisor T_i of token losses: own (tokens of response i) or max (sampling.max_tokens)",
         one_of("own", "max"),
     )
     importance_cap: float = key(
@@ -243,23 +174,14 @@ class TrainSection(Section, name="train"):
     prompts_per_batch: int = key(64, "number of prompts per step", Range(1, 10**6))
     prompts_per_minibatch: int = key(32, "number of prompts per optimizer update", Range(1, 10**6))
     num_generations: int = key(8, "number N of generations per prompt", Range(1, 4096))
-    max_prompt_tokens: int = key(
-        10, "maximum number of tokens of a prompt; problems with longer prompts are dropped", TOKENS
-    )
+    max_prompt_tokens: int = key(10, "maximum number of prompt tokens; problems with more are dropped", TOKENS)
     trainable: str = key("", "regular expression of the dotted paths of trained weights (empty = all weights)", PATTERN)
-    # With staleness 1, generation and training overlap, but the ratios of a batch are relative to an older policy. This
-    # requires algo.importance_cap and a sampler with its own devices.
+    # 1 requires a sampler with its own devices and algo.importance_cap, which corrects for the older sampling policy.
     staleness: int = key(
-        0,
-        "number of steps by which the sampling policy is older than the trained policy (0 = on-policy, 1 = the next "
-        "batch is generated while the current one is trained)",
-        Range(0, 1),
+        0, "age of the sampling policy in steps (0 = on-policy, 1 = generation overlaps with the update)", Range(0, 1)
     )
     row_tokens: int = key(
-        0,
-        "number of tokens of a packed row (0 = twice the maximum sequence, train.max_prompt_tokens + "
-        "sampling.max_tokens, rounded up to a multiple of 16)",
-        Range(1, 2**24, other=0),
+        0, "tokens per packed row (0 = two sequences of maximum length, rounded up)", Range(1, 2**24, other=0)
     )
     rows_per_device: int = key(
         0,
@@ -273,9 +195,7 @@ class TrainSection(Section, name="train"):
 class LoraSection(Section, name="lora"):
     """Low-rank adapters (LoRA), trained in float32 while the weights of the model are frozen."""
 
-    rank: int = key(
-        0, "rank of the adapters (0 = no adapters; the weights of the model are trained)", Range(1, 1024, other=0)
-    )
+    rank: int = key(0, "rank of the adapters (0 = train the weights of the model instead)", Range(1, 1024, other=0))
     alpha: float = key(32.0, "scale of the adapters; their output is multiplied by alpha / rank", Range(1e-6, 10**6))
     targets: tuple[str, ...] = key(PROJECTIONS, "projections of every layer that have an adapter", TARGETS)
 
@@ -287,9 +207,7 @@ class OptimizerSection(Section, name="optimizer"):
     learning_rate: float = key(5e-4, "peak learning rate", Range(1e-12, 1))
     warmup_updates: int = key(0, "number of optimizer updates of linear learning rate warm-up", Range(0, 10**9))
     schedule: str = key("linear", "learning rate schedule after the warm-up")
-    final_fraction: float = key(
-        0.02, "final learning rate of the linear and cosine schedules, as a fraction of the peak", FRACTION
-    )
+    final_fraction: float = key(0.02, "final learning rate of linear and cosine, relative to the peak", FRACTION)
     b1: float = key(0.9, "decay rate of the first moment", Range(0, 0.9999))
     b2: float = key(0.999, "decay rate of the second moment", Range(0, 0.999999))
     first_moment_dtype: str = key(
@@ -297,9 +215,7 @@ class OptimizerSection(Section, name="optimizer"):
     )
     eps: float = key(1e-8, "constant added to the square root of the second moment", Range(1e-20, 1))
     weight_decay: float = key(0.0, "decoupled weight decay, multiplied by the learning rate", Range(0, 10))
-    max_grad_norm: float = key(
-        0.3, "maximum global norm of the gradient; larger gradients are scaled down to it", Range(1e-8, 1e8)
-    )
+    max_grad_norm: float = key(0.3, "maximum global gradient norm; larger gradients are scaled down", Range(1e-8, 1e8))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,9 +234,7 @@ class HostsSection(Section, name="hosts"):
     """Multi-process training. All processes have the same configuration except for hosts.index."""
 
     coordinator: str = key(
-        "",
-        "address HOST:PORT of the first process (auto = detected under SLURM and on TPU pods, empty = one process)",
-        COORDINATOR,
+        "", "HOST:PORT of the first process (auto = from SLURM or the TPU pod, empty = one process)", COORDINATOR
     )
     count: int = key(1, "number of processes; ignored if hosts.coordinator=auto", Range(1, 10**5))
     index: int = key(0, "index of this process, from 0; ignored if hosts.coordinator=auto", Range(0, 10**5))
