@@ -95,8 +95,8 @@ def distinct(texts: Sequence[str], is_correct: bool) -> int:
 
 RESPONSES = {
     "mixed": ["a10", "a10", "b10", "c0", "c0", "?0"],
-    "incorrect": ["a0", "b0", "c0", "d5", "?0", "?0"],
-    "correct": ["a10", "a10", "a10", "a10", "a10", "a10"],
+    "none": ["a0", "b0", "c0", "d5", "?0", "?0"],
+    "all": ["a10", "a10", "a10", "a10", "a10", "a10"],
     "partly": ["a10", "a5", "a9", "b10", "b0", "?10"],
 }
 
@@ -125,8 +125,8 @@ def test_metrics_are_means_over_all_subsets(size: int):
 
 
 def test_problem_without_clustering_counts_in_other_metrics():
-    metrics, judged = evaluate(RESPONSES, failing=["mixed", "correct"]), dict(RESPONSES)
-    del judged["mixed"], judged["correct"]
+    metrics, judged = evaluate(RESPONSES, failing=["mixed", "all"]), dict(RESPONSES)
+    del judged["mixed"], judged["all"]
     whole, part = evaluate(RESPONSES), evaluate(judged)
     assert metrics["eval/judge_failed_problems"] == 2
     for name in metrics.keys() - {"eval/judge_failed_problems"}:
