@@ -12,7 +12,7 @@ from poly_epo_jax.doctor.examine import Finding, RunContext, Skipped
 from poly_epo_jax.memory_plan.tables import amount, plan_of
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.devices import device_peak
-from poly_epo_jax.startup.prepare import TOLERANCE
+from poly_epo_jax.startup.prepare import MEMORY_TOLERANCE
 
 STAGE_SECONDS = 90.0  # No further stage is started after this time, in seconds.
 MAX_ROOFLINE_RATIO = 50.0  # Maximum ratio of measured to roofline time. Correctly working kernels are faster.
@@ -58,7 +58,7 @@ def _memory(planned: int) -> Finding:
         return Finding(name, "not there", message, {"planned bytes": planned})
     figures = {"planned bytes": planned, "peak bytes": peak}
     message = f"peak memory {amount(peak)}, planned {amount(planned)}"
-    if peak > TOLERANCE * planned:
-        remedy = f"divide the planned maximum of train.rows_per_device by {TOLERANCE:g}, and report both numbers"
+    if peak > MEMORY_TOLERANCE * planned:
+        remedy = f"divide the planned maximum of train.rows_per_device by {MEMORY_TOLERANCE:g}, and report both numbers"
         return Finding(name, "failed", f"{message}; {remedy}", figures)
     return Finding(name, "passed", message, figures)
