@@ -53,7 +53,7 @@ def test_a_run_on_one_device_passes(tmp_path):
     assert kernel.seen.startswith("the attention kernel blockwise is correct on cpu: ")
     for name in ("values", "dq", "dk", "dv"):
         error, most = (float(kernel.figures[f"{kind} of {name}"]) for kind in ("error", "allowed"))
-        assert error <= most < 1e-3 and f"{name} {error:.1e} of {most:.1e}" in kernel.seen
+        assert error <= most < 1e-3 and f"{name} {error:.1e} ({most:.1e})" in kernel.seen
     assert list(tmp_path.iterdir()) == []  # neither in the run folder nor next to it
 
 
