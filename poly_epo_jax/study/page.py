@@ -11,9 +11,10 @@ from poly_epo_jax.metrics.intervals import Interval
 from poly_epo_jax.metrics.logged import describe
 from poly_epo_jax.report.document import document, markdown_table, table
 from poly_epo_jax.report.figures import COMPARED, drawn_metrics, image, save
+from poly_epo_jax.report.settings import settings_section
 from poly_epo_jax.study import figures
+from poly_epo_jax.study.folder import clock
 from poly_epo_jax.study.frontier import plot_frontier
-from poly_epo_jax.study.reproduction import reproduction_section
 from poly_epo_jax.study.results import Cell, StudyResults, read_results
 
 INTERVAL_NOTE = (
@@ -45,9 +46,7 @@ def write_study_report(folder: Path) -> Path:
     results = read_results(folder)
     page = folder / "report" / "report.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    body = "\n".join(
-        [_summary(results), *(_task(results, task) for task in results.tasks), reproduction_section(results)]
-    )
+    body = "\n".join([_summary(results), *(_task(results, task) for task in results.tasks), _reproduction(results)])
     title = f"Study: {folder.resolve().name.removeprefix('study-')}"
     page.write_text(document(title, body), encoding="utf-8", errors="replace")
     (page.parent / "tables.md").write_text(markdown(results), encoding="utf-8")
@@ -204,3 +203,51 @@ def _table(
         shown = ["-" if interval is None else interval_text(interval, sign) for interval in cells(row)]
         lines.append([row.method, f"{row.rate:g}", f"{row.finished} of {row.num_runs}", *shown])
     return "\n".join(markdown_table(header, lines))
+
+
+def _reproduction(results: StudyResults) -> str:
+    """Returns the last section of the page, as HTML."""
+    labels = {one.key.path: one for one in results.results}
+    settings = settings_section(
+        {label: one.config for label, one in labels.items()}, {label: one.versions for label, one in labels.items()}
+    )
+    return (
+        '<section id="reproduction"><h2>Reproduction</h2>'
+        "<p>The command of the study reproduces all runs. With the embedded sampler, the same versions and the same "
+        "kind of device, the metrics.jsonl files of the runs are byte-identical.</p>"
+        f"{_attempts(results)}</section>{settings}"
+    )
+
+
+def _attempts(results: StudyResults) -> str:
+    """Returns a table of run times and failures, with a row per started run."""
+    rows = []
+    for one in results.results:
+        own = [row for row in results.attempts if row["run"] == one.key.path]
+        if not own:
+            continue
+        seconds = {
+            stage: sum(row["seconds"] for row in own if row["stage"] == stage) for stage in ("train", "evaluate")
+        }
+        failures = [
+            f"{row['started']}: {row['stage']}, exit code {row['exit']}: {row['error']}" for row in own if row["exit"]
+        ]
+        state = "finished" if one.state.is_finished else f"<b class='wrong'>{html.escape(str(one.state))}</b>"
+        rows.append(
+            [
+                html.escape(one.key.path),
+                state,
+                str(sum(row["stage"] == "train" for row in own)),
+                clock(seconds["train"]),
+                clock(seconds["evaluate"]) if seconds["evaluate"] else "-",
+                "<br>".join(map(html.escape, failures)) or "-",
+            ]
+        )
+    if not rows:
+        return "<p>No runs have been started by the study command.</p>"
+    total, failed = sum(row["seconds"] for row in results.attempts), sum(row["exit"] != 0 for row in results.attempts)
+    starts = f"{failed} of {len(results.attempts)} attempts failed or were stopped"
+    summary = f"Total time of all runs, including parallel runs: {clock(total)}. {starts}."
+    header = ["run", "state", "attempts", "training", "evaluation", "failures"]
+    details = f"<details><summary>All runs</summary>{table(header, rows)}</details>"
+    return f"<h3>Time and failures</h3><p>{summary}</p>{details}"
