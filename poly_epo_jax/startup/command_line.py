@@ -61,7 +61,7 @@ def run_command(
 
     Args:
       parser: A parser from `config_parser`.
-      arguments: Arguments of the command. If None, those of the process are used.
+      arguments: Arguments of the command. If None, the arguments of the process are used.
       run: Function of the configuration and the parsed flags. Not called with --help or --print_config.
       errors: Exceptions of the command that are reported as a one-line error message, in addition to those of
         `exit_code`.
