@@ -17,8 +17,7 @@ from outcome import Outcome
 from rewritten_answers import GOLDS, OTHER, SAME, is_plain, pairs
 
 from poly_epo_jax.tasks.answers import last_boxed, mend
-from poly_epo_jax.tasks.verifier import Outcome as Graded
-from poly_epo_jax.tasks.verifier import Verifier
+from poly_epo_jax.tasks.verifier import Outcome as Graded, Verifier
 
 CPU_SECONDS = 2.0
 DATASETS = ("math500", "deepscaler_40k", "hmmt_feb_2025")

@@ -13,8 +13,19 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from poly_epo_jax.config.checks import COORDINATOR, FRACTION, NOT_EMPTY, PATTERN, SEED, URL, URLS, Check, Range, one_of
-from poly_epo_jax.config.checks import ConfigError as ConfigError
+from poly_epo_jax.config.checks import (
+    COORDINATOR,
+    FRACTION,
+    NOT_EMPTY,
+    PATTERN,
+    SEED,
+    URL,
+    URLS,
+    Check,
+    ConfigError as ConfigError,
+    Range,
+    one_of,
+)
 from poly_epo_jax.config.section import Section, changed_keys, key
 
 FLOATS = one_of("float32", "bfloat16")

@@ -41,8 +41,7 @@ from typing import Any
 
 from poly_epo_jax.metrics.logged import is_held_out
 from poly_epo_jax.system.file_lock import InUseError, exclusive
-from poly_epo_jax.system.json_files import Columns, Row, keep_rows
-from poly_epo_jax.system.json_files import read_rows as read_json_rows
+from poly_epo_jax.system.json_files import Columns, Row, keep_rows, read_rows as read_json_rows
 from poly_epo_jax.types import Clustering, GradedGroup
 
 CONFIG, ABOUT, DATA = "config.json", "about.json", "data.json"

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from poly_epo_jax.metrics.logged import is_held_out
 from poly_epo_jax.records import run_folder
-from poly_epo_jax.system.json_files import Columns, Row
-from poly_epo_jax.system.json_files import read_rows as read_json_rows
+from poly_epo_jax.system.json_files import Columns, Row, read_rows as read_json_rows
 
 PLAN, ATTEMPTS, LOG, LOCK, EVALUATION = "study.json", "attempts.jsonl", "log.txt", "lock", "evaluation"
 

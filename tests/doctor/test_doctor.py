@@ -11,8 +11,7 @@ import pytest
 
 from configs import polynomial
 from poly_epo_jax.config.keys import HostsSection
-from poly_epo_jax.doctor import collectives, disk, step
-from poly_epo_jax.doctor import command as doctor
+from poly_epo_jax.doctor import collectives, command as doctor, disk, step
 from poly_epo_jax.doctor.examine import CheckRunner, DoctorCheck, Failed, Finding, RunContext, Skipped
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.parallel import hosts

@@ -16,11 +16,14 @@ import pytest
 import reports
 
 from poly_epo_jax.metrics.logged import describe
-from poly_epo_jax.report import __main__ as report_main
-from poly_epo_jax.report import build as report
-from poly_epo_jax.report import evaluation_figures, figures
-from poly_epo_jax.report import generations as report_generations
-from poly_epo_jax.report import page as report_page
+from poly_epo_jax.report import (
+    __main__ as report_main,
+    build as report,
+    evaluation_figures,
+    figures,
+    generations as report_generations,
+    page as report_page,
+)
 
 HOSTILE = reports.HOSTILE
 ROOT = Path(__file__).parents[2]

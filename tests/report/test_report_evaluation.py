@@ -13,11 +13,14 @@ from test_report import Page, data_of, svgs, write_fake_run
 
 from poly_epo_jax.evaluate.results import compute_results
 from poly_epo_jax.metrics.evaluation import EVALUATION_METRICS
-from poly_epo_jax.report import __main__ as report_main
-from poly_epo_jax.report import build as report
-from poly_epo_jax.report import evaluation_figures, figures
-from poly_epo_jax.report import generations as report_generations
-from poly_epo_jax.report import page as report_page
+from poly_epo_jax.report import (
+    __main__ as report_main,
+    build as report,
+    evaluation_figures,
+    figures,
+    generations as report_generations,
+    page as report_page,
+)
 from poly_epo_jax.report.figures import image
 from poly_epo_jax.report.generations import DEFAULT_BOUNDS, Bounds, TextExcerpt
 

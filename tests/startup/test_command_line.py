@@ -32,8 +32,8 @@ def python(fork_server: ForkServer) -> Python:
     ("module", "arguments", "flag", "title"),
     [
         ("main", [], "--print_config", "Trains a policy"),
-        ("evaluate", [FILE], "--benchmarks", "Evaluates models side by side"),
-        ("bench", ["--config=configs/polaris.py"], "--plans", "How fast each stage"),
+        ("evaluate", [FILE], "--benchmarks", "Evaluates and compares models"),
+        ("bench", ["--config=configs/polaris.py"], "--plans", "Measures the stages"),
     ],
 )
 def test_help_lists_flags_and_keys(python: Python, module: str, arguments: list[str], flag: str, title: str):

@@ -10,8 +10,7 @@ import pytest
 from fakes import PATIENCE, TINY, TINY_ALPHABET, ByLetter
 
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.rollouts.servers import client as sglang
-from poly_epo_jax.rollouts.servers import served_weights
+from poly_epo_jax.rollouts.servers import client as sglang, served_weights
 from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
 from poly_epo_jax.rollouts.servers.client import SGLangSampler
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
