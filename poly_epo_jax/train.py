@@ -98,13 +98,13 @@ class Trainer:
         with stage("logprobs"):
             minibatches = await asyncio.to_thread(self.packer, batch.usable, advantages)
             minibatches = await _compute(self.update.with_old_logprobs, self.state, minibatches, self.reference)
+        metrics = step_metrics(batch.graded, step, self.set_size) | batch.counts
         with stage("update"):
             state, self.progress = self.state, None  # the update donates the buffers of the state
-            state, metrics = await _compute(self.update, state, minibatches)
-            check_finite(metrics, f"Step {step}")  # raises on all processes, because their metrics are equal
+            state, update_metrics = await _compute(self.update, state, minibatches)
+            check_finite(update_metrics, f"Step {step}")  # raises on all processes, because their metrics are equal
             self.progress = TrainProgress(step, state, batch.data_state)
-        metrics = step_metrics(batch.graded, step, self.set_size) | batch.counts | metrics
-        return StepResult(batch, advantages, metrics)
+        return StepResult(batch, advantages, metrics | update_metrics)
 
     async def push_weights(self) -> None:
         """Pushes the current weights to the sampler of every process.
@@ -158,7 +158,7 @@ async def train(
     schedule: TrainSchedule,
     is_evaluated: bool = False,
 ) -> None:
-    """Runs the remaining steps. The last step whose metrics were logged is saved, even if training fails.
+    """Runs the remaining steps. If training fails, the last step is saved, provided that its rows were written.
 
     Args:
       trainer: Trainer with the progress to continue from.
@@ -193,7 +193,7 @@ async def train(
             await trainer.push_weights()
             if schedule.is_due(schedule.evaluate, logged) and not is_evaluated:
                 await log.evaluation(logged, await evaluate())
-                await log.show(logged)
+                await log.publish(logged)
             trainer.timeline.cut(logged)  # the first step's time does not include waiting for servers
             for step in range(logged + 1, schedule.num_steps + 1):
                 result = await trainer.step(step)
@@ -257,7 +257,7 @@ class _Log:
         await self._write(lambda tracker: tracker.log(step, metrics))
 
     async def timing(self, step: int, batch: Batch) -> None:
-        """Writes the time that the stages of a step took, and shows the step's progress."""
+        """Writes the time that the stages of a step took, and publishes everything that was logged of the step."""
         clock, window = self.trainer.timeline.clock(step), self.trainer.timeline.cut(step)
         num_tokens = sum(int(y.loss_mask.sum()) for group in batch.graded for y in group.group.generations)
         timing = {
@@ -275,13 +275,13 @@ class _Log:
 
         def write(tracker: Tracker) -> None:
             tracker.log_timing(step, timing, window.row())
-            tracker.show(step)
+            tracker.publish(step)
 
         await self._write(write)
 
-    async def show(self, step: int) -> None:
-        """Shows the logged metrics of a step."""
-        await self._write(lambda tracker: tracker.show(step))
+    async def publish(self, step: int) -> None:
+        """Publishes the logged metrics of a step."""
+        await self._write(lambda tracker: tracker.publish(step))
 
     async def _write(self, write: Callable[[Tracker], None]) -> None:
         async def on_tracker() -> None:

@@ -231,6 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--judge",
+        nargs="?",
+        const=True,
         type=lambda text: parse_value(text, bool),
         choices=(True, False),
         default=True,

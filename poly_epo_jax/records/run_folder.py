@@ -10,13 +10,14 @@
     metrics.jsonl        One row per step, {"step": 12, "reward": 0.61, ...}, and one row per evaluation, {"step": 12,
                          "eval/reward": 0.58, ...}, after the row of its step. All values are determined by the
                          configuration and the seed, so a resumed run writes the same bytes as an uninterrupted run.
-    timing.jsonl         One row per step, {"step": 12, "seconds/generate": 3.2, "tokens_per_second": 5100.0, ...}, with
-                         values that depend on the machine. seconds/STAGE: duration of the stage for the batch of this
+    timing.jsonl         One row per completed step, {"step": 12, "seconds/generate": 3.2, ...}, with
+                         values that depend on the machine. A step whose weight push or evaluation was interrupted has
+                         no row. seconds/STAGE: duration of the stage for the batch of this
                          step. critical/STAGE: time during this step in which no other stage was in progress.
                          sync/share: fraction of the step spent on pushing weights. memory/peak_bytes: peak memory so
                          far of the most heavily used device or, on CPU, of the process.
-    timeline.jsonl       One row per step, {"step": 3, "seconds": 4.1, "spans": [["generate", 0.0, 1.2, 3], ...],
-                         "start": 12.5}, with the stages that were in progress since the previous row: from `start`
+    timeline.jsonl       One row per completed step, {"step": 3, "seconds": 4.1, "start": 12.5, "spans": [["generate",
+                         0.0, 1.2, 3], ...]}, with the stages that were in progress since the previous row: from `start`
                          seconds after training began (or resumed), for `seconds`. A span consists of the stage, its
                          start and end relative to `start`, and the step of its batch. This is the next step if the
                          batch is generated ahead, and the previous step for its checkpoint.
@@ -66,7 +67,7 @@ LOGGED_GENERATION: Columns = {
     "occurrence": int,
     "advantage": int | float | None,  # null if the prompt took no part in the update
 }
-""""Columns of a run's generations.jsonl. Step, problem, occurrence and generation together identify a row."""
+"""Columns of a run's generations.jsonl. Step, problem, occurrence and generation together identify a row."""
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -54,7 +54,8 @@ class Tracker(AbstractContextManager["Tracker"]):
             # A session start makes TensorBoard discard earlier events from this step onwards.
             self._write_event(Event(step=resume_step + 1, session_log=SessionLog(status=SessionLog.START)))
         self._progress = TrainingProgress(total_steps, max(resume_step, 0))
-        self._unshown: Metrics = {}  # logged since the last call of `show`
+        self._unpublished: Metrics = {}
+        self._tables: dict[str, Any] = {}
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Writes a row of metrics.jsonl: the metrics of a trained step, or of an evaluation after it.
@@ -64,7 +65,7 @@ class Tracker(AbstractContextManager["Tracker"]):
           metrics: Values that do not depend on the machine. Values that do are written by `log_timing`.
         """
         self._append(run_folder.METRICS, [{"step": step, **metrics}])
-        self._log_scalars(step, metrics)
+        self._unpublished |= metrics
 
     def log_timing(self, step: int, timing: Metrics, window: Mapping[str, Any]) -> None:
         """Writes a row of timing.jsonl and a row of timeline.jsonl.
@@ -76,12 +77,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         """
         self._append(run_folder.TIMING, [{"step": step, **timing}])
         self._append(run_folder.TIMELINE, [{"step": step, **window}])
-        self._log_scalars(step, timing)
-
-    def show(self, step: int) -> None:
-        """Shows all values that were logged since the last call."""
-        self._progress.show(step, self._unshown)
-        self._unshown = {}
+        self._unpublished |= timing
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes rows of generations.jsonl.
@@ -92,7 +88,21 @@ class Tracker(AbstractContextManager["Tracker"]):
         """
         self._append(run_folder.GENERATIONS, [{"step": step, **row} for row in rows])
         if self._wandb is not None and rows:
-            self._wandb.log({"generations": _wandb_table(rows)}, step=step)
+            self._tables = {"generations": _wandb_table(rows)}
+
+    def publish(self, step: int) -> None:
+        """Sends everything that was logged since the last call to TensorBoard, W&B and the progress display.
+
+        The rows of the run folder are written before, so that an error here does not lose them.
+        """
+        values, self._unpublished = self._unpublished, {}
+        tables, self._tables = self._tables, {}
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        with run_folder.writing(self._folder):
+            self._write_event(Event(step=step, summary=Summary(value=scalars)))
+        if self._wandb is not None:
+            self._wandb.log({**values, **tables}, step=step)
+        self._progress.show(step, values)
 
     def close(self) -> None:
         """Closes the progress display, Weights & Biases and the TensorBoard file."""
@@ -104,14 +114,6 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _log_scalars(self, step: int, values: Metrics) -> None:
-        self._unshown |= values
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        with run_folder.writing(self._folder):
-            self._write_event(Event(step=step, summary=Summary(value=scalars)))
-        if self._wandb is not None:
-            self._wandb.log(values, step=step)
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         with run_folder.writing(self._folder):

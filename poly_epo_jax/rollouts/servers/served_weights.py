@@ -86,10 +86,14 @@ class ServedWeights:
     async def servers(self, urls: Sequence[str]) -> list[str]:
         """Returns the servers in `urls` and the workers of its routers, including workers that do not respond.
 
+        If the routers list no workers, waits until each router has a worker that responds.
+
         Raises:
-          ServerError: If a router does not respond, or a server in `urls` does not accept weights.
+          ServerError: If a router does not respond or has no worker that responds within `wait_seconds`, or if a server
+            in `urls` does not accept weights.
         """
-        return list(itertools.chain(*[await self._listed(url) for url in urls]))
+        listed = itertools.chain(*[await self._listed(url) for url in urls])
+        return list(dict.fromkeys(listed)) or await self._answering(urls)
 
     async def update(
         self, urls: Sequence[str], params: Params, version: int, idle: Callable[[], Awaitable[None]]
@@ -186,7 +190,7 @@ class ServedWeights:
         Raises:
           ServerError: If one of them does not respond within `wait_seconds`, or does not accept weights.
         """
-        return list(itertools.chain(*await asyncio.gather(*map(self._answering_at, urls))))
+        return list(dict.fromkeys(itertools.chain(*await asyncio.gather(*map(self._answering_at, urls)))))
 
     async def _answering_at(self, url: str) -> list[str]:
         deadline = time.monotonic() + self._wait_seconds

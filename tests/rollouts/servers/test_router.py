@@ -191,6 +191,15 @@ def test_an_error_without_workers_names_the_router(listed: list[str], message: s
         asyncio.run(rollouts.push_weights(tiny_params(2), 2))
 
 
+def test_a_batch_without_listed_workers_ends_with_an_error_that_names_the_router(tmp_path: Path, monkeypatch):
+    fake = Routed()
+    rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path, wait_seconds=0.0)
+    asyncio.run(rollouts.push_weights(tiny_params(1), 1))
+    fake.listed = []
+    with pytest.raises(ServerError, match="No worker of router http://router "):
+        collect(rollouts, tiny_problems(4, 8), 2, Sampling(4))
+
+
 def test_an_evaluation_sends_prompts_to_the_router(monkeypatch):
     """No weights are pushed."""
     fake = Routed()
