@@ -94,9 +94,10 @@ def test_training_runs(tmp_path: Path, data: dict[str, str], caches: dict[str, P
     command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/gsm8k.py", *as_flags(settings)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    before, after = read_rows(tmp_path / "run" / METRICS)
-    assert (before["step"], after["step"]) == (0, 1) and before.keys() & after.keys() >= {"eval/reward"}
-    assert after["policy/update_norm"] > 0
+    before, trained, after = read_rows(tmp_path / "run" / METRICS)
+    assert [row["step"] for row in (before, trained, after)] == [0, 1, 1]
+    assert before.keys() & after.keys() >= {"eval/reward"}
+    assert trained["policy/update_norm"] > 0
     rows = read_rows(tmp_path / "run" / GENERATIONS)
     assert len(rows) == 4 * 5 and {row["cluster"] for row in rows} == {100}  # no response has an answer
     assert np.isfinite([row["advantage"] for row in rows]).all()

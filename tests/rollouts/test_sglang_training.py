@@ -130,7 +130,7 @@ def test_one_step_off_policy(served, tmp_path):
     rows = run(tmp_path / "run", "configs/polynomial.py", torch=require_torch(), **settings)
     assert [row["response/staleness"] for row in rows] == [0, 1, 1, 1, 1]
     # The weights of the sampler are current in the first step, and one step old in the others.
-    assert rows[0]["mismatch/max"] < 1e-3 < min(row["mismatch/max"] for row in rows)
+    assert rows[0]["mismatch/max"] < 1e-3 < min(row["mismatch/max"] for row in rows[1:])
     longer = settings | {"train.num_steps": 7}
     rows = run(tmp_path / "run", "configs/polynomial.py", torch=require_torch(), **longer)
     assert [row["step"] for row in rows] == list(range(1, 8))
