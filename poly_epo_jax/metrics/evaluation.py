@@ -5,6 +5,7 @@ a number k of generations is named `NAME@k`, such as `pass@8`. A configuration f
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -72,6 +73,13 @@ class EvaluationMetric:
         return candidates if "k" in self.parameters else (None,)
 
 
+@functools.lru_cache(maxsize=32)
+def _majority(answers: bytes, correct: bytes, num_problems: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `majority_at_k` of arrays given as bytes. The cache avoids a second computation for the vote share."""
+    arrays = (np.frombuffer(data, dtype).reshape(num_problems, -1) for data, dtype in ((answers, int), (correct, bool)))
+    return majority_at_k(*arrays, k)
+
+
 EVALUATION_METRICS: Registry[EvaluationMetric] = Registry(
     {
         PASS: EvaluationMetric(
@@ -81,12 +89,12 @@ EVALUATION_METRICS: Registry[EvaluationMetric] = Registry(
             every_k=True,
         ),
         MAJORITY_ACCURACY: EvaluationMetric(
-            lambda answers, correct, k: majority_at_k(answers, correct, k)[0],
+            lambda answers, correct, k: _majority(answers.astype(int).tobytes(), correct.tobytes(), len(answers), k)[0],
             "majority@{k} accuracy",
             "Accuracy of the most frequent answer among {k} generations. Ties are broken at random.",
         ),
         MAJORITY_SHARE: EvaluationMetric(
-            lambda answers, correct, k: majority_at_k(answers, correct, k)[1],
+            lambda answers, correct, k: _majority(answers.astype(int).tobytes(), correct.tobytes(), len(answers), k)[1],
             "majority@{k} vote share",
             "Fraction of {k} generations that give the most frequent answer.",
             tables=("evaluate", "report"),
