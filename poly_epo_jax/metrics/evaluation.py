@@ -76,8 +76,8 @@ class EvaluationMetric:
 @functools.lru_cache(maxsize=32)
 def _majority(answers: bytes, correct: bytes, num_problems: int, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns `majority_at_k` of arrays given as bytes. The cache avoids a second computation for the vote share."""
-    arrays = (np.frombuffer(data, dtype).reshape(num_problems, -1) for data, dtype in ((answers, int), (correct, bool)))
-    return majority_at_k(*arrays, k)
+    shape = num_problems, -1
+    return majority_at_k(np.frombuffer(answers, int).reshape(shape), np.frombuffer(correct, bool).reshape(shape), k)
 
 
 EVALUATION_METRICS: Registry[EvaluationMetric] = Registry(
