@@ -150,7 +150,11 @@ def heard_ctrl_c() -> Iterator[None]:
         return
     collecting = False
 
-    def watch(phase: str, _: dict[str, int]) -> None:
+    def begin(phase: str, _: dict[str, int]) -> None:
+        nonlocal collecting
+        collecting = collecting or phase == "start"
+
+    def end(phase: str, _: dict[str, int]) -> None:
         nonlocal collecting
         collecting = phase == "start"
 
@@ -160,7 +164,9 @@ def heard_ctrl_c() -> Iterator[None]:
         else:
             raise KeyboardInterrupt
 
-    gc.callbacks.append(watch)
+    # The first and the last callback, so that all others run between them.
+    gc.callbacks.insert(0, begin)
+    gc.callbacks.append(end)
     alarm = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     signal.signal(signal.SIGINT, receive)
     try:
@@ -169,7 +175,8 @@ def heard_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         deferred, _ = signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, alarm)
-        gc.callbacks.remove(watch)
+        gc.callbacks.remove(begin)
+        gc.callbacks.remove(end)
         if deferred:
             raise KeyboardInterrupt
 
