@@ -1,7 +1,11 @@
-"""SHA-256 digests of the files of a folder, stored in the folder, to detect missing and modified files."""
+"""SHA-256 digests of files, which identify them by content, and of folders, to detect missing and modified files."""
 
+import contextlib
 import hashlib
 import json
+import os
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,6 +13,45 @@ from poly_epo_jax.system.json_files import write_json
 
 DIGESTS = "digests.json"
 _READERS = 4
+_CACHED_BYTES = 2**20
+"""Minimum size of a file whose digest is cached. Smaller files are read each time."""
+_SETTLED_SECONDS = 2.0
+"""Minimum age of a modification time to cache a digest: a file system may give two writes the same time."""
+
+
+def file_digests(files: Sequence[Path]) -> list[str]:
+    """Returns the SHA-256 digest of each file, in hexadecimal.
+
+    Digests of large files are cached in poly_epo_jax/digests.json in the user's cache folder (`XDG_CACHE_HOME` or
+    ~/.cache), by path, size and modification time in nanoseconds. If this folder is not writable, nothing is cached.
+
+    Raises:
+      OSError: If a file cannot be read.
+    """
+    cache_file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "poly_epo_jax" / DIGESTS
+    try:
+        cache: dict[str, str] = dict(json.loads(cache_file.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        cache = {}
+    computed: dict[str, str] = {}
+
+    def digest(file: Path) -> str:
+        status = file.stat()
+        key = f"{file.resolve()}:{status.st_size}:{status.st_mtime_ns}"
+        if key in cache:
+            return cache[key]
+        found = _file_digest(file)
+        if status.st_size >= _CACHED_BYTES and time.time() - status.st_mtime > _SETTLED_SECONDS:
+            computed[key] = found
+        return found
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        digests = list(pool.map(digest, files))
+    if computed:
+        with contextlib.suppress(OSError):  # the digests are valid without the cache
+            cache_file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(cache_file, cache | computed)
+    return digests
 
 
 def write_digests(folder: Path) -> None:
@@ -38,9 +81,10 @@ def check_digests(folder: Path) -> None:
 
 
 def _digests(folder: Path, names: list[str]) -> dict[str, str]:
-    def digest(name: str) -> str:
-        with (folder / name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
     with ThreadPoolExecutor(_READERS) as pool:
-        return dict(zip(names, pool.map(digest, names), strict=True))
+        return dict(zip(names, pool.map(_file_digest, (folder / name for name in names)), strict=True))
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -1,10 +1,13 @@
-"""Digests of a folder: modified and missing files are named, and additional files are accepted."""
+"""Digests of a folder: modified and missing files are named, and additional files are accepted. Digests of files."""
 
+import hashlib
+import json
+import os
 from pathlib import Path
 
 import pytest
 
-from poly_epo_jax.system.digests import DIGESTS, check_digests, write_digests
+from poly_epo_jax.system.digests import DIGESTS, check_digests, file_digests, write_digests
 
 
 def test_modified_and_missing_files_are_named(tmp_path: Path):
@@ -25,3 +28,35 @@ def test_modified_and_missing_files_are_named(tmp_path: Path):
     (tmp_path / DIGESTS).write_text("[")
     with pytest.raises(ValueError, match=rf"\({DIGESTS}\)"):
         check_digests(tmp_path)
+
+
+def test_digests_of_large_files_are_cached_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    large, small = tmp_path / "large.bin", tmp_path / "small.bin"
+    large.write_bytes(bytes(2**20))
+    small.write_bytes(b"a")
+    correct = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (large, small)]
+    cache = tmp_path / "cache/poly_epo_jax" / DIGESTS
+    assert file_digests([large, small]) == correct
+    assert not cache.exists()  # the file was modified too recently
+
+    os.utime(large, ns=(0, 10**18))
+    assert file_digests([large, small]) == correct
+    ((key, value),) = json.loads(cache.read_bytes()).items()
+    assert value == correct[0]
+    assert key.endswith(f"large.bin:{2**20}:{10**18}")
+
+    cache.write_text(json.dumps({key: "cached"}))
+    assert file_digests([large, small]) == ["cached", correct[1]]
+    os.utime(large, ns=(0, 10**18 + 1))  # one nanosecond later
+    assert file_digests([large]) == correct[:1]
+    cache.write_text("[")  # a damaged cache is replaced
+    assert file_digests([large]) == correct[:1]
+
+
+def test_digests_are_computed_without_a_writable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "large.bin").write_bytes(bytes(2**20))
+    os.utime(tmp_path / "large.bin", ns=(0, 10**18))
+    assert file_digests([tmp_path / "large.bin"]) == [hashlib.sha256(bytes(2**20)).hexdigest()]
