@@ -20,7 +20,7 @@ def main() -> None:
         workdir = Path(folder) / "run"
         overrides = {
             "workdir": workdir,
-            "compilation_cache": f"{folder}/compiled",
+            "compilation_cache_dir": f"{folder}/compiled",
             "model.path": model,
             "sampling.max_tokens": step_case.MAX_TOKENS,
             "train.num_steps": num_steps,

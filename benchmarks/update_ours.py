@@ -27,7 +27,7 @@ def main() -> None:
     optimizer = OptimizerSection(
         learning_rate=update_case.LEARNING_RATE,
         schedule="constant",
-        final_fraction=0.0,
+        end_lr_fraction=0.0,
         b1=update_case.B1,
         b2=update_case.B2,
         eps=update_case.EPS,

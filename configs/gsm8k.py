@@ -21,7 +21,7 @@ def get_config(words: str = "0.6b") -> ConfigDict:
     words = ",".join(word for word in words.split(",") if word not in MODELS)
     config = default.get_config(words)
     size = [*sizes, "0.6b"][0]
-    config.workdir = f"runs/gsm8k-{size}-{default.parse_words(words)[0]}"
+    config.workdir = f"runs/gsm8k-{size}-{default.parse_config_string(words)[0]}"
 
     config.model.path = MODELS[size]
     # The prompt is a chat turn. Base models may end their turn with either token.
@@ -48,7 +48,7 @@ def get_config(words: str = "0.6b") -> ConfigDict:
     config.train.rows_per_device = 1
     config.optimizer.learning_rate = 1e-6
     config.optimizer.schedule = "constant"
-    config.optimizer.final_fraction = 0.0
+    config.optimizer.end_lr_fraction = 0.0
 
     config.eval.every = 50
     config.eval.num_problems = 64

@@ -11,7 +11,7 @@ from poly_epo_jax.config import default
 def get_config(words: str = "poly_epo") -> ConfigDict:
     """Returns the configuration. `words` selects a method and a machine by name, separated by commas."""
     config = default.get_config(words)
-    config.workdir = f"runs/multiplication-{default.parse_words(words)[0]}"
+    config.workdir = f"runs/multiplication-{default.parse_config_string(words)[0]}"
 
     config.task.name = "multiplication"
 

@@ -15,7 +15,7 @@ from poly_epo_jax.config import default
 def get_config(words: str = "poly_epo") -> ConfigDict:
     """Returns the configuration. `words` selects a method and a machine by name, separated by commas."""
     config = default.get_config(words)
-    config.workdir = f"runs/polaris-{default.parse_words(words)[0]}"
+    config.workdir = f"runs/polaris-{default.parse_config_string(words)[0]}"
 
     config.model.path = "Qwen/Qwen3-4B-Base"
     # The prompt is a chat turn. Base models may end their turn with either token.
@@ -44,7 +44,7 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     config.train.rows_per_device = 1
     config.optimizer.learning_rate = 1e-6
     config.optimizer.schedule = "constant"
-    config.optimizer.final_fraction = 0.0
+    config.optimizer.end_lr_fraction = 0.0
 
     config.eval.every = 0  # set it together with task.options.held_out
     config.checkpoint.every = 25

@@ -92,7 +92,7 @@ def _checkpoints(random: random.Random, folder: Path) -> Iterator[Outcome]:
     like = states[STEPS[0]]
     shardings = jax.tree.map(lambda _: device, like)
     for what in _damaged_copies(random, original, copy, str(STEPS[-1])):
-        shutil.rmtree(copy.with_name("checkpoints.damaged"), ignore_errors=True)
+        shutil.rmtree(copy.with_name("checkpoints.corrupted"), ignore_errors=True)
         checkpoints, message = Checkpoints(copy, keep=2), io.StringIO()
         with contextlib.redirect_stderr(message):
             found = checkpoints.newest(lambda step: checkpoints.restore(step, like, shardings))  # noqa: B023
@@ -100,7 +100,7 @@ def _checkpoints(random: random.Random, folder: Path) -> Iterator[Outcome]:
         step, (state, data) = found
         held = _same(state, states[step]) and data == {"next_index": step}
         if step != STEPS[-1]:
-            held = held and len(message.getvalue().splitlines()) == 1 and checkpoints.num_damaged == 1
+            held = held and len(message.getvalue().splitlines()) == 1 and checkpoints.num_corrupted == 1
             checkpoints.save(STEPS[-1], jax.device_put(states[STEPS[-1]]), {"next_index": STEPS[-1]})
             checkpoints.close()
             again = Checkpoints(copy, read_only=True).restore(STEPS[-1], like, shardings)

@@ -38,7 +38,7 @@ class Soak:
 
     def config(self, workdir: Path) -> list[str]:
         """Returns the configuration flags of a run."""
-        caches = {"base.cache_dir": self.folder / "base", "compilation_cache": self.folder / "compiled"}
+        caches = {"base.cache_dir": self.folder / "base", "compilation_cache_dir": self.folder / "compiled"}
         values = SETTINGS | CHANGES | caches | {"workdir": workdir}
         return ["--config=configs/polynomial.py", *(f"--config.{key}={value}" for key, value in values.items())]
 

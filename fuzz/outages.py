@@ -149,7 +149,7 @@ def attack(random: random.Random, folder: Path) -> Iterator[Outcome]:
 
         settings = SETTINGS | {
             "base.cache_dir": folder / "base",
-            "compilation_cache": folder / "compiled",
+            "compilation_cache_dir": folder / "compiled",
             "rollouts.urls": ",".join(server.url for server in servers),
             "rollouts.weights_dir": folder / "weights",
             "judge.url": f"http://127.0.0.1:{judge.server_address[1]}",

@@ -297,7 +297,7 @@ def _complete_run(random: random.Random, folder: Path) -> Outcome:
     run = folder / f"run{random.randrange(10**9)}"
     tiny = {
         "workdir": str(run),
-        "compilation_cache": str(folder / "compiled"),
+        "compilation_cache_dir": str(folder / "compiled"),
         "mesh.fsdp": 1,
         "base.cache_dir": str(folder / "base"),
         "base.clean_steps": 2,

@@ -4,7 +4,7 @@
 # search for a device.
 #
 #   bash launch/compiler_env.sh tpu|gpu        (PYTHON=... selects another interpreter)
-#   .venv-tpu/bin/python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-8 --compile-for=v5p-8
+#   .venv-tpu/bin/python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-8 --compile_for=v5p-8
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environments.sh

@@ -6,8 +6,8 @@
 #   bash launch/tpu.sh run --config=configs/polaris.py:v5p-32 [--config.KEY=VALUE ...]     doctor --short, then training
 #   bash launch/tpu.sh status | stop | delete    stop sends SIGTERM; the run completes its step and saves
 #
-# The hosts detect each other (hosts.coordinator=auto). They require a shared folder for workdir, base.cache_dir and
-# compilation_cache: set SHARED to its mount point, which must be the same on all hosts (Filestore, or a bucket with
+# The hosts detect each other (hosts.coordinator_address=auto). They require a shared folder for workdir, base.cache_dir and
+# compilation_cache_dir: set SHARED to its mount point, which must be the same on all hosts (Filestore, or a bucket with
 # gcsfuse). SGLang does not run on TPUs: JetStream generates inside the trainer, and judge.url must be the URL of
 # a judge on another machine.
 #
@@ -38,9 +38,9 @@ case $action in
   run)
     # Flags of the user come last, because they override these defaults.
     printf -v flags '%q ' "${1:?is missing; append --config=FILE first}" \
-      --config.hosts.coordinator=auto --config.rollouts.name=jetstream \
+      --config.hosts.coordinator_address=auto --config.rollouts.name=jetstream \
       --config.workdir="$shared/$name" --config.base.cache_dir="$shared/base" \
-      --config.compilation_cache="$shared/compiled" "${@:2}"
+      --config.compilation_cache_dir="$shared/compiled" "${@:2}"
     commands="python -m poly_epo_jax.doctor --short $flags && python -m poly_epo_jax.main $flags"
     everywhere "cd poly_epo_jax && source .venv/bin/activate && $commands"
     ;;

@@ -12,7 +12,7 @@ from typing import Any
 
 from grain import DatasetIterator
 
-from poly_epo_jax.judges.llm import say_shortfalls
+from poly_epo_jax.judges.llm import warn_capacity
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.rollouts.grading import check_judge, grade_groups, judged
@@ -28,7 +28,7 @@ class Batch:
     Attributes:
       graded: Graded groups of all prompts, in batch order.
       counts: Counters of task, judge and sampler since the previous batch, summed over all processes.
-      timing: Seconds that each stage took on this process, and `judge/hidden`.
+      timing: Seconds that each stage took on this process, and `judge/overlap_fraction`.
       data_state: State of the data iterator after this batch.
       reads_judge: Whether the update uses the judge's output.
     """
@@ -60,7 +60,7 @@ class Experience:
       staleness: 0 starts a batch when it is requested, with the newest weights. 1 starts the next batch as soon as the
         current one is returned; its weights are then one step old when it is trained on.
       reads_judge: Whether the update uses the judge's output. If False, judge failures do not affect the update.
-      max_failed_share: Maximum fraction of a batch's prompts on which the judge may fail, if `reads_judge`.
+      max_failed_fraction: Maximum fraction of a batch's prompts on which the judge may fail, if `reads_judge`.
       timeline: Records when each batch is generated, graded and judged.
       judge_load: Size of the largest judge request. If None, it is not compared with the judge's limits.
       stop: Interrupts waiting for the judge or for a batch when a shutdown is requested.
@@ -75,7 +75,7 @@ class Experience:
     last_step: int
     staleness: int
     reads_judge: bool
-    max_failed_share: float
+    max_failed_fraction: float
     timeline: Timeline
     judge_load: JudgeLoad | None = None
     stop: Stop = dataclasses.field(default_factory=Stop)
@@ -86,13 +86,13 @@ class Experience:
         if isinstance(self.judge, Served):
             await hosts.barrier(self.stop.interrupts(self.judge.wait_until_ready()))
         if self.judge_load and hosts.is_first():
-            await say_shortfalls(self.judge, self.judge_load)
+            await warn_capacity(self.judge, self.judge_load)
 
     async def batch(self, step: int) -> Batch:
         """Waits for the batch of `step` and returns it. The sampler then sleeps until weights are pushed, if it can.
 
         Raises:
-          JudgeError: If the judge failed on more than `max_failed_share` of the prompts and `reads_judge` is True.
+          JudgeError: If the judge failed on more than `max_failed_fraction` of the prompts and `reads_judge` is True.
           Stopped: If a shutdown was requested.
         """
         own = asyncio.ensure_future(self.stop.interrupts(self._prefetched or self._start_batch(step)))
@@ -107,7 +107,7 @@ class Experience:
         batch = dataclasses.replace(shares[hosts.index()], graded=graded, counts=counts)
         self._prefetched = self._start_batch(step + 1) if self.staleness and step < self.last_step else None
         if self.reads_judge:
-            check_judge(batch.graded, self.max_failed_share)
+            check_judge(batch.graded, self.max_failed_fraction)
         await hosts.barrier(self.stop.interrupts(self.rollouts.sleep()))
         return batch
 

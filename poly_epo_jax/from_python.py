@@ -18,7 +18,7 @@ from poly_epo_jax import main
 from poly_epo_jax.config.default import get_config
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.startup.read_config import read_config
-from poly_epo_jax.system.signals import Stop, heard_ctrl_c
+from poly_epo_jax.system.signals import Stop, deliver_keyboard_interrupt
 
 __all__ = ["get_config", "run"]
 
@@ -38,7 +38,7 @@ def run(config: ConfigDict) -> Path:
       KeyboardInterrupt: If the kernel of a notebook is interrupted. All completed steps are saved first.
     """
     checked = read_config(config)
-    with heard_ctrl_c():
+    with deliver_keyboard_interrupt():
         if _in_event_loop():
             _run_in_thread(checked)
         else:

@@ -23,12 +23,12 @@ from grain import DatasetIterator
 from jax.sharding import Mesh
 from rich.console import Console
 
-from poly_epo_jax.config.keys import Config, ConfigError, longest_sequence, updates_per_step
+from poly_epo_jax.config.keys import Config, ConfigError, max_sequence_tokens, updates_per_step
 from poly_epo_jax.evaluate.held_out import evaluate_held_out
 from poly_epo_jax.experience import Experience
 from poly_epo_jax.memory_plan.tables import print_plan
-from poly_epo_jax.model.attention import SHARES_PROMPTS, fastest
-from poly_epo_jax.model.attention.self_check import CHECKED, trust_attention
+from poly_epo_jax.model.attention import SUPPORTS_SHARED_PROMPTS, fastest
+from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
 from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.model.policy import Policy, find_model, open_policy
 from poly_epo_jax.parallel import hosts
@@ -43,7 +43,7 @@ from poly_epo_jax.rollouts.prompts import drop_long_prompts, problem_batches
 from poly_epo_jax.startup.base_policy import base_policy
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import Prepared, prepare
-from poly_epo_jax.startup.resume_checks import check_same_model, check_same_run
+from poly_epo_jax.startup.resume_checks import check_resume_model, check_resume_config
 from poly_epo_jax.step.advantages import make_advantages, make_estimator, method_title, skips_zero_advantages
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import DivergenceError
@@ -71,8 +71,8 @@ def run(config: Config, stop: Stop | None = None) -> None:
     workdir = Path(config.workdir)
     with contextlib.ExitStack() as held:
         hosts.join(config.hosts)
-        jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
-        check_same_run(workdir, config)
+        jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache_dir).absolute()))
+        check_resume_config(workdir, config)
         prepared = hosts.on_all(lambda: prepare(config))
         # The first process locks the run folder for all processes.
         hosts.on_first(lambda: held.enter_context(run_folder.in_use(workdir)))
@@ -85,9 +85,9 @@ def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
     """Trains while the run folder is locked."""
     workdir, mesh, task = Path(config.workdir), prepared.mesh, prepared.task
     local_mesh = host_mesh(mesh)
-    trust_attention(config.model.attention, prepared.model_config, mesh, Path(config.compilation_cache) / CHECKED)
+    verify_attention_kernel(config.model.attention, prepared.model_config, mesh, Path(config.compilation_cache_dir) / CHECKED)
     policy = _initial_policy(config, prepared, local_mesh)
-    hosts.on_all(lambda: check_same_model(workdir, policy.path))
+    hosts.on_all(lambda: check_resume_model(workdir, policy.path))
     if hosts.is_first():
         print_plan(prepared.plan, prepared.rows_that_fit, Console(), brief=True)
     train_problems, held_out_problems = _problems_that_fit(task, policy, config, workdir)
@@ -154,7 +154,7 @@ def _initial_policy(config: Config, prepared: Prepared, mesh: Mesh) -> Policy:
         folder = find_model(config.model.path)
     else:
         folder = hosts.on_first(lambda: base_policy(config, prepared.task, mesh))
-    return open_policy(folder, section, longest_sequence(config), config.lora)
+    return open_policy(folder, section, max_sequence_tokens(config), config.lora)
 
 
 def _restored_or_new(
@@ -203,7 +203,7 @@ def _experience(
         last_step=config.train.num_steps,
         staleness=config.train.staleness,
         reads_judge=make_estimator(config.algo).reads_judge,
-        max_failed_share=config.judge.max_failed_share,
+        max_failed_fraction=config.judge.max_failed_fraction,
         timeline=timeline,
         judge_load=JudgeLoad(
             max(config.train.num_generations, config.eval.num_generations if config.eval.every else 0),
@@ -221,11 +221,11 @@ def _sampling(config: Config, seed: int) -> Sampling:
 def _packer(config: Config, mesh: Mesh) -> MinibatchPacker:
     return MinibatchPacker(
         updates_per_step(config.train),
-        make_pack(config, mesh.shape, fastest(config.model.attention) in SHARES_PROMPTS),
+        make_pack(config, mesh.shape, fastest(config.model.attention) in SUPPORTS_SHARED_PROMPTS),
         config.algo.length_normalization,
         config.sampling.max_tokens,
-        longest_sequence(config),
-        skip_silent=skips_zero_advantages(config.algo),
+        max_sequence_tokens(config),
+        skip_zero_advantage=skips_zero_advantages(config.algo),
     )
 
 

@@ -170,7 +170,7 @@ async def train(
 
     Raises:
       SystemExit: On SIGTERM, SIGHUP or Ctrl-C on any process. Pending waits are cancelled; running computations finish.
-      JudgeError: If the judge fails on a larger fraction of prompts than `judge.max_failed_share`.
+      JudgeError: If the judge fails on a larger fraction of prompts than `judge.max_failed_fraction`.
       DivergenceError: If an update is not finite. Nothing of its step is saved.
       HostError: If another process failed.
       OSError: If a checkpoint or a row cannot be written.
@@ -261,13 +261,13 @@ class _Log:
         clock, window = self.trainer.timeline.clock(step), self.trainer.timeline.cut(step)
         num_tokens = sum(int(y.loss_mask.sum()) for group in batch.graded for y in group.group.generations)
         timing = {
-            "checkpoints/damaged": float(self.checkpoints.num_damaged),
-            "attention/distrusted_kernels": float(len(attention.distrusted)),
+            "checkpoints/corrupted": float(self.checkpoints.num_corrupted),
+            "attention/disabled_kernels": float(len(attention.disabled_kernels)),
             **clock.seconds(),
             **batch.timing,
-            **window.critical_seconds(),
+            **window.exclusive_seconds(),
             "seconds/step": window.seconds,
-            "sync/share": clock.busy("sync").seconds() / window.seconds,
+            "sync/step_fraction": clock.busy("sync").seconds() / window.seconds,
             "tokens_per_second": num_tokens / window.seconds,
         }
         if (held := peak_bytes()) is not None:

@@ -314,7 +314,7 @@ class JudgeLoad:
 class Limited(Protocol):
     """A judge with limits on the size of requests and replies."""
 
-    async def shortfalls(self, load: JudgeLoad) -> list[str]:
+    async def capacity_warnings(self, load: JudgeLoad) -> list[str]:
         """Returns one sentence per limit that the load exceeds. Called before the first step."""
         ...
 

@@ -56,7 +56,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Settings that make all training runs of the session share base policies and compiled programs."""
     mine = tmp_path_factory.getbasetemp()
     session = mine.parent if os.environ.get("PYTEST_XDIST_WORKER") else mine
-    return {"base.cache_dir": session / "base", "compilation_cache": session / "compiled"}
+    return {"base.cache_dir": session / "base", "compilation_cache_dir": session / "compiled"}
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ from poly_epo_jax.report import build as report
 from poly_epo_jax.startup import base_policy
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.startup.read_config import read_config
-from poly_epo_jax.startup.resume_checks import check_same_model
+from poly_epo_jax.startup.resume_checks import check_resume_model
 from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.tasks import PolynomialTask
 
@@ -57,7 +57,7 @@ def error_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callabl
     """Returns a function that runs main with invalid flags in a new run folder, and returns the error message."""
 
     def run_with_error(file: str, *overrides: str) -> str:
-        folders = [f"--config.workdir={tmp_path / 'run'}", f"--config.compilation_cache={tmp_path / 'compiled'}"]
+        folders = [f"--config.workdir={tmp_path / 'run'}", f"--config.compilation_cache_dir={tmp_path / 'compiled'}"]
         assert main.main([file, *folders, *overrides] if file else overrides) == 1
         (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
         return checked_message(error)
@@ -111,7 +111,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([FILE, "--config.optimizer.learning_rate=fast"], ["optimizer.learning_rate='fast' must be a finite number."]),
         ([FILE, "--config.train=3"], ["no key config.train", "config.train.num_steps"]),
         ([FILE, "--config.task.options=3"], ["task.options=3 must be a dictionary."]),
-        ([FILE, "--config.rollouts.shared=yes"], ["rollouts.shared='yes' must be True or False."]),
+        ([FILE, "--config.rollouts.shared_servers=yes"], ["rollouts.shared_servers='yes' must be True or False."]),
         ([FILE, "--config.train.num_steps", "3"], ["--config.train.num_steps has no value", "num_steps=VALUE"]),
         ([FILE, "--num_steps=3"], ["unknown argument --num_steps; write --config.train.num_steps=3."]),
         ([FILE, "--print_confg"], ["unknown argument --print_confg; write --print_config."]),
@@ -127,10 +127,10 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["train.rows_per_device=60000 of", "GB", "lower train.row_tokens"],
         ),
         ([FILE, "--config.train.prompts_per_batch=1024"], ["train.prompts_per_batch=1024", "training problems, 110"]),
-        ([FILE, "--config.train.trainable=nothing"], ["train.trainable='nothing' matches no weight"]),
+        ([FILE, "--config.train.trainable_pattern=nothing"], ["train.trainable_pattern='nothing' matches no weight"]),
         ([FILE, "--config.sampling.max_tokens=40000", "--config.train.row_tokens=50000"], ["32768 positions"]),
         ([FILE, "--config.base.cache_dir=setup.py/base"], ["base.cache_dir=setup.py/base cannot be written to"]),
-        ([FILE, "--config.compilation_cache=/proc/compiled"], ["compilation_cache=/proc/compiled cannot be written"]),
+        ([FILE, "--config.compilation_cache_dir=/proc/compiled"], ["compilation_cache_dir=/proc/compiled cannot be written"]),
         ([FILE, "--config.algo.set_size=8"], ["algo.set_size=8", "train.num_generations=8"]),
         (
             [FILE, "--config.task.options={'digits': 3}"],
@@ -198,10 +198,10 @@ def test_a_run_is_not_resumed_from_a_model_with_other_shapes(tmp_path: Path):
         hf.save_pretrained(folder, tiny_params(), TINY, dtype="float32")
     description = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps(description | {"num_hidden_layers": 3}))
-    check_same_model(tmp_path / "run", tmp_path / "run" / "policy")
-    check_same_model(tmp_path / "new", tmp_path / "other")
+    check_resume_model(tmp_path / "run", tmp_path / "run" / "policy")
+    check_resume_model(tmp_path / "new", tmp_path / "other")
     with pytest.raises(ConfigError, match=r"differs from \S+ in num_layers; set model\.path"):
-        check_same_model(tmp_path / "run", tmp_path / "other")
+        check_resume_model(tmp_path / "run", tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -227,12 +227,12 @@ def test_settings_of_the_schedule_and_the_kl_term_cannot_change(tmp_path: Path, 
 
 def test_a_run_of_another_version_is_not_resumed(tmp_path: Path, error_message):
     config = read_config(polynomial.get_config()).to_dict()
-    config["judge"]["attempts"] = config["judge"].pop("max_failed_share")
+    config["judge"]["attempts"] = config["judge"].pop("max_failed_fraction")
     config["task"]["options"] = {"seed": 1}  # options are not keys; these belong to another run
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     text = error_message(FILE)
-    assert "run of another version of poly_epo_jax, with different keys judge.attempts, judge.max_failed_share;" in text
+    assert "run of another version of poly_epo_jax, with different keys judge.attempts, judge.max_failed_fraction;" in text
     assert "resume it with that version, or set --config.workdir to a new folder." in text
 
 
@@ -248,7 +248,7 @@ def test_a_run_of_another_version_is_not_resumed(tmp_path: Path, error_message):
 )
 def test_an_error_terminates_the_process_without_traceback(arguments: list[str], words: list[str], tmp_path: Path):
     devices = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
-    folders = [f"--config.workdir={tmp_path / 'run'}", f"--config.compilation_cache={tmp_path / 'compiled'}"]
+    folders = [f"--config.workdir={tmp_path / 'run'}", f"--config.compilation_cache_dir={tmp_path / 'compiled'}"]
     ended = subprocess.run(
         [sys.executable, "-m", "poly_epo_jax.main", *arguments, *folders],
         cwd=ROOT,
@@ -269,7 +269,7 @@ def small_config(folder: Path, **changes: Any) -> ConfigDict:
     config.update_from_flattened_dict(
         {
             "workdir": str(folder / "run"),
-            "compilation_cache": str(folder / "compiled"),
+            "compilation_cache_dir": str(folder / "compiled"),
             "base.cache_dir": str(folder / "base"),
             "base.clean_steps": 3,
             "base.noisy_steps": 2,

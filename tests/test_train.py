@@ -82,7 +82,7 @@ def test_one_failed_judgment_excludes_one_prompt(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_method_without_clusters_does_not_depend_on_the_judge(tmp_path: Path):
-    settings: dict[str, Any] = {"algo.advantages": "grpo", "judge.max_failed_share": 0.0}
+    settings: dict[str, Any] = {"algo.advantages": "grpo", "judge.max_failed_fraction": 0.0}
     before, after = train_tiny(tmp_path / "judged", changes=settings)
     _, without = train_tiny(tmp_path / "failing", failing=["p", "q"], changes=settings)
     assert all(changed(before, after)) and not any(changed(after, without))
@@ -91,7 +91,7 @@ def test_a_method_without_clusters_does_not_depend_on_the_judge(tmp_path: Path):
         found = read_rows(tmp_path / run / name)
         return [{key: row[key] for key in row if not key.startswith(of_judge)} for row in found]
 
-    of_judge = "judge/", "eval/", "clusters/", "degenerate", "synergy"
+    of_judge = "judge/", "eval/", "clusters/", "clusters/degenerate_fraction", "clusters/synergy"
     assert rows("failing", "metrics.jsonl", of_judge) == rows("judged", "metrics.jsonl", of_judge)
     assert rows("failing", "generations.jsonl", ("cluster",)) == rows("judged", "generations.jsonl", ("cluster",))
     assert [row["judge/failed_prompts"] for row in rows_of(tmp_path / "failing")] == [2, 2]
@@ -107,7 +107,7 @@ def made(steps: int) -> list[GradedGroup]:
         last_step=steps,
         staleness=0,
         reads_judge=True,
-        max_failed_share=0.0,
+        max_failed_fraction=0.0,
         timeline=Timeline(),
     )
 
@@ -172,8 +172,8 @@ def test_each_step_records_the_stages_in_progress(tmp_path: Path, staleness: int
         assert (("generate", 1) in others) == (staleness == 1 and step < 4)
         assert times["seconds/step"] == pytest.approx(row["seconds"], abs=1e-4)
         assert times["seconds/generate"] >= 0.2 and times["seconds/sync"] >= 0.05
-        assert times["sync/share"] == times["seconds/sync"] / times["seconds/step"]
-        critical = {key.removeprefix("critical/"): times[key] for key in times if key.startswith("critical/")}
+        assert times["sync/step_fraction"] == times["seconds/sync"] / times["seconds/step"]
+        critical = {key.removeprefix("exclusive_seconds/"): times[key] for key in times if key.startswith("exclusive_seconds/")}
         assert critical.keys() == {stage for stage, *_ in spans} and sum(critical.values()) <= times["seconds/step"]
         if not staleness:
             assert critical["generate"] >= 0.19
@@ -239,7 +239,7 @@ def test_every_saved_step_has_a_row(tmp_path: Path):
 
 def test_a_judge_that_fails_too_often_stops_the_run(tmp_path: Path):
     with pytest.raises(JudgeError, match="failed on 2 of 3 prompts"):
-        train_tiny(tmp_path, ["p", "q"], None, changes={"judge.max_failed_share": 0.5, "eval.every": 0})
+        train_tiny(tmp_path, ["p", "q"], None, changes={"judge.max_failed_fraction": 0.5, "eval.every": 0})
     assert read_rows(tmp_path / "metrics.jsonl") == []
 
 
@@ -304,7 +304,7 @@ def test_batches_are_started_according_to_staleness(staleness: int):
             last_step=3,
             staleness=staleness,
             reads_judge=True,
-            max_failed_share=0.0,
+            max_failed_fraction=0.0,
             timeline=Timeline(),
         )
         for step in (1, 2, 3):

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.set_rl.groups import centred, rarity
+from poly_epo_jax.set_rl.groups import subtract_mean, rarity
 
 NUM_GENERATIONS, NUM_GROUPS, NUM_SEEDS = 8, 64, 3
 STEPS, RATE = 1500, 0.03
@@ -53,8 +53,8 @@ def methods() -> dict[str, Callable]:
     GRPO+DIV with lambda 0 is GRPO.
     """
 
-    def shaped(rewards: jax.Array, clusters: jax.Array, div_coef: jax.Array) -> jax.Array:
-        return set_rl.grpo_advantages(rewards) + div_coef * centred(rarity(clusters))
+    def shaped(rewards: jax.Array, clusters: jax.Array, diversity_coef: jax.Array) -> jax.Array:
+        return set_rl.grpo_advantages(rewards) + diversity_coef * subtract_mean(rarity(clusters))
 
     def product_alone(rewards: jax.Array, clusters: jax.Array, _: jax.Array) -> jax.Array:
         return set_rl.exploration_exploitation_synergy(rewards, clusters, 4).product
@@ -85,10 +85,10 @@ def run() -> list[dict]:
         train = jax.jit(jax.vmap(of_worlds, (None, None, 0, None)))
         keys = jax.random.split(jax.random.key(0), NUM_SEEDS)
         reward, distinct = map(np.asarray, train(worlds, jnp.array([0.0, 1.0]), jnp.array(div_coefs), keys))
-        for i, div_coef in enumerate(div_coefs):
+        for i, diversity_coef in enumerate(div_coefs):
             for j, world in enumerate(("given skills", "learnt skills")):
-                name = "GRPO" if len(div_coefs) > 1 and not div_coef else method
-                name += f", {div_coef:g}" if div_coef else ""
+                name = "GRPO" if len(div_coefs) > 1 and not diversity_coef else method
+                name += f", {diversity_coef:g}" if diversity_coef else ""
                 ended = distinct[i, j, :, -1]
                 rows.append(
                     {"world": world, "method": name, "reward": reward[i, j, :, -1].mean(), "distinct": ended.mean()}
@@ -129,7 +129,7 @@ def scores(policy: Policy) -> tuple[jax.Array, jax.Array]:
 
 
 def _train(
-    advantages_of: Callable, start: Policy, learns_skill: jax.Array, div_coef: jax.Array, key: jax.Array
+    advantages_of: Callable, start: Policy, learns_skill: jax.Array, diversity_coef: jax.Array, key: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Trains a policy, and returns its scores [STEPS] after each step."""
     optimizer = optax.adam(optax.linear_schedule(RATE, 0.02 * RATE, STEPS))
@@ -139,7 +139,7 @@ def _train(
         strategy_key, success_key = jax.random.split(key)
         strategy = jax.random.categorical(strategy_key, policy.preference, shape=(NUM_GROUPS, NUM_GENERATIONS))
         correct = jax.random.bernoulli(success_key, jax.nn.sigmoid(policy.skill)[strategy])
-        advantages = advantages_of(correct.astype(float), strategy, div_coef)
+        advantages = advantages_of(correct.astype(float), strategy, diversity_coef)
 
         def loss(policy: Policy) -> jax.Array:
             signed = jnp.where(correct, policy.skill[strategy], -policy.skill[strategy])

@@ -36,9 +36,9 @@ def polychromic(set_size: int = SET_SIZE) -> Advantages:
 
 
 @functools.cache
-def shaping(div_coef: float = DIV_COEF) -> Advantages:
-    """Returns the advantage estimator of GRPO+DIV with lambda = `div_coef`."""
-    return functools.partial(set_rl.grpo_div_advantages, div_coef=div_coef)
+def shaping(diversity_coef: float = DIV_COEF) -> Advantages:
+    """Returns the advantage estimator of GRPO+DIV with lambda = `diversity_coef`."""
+    return functools.partial(set_rl.grpo_div_advantages, diversity_coef=diversity_coef)
 
 
 def thresholds() -> list[dict]:
@@ -49,13 +49,13 @@ def thresholds() -> list[dict]:
     """
     return [
         {
-            "lambda": div_coef,
+            "lambda": diversity_coef,
             "strategies": num_strategies,
-            "promised": div_coef * (1 - _mean_rarity(num_strategies, novel=0)),
-            "beside it": div_coef * (1 - _mean_rarity(num_strategies, novel=1)),
-            "measured": _crossing(SUCCESS, _novel_wrong(shaping(div_coef), num_strategies, SUCCESS)),
+            "promised": diversity_coef * (1 - _mean_rarity(num_strategies, novel=0)),
+            "beside it": diversity_coef * (1 - _mean_rarity(num_strategies, novel=1)),
+            "measured": _crossing(SUCCESS, _novel_wrong(shaping(diversity_coef), num_strategies, SUCCESS)),
         }
-        for div_coef in (0.25, 0.5, 1.0)
+        for diversity_coef in (0.25, 0.5, 1.0)
         for num_strategies in (1, 2, 4)
     ]
 

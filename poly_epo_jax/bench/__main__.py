@@ -2,7 +2,7 @@
 
 python -m poly_epo_jax.bench --config=configs/polynomial.py --config.mesh.fsdp=1 --output=runs/bench.json
 python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan           only plans the memory, on any machine
-python -m poly_epo_jax.bench --config=configs/polaris.py --compile-for=v5p-16    only compiles programs for a machine
+python -m poly_epo_jax.bench --config=configs/polaris.py --compile_for=v5p-16    only compiles programs for a machine
 
 Weights and tokens are random, so the model is not downloaded. The configurations of Qwen3 models are built in
 (model/presets.py). To compare meshes, rows per device or values of model.remat, run the command with each of them.
@@ -27,7 +27,7 @@ from poly_epo_jax.config.checks import Range, require
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.memory_plan.tables import plan_of, print_plan, print_plans
-from poly_epo_jax.model.attention.self_check import CHECKED, trust_attention
+from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.startup.command_line import config_parser, run_command
@@ -46,16 +46,16 @@ def run(config: Config, output: Path) -> None:
       ValueError: If the configuration is not valid on this machine.
       OSError: If the model configuration cannot be read, or `output` cannot be written.
     """
-    if config.hosts.coordinator:
+    if config.hosts.coordinator_address:
         raise ConfigError(
-            f"hosts.coordinator={config.hosts.coordinator} is not supported, because bench measures one process; omit "
+            f"hosts.coordinator_address={config.hosts.coordinator_address} is not supported, because bench measures one process; omit "
             "it. For multi-process runs, see the run's timing.jsonl."
         )
     mesh = make_mesh(**config.mesh)
     model_config = model_shape(config)
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(model_config), row_tokens(config))
     check_memory(config, *plan_of(config, model_config))
-    trust_attention(config.model.attention, model_config, mesh, Path(config.compilation_cache) / CHECKED)
+    verify_attention_kernel(config.model.attention, model_config, mesh, Path(config.compilation_cache_dir) / CHECKED)
     console = wide_console()
     with console.status("measuring the peak rates of the device"):
         roofline = measure_roofline(config.model.dtype)
@@ -135,17 +135,17 @@ def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, An
 
 
 def _run_or_plan(config: Config, flags: argparse.Namespace) -> None:
-    plans, machine = flags.plan or flags.plans, flags.compile_for
+    plans, machine = flags.plan or flags.plan_all_meshes, flags.compile_for
     name = "plan" if plans else f"compiled-{machine}" if machine else "bench"
     output = flags.output or Path(f"runs/{name}.json")
-    require(flags.layers, "--layers", Range(0, 10**6))
+    require(flags.num_layers, "--num_layers", Range(0, 10**6))
     check_writable("--output", output.parent)
     if output.is_dir():
         raise ConfigError(f"--output={output} is a folder; set it to a file.")
     if plans:
-        plan(config, output, flags.plans)
+        plan(config, output, flags.plan_all_meshes)
     elif machine:
-        compile_for(config, machine, flags.layers, output, wide_console())
+        compile_for(config, machine, flags.num_layers, output, wide_console())
     else:
         run(config, output)
 
@@ -155,13 +155,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = config_parser(__doc__)
     parser.add_argument("--plan", action="store_true", help="only plan the memory of each device, on any machine")
     parser.add_argument(
-        "--plans", action="store_true", help="only plan the memory for every mesh of config/machines.py"
+        "--plan_all_meshes", action="store_true", help="only plan the memory for every mesh of config/machines.py"
     )
     parser.add_argument(
-        "--compile-for", default="", metavar="NAME", help="only compile for this machine of machines.py"
+        "--compile_for", default="", metavar="NAME", help="only compile for this machine of machines.py"
     )
     parser.add_argument(
-        "--layers", type=int, default=0, help="number of layers to compile with --compile-for (0 = all layers)"
+        "--num_layers", type=int, default=0, help="number of layers to compile with --compile_for (0 = all layers)"
     )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="JSON file for the results (default: a file in runs/)"

@@ -21,7 +21,7 @@ from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.flops import gradient_passes
-from poly_epo_jax.model.qwen3 import Qwen3, abstract_model, first_params
+from poly_epo_jax.model.qwen3 import Qwen3, abstract_model, init_params
 from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.embedded.slots import Job, Slots, capacity
@@ -95,7 +95,7 @@ def time_stages(config: Config, model_config: ModelConfig, mesh: Mesh, workload:
     """
     model = abstract_model(model_config)
     shardings = param_shardings(model, mesh)
-    params = jax.jit(functools.partial(first_params, model_config), out_shardings=shardings)()
+    params = jax.jit(functools.partial(init_params, model_config), out_shardings=shardings)()
     sampler = SAMPLERS[config.rollouts.name]
     if sampler.has_slots:
         yield _generate(config, model_config, mesh, params, workload)

@@ -23,7 +23,7 @@ WORDS = {**METHODS, "max_rl": {"advantages": "max_rl", "length_normalization": "
 """Methods that can be selected by name: the methods of the paper, and a baseline of the studies."""
 
 
-def parse_words(words: str) -> tuple[str, str]:
+def parse_config_string(words: str) -> tuple[str, str]:
     """Parses the names after a configuration file.
 
     Args:
@@ -52,12 +52,12 @@ def get_config(words: str = "poly_epo") -> ConfigDict:
     """Returns the default configuration, locked except for the options of components.
 
     Args:
-      words: Names of a method and of a mesh, see `parse_words`.
+      words: Names of a method and of a mesh, see `parse_config_string`.
 
     Raises:
       ValueError: If `words` is invalid.
     """
-    method, mesh = parse_words(words)
+    method, mesh = parse_config_string(words)
     config = ConfigDict(Config().to_dict())
     config.algo.update(WORDS[method])
     if mesh:

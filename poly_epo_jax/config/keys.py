@@ -91,7 +91,7 @@ class JudgeSection(Section, name="judge"):
 
     name: str = key("exact", "name of the judge (none = no clusters, for methods that do not use them)")
     options: Mapping[str, Any] = key({}, "keyword arguments of the judge, such as --config.judge.options.attempts=2")
-    max_failed_share: float = key(
+    max_failed_fraction: float = key(
         0.25,
         "maximum fraction of a batch's prompts on which the judge may fail before training stops, for methods that use "
         "its output",
@@ -113,7 +113,7 @@ class RolloutsSection(Section, name="rollouts"):
     options: Mapping[str, Any] = key({}, "keyword arguments of the sampler, such as sleep for sglang")
     max_concurrent: int = key(512, "maximum number of concurrent generations (with servers, per URL)", Range(1, 10**6))
     urls: str = key("", "comma-separated addresses of servers or routers, such as http://127.0.0.1:30000", URLS)
-    shared: bool = key(False, "whether all processes use the same servers (False = separate servers on each host)")
+    shared_servers: bool = key(False, "whether all processes use the same servers (False = separate servers on each host)")
     weight_sync: str = key(
         "disk", "weight transport: disk (a folder that servers read) or tensor (CUDA IPC on one host)"
     )
@@ -147,7 +147,7 @@ class AlgoSection(Section, name="algo"):
     objective: str = key("polychromic", "set objective of algo.advantages=marginal_set")
     set_size: int = key(4, "number n of generations per set", Range(1, 4095))
     num_sets: int = key(0, "number K of sets drawn per prompt (0 = all C(N, n) sets)", Range(0, 10**6))
-    div_coef: float = key(0.5, "diversity coefficient lambda of algo.advantages=grpo_div", Range(0, 1000))
+    diversity_coef: float = key(0.5, "diversity coefficient lambda of algo.advantages=grpo_div", Range(0, 1000))
     loss: str = key("ppo_clip", "name of the token loss")
     loss_options: Mapping[str, Any] = key({}, "keyword arguments of the loss, except clip_low and clip_high")
     clip_low: float = key(0.20, "lower clip range: probability ratios are clipped to at least 1 - clip_low", FRACTION)
@@ -167,7 +167,7 @@ class AlgoSection(Section, name="algo"):
         Range(0.001, 10**6, other=0),
     )
     # Off by default, because the masked responses depend on the response lengths and on the sampler.
-    max_mismatch: float = key(
+    max_mismatch_ratio: float = key(
         0.0,
         "limit M on the geometric mean of p(trainer) / p(sampler) over a response; responses outside [1 / M, M] are "
         "masked (0 = no masking)",
@@ -186,7 +186,7 @@ class TrainSection(Section, name="train"):
     prompts_per_minibatch: int = key(32, "number of prompts per optimizer update", Range(1, 10**6))
     num_generations: int = key(8, "number N of generations per prompt", Range(1, 4096))
     max_prompt_tokens: int = key(10, "maximum number of prompt tokens; problems with more are dropped", TOKENS)
-    trainable: str = key("", "regular expression of the dotted paths of trained weights (empty = all weights)", PATTERN)
+    trainable_pattern: str = key("", "regular expression of the dotted paths of trained weights (empty = all weights)", PATTERN)
     # 1 requires a sampler with its own devices and algo.importance_cap, which corrects for the older sampling policy.
     staleness: int = key(
         0, "age of the sampling policy in steps (0 = on-policy, 1 = generation overlaps with the update)", Range(0, 1)
@@ -218,7 +218,7 @@ class OptimizerSection(Section, name="optimizer"):
     learning_rate: float = key(5e-4, "peak learning rate", Range(1e-12, 1))
     warmup_updates: int = key(0, "number of optimizer updates of linear learning rate warm-up", Range(0, 10**9))
     schedule: str = key("linear", "learning rate schedule after the warm-up")
-    final_fraction: float = key(0.02, "final learning rate of linear and cosine, relative to the peak", FRACTION)
+    end_lr_fraction: float = key(0.02, "final learning rate of linear and cosine, relative to the peak", FRACTION)
     b1: float = key(0.9, "decay rate of the first moment", Range(0, 0.9999))
     b2: float = key(0.999, "decay rate of the second moment", Range(0, 0.999999))
     first_moment_dtype: str = key(
@@ -236,20 +236,20 @@ class MeshSection(Section, name="mesh"):
     data: int = key(1, "number of replicas of the weights", Range(1, 10**5, other=-1))
     fsdp: int = key(-1, "number of shards of each weight along its embedding axis", Range(1, 10**5, other=-1))
     tensor: int = key(1, "number of shards of heads, MLP and vocabulary", Range(1, 10**5, other=-1))
-    device: str = key("", "required device kind, such as v5p (empty = any)")
-    devices: int = key(0, "number of devices (0 = all available devices)", Range(0, 10**5))
+    device_kind: str = key("", "required device kind, such as v5p (empty = any)")
+    num_devices: int = key(0, "number of devices (0 = all available devices)", Range(0, 10**5))
 
 
 @dataclasses.dataclass(frozen=True)
 class HostsSection(Section, name="hosts"):
     """Multi-process training. All processes have the same configuration except for hosts.index."""
 
-    coordinator: str = key(
+    coordinator_address: str = key(
         "", "HOST:PORT of the first process (auto = from SLURM or the TPU pod, empty = one process)", COORDINATOR
     )
-    count: int = key(1, "number of processes; ignored if hosts.coordinator=auto", Range(1, 10**5))
-    index: int = key(0, "index of this process, from 0; ignored if hosts.coordinator=auto", Range(0, 10**5))
-    wait_seconds: int = key(300, "timeout in seconds for connecting to the other processes at startup", Range(1, 10**6))
+    num_processes: int = key(1, "number of processes; ignored if hosts.coordinator_address=auto", Range(1, 10**5))
+    process_id: int = key(0, "index of this process, from 0; ignored if hosts.coordinator_address=auto", Range(0, 10**5))
+    init_timeout_seconds: int = key(300, "timeout in seconds for connecting to the other processes at startup", Range(1, 10**6))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,7 +282,7 @@ class Config(Section):
     """The configuration of a run: three keys, and a section for each component."""
 
     workdir: str = key("runs/default", "run folder; if it contains a checkpoint, the run is resumed", NOT_EMPTY)
-    compilation_cache: str = key("runs/compiled", "folder of compiled programs, which later runs reuse", NOT_EMPTY)
+    compilation_cache_dir: str = key("runs/compiled", "folder of compiled programs, which later runs reuse", NOT_EMPTY)
     seed: int = key(0, "random seed of the data order, sampled tokens, drawn sets and new adapters", SEED)
 
     model: ModelSection = ModelSection()
@@ -302,7 +302,7 @@ class Config(Section):
     log: LogSection = LogSection()
 
 
-def longest_sequence(config: Config) -> int:
+def max_sequence_tokens(config: Config) -> int:
     """Returns the maximum number of tokens of a prompt with its response."""
     return config.train.max_prompt_tokens + config.sampling.max_tokens
 
@@ -312,4 +312,4 @@ def updates_per_step(train: TrainSection) -> int:
     return train.prompts_per_batch // train.prompts_per_minibatch
 
 
-__all__ = ["Config", "ConfigError", "changed_keys", "longest_sequence", "updates_per_step"]
+__all__ = ["Config", "ConfigError", "changed_keys", "max_sequence_tokens", "updates_per_step"]

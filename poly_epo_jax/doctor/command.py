@@ -102,7 +102,7 @@ def run(config: Config, is_short: bool, output: Path | None) -> None:
       SystemExit: If a check failed.
     """
     hosts.join(config.hosts)
-    jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).absolute()))
+    jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache_dir).absolute()))
     console, findings = Console(), list[Finding]()
     runner = CheckRunner(RunContext(config), TIMEOUT_SECONDS)
     checks = [check for check in CHECKS if check.when in ("both", "short" if is_short else "full")]

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import abstract_model, first_params
+from poly_epo_jax.model.qwen3 import abstract_model, init_params
 from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.step.packing import TrainingSequence
 from poly_epo_jax.types import Params
@@ -44,7 +44,7 @@ def random_params(model_config: ModelConfig, mesh: Mesh) -> Params:
       mesh: Mesh over which the weights are sharded.
     """
     shardings = param_shardings(abstract_model(model_config), mesh)
-    params = jax.jit(lambda: first_params(model_config))()
+    params = jax.jit(lambda: init_params(model_config))()
     return jax.device_put(jax.device_get(params), shardings)
 
 

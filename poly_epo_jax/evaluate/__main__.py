@@ -31,14 +31,14 @@ from poly_epo_jax.evaluate.draw import draw_generations
 from poly_epo_jax.evaluate.folder import RESULTS, open_folder
 from poly_epo_jax.evaluate.results import compute_results
 from poly_epo_jax.judges import JUDGES, NoJudge
-from poly_epo_jax.judges.llm import say_shortfalls
+from poly_epo_jax.judges.llm import warn_capacity
 from poly_epo_jax.metrics.evaluation import EvaluationMetric, table_columns
-from poly_epo_jax.model.attention.self_check import CHECKED, trust_attention
+from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
 from poly_epo_jax.model.policy import Policy, find_model, open_policy
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.progress import counted
 from poly_epo_jax.records.run_folder import CHECKPOINTS, LOCK
-from poly_epo_jax.rollouts import open_server, open_weights, served_model
+from poly_epo_jax.rollouts import open_server, open_weights, model_info
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.startup.command_line import config_parser, parse_value, run_command
@@ -85,11 +85,11 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
         label, model = _open_model(name, config, mesh)
         models[label] = model
         if model.params is not None:
-            cache = Path(config.compilation_cache) / CHECKED
-            trust_attention(config.model.attention, model.policy.config, mesh, cache)
+            cache = Path(config.compilation_cache_dir) / CHECKED
+            verify_attention_kernel(config.model.attention, model.policy.config, mesh, cache)
     num_generations, found = flags.num_generations, []
     sampling = Sampling(**config.sampling, seed=config.seed)
-    judged = flags.judge and JUDGES[config.judge.name].clusters
+    judged = flags.cluster and JUDGES[config.judge.name].clusters
     for name in flags.benchmarks:
         benchmark = open_benchmark(name, config.task)
         benchmark.problems = benchmark.problems[: flags.max_problems or None]
@@ -129,7 +129,7 @@ async def _draw_missing(
     if isinstance(judge, Served):
         await judge.wait_until_ready()
     load = JudgeLoad(num_generations, rollouts.max_prompt_tokens, sampling.max_tokens)
-    await say_shortfalls(judge, load)
+    await warn_capacity(judge, load)
     if model.params is not None:
         await rollouts.push_weights(model.params, 0)
     with counted(f"{folder.name} on {benchmark.label}: problems", len(benchmark.problems)) as show:
@@ -175,7 +175,7 @@ def _check_flags(config: Config, flags: argparse.Namespace) -> None:
         if source.startswith(("http://", "https://")):
             require(source, "--models", URL)
     check_writable("--output", flags.output)
-    if flags.judge:
+    if flags.cluster:
         check_judge(config.judge, "--num_generations", flags.num_generations)
 
 
@@ -184,7 +184,7 @@ def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
     if source.startswith(("http://", "https://")):
         url = source.rstrip("/")
         try:
-            served = asyncio.run(served_model(url))
+            served = asyncio.run(model_info(url))
         except httpx.HTTPError as error:
             raise ServerError(
                 f"Failed to read the model of {url}: {describe(error)}. Start an SGLang or sglang-jax server."
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--max_problems", type=int, default=0, metavar="N", help="maximum number of problems per benchmark (0 = all)"
     )
     parser.add_argument(
-        "--judge",
+        "--cluster",
         nargs="?",
         const=True,
         type=lambda text: parse_value(text, bool),

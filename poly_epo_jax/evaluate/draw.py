@@ -8,7 +8,7 @@ import numpy as np
 
 from poly_epo_jax.evaluate.benchmarks import Benchmark
 from poly_epo_jax.evaluate.folder import EVALUATED_GENERATION, GENERATIONS, read_generations
-from poly_epo_jax.judges.answer import first_equals
+from poly_epo_jax.judges.answer import first_equal_index
 from poly_epo_jax.metrics.majority import NO_ANSWER
 from poly_epo_jax.records.run_folder import generation_rows
 from poly_epo_jax.rollouts.grading import grade_groups
@@ -99,6 +99,6 @@ def _answer_ids(task: Task, problem: Problem, answers: Sequence[str | None], cor
         return bool(correct[i] == correct[j]) and task.same_answer(problem, answers[i] or "", answers[j] or "")
 
     votes = [None if answer is None else (answer, bool(correct[i])) for i, answer in enumerate(answers)]
-    firsts = first_equals(votes, same)
+    firsts = first_equal_index(votes, same)
     numbers = {first: number for number, first in enumerate(sorted({first for first in firsts if first is not None}))}
     return [NO_ANSWER if first is None else numbers[first] for first in firsts]

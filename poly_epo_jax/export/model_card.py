@@ -15,7 +15,7 @@ from poly_epo_jax.metrics.logged import describe, is_held_out
 from poly_epo_jax.records.run_folder import ABOUT, METRICS, read_config, read_method, read_rows
 from poly_epo_jax.report.document import markdown_table
 
-FOLDERS = ("workdir", "compilation_cache", "base.cache_dir", "rollouts.weights_dir")
+FOLDERS = ("workdir", "compilation_cache_dir", "base.cache_dir", "rollouts.weights_dir")
 """Configuration keys of storage locations, which do not affect the policy and are omitted from the command."""
 _TAGS = ("poly_epo_jax", "reinforcement-learning", "set-rl")
 

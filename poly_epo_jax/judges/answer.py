@@ -24,10 +24,10 @@ class AnswerJudge:
     def _first_equals(self, group: Group) -> list[int | None]:
         problem = group.problem
         answers = [self._task.answer(problem, generation) for generation in group.generations]
-        return first_equals(answers, lambda i, j: self._task.same_answer(problem, answers[i] or "", answers[j] or ""))
+        return first_equal_index(answers, lambda i, j: self._task.same_answer(problem, answers[i] or "", answers[j] or ""))
 
 
-def first_equals(answers: Sequence[Hashable | None], same: Callable[[int, int], bool]) -> list[int | None]:
+def first_equal_index(answers: Sequence[Hashable | None], same: Callable[[int, int], bool]) -> list[int | None]:
     """Returns, for each answer, the index of the first equal answer, or None for missing answers.
 
     Args:

@@ -21,7 +21,7 @@ from poly_epo_jax.judges.prompt import build_messages, load_rubric, reply_schema
 from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context, read_model_name
 from poly_epo_jax.system.http_client import (
     ServerError,
-    WrongAnswer,
+    InvalidResponseError,
     backoff_seconds,
     describe,
     open_client,
@@ -125,14 +125,14 @@ class LLMJudge:
         except ServerError as error:
             raise ServerError(self._without_key(str(error))) from None
 
-    async def shortfalls(self, load: JudgeLoad) -> list[str]:
+    async def capacity_warnings(self, load: JudgeLoad) -> list[str]:
         """Returns one sentence per limit of the judge that the load exceeds: its context, or the length of a reply."""
         context = self._context_tokens
         if not context:
             with contextlib.suppress(httpx.HTTPError, ReplyError):  # the first prompt reports the error
                 async with open_client(self._section.timeout_seconds) as client:
                     context = read_context(await self._send(client, "GET", "/models"), self.model)
-        return shortfalls(load, self._rubric, self._max_response_chars, self._max_tokens, context)
+        return capacity_warnings(load, self._rubric, self._max_response_chars, self._max_tokens, context)
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers of retried requests and of shortened responses since the last call."""
@@ -153,7 +153,7 @@ class LLMJudge:
             kind, reason = "unreachable", f"{describe(error)}; start the server, or correct judge.url"
         except httpx.HTTPStatusError as error:
             kind, reason = self._refusal(error.response)
-        except WrongAnswer as error:
+        except InvalidResponseError as error:
             kind, reason = "malformed", describe(error)
         except httpx.HTTPError as error:
             kind, reason = "unavailable", describe(error)
@@ -229,7 +229,7 @@ TOKENS_PER_FRAME = 50
 """Tokens of the two delimiter lines of each text in a request."""
 
 
-async def say_shortfalls(judge: Judge, load: JudgeLoad) -> None:
+async def warn_capacity(judge: Judge, load: JudgeLoad) -> None:
     """Prints a warning to stderr for each limit of the judge that a request of this size would exceed.
 
     Args:
@@ -237,11 +237,11 @@ async def say_shortfalls(judge: Judge, load: JudgeLoad) -> None:
       load: Size of the largest request.
     """
     if isinstance(judge, Limited):
-        for shortfall in await judge.shortfalls(load):
+        for shortfall in await judge.capacity_warnings(load):
             print(f"Warning: {shortfall}", file=sys.stderr)
 
 
-def shortfalls(load: JudgeLoad, rubric: str, max_response_chars: int, max_tokens: int, context: int) -> list[str]:
+def capacity_warnings(load: JudgeLoad, rubric: str, max_response_chars: int, max_tokens: int, context: int) -> list[str]:
     """Estimates the size of a request and its reply, and compares them with the limits of the judge.
 
     Args:

@@ -10,7 +10,7 @@ import bisect
 import dataclasses
 from collections.abc import Mapping
 
-from poly_epo_jax.config.keys import Config, longest_sequence
+from poly_epo_jax.config.keys import Config, max_sequence_tokens
 from poly_epo_jax.memory_plan.gradient import FLOAT32_BYTES, bytes_of, gradient_bytes
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
@@ -150,7 +150,7 @@ def batch_bytes(config: Config) -> int:
     """Returns the bytes of a step's full batch on a host: 40 per token, and 4 per (set, response) or response pair."""
     train, algo = config.train, config.algo
     cells = max(algo.num_sets, train.num_generations) * train.num_generations
-    return train.prompts_per_batch * (40 * train.num_generations * longest_sequence(config) + FLOAT32_BYTES * cells)
+    return train.prompts_per_batch * (40 * train.num_generations * max_sequence_tokens(config) + FLOAT32_BYTES * cells)
 
 
 def _resident(config: Config, model_config: ModelConfig, setting: Setting) -> dict[str, int]:
@@ -209,7 +209,7 @@ def _generate(config: Config, model_config: ModelConfig, setting: Setting, cache
     gathered = flops.total_weights(model_config) // tensor * value_bytes if setting.mesh["fsdp"] > 1 else 0
     return {
         "gathered weights": gathered,
-        "keys and values": int(cache_growth * slots * longest_sequence(config) * token_bytes),
+        "keys and values": int(cache_growth * slots * max_sequence_tokens(config) * token_bytes),
         "keys and values of prompts": prompts * (1 << (train.max_prompt_tokens - 1).bit_length()) * token_bytes,
         "logits": 3 * slots * model_config.vocab_size * FLOAT32_BYTES,
     }

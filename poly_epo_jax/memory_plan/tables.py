@@ -176,9 +176,9 @@ def setting_of(config: Config) -> tuple[Setting, int | None]:
       ConfigError: If the devices cannot be arranged into the mesh.
     """
     mesh = config.mesh
-    available = [] if mesh.device and mesh.devices else jax.devices()
-    device = mesh.device or device_name(available[0].device_kind)
-    setting = Setting(device, fill_mesh(mesh, mesh.devices or len(available)))
+    available = [] if mesh.device_kind and mesh.num_devices else jax.devices()
+    device = mesh.device_kind or device_name(available[0].device_kind)
+    setting = Setting(device, fill_mesh(mesh, mesh.num_devices or len(available)))
     if available and (limit := (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")):
         return setting, limit
     if device == "cpu":  # all CPU devices share one memory

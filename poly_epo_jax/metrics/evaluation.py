@@ -18,7 +18,7 @@ from poly_epo_jax.metrics.pass_at_k import pass_at_k
 from poly_epo_jax.types import Registry
 
 PASS, CORRECT_CLUSTERS = "pass", "correct_clusters"
-MAJORITY_ACCURACY, MAJORITY_SHARE = "majority_accuracy", "majority_share"
+MAJORITY_ACCURACY, MAJORITY_VOTE_SHARE = "majority_accuracy", "majority_vote_share"
 
 ARRAYS = ("rewards", "correct", "answers", "clusters", "lengths")
 """Arrays that a metric can read. Evaluations during training have `rewards`, `correct` and `clusters` only."""
@@ -93,7 +93,7 @@ EVALUATION_METRICS: Registry[EvaluationMetric] = Registry(
             "majority@{k} accuracy",
             "Accuracy of the most frequent answer among {k} generations. Ties are broken at random.",
         ),
-        MAJORITY_SHARE: EvaluationMetric(
+        MAJORITY_VOTE_SHARE: EvaluationMetric(
             lambda answers, correct, k: _majority(answers.astype(int).tobytes(), correct.tobytes(), len(answers), k)[1],
             "majority@{k} vote share",
             "Fraction of {k} generations that give the most frequent answer.",

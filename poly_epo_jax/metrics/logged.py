@@ -38,7 +38,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         "eval/reward": LoggedMetric(
             "Held-out reward", "Mean reward of generations on problems that are not trained on.", brief="reward"
         ),
-        "eval/degenerate": LoggedMetric(
+        "eval/degenerate_fraction": LoggedMetric(
             "Held-out degenerate responses", "Fraction of generations that contain no attempt at reasoning."
         ),
         "eval/judge_failed_problems": LoggedMetric(
@@ -69,14 +69,14 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             brief="incorrect clusters",
             drawn=True,
         ),
-        "synergy": LoggedMetric(
+        "clusters/synergy": LoggedMetric(
             "Synergy",
             "Mean absolute value of the covariance term of the set advantage: the covariance of reward and diversity "
             "over the sets that contain a generation, minus the covariance over all sets.",
-            brief="synergy",
+            brief="clusters/synergy",
             drawn=True,
         ),
-        "degenerate": LoggedMetric(
+        "clusters/degenerate_fraction": LoggedMetric(
             "Degenerate responses", "Fraction of the step's generations that contain no attempt at reasoning."
         ),
         "response/length": LoggedMetric(
@@ -135,7 +135,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         "policy/weight_norm": LoggedMetric(
             "Weight norm", "Norm of the trained weights after an update, mean over the step's updates."
         ),
-        "packing/padding": LoggedMetric("Padding", "Fraction of the tokens in packed rows that are padding."),
+        "packing/padding_fraction": LoggedMetric("Padding", "Fraction of the tokens in packed rows that are padding."),
         "mismatch/mean": LoggedMetric(
             "Sampler mismatch",
             "Mean absolute difference of the trainer's and the sampler's log-probabilities of a response token, in "
@@ -150,12 +150,12 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "KL(sampler, trainer)",
             "Mean estimate of KL(sampler, trainer) over response tokens, in nats, before the step's first update.",
         ),
-        "mismatch/truncated": LoggedMetric(
+        "mismatch/truncated_fraction": LoggedMetric(
             "Capped importance weights",
             "Fraction of response tokens whose importance weight is reduced to algo.importance_cap.",
         ),
-        "mismatch/masked": LoggedMetric(
-            "Masked responses", "Number of responses that algo.max_mismatch excludes from the update."
+        "mismatch/masked_responses": LoggedMetric(
+            "Masked responses", "Number of responses that algo.max_mismatch_ratio excludes from the update."
         ),
         # Failures and retries.
         "judge/failed_prompts": LoggedMetric(
@@ -179,25 +179,25 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         ),
         "rollouts/server_failures": LoggedMetric("Server failures", "Number of failures of generation servers."),
         "rollouts/resampled": LoggedMetric("Resampled generations", "Number of generations that were resampled."),
-        "rollouts/wrong_answers": LoggedMetric(
+        "rollouts/invalid_responses": LoggedMetric(
             "Invalid server responses", "Number of generations that were resampled because a response was invalid."
         ),
-        "checkpoints/damaged": LoggedMetric(
+        "checkpoints/corrupted": LoggedMetric(
             "Corrupted checkpoints", "Number of corrupted checkpoints that were skipped when the run was resumed."
         ),
-        "attention/distrusted_kernels": LoggedMetric(
+        "attention/disabled_kernels": LoggedMetric(
             "Disabled attention kernels", "Number of attention kernels that failed the self-check and are not used."
         ),
         # Time and memory.
         "seconds/step": LoggedMetric("Step time", "Duration of the step, in seconds."),
         "seconds/*": LoggedMetric("Stage time", "Seconds for which the stage was in progress for the step's batch."),
-        "critical/*": LoggedMetric(
+        "exclusive_seconds/*": LoggedMetric(
             "Exclusive stage time", "Seconds of the step in which no other stage was in progress."
         ),
-        "judge/hidden": LoggedMetric(
+        "judge/overlap_fraction": LoggedMetric(
             "Judge overlap", "Fraction of the judge's time in which other prompts were still being generated."
         ),
-        "sync/share": LoggedMetric("Sync fraction", "Fraction of the step's duration that pushing the weights took."),
+        "sync/step_fraction": LoggedMetric("Sync fraction", "Fraction of the step's duration that pushing the weights took."),
         "tokens_per_second": LoggedMetric("Tokens per second", "Generated tokens divided by the step's duration."),
         "memory/peak_bytes": LoggedMetric(
             "Peak memory", "Peak memory of the most heavily used local device or, on CPU, of the process, in bytes."

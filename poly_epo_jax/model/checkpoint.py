@@ -77,7 +77,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     @property
-    def num_damaged(self) -> int:
+    def num_corrupted(self) -> int:
         """Number of corrupted checkpoints of this run that were moved to the folder of corrupted checkpoints."""
         return sum(1 for _ in self._corrupted.glob("[0-9]*"))
 

@@ -25,10 +25,10 @@ class ModelConfig:
       dtype: Type of activations and of weights in matmuls (compute type).
       param_dtype: Type of stored weights. Adapters are always float32.
       remat: Key of qwen3.REMAT_POLICIES, or "auto" until a memory plan has chosen one.
-      scan_unroll: Layers per iteration of the layer scan. 0 selects all layers if there are at most qwen3.FEW_LAYERS,
+      scan_unroll: Layers per iteration of the layer scan. 0 selects all layers if there are at most qwen3.MAX_UNROLLED_LAYERS,
         and otherwise 1.
       attention: Key of attention.IMPLEMENTATIONS, or "auto".
-      longest_sequence: Maximum number of tokens of a sequence in a packed row. 0 means that only the row length limits
+      max_sequence_tokens: Maximum number of tokens of a sequence in a packed row. 0 means that only the row length limits
         it. Some kernels do not visit keys beyond this distance.
       lora_rank: Rank of the adapter.
       lora_scale: Factor alpha / rank of the adapter's output, see lora.py.
@@ -54,7 +54,7 @@ class ModelConfig:
     remat: str = "full"
     scan_unroll: int = 1
     attention: str = "auto"
-    longest_sequence: int = 0
+    max_sequence_tokens: int = 0
     lora_rank: int = 0
     lora_scale: float = 0.0
     lora_targets: tuple[str, ...] = ()

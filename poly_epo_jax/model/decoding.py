@@ -115,7 +115,7 @@ def decoding_weights(config: ModelConfig, params: Params) -> Params:
     }
 
 
-def whole_weights(weights: Params) -> Params:
+def gather_weights_over_fsdp(weights: Params) -> Params:
     """Gathers decoding weights over the `fsdp` mesh axis. Sharding over `tensor` is kept.
 
     Decoding reads every weight once per token. Gathering once per generation call avoids one gather per token, or per

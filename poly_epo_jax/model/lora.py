@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from poly_epo_jax.config.keys import Config, LoraSection
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.partition import split_params
-from poly_epo_jax.model.qwen3 import first_params
+from poly_epo_jax.model.qwen3 import init_params
 from poly_epo_jax.types import Params
 
 ADAPTER = r"layers\.\w+_lora_[ab]"
@@ -34,7 +34,7 @@ def lora_fields(section: LoraSection) -> dict[str, Any]:
 
 def trained_pattern(config: Config) -> str:
     """Returns the regular expression of the trained weights of a run, see `split_params`."""
-    return ADAPTER if config.lora.rank else config.train.trainable
+    return ADAPTER if config.lora.rank else config.train.trainable_pattern
 
 
 def is_adapter(name: str) -> bool:
@@ -75,7 +75,7 @@ def init_adapter(config: ModelConfig, seed: int, shardings: Params) -> Params:
         return {}
 
     def draw() -> Params:  # the compiler removes the weights that are not returned
-        return split_adapter(config, first_params(config, seed))[0]
+        return split_adapter(config, init_params(config, seed))[0]
 
     return jax.jit(draw, out_shardings=split_adapter(config, shardings)[0])()
 

@@ -33,7 +33,7 @@ def split_params(params: Params, pattern: str) -> tuple[Params, Params]:
     flat = flatten_dict(params, sep=".")
     trainable = {path: leaf for path, leaf in flat.items() if is_trainable(path, pattern)}
     if not trainable:
-        raise ValueError(f"train.trainable={pattern!r} matches no weight; choose among {', '.join(flat)}.")
+        raise ValueError(f"train.trainable_pattern={pattern!r} matches no weight; choose among {', '.join(flat)}.")
     frozen = {path: leaf for path, leaf in flat.items() if path not in trainable}
     return unflatten_dict(trainable, sep="."), unflatten_dict(frozen, sep=".")
 

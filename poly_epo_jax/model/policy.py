@@ -118,13 +118,13 @@ def find_model(path: str, download: bool = True) -> Path:
         ) from error
 
 
-def open_policy(path: Path, section: ModelSection, longest_sequence: int = 0, lora: LoraSection = NO_ADAPTER) -> Policy:
+def open_policy(path: Path, section: ModelSection, max_sequence_tokens: int = 0, lora: LoraSection = NO_ADAPTER) -> Policy:
     """Opens the policy in a Hugging Face model folder. Weights are not loaded.
 
     Args:
       path: Local model folder.
       section: The `model` section of the configuration.
-      longest_sequence: Maximum number of tokens of a training sequence, see ModelConfig.
+      max_sequence_tokens: Maximum number of tokens of a training sequence, see ModelConfig.
       lora: The `lora` section of the configuration. The default selects a policy without an adapter.
 
     Returns:
@@ -135,7 +135,7 @@ def open_policy(path: Path, section: ModelSection, longest_sequence: int = 0, lo
     """
     check_digests(path)
     compute = {name: value for name, value in section.items() if name not in ("path", "stop_strings")}
-    config = hf.read_config(path, longest_sequence=longest_sequence, **compute, **lora_fields(lora))
+    config = hf.read_config(path, max_sequence_tokens=max_sequence_tokens, **compute, **lora_fields(lora))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # Tokenizers raise many types of errors, and few of them name the file.

@@ -38,7 +38,7 @@ REMAT_POLICIES = {
 AUTO = "auto"
 """Value of `model.remat` for which a memory plan selects one of REMAT_POLICIES (memory_plan.plan.make_plan)."""
 
-FEW_LAYERS = 4
+MAX_UNROLLED_LAYERS = 4
 """Maximum number of layers that `scan_unroll=0` runs without a loop, which makes tiny models 25% faster. With several
 layers per iteration, programs that XLA compiles for CPUs copy all gradients in every iteration."""
 
@@ -93,7 +93,7 @@ class Layer(nnx.Module):
             q = rms_norm(q, w(self.q_norm), config.norm_eps)
             k = rms_norm(k, w(self.k_norm), config.norm_eps)
         q, k = rope(q, positions, config.rope_theta), rope(k, positions, config.rope_theta)
-        attended = packed_attention(q, k, v, segment_ids, config.attention, config.longest_sequence, positions)
+        attended = packed_attention(q, k, v, segment_ids, config.attention, config.max_sequence_tokens, positions)
         x = x + self._project(attended, "o")
         h = rms_norm(x, w(self.mlp_norm), config.norm_eps)
         return x + self._project(jax.nn.silu(self._project(h, "gate")) * self._project(h, "up"), "down")
@@ -149,7 +149,7 @@ class Qwen3(nnx.Module):
         if config.remat != "none":
             step = jax.checkpoint(step, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
         x = constrain_sharding(self.embed[...][tokens].astype(config.dtype), ROWS)
-        unroll = config.scan_unroll or (config.num_layers if config.num_layers <= FEW_LAYERS else 1)
+        unroll = config.scan_unroll or (config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1)
         x, _ = jax.lax.scan(step, x, weights, unroll=unroll)
         return rms_norm(x, self.norm[...].astype(config.dtype), config.norm_eps)
 
@@ -164,7 +164,7 @@ def param_shapes(model: Qwen3) -> Params:
     return nnx.to_pure_dict(nnx.split(model)[1])
 
 
-def first_params(config: ModelConfig, seed: int = 0) -> Params:
+def init_params(config: ModelConfig, seed: int = 0) -> Params:
     """Draws random initial weights from a seed. Returns them as a parameter tree."""
     return nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(seed)))[1])
 

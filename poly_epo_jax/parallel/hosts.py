@@ -50,18 +50,18 @@ def join(section: HostsSection) -> None:
     Raises:
       ValueError: If the section is inconsistent, or if the other processes cannot be reached.
     """
-    coordinator = section.coordinator
+    coordinator = section.coordinator_address
     if not coordinator:
-        if section.count != 1 or section.index != 0:
+        if section.num_processes != 1 or section.process_id != 0:
             raise ValueError(
-                f"hosts.count={section.count} and hosts.index={section.index} require hosts.coordinator; set it to "
+                f"hosts.num_processes={section.num_processes} and hosts.process_id={section.process_id} require hosts.coordinator_address; set it to "
                 "HOST:PORT of the first process, or remove all three keys to train with a single process."
             )
         return
     explicit: dict[str, Any] = {}
     if coordinator != "auto":
         _check(section)
-        explicit = {"coordinator_address": coordinator, "num_processes": section.count, "process_id": section.index}
+        explicit = {"coordinator_address": coordinator, "num_processes": section.num_processes, "process_id": section.process_id}
         explicit["coordinator_bind_address"] = _bind_address(coordinator)
     # On CPUs, the collectives of concurrently running programs would be confused with each other.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -72,25 +72,25 @@ def join(section: HostsSection) -> None:
     try:
         jax.distributed.initialize(
             **explicit,
-            initialization_timeout=section.wait_seconds,
+            initialization_timeout=section.init_timeout_seconds,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
             shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
         stop_watchdog()
         raise ValueError(
-            f"Failed to connect to the other processes with hosts.coordinator={coordinator}: {first_line(error)}. "
-            "Under SLURM, start all processes with srun. Otherwise, set hosts.coordinator to HOST:PORT of the first "
-            "process, and set hosts.count and hosts.index."
+            f"Failed to connect to the other processes with hosts.coordinator_address={coordinator}: {first_line(error)}. "
+            "Under SLURM, start all processes with srun. Otherwise, set hosts.coordinator_address to HOST:PORT of the first "
+            "process, and set hosts.num_processes and hosts.index."
         ) from error
 
 
 def _check(section: HostsSection) -> None:
-    if not 0 <= section.index < section.count:
+    if not 0 <= section.process_id < section.num_processes:
         raise ValueError(
-            f"hosts.coordinator={section.coordinator} requires hosts.count, the number of processes, and hosts.index, "
-            f"from 0 to hosts.count - 1, but they are {section.count} and {section.index}; set both keys, or set "
-            "hosts.coordinator=auto under SLURM or on a TPU pod."
+            f"hosts.coordinator_address={section.coordinator_address} requires hosts.num_processes, the number of processes, and hosts.process_id, "
+            f"from 0 to hosts.num_processes - 1, but they are {section.num_processes} and {section.process_id}; set both keys, or set "
+            "hosts.coordinator_address=auto under SLURM or on a TPU pod."
         )
 
 
@@ -259,9 +259,9 @@ def _watchdog(section: HostsSection) -> Callable[[], None]:
     reads from a pipe that only this process has open. If the pipe closes before a line was written to it, the shell
     prints the message. The returned function writes this line; it also runs at regular exit.
     """
-    name = "this process" if section.coordinator == "auto" else f"process {section.index} of {section.count}"
+    name = "this process" if section.coordinator_address == "auto" else f"process {section.process_id} of {section.num_processes}"
     message = (
-        f"Error: {name} was terminated, could not connect to the other processes within {section.wait_seconds} s, or "
+        f"Error: {name} was terminated, could not connect to the other processes within {section.init_timeout_seconds} s, or "
         "lost one of them; see the logs of all processes. Restart all processes to resume from the last checkpoint."
     )
     watcher = subprocess.Popen(

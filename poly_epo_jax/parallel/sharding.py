@@ -53,9 +53,9 @@ def make_mesh(
     available = jax.devices() if available is None else available
     kind = available[0].device_kind
     if device and device_name(kind) != device:
-        raise ConfigError(f"mesh.device={device}, but the available devices are {kind}; change mesh.device.")
+        raise ConfigError(f"mesh.device_kind={device}, but the available devices are {kind}; change mesh.device.")
     if devices > len(available):
-        raise ConfigError(f"mesh.devices={devices}, but only {len(available)} are available; reduce it.")
+        raise ConfigError(f"mesh.num_devices={devices}, but only {len(available)} are available; reduce it.")
     sizes = fill_mesh({"data": data, "fsdp": fsdp, "tensor": tensor}, devices or len(available))
     shape, used = tuple(sizes.values()), math.prod(sizes.values())
     if used == len(available):

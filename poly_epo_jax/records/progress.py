@@ -122,7 +122,7 @@ class TrainingProgress:
         blocks = [
             _block("training", self._latest, self._training),
             _block(f"held out{evaluated}", self._latest, self._held_out),
-            _block("seconds", self._latest, stages | {"sync/share": "sync fraction", "tokens_per_second": "tokens/s"}),
+            _block("seconds", self._latest, stages | {"sync/step_fraction": "sync fraction", "tokens_per_second": "tokens/s"}),
         ]
         return Group(self._progress, Columns(blocks, padding=(1, 2)))
 

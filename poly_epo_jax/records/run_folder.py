@@ -13,8 +13,8 @@
     timing.jsonl         One row per completed step, {"step": 12, "seconds/generate": 3.2, ...}, with
                          values that depend on the machine. A step whose weight push or evaluation was interrupted has
                          no row. seconds/STAGE: duration of the stage for the batch of this
-                         step. critical/STAGE: time during this step in which no other stage was in progress.
-                         sync/share: fraction of the step spent on pushing weights. memory/peak_bytes: peak memory so
+                         step. exclusive_seconds/STAGE: time during this step in which no other stage was in progress.
+                         sync/step_fraction: fraction of the step spent on pushing weights. memory/peak_bytes: peak memory so
                          far of the most heavily used device or, on CPU, of the process.
     timeline.jsonl       One row per completed step, {"step": 3, "seconds": 4.1, "start": 12.5, "spans": [["generate",
                          0.0, 1.2, 3], ...]}, with the stages that were in progress since the previous row: from `start`
@@ -24,7 +24,7 @@
     generations.jsonl    One row per logged generation, with the columns of `LOGGED_GENERATION`.
     tensorboard/         Metrics and timing as TensorBoard events.
     checkpoints/         See model/checkpoint.py.
-    checkpoints.damaged/ Corrupted checkpoints that were skipped.
+    checkpoints.corrupted/ Corrupted checkpoints that were skipped.
     lock                 Lock file of the training process. Other processes may read the folder.
     policy/              Hugging Face folder of the base policy, without weights.
     report/              See report/.

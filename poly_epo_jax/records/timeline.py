@@ -131,10 +131,10 @@ class Window:
         spans = [Span(str(stage), float(start), float(end), int(step)) for stage, start, end, step in row["spans"]]
         return cls(float(row["start"]), max(float(row["seconds"]), 1e-4), spans)
 
-    def critical_seconds(self) -> Metrics:
-        """Returns critical/STAGE, the time in which only this stage was in progress. A faster stage saves it."""
+    def exclusive_seconds(self) -> Metrics:
+        """Returns exclusive_seconds/STAGE, the time in which only this stage was in progress. A faster stage saves it."""
         alone = alone_intervals(self.spans)
-        return {f"critical/{stage}": total_seconds(intervals) for stage, intervals in alone.items()}
+        return {f"exclusive_seconds/{stage}": total_seconds(intervals) for stage, intervals in alone.items()}
 
     def row(self) -> dict[str, Any]:
         """Returns a JSON object with times rounded to 0.1 ms. Adjacent spans are merged to limit their number."""

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 
 from poly_epo_jax.metrics.branching import prefix_tree
-from poly_epo_jax.metrics.evaluation import MAJORITY_ACCURACY, MAJORITY_SHARE, PASS, split
+from poly_epo_jax.metrics.evaluation import MAJORITY_ACCURACY, MAJORITY_VOTE_SHARE, PASS, split
 from poly_epo_jax.metrics.logged import held_out
 from poly_epo_jax.report import figures
 
@@ -169,7 +169,7 @@ def plot_majority(evaluations: Evaluations, line_styles: LineStyles) -> Figure |
     """
 
     def draw(axes: Axes, results: Results, style: Mapping[str, Any]) -> None:
-        shares, accuracies = curve(results, MAJORITY_SHARE), curve(results, MAJORITY_ACCURACY)
+        shares, accuracies = curve(results, MAJORITY_VOTE_SHARE), curve(results, MAJORITY_ACCURACY)
         axes.plot([p.mean for p in shares], [p.mean for p in accuracies], **figures.MARKED, **style)
         if shares and not axes.texts:  # one label per panel: all lines end at the same k
             text, position = f"k = {shares[-1].k}", (shares[-1].mean, accuracies[-1].mean)

@@ -6,7 +6,7 @@ from typing import Any
 
 from poly_epo_jax.report.document import table
 
-HIDDEN_KEYS = ("workdir", "compilation_cache", "base.cache_dir")
+HIDDEN_KEYS = ("workdir", "compilation_cache_dir", "base.cache_dir")
 """Keys of storage locations, which do not affect the results of a run."""
 
 

@@ -12,7 +12,7 @@ from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
 from poly_epo_jax.rollouts.servers.client import SGLangSampler
-from poly_epo_jax.rollouts.servers.dialect import ServedModel
+from poly_epo_jax.rollouts.servers.dialect import ModelInfo
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync, TensorSync
 from poly_epo_jax.rollouts.sglang import SGLANG
@@ -81,13 +81,13 @@ def open_weights(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Conf
     return EmbeddedSampler(model, mesh, stop_ids, max_prompt_tokens, config.rollouts.max_concurrent)
 
 
-async def served_model(url: str) -> ServedModel:
+async def model_info(url: str) -> ModelInfo:
     """Returns the model that the server at `url` reports.
 
     Raises:
       httpx.HTTPError: If the server does not respond or its response is invalid.
     """
-    return await SGLANG.served_model(url)
+    return await SGLANG.model_info(url)
 
 
 def open_server(url: str, model: Qwen3, stop_ids: Sequence[int], config: Config) -> Sampler:

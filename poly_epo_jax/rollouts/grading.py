@@ -24,7 +24,7 @@ from poly_epo_jax.types import (
 
 
 class JudgeError(RuntimeError):
-    """Raised when the judge fails on more than `judge.max_failed_share` of a batch's prompts."""
+    """Raised when the judge fails on more than `judge.max_failed_fraction` of a batch's prompts."""
 
 
 async def grade_groups(
@@ -47,7 +47,7 @@ async def grade_groups(
 
     Returns:
       A tuple of the graded groups and a dict of timings: the seconds of the stages `generate`, `grade` and `judge`, and
-      `judge/hidden`, the fraction of the judge's time during which other groups were still being generated.
+      `judge/overlap_fraction`, the fraction of the judge's time during which other groups were still being generated.
 
     Raises:
       ValueError: If a reward is not in [0, 1], or a feature of the judge is not finite.
@@ -65,7 +65,7 @@ async def grade_groups(
             grading.cancel()
     places = {(problem.id, problem.occurrence): place for place, problem in enumerate(problems)}
     graded.sort(key=lambda one: places[one.group.problem.id, one.group.problem.occurrence])
-    return graded, clock.seconds() | {"judge/hidden": hidden / max(clock.busy("judge").seconds(), 1e-9)}
+    return graded, clock.seconds() | {"judge/overlap_fraction": hidden / max(clock.busy("judge").seconds(), 1e-9)}
 
 
 async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then: Any) -> GradedGroup:
@@ -124,21 +124,21 @@ def judge_failures(graded: Sequence[GradedGroup]) -> list[JudgeFailure]:
     return [group.clustering for group in graded if isinstance(group.clustering, JudgeFailure)]
 
 
-def check_judge(graded: Sequence[GradedGroup], max_failed_share: float) -> None:
+def check_judge(graded: Sequence[GradedGroup], max_failed_fraction: float) -> None:
     """Verifies that the judge did not fail too often.
 
     Args:
       graded: Graded groups of a batch.
-      max_failed_share: Maximum fraction of groups on which the judge may fail.
+      max_failed_fraction: Maximum fraction of groups on which the judge may fail.
 
     Raises:
       JudgeError: If the judge failed on more than this fraction of the groups.
     """
     failures = judge_failures(graded)
-    if len(failures) > max_failed_share * len(graded):
+    if len(failures) > max_failed_fraction * len(graded):
         kind, count = Counter(failure.kind for failure in failures).most_common(1)[0]
         reason = next(failure.reason for failure in failures if failure.kind == kind)
         raise JudgeError(
-            f"The judge failed on {len(failures)} of {len(graded)} prompts, more than judge.max_failed_share="
-            f"{max_failed_share:g} allows. The most frequent failure is {kind} ({count} times), for example: {reason}"
+            f"The judge failed on {len(failures)} of {len(graded)} prompts, more than judge.max_failed_fraction="
+            f"{max_failed_fraction:g} allows. The most frequent failure is {kind} ({count} times), for example: {reason}"
         )

@@ -8,10 +8,10 @@ import httpx
 import numpy as np
 
 from poly_epo_jax.config.checks import is_url
-from poly_epo_jax.rollouts.servers.dialect import Endpoint, ServedModel, ServerCompletion
+from poly_epo_jax.rollouts.servers.dialect import Endpoint, ModelInfo, ServerCompletion
 from poly_epo_jax.system.http_client import (
     ServerError,
-    WrongAnswer,
+    InvalidResponseError,
     describe,
     field,
     open_client,
@@ -52,19 +52,19 @@ class SGLang:
                 answer = read_json(await client.get(f"{url}/workers"))
             urls = [field(worker, "url", str) for worker in field(answer, "workers", list)]
             if not all(map(is_url, urls)):
-                raise WrongAnswer("the URL of a worker does not have the form http://HOST:PORT without a password")
+                raise InvalidResponseError("the URL of a worker does not have the form http://HOST:PORT without a password")
         except httpx.HTTPError as error:
             raise ServerError(f"Failed to list the workers of router {url}: {describe(error)}; see its log.") from error
         return urls
 
-    async def served_model(self, url: str) -> ServedModel:
+    async def model_info(self, url: str) -> ModelInfo:
         """Returns the model that `/model_info` reports."""
         async with open_client(ANSWER_SECONDS) as client:
             answer = await client.get(f"{url}/model_info")
             if answer.status_code == 404:  # Routers and sglang-jax only have the older route.
                 answer = await client.get(f"{url}/get_model_info")
         info = {"model_path": "", "tokenizer_path": "", "weight_version": ""} | field(read_json(answer), "", dict)
-        return ServedModel(*(field(info, name, str) for name in ("model_path", "tokenizer_path", "weight_version")))
+        return ModelInfo(*(field(info, name, str) for name in ("model_path", "tokenizer_path", "weight_version")))
 
     async def generate(
         self,
@@ -74,7 +74,7 @@ class SGLang:
         indices: Sequence[int],
         sampling: Sampling,
         stop_ids: Sequence[int],
-    ) -> list[ServerCompletion | WrongAnswer]:
+    ) -> list[ServerCompletion | InvalidResponseError]:
         """Generates completions with `/generate`, see `Dialect.generate`."""
         response = await client.post(f"{url}/generate", json=_body(request, indices, sampling, stop_ids))
         if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
@@ -144,7 +144,7 @@ def _body(request: Request, indices: Sequence[int], sampling: Sampling, stop_ids
 
 def parse_responses(
     body: Any, request: Request, count: int, stop_ids: Sequence[int]
-) -> list[ServerCompletion | WrongAnswer]:
+) -> list[ServerCompletion | InvalidResponseError]:
     """Parses the response to a generation request.
 
     Args:
@@ -154,29 +154,29 @@ def parse_responses(
       stop_ids: Token ids that end a generation.
 
     Returns:
-      `count` items. Each is a completion, or a `WrongAnswer` with the reason why it is invalid.
+      `count` items. Each is a completion, or a `InvalidResponseError` with the reason why it is invalid.
 
     Raises:
-      WrongAnswer: If the number of completions is not `count`.
+      InvalidResponseError: If the number of completions is not `count`.
     """
     answers = body if isinstance(body, list) else [body]
     if len(answers) != count:
-        raise WrongAnswer(f"the response contains {len(answers)} completions for {count} seeds")
+        raise InvalidResponseError(f"the response contains {len(answers)} completions for {count} seeds")
     return [_parse(answer, request, stop_ids) for answer in answers]
 
 
-def _parse(answer: Any, request: Request, stop_ids: Sequence[int]) -> ServerCompletion | WrongAnswer:
+def _parse(answer: Any, request: Request, stop_ids: Sequence[int]) -> ServerCompletion | InvalidResponseError:
     try:
         version = _weight_version(field(answer, "meta_info", dict))
         reason = field(answer, "meta_info.finish_reason.type", str)
         if reason == "abort":  # The response contains the tokens generated so far, which are discarded.
             return ServerCompletion(np.zeros(0, np.int64), np.zeros(0), None, version or "")
         if (prompt := field(answer, "meta_info.prompt_tokens", int)) != len(request.prompt_ids):
-            raise WrongAnswer(f"prompt_tokens is {prompt}, but the prompt has {len(request.prompt_ids)} tokens")
+            raise InvalidResponseError(f"prompt_tokens is {prompt}, but the prompt has {len(request.prompt_ids)} tokens")
         token_ids, logprobs = _tokens(answer, is_jax=version is None)
         finish_reason = _finish_reason(answer, reason, token_ids, request.max_tokens, stop_ids)
         return ServerCompletion(np.array(token_ids, np.int64), np.array(logprobs), finish_reason, version or "")
-    except WrongAnswer as error:
+    except InvalidResponseError as error:
         return error
 
 
@@ -188,7 +188,7 @@ def _weight_version(info: dict[str, Any]) -> str | None:
     spans = [] if info.get("weight_versions") is None else field(info, "weight_versions", list)
     for span in spans:
         if (other := field(span, "version", str)) != version:
-            raise WrongAnswer(f"the tokens were generated with several weight versions, {other} and {version}")
+            raise InvalidResponseError(f"the tokens were generated with several weight versions, {other} and {version}")
     return version
 
 
@@ -199,7 +199,7 @@ def _tokens(answer: Any, is_jax: bool) -> tuple[list[int], list[float]]:
     output_ids = field(answer, "output_ids", list)
     # sglang-jax may prepend repeated entries to those of the generation, and omits special tokens from output_ids.
     if count < 1 or not (len(entries) >= count if is_jax else len(entries) == len(output_ids) == count):
-        raise WrongAnswer(
+        raise InvalidResponseError(
             f"completion_tokens is {count}, but the response has {len(entries)} output_token_logprobs and "
             f"{len(output_ids)} output_ids"
         )
@@ -210,10 +210,10 @@ def _tokens(answer: Any, is_jax: bool) -> tuple[list[int], list[float]]:
                 token_ids.append(token_id)
                 logprobs.append(logprob)
             case _:
-                raise WrongAnswer(f"output_token_logprobs[{position}] is {_brief(entry)}, not [logprob, token_id, ...]")
+                raise InvalidResponseError(f"output_token_logprobs[{position}] is {_brief(entry)}, not [logprob, token_id, ...]")
     rest = iter(token_ids)  # `in` consumes the iterator, so the order must match.
     if any(type(one) is not int or one not in rest for one in output_ids):
-        raise WrongAnswer("output_ids do not match the tokens of output_token_logprobs")
+        raise InvalidResponseError("output_ids do not match the tokens of output_token_logprobs")
     return token_ids, logprobs
 
 
@@ -227,9 +227,9 @@ def _finish_reason(
         case "stop":
             # If logits are NaN, SGLang sets `matched` to the string "NaN happened".
             if (matched := field(answer, "meta_info.finish_reason.matched", int)) != token_ids[-1]:
-                raise WrongAnswer(f"it stopped at token {matched}, but its last token is {token_ids[-1]}")
+                raise InvalidResponseError(f"it stopped at token {matched}, but its last token is {token_ids[-1]}")
             return "stop"
-    raise WrongAnswer(f"finish_reason.type is {_brief(reason)}, not stop, length or abort")
+    raise InvalidResponseError(f"finish_reason.type is {_brief(reason)}, not stop, length or abort")
 
 
 ASLEEP, EMPTY = "asleep", "empty"
@@ -296,7 +296,7 @@ def check_awake(versions: Mapping[str, str]) -> None:
 
 
 async def _is_asleep(url: str) -> bool:
-    return (await SGLANG.served_model(url)).weight_version == ASLEEP
+    return (await SGLANG.model_info(url)).weight_version == ASLEEP
 
 
 async def _check_memory_saver(client: httpx.AsyncClient, url: str) -> None:

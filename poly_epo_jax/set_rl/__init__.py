@@ -22,29 +22,29 @@ from poly_epo_jax.set_rl.estimators.best_of_k import (
     passk_advantages as passk_advantages,
     pkpo_advantages as pkpo_advantages,
 )
-from poly_epo_jax.set_rl.estimators.of_clusters import (
+from poly_epo_jax.set_rl.estimators.cluster_based import (
     darling_advantages as darling_advantages,
     shaped_product_advantages as shaped_product_advantages,
     uniqueness_advantages as uniqueness_advantages,
 )
-from poly_epo_jax.set_rl.estimators.of_embeddings import (
+from poly_epo_jax.set_rl.estimators.embedding_based import (
     dqo_advantages as dqo_advantages,
     rep_exp_advantages as rep_exp_advantages,
     set_dpp_advantages as set_dpp_advantages,
     set_po_advantages as set_po_advantages,
 )
-from poly_epo_jax.set_rl.estimators.of_likelihood import (
+from poly_epo_jax.set_rl.estimators.likelihood_based import (
     ucpo_advantages as ucpo_advantages,
     unlikeliness_advantages as unlikeliness_advantages,
 )
-from poly_epo_jax.set_rl.estimators.of_rewards import (
+from poly_epo_jax.set_rl.estimators.reward_based import (
     entropic_advantages as entropic_advantages,
     max_rl_advantages as max_rl_advantages,
     rs_grpo_advantages as rs_grpo_advantages,
 )
 from poly_epo_jax.set_rl.losses import (
     LOSSES as LOSSES,
-    SILENT_AT_ZERO as SILENT_AT_ZERO,
+    ZERO_GRADIENT_AT_ZERO_ADVANTAGE as ZERO_GRADIENT_AT_ZERO_ADVANTAGE,
     Loss as Loss,
     Tokens as Tokens,
     cispo_loss as cispo_loss,

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
-from poly_epo_jax.set_rl.groups import centred, check_features, cluster_sizes, rarity, same_cluster
+from poly_epo_jax.set_rl.groups import subtract_mean, check_features, cluster_sizes, rarity, same_cluster
 from poly_epo_jax.set_rl.sets import check_set_size
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
@@ -165,11 +165,11 @@ def grpo_advantages(rewards: Float[Array | np.ndarray, "P N"]) -> Float[Array, "
       ValueError: If a reward is NaN (detected outside jit only).
     """
     check_features(rewards=rewards)
-    return centred(jnp.asarray(rewards))
+    return subtract_mean(jnp.asarray(rewards))
 
 
 def grpo_div_advantages(
-    rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], div_coef: float
+    rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], diversity_coef: float
 ) -> Float[Array, "P N"]:
     """Computes GRPO's advantage with a bonus for small clusters: centered r_i + lambda d_i (paper §6.1, GRPO+DIV).
 
@@ -179,7 +179,7 @@ def grpo_div_advantages(
     Args:
       rewards: Rewards of the N generations of P prompts.
       clusters: Cluster ids of the generations.
-      div_coef: Coefficient lambda of the bonus.
+      diversity_coef: Coefficient lambda of the bonus.
 
     Returns:
       Advantages [P, N].
@@ -188,7 +188,7 @@ def grpo_div_advantages(
       ValueError: If a reward is NaN (detected outside jit only), or if shapes differ.
     """
     check_features(rewards=rewards, clusters=clusters)
-    return centred(jnp.asarray(rewards) + div_coef * rarity(jnp.asarray(clusters)))
+    return subtract_mean(jnp.asarray(rewards) + diversity_coef * rarity(jnp.asarray(clusters)))
 
 
 class _Effects(NamedTuple):
@@ -234,14 +234,14 @@ def _effects(
     chances = jnp.where(clusters == DEGENERATE_CLUSTER, 0, jnp.asarray(table, rewards.dtype)[:, sizes])
     missed, apart, beside, found, not_apart = chances
 
-    above = centred(rewards)
+    above = subtract_mean(rewards)
     mean_reward = (rewards - above).mean(axis=-1, keepdims=True)
     above_in_cluster = jnp.where(same, above[:, None, :], 0).sum(axis=-1)
     over_clusters = (not_apart / sizes).sum(axis=-1, keepdims=True)  # the members of a cluster add up to its term
     from_rewards = above * (over_clusters + apart) - beside * above_in_cluster
-    from_diversity = centred(missed)
+    from_diversity = subtract_mean(missed)
     return _Effects(
-        score=(set_size * mean_reward * from_diversity + centred(from_rewards)) / set_size**2,
+        score=(set_size * mean_reward * from_diversity + subtract_mean(from_rewards)) / set_size**2,
         reward=above * (table[1, 0] / set_size),
         diversity=from_diversity / set_size,
         mean_reward=mean_reward,

@@ -27,7 +27,7 @@ def check_features(**features: Array | np.ndarray) -> tuple[int, int]:
     return num_prompts, num_generations
 
 
-def centred(values: Shaped[Array, "P N"]) -> Float[Array, "P N"]:
+def subtract_mean(values: Shaped[Array, "P N"]) -> Float[Array, "P N"]:
     """Subtracts the mean over the generations of each prompt.
 
     The result is exactly 0 if all values are equal, because the first value is subtracted before the mean is computed.

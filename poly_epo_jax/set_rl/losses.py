@@ -233,7 +233,7 @@ LOSSES: Registry[Loss] = Registry(
     kl_cov=kl_cov_loss,
 )
 
-SILENT_AT_ZERO = {"ppo_clip", "cispo", "policy_gradient", "gspo"}
+ZERO_GRADIENT_AT_ZERO_ADVANTAGE = {"ppo_clip", "cispo", "policy_gradient", "gspo"}
 """Losses whose value and gradient do not depend on sequences with advantage 0, so that updates can skip the backward
 pass of these sequences. `clip_cov` and `kl_cov` are excluded because they compare tokens of different sequences."""
 

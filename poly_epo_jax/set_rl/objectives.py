@@ -20,7 +20,7 @@ from poly_epo_jax.set_rl.advantages import (
     reward_plus_diversity_advantages,
 )
 from poly_epo_jax.set_rl.estimators.best_of_k import pass_at_n_advantages
-from poly_epo_jax.set_rl.estimators.of_embeddings import cosines, log_volume
+from poly_epo_jax.set_rl.estimators.embedding_based import cosines, log_volume
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Registry
 
 

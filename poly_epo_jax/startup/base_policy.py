@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from poly_epo_jax.config.keys import BaseSection, Config, OptimizerSection, TaskSection
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import abstract_model, first_params
+from poly_epo_jax.model.qwen3 import abstract_model, init_params
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.records.progress import counted
 from poly_epo_jax.step.objective import check_finite
@@ -36,7 +36,7 @@ from poly_epo_jax.types import Problem, Task
 
 OPTIMIZER = {
     "schedule": "cosine",
-    "final_fraction": 0.05,
+    "end_lr_fraction": 0.05,
     "first_moment_dtype": "float32",
     "b1": 0.9,
     "b2": 0.98,
@@ -137,7 +137,7 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
     model_config = base_shape(base, task)
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(model_config), row_tokens(config))
     model = abstract_model(model_config)
-    params = jax.jit(lambda: first_params(model_config, base.seed))()
+    params = jax.jit(lambda: init_params(model_config, base.seed))()
     problems = [*task.train_problems, *task.held_out_problems]
     rng = np.random.default_rng(base.seed)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from poly_epo_jax.config.checks import ConfigError
-from poly_epo_jax.config.keys import Config, longest_sequence
+from poly_epo_jax.config.keys import Config, max_sequence_tokens
 from poly_epo_jax.memory_plan.plan import Plan, batch_bytes
 from poly_epo_jax.memory_plan.tables import amount, plan_of
 from poly_epo_jax.model import hf
@@ -102,7 +102,7 @@ def model_shape(config: Config) -> ModelConfig:
 def _configured_shape(config: Config, task: Task | None) -> ModelConfig:
     """Returns the model configuration with `remat` as configured. Without `model.path`, it depends on the task."""
     compute = {name: value for name, value in config.model.items() if name not in ("path", "stop_strings")}
-    compute |= {"longest_sequence": longest_sequence(config)} | lora_fields(config.lora)
+    compute |= {"max_sequence_tokens": max_sequence_tokens(config)} | lora_fields(config.lora)
     if not config.model.path:
         assert task is not None
         return dataclasses.replace(base_shape(config.base, task), **compute)
@@ -166,7 +166,7 @@ def check_memory(config: Config, plan: Plan, rows_that_fit: int) -> None:
 
 def _output_folders(config: Config) -> dict[str, str]:
     """Returns the folders that the run writes to, by key."""
-    folders = {"workdir": config.workdir, "compilation_cache": config.compilation_cache}
+    folders = {"workdir": config.workdir, "compilation_cache_dir": config.compilation_cache_dir}
     if not config.model.path:
         folders["base.cache_dir"] = config.base.cache_dir
     if SAMPLERS[config.rollouts.name].needs_urls and config.rollouts.weight_sync == "disk":
@@ -175,7 +175,7 @@ def _output_folders(config: Config) -> dict[str, str]:
 
 
 def _check_lengths(config: Config, model_config: ModelConfig) -> None:
-    max_tokens = longest_sequence(config)
+    max_tokens = max_sequence_tokens(config)
     if max_tokens > model_config.max_position:
         raise ConfigError(
             f"train.max_prompt_tokens={config.train.max_prompt_tokens} and sampling.max_tokens="

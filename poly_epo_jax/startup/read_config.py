@@ -18,7 +18,7 @@ from poly_epo_jax.config.keys import (
     ConfigError,
     JudgeSection,
     TaskSection,
-    longest_sequence,
+    max_sequence_tokens,
     updates_per_step,
 )
 from poly_epo_jax.config.options import Entry, check_options
@@ -44,7 +44,7 @@ CHOICES: dict[str, Collection[str]] = {
     "algo.loss": LOSSES,
     "model.remat": (AUTO, *REMAT_POLICIES),
     "model.attention": ("auto", *IMPLEMENTATIONS),
-    "mesh.device": ("", *DEVICES),
+    "mesh.device_kind": ("", *DEVICES),
     "optimizer.schedule": SCHEDULES,
 }
 """Known names by key. They are looked up for every configuration, because users' files can register components."""
@@ -199,24 +199,24 @@ def _check_training(config: Config) -> None:
             f"train.num_steps={train.num_steps} with {updates} updates per step exceeds the maximum of {MAX_UPDATES:,} "
             "updates; lower it."
         )
-    if config.lora.rank and train.trainable:
+    if config.lora.rank and train.trainable_pattern:
         raise ConfigError(
-            f"lora.rank={config.lora.rank} trains only adapters, which excludes train.trainable={train.trainable!r}; "
+            f"lora.rank={config.lora.rank} trains only adapters, which excludes train.trainable_pattern={train.trainable_pattern!r}; "
             "set only one of them."
         )
     check_judge(config.judge, "train.num_generations", train.num_generations)
     if config.eval.every:
         check_judge(config.judge, "eval.num_generations", config.eval.num_generations)
-    max_sequence_tokens = longest_sequence(config)
+    max_sequence_tokens = max_sequence_tokens(config)
     if train.row_tokens and train.row_tokens < max_sequence_tokens:
         raise ConfigError(
             f"train.row_tokens={train.row_tokens} must be at least train.max_prompt_tokens + sampling.max_tokens = "
             f"{max_sequence_tokens} tokens."
         )
     estimator = make_estimator(algo)
-    if train.num_generations < estimator.least_generations:
+    if train.num_generations < estimator.min_generations:
         raise ConfigError(
-            f"train.num_generations={train.num_generations} must be at least {estimator.least_generations} for "
+            f"train.num_generations={train.num_generations} must be at least {estimator.min_generations} for "
             f"{estimator.title} with algo.options={dict(algo.options)}."
         )
     if "clusters" in estimator.reads and not JUDGES[config.judge.name].clusters:
@@ -235,10 +235,10 @@ def _check_rollouts(config: Config) -> None:
         return
     # With staleness 1, the sampler generates the next batch with the current weights while an update replaces them. The
     # weights that generated a batch are then one step older than the weights that are trained on it.
-    if rollouts.shared:
+    if rollouts.shared_servers:
         raise ConfigError(
-            "rollouts.shared=True is not supported with train.staleness=1, because one process would update the "
-            "servers while others still generate; set rollouts.shared=False or train.staleness=0."
+            "rollouts.shared_servers=True is not supported with train.staleness=1, because one process would update the "
+            "servers while others still generate; set rollouts.shared_servers=False or train.staleness=0."
         )
     if not sampler.while_training:
         others = " or ".join(name for name, other in SAMPLERS.items() if other.while_training)

@@ -18,7 +18,7 @@ from poly_epo_jax.step.optimizer import decays
 
 MUTABLE_KEYS = (
     "workdir",
-    "compilation_cache",
+    "compilation_cache_dir",
     "train.num_steps",
     "mesh.",
     "hosts.",
@@ -34,12 +34,12 @@ MUTABLE_KEYS = (
     "judge.timeout_seconds",
     "judge.wait_seconds",
     "judge.max_concurrent",
-    "judge.max_failed_share",
+    "judge.max_failed_fraction",
 )
 """Keys, and prefixes of keys, that may change when a run is resumed, except for `_immutable_keys`."""
 
 
-def check_same_run(workdir: Path, config: Config) -> None:
+def check_resume_config(workdir: Path, config: Config) -> None:
     """Checks that a run can be resumed with this configuration.
 
     Args:
@@ -69,7 +69,7 @@ def check_same_run(workdir: Path, config: Config) -> None:
         )
 
 
-def check_same_model(workdir: Path, policy: Path) -> None:
+def check_resume_model(workdir: Path, policy: Path) -> None:
     """Checks that a run can be resumed with this model.
 
     Args:

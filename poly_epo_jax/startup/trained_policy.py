@@ -43,7 +43,7 @@ def open_trained_policy(
     lora = LoraSection(**saved["lora"] | {"targets": tuple(saved["lora"]["targets"])})
     policy = open_policy(run / POLICY, section, lora=lora)
     abstract, shardings = param_shapes(policy.model), param_shardings(policy.model, mesh)
-    trainable = ADAPTER if lora.rank else saved["train"]["trainable"]
+    trainable = ADAPTER if lora.rank else saved["train"]["trainable_pattern"]
     frozen = dataclasses.replace(policy, path=base_folder(run, base)).load_base(mesh) if lora.rank else None
 
     def restore(step: int) -> Params:

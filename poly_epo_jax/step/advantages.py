@@ -31,13 +31,13 @@ class Estimator(NamedTuple):
         the arrays that `reads` names.
       reads: Names of the features that `advantages` reads.
       title: Name of the method in reports.
-      least_generations: Minimum number of generations per prompt.
+      min_generations: Minimum number of generations per prompt.
     """
 
     advantages: Callable[[jax.Array, Features], jax.Array]
     reads: tuple[str, ...]
     title: str
-    least_generations: int = 1
+    min_generations: int = 1
 
     @property
     def reads_judge(self) -> bool:
@@ -103,7 +103,7 @@ def make_loss(algo: AlgoSection) -> set_rl.Loss:
 
 def skips_zero_advantages(algo: AlgoSection) -> bool:
     """Returns True if sequences with advantage 0 contribute nothing to the gradient."""
-    return algo.loss in set_rl.SILENT_AT_ZERO and not (algo.kl_coef or algo.entropy_coef)
+    return algo.loss in set_rl.ZERO_GRADIENT_AT_ZERO_ADVANTAGE and not (algo.kl_coef or algo.entropy_coef)
 
 
 def _marginal_set(algo: AlgoSection) -> Estimator:
@@ -161,7 +161,7 @@ def _factory(
 
 
 def _grpo_div(algo: AlgoSection) -> Estimator:
-    return _factory(set_rl.grpo_div_advantages, "GRPO+DIV", div_coef=(algo.div_coef, Range(0, 1000)))(algo)
+    return _factory(set_rl.grpo_div_advantages, "GRPO+DIV", diversity_coef=(algo.diversity_coef, Range(0, 1000)))(algo)
 
 
 ADVANTAGES: Registry[Callable[..., Estimator]] = Registry(

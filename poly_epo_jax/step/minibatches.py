@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.step.packing import PackedBatch, SilentBatch, TrainingSequence
+from poly_epo_jax.step.packing import PackedBatch, ZeroAdvantageBatch, TrainingSequence
 from poly_epo_jax.types import GradedGroup
 
 GRADIENT_COST = 3
@@ -24,17 +24,17 @@ class MinibatchPacker:
       length_normalization: Divisor of the sum over a response's tokens. "own" divides by the length of the response, so
         that all responses have the same weight. "max" divides by `max_tokens`, so that all tokens have the same weight.
       max_tokens: Maximum number of response tokens.
-      longest_sequence: Maximum number of tokens of a prompt and its response. If 0, only the row length limits it.
-      skip_silent: Whether sequences with advantage 0 contribute nothing to the gradient, so that their backward pass
-        may be skipped (`SilentBatch`).
+      max_sequence_tokens: Maximum number of tokens of a prompt and its response. If 0, only the row length limits it.
+      skip_zero_advantage: Whether sequences with advantage 0 contribute nothing to the gradient, so that their backward pass
+        may be skipped (`ZeroAdvantageBatch`).
     """
 
     num_minibatches: int
     pack: Callable[[Sequence[TrainingSequence]], list[PackedBatch]]
     length_normalization: str
     max_tokens: int
-    longest_sequence: int = 0
-    skip_silent: bool = False
+    max_sequence_tokens: int = 0
+    skip_zero_advantage: bool = False
 
     def __call__(self, graded: Sequence[GradedGroup], advantages: Float[np.ndarray, "P N"]) -> list[list[PackedBatch]]:
         """Splits P groups into minibatches, in order and as evenly as possible, and packs each minibatch.
@@ -48,7 +48,7 @@ class MinibatchPacker:
           and the last minibatches are empty.
 
         Raises:
-          ValueError: If a sequence is longer than `longest_sequence` or a row.
+          ValueError: If a sequence is longer than `max_sequence_tokens` or a row.
         """
         indices = np.array_split(np.arange(len(graded)), self.num_minibatches)
         return [self._minibatch([graded[i] for i in own.tolist()], advantages[own]) for own in indices]
@@ -65,16 +65,16 @@ class MinibatchPacker:
             for y, advantage, weight in zip(group.generations, *rows, strict=True)
         ]
         found = max(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
-        if self.longest_sequence and found > self.longest_sequence:
+        if self.max_sequence_tokens and found > self.max_sequence_tokens:
             raise ValueError(
                 f"A sequence has {found} tokens, but train.max_prompt_tokens + sampling.max_tokens = "
-                f"{self.longest_sequence} limits the length that attention supports; raise one of them."
+                f"{self.max_sequence_tokens} limits the length that attention supports; raise one of them."
             )
         packed = self.pack(sequences)
-        if not self.skip_silent:
+        if not self.skip_zero_advantage:
             return packed
         trained = self.pack([s for s in sequences if s.advantage])
-        zero_advantage = [SilentBatch(*batch) for batch in self.pack([s for s in sequences if not s.advantage])]
+        zero_advantage = [ZeroAdvantageBatch(*batch) for batch in self.pack([s for s in sequences if not s.advantage])]
         # With few sequences, packing them separately may add more padding than the skipped backward passes save.
         saves_time = GRADIENT_COST * (_num_tokens(packed) - _num_tokens(trained)) > _num_tokens(zero_advantage)
         return [*trained, *zero_advantage] if saves_time else packed

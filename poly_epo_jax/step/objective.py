@@ -38,8 +38,8 @@ class Objective:
       kl_coef: Weight of KL(policy || reference). 0 disables the term.
       entropy_coef: Weight of the entropy bonus. 0 disables it.
       importance_cap: Cap of truncated importance sampling. 0 disables these weights.
-      max_mismatch: Responses are masked if the geometric mean of p_old / p_sampler over their tokens is above
-        `max_mismatch` or below 1 / `max_mismatch`. 0 disables masking.
+      max_mismatch_ratio: Responses are masked if the geometric mean of p_old / p_sampler over their tokens is above
+        `max_mismatch_ratio` or below 1 / `max_mismatch_ratio`. 0 disables masking.
     """
 
     loss: Loss
@@ -47,7 +47,7 @@ class Objective:
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
     importance_cap: float = 0.0
-    max_mismatch: float = 0.0
+    max_mismatch_ratio: float = 0.0
 
     def __call__(
         self, logprobs: Float[Array, "R T"], entropy: Float[Array, "R T"], batch: PackedBatch
@@ -99,8 +99,8 @@ class Objective:
             ratio = jnp.exp(difference)
             weights *= jnp.minimum(ratio, self.importance_cap)
             counts["truncated"] = jnp.sum(tokens.is_response & (ratio > self.importance_cap))
-        if self.max_mismatch:
-            is_masked = jnp.abs(sequence_means(difference, tokens)) > math.log(self.max_mismatch)
+        if self.max_mismatch_ratio:
+            is_masked = jnp.abs(sequence_means(difference, tokens)) > math.log(self.max_mismatch_ratio)
             weights = jnp.where(is_masked, 0.0, weights)
             counts["masked"] = jnp.sum(jax.vmap(_num_segments)(is_masked, tokens.sequence_ids))
         return tokens._replace(weights=weights), counts
@@ -150,14 +150,14 @@ def summarize(sums: Sequence[dict[str, Any]], applied: Sequence[dict[str, Any]])
     }
     total.pop("mismatch_max")
     if "truncated" in total:
-        mismatch["mismatch/truncated"] = total.pop("truncated") / generated  # fraction of tokens
+        mismatch["mismatch/truncated_fraction"] = total.pop("truncated") / generated  # fraction of tokens
     if "masked" in total:
-        mismatch["mismatch/masked"] = total.pop("masked")  # number of responses
+        mismatch["mismatch/masked_responses"] = total.pop("masked")  # number of responses
     padding, loss = total.pop("padding") / total.pop("places"), total.pop("loss")
     return (
         {f"policy/{name}": value / tokens for name, value in total.items()}
         | {f"policy/{name}": float(sum(float(m[name]) for m in applied)) / len(applied) for name in applied[0]}
-        | {"policy/loss": loss / len(applied), "packing/padding": padding}  # fraction of the packed positions
+        | {"policy/loss": loss / len(applied), "packing/padding_fraction": padding}  # fraction of the packed positions
         | mismatch
     )
 

@@ -19,14 +19,14 @@ def make_schedule(config: OptimizerSection, total_updates: int) -> optax.Schedul
     """Creates the learning-rate schedule: linear warm-up, then one of SCHEDULES.
 
     Args:
-      config: The `optimizer` section. The linear and cosine schedules end at `final_fraction` of the peak.
+      config: The `optimizer` section. The linear and cosine schedules end at `end_lr_fraction` of the peak.
       total_updates: Number of updates of the run, including the warm-up.
 
     Returns:
       A function that maps the number of previous updates to the learning rate.
     """
     peak, warmup = config.learning_rate, config.warmup_updates
-    decay = SCHEDULES[config.schedule](peak, peak * config.final_fraction, max(total_updates - warmup, 1))
+    decay = SCHEDULES[config.schedule](peak, peak * config.end_lr_fraction, max(total_updates - warmup, 1))
     if not warmup:
         return decay
     # The warm-up counts updates from 1, so that the first update changes the weights.

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from poly_epo_jax.config.keys import Config, longest_sequence
+from poly_epo_jax.config.keys import Config, max_sequence_tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class PackedBatch(NamedTuple):
     on_policy: Bool[np.ndarray | jax.Array, ""]
 
 
-class SilentBatch(PackedBatch):
+class ZeroAdvantageBatch(PackedBatch):
     """A packed batch whose advantages are all 0. Its metrics are computed, but its backward pass is skipped."""
 
 
@@ -233,7 +233,7 @@ With fewer tokens, reading the weights dominates. More tokens are not faster on 
 
 def row_tokens(config: Config) -> int:
     """Returns the row length in tokens. If `train.row_tokens` is 0, two sequences of maximum length fit into a row."""
-    return config.train.row_tokens or -(-2 * longest_sequence(config) // ROW_STEP) * ROW_STEP
+    return config.train.row_tokens or -(-2 * max_sequence_tokens(config) // ROW_STEP) * ROW_STEP
 
 
 def rows_per_device(config: Config, mesh_shape: Mapping[str, int]) -> int:
@@ -261,7 +261,7 @@ def fillable_rows(config: Config, mesh_shape: Mapping[str, int]) -> int:
       mesh_shape: Size of each mesh axis.
     """
     sequences = config.train.prompts_per_minibatch * config.train.num_generations
-    return sequences // max(1, row_tokens(config) // longest_sequence(config)) // row_shards(mesh_shape)
+    return sequences // max(1, row_tokens(config) // max_sequence_tokens(config)) // row_shards(mesh_shape)
 
 
 def row_shards(mesh_shape: Mapping[str, int]) -> int:

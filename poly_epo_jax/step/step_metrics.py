@@ -58,8 +58,8 @@ def cluster_metrics(groups: Sequence[GradedGroup], set_size: int) -> Metrics:
     return {
         "clusters/correct": float(correct_clusters(clusters, correct, num_generations).mean()),
         "clusters/incorrect": float(incorrect_clusters(clusters, correct, num_generations).mean()),
-        "degenerate": degenerate_share(clusters),
-        "synergy": float(np.abs(terms.synergy).mean()),
+        "clusters/degenerate_fraction": degenerate_share(clusters),
+        "clusters/synergy": float(np.abs(terms.synergy).mean()),
     }
 
 

@@ -23,7 +23,7 @@ from poly_epo_jax.set_rl import policy_gradient_loss
 from poly_epo_jax.step.advantages import make_loss
 from poly_epo_jax.step.objective import DeviceMetrics, Objective, summarize
 from poly_epo_jax.step.optimizer import make_optimizer, make_schedule
-from poly_epo_jax.step.packing import PackedBatch, SilentBatch, empty_batch
+from poly_epo_jax.step.packing import PackedBatch, ZeroAdvantageBatch, empty_batch
 from poly_epo_jax.types import Metrics, Params
 
 LIKELIHOOD, DEFAULTS = Objective(policy_gradient_loss), OptimizerSection()
@@ -210,7 +210,7 @@ class PolicyUpdate:
 
         Args:
           state: State before the update.
-          minibatch: Microbatches. The backward pass of a `SilentBatch` is skipped.
+          minibatch: Microbatches. The backward pass of a `ZeroAdvantageBatch` is skipped.
 
         Returns:
           The gradient of the trainable weights in float32, and the metrics of each microbatch as sums over tokens.
@@ -219,7 +219,7 @@ class PolicyUpdate:
         with jax.set_mesh(self.mesh):
             for batch in minibatch:
                 placed = self.place(PackedBatch(*batch))
-                if isinstance(batch, SilentBatch):
+                if isinstance(batch, ZeroAdvantageBatch):
                     sums = self._measure(state.params, placed)
                 else:
                     gradients, sums = self._accumulate(state.trainable, state.frozen, gradients, placed)
@@ -286,7 +286,7 @@ def make_update(config: Config, model: Qwen3, mesh: Mesh) -> PolicyUpdate:
         algo.kl_coef,
         algo.entropy_coef,
         algo.importance_cap,
-        algo.max_mismatch,
+        algo.max_mismatch_ratio,
     )
     total_updates = config.train.num_steps * updates_per_step(config.train)
     return PolicyUpdate(model, mesh, objective, config.optimizer, total_updates, trained_pattern(config))

@@ -1,6 +1,6 @@
 """Trains each method of a study file with each learning rate, seed and task, evaluates the runs, and writes a report.
 
-    python -m poly_epo_jax.study FILE [--parallel=N | --gpus=0,1,2,3] [--report] [--config.KEY=VALUE ...]
+    python -m poly_epo_jax.study FILE [--num_parallel=N | --gpus=0,1,2,3] [--report] [--config.KEY=VALUE ...]
 
 FILE defines a function get_study() that returns a Study. docs/study.md describes its fields, and studies/ contains
 examples. Each run is a process `python -m poly_epo_jax.main` with its own run folder. By default, each GPU executes one
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m poly_epo_jax.study", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("file", type=Path, metavar="FILE", help="Python file that defines get_study()")
     parser.add_argument(
-        "--parallel",
+        "--num_parallel",
         type=_positive,
         default=0,
         metavar="N",

@@ -1,6 +1,6 @@
 """HTTP client utilities: limits on response time and size, field-by-field validation, and retry backoff.
 
-An invalid response raises WrongAnswer. It is an httpx error, so that code that retries after a connection error also
+An invalid response raises InvalidResponseError. It is an httpx error, so that code that retries after a connection error also
 retries after an invalid response. Error messages are clauses that complete a message with the server's address.
 """
 
@@ -35,7 +35,7 @@ class ServerError(ConnectionError):
     """Raised when a server cannot be used. The message contains its address and the remedy."""
 
 
-class WrongAnswer(httpx.HTTPError):
+class InvalidResponseError(httpx.HTTPError):
     """Raised when a response is invalid. The message names the invalid field."""
 
 
@@ -62,14 +62,14 @@ class _BoundedTransport(httpx.AsyncBaseTransport):
 
     async def _read(self, response: httpx.Response) -> bytes:
         if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
-            raise WrongAnswer(f"its response has the content encoding {_brief(encoding)}, which was not requested")
+            raise InvalidResponseError(f"its response has the content encoding {_brief(encoding)}, which was not requested")
         pieces, size = [], 0
         assert isinstance(response.stream, httpx.AsyncByteStream)
         async for piece in response.stream:
             pieces.append(piece)
             size += len(piece)
             if size > self._max_bytes:
-                raise WrongAnswer(f"its response is longer than {self._max_bytes} bytes")
+                raise InvalidResponseError(f"its response is longer than {self._max_bytes} bytes")
         return b"".join(pieces)
 
     async def aclose(self) -> None:
@@ -111,7 +111,7 @@ def read_json(response: httpx.Response) -> Any:
     try:
         return response.raise_for_status().json()
     except (ValueError, RecursionError):  # RecursionError: deeply nested JSON
-        raise WrongAnswer(f"its response is not JSON: {_brief(response.text)}") from None
+        raise InvalidResponseError(f"its response is not JSON: {_brief(response.text)}") from None
 
 
 def field(response: Any, path: str, kind: type[T]) -> T:
@@ -126,14 +126,14 @@ def field(response: Any, path: str, kind: type[T]) -> T:
       The value of the field.
 
     Raises:
-      WrongAnswer: If the field is missing or has another type.
+      InvalidResponseError: If the field is missing or has another type.
     """
     value = response
     for name in filter(None, path.split(".")):
         value = value.get(name) if isinstance(value, dict) else None
     if type(value) is not kind or (isinstance(value, str) and not value.isprintable()):
         subject = f"{path} of its response" if path else "its response"
-        raise WrongAnswer(f"{subject} is {_brief(value)}, not {_KINDS[kind]}")
+        raise InvalidResponseError(f"{subject} is {_brief(value)}, not {_KINDS[kind]}")
     return value
 
 
@@ -152,7 +152,7 @@ def backoff_seconds(attempt: int) -> float:
 def describe(error: Exception) -> str:
     """Describes a connection error or invalid response in a clause, because many httpx errors have no message."""
     match error:
-        case WrongAnswer():
+        case InvalidResponseError():
             return str(error)
         case httpx.ConnectError():
             return "it does not accept connections"

@@ -123,7 +123,7 @@ def exit_code(
       The exit code of the command: 130 after Ctrl-C.
     """
     try:
-        with heard_ctrl_c():
+        with deliver_keyboard_interrupt():
             return work() or 0
     except KeyboardInterrupt:
         print(f"Ctrl-C: {after_ctrl_c}", file=sys.stderr)
@@ -137,7 +137,7 @@ CTRL_C_RETRY_SECONDS = 0.01  # delay in seconds before a deferred Ctrl-C is rais
 
 
 @contextlib.contextmanager
-def heard_ctrl_c() -> Iterator[None]:
+def deliver_keyboard_interrupt() -> Iterator[None]:
     """Defers Ctrl-C while Python runs code in which exceptions are printed and discarded.
 
     Python discards exceptions in callbacks of the garbage collector, such as JAX's, in callbacks of weak references and

@@ -68,11 +68,11 @@ def test_a_disabled_kernel_is_not_measured(small_roofline, tmp_path, monkeypatch
     monkeypatch.setattr(self_check, "SEGMENTS", ((30, 34),))
     broken = {"blockwise": reference, "broken": lambda *x: 1.01 * reference(*x)}
     monkeypatch.setattr(attention, "IMPLEMENTATIONS", broken)
-    monkeypatch.setattr(attention, "KERNELS", {"cpu": "broken"})
-    monkeypatch.setattr(attention, "distrusted", set())
+    monkeypatch.setattr(attention, "DEFAULT_IMPLEMENTATIONS", {"cpu": "broken"})
+    monkeypatch.setattr(attention, "disabled_kernels", set())
     timed: list[str] = []
     monkeypatch.setattr(bench, "time_stages", lambda *_: iter(timed.append(attention.fastest("auto")) or ()))
-    figures(tiny_config(compilation_cache=str(tmp_path / "compiled")), tmp_path)
+    figures(tiny_config(compilation_cache_dir=str(tmp_path / "compiled")), tmp_path)
     assert timed == ["blockwise"] and "kernel broken" in capsys.readouterr().err
 
 

@@ -35,7 +35,7 @@ CHANGES = tiny_bench.TINY | {
     "optimizer.schedule": "cosine",
     "optimizer.warmup_updates": 1,
 }
-CORRECTIONS = {"algo.kl_coef": 0.05, "algo.importance_cap": 2.0, "algo.max_mismatch": 1.5}
+CORRECTIONS = {"algo.kl_coef": 0.05, "algo.importance_cap": 2.0, "algo.max_mismatch_ratio": 1.5}
 ADAPTER = CORRECTIONS | {"lora.rank": 2}
 
 
@@ -99,7 +99,7 @@ def test_programs_equal_those_of_a_run(tmp_path, caches, record, changes):
     workload = make_workload(config, shape.vocab_size, mesh.shape)
 
     of_bench = record(stages)
-    params = jax.jit(lambda: stages.first_params(shape))()
+    params = jax.jit(lambda: stages.init_params(shape))()
     stages._Update(config, abstract_model(shape), mesh, params, workload)
     of_compiler = record(programs)
     list(programs.compile_update(config, shape, mesh))

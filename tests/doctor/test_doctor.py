@@ -135,7 +135,7 @@ def test_a_disk_that_changes_bits_fails(tmp_path, monkeypatch):
     [
         ({"mesh__fsdp": 3}, ("mesh.fsdp=3 ", "hidden_size=16", "nearest")),
         ({"mesh__fsdp": 16}, ("mesh.data=1, mesh.fsdp=16, mesh.tensor=1 ", "16 devices", "nearest")),
-        ({"mesh__device": "h200", "mesh__devices": 8}, ("mesh.device=h200", "cpu")),
+        ({"mesh__device_kind": "h200", "mesh__num_devices": 8}, ("mesh.device_kind=h200", "cpu")),
     ],
     ids=["not a divisor", "too many", "other devices"],
 )
@@ -215,7 +215,7 @@ def test_table_json_file_and_exit_code(tmp_path, monkeypatch, capsys, fine, code
         raises(Skipped("none") if fine else Failed("bad")),
     )
     monkeypatch.setattr(doctor, "CHECKS", checks)
-    config, output = tiny(tmp_path, compilation_cache=COMPILED), tmp_path / "runs" / "doctor.json"
+    config, output = tiny(tmp_path, compilation_cache_dir=COMPILED), tmp_path / "runs" / "doctor.json"
     if code:
         with pytest.raises(SystemExit) as ended:
             doctor.run(config, is_short=True, output=output)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def start(folder: Path, *flags: str, **settings) -> subprocess.Popen[str]:
-    folders = {"workdir": folder / "run", "base.cache_dir": folder / "base", "compilation_cache": folder / "compiled"}
+    folders = {"workdir": folder / "run", "base.cache_dir": folder / "base", "compilation_cache_dir": folder / "compiled"}
     command = [sys.executable, "-m", "poly_epo_jax.doctor", "--config=configs/polynomial.py", *flags]
     command += as_flags(SETTINGS | folders | {key.replace("__", "."): value for key, value in settings.items()})
     return subprocess.Popen(

@@ -163,7 +163,7 @@ def test_equal_answers_with_different_rewards_are_different_votes(tmp_path: Path
     rows = [(row["correct"], row["answer"], row["answer_text"]) for row in read_generations(tmp_path)]
     assert rows == [(False, 0, "140")] * 2 + [(True, 1, "140")] * 2
     metrics = compute_results(tmp_path)["metrics"]
-    assert (metrics["majority_accuracy@4"]["mean"], metrics["majority_share@4"]["mean"]) == (0.5, 0.5)
+    assert (metrics["majority_accuracy@4"]["mean"], metrics["majority_vote_share@4"]["mean"]) == (0.5, 0.5)
 
 
 def write(folder: Path, rows: Sequence[tuple[str, str, int | None]]) -> Path:
@@ -188,7 +188,7 @@ def test_results_by_hand(tmp_path: Path):
     assert mean["pass@2"] == pytest.approx((1 + 1 / 2) / 2)
     assert mean["pass@4"] == mean["solved"] == 1
     assert mean["majority_accuracy@4"] == 1 / 2  # the majority is a in easy, and b or c in hard
-    assert mean["majority_share@4"] == (3 / 4 + 2 / 4) / 2
+    assert mean["majority_vote_share@4"] == (3 / 4 + 2 / 4) / 2
     assert mean["correct_clusters@4"] == (2 + 1) / 2
     assert mean["incorrect_clusters@4"] == (0 + 3) / 2  # cluster 100 is not counted
     assert found["branching"]["mean"] == [(2 + 4) / 2, (2 + 4) / 2]

@@ -108,7 +108,7 @@ def test_metrics_are_means_over_all_subsets(size: int):
     expected = {
         "eval/reward": np.mean([int(text[1:]) / 10 for text in everything]),
         "eval/solved": np.mean([any(text[1:] == "10" for text in texts) for texts in responses.values()]),
-        "eval/degenerate": np.mean([text[0] == "?" for text in everything]),
+        "eval/degenerate_fraction": np.mean([text[0] == "?" for text in everything]),
         "eval/judge_failed_problems": 0,
     }
     for k in [k for k in (1, 2, 4) if k <= size]:

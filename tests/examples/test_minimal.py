@@ -18,7 +18,7 @@ from training_runs import SETTINGS, environment
 
 from examples import minimal
 from poly_epo_jax.config import default
-from poly_epo_jax.config.keys import Config, longest_sequence
+from poly_epo_jax.config.keys import Config, max_sequence_tokens
 from poly_epo_jax.judges.exact import ExactJudge
 from poly_epo_jax.model.policy import Policy, open_policy
 from poly_epo_jax.parallel.sharding import make_mesh
@@ -76,7 +76,7 @@ def task(config: Config) -> PolynomialTask:
 
 @pytest.fixture(scope="module")
 def policy(config: Config, task: PolynomialTask) -> Policy:
-    return open_policy(base_policy(config, task, make_mesh(1, 1, 1)), config.model, longest_sequence(config))
+    return open_policy(base_policy(config, task, make_mesh(1, 1, 1)), config.model, max_sequence_tokens(config))
 
 
 def graded_groups(

@@ -9,7 +9,7 @@ from responses import response
 
 from poly_epo_jax.config.keys import ConfigError, JudgeSection
 from poly_epo_jax.judges import JUDGES
-from poly_epo_jax.judges.answer import first_equals
+from poly_epo_jax.judges.answer import first_equal_index
 from poly_epo_jax.startup.read_config import make_judge
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Generation, Group, Problem, Task
@@ -62,8 +62,8 @@ def test_answers_never_have_the_degenerate_id_in_large_groups():
 def test_the_first_equal_answer_is_found_if_equality_is_not_transitive():
     near = lambda i, j: abs(int(answers[i]) - int(answers[j])) <= 1  # noqa: E731
     answers = ["1", "2", "3", "5", "4"]
-    assert first_equals(answers, near) == [0, 0, 2, 3, 2]
-    assert first_equals([None, None], near) == [None, None]
+    assert first_equal_index(answers, near) == [0, 0, 2, 3, 2]
+    assert first_equal_index([None, None], near) == [None, None]
 
 
 def test_a_task_without_answers_is_rejected():

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.judges import llm
-from poly_epo_jax.judges.llm import LLMJudge, say_shortfalls, shortfalls
+from poly_epo_jax.judges.llm import LLMJudge, warn_capacity, capacity_warnings
 from poly_epo_jax.judges.prompt import build_messages, load_rubric
 from poly_epo_jax.system import http_client as servers
 from poly_epo_jax.tasks import PolynomialTask
@@ -388,7 +388,7 @@ SHORT = {"max_response_chars": 3000, "max_tokens": 1024, "model": ""}
 def test_exceeded_limits_cause_warnings(serve, capsys, load, listed, changes, complaints):
     model = {"id": "listed"} if listed is None else {"id": "listed", "max_model_len": listed}
     serve(json.dumps({"data": [model]}).encode())
-    asyncio.run(say_shortfalls(make_judge(**SHORT | changes), load))
+    asyncio.run(warn_capacity(make_judge(**SHORT | changes), load))
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == len(complaints)
     for warning, complaint in zip(warnings, complaints, strict=True):
@@ -399,7 +399,7 @@ def test_exceeded_limits_cause_warnings(serve, capsys, load, listed, changes, co
 @pytest.mark.parametrize("answer", [b"no", b"[]", b'{"data": 1}', b'{"data": [1]}', httpx.Response(500)])
 def test_an_unknown_context_length_causes_no_warning(serve, capsys, answer):
     serve(answer)
-    asyncio.run(say_shortfalls(make_judge(**SHORT), JudgeLoad(8, 100, 10**9)))
+    asyncio.run(warn_capacity(make_judge(**SHORT), JudgeLoad(8, 100, 10**9)))
     assert capsys.readouterr().err == ""
 
 
@@ -411,6 +411,6 @@ def test_the_estimate_is_close_to_the_number_of_tokens():
     messages, _ = build_messages(load_rubric(""), steps[:200], [steps] * 8, 10**6)
     tokens = [len(tokenizer.encode(text)) for text in (*(m["content"] for m in messages), steps, steps[:200])]
     load = JudgeLoad(8, tokens[3], tokens[2])
-    (complaint,) = shortfalls(load, load_rubric(""), 10**6, 1024, context=1)
+    (complaint,) = capacity_warnings(load, load_rubric(""), 10**6, 1024, context=1)
     needed = int(re.findall(r"about (\d+) tokens", complaint)[0])
     assert abs(needed - (tokens[0] + tokens[1] + 1024)) < 0.05 * needed

@@ -37,7 +37,7 @@ def test_tpu_run_starts_the_same_command_on_all_hosts_with_the_flags_of_the_user
     )
     assert doctor.split() == trainer.rstrip().split()
     words = command.split()
-    assert words.index("--config=configs/polaris.py:v5p-32") < words.index("--config.hosts.coordinator=auto")
+    assert words.index("--config=configs/polaris.py:v5p-32") < words.index("--config.hosts.coordinator_address=auto")
     assert words.index("--config.workdir=/mnt/shared/poly-epo") < words.index("--config.workdir=/elsewhere")
 
 

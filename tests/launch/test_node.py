@@ -442,7 +442,7 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
     data = _shared() / "data" / "math"
     settings = {
         "workdir": tmp_path / "run",
-        "compilation_cache": tmp_path / "compiled",
+        "compilation_cache_dir": tmp_path / "compiled",
         "task.options": {"train": str(data / "gsm8k_train.jsonl"), "held_out": str(data / "aime_2025.jsonl")},
         "sampling.max_tokens": 40,
         "train.prompts_per_batch": 4,
@@ -471,7 +471,7 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["judge/failed_prompts"] == 0 and row["mismatch/max"] < 1e-3 for row in rows)
     assert all(row["policy/update_norm"] > 0 for row in rows)
-    assert all(0 <= row["judge/hidden"] <= 1 for row in read_rows(tmp_path / "run" / "timing.jsonl"))
+    assert all(0 <= row["judge/overlap_fraction"] <= 1 for row in read_rows(tmp_path / "run" / "timing.jsonl"))
     generations = read_rows(tmp_path / "run" / "generations.jsonl")
     assert len(generations) == 3 * 4 * 4
     assert {row["cluster"] for row in generations} <= {1, 2, 3, 4, 100}

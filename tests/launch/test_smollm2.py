@@ -193,7 +193,7 @@ def test_two_steps_of_training(model: Path, tmp_path: Path):
     settings = {
         "model.path": model,
         "workdir": tmp_path / "run",
-        "compilation_cache": tmp_path / "compiled",
+        "compilation_cache_dir": tmp_path / "compiled",
         "train.num_steps": 2,
         "eval.every": 2,
         "eval.num_problems": 2,

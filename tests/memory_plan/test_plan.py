@@ -261,7 +261,7 @@ def test_plans_depend_on_sharding_dtypes_and_remat():
     assert bytes_of(param_dtype="bfloat16").resident["parameters"] == plan.resident["parameters"] // 2
     moments = bytes_of(changes={"optimizer.first_moment_dtype": "bfloat16"}).resident["optimizer moments"]
     assert moments == plan.resident["optimizer moments"] * 3 // 4
-    layers = bytes_of(changes={"train.trainable": r"layers\.(q|o)"})
+    layers = bytes_of(changes={"train.trainable_pattern": r"layers\.(q|o)"})
     share = 2 * 36 * 2560 * 4096 / (4.02e9)  # fraction of the weights; q and o have 32 heads of width 128
     assert layers.resident["parameters"] == plan.resident["parameters"]
     assert layers.resident["optimizer moments"] == pytest.approx(share * plan.resident["optimizer moments"], rel=2e-3)
@@ -346,7 +346,7 @@ def test_presets_use_all_their_devices(name: str):
 def test_names_can_have_any_order(words: str):
     config = polaris.get_config(words)
     assert (config.workdir, config.algo.advantages) == ("runs/polaris-grpo", "grpo")
-    assert config.mesh.device == "v5p" and config.mesh.fsdp == 8
+    assert config.mesh.device_kind == "v5p" and config.mesh.fsdp == 8
 
 
 @pytest.mark.parametrize(

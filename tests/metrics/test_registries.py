@@ -23,8 +23,8 @@ from poly_epo_jax.set_rl import clip_cov_loss
 
 CONDITIONAL = (
     *("judge/retries", "judge/shortened_responses", "grader/timeouts", "grader/crashes"),
-    *("rollouts/server_failures", "rollouts/resampled", "rollouts/wrong_answers"),
-    *("mismatch/truncated", "mismatch/masked", "memory/peak_bytes"),
+    *("rollouts/server_failures", "rollouts/resampled", "rollouts/invalid_responses"),
+    *("mismatch/truncated_fraction", "mismatch/masked_responses", "memory/peak_bytes"),
 )
 """Metrics that are only logged with servers, mathematical answers or mismatch corrections."""
 ARRAYS = {"rewards": np.eye(3, 4), "correct": np.eye(3, 4) == 1}

@@ -214,7 +214,7 @@ def test_a_corrupted_newest_checkpoint_is_moved_and_saved_again(tmp_path, capsys
 
     reader = Checkpoints(tmp_path / "checkpoints", read_only=True)
     assert reader.newest(lambda step: restore_small(reader, step)) == (3, ([3] * 4, {"step": 3}))
-    assert steps_on_disk(tmp_path / "checkpoints") == [3, 6, 9] and reader.num_damaged == 0
+    assert steps_on_disk(tmp_path / "checkpoints") == [3, 6, 9] and reader.num_corrupted == 0
 
     capsys.readouterr()
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
@@ -223,7 +223,7 @@ def test_a_corrupted_newest_checkpoint_is_moved_and_saved_again(tmp_path, capsys
     assert nine.startswith(f"Warning: Checkpoint {tmp_path}/checkpoints/9 is corrupted: ")
     assert six.startswith(f"Warning: Checkpoint {tmp_path}/checkpoints/6 is corrupted: ")
     assert six.endswith(" Resuming from step 3.")
-    assert steps_on_disk(tmp_path / "checkpoints.damaged") == [6, 9] and checkpoints.num_damaged == 2
+    assert steps_on_disk(tmp_path / "checkpoints.corrupted") == [6, 9] and checkpoints.num_corrupted == 2
     save_small(checkpoints, 6)
     checkpoints.close()
     assert Checkpoints(tmp_path / "checkpoints").newest(lambda step: step) == (6, 6)

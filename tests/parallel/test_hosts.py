@@ -110,7 +110,7 @@ from poly_epo_jax.config.keys import HostsSection
 from poly_epo_jax.parallel import hosts
 
 coordinator, index = sys.argv[1], int(sys.argv[2])
-hosts.join(HostsSection(coordinator, 2, index, wait_seconds=60))
+hosts.join(HostsSection(coordinator, 2, index, init_timeout_seconds=60))
 print = functools.partial(print, file=sys.stderr)  # The collectives write to stdout at any time.
 """
 FAILING = """

@@ -65,7 +65,7 @@ RULES = (
     Rule("bash launch/quickstart.sh", SMALL, says="report: runs/report/report.html"),
     Rule("bash launch/smollm2.sh", elsewhere="tests/launch/test_smollm2.py; downloads a model"),
     Rule("bash launch/test.sh", elsewhere="runs this test"),
-    Rule("bash launch/tpu.sh run", says="--config=configs/polaris.py:v5p-32 --config.hosts.coordinator=auto"),
+    Rule("bash launch/tpu.sh run", says="--config=configs/polaris.py:v5p-32 --config.hosts.coordinator_address=auto"),
     Rule("bash benchmarks/h200.sh", elsewhere="manual, with SMALL=1; requires an H200 and minutes of compilation"),
     Rule("bash third_party/sglang/serve.sh gpu", elsewhere="requires a GPU; see tests/rollouts/test_sleep.py"),
     Rule(
@@ -79,7 +79,7 @@ RULES = (
     Rule("pip install torch", elsewhere="manual: installs CUDA, for rollouts.weight_sync=tensor"),
     Rule("pre-commit install", elsewhere="tests/repository/test_contributing.py runs the hooks"),
     Rule("pytest", elsewhere="runs this test"),
-    Rule("python -m poly_epo_jax.bench --config=configs/polaris.py --plans", says="v6e-64"),
+    Rule("python -m poly_epo_jax.bench --config=configs/polaris.py --plan_all_meshes", says="v6e-64"),
     Rule(
         "python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan",
         says="Plan: 8 x v5p, mesh data 1, fsdp 8, tensor 1, model.remat=full, train.rows_per_device=1 of 16,384 "
@@ -88,7 +88,7 @@ RULES = (
     Rule("python -m poly_epo_jax.bench --config=configs/polynomial.py", says="Written to runs/bench.json."),
     Rule("python -m poly_epo_jax.bench --plan --config=configs/polaris.py:v5p-32", says="Plan: 16 x v5p"),
     Rule("python -m poly_epo_jax.bench --plan --config=configs/polaris.py:rtx4090x1", says="tokens: 14.5 GB of 18 GB"),
-    Rule("python -m poly_epo_jax.bench --plans", says="h200x16"),
+    Rule("python -m poly_epo_jax.bench --plan_all_meshes", says="h200x16"),
     Rule("python -m poly_epo_jax.doctor --config=configs/polynomial.py", SMALL, says=" 0 failed, "),
     Rule("python -m poly_epo_jax.doctor --config=configs/polaris.py", error="failed: devices"),
     Rule("python -m poly_epo_jax.evaluate --config=configs/polynomial.py", FEW, says="python -m poly_epo_jax.report"),
@@ -103,7 +103,7 @@ RULES = (
     Rule("python -m poly_epo_jax.main --config=configs/gsm8k.py", error="'openai/gsm8k:main:test' cannot be reached"),
     Rule("python -m poly_epo_jax.main --config=configs/multiplication.py", SMALL, says="Done: runs/my-run"),
     Rule("python -m poly_epo_jax.main --config=configs/polaris.py", error="POLARIS-Project/Polaris-Dataset-53K"),
-    Rule("python -m poly_epo_jax.main --config=configs/polaris.py:h200x4", error="mesh.device=h200, but the available"),
+    Rule("python -m poly_epo_jax.main --config=configs/polaris.py:h200x4", error="mesh.device_kind=h200, but the available"),
     Rule("python -m poly_epo_jax.main --config=configs/polynomial.py", SMALL, says="Done: runs/polynomial-poly_epo"),
     Rule(
         "python -m poly_epo_jax.main --config=configs/polynomial.py --config.algo.objective=pass_at_n",
@@ -134,7 +134,7 @@ RULES = (
     Rule("python -m poly_epo_jax.report runs/smollm2", elsewhere="reads runs that this test does not create"),
     Rule("python -m poly_epo_jax.report", says="/report/report.html"),
     Rule("python -m poly_epo_jax.study studies/categories.py", elsewhere="120 runs of a model with 135M weights"),
-    Rule("python -m poly_epo_jax.study studies/rivals.py", elsewhere="70 runs; see the other studies"),
+    Rule("python -m poly_epo_jax.study studies/baselines.py", elsewhere="70 runs; see the other studies"),
     Rule(
         "python -m poly_epo_jax.study studies/polynomial.py",
         elsewhere="60 runs; see the other studies",

@@ -54,7 +54,7 @@ LIBRARIES = {
 """Allowed imports of subpackages that can be used on their own, in addition to the standard library."""
 
 OPTIONAL = {
-    "rollouts.jetstream.mended": {"jetstream"},
+    "rollouts.jetstream.patched": {"jetstream"},
     "rollouts.servers.weight_sync": {"torch"},
     "records.tracking": {"wandb"},
 }

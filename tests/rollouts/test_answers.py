@@ -14,7 +14,7 @@ from lying_servers import MAX_TOKENS, STOP_IDS, VOCABULARY, LyingServer
 
 from poly_epo_jax.rollouts.completion_check import completion_flaw
 from poly_epo_jax.rollouts.sglang import parse_responses
-from poly_epo_jax.system.http_client import ServerError, WrongAnswer
+from poly_epo_jax.system.http_client import ServerError, InvalidResponseError
 from poly_epo_jax.types import Request, Sampling
 
 REQUEST = Request("p", np.array([3, 4, 5]), np.arange(2, dtype=np.uint32), MAX_TOKENS)
@@ -25,7 +25,7 @@ HARMLESS = {"abort", "other weights"}  # Valid responses whose generations are r
 def flaw(answer: Any) -> str:
     """Returns the reason why a response is invalid, or an empty string."""
     (read,) = parse_responses(answer, REQUEST, 1, STOP_IDS)
-    if isinstance(read, WrongAnswer):
+    if isinstance(read, InvalidResponseError):
         return str(read)
     assert read.finish_reason is not None
     limits = {"max_tokens": MAX_TOKENS, "stop_ids": STOP_IDS, "vocab_size": VOCABULARY}
@@ -41,7 +41,7 @@ def test_valid_responses_are_parsed():
     reasons = set()
     for seed in range(20):
         (read,) = parse_responses(honest(seed), REQUEST, 1, STOP_IDS)
-        assert not isinstance(read, WrongAnswer) and flaw(honest(seed)) == ""
+        assert not isinstance(read, InvalidResponseError) and flaw(honest(seed)) == ""
         reasons.add(read.finish_reason)
     assert reasons == {"stop", "length"}
 
@@ -54,7 +54,7 @@ def test_a_stop_token_at_the_maximum_length_is_reported_as_stop():
     answer["meta_info"] |= {"completion_tokens": 4, "output_token_logprobs": entries}
     answer["meta_info"]["finish_reason"] = {"type": "length", "length": 4}
     (read,) = parse_responses(answer, REQUEST, 1, STOP_IDS)
-    assert not isinstance(read, WrongAnswer) and read.finish_reason == "stop" and flaw(answer) == ""
+    assert not isinstance(read, InvalidResponseError) and read.finish_reason == "stop" and flaw(answer) == ""
 
 
 @pytest.mark.parametrize("name", sorted(DRAWS.keys() - HARMLESS))
@@ -63,7 +63,7 @@ def test_impossible_responses_are_rejected(name: str):
 
 
 def test_a_wrong_number_of_completions_is_rejected():
-    with pytest.raises(WrongAnswer, match="1 completions for 2 seeds"):
+    with pytest.raises(InvalidResponseError, match="1 completions for 2 seeds"):
         parse_responses([honest(0)], REQUEST, 2, STOP_IDS)
 
 
@@ -94,7 +94,7 @@ def test_an_invalid_completion_is_resampled_by_another_server(monkeypatch, capsy
     (group,) = asyncio.run(main())
     assert [y.token_ids.tolist() for y in group.generations] == [[1]] * 3
     assert asked == ["a", "b"]
-    counts = {"rollouts/server_failures": 0.0, "rollouts/resampled": 1.0, "rollouts/wrong_answers": 1.0}
+    counts = {"rollouts/server_failures": 0.0, "rollouts/resampled": 1.0, "rollouts/invalid_responses": 1.0}
     assert rollouts.metrics() == counts
     message = "http://a returned an invalid completion: token 32 is not in the vocabulary of 32 tokens (problem 0)"
     assert capsys.readouterr().err.startswith(message)

@@ -83,9 +83,9 @@ def test_judge_failures_keep_their_reason_and_are_excluded():
     groups = [group(problem, "ab") for problem in PROBLEMS]
     graded, _ = asyncio.run(grade_groups(stream(groups), PROBLEMS, ByLetter(), LetterJudge(failing=["q"])))
     assert graded[1].clustering == JudgeFailure("broken", "out of order")
-    check_judge(graded, max_failed_share=0.34)
+    check_judge(graded, max_failed_fraction=0.34)
     with pytest.raises(JudgeError, match=r"failed on 1 of 3 prompts, .*=0\.33 .* broken \(1 times\)"):
-        check_judge(graded, max_failed_share=0.33)
+        check_judge(graded, max_failed_fraction=0.33)
     np.testing.assert_array_equal(graded[1].rewards, [1, 0])
     assert judged(graded) == [graded[0], graded[2]]
 
@@ -156,5 +156,5 @@ def test_the_overlap_of_judging_and_generation_is_measured(now: list[float]):
         return (await grade_groups(generate(), PROBLEMS, ByLetter(), Slow()))[1]
 
     timing = asyncio.run(main())
-    assert timing.keys() == {"seconds/generate", "seconds/grade", "seconds/judge", "judge/hidden"}
-    assert (timing["seconds/generate"], timing["seconds/judge"], timing["judge/hidden"]) == (1, 4, 0.25)
+    assert timing.keys() == {"seconds/generate", "seconds/grade", "seconds/judge", "judge/overlap_fraction"}
+    assert (timing["seconds/generate"], timing["seconds/judge"], timing["judge/overlap_fraction"]) == (1, 4, 0.25)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 TOKENIZER = build_character_tokenizer(TINY_ALPHABET)
 STOP_IDS = (1, 14)
 MAX_PROMPT = 8
-COUNTS = {"rollouts/server_failures": 0.0, "rollouts/resampled": 0.0, "rollouts/wrong_answers": 0.0}
+COUNTS = {"rollouts/server_failures": 0.0, "rollouts/resampled": 0.0, "rollouts/invalid_responses": 0.0}
 FLAGS = ("--max-total-tokens", "16384", "--max-running-requests", "32", "--context-length", "512")
 
 

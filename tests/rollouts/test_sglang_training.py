@@ -37,7 +37,7 @@ def run(folder: Path, config: str, count: int = 1, torch: str = "", **settings: 
     packages = ["networkx"] if torch else []  # Required by torch.
     coordinator, processes = f"127.0.0.1:{free_port()}", []
     for index in range(count):
-        hosts = {"coordinator": coordinator, "count": count, "index": index} if count > 1 else {}
+        hosts = {"coordinator_address": coordinator, "num_processes": count, "process_id": index} if count > 1 else {}
         processes.append(
             subprocess.Popen(
                 command + [f"--config.hosts.{key}={value}" for key, value in hosts.items()],
@@ -137,7 +137,7 @@ def test_one_step_off_policy(served, tmp_path):
 
 
 def test_two_processes_share_servers(served, tmp_path):
-    settings = served | {"rollouts.shared": True, "rollouts.weights_dir": tmp_path / "w", "train.num_steps": 3}
+    settings = served | {"rollouts.shared_servers": True, "rollouts.weights_dir": tmp_path / "w", "train.num_steps": 3}
     rows = run(tmp_path / "run", "configs/polynomial.py", count=2, **settings)
     assert [row["step"] for row in rows] == [1, 2, 3]
     # Both processes sampled all tokens with the current weights, which one of them pushed.

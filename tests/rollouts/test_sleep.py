@@ -190,7 +190,7 @@ def test_a_real_server(tmp_path: Path):
                 without_check.setattr(sglang, "_check_memory_saver", lambda client, url: asyncio.sleep(0))
                 await sglang.release_memory(client, url)
                 await sglang.release_memory(client, url)  # The server is already asleep.
-            before = (await SGLANG.served_model(url)).weight_version
+            before = (await SGLANG.model_info(url)).weight_version
             await sglang.wake(client, url)
             await sglang.wake(client, url)  # The server is already awake.
             await SGLANG.resume(client, url)

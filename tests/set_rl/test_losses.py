@@ -10,7 +10,7 @@ import pytest
 
 from poly_epo_jax.set_rl import (
     LOSSES,
-    SILENT_AT_ZERO,
+    ZERO_GRADIENT_AT_ZERO_ADVANTAGE,
     Tokens,
     cispo_loss,
     kl_estimate,
@@ -147,7 +147,7 @@ def test_zero_advantage_sequences_have_no_effect_on_some_losses(name):
     found, expected = gradient(loss, whole), gradient(loss, without)
     value, value_without = loss(whole)[0], loss(without)[0]
     has_no_effect = np.array_equal(found, expected) and float(value) == pytest.approx(float(value_without), rel=1e-6)
-    assert has_no_effect == (name in SILENT_AT_ZERO)
+    assert has_no_effect == (name in ZERO_GRADIENT_AT_ZERO_ADVANTAGE)
 
 
 @pytest.mark.parametrize(("length_normalization", "T"), [("own", [[3, 1], [2, 4]]), ("max", [[8, 8], [8, 8]])])

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from poly_epo_jax.set_rl.groups import centred, cluster_sizes, rarity, same_cluster
+from poly_epo_jax.set_rl.groups import subtract_mean, cluster_sizes, rarity, same_cluster
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 CLUSTERS = jnp.array([[1, 1, 2, DEGENERATE_CLUSTER, 1]])
@@ -21,5 +21,5 @@ def test_rarity_of_a_single_generation_is_zero():
 
 
 def test_centering_equal_values_gives_exactly_zero():
-    np.testing.assert_array_equal(centred(jnp.full((1, 7), 0.1)), np.zeros((1, 7)))
-    np.testing.assert_allclose(centred(jnp.array([[1.0, 2.0, 6.0]])), [[-2, -1, 3]])
+    np.testing.assert_array_equal(subtract_mean(jnp.full((1, 7), 0.1)), np.zeros((1, 7)))
+    np.testing.assert_allclose(subtract_mean(jnp.array([[1.0, 2.0, 6.0]])), [[-2, -1, 3]])

@@ -33,7 +33,7 @@ def python(fork_server: ForkServer) -> Python:
     [
         ("main", [], "--print_config", "Trains a policy"),
         ("evaluate", [FILE], "--benchmarks", "Evaluates and compares models"),
-        ("bench", ["--config=configs/polaris.py"], "--plans", "Measures the stages"),
+        ("bench", ["--config=configs/polaris.py"], "--plan_all_meshes", "Measures the stages"),
     ],
 )
 def test_help_lists_flags_and_keys(python: Python, module: str, arguments: list[str], flag: str, title: str):

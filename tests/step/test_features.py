@@ -10,7 +10,7 @@ from fakes import PROBLEMS, group
 
 from poly_epo_jax.step.advantages import OWN_FEATURES, batch_features
 from poly_epo_jax.step.minibatches import MinibatchPacker
-from poly_epo_jax.step.packing import SilentBatch, pack
+from poly_epo_jax.step.packing import ZeroAdvantageBatch, pack
 from poly_epo_jax.types import Clustering, GradedGroup, JudgeFailure
 
 PACK = partial(pack, row_tokens=8, rows_per_microbatch=1)
@@ -83,13 +83,13 @@ def test_reply_tokens_are_not_trained(normalization: str, weight: float):
 
 def test_zero_advantage_sequences_are_packed_separately_if_this_saves_time():
     """Rows hold two sequences, and a gradient costs three times as much as a forward pass."""
-    skip = MinibatchPacker(1, PACK, length_normalization="own", max_tokens=8, skip_silent=True)
+    skip = MinibatchPacker(1, PACK, length_normalization="own", max_tokens=8, skip_zero_advantage=True)
 
     def rows(*advantages: float) -> list[bool]:
         (minibatch,) = skip([graded([0, 1])] * (len(advantages) // 2), np.array(advantages).reshape(-1, 2))
         assert sum(int((batch.weights > 0).sum()) for batch in minibatch) == 2 * len(advantages)
-        assert not any(np.any(batch.advantages) for batch in minibatch if isinstance(batch, SilentBatch))
-        return [isinstance(batch, SilentBatch) for batch in minibatch]
+        assert not any(np.any(batch.advantages) for batch in minibatch if isinstance(batch, ZeroAdvantageBatch))
+        return [isinstance(batch, ZeroAdvantageBatch) for batch in minibatch]
 
     assert rows(1.0, -1.0, 0.0, 0.0) == [False, True]
     assert rows(0.0, 0.0) == [True]

@@ -56,7 +56,7 @@ def over_all_sets(objective: Any, rewards: np.ndarray, clusters: np.ndarray) -> 
         ({"objective": "mean_reward"}, lambda r, c: over_all_sets(set_rl.mean_reward, r, c)),
         ({"objective": "reward_plus_diversity"}, lambda r, c: over_all_sets(set_rl.reward_plus_diversity, r, c)),
         ({"advantages": "grpo"}, lambda r, c: set_rl.grpo_advantages(r)),
-        ({"advantages": "grpo_div", "div_coef": 0.7}, lambda r, c: set_rl.grpo_div_advantages(r, c, 0.7)),
+        ({"advantages": "grpo_div", "diversity_coef": 0.7}, lambda r, c: set_rl.grpo_div_advantages(r, c, 0.7)),
     ],
     ids=lambda changes: "-".join(map(str, changes.values())) or "polychromic" if isinstance(changes, dict) else "",
 )

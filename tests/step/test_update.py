@@ -16,7 +16,7 @@ from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.set_rl import cispo_loss, ppo_clip_loss
 from poly_epo_jax.step.objective import Objective, check_finite
 from poly_epo_jax.step.optimizer import SCHEDULES, make_schedule
-from poly_epo_jax.step.packing import SilentBatch, pack
+from poly_epo_jax.step.packing import ZeroAdvantageBatch, pack
 from poly_epo_jax.step.update import PolicyUpdate
 
 LONGEST = 18
@@ -186,7 +186,7 @@ def test_results_do_not_depend_on_packing():
     tokens = sum(len(s.prompt_ids) + len(s.response_ids) for s in SEQUENCES)
     for (num_microbatches, found), shape in zip(metrics, ((24, LONGEST), (5, LONGEST), (2, 40)), strict=True):
         padding = 1 - tokens / (num_microbatches * math.prod(shape))
-        assert found.pop("packing/padding") == pytest.approx(padding, abs=1e-6)
+        assert found.pop("packing/padding_fraction") == pytest.approx(padding, abs=1e-6)
     norm = metrics[0][1]["policy/gradient_norm"]
     for gradient in gradients[1:]:
         assert_trees_close(gradient, gradients[0], atol=1e-6 * norm)
@@ -208,14 +208,14 @@ def test_shared_prompts_and_zero_advantage_batches_do_not_change_results(zero_fr
     trained = [s for s in sequences if s.advantage]
     silent = [s for s in sequences if not s.advantage]
     shared = functools.partial(pack, row_tokens=64, rows_per_microbatch=3, share_prompts=True)
-    apart = [*shared(trained), *(SilentBatch(*batch) for batch in shared(silent))]
+    apart = [*shared(trained), *(ZeroAdvantageBatch(*batch) for batch in shared(silent))]
     assert bool(trained) == (zero_fraction < 1) and len(silent) > 20
     update, states, metrics = make_update(), [], []
     for minibatch in (plain, apart):
         minibatches = update.with_old_logprobs(state_at(NOW), [minibatch, minibatch])
         state, found = update(start(update), minibatches)
         states.append(jax.device_get(state.params))
-        found.pop("packing/padding")
+        found.pop("packing/padding_fraction")
         metrics.append(found)
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
     assert_trees_close(*states, atol=1e-5)
@@ -248,7 +248,7 @@ def test_metrics_are_means_over_response_tokens():
 def test_mismatch_corrections_are_independent_of_clipping(loss, on_policy):
     """Differentiates the explicit formula: min(pi_old / pi_sampler, cap) is constant, and pi / pi_old is clipped."""
     cap, limit, rng = 1.5, 1.2, np.random.default_rng(5)
-    update = make_update(loss=loss, importance_cap=cap, max_mismatch=limit, kl_coef=0.3, entropy_coef=0.1)
+    update = make_update(loss=loss, importance_cap=cap, max_mismatch_ratio=limit, kl_coef=0.3, entropy_coef=0.1)
     rows = alone(SEQUENCES)
     old = np.asarray(naive_logprobs(NOW if on_policy else BEFORE, rows.tokens)[0])
     apart = rng.normal(0, 0.25, (len(old), 1)) + rng.normal(0, 0.4, old.shape)
@@ -292,20 +292,20 @@ def test_mismatch_corrections_are_independent_of_clipping(loss, on_policy):
     }
     assert 0.05 < truncated.sum() / rows.is_response.sum() < 0.95 and 2 < kept.sum() < len(kept) - 2
     _, metrics = update(start(update), [minibatch])
-    assert metrics["mismatch/truncated"] == pytest.approx(truncated.sum() / rows.is_response.sum())
-    assert metrics["mismatch/masked"] == (~kept).sum()
+    assert metrics["mismatch/truncated_fraction"] == pytest.approx(truncated.sum() / rows.is_response.sum())
+    assert metrics["mismatch/masked_responses"] == (~kept).sum()
     difference = np.abs(old - rows.sampled)[rows.is_response]
     assert metrics["mismatch/mean"] == pytest.approx(difference.mean(), rel=1e-4)
 
 
 @pytest.mark.slow
 def test_a_fully_masked_minibatch_has_zero_gradients_and_finite_metrics():
-    update = make_update(max_mismatch=1.1)
+    update = make_update(max_mismatch_ratio=1.1)
     unlikely = [dataclasses.replace(s, sampler_logprobs=s.sampler_logprobs - 20) for s in SEQUENCES]
     minibatch = off_policy(update, pack(unlikely, 40, rows_per_microbatch=2))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(update.gradient(state_at(NOW), minibatch)[0]))
     _, metrics = update(start(update), [minibatch])
-    assert metrics["mismatch/masked"] == len(SEQUENCES) and metrics["policy/loss"] == 0
+    assert metrics["mismatch/masked_responses"] == len(SEQUENCES) and metrics["policy/loss"] == 0
     check_finite(metrics, "The update")
 
 
@@ -360,7 +360,7 @@ def global_norm(leaves):
     ],
 )
 def test_learning_rates_equal_hand_computed_values(schedule, warmup, expected):
-    config = optimizer_config(learning_rate=0.8, schedule=schedule, warmup_updates=warmup, final_fraction=0.5)
+    config = optimizer_config(learning_rate=0.8, schedule=schedule, warmup_updates=warmup, end_lr_fraction=0.5)
     rates = make_schedule(config, total_updates=4)
     np.testing.assert_allclose([10 * float(rates(update)) for update in range(7)], expected, rtol=1e-6)
 
@@ -395,7 +395,7 @@ def test_a_run_compiles_each_program_once():
 @pytest.mark.slow
 def test_an_update_without_prompts_only_advances_the_learning_rate():
     """The learning rate is 0 after the second update, including if the second update is skipped."""
-    config = optimizer_config(learning_rate=0.02, schedule="linear", final_fraction=0.0)
+    config = optimizer_config(learning_rate=0.02, schedule="linear", end_lr_fraction=0.0)
     update = PolicyUpdate(TINY_MODEL, MESH, Objective(ppo_clip_loss), config, total_updates=2)
     minibatch = off_policy(update, pack(SEQUENCES, 40, rows_per_microbatch=2))
     first, _ = update(start(update), [minibatch])

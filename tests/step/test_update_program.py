@@ -76,7 +76,7 @@ def test_gradients_are_added_in_place():
 
 @pytest.mark.parametrize(("scan_unroll", "copied"), [(0, False), (2, True)])
 def test_the_layer_loop_copies_all_gradients_only_if_unrolled(scan_unroll: int, copied: bool):
-    """The loop copies them with two layers per iteration. If this changes, FEW_LAYERS can be removed."""
+    """The loop copies them with two layers per iteration. If this changes, MAX_UNROLLED_LAYERS can be removed."""
     sizes = {"num_layers": 6, "hidden_size": 64, "mlp_size": 160, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     computed = {"vocab_size": 96, "dtype": "float32", "remat": "none", "scan_unroll": scan_unroll}
     config = dataclasses.replace(CONFIG, **sizes, **computed)

@@ -57,7 +57,7 @@ def test_command_line_overrides_the_study_file(tmp_path: Path):
         ({"train.num_steps": "many"}, "train.num_steps='many'"),
         ({"algo.loss": "ppo"}, "algo.loss='ppo'"),
         ({"task.options": {"num_trains": 3}}, "'num_trains'"),
-        ({"hosts.coordinator": "auto"}, "hosts.coordinator"),
+        ({"hosts.coordinator_address": "auto"}, "hosts.coordinator_address"),
     ],
 )
 def test_invalid_setting_produces_one_line_that_names_the_first_run(

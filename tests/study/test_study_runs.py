@@ -101,7 +101,7 @@ def await_step(study: Started, run: str, step: int, process: "subprocess.Popen[b
 
 def test_resumed_study_produces_identical_files(whole: Started, caches: dict[str, Path], default_signals: None):
     """Stopped once by SIGTERM, after which runs save, and once by SIGKILL, after which active runs continue."""
-    study = Started(whole.folder.parent, "broken", caches, BOTH, ["--parallel=1"])
+    study = Started(whole.folder.parent, "broken", caches, BOTH, ["--num_parallel=1"])
     process = study.start()
     await_step(study, RUNS[0], 3, process)
     process.send_signal(signal.SIGTERM)

@@ -120,7 +120,7 @@ def random_sequences(
 
 def optimizer_config(**changes: Any) -> OptimizerSection:
     """Returns an optimizer configuration with a constant learning rate and without weight decay."""
-    settings = {"learning_rate": 1e-2, "schedule": "constant", "final_fraction": 0.0, "max_grad_norm": 1.0}
+    settings = {"learning_rate": 1e-2, "schedule": "constant", "end_lr_fraction": 0.0, "max_grad_norm": 1.0}
     return OptimizerSection(**settings | changes)
 
 

@@ -77,7 +77,7 @@ def _results(
     ks = [2**power for power in range(num_generations.bit_length()) if 2**power <= num_generations]
     for k in ks:
         metrics[f"majority_accuracy@{k}"] = float(share.mean()) * (1 + 0.05 * np.log2(k))
-        metrics[f"majority_share@{k}"] = 1 / k ** (0.1 * spread)
+        metrics[f"majority_vote_share@{k}"] = 1 / k ** (0.1 * spread)
         if clustered:
             metrics |= {f"correct_clusters@{k}": k**0.3 * spread, f"incorrect_clusters@{k}": k**0.4}
     metrics |= {"solved": float((share > 0).mean()), "answer_entropy": 0.3 * spread, "response_length": num_tokens}

@@ -36,12 +36,12 @@ def tiny_config(**changes: Any) -> Config:
     config.update_from_flattened_dict(
         {
             "train.num_steps": 2,
-            "judge.max_failed_share": 1.0,
+            "judge.max_failed_fraction": 1.0,
             "checkpoint.every": 1,
             "eval.every": 2,
             "optimizer.learning_rate": 1e-2,
             "optimizer.schedule": "constant",
-            "optimizer.final_fraction": 0.0,
+            "optimizer.end_lr_fraction": 0.0,
             "optimizer.max_grad_norm": 1.0,
         }
         | changes
@@ -91,7 +91,7 @@ def train_tiny(
             last_step=num_steps,
             staleness=config.train.staleness,
             reads_judge=make_estimator(algo).reads_judge,
-            max_failed_share=config.judge.max_failed_share,
+            max_failed_fraction=config.judge.max_failed_fraction,
             timeline=timeline,
             stop=stop,
         ),

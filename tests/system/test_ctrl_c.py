@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from fakes import PATIENCE
 
-from poly_epo_jax.system.signals import heard_ctrl_c
+from poly_epo_jax.system.signals import deliver_keyboard_interrupt
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def caught(default_signals: None) -> Iterator[None]:
         return [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM), *gc.callbacks]
 
     before = handlers()
-    with heard_ctrl_c():
+    with deliver_keyboard_interrupt():
         yield
     assert handlers() == before
 
@@ -90,7 +90,7 @@ def test_ctrl_c_is_raised_after_code_that_discards_exceptions(place: Callable[[C
 
 def test_an_ignored_ctrl_c_remains_ignored():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with heard_ctrl_c():
+    with deliver_keyboard_interrupt():
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
@@ -98,5 +98,5 @@ def test_an_ignored_ctrl_c_remains_ignored():
 def test_a_deferred_ctrl_c_is_raised_at_the_end_of_the_context(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("poly_epo_jax.system.signals.CTRL_C_RETRY_SECONDS", PATIENCE)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt), heard_ctrl_c():
+    with pytest.raises(KeyboardInterrupt), deliver_keyboard_interrupt():
         in_a_collection(lambda: signal.raise_signal(signal.SIGINT))

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from poly_epo_jax.system import http_client
-from poly_epo_jax.system.http_client import WrongAnswer, describe, field, open_client, printable, read_json
+from poly_epo_jax.system.http_client import InvalidResponseError, describe, field, open_client, printable, read_json
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -48,14 +48,14 @@ def test_the_timeout_applies_to_the_complete_response(pieces: list[bytes]):
 
 
 def test_an_endless_response_is_rejected():
-    with pytest.raises(WrongAnswer, match="longer than 100000 bytes"):
+    with pytest.raises(InvalidResponseError, match="longer than 100000 bytes"):
         fetch([CHUNKED, b"400\r\n" + b" " * 1024 + b"\r\n"], max_bytes=10**5, drip=True)
 
 
 def test_responses_are_not_decompressed():
     bomb = gzip.compress(b" " * 10**6)
     head = HEAD + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb)
-    with pytest.raises(WrongAnswer, match="encoding 'gzip'"):
+    with pytest.raises(InvalidResponseError, match="encoding 'gzip'"):
         fetch([head, bomb])
 
 
@@ -63,13 +63,13 @@ def test_headers_do_not_affect_how_a_body_is_read():
     headers = b"Content-Type: text/plain; charset=zlib\r\nSet-Cookie: a=b\r\nContent-Length: 3\r\n\r\n"
     found = fetch([HEAD + headers + b"\xff12"])
     assert found.text == "\ufffd12" and not found.cookies
-    with pytest.raises(WrongAnswer, match="is not JSON"):
+    with pytest.raises(InvalidResponseError, match="is not JSON"):
         read_json(found)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 10**5, b"1" * 10**5, b"\xff\xfe"])
 def test_invalid_json_is_a_wrong_answer(body: bytes):
-    with pytest.raises(WrongAnswer, match="is not JSON"):
+    with pytest.raises(InvalidResponseError, match="is not JSON"):
         read_json(fetch([HEAD + b"Content-Length: %d\r\n\r\n" % len(body), body]))
 
 
@@ -87,7 +87,7 @@ def test_invalid_json_is_a_wrong_answer(body: bytes):
 def test_a_field_of_the_wrong_type_is_named(path: str, kind: type, complaint: str):
     found = {"a": {"b": 1, "c": True}, "e": "\x1b[31m"}
     assert field(found, "a.b", int) == 1
-    with pytest.raises(WrongAnswer, match=complaint):
+    with pytest.raises(InvalidResponseError, match=complaint):
         field(found, path, kind)
 
 

@@ -1,4 +1,4 @@
-"""Implements bench --compile-for=NAME: compiles a run's programs for a machine, and reports their estimated costs.
+"""Implements bench --compile_for=NAME: compiles a run's programs for a machine, and reports their estimated costs.
 
 The machine does not need to be available.
 """
@@ -80,9 +80,9 @@ def compile_for(config: Config, name: str, num_layers: int, output: Path, consol
 
 def _on_machine(config: Config, name: str) -> Config:
     if name not in MESHES:
-        raise ConfigError(f"--compile-for={name} is not a known machine; choose one of {', '.join(MESHES)}.")
+        raise ConfigError(f"--compile_for={name} is not a known machine; choose one of {', '.join(MESHES)}.")
     preset = MESHES[name]
-    if (config.mesh.device, config.mesh.devices) == (preset["device"], preset["devices"]):
+    if (config.mesh.device_kind, config.mesh.num_devices) == (preset["device"], preset["devices"]):
         return config
     mesh = MeshSection(**{key: preset[key] for key in ("data", "fsdp", "tensor", "device", "devices")})
     return dataclasses.replace(config, mesh=mesh)

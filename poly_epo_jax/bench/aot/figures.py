@@ -1,4 +1,4 @@
-"""Collects the memory, costs and communication of a configuration's programs for `bench --compile-for`."""
+"""Collects the memory, costs and communication of a configuration's programs for `bench --compile_for`."""
 
 import dataclasses
 import math

@@ -64,7 +64,7 @@ def preset_devices(preset: Mapping[str, Any]) -> Sequence[Any]:
         topology = f"1x{hosts}x{count // hosts}"
         return get_topology_desc("", "cuda", topology=topology, target_config=GPU_SPECS[device].read_text()).devices
     if (device, count) not in TPU_SHAPES:
-        raise ConfigError(f"--compile-for does not support {device}; choose a machine with GPUs or TPUs.")
+        raise ConfigError(f"--compile_for does not support {device}; choose a machine with GPUs or TPUs.")
     _require("libtpu", "tpu", device)
     os.environ |= LIBTPU_ALONE
     name, bounds = f"{device}:{TPU_SHAPES[device, count]}", HOST_SHAPES[count // hosts]

@@ -31,13 +31,13 @@ IMPLEMENTATIONS = {"blockwise": blockwise_attention, "triton": _triton, "splash"
 """Functions `(q, k, v, segments) -> out`. They name their result and the other arrays that the backward pass needs
 "attention" (`checkpoint_name`), so that remat policies can keep these arrays."""
 
-SHARES_PROMPTS = ("blockwise",)
+SUPPORTS_SHARED_PROMPTS = ("blockwise",)
 """Implementations that support shared prompts. The others require rows in which each sequence contains its prompt."""
 
-KERNELS = {"cpu": "blockwise", "gpu": "triton", "tpu": "splash"}
+DEFAULT_IMPLEMENTATIONS = {"cpu": "blockwise", "gpu": "triton", "tpu": "splash"}
 """Fastest implementation on each platform. Other platforms use `blockwise`."""
 
-distrusted: set[str] = set()
+disabled_kernels: set[str] = set()
 """Kernels that failed the self-check in this process. They are not selected by "auto"."""
 
 
@@ -63,7 +63,7 @@ def packed_attention(
       implementation: Key of IMPLEMENTATIONS. "auto" selects the fastest one for the platform.
       max_segment_tokens: Maximum number of tokens of a segment, which the caller guarantees. 0 means that only the row
         length limits segments.
-      positions: Position of each token in its sequence. With an implementation in SHARES_PROMPTS, a segment that starts
+      positions: Position of each token in its sequence. With an implementation in SUPPORTS_SHARED_PROMPTS, a segment that starts
         at a position above 0 also sees the prompt that it continues, see `make_segments`. If None, prompts are not
         shared.
 
@@ -112,5 +112,5 @@ def fastest(implementation: str) -> str:
     """
     if implementation != "auto":
         return implementation
-    kernel = KERNELS.get(platform(), "blockwise")
-    return "blockwise" if kernel in distrusted else kernel
+    kernel = DEFAULT_IMPLEMENTATIONS.get(platform(), "blockwise")
+    return "blockwise" if kernel in disabled_kernels else kernel

@@ -149,7 +149,7 @@ def _error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.max(errors)) if np.isfinite(errors).all() else np.inf
 
 
-def trust_attention(requested: str, config: ModelConfig, mesh: Mesh, cache: Path) -> None:
+def verify_attention_kernel(requested: str, config: ModelConfig, mesh: Mesh, cache: Path) -> None:
     """Verifies on every process the attention kernel that `model.attention` selects.
 
     If the kernel that "auto" selects fails on any process, it is disabled with a warning.
@@ -173,7 +173,7 @@ def trust_attention(requested: str, config: ModelConfig, mesh: Mesh, cache: Path
         return
     if requested != "auto":
         raise ConfigError(f"model.attention={requested}: {failed}; set model.attention=auto or blockwise.")
-    attention.distrusted.add(implementation)
+    attention.disabled_kernels.add(implementation)
     if hosts.is_first():
         print(f"Warning: {failed}; using the much slower blockwise implementation instead.", file=sys.stderr)
 

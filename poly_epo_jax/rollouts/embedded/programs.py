@@ -166,7 +166,7 @@ def next_token(
 
     Args:
       config: Configuration of the model.
-      weights: Weights from `decoding.whole_weights`.
+      weights: Weights from `decoding.gather_weights_over_fsdp`.
       state: The decoding state.
       stop_ids: Token ids [S] that end a generation.
       **sampling: `temperature`, `top_p` and `top_k`, see `sample_tokens`.
@@ -226,7 +226,7 @@ def decode(
 
     Args:
       config: Configuration of the model.
-      weights: Weights from `decoding.whole_weights`.
+      weights: Weights from `decoding.gather_weights_over_fsdp`.
       state: The decoding state. Its buffers are donated.
       stop_ids: Token ids [S] that end a generation.
       turnover: Number of slots that must finish before the call returns.

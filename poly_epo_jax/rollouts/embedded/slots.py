@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.decoding import KVCache, whole_weights
+from poly_epo_jax.model.decoding import KVCache, gather_weights_over_fsdp
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.programs import SlotState
 from poly_epo_jax.types import Params, Sampling
@@ -88,7 +88,7 @@ class Slots:
     ):
         self._config, self._mesh, self._stop_ids = config, mesh, stop_ids
         with jax.set_mesh(mesh):
-            self._weights = whole_weights(weights)
+            self._weights = gather_weights_over_fsdp(weights)
         self._prompts, self._jobs, self._sampling = prompts, jobs, sampling
         self._max_prompts = max_prompts
         self._turnover = max(1, num_slots // TURNOVER)

@@ -24,7 +24,7 @@ from poly_epo_jax.model.decoding import KVCache
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.programs import SlotState
 from poly_epo_jax.rollouts.embedded.slots import MIN_PADDED_PROMPT
-from poly_epo_jax.rollouts.jetstream import mended as jetstream
+from poly_epo_jax.rollouts.jetstream import patched as jetstream
 from poly_epo_jax.types import Params, Request, Sampling
 
 BEGINNING = -1  # Token that JetStream prepends to every prompt. It is not in any vocabulary, and is removed.
@@ -64,7 +64,7 @@ class SamplingState:
     """Weights and sampling parameters of the generations in progress.
 
     Attributes:
-      weights: Weights from `decoding.whole_weights`.
+      weights: Weights from `decoding.gather_weights_over_fsdp`.
       version: Number of training steps that produced the weights.
       sampling: Sampling parameters.
     """

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from poly_epo_jax.model.decoding import decoding_weights, whole_weights
+from poly_epo_jax.model.decoding import decoding_weights, gather_weights_over_fsdp
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.rollouts.completion_check import completion_flaw
 from poly_epo_jax.rollouts.embedded.sampler import run_to_completion
-from poly_epo_jax.rollouts.jetstream import mended as jetstream
+from poly_epo_jax.rollouts.jetstream import patched as jetstream
 from poly_epo_jax.rollouts.jetstream.engine import EngineSize, Qwen3Engine, SamplingState, unpack
 from poly_epo_jax.types import Completion, Params, Request, Sampling
 
@@ -129,7 +129,7 @@ class JetStreamSampler:
         async with self._turn:
             assert self._weights is not None
             with jax.set_mesh(self._mesh):
-                self._engine.sampling_state = SamplingState(whole_weights(self._weights), self._version, sampling)
+                self._engine.sampling_state = SamplingState(gather_weights_over_fsdp(self._weights), self._version, sampling)
             slots = [
                 asyncio.create_task(self._slot(place, request, start, finished))
                 for place, request in enumerate(requests)

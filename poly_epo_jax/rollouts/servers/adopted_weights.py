@@ -72,6 +72,6 @@ class AdoptedWeights:
 
     async def _name_at(self, url: str) -> str:
         try:
-            return (await self.dialect.served_model(url)).weight_version
+            return (await self.dialect.model_info(url)).weight_version
         except httpx.HTTPError as error:
             raise ServerError(f"{url} does not report its weight version: {describe(error)}; see its log.") from error

@@ -16,7 +16,7 @@ from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
 from poly_epo_jax.rollouts.servers.dialect import ServerCompletion
 from poly_epo_jax.rollouts.servers.fleet import Server, ServerPool
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
-from poly_epo_jax.system.http_client import MAX_BYTES, ServerError, WrongAnswer, backoff_seconds, describe, open_client
+from poly_epo_jax.system.http_client import MAX_BYTES, ServerError, InvalidResponseError, backoff_seconds, describe, open_client
 from poly_epo_jax.types import Completion, FinishReason, Metrics, Params, Request, Sampling
 
 MAX_ATTEMPTS = 8
@@ -131,7 +131,7 @@ class SGLangSampler:
     def metrics(self) -> Metrics:
         """Returns the numbers of server failures, resampled and invalid generations since the last call."""
         counts, self._counts = self._counts, Counter[str]()
-        return {f"rollouts/{name}": float(counts[name]) for name in ("server_failures", "resampled", "wrong_answers")}
+        return {f"rollouts/{name}": float(counts[name]) for name in ("server_failures", "resampled", "invalid_responses")}
 
     def close(self) -> None:
         """Frees the weights."""
@@ -175,10 +175,10 @@ class SGLangSampler:
         server: Server,
         pending: _PendingRequest,
         indices: Sequence[int],
-        answers: Sequence[ServerCompletion | WrongAnswer] | BaseException,
+        answers: Sequence[ServerCompletion | InvalidResponseError] | BaseException,
     ) -> None:
         """Collects valid completions that were sampled with the current weights. All others will be resampled."""
-        if isinstance(answers, WrongAnswer):
+        if isinstance(answers, InvalidResponseError):
             answers = [answers] * len(indices)
         if isinstance(answers, httpx.HTTPError):
             self._mark_failed(pool, server, pending, describe(answers))
@@ -186,7 +186,7 @@ class SGLangSampler:
         if isinstance(answers, BaseException):
             raise answers
         for index, answer in zip(indices, answers, strict=True):
-            if isinstance(answer, WrongAnswer):
+            if isinstance(answer, InvalidResponseError):
                 self._reject(server, pending, str(answer))
             elif answer.weight_version != (name := self._weights.name):
                 self._counts["resampled"] += 1
@@ -206,7 +206,7 @@ class SGLangSampler:
         return completion_flaw(answer.token_ids, answer.logprobs, finish_reason, **limits)
 
     def _reject(self, server: Server, pending: _PendingRequest, why: str) -> None:
-        self._counts.update(resampled=1, wrong_answers=1)
+        self._counts.update(resampled=1, invalid_responses=1)
         pending.last_invalid_server, pending.last_error = server, f"{server.url} returned an invalid completion: {why}"
         if not server.reported_invalid:
             server.reported_invalid = True

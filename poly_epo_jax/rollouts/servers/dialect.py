@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 from jaxtyping import Float, Int
 
-from poly_epo_jax.system.http_client import WrongAnswer
+from poly_epo_jax.system.http_client import InvalidResponseError
 from poly_epo_jax.types import FinishReason, Request, Sampling
 
 
@@ -32,7 +32,7 @@ class Endpoint:
     takes_weights: bool
 
 
-class ServedModel(NamedTuple):
+class ModelInfo(NamedTuple):
     """The model that a server reports.
 
     Attributes:
@@ -101,7 +101,7 @@ class Dialect(Protocol):
         """
         ...
 
-    async def served_model(self, url: str) -> ServedModel:
+    async def model_info(self, url: str) -> ModelInfo:
         """Returns the model that a server reports."""
         ...
 
@@ -113,7 +113,7 @@ class Dialect(Protocol):
         indices: Sequence[int],
         sampling: Sampling,
         stop_ids: Sequence[int],
-    ) -> Sequence[ServerCompletion | WrongAnswer]:
+    ) -> Sequence[ServerCompletion | InvalidResponseError]:
         """Generates one completion for each of the selected seeds of a request.
 
         Args:

@@ -243,7 +243,7 @@ class ServedWeights:
     async def _has_version(self, url: str) -> bool:
         """Returns True if the server reports the name of the current weights."""
         try:
-            return (await self.dialect.served_model(url)).weight_version == self.name
+            return (await self.dialect.model_info(url)).weight_version == self.name
         except httpx.HTTPError:
             return False
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from poly_epo_jax.set_rl.groups import centred, check_features
+from poly_epo_jax.set_rl.groups import subtract_mean, check_features
 from poly_epo_jax.set_rl.sets import check_set_size
 
 
@@ -35,7 +35,7 @@ def pass_at_n_advantages(rewards: Float[Array | np.ndarray, "P N"], set_size: in
     """
     _, num_generations = check_features(rewards=rewards)
     check_set_size(num_generations, set_size)
-    return centred(_sum_of_steps(rewards, _fraction_below(num_generations, set_size)))
+    return subtract_mean(_sum_of_steps(rewards, _fraction_below(num_generations, set_size)))
 
 
 def passk_advantages(rewards: Float[Array | np.ndarray, "P N"], k: int) -> Float[Array, "P N"]:

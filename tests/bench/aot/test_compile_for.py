@@ -26,7 +26,7 @@ LAYER = 101e6  # Number of weights of one layer.
 
 def compiled(machine: str, output: Path) -> dict:
     command = [PYTHON, "-m", "poly_epo_jax.bench", f"--config=configs/polaris.py:{machine}"]
-    command += [f"--compile-for={machine}", "--layers=2", f"--output={output}"]
+    command += [f"--compile_for={machine}", "--num_layers=2", f"--output={output}"]
     command += ["--config.mesh.fsdp=2", "--config.mesh.tensor=2"]  # Shards layers over both axes.
     without_ours = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_"))}
     outcome = subprocess.run(command, cwd=ROOT, env=without_ours, capture_output=True, text=True, timeout=1200)

@@ -154,6 +154,6 @@ def test_auto_selects_the_kernel_of_the_target_devices(device: str, expected: st
     with devices_elsewhere(device):
         assert fastest("auto") == expected
         assert fastest("splash") == "splash"
-        monkeypatch.setattr(attention, "distrusted", {"triton", "splash"})
+        monkeypatch.setattr(attention, "disabled_kernels", {"triton", "splash"})
         assert fastest("auto") == "blockwise"
         assert fastest("splash") == "splash"

@@ -10,7 +10,7 @@ import pytest
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.model import attention
 from poly_epo_jax.model.attention import self_check, triton
-from poly_epo_jax.model.attention.self_check import AttentionCheck, check_attention, trust_attention
+from poly_epo_jax.model.attention.self_check import AttentionCheck, check_attention, verify_attention_kernel
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.parallel.sharding import make_mesh
 
@@ -22,14 +22,14 @@ def as_on_an_accelerator(monkeypatch):
     """Registers a copy of the blockwise implementation as the kernel of this machine, and reduces the test case."""
     monkeypatch.setattr(self_check, "SEGMENTS", ((1, 30, 70, 6, 60, 30), (200,)))
     monkeypatch.setattr(attention, "IMPLEMENTATIONS", dict(attention.IMPLEMENTATIONS))
-    monkeypatch.setattr(attention, "distrusted", set())
+    monkeypatch.setattr(attention, "disabled_kernels", set())
     break_kernel(monkeypatch, lambda attend: attend)
 
 
 def break_kernel(monkeypatch, change) -> None:
     """Makes "auto" select the blockwise implementation with a modification."""
     monkeypatch.setitem(attention.IMPLEMENTATIONS, "copy", change(attention.IMPLEMENTATIONS["blockwise"]))
-    monkeypatch.setattr(attention, "KERNELS", {"cpu": "copy"})
+    monkeypatch.setattr(attention, "DEFAULT_IMPLEMENTATIONS", {"cpu": "copy"})
 
 
 def without_segments(attend):
@@ -76,7 +76,7 @@ def check() -> AttentionCheck:
 
 
 def trust(tmp_path: Path, requested: str = "auto") -> None:
-    trust_attention(requested, SHAPE, make_mesh(1, 1, 1), tmp_path / "compiled" / "attention.json")
+    verify_attention_kernel(requested, SHAPE, make_mesh(1, 1, 1), tmp_path / "compiled" / "attention.json")
 
 
 def test_a_correct_kernel_passes():
@@ -112,7 +112,7 @@ def test_small_errors_in_values_and_gradients_are_detected(monkeypatch):
 def test_auto_disables_an_incorrect_kernel_with_a_warning(tmp_path, monkeypatch, capsys, broken):
     break_kernel(monkeypatch, broken)
     trust(tmp_path)
-    assert attention.fastest("auto") == "blockwise" and attention.distrusted == {"copy"}
+    assert attention.fastest("auto") == "blockwise" and attention.disabled_kernels == {"copy"}
     printed = capsys.readouterr().err
     assert printed.startswith("Warning: the attention kernel copy is incorrect on cpu: ") and printed.count("\n") == 1
     errors = re.findall(r"(\w+) (\d\.\de[-+]\d+) \((\d\.\de[-+]\d+)\)", printed)

@@ -10,7 +10,7 @@ from flax import nnx
 from programs import collectives_per_pass
 
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.decoding import decoding_weights, whole_weights
+from poly_epo_jax.model.decoding import decoding_weights, gather_weights_over_fsdp
 from poly_epo_jax.model.qwen3 import abstract_model
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 from poly_epo_jax.rollouts.embedded import programs
@@ -40,7 +40,7 @@ def compiled_decode(axes: tuple[int, int, int]) -> tuple[str, Params, Params]:
         model = abstract_model(CONFIG)
         params = abstract(nnx.to_pure_dict(nnx.split(model)[1]), param_shardings(model, mesh))
         pushed = result_of(jax.jit(functools.partial(decoding_weights, CONFIG)), params)
-        whole = result_of(jax.jit(whole_weights), pushed)
+        whole = result_of(jax.jit(gather_weights_over_fsdp), pushed)
         state = result_of(jax.jit(functools.partial(programs.start, CONFIG, rows, 32, 48)))
         sampling = {"temperature": 1.0, "top_p": 0.9, "top_k": 20}  # The filters contain inner loops.
         decode = programs.decode.lower(CONFIG, whole, state, jnp.zeros(2, jnp.int32), turnover=2, **sampling)

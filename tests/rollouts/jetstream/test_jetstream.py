@@ -35,7 +35,7 @@ from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.types import Generation, Group, Problem, Sampler, Sampling
 
 try:
-    from poly_epo_jax.rollouts.jetstream import mended as jetstream
+    from poly_epo_jax.rollouts.jetstream import patched as jetstream
     from poly_epo_jax.rollouts.jetstream.engine import EngineSize, Qwen3Engine, SamplingState, unpack
     from poly_epo_jax.rollouts.jetstream.sampler import JetStreamSampler
 except ConfigError as missing:

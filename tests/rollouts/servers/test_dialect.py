@@ -9,11 +9,11 @@ from fakes import ByLetter, collect
 
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.servers.client import SGLangSampler
-from poly_epo_jax.rollouts.servers.dialect import Dialect, Endpoint, ServedModel, ServerCompletion
+from poly_epo_jax.rollouts.servers.dialect import Dialect, Endpoint, ModelInfo, ServerCompletion
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
 from poly_epo_jax.rollouts.servers.weight_sync import WeightSync
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
-from poly_epo_jax.system.http_client import WrongAnswer
+from poly_epo_jax.system.http_client import InvalidResponseError
 from poly_epo_jax.types import Params, Problem, Request, Sampling
 
 URL = "other://server"
@@ -35,8 +35,8 @@ class Other:
     async def workers(self, url: str, seconds: float) -> list[str]:
         return []
 
-    async def served_model(self, url: str) -> ServedModel:
-        return ServedModel("m", "t", self.version)
+    async def model_info(self, url: str) -> ModelInfo:
+        return ModelInfo("m", "t", self.version)
 
     async def generate(
         self,
@@ -46,7 +46,7 @@ class Other:
         indices: Sequence[int],
         sampling: Sampling,
         stop_ids: Sequence[int],
-    ) -> list[ServerCompletion | WrongAnswer]:
+    ) -> list[ServerCompletion | InvalidResponseError]:
         assert not self.is_paused
         return [self.answer(request, index) for index in indices]
 
@@ -103,6 +103,6 @@ def test_generations_and_weight_updates_use_the_dialect():
     assert rollouts.metrics() == {
         "rollouts/server_failures": 0.0,
         "rollouts/resampled": 1.0,
-        "rollouts/wrong_answers": 0.0,
+        "rollouts/invalid_responses": 0.0,
     }
     assert server.num_answers == 13

@@ -18,7 +18,7 @@ NUMBERS = {
     "dqo": {"weight": 1.0},
     "entropic": {"kl": math.log(2)},
     "grpo": {},
-    "grpo_div": {"div_coef": 0.5},
+    "grpo_div": {"diversity_coef": 0.5},
     "max_rl": {},
     "pass_at_n": {"set_size": 4},
     "passk": {"k": 4},

@@ -5,7 +5,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from poly_epo_jax.set_rl.groups import centred, check_features, cluster_sizes, rarity
+from poly_epo_jax.set_rl.groups import subtract_mean, check_features, cluster_sizes, rarity
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 _MIN_DISTINCT_FRACTION = 0.1  # as in the authors' code
@@ -31,7 +31,7 @@ def shaped_product_advantages(
       ValueError: If a reward is NaN (detected outside jit only), or if shapes differ.
     """
     check_features(rewards=rewards, clusters=clusters)
-    return centred(jnp.asarray(rewards) * rarity(jnp.asarray(clusters)))
+    return subtract_mean(jnp.asarray(rewards) * rarity(jnp.asarray(clusters)))
 
 
 def darling_advantages(
@@ -57,7 +57,7 @@ def darling_advantages(
     clusters = jnp.asarray(clusters)
     distinct = (num_generations - cluster_sizes(clusters)) / max(num_generations - 1, 1)
     distinct = jnp.where(clusters == DEGENERATE_CLUSTER, 0.0, distinct)
-    return centred(jnp.asarray(rewards) * jnp.maximum(distinct, _MIN_DISTINCT_FRACTION))
+    return subtract_mean(jnp.asarray(rewards) * jnp.maximum(distinct, _MIN_DISTINCT_FRACTION))
 
 
 def uniqueness_advantages(
@@ -82,7 +82,7 @@ def uniqueness_advantages(
       ValueError: If a reward is NaN (detected outside jit only), or if shapes differ.
     """
     _, num_generations = check_features(rewards=rewards, clusters=clusters)
-    advantages, clusters = centred(jnp.asarray(rewards)), jnp.asarray(clusters)
+    advantages, clusters = subtract_mean(jnp.asarray(rewards)), jnp.asarray(clusters)
     weighted = advantages * cluster_sizes(clusters) ** -alpha
     smaller = jnp.minimum(advantages, advantages * num_generations**-alpha)
     return jnp.where(clusters == DEGENERATE_CLUSTER, smaller, weighted)

@@ -5,7 +5,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from poly_epo_jax.set_rl.groups import centred, check_features
+from poly_epo_jax.set_rl.groups import subtract_mean, check_features
 
 
 def unlikeliness_advantages(
@@ -37,7 +37,7 @@ def unlikeliness_advantages(
     less_likely = mean_logprob[:, None, :] < mean_logprob[:, :, None]
     as_likely = mean_logprob[:, None, :] == mean_logprob[:, :, None]
     rank = less_likely.sum(axis=-1) + (as_likely.sum(axis=-1) - 1) / 2
-    return centred(rewards * (1 - beta * rank / num_generations))
+    return subtract_mean(rewards * (1 - beta * rank / num_generations))
 
 
 def ucpo_advantages(
@@ -67,7 +67,7 @@ def ucpo_advantages(
       ValueError: If a value is NaN (detected outside jit only), or if shapes differ.
     """
     check_features(rewards=rewards, mean_logprob=mean_logprob)
-    advantages = centred(jnp.asarray(rewards))
+    advantages = subtract_mean(jnp.asarray(rewards))
     is_above = advantages > 0
     scores = jnp.where(is_above, jnp.log(jnp.where(is_above, advantages, 1)) - jnp.asarray(mean_logprob), -jnp.inf)
     largest = jnp.where(is_above.any(axis=-1, keepdims=True), scores.max(axis=-1, keepdims=True), 0)

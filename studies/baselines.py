@@ -1,6 +1,6 @@
 """Compares Poly-EPO with six baselines on two tasks, with five seeds.
 
-python -m poly_epo_jax.study studies/rivals.py
+python -m poly_epo_jax.study studies/baselines.py
 """
 
 from poly_epo_jax.study import PAPER_METHODS, Study, Task
@@ -14,8 +14,8 @@ def get_study() -> Study:
         },
         methods={
             **PAPER_METHODS,  # grpo_div has lambda = 0.5
-            "grpo_div_1": {**PAPER_METHODS["grpo_div"], "algo.div_coef": 1.0},
-            "grpo_div_2": {**PAPER_METHODS["grpo_div"], "algo.div_coef": 2.0},
+            "grpo_div_1": {**PAPER_METHODS["grpo_div"], "algo.diversity_coef": 1.0},
+            "grpo_div_2": {**PAPER_METHODS["grpo_div"], "algo.diversity_coef": 2.0},
             "max_rl": {"algo.advantages": "max_rl", "algo.length_normalization": "own"},
             "pkpo": {"algo.advantages": "pkpo", "algo.length_normalization": "own"},
         },

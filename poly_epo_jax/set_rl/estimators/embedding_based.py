@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from poly_epo_jax.set_rl.groups import centred, check_features
+from poly_epo_jax.set_rl.groups import subtract_mean, check_features
 
 
 def rep_exp_advantages(
@@ -51,7 +51,7 @@ def rep_exp_advantages(
     values = jnp.where(values > resolved, values, 0)  # smaller or negative values are rounding errors
     bonus = (vectors**2 * (values / (values + ridge))[:, None, :]).sum(axis=-1)
     has_reward = (rewards > 0).any(axis=-1, keepdims=True)
-    return centred(rewards + beta * jnp.where(has_reward, bonus, 0))
+    return subtract_mean(rewards + beta * jnp.where(has_reward, bonus, 0))
 
 
 def dqo_advantages(
@@ -80,7 +80,7 @@ def dqo_advantages(
       ValueError: If a value is NaN (detected outside jit only), or if shapes differ.
     """
     check_features(rewards=rewards, embeddings=embeddings)
-    return centred(jnp.asarray(rewards) + weight * _gains(cosines(embeddings)))
+    return subtract_mean(jnp.asarray(rewards) + weight * _gains(cosines(embeddings)))
 
 
 def set_dpp_advantages(
@@ -110,7 +110,7 @@ def set_dpp_advantages(
     check_features(rewards=rewards, embeddings=embeddings)
     quality = jnp.sqrt(jnp.maximum(jnp.asarray(rewards), 0))
     kernel = scale * quality[:, :, None] * quality[:, None, :] * cosines(embeddings)
-    return centred(_gains(kernel) / jnp.log1p(scale))
+    return subtract_mean(_gains(kernel) / jnp.log1p(scale))
 
 
 def set_po_advantages(
@@ -145,7 +145,7 @@ def set_po_advantages(
     without = -jnp.log1p((mass[:, None, :] - kernel) / num_others)  # [P, removed i, j]
     itself = jnp.diagonal(without, axis1=1, axis2=2)
     without = (without.sum(axis=-1) - itself) / num_others
-    return centred(jnp.asarray(rewards) + weight * (whole - without))
+    return subtract_mean(jnp.asarray(rewards) + weight * (whole - without))
 
 
 def cosines(embeddings: Float[Array | np.ndarray, "*sets n D"]) -> Float[Array, "*sets n n"]:

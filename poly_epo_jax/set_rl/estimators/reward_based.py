@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from poly_epo_jax.set_rl.groups import centred, check_features
+from poly_epo_jax.set_rl.groups import subtract_mean, check_features
 
 _MAX_BETA = 2.0**14  # in units of 1 / (maximum - minimum reward of the prompt)
 _BISECTION_STEPS = 50
@@ -33,7 +33,7 @@ def max_rl_advantages(rewards: Float[Array | np.ndarray, "P N"]) -> Float[Array,
     check_features(rewards=rewards)
     rewards = jnp.asarray(rewards)
     mean = rewards.mean(axis=-1, keepdims=True)
-    return jnp.where(mean > 0, centred(rewards) / jnp.where(mean > 0, mean, 1), 0)
+    return jnp.where(mean > 0, subtract_mean(rewards) / jnp.where(mean > 0, mean, 1), 0)
 
 
 def rs_grpo_advantages(rewards: Float[Array | np.ndarray, "P N"], beta: float) -> Float[Array, "P N"]:
@@ -54,8 +54,8 @@ def rs_grpo_advantages(rewards: Float[Array | np.ndarray, "P N"], beta: float) -
       ValueError: If a reward is NaN (detected outside jit only).
     """
     _, num_generations = check_features(rewards=rewards)
-    share = jax.nn.softmax(beta * centred(jnp.asarray(rewards)), axis=-1)
-    return centred(num_generations * share) / beta
+    share = jax.nn.softmax(beta * subtract_mean(jnp.asarray(rewards)), axis=-1)
+    return subtract_mean(num_generations * share) / beta
 
 
 def entropic_advantages(rewards: Float[Array | np.ndarray, "P N"], kl: float) -> Float[Array, "P N"]:
