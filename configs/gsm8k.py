@@ -15,13 +15,13 @@ MODELS = {"0.6b": "Qwen/Qwen3-0.6B-Base", "1.7b": "Qwen/Qwen3-1.7B-Base"}
 """Hub names of the models, by the name after the configuration file."""
 
 
-def get_config(words: str = "0.6b") -> ConfigDict:
-    """Returns the configuration. `words` selects a model, a method and a machine by name, separated by commas."""
-    sizes = [word for word in words.split(",") if word in MODELS]
-    words = ",".join(word for word in words.split(",") if word not in MODELS)
-    config = default.get_config(words)
+def get_config(config_string: str = "0.6b") -> ConfigDict:
+    """Returns the configuration. `config_string` selects a model, a method and a machine by name, separated by commas."""
+    sizes = [word for word in config_string.split(",") if word in MODELS]
+    config_string = ",".join(word for word in config_string.split(",") if word not in MODELS)
+    config = default.get_config(config_string)
     size = [*sizes, "0.6b"][0]
-    config.workdir = f"runs/gsm8k-{size}-{default.parse_config_string(words)[0]}"
+    config.workdir = f"runs/gsm8k-{size}-{default.parse_config_string(config_string)[0]}"
 
     config.model.path = MODELS[size]
     # The prompt is a chat turn. Base models may end their turn with either token.

@@ -8,8 +8,8 @@ from ml_collections import ConfigDict
 from poly_epo_jax.config import default
 
 
-def get_config(words: str = "poly_epo") -> ConfigDict:
-    """Returns the configuration. `words` selects a method and a machine by name, separated by commas."""
-    config = default.get_config(words)
-    config.workdir = f"runs/polynomial-{default.parse_config_string(words)[0]}"
+def get_config(config_string: str = "poly_epo") -> ConfigDict:
+    """Returns the configuration. `config_string` selects a method and a machine by name, separated by commas."""
+    config = default.get_config(config_string)
+    config.workdir = f"runs/polynomial-{default.parse_config_string(config_string)[0]}"
     return config

@@ -13,10 +13,10 @@ from ml_collections import ConfigDict
 from poly_epo_jax.config import default
 
 
-def get_config(words: str = "poly_epo") -> ConfigDict:
-    """Returns the configuration. `words` selects a method and a machine by name, separated by commas."""
-    config = default.get_config(words)
-    config.workdir = f"runs/prose-{default.parse_config_string(words)[0]}"
+def get_config(config_string: str = "poly_epo") -> ConfigDict:
+    """Returns the configuration. `config_string` selects a method and a machine by name, separated by commas."""
+    config = default.get_config(config_string)
+    config.workdir = f"runs/prose-{default.parse_config_string(config_string)[0]}"
 
     config.model.path = "Qwen/Qwen3-1.7B-Base"
     config.model.stop_strings = ("<|im_end|>", "<|endoftext|>")

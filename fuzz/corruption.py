@@ -95,7 +95,7 @@ def _checkpoints(random: random.Random, folder: Path) -> Iterator[Outcome]:
         shutil.rmtree(copy.with_name("checkpoints.corrupted"), ignore_errors=True)
         checkpoints, message = Checkpoints(copy, keep=2), io.StringIO()
         with contextlib.redirect_stderr(message):
-            found = checkpoints.newest(lambda step: checkpoints.restore(step, like, shardings))  # noqa: B023
+            found = checkpoints.restore_latest(lambda step: checkpoints.restore(step, like, shardings))  # noqa: B023
         assert found is not None
         step, (state, data) = found
         held = _same(state, states[step]) and data == {"next_index": step}
@@ -112,7 +112,7 @@ def _checkpoints(random: random.Random, folder: Path) -> Iterator[Outcome]:
                 damage(random, next((copy / str(step)).glob("data/*")), "truncate")
             try:
                 checkpoints = Checkpoints(copy, read_only=True)
-                held = checkpoints.newest(lambda step: checkpoints.restore(step, like, shardings)) is None  # noqa: B023
+                held = checkpoints.restore_latest(lambda step: checkpoints.restore(step, like, shardings)) is None  # noqa: B023
             except CheckpointError as error:
                 held = len(str(error).splitlines()) == 1
         yield Outcome("all checkpoints", held, what)

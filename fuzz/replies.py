@@ -87,7 +87,7 @@ def judged(kind: str, verdicts: Verdicts, reply: httpx.Response) -> Outcome:
     return Outcome(kind, np.array_equal(outcome.ids, expected), f"clusters {outcome.ids} from {shown}")
 
 
-async def ask(num_responses: int, reply: httpx.Response) -> Clustering | JudgeFailure:
+async def request(num_responses: int, reply: httpx.Response) -> Clustering | JudgeFailure:
     """Clusters a group of `num_responses` responses with a judge whose server returns `reply`."""
 
     def open_client(timeout_seconds: float) -> httpx.AsyncClient:

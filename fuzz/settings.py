@@ -29,7 +29,7 @@ from poly_epo_jax.config.checks import Check, Range, check_of_type
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.config.options import checks_of, options_of
 from poly_epo_jax.startup.prepare import prepare
-from poly_epo_jax.startup.read_config import CHOICES, read_config, registry_entries
+from poly_epo_jax.startup.read_config import KNOWN_NAMES, read_config, registry_entries
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 20  # timeout of an attempt
@@ -203,7 +203,7 @@ def _several_keys(random: random.Random, folder: Path) -> Outcome:
     """Sets four keys to values within their ranges."""
     changes = {}
     for key, field, _ in random.sample([key for key in Config().flat() if not key[0].endswith("options")], 4):
-        names = CHOICES.get(key)
+        names = KNOWN_NAMES.get(key)
         checks = [check_of_type(field.type), field.metadata["check"]]
         changes[key] = random.choice(list(names)) if names else _inside(random, [check for check in checks if check])
     return _attempt("keys together", changes, "", folder)
@@ -214,25 +214,29 @@ def _value(random: random.Random, checks: list[Check | Range]) -> tuple[Any, boo
     if random.random() < 0.3:
         return _inside(random, checks), False
     limits = next((check for check in checks if isinstance(check, Range)), None)
-    outside = [limits.least - 1, limits.least * 0.99 - 1e-300, limits.most * 1.01, limits.most + 1] if limits else []
+    outside = (
+        [limits.minimum - 1, limits.minimum * 0.99 - 1e-300, limits.maximum * 1.01, limits.maximum + 1]
+        if limits
+        else []
+    )
     value = random.choice([*INVALID, *outside, *outside, *outside])
     # The comparison is repeated here to detect faults in Range.
     if limits and type(value) in (int, float):
-        if value == limits.other or limits.least <= value <= limits.most:
-            return value, any(not check.holds(value) for check in checks)
+        if value == limits.special or limits.minimum <= value <= limits.maximum:
+            return value, any(not check.is_valid(value) for check in checks)
         return value, True
-    return value, any(not check.holds(value) for check in checks)
+    return value, any(not check.is_valid(value) for check in checks)
 
 
 def _inside(random: random.Random, checks: list[Check | Range]) -> Any:
     limits = next((check for check in checks if isinstance(check, Range)), None)
     if limits is None:
         values = [*TEXTS, *NAMES, True, False, (), ("a",), (1, 2), [2, 3], ("q_proj", "v_proj")]
-        return random.choice([value for value in values if all(check.holds(value) for check in checks)])
-    low, high = limits.least, limits.most
-    edges = [low, high] if limits.other is None else [low, high, limits.other]
+        return random.choice([value for value in values if all(check.is_valid(value) for check in checks)])
+    low, high = limits.minimum, limits.maximum
+    edges = [low, high] if limits.special is None else [low, high, limits.special]
     middle = low + (high - low) * random.random() ** random.choice([1, 4, 16, 64])
-    is_integer = all(isinstance(edge, int) for edge in edges) and not checks[0].holds(0.5)
+    is_integer = all(isinstance(edge, int) for edge in edges) and not checks[0].is_valid(0.5)
     return random.choice([*edges, int(middle) if is_integer else float(middle)])
 
 

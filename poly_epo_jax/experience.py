@@ -17,8 +17,8 @@ from poly_epo_jax.parallel import hosts
 from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.rollouts.grading import check_judge, grade_groups, judged
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.system.signals import Stop
-from poly_epo_jax.types import Counting, GradedGroup, Judge, JudgeLoad, Metrics, Problem, Sampling, Served, Task
+from poly_epo_jax.system.signals import StopSignal
+from poly_epo_jax.types import GradedGroup, HasMetrics, Judge, JudgeLoad, Metrics, Problem, Sampling, ServerBacked, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +78,13 @@ class Experience:
     max_failed_fraction: float
     timeline: Timeline
     judge_load: JudgeLoad | None = None
-    stop: Stop = dataclasses.field(default_factory=Stop)
+    stop: StopSignal = dataclasses.field(default_factory=StopSignal)
     _prefetched: asyncio.Task[Batch] | None = None
 
     async def wait_until_ready(self) -> None:
         """Waits until the judge's server responds, and warns if the largest request exceeds the judge's limits."""
-        if isinstance(self.judge, Served):
-            await hosts.barrier(self.stop.interrupts(self.judge.wait_until_ready()))
+        if isinstance(self.judge, ServerBacked):
+            await hosts.barrier(self.stop.run_interruptible(self.judge.wait_until_ready()))
         if self.judge_load and hosts.is_first():
             await warn_capacity(self.judge, self.judge_load)
 
@@ -95,7 +95,7 @@ class Experience:
           JudgeError: If the judge failed on more than `max_failed_fraction` of the prompts and `reads_judge` is True.
           Stopped: If a shutdown was requested.
         """
-        own = asyncio.ensure_future(self.stop.interrupts(self._prefetched or self._start_batch(step)))
+        own = asyncio.ensure_future(self.stop.run_interruptible(self._prefetched or self._start_batch(step)))
         if hosts.count() > 1:
             await asyncio.wait([own])
             with self.timeline.clock(step).stage("exchange"):
@@ -108,7 +108,7 @@ class Experience:
         self._prefetched = self._start_batch(step + 1) if self.staleness and step < self.last_step else None
         if self.reads_judge:
             check_judge(batch.graded, self.max_failed_fraction)
-        await hosts.barrier(self.stop.interrupts(self.rollouts.sleep()))
+        await hosts.barrier(self.stop.run_interruptible(self.rollouts.sleep()))
         return batch
 
     async def close(self) -> None:
@@ -127,7 +127,7 @@ class Experience:
             graded, timing = await grade_groups(groups, problems, self.task, self.judge, clock=clock)
             counts: Metrics = {}
             for part in (self.task, self.judge, self.rollouts.sampler):
-                if isinstance(part, Counting):
+                if isinstance(part, HasMetrics):
                     counts |= part.metrics()
             return Batch(graded, counts, timing, data_state, self.reads_judge)
 

@@ -18,7 +18,7 @@ from poly_epo_jax import main
 from poly_epo_jax.config.default import get_config
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.startup.read_config import read_config
-from poly_epo_jax.system.signals import Stop, deliver_keyboard_interrupt
+from poly_epo_jax.system.signals import StopSignal, deliver_keyboard_interrupt
 
 __all__ = ["get_config", "run"]
 
@@ -48,13 +48,13 @@ def run(config: ConfigDict) -> Path:
 
 def _run_in_thread(config: Config) -> None:
     """Trains in another thread. Ctrl-C is raised in this thread, which requests a shutdown and waits for the save."""
-    stop = Stop()
+    stop = StopSignal()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(main.run, config, stop)
         try:
             running.result()
         except KeyboardInterrupt:
-            stop.ask(signal.SIGINT)
+            stop.request(signal.SIGINT)
             running.exception()
             raise
 

@@ -27,7 +27,7 @@ from poly_epo_jax.config.keys import Config, ConfigError, max_sequence_tokens, u
 from poly_epo_jax.evaluate.held_out import evaluate_held_out
 from poly_epo_jax.experience import Experience
 from poly_epo_jax.memory_plan.tables import print_plan
-from poly_epo_jax.model.attention import SUPPORTS_SHARED_PROMPTS, fastest
+from poly_epo_jax.model.attention import SUPPORTS_SHARED_PROMPTS, resolve_implementation
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
 from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.model.policy import Policy, find_model, open_policy
@@ -43,21 +43,21 @@ from poly_epo_jax.rollouts.prompts import drop_long_prompts, problem_batches
 from poly_epo_jax.startup.base_policy import base_policy
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import Prepared, prepare
-from poly_epo_jax.startup.resume_checks import check_resume_model, check_resume_config
+from poly_epo_jax.startup.resume_checks import check_resume_config, check_resume_model
 from poly_epo_jax.step.advantages import make_advantages, make_estimator, method_title, skips_zero_advantages
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import DivergenceError
 from poly_epo_jax.step.packing import make_pack
 from poly_epo_jax.step.update import PolicyUpdate, make_update
 from poly_epo_jax.system.json_files import write_json
-from poly_epo_jax.system.signals import Stop
+from poly_epo_jax.system.signals import StopSignal
 from poly_epo_jax.system.versions import versions, versions_used
 from poly_epo_jax.tasks.problems import Cleaned
 from poly_epo_jax.train import Trainer, TrainProgress, TrainSchedule, train
 from poly_epo_jax.types import JudgeLoad, Metrics, Problem, Sampling, Task
 
 
-def run(config: Config, stop: Stop | None = None) -> None:
+def run(config: Config, stop: StopSignal | None = None) -> None:
     """Trains a policy as configured, until the last step or until a shutdown is requested.
 
     Args:
@@ -67,27 +67,29 @@ def run(config: Config, stop: Stop | None = None) -> None:
     Raises:
       ValueError, OSError: If the run cannot start or continue. The message states the reason and the remedy.
     """
-    stop = stop or Stop()
+    stop = stop or StopSignal()
     workdir = Path(config.workdir)
     with contextlib.ExitStack() as held:
         hosts.join(config.hosts)
         jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache_dir).absolute()))
         check_resume_config(workdir, config)
-        prepared = hosts.on_all(lambda: prepare(config))
+        prepared = hosts.run_on_all(lambda: prepare(config))
         # The first process locks the run folder for all processes.
-        hosts.on_first(lambda: held.enter_context(run_folder.in_use(workdir)))
+        hosts.run_on_first(lambda: held.enter_context(run_folder.lock_run_folder(workdir)))
         _run(config, prepared, stop)
     if hosts.is_first():
         print(f"Done: {workdir}. Create a report with: python -m poly_epo_jax.report {workdir}")
 
 
-def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
+def _run(config: Config, prepared: Prepared, stop: StopSignal) -> None:
     """Trains while the run folder is locked."""
     workdir, mesh, task = Path(config.workdir), prepared.mesh, prepared.task
     local_mesh = host_mesh(mesh)
-    verify_attention_kernel(config.model.attention, prepared.model_config, mesh, Path(config.compilation_cache_dir) / CHECKED)
+    verify_attention_kernel(
+        config.model.attention, prepared.model_config, mesh, Path(config.compilation_cache_dir) / CHECKED
+    )
     policy = _initial_policy(config, prepared, local_mesh)
-    hosts.on_all(lambda: check_resume_model(workdir, policy.path))
+    hosts.run_on_all(lambda: check_resume_model(workdir, policy.path))
     if hosts.is_first():
         print_plan(prepared.plan, prepared.rows_that_fit, Console(), brief=True)
     train_problems, held_out_problems = _problems_that_fit(task, policy, config, workdir)
@@ -102,7 +104,7 @@ def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
         workdir / run_folder.CHECKPOINTS, config.checkpoint.keep, with_frozen=not config.lora.rank
     )
     progress = _restored_or_new(config, policy, mesh, update, checkpoints, batches)
-    hosts.on_first(lambda: _write_description(config, policy))
+    hosts.run_on_first(lambda: _write_description(config, policy))
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, local_mesh, policy.stop_ids, config, **config.rollouts.options)
     rollouts = Rollouts(sampler, policy.tokenizer, task, config.train.max_prompt_tokens, config.model.stop_strings)
@@ -126,8 +128,8 @@ def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
         problems, sampling = held_out_problems[: config.eval.num_problems], _sampling(config, config.seed)
         return evaluate_held_out(rollouts, task, prepared.judge, problems, config.eval.num_generations, sampling, stop)
 
-    with hosts.on_all(lambda: _tracker(config, progress.step)) as tracker:
-        is_evaluated = hosts.on_first(lambda: run_folder.is_evaluated(workdir, progress.step))
+    with hosts.run_on_all(lambda: _tracker(config, progress.step)) as tracker:
+        is_evaluated = hosts.run_on_first(lambda: run_folder.is_evaluated(workdir, progress.step))
         try:
             asyncio.run(train(trainer, evaluate, checkpoints, tracker, schedule, is_evaluated))
         finally:
@@ -149,11 +151,11 @@ def _initial_policy(config: Config, prepared: Prepared, mesh: Mesh) -> Policy:
 
     The first process also determines `remat`, so that all processes compile the same program.
     """
-    section = dataclasses.replace(config.model, remat=hosts.on_first(lambda: prepared.model_config.remat))
+    section = dataclasses.replace(config.model, remat=hosts.run_on_first(lambda: prepared.model_config.remat))
     if config.model.path:
         folder = find_model(config.model.path)
     else:
-        folder = hosts.on_first(lambda: base_policy(config, prepared.task, mesh))
+        folder = hosts.run_on_first(lambda: base_policy(config, prepared.task, mesh))
     return open_policy(folder, section, max_sequence_tokens(config), config.lora)
 
 
@@ -170,7 +172,9 @@ def _restored_or_new(
     Moves `batches` to the position of the checkpoint.
     """
     base = policy.load_base(mesh) if config.lora.rank else None  # checkpoints of adapters omit the frozen weights
-    newest = checkpoints.newest(lambda step: checkpoints.restore(step, update.abstract_state, update.shardings, base))
+    newest = checkpoints.restore_latest(
+        lambda step: checkpoints.restore(step, update.abstract_state, update.shardings, base)
+    )
     if newest is None:
         return TrainProgress(0, update.init(policy.load_params(mesh, config.seed, base)), batches.get_state())
     step, (state, saved) = newest
@@ -184,7 +188,7 @@ def _experience(
     prepared: Prepared,
     batches: DatasetIterator,
     timeline: Timeline,
-    stop: Stop,
+    stop: StopSignal,
 ) -> Experience:
     def sampling(step: int) -> Sampling:
         """Returns the sampling parameters of a step.
@@ -221,7 +225,7 @@ def _sampling(config: Config, seed: int) -> Sampling:
 def _packer(config: Config, mesh: Mesh) -> MinibatchPacker:
     return MinibatchPacker(
         updates_per_step(config.train),
-        make_pack(config, mesh.shape, fastest(config.model.attention) in SUPPORTS_SHARED_PROMPTS),
+        make_pack(config, mesh.shape, resolve_implementation(config.model.attention) in SUPPORTS_SHARED_PROMPTS),
         config.algo.length_normalization,
         config.sampling.max_tokens,
         max_sequence_tokens(config),
@@ -252,7 +256,7 @@ def _problems_that_fit(
         reasons = [f"{count} {reason.replace('_', ' ')}" for reason, count in counts[name]["dropped"].items() if count]
         if reasons and hosts.is_first():
             print(f"{name.replace('_', '-')} problems: {len(kept)}; dropped: {', '.join(reasons)}.")
-    hosts.on_first(lambda: write_json(workdir / run_folder.DATA, counts))
+    hosts.run_on_first(lambda: write_json(workdir / run_folder.DATA, counts))
     train_problems, held_out_problems = problems
     return train_problems, held_out_problems
 

@@ -115,7 +115,7 @@ class Trainer:
         assert self.progress is not None
         params = await _compute(params_on_host, self.state.params, self.update.mesh)
         push = self.experience.rollouts.push_weights(params, self.progress.step)
-        await hosts.barrier(self.experience.stop.interrupts(push))
+        await hosts.barrier(self.experience.stop.run_interruptible(push))
 
     @property
     def state(self) -> TrainState:

@@ -265,7 +265,7 @@ class Strategic(Task, Protocol):
 
 
 @runtime_checkable
-class Voting(Task, Protocol):
+class HasAnswers(Task, Protocol):
     """A task whose responses contain final answers that can be compared."""
 
     def answer(self, problem: Problem, generation: Generation) -> str | None:
@@ -287,7 +287,7 @@ class Conversational(Task, Protocol):
 
 
 @runtime_checkable
-class Served(Protocol):
+class ServerBacked(Protocol):
     """A judge that depends on a server."""
 
     async def wait_until_ready(self) -> None:
@@ -311,7 +311,7 @@ class JudgeLoad:
 
 
 @runtime_checkable
-class Limited(Protocol):
+class CapacityChecked(Protocol):
     """A judge with limits on the size of requests and replies."""
 
     async def capacity_warnings(self, load: JudgeLoad) -> list[str]:
@@ -320,7 +320,7 @@ class Limited(Protocol):
 
 
 @runtime_checkable
-class Sleeping(Protocol):
+class SupportsSleep(Protocol):
     """A sampler that can release its memory during the update."""
 
     async def sleep(self) -> None:
@@ -329,7 +329,7 @@ class Sleeping(Protocol):
 
 
 @runtime_checkable
-class Counting(Protocol):
+class HasMetrics(Protocol):
     """A task, judge or sampler with counters, such as retries, which are logged with the metrics of a step."""
 
     def metrics(self) -> dict[str, float]:
@@ -346,37 +346,37 @@ class Range:
     """A closed interval of numbers. The limits are finite, so infinite values and NaN are invalid.
 
     Attributes:
-      least: Minimum value.
-      most: Maximum value.
-      other: Special value outside the interval that is also valid, such as 0 for an automatic choice.
+      minimum: Minimum value.
+      maximum: Maximum value.
+      special: Special value outside the interval that is also valid, such as 0 for an automatic choice.
     """
 
-    least: int | float
-    most: int | float
-    other: int | float | None = None
+    minimum: int | float
+    maximum: int | float
+    special: int | float | None = None
 
-    def holds(self, value: int | float) -> bool:
+    def is_valid(self, value: int | float) -> bool:
         """Returns True if the value is valid."""
-        return value == self.other or self.least <= value <= self.most
+        return value == self.special or self.minimum <= value <= self.maximum
 
     @property
     def rule(self) -> str:
         """Predicate of the error message."""
-        other = "" if self.other is None else f"be {_format_number(self.other)}, or "
-        return f"must {other}lie between {_format_number(self.least)} and {_format_number(self.most)}"
+        other = "" if self.special is None else f"be {_format_number(self.special)}, or "
+        return f"must {other}lie between {_format_number(self.minimum)} and {_format_number(self.maximum)}"
 
 
 def _format_number(value: int | float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
-Part = TypeVar("Part")
+Entry = TypeVar("Part")
 
 
-class Registry(dict[str, Part]):
+class Registry(dict[str, Entry]):
     """A dict whose entries cannot be replaced, because this would change runs that refer to them by name."""
 
-    def __setitem__(self, name: str, part: Part) -> None:
+    def __setitem__(self, name: str, entry: Entry) -> None:
         """Registers an entry.
 
         Raises:
@@ -384,4 +384,4 @@ class Registry(dict[str, Part]):
         """
         if name in self:
             raise ValueError(f"The name {name!r} is already registered; choose a name other than {', '.join(self)}.")
-        super().__setitem__(name, part)
+        super().__setitem__(name, entry)

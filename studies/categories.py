@@ -16,7 +16,7 @@ def get_study() -> Study:
             **PAPER_METHODS,
             "max_rl": {"algo.advantages": "max_rl", "algo.length_normalization": "own"},
         },
-        rates=(1e-5, 3e-5, 1e-4),
+        learning_rates=(1e-5, 3e-5, 1e-4),
         seeds=(0, 1, 2, 3, 4),
         settings={"eval.every": 15},
         baseline="grpo",

@@ -9,7 +9,7 @@ from poly_epo_jax.study import Study, Task
 def get_study() -> Study:
     return Study(
         tasks={"polynomial": Task("configs/polynomial.py")},
-        rates=(1e-4, 2.5e-4, 5e-4, 1e-3),
+        learning_rates=(1e-4, 2.5e-4, 5e-4, 1e-3),
         seeds=(0, 1, 2, 3, 4),
         settings={"eval.every": 50},
         baseline="grpo",

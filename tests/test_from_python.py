@@ -15,7 +15,7 @@ from training_runs import SETTINGS, Run, environment, rows_of
 
 import poly_epo_jax
 from poly_epo_jax.records.run_folder import METRICS, read_method
-from poly_epo_jax.system.signals import Stop, Stopped
+from poly_epo_jax.system.signals import Stopped, StopSignal
 
 ROOT = Path(__file__).parents[1]
 (BLOCK,) = re.findall(r"```python\n(from poly_epo_jax import.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -25,7 +25,7 @@ import ast, asyncio, sys
 from poly_epo_jax import from_python
 
 def small(words="poly_epo", get_config=from_python.get_config):
-    config = get_config(words)
+    config = get_config(config_string)
     for key, value in {settings!r}.items():
         config.update_from_flattened_dict({{key: ast.literal_eval(value) if key == "task.options" else value}})
     return config
@@ -134,19 +134,19 @@ def test_interrupting_a_kernel_saves_the_last_step(tmp_path: Path, caches: dict[
 
 def test_an_event_loop_in_another_thread_can_be_stopped():
     """It does not receive signals, and does not change the handlers of the main thread."""
-    stop, before, stopped_by = Stop(), signal.getsignal(signal.SIGTERM), []
+    stop, before, stopped_by = StopSignal(), signal.getsignal(signal.SIGTERM), []
 
     async def main() -> None:
         with stop.on_signals():
             assert signal.getsignal(signal.SIGTERM) == before
             try:
-                await stop.interrupts(asyncio.sleep(1000))
+                await stop.run_interruptible(asyncio.sleep(1000))
             except Stopped as stopped:
                 stopped_by.append(str(stopped))
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
-    stop.ask(signal.SIGINT)
+    stop.request(signal.SIGINT)
     thread.join(60)
     assert stopped_by == ["Ctrl-C"]
-    stop.ask(signal.SIGINT)  # has no effect after the loop has ended
+    stop.request(signal.SIGINT)  # has no effect after the loop has ended

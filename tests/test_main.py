@@ -130,7 +130,10 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([FILE, "--config.train.trainable_pattern=nothing"], ["train.trainable_pattern='nothing' matches no weight"]),
         ([FILE, "--config.sampling.max_tokens=40000", "--config.train.row_tokens=50000"], ["32768 positions"]),
         ([FILE, "--config.base.cache_dir=setup.py/base"], ["base.cache_dir=setup.py/base cannot be written to"]),
-        ([FILE, "--config.compilation_cache_dir=/proc/compiled"], ["compilation_cache_dir=/proc/compiled cannot be written"]),
+        (
+            [FILE, "--config.compilation_cache_dir=/proc/compiled"],
+            ["compilation_cache_dir=/proc/compiled cannot be written"],
+        ),
         ([FILE, "--config.algo.set_size=8"], ["algo.set_size=8", "train.num_generations=8"]),
         (
             [FILE, "--config.task.options={'digits': 3}"],
@@ -232,7 +235,9 @@ def test_a_run_of_another_version_is_not_resumed(tmp_path: Path, error_message):
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     text = error_message(FILE)
-    assert "run of another version of poly_epo_jax, with different keys judge.attempts, judge.max_failed_fraction;" in text
+    assert (
+        "run of another version of poly_epo_jax, with different keys judge.attempts, judge.max_failed_fraction;" in text
+    )
     assert "resume it with that version, or set --config.workdir to a new folder." in text
 
 

@@ -173,7 +173,9 @@ def test_each_step_records_the_stages_in_progress(tmp_path: Path, staleness: int
         assert times["seconds/step"] == pytest.approx(row["seconds"], abs=1e-4)
         assert times["seconds/generate"] >= 0.2 and times["seconds/sync"] >= 0.05
         assert times["sync/step_fraction"] == times["seconds/sync"] / times["seconds/step"]
-        critical = {key.removeprefix("exclusive_seconds/"): times[key] for key in times if key.startswith("exclusive_seconds/")}
+        critical = {
+            key.removeprefix("exclusive_seconds/"): times[key] for key in times if key.startswith("exclusive_seconds/")
+        }
         assert critical.keys() == {stage for stage, *_ in spans} and sum(critical.values()) <= times["seconds/step"]
         if not staleness:
             assert critical["generate"] >= 0.19

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.set_rl.groups import subtract_mean, rarity
+from poly_epo_jax.set_rl.groups import rarity, subtract_mean
 
 NUM_GENERATIONS, NUM_GROUPS, NUM_SEEDS = 8, 64, 3
 STEPS, RATE = 1500, 0.03

@@ -23,7 +23,7 @@ from poly_epo_jax.bench.console import console_table, wide_console, write_figure
 from poly_epo_jax.bench.roofline import measure_roofline
 from poly_epo_jax.bench.stages import stage_row, time_stages
 from poly_epo_jax.bench.workload import make_workload
-from poly_epo_jax.config.checks import Range, require
+from poly_epo_jax.config.checks import Range, validate
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.memory_plan.tables import plan_of, print_plan, print_plans
@@ -138,7 +138,7 @@ def _run_or_plan(config: Config, flags: argparse.Namespace) -> None:
     plans, machine = flags.plan or flags.plan_all_meshes, flags.compile_for
     name = "plan" if plans else f"compiled-{machine}" if machine else "bench"
     output = flags.output or Path(f"runs/{name}.json")
-    require(flags.num_layers, "--num_layers", Range(0, 10**6))
+    validate(flags.num_layers, "--num_layers", Range(0, 10**6))
     check_writable("--output", output.parent)
     if output.is_dir():
         raise ConfigError(f"--output={output} is a folder; set it to a file.")

@@ -18,11 +18,11 @@ class Check(NamedTuple):
     """A condition on a value.
 
     Attributes:
-      holds: Returns True if a value is valid.
+      is_valid: Returns True if a value is valid.
       rule: Predicate of the error message, such as "must not be empty". The subject is `KEY=VALUE`.
     """
 
-    holds: Callable[[Any], bool]
+    is_valid: Callable[[Any], bool]
     rule: str
 
 
@@ -110,7 +110,7 @@ def check_of_type(declared: Any) -> Check:
     inner = [check_of_type(argument) for argument in arguments if argument is not ...]
     if origin in (Union, types.UnionType):
         rules = " or ".join(check.rule.removeprefix("must be ") for check in inner)
-        return Check(lambda value: any(check.holds(value) for check in inner), f"must be {rules}")
+        return Check(lambda value: any(check.is_valid(value) for check in inner), f"must be {rules}")
     if origin is Mapping:
         return Check(lambda value: isinstance(value, Mapping), "must be a dictionary")
     if origin not in (tuple, Sequence):
@@ -120,12 +120,12 @@ def check_of_type(declared: Any) -> Check:
             lambda value: (
                 isinstance(value, tuple | list)
                 and len(value) == len(inner)
-                and all(check.holds(item) for check, item in zip(inner, value, strict=True))
+                and all(check.is_valid(item) for check, item in zip(inner, value, strict=True))
             ),
             f"must be a list of {len(inner)}: {', '.join(check.rule.removeprefix('must be ') for check in inner)}",
         )
     return Check(
-        lambda value: isinstance(value, tuple | list) and all(map(inner[0].holds, value)),
+        lambda value: isinstance(value, tuple | list) and all(map(inner[0].is_valid, value)),
         f"must be a list, where each item {inner[0].rule}",
     )
 
@@ -135,14 +135,14 @@ def _is_plain(value: Any) -> bool:
         return all(isinstance(name, str) for name in value) and all(map(_is_plain, (*value, *value.values())))
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
-    return any(check.holds(value) for check in TYPES.values())
+    return any(check.is_valid(value) for check in TYPES.values())
 
 
 PLAIN = Check(_is_plain, "must consist of strings, finite numbers, True, False, None, lists and dictionaries")
 """Check that a value can be written to config.json."""
 
 
-def require(value: Any, key: str, check: Check | Range) -> None:
+def validate(value: Any, key: str, check: Check | Range) -> None:
     """Validates the value of a key.
 
     Args:
@@ -153,7 +153,7 @@ def require(value: Any, key: str, check: Check | Range) -> None:
     Raises:
       ConfigError: If the value is invalid. The message names the key, the value and the valid values.
     """
-    if not check.holds(value):
+    if not check.is_valid(value):
         raise ConfigError(f"{key}={_format_value(value)} {check.rule}.")
 
 

@@ -19,11 +19,11 @@ With length_normalization="max", the token losses of every response are divided 
 are divided by the number of tokens of the response.
 """
 
-WORDS = {**METHODS, "max_rl": {"advantages": "max_rl", "length_normalization": "own"}}
+METHOD_PRESETS = {**METHODS, "max_rl": {"advantages": "max_rl", "length_normalization": "own"}}
 """Methods that can be selected by name: the methods of the paper, and a baseline of the studies."""
 
 
-def parse_config_string(words: str) -> tuple[str, str]:
+def parse_config_string(config_string: str) -> tuple[str, str]:
     """Parses the names after a configuration file.
 
     Args:
@@ -36,30 +36,32 @@ def parse_config_string(words: str) -> tuple[str, str]:
       ValueError: If a name is unknown, or if there are two methods or two meshes.
     """
     methods, meshes = [], []
-    for word in filter(None, words.split(",")):
-        if word not in WORDS and word not in MESHES:
+    for word in filter(None, config_string.split(",")):
+        if word not in METHOD_PRESETS and word not in MESHES:
             raise ValueError(
-                f"Unknown name ':{word}' after the configuration file; choose a method ({', '.join(WORDS)}), a mesh "
+                f"Unknown name ':{word}' after the configuration file; choose a method ({', '.join(METHOD_PRESETS)}), a mesh "
                 f"({', '.join(MESHES)}), or both, separated by a comma."
             )
-        (methods if word in WORDS else meshes).append(word)
+        (methods if word in METHOD_PRESETS else meshes).append(word)
     if len(methods) > 1 or len(meshes) > 1:
-        raise ValueError(f"':{words}' after the configuration file has two methods or two meshes; keep one of each.")
+        raise ValueError(
+            f"':{config_string}' after the configuration file has two methods or two meshes; keep one of each."
+        )
     return [*methods, "poly_epo"][0], [*meshes, ""][0]
 
 
-def get_config(words: str = "poly_epo") -> ConfigDict:
+def get_config(config_string: str = "poly_epo") -> ConfigDict:
     """Returns the default configuration, locked except for the options of components.
 
     Args:
       words: Names of a method and of a mesh, see `parse_config_string`.
 
     Raises:
-      ValueError: If `words` is invalid.
+      ValueError: If `config_string` is invalid.
     """
-    method, mesh = parse_config_string(words)
+    method, mesh = parse_config_string(config_string)
     config = ConfigDict(Config().to_dict())
-    config.algo.update(WORDS[method])
+    config.algo.update(METHOD_PRESETS[method])
     if mesh:
         config.mesh.update({key: value for key, value in MESHES[mesh].items() if key != "processes"})
     config.lock()

@@ -113,7 +113,9 @@ class RolloutsSection(Section, name="rollouts"):
     options: Mapping[str, Any] = key({}, "keyword arguments of the sampler, such as sleep for sglang")
     max_concurrent: int = key(512, "maximum number of concurrent generations (with servers, per URL)", Range(1, 10**6))
     urls: str = key("", "comma-separated addresses of servers or routers, such as http://127.0.0.1:30000", URLS)
-    shared_servers: bool = key(False, "whether all processes use the same servers (False = separate servers on each host)")
+    shared_servers: bool = key(
+        False, "whether all processes use the same servers (False = separate servers on each host)"
+    )
     weight_sync: str = key(
         "disk", "weight transport: disk (a folder that servers read) or tensor (CUDA IPC on one host)"
     )
@@ -132,7 +134,7 @@ class SamplingSection(Section, name="sampling"):
 
     max_tokens: int = key(14, "maximum number of tokens of a response, T_max in the paper", TOKENS)
     temperature: float = key(
-        1.0, "temperature of sampling and of the trained log-probabilities (0 = greedy)", Range(0.01, 100, other=0)
+        1.0, "temperature of sampling and of the trained log-probabilities (0 = greedy)", Range(0.01, 100, special=0)
     )
     top_p: float = key(1.0, "total probability of the most likely tokens to sample from (1 = all)", Range(1e-6, 1))
     top_k: int = key(0, "number of most likely tokens to sample from (0 = all)", Range(0, 10**6))
@@ -164,14 +166,14 @@ class AlgoSection(Section, name="algo"):
         0.0,
         "cap of the token weights p(trainer) / p(sampler), for samplers with different numerics or older weights "
         "(0 = unweighted, as in the paper)",
-        Range(0.001, 10**6, other=0),
+        Range(0.001, 10**6, special=0),
     )
     # Off by default, because the masked responses depend on the response lengths and on the sampler.
     max_mismatch_ratio: float = key(
         0.0,
         "limit M on the geometric mean of p(trainer) / p(sampler) over a response; responses outside [1 / M, M] are "
         "masked (0 = no masking)",
-        Range(1.001, 10**6, other=0),
+        Range(1.001, 10**6, special=0),
     )
     kl_coef: float = key(0.0, "weight of KL(policy || initial policy)", Range(0, 1000))
     entropy_coef: float = key(0.0, "weight of the entropy bonus", Range(0, 1000))
@@ -186,19 +188,21 @@ class TrainSection(Section, name="train"):
     prompts_per_minibatch: int = key(32, "number of prompts per optimizer update", Range(1, 10**6))
     num_generations: int = key(8, "number N of generations per prompt", Range(1, 4096))
     max_prompt_tokens: int = key(10, "maximum number of prompt tokens; problems with more are dropped", TOKENS)
-    trainable_pattern: str = key("", "regular expression of the dotted paths of trained weights (empty = all weights)", PATTERN)
+    trainable_pattern: str = key(
+        "", "regular expression of the dotted paths of trained weights (empty = all weights)", PATTERN
+    )
     # 1 requires a sampler with its own devices and algo.importance_cap, which corrects for the older sampling policy.
     staleness: int = key(
         0, "age of the sampling policy in steps (0 = on-policy, 1 = generation overlaps with the update)", Range(0, 1)
     )
     row_tokens: int = key(
-        0, "tokens per packed row (0 = two sequences of maximum length, rounded up)", Range(1, 2**24, other=0)
+        0, "tokens per packed row (0 = two sequences of maximum length, rounded up)", Range(1, 2**24, special=0)
     )
     rows_per_device: int = key(
         0,
         "rows per microbatch on each group of mesh.tensor devices (0 = 1/8 of the rows that a minibatch can fill, "
         "within 256 to 4,096 tokens)",
-        Range(1, 65_536, other=0),
+        Range(1, 65_536, special=0),
     )
 
 
@@ -206,7 +210,7 @@ class TrainSection(Section, name="train"):
 class LoraSection(Section, name="lora"):
     """Low-rank adapters (LoRA), trained in float32 while the weights of the model are frozen."""
 
-    rank: int = key(0, "rank of the adapters (0 = train the weights of the model instead)", Range(1, 1024, other=0))
+    rank: int = key(0, "rank of the adapters (0 = train the weights of the model instead)", Range(1, 1024, special=0))
     alpha: float = key(32.0, "scale of the adapters; their output is multiplied by alpha / rank", Range(1e-6, 10**6))
     targets: tuple[str, ...] = key(PROJECTIONS, "projections of every layer that have an adapter", TARGETS)
 
@@ -233,9 +237,9 @@ class OptimizerSection(Section, name="optimizer"):
 class MeshSection(Section, name="mesh"):
     """Device mesh. One of data, fsdp and tensor may be -1, to use all remaining devices."""
 
-    data: int = key(1, "number of replicas of the weights", Range(1, 10**5, other=-1))
-    fsdp: int = key(-1, "number of shards of each weight along its embedding axis", Range(1, 10**5, other=-1))
-    tensor: int = key(1, "number of shards of heads, MLP and vocabulary", Range(1, 10**5, other=-1))
+    data: int = key(1, "number of replicas of the weights", Range(1, 10**5, special=-1))
+    fsdp: int = key(-1, "number of shards of each weight along its embedding axis", Range(1, 10**5, special=-1))
+    tensor: int = key(1, "number of shards of heads, MLP and vocabulary", Range(1, 10**5, special=-1))
     device_kind: str = key("", "required device kind, such as v5p (empty = any)")
     num_devices: int = key(0, "number of devices (0 = all available devices)", Range(0, 10**5))
 
@@ -248,8 +252,12 @@ class HostsSection(Section, name="hosts"):
         "", "HOST:PORT of the first process (auto = from SLURM or the TPU pod, empty = one process)", COORDINATOR
     )
     num_processes: int = key(1, "number of processes; ignored if hosts.coordinator_address=auto", Range(1, 10**5))
-    process_id: int = key(0, "index of this process, from 0; ignored if hosts.coordinator_address=auto", Range(0, 10**5))
-    init_timeout_seconds: int = key(300, "timeout in seconds for connecting to the other processes at startup", Range(1, 10**6))
+    process_id: int = key(
+        0, "index of this process, from 0; ignored if hosts.coordinator_address=auto", Range(0, 10**5)
+    )
+    init_timeout_seconds: int = key(
+        300, "timeout in seconds for connecting to the other processes at startup", Range(1, 10**6)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
-from poly_epo_jax.config.checks import PLAIN, Check, ConfigError, Range, check_of_type, require
-from poly_epo_jax.system.text import nearest
+from poly_epo_jax.config.checks import PLAIN, Check, ConfigError, Range, check_of_type, validate
+from poly_epo_jax.system.text import did_you_mean
 
 
 class Entry(NamedTuple):
@@ -57,9 +57,9 @@ def check_options(key: str, entry: Entry, options: Mapping[str, Any]) -> None:
         if option in entry.given:
             raise ConfigError(f"{key} has {option!r}; set {key.rpartition('.')[0]}.{option} instead.")
         if option not in named and not accepts_any:
-            raise ConfigError(f"{key} has {option!r}, which {entry.name} does not accept{nearest(option, named)}")
+            raise ConfigError(f"{key} has {option!r}, which {entry.name} does not accept{did_you_mean(option, named)}")
         for check in (*(checks_of(named[option]) if option in named else ()), PLAIN):
-            require(value, f"{key}.{option}", check)
+            validate(value, f"{key}.{option}", check)
     for option, parameter in named.items():
         if parameter.default is parameter.empty and option not in options:
             raise ConfigError(f"{key} lacks {option!r}, which {entry.name} requires; set {key}.{option}.")

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from poly_epo_jax.config.checks import Check, ConfigError, Range, check_of_type, require
-from poly_epo_jax.system.text import nearest
+from poly_epo_jax.config.checks import Check, ConfigError, Range, check_of_type, validate
+from poly_epo_jax.system.text import did_you_mean
 
 S = TypeVar("S", bound="Section")
 
@@ -44,7 +44,7 @@ class Section(Mapping[str, Any]):
         for field in dataclasses.fields(self):
             for check in (check_of_type(field.type), field.metadata.get("check")):
                 if check is not None:
-                    require(self[field.name], self.dotted(field.name), check)
+                    validate(self[field.name], self.dotted(field.name), check)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.__dataclass_fields__:
@@ -90,10 +90,10 @@ def read_section(kind: type[S], values: Mapping[str, Any]) -> S:
     arguments = {}
     for name, value in values.items():
         if name not in types:
-            raise ConfigError(f"There is no key {kind.dotted(name)}{nearest(name, types)}")
+            raise ConfigError(f"There is no key {kind.dotted(name)}{did_you_mean(name, types)}")
         inner = types[name]
         if isinstance(inner, type) and issubclass(inner, Section):
-            require(value, name, Check(lambda value: isinstance(value, Mapping), "must be a section"))
+            validate(value, name, Check(lambda value: isinstance(value, Mapping), "must be a section"))
             value = read_section(inner, value)
         arguments[name] = value
     return kind(**arguments)

@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.doctor.examine import CheckResult, Failed
+from poly_epo_jax.doctor.runner import CheckResult, Failed
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import abstract_model
-from poly_epo_jax.model.rounding import allowed, exactly
+from poly_epo_jax.model.rounding import exact_matmuls, tolerance_of
 from poly_epo_jax.step.objective import Objective
 from poly_epo_jax.step.packing import PackedBatch, TrainingSequence, pack
 from poly_epo_jax.step.update import PolicyUpdate, TrainState
@@ -81,7 +81,7 @@ def compare(scorer: ReferenceScorer, sequences: Sequence[TrainingSequence], samp
     batches = scorer.pack(sequences)
     trainer_dtype = scorer.model_config.dtype
     trainer = scorer.logprobs(batches, trainer_dtype)
-    with exactly():
+    with exact_matmuls():
         exact = scorer.logprobs(batches, "float32")
     rounding = max(
         float(np.abs(rough - exact).mean())
@@ -89,7 +89,7 @@ def compare(scorer: ReferenceScorer, sequences: Sequence[TrainingSequence], samp
     )
     sampler = _trained([batch.sampler_logprobs for batch in batches], batches)
     difference = np.abs(trainer - sampler)
-    mean, tolerance = float(difference.mean()), allowed(rounding, float(np.abs(exact).max()))
+    mean, tolerance = float(difference.mean()), tolerance_of(rounding, float(np.abs(exact).max()))
     if not mean <= tolerance:
         raise Failed(
             f"log-probabilities differ from the trainer's by {mean:.2g} nats on average and {difference.max():.2g} at "

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from poly_epo_jax.doctor.examine import CheckResult, Failed, RunContext, Skipped
+from poly_epo_jax.doctor.runner import CheckResult, Failed, RunContext, Skipped
 from poly_epo_jax.doctor.small_model import random_params, random_sequences, small_config
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import trained_pattern
 from poly_epo_jax.model.qwen3 import abstract_model
-from poly_epo_jax.model.rounding import allowed, exactly
+from poly_epo_jax.model.rounding import exact_matmuls, tolerance_of
 from poly_epo_jax.parallel.mesh import AXES
 from poly_epo_jax.step.packing import PackedBatch, pack
 from poly_epo_jax.step.update import PolicyUpdate
@@ -43,12 +43,12 @@ def check_collectives(run: RunContext) -> CheckResult:
 
     sharded, sharded_loss = gradient(mesh, model_config.dtype)
     single, loss = gradient(one, model_config.dtype)
-    with exactly():
+    with exact_matmuls():
         exact, exact_loss = gradient(one, "float32")
-    error, tolerance = _distance(sharded, single), allowed(_distance(single, exact))
+    error, tolerance = _distance(sharded, single), tolerance_of(_distance(single, exact))
     # The terms of the loss may cancel, so the rounding of the loss is relative to the sum of their absolute values.
     terms = float(np.abs(batch.weights * batch.advantages).sum()) * math.log(model_config.vocab_size)
-    loss_error, loss_tolerance = abs(sharded_loss - loss), allowed(abs(loss - exact_loss), terms)
+    loss_error, loss_tolerance = abs(sharded_loss - loss), tolerance_of(abs(loss - exact_loss), terms)
     if not (error <= tolerance and loss_error <= loss_tolerance):
         raise Failed(
             f"on the mesh, the gradient differs from one device's by {error:.1e} of its norm (tolerance "

@@ -18,8 +18,8 @@ from poly_epo_jax.doctor.collectives import check_collectives
 from poly_epo_jax.doctor.decoding import check_decoding
 from poly_epo_jax.doctor.devices import check_devices, check_kernel
 from poly_epo_jax.doctor.disk import check_checkpoint
-from poly_epo_jax.doctor.examine import CheckResult, CheckRunner, DoctorCheck, Finding, RunContext
 from poly_epo_jax.doctor.judge import check_judge
+from poly_epo_jax.doctor.runner import CheckResult, CheckRunner, DoctorCheck, Finding, RunContext
 from poly_epo_jax.doctor.servers import check_generations, check_weights
 from poly_epo_jax.doctor.step import check_step
 from poly_epo_jax.parallel import hosts
@@ -34,7 +34,7 @@ def check_settings(run: RunContext) -> CheckResult:
     return f"folders, lengths and memory are valid; {train:,} training and {held_out:,} held-out problems", figures
 
 
-COLORS = {"passed": "green", "failed": "bold red", "not there": "dim"}
+COLORS = {"passed": "green", "failed": "bold red", "skipped": "dim"}
 WIDTH = 110  # Minimum width of the table in characters, even if the output is a file.
 
 
@@ -53,7 +53,7 @@ def show_findings(findings: Sequence[Finding], console: Console) -> None:
     table.add_column("message and remedy")
     for one in findings:
         color = COLORS[one.status]
-        table.add_row(escape(one.name), f"[{color}]{one.status}[/]", f"{one.seconds:.1f}", f"{escape(one.seen)}.")
+        table.add_row(escape(one.name), f"[{color}]{one.status}[/]", f"{one.seconds:.1f}", f"{escape(one.message)}.")
     console.print(table)
     counts = [f"{sum(one.status == status for one in findings)} {status}" for status in COLORS]
     console.print(f"Doctor: {', '.join(counts)}.")
@@ -82,7 +82,7 @@ CHECKS = (
         check_step,
         150.0,
         "use python -m poly_epo_jax.bench, which has no time limit",
-        status_on_timeout="not there",
+        status_on_timeout="skipped",
         when="full",
     ),
 )

@@ -5,9 +5,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from poly_epo_jax.doctor.examine import CheckResult, Failed, Finding, RunContext
-from poly_epo_jax.memory_plan.tables import amount, setting_of
-from poly_epo_jax.model.attention import fastest
+from poly_epo_jax.doctor.runner import CheckResult, Failed, Finding, RunContext
+from poly_epo_jax.memory_plan.tables import amount, machine_of
+from poly_epo_jax.model.attention import resolve_implementation
 from poly_epo_jax.model.attention.self_check import check_attention
 from poly_epo_jax.parallel import hosts
 
@@ -29,7 +29,7 @@ def check_devices(run: RunContext) -> CheckResult:
             )
     kind = mesh.devices.flat[0].device_kind
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    _, memory_bytes = setting_of(run.config)
+    _, memory_bytes = machine_of(run.config)
     memory = f", {amount(memory_bytes)} each for JAX" if memory_bytes else ""
     processes = f" on {hosts.count()} hosts" if hosts.count() > 1 else ""
     return f"{mesh.size} x {kind}{processes}{memory}; mesh {axes}", {"devices": mesh.size, "kind": kind}
@@ -42,7 +42,7 @@ def check_kernel(run: RunContext) -> list[Finding]:
       One finding. Its figures are the error and the tolerance of each array, regardless of whether the check passed.
     """
     with jax.set_mesh(run.local_mesh):
-        implementation = fastest(run.model_config.attention)
+        implementation = resolve_implementation(run.model_config.attention)
     found, figures = check_attention(implementation, run.local_mesh, run.model_config), {}
     for name, (error, tolerance) in found.errors.items():
         figures |= {f"error of {name}": error if math.isfinite(error) else str(error), f"allowed of {name}": tolerance}

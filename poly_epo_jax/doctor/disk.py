@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from poly_epo_jax.doctor.examine import CheckResult, Failed, RunContext
+from poly_epo_jax.doctor.runner import CheckResult, Failed, RunContext
 from poly_epo_jax.doctor.small_model import random_params, small_config
 from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.model.fingerprint import fingerprints
@@ -27,7 +27,7 @@ def check_checkpoint(run: RunContext) -> CheckResult:
     disk = next(path for path in (workdir, *workdir.parents) if path.is_dir())
     with contextlib.ExitStack() as held:
         # The folder is removed even if this process is terminated by a signal.
-        folder = Path(hosts.on_first(lambda: held.enter_context(TemporaryDirectory(prefix=".doctor-", dir=disk))))
+        folder = Path(hosts.run_on_first(lambda: held.enter_context(TemporaryDirectory(prefix=".doctor-", dir=disk))))
         started = time.monotonic()
         restored, data = _round_trip(folder, update, state)
         seconds = time.monotonic() - started

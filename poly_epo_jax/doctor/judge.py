@@ -6,10 +6,10 @@ import dataclasses
 import numpy as np
 
 from poly_epo_jax.config.keys import JudgeSection
-from poly_epo_jax.doctor.examine import CheckResult, Failed, RunContext, Skipped
+from poly_epo_jax.doctor.runner import CheckResult, Failed, RunContext, Skipped
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.startup.read_config import make_judge
-from poly_epo_jax.types import Clustering, Generation, Group, Judge, JudgeFailure, Problem, Served
+from poly_epo_jax.types import Clustering, Generation, Group, Judge, JudgeFailure, Problem, ServerBacked
 
 PROBLEM = Problem("doctor", "What is 1 + 2 + ... + 10? Put the answer inside \\boxed{}.", "55")
 RESPONSES = (
@@ -58,6 +58,6 @@ def _group() -> Group:
 
 
 async def _cluster(judge: Judge, group: Group) -> Clustering | JudgeFailure | None:
-    if isinstance(judge, Served):
+    if isinstance(judge, ServerBacked):
         await judge.wait_until_ready()
     return await judge.cluster(group)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.doctor.agreement import ReferenceScorer, compare
-from poly_epo_jax.doctor.examine import Failed, Finding, RunContext, Skipped
+from poly_epo_jax.doctor.runner import Failed, Finding, RunContext, Skipped
 from poly_epo_jax.model.policy import Policy, find_model, open_policy
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.sharding import params_on_host
@@ -129,7 +129,7 @@ def _not_training(workdir: Path) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         try:
             if workdir.is_dir():
-                hosts.on_first(lambda: held.enter_context(run_folder.in_use(workdir)))
+                hosts.run_on_first(lambda: held.enter_context(run_folder.lock_run_folder(workdir)))
         except InUseError as error:
             raise Failed(f"{error} The servers were not checked; check them when the run has ended") from None
         yield

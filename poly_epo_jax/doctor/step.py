@@ -8,7 +8,7 @@ import jax
 from poly_epo_jax.bench.roofline import measure_roofline
 from poly_epo_jax.bench.stages import stage_row, time_stages
 from poly_epo_jax.bench.workload import make_workload
-from poly_epo_jax.doctor.examine import Finding, RunContext, Skipped
+from poly_epo_jax.doctor.runner import Finding, RunContext, Skipped
 from poly_epo_jax.memory_plan.tables import amount, plan_of
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.devices import device_peak
@@ -55,7 +55,7 @@ def _memory(planned: int) -> Finding:
     name, peak = "memory", device_peak()
     if peak is None:
         message = f"{jax.devices()[0].device_kind} does not report its peak memory; the plan is {amount(planned)}"
-        return Finding(name, "not there", message, {"planned bytes": planned})
+        return Finding(name, "skipped", message, {"planned bytes": planned})
     figures = {"planned bytes": planned, "peak bytes": peak}
     message = f"peak memory {amount(peak)}, planned {amount(planned)}"
     if peak > MEMORY_TOLERANCE * planned:

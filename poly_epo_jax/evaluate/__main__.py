@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from poly_epo_jax.config.checks import URL, Range, require
+from poly_epo_jax.config.checks import URL, Range, validate
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.evaluate.benchmarks import Benchmark, about_evaluation, benchmark_label, label_of, open_benchmark
 from poly_epo_jax.evaluate.draw import draw_generations
@@ -36,19 +36,19 @@ from poly_epo_jax.metrics.evaluation import EvaluationMetric, table_columns
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
 from poly_epo_jax.model.policy import Policy, find_model, open_policy
 from poly_epo_jax.parallel.sharding import make_mesh
-from poly_epo_jax.records.progress import counted
+from poly_epo_jax.records.progress import progress_bar
 from poly_epo_jax.records.run_folder import CHECKPOINTS, LOCK
-from poly_epo_jax.rollouts import open_server, open_weights, model_info
+from poly_epo_jax.rollouts import model_info, open_server, open_weights
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.startup.command_line import config_parser, parse_value, run_command
 from poly_epo_jax.startup.prepare import check_writable
 from poly_epo_jax.startup.read_config import check_judge, make_judge, refuse_passwords
 from poly_epo_jax.startup.trained_policy import open_trained_policy
-from poly_epo_jax.system.file_lock import exclusive
+from poly_epo_jax.system.file_lock import lock_file
 from poly_epo_jax.system.http_client import ServerError, describe
 from poly_epo_jax.system.json_files import write_json
-from poly_epo_jax.types import Judge, JudgeLoad, Params, Sampling, Served
+from poly_epo_jax.types import Judge, JudgeLoad, Params, Sampling, ServerBacked
 
 
 @dataclasses.dataclass
@@ -102,7 +102,7 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
         for label, model in models.items():
             folder = flags.output / benchmark.label / label
             about = about_evaluation(config, name, model.weights, num_generations, judged)
-            with exclusive(folder / LOCK, f"the evaluation {folder}"):
+            with lock_file(folder / LOCK, f"the evaluation {folder}"):
                 open_folder(folder, about)
                 rollouts = _open_rollouts(model, benchmark, config, mesh)
                 try:
@@ -126,13 +126,13 @@ async def _draw_missing(
     sampling: Sampling,
     num_generations: int,
 ) -> None:
-    if isinstance(judge, Served):
+    if isinstance(judge, ServerBacked):
         await judge.wait_until_ready()
     load = JudgeLoad(num_generations, rollouts.max_prompt_tokens, sampling.max_tokens)
     await warn_capacity(judge, load)
     if model.params is not None:
         await rollouts.push_weights(model.params, 0)
-    with counted(f"{folder.name} on {benchmark.label}: problems", len(benchmark.problems)) as show:
+    with progress_bar(f"{folder.name} on {benchmark.label}: problems", len(benchmark.problems)) as show:
         await draw_generations(folder, rollouts, benchmark, judge, num_generations, sampling, show)
 
 
@@ -154,8 +154,8 @@ def _format_metric(metric: EvaluationMetric, value: dict[str, float | None] | No
 
 
 def _check_flags(config: Config, flags: argparse.Namespace) -> None:
-    require(flags.num_generations, "--num_generations", Range(1, 4096))
-    require(flags.max_problems, "--max_problems", Range(0, 10**9))
+    validate(flags.num_generations, "--num_generations", Range(1, 4096))
+    validate(flags.max_problems, "--max_problems", Range(0, 10**9))
     refuse_passwords({"--models": flags.models})  # must run before any error message that contains a model
     for flag, given, make_label in (
         ("--models", flags.models, label_of),
@@ -173,7 +173,7 @@ def _check_flags(config: Config, flags: argparse.Namespace) -> None:
     for name in flags.models:
         source = name.rpartition("=")[2]
         if source.startswith(("http://", "https://")):
-            require(source, "--models", URL)
+            validate(source, "--models", URL)
     check_writable("--output", flags.output)
     if flags.cluster:
         check_judge(config.judge, "--num_generations", flags.num_generations)

@@ -15,7 +15,7 @@ from poly_epo_jax.rollouts.grading import grade_groups
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.system.json_files import Row, append_rows, keep_rows, sort_rows
-from poly_epo_jax.types import GradedGroup, Judge, Problem, Sampling, Task, Voting
+from poly_epo_jax.types import GradedGroup, HasAnswers, Judge, Problem, Sampling, Task
 
 
 async def draw_generations(
@@ -72,7 +72,7 @@ async def draw_generations(
 def _rows(graded: GradedGroup, task: Task) -> list[Row]:
     """Returns a row with the columns of `EVALUATED_GENERATION` for each generation of the group."""
     problem, generations = graded.group.problem, graded.group.generations
-    answers = [task.answer(problem, y) if isinstance(task, Voting) else None for y in generations]
+    answers = [task.answer(problem, y) if isinstance(task, HasAnswers) else None for y in generations]
     ids = _answer_ids(task, problem, answers, graded.correct)
     own_columns = [
         {
@@ -95,7 +95,7 @@ def _answer_ids(task: Task, problem: Problem, answers: Sequence[str | None], cor
     """
 
     def same(i: int, j: int) -> bool:
-        assert isinstance(task, Voting)  # tasks without this protocol have no answers
+        assert isinstance(task, HasAnswers)  # tasks without this protocol have no answers
         return bool(correct[i] == correct[j]) and task.same_answer(problem, answers[i] or "", answers[j] or "")
 
     votes = [None if answer is None else (answer, bool(correct[i])) for i, answer in enumerate(answers)]

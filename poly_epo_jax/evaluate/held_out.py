@@ -10,7 +10,7 @@ from poly_epo_jax.metrics.logged import held_out
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.grading import cluster_ids, clustered, grade_groups, judge_failures
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.system.signals import Stop
+from poly_epo_jax.system.signals import StopSignal
 from poly_epo_jax.types import GradedGroup, Judge, Metrics, Problem, Sampling, Task
 
 
@@ -21,7 +21,7 @@ async def evaluate_held_out(
     problems: Sequence[Problem],
     num_generations: int,
     sampling: Sampling,
-    stop: Stop | None = None,
+    stop: StopSignal | None = None,
 ) -> Metrics:
     """Computes evaluation metrics as means over held-out problems.
 
@@ -47,7 +47,7 @@ async def evaluate_held_out(
     """
     own = hosts.share(problems)
     groups = rollouts.generate(own, num_generations, sampling)
-    shares = await hosts.gather((stop or Stop()).interrupts(grade_groups(groups, own, task, judge)))
+    shares = await hosts.gather((stop or StopSignal()).run_interruptible(grade_groups(groups, own, task, judge)))
     graded = [group for share, _ in shares for group in share]
     arrays = _arrays(graded)
     metrics = {"reward": float(arrays["rewards"].mean()), "judge_failed_problems": float(len(judge_failures(graded)))}

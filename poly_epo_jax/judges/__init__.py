@@ -7,7 +7,7 @@ from poly_epo_jax.judges.answer import AnswerJudge
 from poly_epo_jax.judges.exact import ExactJudge
 from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.judges.ngrams import NgramsJudge
-from poly_epo_jax.types import DEGENERATE_CLUSTER, Group, Judge, Registry, Strategic, Task, Voting
+from poly_epo_jax.types import DEGENERATE_CLUSTER, Group, HasAnswers, Judge, Registry, Strategic, Task
 
 
 class NoJudge:
@@ -29,7 +29,7 @@ class JudgeEntry:
       task: Protocol that the task must implement.
       needs_url: Whether `judge.url` is required.
       clusters: Whether the judge clusters. If False, methods that read clusters are rejected.
-      most: Maximum number of generations of a prompt that the judge can cluster. If None, there is no limit.
+      max_generations: Maximum number of generations of a prompt that the judge can cluster. If None, there is no limit.
     """
 
     open: Callable[..., Judge]
@@ -37,13 +37,13 @@ class JudgeEntry:
     task: type = Task
     needs_url: bool = False
     clusters: bool = True
-    most: int | None = None
+    max_generations: int | None = None
 
 
 JUDGES: Registry[JudgeEntry] = Registry(
     exact=JudgeEntry(lambda task, section: ExactJudge(task), "the task's own strategies", task=Strategic),
-    answer=JudgeEntry(lambda task, section: AnswerJudge(task), "final answers", task=Voting),
-    llm=JudgeEntry(LLMJudge, "a language model", needs_url=True, most=DEGENERATE_CLUSTER - 1),
+    answer=JudgeEntry(lambda task, section: AnswerJudge(task), "final answers", task=HasAnswers),
+    llm=JudgeEntry(LLMJudge, "a language model", needs_url=True, max_generations=DEGENERATE_CLUSTER - 1),
     ngrams=JudgeEntry(NgramsJudge, "shared character n-grams"),
     none=JudgeEntry(lambda task, section: NoJudge(), "no clusters", clusters=False),
 )

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Hashable, Sequence
 
 from poly_epo_jax.judges.exact import clusters_of
-from poly_epo_jax.types import Clustering, Group, Voting
+from poly_epo_jax.types import Clustering, Group, HasAnswers
 
 
 class AnswerJudge:
@@ -14,7 +14,7 @@ class AnswerJudge:
       task: Extracts and compares the answers.
     """
 
-    def __init__(self, task: Voting):
+    def __init__(self, task: HasAnswers):
         self._task = task
 
     async def cluster(self, group: Group) -> Clustering:
@@ -24,7 +24,9 @@ class AnswerJudge:
     def _first_equals(self, group: Group) -> list[int | None]:
         problem = group.problem
         answers = [self._task.answer(problem, generation) for generation in group.generations]
-        return first_equal_index(answers, lambda i, j: self._task.same_answer(problem, answers[i] or "", answers[j] or ""))
+        return first_equal_index(
+            answers, lambda i, j: self._task.same_answer(problem, answers[i] or "", answers[j] or "")
+        )
 
 
 def first_equal_index(answers: Sequence[Hashable | None], same: Callable[[int, int], bool]) -> list[int | None]:

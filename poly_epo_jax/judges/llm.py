@@ -20,15 +20,15 @@ from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.judges.prompt import build_messages, load_rubric, reply_schema
 from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context, read_model_name
 from poly_epo_jax.system.http_client import (
-    ServerError,
     InvalidResponseError,
+    ServerError,
     backoff_seconds,
     describe,
     open_client,
     printable,
     wait_until_healthy,
 )
-from poly_epo_jax.types import Clustering, Group, Judge, JudgeFailure, JudgeLoad, Limited, Task
+from poly_epo_jax.types import CapacityChecked, Clustering, Group, Judge, JudgeFailure, JudgeLoad, Task
 
 VERSION = re.compile(r"/v[0-9]\w*/")
 RETRIED = ("unavailable", "truncated", "malformed")
@@ -236,12 +236,14 @@ async def warn_capacity(judge: Judge, load: JudgeLoad) -> None:
       judge: The judge. Judges without limits never cause warnings.
       load: Size of the largest request.
     """
-    if isinstance(judge, Limited):
+    if isinstance(judge, CapacityChecked):
         for shortfall in await judge.capacity_warnings(load):
             print(f"Warning: {shortfall}", file=sys.stderr)
 
 
-def capacity_warnings(load: JudgeLoad, rubric: str, max_response_chars: int, max_tokens: int, context: int) -> list[str]:
+def capacity_warnings(
+    load: JudgeLoad, rubric: str, max_response_chars: int, max_tokens: int, context: int
+) -> list[str]:
     """Estimates the size of a request and its reply, and compares them with the limits of the judge.
 
     Args:

@@ -12,7 +12,7 @@ from poly_epo_jax.config.keys import Config
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.logprobs import chunk_size
-from poly_epo_jax.parallel.devices import Setting
+from poly_epo_jax.parallel.devices import Machine
 from poly_epo_jax.step.packing import row_tokens
 
 FLOAT32_BYTES = 4
@@ -82,7 +82,7 @@ class _Array(NamedTuple):
     is_held: bool = True
 
 
-def gradient_bytes(config: Config, model_config: ModelConfig, setting: Setting, rows: int) -> dict[str, int]:
+def gradient_bytes(config: Config, model_config: ModelConfig, machine: Machine, rows: int) -> dict[str, int]:
     """Plans the forward and backward pass of one microbatch on one device.
 
     The backward pass processes the head first and then the layers, so only the larger of these two parts counts. On
@@ -99,8 +99,8 @@ def gradient_bytes(config: Config, model_config: ModelConfig, setting: Setting, 
       Bytes by term.
     """
     tokens, value_bytes = rows * row_tokens(config), bytes_of(model_config.dtype)
-    trained = flops.trained_elements(config, model_config, setting.mesh)
-    kept = model_config.num_layers * layer_values(model_config, setting, model_config.remat) * tokens
+    trained = flops.trained_elements(config, model_config, machine.mesh)
+    kept = model_config.num_layers * layer_values(model_config, machine, model_config.remat) * tokens
     attention = (
         model_config.num_layers
         * model_config.hidden_size
@@ -110,19 +110,19 @@ def gradient_bytes(config: Config, model_config: ModelConfig, setting: Setting, 
     )
     always = _terms(
         _Array("sum of gradients", trained, FLOAT32_BYTES),
-        _Array("saved for the backward pass", kept, _activation_bytes(model_config, setting)),
+        _Array("saved for the backward pass", kept, _activation_bytes(model_config, machine)),
         # The attention weights in the compute dtype.
         _Array(
             "saved for the backward pass",
-            attention // setting.mesh["tensor"],
+            attention // machine.mesh["tensor"],
             value_bytes,
             model_config.remat == "none",
         ),
     )
-    head, layer = _head(model_config, setting, tokens), _layer(model_config, setting, tokens)
-    if setting.platform == "tpu":
+    head, layer = _head(model_config, machine, tokens), _layer(model_config, machine, tokens)
+    if machine.platform == "tpu":
         weights, is_converted = (
-            flops.layer_weights(model_config) // setting.weight_shards,
+            flops.layer_weights(model_config) // machine.weight_shards,
             model_config.dtype != model_config.param_dtype,
         )
         converted = _terms(_Array("converted layer weights", weights, value_bytes, is_converted))
@@ -130,7 +130,7 @@ def gradient_bytes(config: Config, model_config: ModelConfig, setting: Setting, 
     return always | max(layer, head, key=lambda terms: sum(terms.values()))
 
 
-def layer_values(model_config: ModelConfig, setting: Setting, holder: str) -> int:
+def layer_values(model_config: ModelConfig, machine: Machine, holder: str) -> int:
     """Returns the number of values per token that one device holds for the arrays of one layer.
 
     Args:
@@ -145,7 +145,7 @@ def layer_values(model_config: ModelConfig, setting: Setting, holder: str) -> in
         "keys": model_config.num_kv_heads * model_config.head_dim,
     }
     is_blockwise = model_config.attention == "blockwise" or (
-        model_config.attention == "auto" and setting.device == "cpu"
+        model_config.attention == "auto" and machine.device == "cpu"
     )
     absent = set() if is_blockwise else {"blockwise"}
     if holder == "none" and model_config.lora_targets:
@@ -155,24 +155,24 @@ def layer_values(model_config: ModelConfig, setting: Setting, holder: str) -> in
         held += [array for array in held if array.part in model_config.lora_targets]
     split = sum(widths[array.width] for array in held if array.split)
     replicated = sum(widths[array.width] for array in held if not array.split)
-    return split // setting.mesh["tensor"] + replicated
+    return split // machine.mesh["tensor"] + replicated
 
 
-def _head(model_config: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
+def _head(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str, int]:
     """Plans the backward pass of the head. It runs in chunks of tokens, and every device gathers the full head."""
-    value_bytes, is_cpu, is_tpu = bytes_of(model_config.dtype), setting.platform == "cpu", setting.platform == "tpu"
-    is_parameter = setting.weight_shards == 1 and model_config.dtype == model_config.param_dtype
+    value_bytes, is_cpu, is_tpu = bytes_of(model_config.dtype), machine.platform == "cpu", machine.platform == "tpu"
+    is_parameter = machine.weight_shards == 1 and model_config.dtype == model_config.param_dtype
     is_trained = not model_config.lora_targets  # a frozen head needs no gradient
     head, chunk = (
         model_config.vocab_size * model_config.hidden_size,
-        min(chunk_size(setting.device, model_config.vocab_size), tokens),
+        min(chunk_size(machine.device, model_config.vocab_size), tokens),
     )
     sums, logits = "head gradient sums", "logits of a chunk"
     return _terms(
         _Array("gathered head", head, value_bytes, not is_parameter),
         _Array(sums, head, FLOAT32_BYTES, is_trained),  # of all chunks
         _Array(sums, head, FLOAT32_BYTES, is_trained),  # of one chunk, before it is added
-        _Array(sums, head, FLOAT32_BYTES, is_trained and is_tpu and setting.mesh["fsdp"] > 4),  # sum over devices
+        _Array(sums, head, FLOAT32_BYTES, is_trained and is_tpu and machine.mesh["fsdp"] > 4),  # sum over devices
         _Array(logits, chunk * model_config.vocab_size, FLOAT32_BYTES),
         _Array(
             logits, chunk * model_config.vocab_size, FLOAT32_BYTES if is_cpu else value_bytes
@@ -181,26 +181,26 @@ def _head(model_config: ModelConfig, setting: Setting, tokens: int) -> dict[str,
         _Array(
             logits, -min(chunk, model_config.hidden_size) * model_config.vocab_size, FLOAT32_BYTES, is_tpu
         ),  # shared with the sum of the chunk
-        _Array("hidden states", 3 * tokens // setting.mesh["tensor"] * model_config.hidden_size, value_bytes),
+        _Array("hidden states", 3 * tokens // machine.mesh["tensor"] * model_config.hidden_size, value_bytes),
     )
 
 
-def _layer(model_config: ModelConfig, setting: Setting, tokens: int) -> dict[str, int]:
+def _layer(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str, int]:
     """Plans the backward pass of a layer during its MLP: arrays and weights of the layer, and gradients of the MLP."""
     value_bytes, is_trained = bytes_of(model_config.dtype), not model_config.lora_targets
-    is_copied = setting.mesh["fsdp"] > 1 or model_config.dtype != model_config.param_dtype
+    is_copied = machine.mesh["fsdp"] > 1 or model_config.dtype != model_config.param_dtype
     weights = (
         flops.layer_weights(model_config) // model_config.num_layers
         + is_trained * 3 * model_config.hidden_size * model_config.mlp_size
     )
     activations, head = (
-        layer_values(model_config, setting, "layer") * tokens,
+        layer_values(model_config, machine, "layer") * tokens,
         model_config.vocab_size * model_config.hidden_size,
     )
     return _terms(
-        _Array("layer activations", activations, _activation_bytes(model_config, setting)),
-        _Array("layer weights and gradients", weights // setting.mesh["tensor"], value_bytes, is_copied),
-        _Array("head gradient", head // setting.weight_shards, value_bytes, is_trained),
+        _Array("layer activations", activations, _activation_bytes(model_config, machine)),
+        _Array("layer weights and gradients", weights // machine.mesh["tensor"], value_bytes, is_copied),
+        _Array("head gradient", head // machine.weight_shards, value_bytes, is_trained),
     )
 
 
@@ -212,9 +212,9 @@ def _terms(*arrays: _Array) -> dict[str, int]:
     return terms
 
 
-def _activation_bytes(model_config: ModelConfig, setting: Setting) -> int:
+def _activation_bytes(model_config: ModelConfig, machine: Machine) -> int:
     """Returns the bytes of one activation. Programs for CPUs hold bfloat16 activations in float32."""
-    return FLOAT32_BYTES if setting.device == "cpu" else bytes_of(model_config.dtype)
+    return FLOAT32_BYTES if machine.device == "cpu" else bytes_of(model_config.dtype)
 
 
 def bytes_of(dtype: str) -> int:

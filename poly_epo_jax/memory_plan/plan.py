@@ -15,7 +15,7 @@ from poly_epo_jax.memory_plan.gradient import FLOAT32_BYTES, bytes_of, gradient_
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import AUTO, REMAT_POLICIES
-from poly_epo_jax.parallel.devices import Setting
+from poly_epo_jax.parallel.devices import Machine
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.step.packing import fillable_rows, row_tokens, rows_per_device
 
@@ -41,7 +41,7 @@ class Plan:
       memory_bytes: Bytes of each device that JAX may use. None if unknown.
     """
 
-    setting: Setting
+    machine: Machine
     rows_per_device: int
     row_tokens: int
     remat: str
@@ -67,7 +67,7 @@ class Plan:
     @property
     def needed_bytes(self) -> int:
         """Peak bytes on one device, including its share of the process overhead."""
-        return self.peak_bytes + sum(self.process_overhead.values()) // self.setting.num_devices
+        return self.peak_bytes + sum(self.process_overhead.values()) // self.machine.num_devices
 
     @property
     def fits(self) -> bool:
@@ -76,7 +76,7 @@ class Plan:
 
 
 def make_plan(
-    config: Config, model_config: ModelConfig, setting: Setting, memory_bytes: int | None, num_rows: int = 0
+    config: Config, model_config: ModelConfig, machine: Machine, memory_bytes: int | None, num_rows: int = 0
 ) -> Plan:
     """Plans the memory of a configuration on a machine.
 
@@ -88,15 +88,15 @@ def make_plan(
       num_rows: Rows per device. If 0, the number of the configuration is used.
     """
     remat = (
-        choose_remat(config, model_config, setting, memory_bytes, num_rows)
+        choose_remat(config, model_config, machine, memory_bytes, num_rows)
         if model_config.remat == AUTO
         else model_config.remat
     )
-    return _plan(config, dataclasses.replace(model_config, remat=remat), setting, memory_bytes, num_rows)
+    return _plan(config, dataclasses.replace(model_config, remat=remat), machine, memory_bytes, num_rows)
 
 
 def choose_remat(
-    config: Config, model_config: ModelConfig, setting: Setting, memory_bytes: int | None, num_rows: int = 0
+    config: Config, model_config: ModelConfig, machine: Machine, memory_bytes: int | None, num_rows: int = 0
 ) -> str:
     """Returns the remat policy with the least recomputation whose plan leaves MEMORY_HEADROOM of the memory free.
 
@@ -107,42 +107,42 @@ def choose_remat(
     fitting = (
         policy
         for policy in REMAT_POLICIES  # from the policy that saves the most to the policy that saves the least
-        if _plan(config, dataclasses.replace(model_config, remat=policy), setting, memory_bytes, num_rows).needed_bytes
+        if _plan(config, dataclasses.replace(model_config, remat=policy), machine, memory_bytes, num_rows).needed_bytes
         <= max_bytes
     )
     return next(fitting, list(REMAT_POLICIES)[-1])
 
 
-def _plan(config: Config, model_config: ModelConfig, setting: Setting, memory_bytes: int | None, num_rows: int) -> Plan:
-    rows = num_rows or rows_per_device(config, setting.mesh)
+def _plan(config: Config, model_config: ModelConfig, machine: Machine, memory_bytes: int | None, num_rows: int) -> Plan:
+    rows = num_rows or rows_per_device(config, machine.mesh)
     stages = {
-        "gradient": gradient_bytes(config, model_config, setting, rows),
-        "optimizer": _optimizer(config, model_config, setting),
+        "gradient": gradient_bytes(config, model_config, machine, rows),
+        "optimizer": _optimizer(config, model_config, machine),
     }
-    process_overhead = _process_overhead(stages, setting) if setting.platform == "cpu" else {}
-    resident = _resident(config, model_config, setting)
+    process_overhead = _process_overhead(stages, machine) if machine.platform == "cpu" else {}
+    resident = _resident(config, model_config, machine)
     cache_growth = SAMPLERS[config.rollouts.name].cache_growth
     if cache_growth is not None:
-        decoding_weights = flops.total_weights(model_config) * bytes_of(model_config.dtype) // setting.weight_shards
-        stages["generate"] = _generate(config, model_config, setting, cache_growth)
+        decoding_weights = flops.total_weights(model_config) * bytes_of(model_config.dtype) // machine.weight_shards
+        stages["generate"] = _generate(config, model_config, machine, cache_growth)
         held = stages["generate"] if SAMPLERS[config.rollouts.name].has_slots else resident
         held["decoding weights"] = decoding_weights
-    return Plan(setting, rows, row_tokens(config), model_config.remat, resident, stages, process_overhead, memory_bytes)
+    return Plan(machine, rows, row_tokens(config), model_config.remat, resident, stages, process_overhead, memory_bytes)
 
 
-def max_rows(config: Config, model_config: ModelConfig, setting: Setting, memory_bytes: int | None) -> int:
+def max_rows(config: Config, model_config: ModelConfig, machine: Machine, memory_bytes: int | None) -> int:
     """Returns the largest `train.rows_per_device` that fits into memory and that a minibatch can fill.
 
     The arguments are those of `make_plan`. Returns 0 if not even one row fits, and the number of rows of the
     configuration if the memory is unknown.
     """
     if memory_bytes is None:
-        return rows_per_device(config, setting.mesh)
-    rows = fillable_rows(config, setting.mesh)
+        return rows_per_device(config, machine.mesh)
+    rows = fillable_rows(config, machine.mesh)
     return bisect.bisect_left(
         range(1, max(1, rows) + 1),
         True,
-        key=lambda n: not make_plan(config, model_config, setting, memory_bytes, n).fits,
+        key=lambda n: not make_plan(config, model_config, machine, memory_bytes, n).fits,
     )
 
 
@@ -153,18 +153,18 @@ def batch_bytes(config: Config) -> int:
     return train.prompts_per_batch * (40 * train.num_generations * max_sequence_tokens(config) + FLOAT32_BYTES * cells)
 
 
-def _resident(config: Config, model_config: ModelConfig, setting: Setting) -> dict[str, int]:
+def _resident(config: Config, model_config: ModelConfig, machine: Machine) -> dict[str, int]:
     """Returns the bytes that a device always holds. Norms and biases, less than 0.1% of the weights, are omitted."""
-    weights = flops.total_weights(model_config) // setting.weight_shards
+    weights = flops.total_weights(model_config) // machine.weight_shards
     parameters = weights * bytes_of(model_config.param_dtype)
-    trained = flops.trained_elements(config, model_config, setting.mesh)
+    trained = flops.trained_elements(config, model_config, machine.mesh)
     moments = trained * (bytes_of(config.optimizer.first_moment_dtype) + FLOAT32_BYTES)
     adapter = {"adapter": trained * FLOAT32_BYTES} if model_config.lora_targets else {}
     reference = {"reference policy": adapter.get("adapter", parameters)} if config.algo.kl_coef else {}
     return {"parameters": parameters} | adapter | {"optimizer moments": moments} | reference
 
 
-def _process_overhead(update: Mapping[str, Mapping[str, int]], setting: Setting) -> dict[str, int]:
+def _process_overhead(update: Mapping[str, Mapping[str, int]], machine: Machine) -> dict[str, int]:
     """Returns the bytes that a CPU process needs in addition to the arrays, for all its devices.
 
     A compiled program for CPUs allocates all its temporary memory as one block. malloc keeps the block after it is
@@ -177,36 +177,36 @@ def _process_overhead(update: Mapping[str, Mapping[str, int]], setting: Setting)
     """
     blocks = sum(sum(terms.values()) - terms["sum of gradients"] for terms in update.values())
     return {
-        "malloc fragmentation": blocks * setting.num_devices,
+        "malloc fragmentation": blocks * machine.num_devices,
         "Python, libraries and compiled programs": PROCESS_BYTES,
     }
 
 
-def _optimizer(config: Config, model_config: ModelConfig, setting: Setting) -> dict[str, int]:
+def _optimizer(config: Config, model_config: ModelConfig, machine: Machine) -> dict[str, int]:
     """Plans the optimizer: the sum of gradients, and on a CPU the updates. Weights and moments are updated in place.
 
     On a CPU, all updates exist before they are added, because their norm is computed. Accelerators compute the norm
     without storing the updates.
     """
-    trained = flops.trained_elements(config, model_config, setting.mesh)
-    updates = {"updates": trained * FLOAT32_BYTES} if setting.platform == "cpu" else {}
+    trained = flops.trained_elements(config, model_config, machine.mesh)
+    updates = {"updates": trained * FLOAT32_BYTES} if machine.platform == "cpu" else {}
     return {"sum of gradients": trained * FLOAT32_BYTES} | updates
 
 
-def _generate(config: Config, model_config: ModelConfig, setting: Setting, cache_growth: float) -> dict[str, int]:
+def _generate(config: Config, model_config: ModelConfig, machine: Machine, cache_growth: float) -> dict[str, int]:
     """Plans generation: gathered weights, caches of the slots and of the prompts, and logits.
 
     The caches of the slots are counted at full length, times `cache_growth`, because growing a cache copies it.
     """
-    train, shards, held_out = config.train, setting.row_shards, config.eval
+    train, shards, held_out = config.train, machine.row_shards, config.eval
     requests = train.prompts_per_batch * train.num_generations
     if held_out.every:
         requests = max(requests, held_out.num_problems * held_out.num_generations)
     slots = -(-min(config.rollouts.max_concurrent, requests) // shards)  # per device
     prompts = -(-max(1, slots * shards // train.num_generations) // shards)
-    value_bytes, tensor = bytes_of(model_config.dtype), setting.mesh["tensor"]
+    value_bytes, tensor = bytes_of(model_config.dtype), machine.mesh["tensor"]
     token_bytes = flops.cache_bytes_per_token(model_config, value_bytes) // tensor
-    gathered = flops.total_weights(model_config) // tensor * value_bytes if setting.mesh["fsdp"] > 1 else 0
+    gathered = flops.total_weights(model_config) // tensor * value_bytes if machine.mesh["fsdp"] > 1 else 0
     return {
         "gathered weights": gathered,
         "keys and values": int(cache_growth * slots * max_sequence_tokens(config) * token_bytes),

@@ -13,7 +13,7 @@ from rich.table import Table
 from poly_epo_jax.config.keys import Config, ConfigError, MeshSection
 from poly_epo_jax.memory_plan.plan import Plan, make_plan, max_rows
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.parallel.devices import DEVICES, Setting, device_name
+from poly_epo_jax.parallel.devices import DEVICES, Machine, device_name
 from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh
 from poly_epo_jax.step.packing import row_tokens
 
@@ -52,11 +52,11 @@ def print_plan(plan: Plan, rows_that_fit: int, console: Console, brief: bool = F
         )
     if not (brief and plan.memory_bytes and plan.needed_bytes < BRIEF_FRACTION * plan.memory_bytes):
         console.print(table)
-    axes = ", ".join(f"{axis} {size}" for axis, size in plan.setting.mesh.items())
+    axes = ", ".join(f"{axis} {size}" for axis, size in plan.machine.mesh.items())
     limit = f" of {amount(plan.memory_bytes)}" if plan.memory_bytes else ""
     hint = f"; train.rows_per_device={rows_that_fit} would fit" if rows_that_fit else ""
     console.print(
-        f"Plan: {plan.setting.num_devices} x {plan.setting.device or 'unknown'}, mesh {axes}, "
+        f"Plan: {plan.machine.num_devices} x {plan.machine.device or 'unknown'}, mesh {axes}, "
         f"model.remat={plan.remat}, train.rows_per_device={plan.rows_per_device} of {plan.row_tokens:,} tokens: "
         f"{amount(plan.needed_bytes)}{limit} on each device{hint}.",
         soft_wrap=True,
@@ -106,7 +106,7 @@ def print_plans(
             name,
             str(mesh["processes"]),
             f"{mesh['devices']} x {mesh['device']}",
-            " x ".join(map(str, plan.setting.mesh.values())),
+            " x ".join(map(str, plan.machine.mesh.values())),
             amount(sum(plan.resident.values())),
             amount(plan.needed_bytes),
             amount(plan.memory_bytes or 0),
@@ -132,8 +132,8 @@ def as_row(plan: Plan, rows_that_fit: int) -> dict[str, Any]:
       rows_that_fit: Maximum number of rows per device that fit, from `plan_of`.
     """
     return {
-        "device": plan.setting.device,
-        "mesh": dict(plan.setting.mesh),
+        "device": plan.machine.device,
+        "mesh": dict(plan.machine.mesh),
         "rows_per_device": plan.rows_per_device,
         "row_tokens": plan.row_tokens,
         "remat": plan.remat,
@@ -141,10 +141,10 @@ def as_row(plan: Plan, rows_that_fit: int) -> dict[str, Any]:
         "stages": {name: dict(terms) for name, terms in plan.stages.items()},
         "peak_stage": plan.peak_stage,
         "peak_bytes": plan.peak_bytes,
-        "besides": dict(plan.process_overhead),
+        "process_overhead": dict(plan.process_overhead),
         "needed_bytes": plan.needed_bytes,
         "memory_bytes": plan.memory_bytes,
-        "largest_rows_per_device": rows_that_fit,
+        "max_rows_per_device": rows_that_fit,
     }
 
 
@@ -161,13 +161,13 @@ def plan_of(config: Config, model_config: ModelConfig) -> tuple[Plan, int]:
     Raises:
       ConfigError: If the mesh does not fit the devices or the model.
     """
-    setting, memory_bytes = setting_of(config)
-    check_mesh(config.mesh, setting.mesh, dataclasses.asdict(model_config), row_tokens(config))
-    plan = make_plan(config, model_config, setting, memory_bytes)
-    return plan, max_rows(config, model_config, setting, memory_bytes)
+    machine, memory_bytes = machine_of(config)
+    check_mesh(config.mesh, machine.mesh, dataclasses.asdict(model_config), row_tokens(config))
+    plan = make_plan(config, model_config, machine, memory_bytes)
+    return plan, max_rows(config, model_config, machine, memory_bytes)
 
 
-def setting_of(config: Config) -> tuple[Setting, int | None]:
+def machine_of(config: Config) -> tuple[Machine, int | None]:
     """Returns the machine of a configuration, and the bytes of each device that JAX may use (None if unknown).
 
     The local devices are only queried if `mesh.device` or `mesh.devices` is not set.
@@ -178,17 +178,17 @@ def setting_of(config: Config) -> tuple[Setting, int | None]:
     mesh = config.mesh
     available = [] if mesh.device_kind and mesh.num_devices else jax.devices()
     device = mesh.device_kind or device_name(available[0].device_kind)
-    setting = Setting(device, fill_mesh(mesh, mesh.num_devices or len(available)))
+    machine = Machine(device, fill_mesh(mesh, mesh.num_devices or len(available)))
     if available and (limit := (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")):
-        return setting, limit
+        return machine, limit
     if device == "cpu":  # all CPU devices share one memory
-        return setting, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // setting.num_devices
+        return machine, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // machine.num_devices
     if not device:
-        return setting, None
+        return machine, None
     share = DEVICES[device].jax_share
     if share < 1:
         share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", share))
-    return setting, int(share * (DEVICES[device].memory_bytes or 0))
+    return machine, int(share * (DEVICES[device].memory_bytes or 0))
 
 
 def amount(size: int) -> str:

@@ -197,7 +197,9 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         "judge/overlap_fraction": LoggedMetric(
             "Judge overlap", "Fraction of the judge's time in which other prompts were still being generated."
         ),
-        "sync/step_fraction": LoggedMetric("Sync fraction", "Fraction of the step's duration that pushing the weights took."),
+        "sync/step_fraction": LoggedMetric(
+            "Sync fraction", "Fraction of the step's duration that pushing the weights took."
+        ),
         "tokens_per_second": LoggedMetric("Tokens per second", "Generated tokens divided by the step's duration."),
         "memory/peak_bytes": LoggedMetric(
             "Peak memory", "Peak memory of the most heavily used local device or, on CPU, of the process, in bytes."

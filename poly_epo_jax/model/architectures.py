@@ -84,7 +84,7 @@ class Architecture:
     switches: dict[str, bool]
     config_keys: dict[str, str]
     weights: dict[str, Weight]
-    refuses: dict[str, Callable[[Any], bool]]
+    unsupported: dict[str, Callable[[Any], bool]]
 
 
 LLAMA = Architecture(
@@ -116,7 +116,7 @@ LLAMA = Architecture(
         "norm": Weight("model.norm.weight", "d", "d"),
         "untied_head": Weight("lm_head.weight", "vd", "v d"),
     },
-    refuses={
+    unsupported={
         "attention_bias": bool,
         "mlp_bias": bool,
         "hidden_act": lambda name: name != "silu",
@@ -146,7 +146,7 @@ QWEN2 = dataclasses.replace(
         "layers.k_bias": Weight("model.layers.{}.self_attn.k_proj.bias", "nh", "nh"),
         "layers.v_bias": Weight("model.layers.{}.self_attn.v_proj.bias", "nh", "nh"),
     },
-    refuses=LLAMA.refuses | {"attention_bias": lambda present: False},
+    unsupported=LLAMA.unsupported | {"attention_bias": lambda present: False},
 )
 
 ARCHITECTURES = Registry(qwen3=QWEN3, qwen2=QWEN2, llama=LLAMA)

@@ -2,7 +2,7 @@
 
 A run that is resumed from a checkpoint continues bit for bit. Each checkpoint contains a record with fingerprints of
 its arrays (fingerprint.py) and the data position, and a digest of this record. Both are verified when it is read.
-`Checkpoints.newest` skips corrupted checkpoints and falls back to the newest valid one.
+`Checkpoints.restore_latest` skips corrupted checkpoints and falls back to the newest valid one.
 """
 
 import contextlib
@@ -155,7 +155,7 @@ class Checkpoints:
         restored, _ = self._verified(step, weights, args, frozen)
         return merge_params(restored["trainable"], restored.get("frozen", {}) if frozen is None else frozen)
 
-    def newest(self, restore: Callable[[int], T]) -> tuple[int, T] | None:
+    def restore_latest(self, restore: Callable[[int], T]) -> tuple[int, T] | None:
         """Restores the newest valid checkpoint.
 
         Corrupted newer checkpoints are reported on stderr. Unless `read_only`, they are also moved to the folder of
@@ -174,12 +174,12 @@ class Checkpoints:
         while left := [step for step in self.steps if step not in corrupted]:
             step = left[-1]
             try:
-                restored = hosts.on_all(partial(restore, step))
+                restored = hosts.run_on_all(partial(restore, step))
             except (CheckpointError, hosts.HostError) as error:
                 corrupted[step] = CheckpointError(error)
                 self._manager.reload()  # The saving process may have deleted this checkpoint and saved another one.
                 continue
-            hosts.on_first(partial(self._quarantine, corrupted, step))
+            hosts.run_on_first(partial(self._quarantine, corrupted, step))
             self._manager.reload()
             return step, restored
         if corrupted:

@@ -45,7 +45,7 @@ class ModelConfig:
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
     max_position: int = 32768
-    tied_head: bool = True
+    tie_word_embeddings: bool = True
     family: str = "qwen3"
     qk_norm: bool = True
     attention_bias: bool = False

@@ -104,7 +104,11 @@ def decoding_weights(config: ModelConfig, params: Params) -> Params:
         return _constrain_weight(name, weight, "fsdp")
 
     stacks, embed = params["layers"], params["embed"].astype(config.dtype)
-    ends = {"head": embed} if config.tied_head else {"head": params["untied_head"].astype(config.dtype), "embed": embed}
+    ends = (
+        {"head": embed}
+        if config.tie_word_embeddings
+        else {"head": params["untied_head"].astype(config.dtype), "embed": embed}
+    )
     return {
         **ends,
         "norm": params["norm"].astype(config.dtype),
@@ -231,7 +235,7 @@ def _hidden_states(
         y = y + w[f"{name}_bias"][None] if config.attention_bias else y
         return rms_norm(y, w[f"{name}_norm"], config.norm_eps) if config.qk_norm and name != "v" else y
 
-    x = constrain_sharding(weights["head" if config.tied_head else "embed"][tokens].T, None, ROWS)
+    x = constrain_sharding(weights["head" if config.tie_word_embeddings else "embed"][tokens].T, None, ROWS)
     for layer, w in enumerate(weights["layers"]):
         h = norm(x, w["attention_norm"])
         attended = attend(rotate(heads(w, "q", h)), rotate(heads(w, "k", h)), heads(w, "v", h), layer)

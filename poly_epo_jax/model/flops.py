@@ -86,7 +86,9 @@ def trained_sizes(config: Config, model_config: ModelConfig) -> list[int]:
     """
     if model_config.lora_targets:
         return list(adapter_sizes(model_config).values())
-    return [size for path, size in matrix_sizes(model_config).items() if is_trainable(path, config.train.trainable_pattern)]
+    return [
+        size for path, size in matrix_sizes(model_config).items() if is_trainable(path, config.train.trainable_pattern)
+    ]
 
 
 def trained_elements(config: Config, model_config: ModelConfig, mesh: Mapping[str, int]) -> int:

@@ -70,7 +70,9 @@ def read_config(path: str | Path, **overrides: Any) -> ModelConfig:
     rope = {"rope_theta": written.get("rope_theta", 1e4)}
     rope |= written.get("rope_scaling", {}) | written.get("rope_parameters", {})
     unsupported = [
-        key for key, is_unsupported in architecture.refuses.items() if key in written and is_unsupported(written[key])
+        key
+        for key, is_unsupported in architecture.unsupported.items()
+        if key in written and is_unsupported(written[key])
     ]
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         unsupported.append("rope_scaling")
@@ -235,7 +237,7 @@ def _tensors(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _check_tensors(path: str | Path, config: ModelConfig, tensors: dict[str, Tensor], source: dict[str, Any]) -> None:
-    tied = {ARCHITECTURES[config.family].weights["untied_head"].name} if config.tied_head else set()
+    tied = {ARCHITECTURES[config.family].weights["untied_head"].name} if config.tie_word_embeddings else set()
     for name in source:
         if name not in tensors.keys() | tied:
             raise ValueError(f"{path} has an unexpected tensor {name}; use the config.json of the same model.")

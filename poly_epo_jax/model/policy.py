@@ -118,7 +118,9 @@ def find_model(path: str, download: bool = True) -> Path:
         ) from error
 
 
-def open_policy(path: Path, section: ModelSection, max_sequence_tokens: int = 0, lora: LoraSection = NO_ADAPTER) -> Policy:
+def open_policy(
+    path: Path, section: ModelSection, max_sequence_tokens: int = 0, lora: LoraSection = NO_ADAPTER
+) -> Policy:
     """Opens the policy in a Hugging Face model folder. Weights are not loaded.
 
     Args:

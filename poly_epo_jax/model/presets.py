@@ -31,7 +31,7 @@ def preset_config(name: str, **compute: object) -> ModelConfig:
     Raises:
       KeyError: If the model is not in PRESETS.
     """
-    hidden_size, mlp_size, num_layers, num_heads, tied_head = PRESETS[_key(name)]
+    hidden_size, mlp_size, num_layers, num_heads, tie_word_embeddings = PRESETS[_key(name)]
     return ModelConfig(
         vocab_size=151_936,
         hidden_size=hidden_size,
@@ -40,7 +40,7 @@ def preset_config(name: str, **compute: object) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=8,
         head_dim=128,
-        tied_head=tied_head,
+        tie_word_embeddings=tie_word_embeddings,
         **compute,  # pyright: ignore[reportArgumentType]
     )
 

@@ -116,13 +116,13 @@ class Qwen3(nnx.Module):
         self.embed = _weight(config, rngs, axes, scale)
         self.layers = Layer(config, rngs)
         self.norm = _norm(config, ("norm",), (config.hidden_size,))
-        if not config.tied_head:
+        if not config.tie_word_embeddings:
             self.untied_head = _weight(config, rngs, axes, scale)
 
     @property
     def head(self) -> Float[Array, "V D"]:
         """Output embedding, in the compute type."""
-        return (self.embed if self.config.tied_head else self.untied_head)[...].astype(self.config.dtype)
+        return (self.embed if self.config.tie_word_embeddings else self.untied_head)[...].astype(self.config.dtype)
 
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]

@@ -16,7 +16,7 @@ FLOAT32_TOLERANCE = 2.0**-17
 """Relative error of 64 float32 roundings. It sets the tolerance if the compute type is float32."""
 
 
-def allowed(rounding: float, largest: float = 1.0) -> float:
+def tolerance_of(rounding: float, largest: float = 1.0) -> float:
     """Returns the maximum allowed difference between two implementations.
 
     Args:
@@ -29,6 +29,6 @@ def allowed(rounding: float, largest: float = 1.0) -> float:
     return SAFETY_FACTOR * rounding + FLOAT32_TOLERANCE * largest
 
 
-def exactly() -> contextlib.AbstractContextManager[None]:
+def exact_matmuls() -> contextlib.AbstractContextManager[None]:
     """Returns a context for float32 matmuls in full precision. GPUs and TPUs use a shorter type by default."""
     return jax.default_matmul_precision("highest")

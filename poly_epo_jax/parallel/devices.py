@@ -50,7 +50,7 @@ def device_name(kind: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class Machine:
     """Target machine of a memory plan.
 
     Attributes:

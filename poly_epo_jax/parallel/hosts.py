@@ -2,7 +2,7 @@
 
 Each process generates, grades and judges a share of the prompts. The processes then exchange the results. All further
 computations are the same on all processes, so that each process issues the same collectives in the same order. Work
-that may fail on a single process runs in `barrier`, `gather`, `on_first`, `on_all` or `on_each`, which raise an error
+that may fail on a single process runs in `barrier`, `gather`, `run_on_first`, `run_on_all` or `gather_from_all`, which raise an error
 on all processes if it fails on one. Work that contains collectives runs in `collective`, because the other processes
 may be blocked in a collective when one process fails.
 """
@@ -61,7 +61,11 @@ def join(section: HostsSection) -> None:
     explicit: dict[str, Any] = {}
     if coordinator != "auto":
         _check(section)
-        explicit = {"coordinator_address": coordinator, "num_processes": section.num_processes, "process_id": section.process_id}
+        explicit = {
+            "coordinator_address": coordinator,
+            "num_processes": section.num_processes,
+            "process_id": section.process_id,
+        }
         explicit["coordinator_bind_address"] = _bind_address(coordinator)
     # On CPUs, the collectives of concurrently running programs would be confused with each other.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -164,16 +168,16 @@ async def collective(work: Awaitable[T]) -> T:
         _end(f"failed in a computation of all processes: {first_line(error)}")
 
 
-def on_first(function: Callable[[], T]) -> T:
+def run_on_first(function: Callable[[], T]) -> T:
     """Calls a function on the first process only, and returns its result on all processes.
 
     Raises:
       HostError: If the call failed, on processes other than the first. The first process raises the error unchanged.
     """
-    return on_each(lambda: function() if is_first() else None)[0]  # pyright: ignore[reportReturnType]
+    return gather_from_all(lambda: function() if is_first() else None)[0]  # pyright: ignore[reportReturnType]
 
 
-def on_all(function: Callable[[], T]) -> T:
+def run_on_all(function: Callable[[], T]) -> T:
     """Calls a function on all processes, waits until all calls have returned, and returns the local result.
 
     Raises:
@@ -184,7 +188,7 @@ def on_all(function: Callable[[], T]) -> T:
     return result
 
 
-def on_each(function: Callable[[], T]) -> list[T]:
+def gather_from_all(function: Callable[[], T]) -> list[T]:
     """Calls a function on all processes, and returns the results of all processes, in order of processes.
 
     Raises:
@@ -259,7 +263,11 @@ def _watchdog(section: HostsSection) -> Callable[[], None]:
     reads from a pipe that only this process has open. If the pipe closes before a line was written to it, the shell
     prints the message. The returned function writes this line; it also runs at regular exit.
     """
-    name = "this process" if section.coordinator_address == "auto" else f"process {section.process_id} of {section.num_processes}"
+    name = (
+        "this process"
+        if section.coordinator_address == "auto"
+        else f"process {section.process_id} of {section.num_processes}"
+    )
     message = (
         f"Error: {name} was terminated, could not connect to the other processes within {section.init_timeout_seconds} s, or "
         "lost one of them; see the logs of all processes. Restart all processes to resume from the last checkpoint."

@@ -28,7 +28,7 @@ _SPEED_SECONDS = 3600.0  # window of the speed estimate; Rich's default of 30 s 
 
 
 @contextlib.contextmanager
-def counted(description: str, total: int) -> Iterator[Callable[[int], None]]:
+def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows the progress of a long computation and an estimate of the remaining time.
 
     If the output is not a terminal, a line is printed at the first call, then every ten seconds, and at the end.
@@ -122,7 +122,11 @@ class TrainingProgress:
         blocks = [
             _block("training", self._latest, self._training),
             _block(f"held out{evaluated}", self._latest, self._held_out),
-            _block("seconds", self._latest, stages | {"sync/step_fraction": "sync fraction", "tokens_per_second": "tokens/s"}),
+            _block(
+                "seconds",
+                self._latest,
+                stages | {"sync/step_fraction": "sync fraction", "tokens_per_second": "tokens/s"},
+            ),
         ]
         return Group(self._progress, Columns(blocks, padding=(1, 2)))
 

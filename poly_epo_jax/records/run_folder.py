@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from poly_epo_jax.metrics.logged import is_held_out
-from poly_epo_jax.system.file_lock import InUseError, exclusive
+from poly_epo_jax.system.file_lock import InUseError, lock_file
 from poly_epo_jax.system.json_files import Columns, Row, keep_rows, read_rows as read_json_rows
 from poly_epo_jax.types import Clustering, GradedGroup
 
@@ -166,7 +166,7 @@ def generation_rows(graded: GradedGroup) -> list[Row]:
 
 
 @contextlib.contextmanager
-def in_use(folder: Path) -> Iterator[None]:
+def lock_run_folder(folder: Path) -> Iterator[None]:
     """Locks the run folder for this process. Other processes may still read it.
 
     Raises:
@@ -175,7 +175,7 @@ def in_use(folder: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         with writing(folder):
-            held.enter_context(exclusive(folder / LOCK, f"the run folder {folder}"))
+            held.enter_context(lock_file(folder / LOCK, f"the run folder {folder}"))
         yield
 
 

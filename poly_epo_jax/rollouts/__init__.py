@@ -39,7 +39,7 @@ def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, *
     if sleep and config.train.staleness:
         raise ConfigError("rollouts.options.sleep=True does not support train.staleness=1; set train.staleness=0.")
     section, longest = config.rollouts, config.train.max_prompt_tokens
-    if section.shared and not hosts.is_first():
+    if section.shared_servers and not hosts.is_first():
         sync = None
     elif section.weight_sync == "disk":
         run = f"{Path(config.workdir).absolute()} {hosts.index()}"

@@ -22,17 +22,17 @@ from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.types import (
     Completion,
     Conversational,
-    Counting,
     FinishReason,
     Generation,
     Group,
+    HasMetrics,
     Metrics,
     Params,
     Problem,
     Request,
     Sampler,
     Sampling,
-    Sleeping,
+    SupportsSleep,
     Task,
 )
 
@@ -108,12 +108,12 @@ class Rollouts:
 
     async def sleep(self) -> None:
         """Frees the sampler's memory, if supported. Nothing may be generated until weights are pushed."""
-        if isinstance(self.sampler, Sleeping):
+        if isinstance(self.sampler, SupportsSleep):
             await self.sampler.sleep()
 
     def metrics(self) -> Metrics:
         """Returns the sampler's counters since the last call."""
-        return self.sampler.metrics() if isinstance(self.sampler, Counting) else {}
+        return self.sampler.metrics() if isinstance(self.sampler, HasMetrics) else {}
 
     async def generate(
         self, problems: Sequence[Problem], num_generations: int, sampling: Sampling

@@ -10,8 +10,8 @@ import numpy as np
 from poly_epo_jax.config.checks import is_url
 from poly_epo_jax.rollouts.servers.dialect import Endpoint, ModelInfo, ServerCompletion
 from poly_epo_jax.system.http_client import (
-    ServerError,
     InvalidResponseError,
+    ServerError,
     describe,
     field,
     open_client,
@@ -52,7 +52,9 @@ class SGLang:
                 answer = read_json(await client.get(f"{url}/workers"))
             urls = [field(worker, "url", str) for worker in field(answer, "workers", list)]
             if not all(map(is_url, urls)):
-                raise InvalidResponseError("the URL of a worker does not have the form http://HOST:PORT without a password")
+                raise InvalidResponseError(
+                    "the URL of a worker does not have the form http://HOST:PORT without a password"
+                )
         except httpx.HTTPError as error:
             raise ServerError(f"Failed to list the workers of router {url}: {describe(error)}; see its log.") from error
         return urls
@@ -172,7 +174,9 @@ def _parse(answer: Any, request: Request, stop_ids: Sequence[int]) -> ServerComp
         if reason == "abort":  # The response contains the tokens generated so far, which are discarded.
             return ServerCompletion(np.zeros(0, np.int64), np.zeros(0), None, version or "")
         if (prompt := field(answer, "meta_info.prompt_tokens", int)) != len(request.prompt_ids):
-            raise InvalidResponseError(f"prompt_tokens is {prompt}, but the prompt has {len(request.prompt_ids)} tokens")
+            raise InvalidResponseError(
+                f"prompt_tokens is {prompt}, but the prompt has {len(request.prompt_ids)} tokens"
+            )
         token_ids, logprobs = _tokens(answer, is_jax=version is None)
         finish_reason = _finish_reason(answer, reason, token_ids, request.max_tokens, stop_ids)
         return ServerCompletion(np.array(token_ids, np.int64), np.array(logprobs), finish_reason, version or "")
@@ -210,7 +214,9 @@ def _tokens(answer: Any, is_jax: bool) -> tuple[list[int], list[float]]:
                 token_ids.append(token_id)
                 logprobs.append(logprob)
             case _:
-                raise InvalidResponseError(f"output_token_logprobs[{position}] is {_brief(entry)}, not [logprob, token_id, ...]")
+                raise InvalidResponseError(
+                    f"output_token_logprobs[{position}] is {_brief(entry)}, not [logprob, token_id, ...]"
+                )
     rest = iter(token_ids)  # `in` consumes the iterator, so the order must match.
     if any(type(one) is not int or one not in rest for one in output_ids):
         raise InvalidResponseError("output_ids do not match the tokens of output_token_logprobs")

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
-from poly_epo_jax.set_rl.groups import subtract_mean, check_features, cluster_sizes, rarity, same_cluster
+from poly_epo_jax.set_rl.groups import check_features, cluster_sizes, rarity, same_cluster, subtract_mean
 from poly_epo_jax.set_rl.sets import check_set_size
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 

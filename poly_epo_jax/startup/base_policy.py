@@ -25,13 +25,13 @@ from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import abstract_model, init_params
 from poly_epo_jax.parallel.mesh import check_mesh
-from poly_epo_jax.records.progress import counted
+from poly_epo_jax.records.progress import progress_bar
 from poly_epo_jax.step.objective import check_finite
 from poly_epo_jax.step.packing import TrainingSequence, make_pack, row_tokens
 from poly_epo_jax.step.update import PolicyUpdate
 from poly_epo_jax.system.digests import check_digests
-from poly_epo_jax.system.file_lock import exclusive
-from poly_epo_jax.tasks.demonstrations import Demonstrations
+from poly_epo_jax.system.file_lock import lock_file
+from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
 from poly_epo_jax.types import Problem, Task
 
 OPTIMIZER = {
@@ -56,7 +56,9 @@ class DemonstratedTask(Task, Protocol):
 
     alphabet: str
 
-    def demonstration(self, problem: Problem, rng: np.random.Generator, style: Demonstrations) -> str | tuple[str, ...]:
+    def demonstration(
+        self, problem: Problem, rng: np.random.Generator, style: DemonstrationStyle
+    ) -> str | tuple[str, ...]:
         """Draws a response to the problem, or its turns if the task replies: a policy turn, a reply, and so on."""
         ...
 
@@ -77,7 +79,7 @@ def base_policy(config: Config, task: Task, mesh: Mesh) -> Path:
     """
     folder = base_policy_folder(config.base, config.task)
     # Concurrent runs with the same base policy wait until the first of them has fitted it.
-    with exclusive(folder.with_name(f".{folder.name}.lock"), f"the base policy {folder}", wait=True):
+    with lock_file(folder.with_name(f".{folder.name}.lock"), f"the base policy {folder}", wait=True):
         if folder.exists() and _is_corrupted(folder):
             shutil.rmtree(folder)
         if not folder.exists():
@@ -141,20 +143,20 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
     problems = [*task.train_problems, *task.held_out_problems]
     rng = np.random.default_rng(base.seed)
 
-    def demonstrations(style: Demonstrations) -> list[TrainingSequence]:
+    def demonstrations(style: DemonstrationStyle) -> list[TrainingSequence]:
         drawn = [problems[i] for i in rng.integers(len(problems), size=base.batch_size)]
         return _sequences(tokenizer, drawn, [task.demonstration(problem, rng, style) for problem in drawn])
 
     phases = (
-        ("demonstrations", base.clean_steps, base.clean_learning_rate, Demonstrations(0.0, base.skew)),
-        ("mistakes", base.noisy_steps, base.noisy_learning_rate, Demonstrations(base.error_rate, base.skew)),
+        ("demonstrations", base.clean_steps, base.clean_learning_rate, DemonstrationStyle(0.0, base.skew)),
+        ("mistakes", base.noisy_steps, base.noisy_learning_rate, DemonstrationStyle(base.error_rate, base.skew)),
     )
     pack = make_pack(config, mesh.shape)
     for name, steps, learning_rate, style in phases:
         optimizer = OptimizerSection(**OPTIMIZER, learning_rate=learning_rate, warmup_updates=min(50, steps // 4))
         update = PolicyUpdate(model, mesh, config=optimizer, total_updates=steps)
         state = update.init(params)
-        with counted(f"base policy, {name}", steps) as show:
+        with progress_bar(f"base policy, {name}", steps) as show:
             for step in range(1, steps + 1):
                 batch = pack(demonstrations(style))
                 state, metrics = update(state, [batch])

@@ -22,10 +22,10 @@ from typing import Any, get_origin
 from ml_collections import ConfigDict
 
 from poly_epo_jax.config import default
-from poly_epo_jax.config.checks import Range, check_of_type, require
+from poly_epo_jax.config.checks import Range, check_of_type, validate
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.config.options import checks_of, options_of
-from poly_epo_jax.startup.read_config import CHOICES, read_config, refuse_passwords, registry_entries
+from poly_epo_jax.startup.read_config import KNOWN_NAMES, read_config, refuse_passwords, registry_entries
 from poly_epo_jax.system.signals import exit_code
 
 KEY = "--config."
@@ -160,7 +160,7 @@ def _set(config: ConfigDict, override: str) -> None:
     kind = types[key] if key in types else str if isinstance(values.get(name), str) else object
     value = parse_value(text, kind)
     refuse_passwords(value, key)
-    require(value, key, check_of_type(kind))
+    validate(value, key, check_of_type(kind))
     values[name] = value
 
 
@@ -202,7 +202,7 @@ def _describe_keys(values: Config, origin: str) -> str:
         if "." in key and key.split(".")[0] != section:
             section = key.split(".")[0]
             lines += ["", f"{section}: {values[section].__doc__}"]
-        names, check = CHOICES.get(key), field.metadata["check"]
+        names, check = KNOWN_NAMES.get(key), field.metadata["check"]
         limits = f"; {check.rule}" if check else ""
         if names:
             limits = f"; one of {', '.join(_with_title(name, names) for name in sorted(filter(None, names)))}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from poly_epo_jax.config.checks import one_of, require
+from poly_epo_jax.config.checks import one_of, validate
 from poly_epo_jax.config.keys import (
     BaseSection,
     Config,
@@ -34,7 +34,7 @@ from poly_epo_jax.step.optimizer import SCHEDULES
 from poly_epo_jax.tasks import TASKS
 from poly_epo_jax.types import Judge, Task
 
-CHOICES: dict[str, Collection[str]] = {
+KNOWN_NAMES: dict[str, Collection[str]] = {
     "task.name": TASKS,
     "judge.name": JUDGES,
     "rollouts.name": SAMPLERS,
@@ -68,8 +68,8 @@ def read_config(config: ConfigDict, training: bool = True) -> Config:
     refuse_passwords(values)  # first, because other error messages contain values
     sections = read_section(Config, values)
     for key, _, value in sections.flat():
-        if key in CHOICES:
-            require(value, key, one_of(*CHOICES[key]))
+        if key in KNOWN_NAMES:
+            validate(value, key, one_of(*KNOWN_NAMES[key]))
     entries = registry_entries(sections)
     for key, _, options in sections.flat():
         if key in entries:
@@ -153,7 +153,7 @@ def check_judge(judge: JudgeSection, key: str, num_generations: int) -> None:
     Raises:
       ConfigError: If there are more generations than the judge can cluster.
     """
-    max_generations = JUDGES[judge.name].most
+    max_generations = JUDGES[judge.name].max_generations
     if max_generations is not None and num_generations > max_generations:
         raise ConfigError(
             f"{key}={num_generations} must be at most {max_generations}, the limit of judge.name={judge.name!r}."

@@ -51,7 +51,7 @@ def open_trained_policy(
 
     if step in checkpoints.steps:
         return policy, restore(step), step
-    newest = checkpoints.newest(restore) if step is None else None
+    newest = checkpoints.restore_latest(restore) if step is None else None
     if newest is None:
         raise FileNotFoundError(f"{run} has no checkpoint of step {step}; available steps: {checkpoints.steps}.")
     return policy, newest[1], newest[0]

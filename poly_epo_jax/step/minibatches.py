@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.step.packing import PackedBatch, ZeroAdvantageBatch, TrainingSequence
+from poly_epo_jax.step.packing import PackedBatch, TrainingSequence, ZeroAdvantageBatch
 from poly_epo_jax.types import GradedGroup
 
 GRADIENT_COST = 3

@@ -22,7 +22,7 @@ from poly_epo_jax.study.plan import StudyRun, make_runs, write_plan
 from poly_epo_jax.study.progress import show_progress
 from poly_epo_jax.study.queue import cores, default_workers, gpus, run_all
 from poly_epo_jax.study.spec import read_study
-from poly_epo_jax.system.file_lock import exclusive
+from poly_epo_jax.system.file_lock import lock_file
 from poly_epo_jax.system.signals import Stopped, exit_code
 
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ConfigError as error:
             print("\n".join(f"Error: {line}" for line in str(error).splitlines()), file=sys.stderr)
             return 2
-        with exclusive(folder / LOCK, f"the study {folder}"):
+        with lock_file(folder / LOCK, f"the study {folder}"):
             write_plan(study, runs)
             try:
                 code = 0 if options.report else _run_unfinished(folder, runs, workers)

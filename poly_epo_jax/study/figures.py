@@ -43,10 +43,12 @@ def plot_by_rate(results: StudyResults, task: str) -> Figure | None:
       results: Results of the study.
       task: Name of the task.
     """
-    if not any(results.interval((task, method, rate), REWARD) for method in results.methods for rate in results.rates):
+    if not any(
+        results.interval((task, method, rate), REWARD) for method in results.methods for rate in results.learning_rates
+    ):
         return None
     compared = len(results.methods) > 1
-    width = max(_PANEL[0], 0.9 + 0.26 * len(results.methods) * len(results.rates))
+    width = max(_PANEL[0], 0.9 + 0.26 * len(results.methods) * len(results.learning_rates))
     with figures.panels(2 * (1 + compared), 2, (width, _PANEL[1])) as (figure, panels):
         for column, metric in enumerate(figures.COMPARED):
             _dodged(panels[column], results, task, metric, results.interval)
@@ -72,8 +74,10 @@ def plot_comparison(results: StudyResults, task: str) -> Figure | None:
       task: Name of the task.
     """
     metrics = [name for name in (REWARD, CORRECT_OF_8, CORRECT_OF_64) if name in results.metrics(task)]
-    rates = [rate for rate in results.rates if any(results.of((task, method, rate)) for method in results.methods)]
-    if not metrics or not rates:
+    learning_rates = [
+        rate for rate in results.learning_rates if any(results.of((task, method, rate)) for method in results.methods)
+    ]
+    if not metrics or not learning_rates:
         return None
     shared = {"sharex": True, "sharey": "col"}
     with figures.panels(len(rates) * len(metrics), len(metrics), _PANEL, **shared) as (figure, panels):
@@ -160,15 +164,15 @@ def _dodged(
     """Draws an interval for each method and learning rate, with the methods side by side."""
     step = 0.7 / len(results.methods)
     for method_index, (method, style) in enumerate(line_styles(results).items()):
-        for index, rate in enumerate(results.rates):
+        for index, rate in enumerate(results.learning_rates):
             interval = interval_of((task, method, rate), metric)
             if interval is not None:
                 x = index + (method_index - (len(results.methods) - 1) / 2) * step
                 if math.isfinite(interval.low):
                     axes.plot([x, x], [interval.low, interval.high], color=style["color"], linewidth=1.6)
                 axes.plot(x, interval.mean, style["marker"], color=style["color"], markersize=6, fillstyle="none")
-    axes.set_xticks(range(len(results.rates)), [f"{rate:g}" for rate in results.rates])
-    axes.set_xlim(-0.5, len(results.rates) - 0.5)
+    axes.set_xticks(range(len(results.learning_rates)), [f"{rate:g}" for rate in results.learning_rates])
+    axes.set_xlim(-0.5, len(results.learning_rates) - 0.5)
     axes.grid(axis="x", visible=False)
 
 
@@ -180,15 +184,18 @@ def _panels(
     draw_unfinished: Callable[[Axes, Result, Mapping[str, Any]], None] | None = None,
 ) -> Figure | None:
     """Creates a figure with a panel per learning rate and a shared y-axis. Returns None if nothing is drawn."""
-    width = _PANEL[0] * (2 if len(results.rates) == 1 else 1)
-    with figures.panels(len(results.rates), len(results.rates), (width, _PANEL[1]), sharey=True) as (figure, panels):
-        for axes, rate in zip(panels, results.rates, strict=True):
+    width = _PANEL[0] * (2 if len(results.learning_rates) == 1 else 1)
+    with figures.panels(len(results.learning_rates), len(results.learning_rates), (width, _PANEL[1]), sharey=True) as (
+        figure,
+        panels,
+    ):
+        for axes, rate in zip(panels, results.learning_rates, strict=True):
             for method, style in line_styles(results).items():
                 draw(axes, results.of((task, method, rate)), style)
                 if draw_unfinished is not None:
                     for run in results.of((task, method, rate), finished=False):
                         draw_unfinished(axes, run, style)
-            axes.set_title(f"learning rate {rate:g}" if len(results.rates) > 1 else "")
+            axes.set_title(f"learning rate {rate:g}" if len(results.learning_rates) > 1 else "")
             axes.set_xlabel(x_label)
             if axes.get_xscale() == "linear":
                 axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))

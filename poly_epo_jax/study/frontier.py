@@ -78,13 +78,13 @@ def _points(results: StudyResults, task: str) -> list[Point]:
     """Returns the points by method, each in ascending order of learning rate."""
     found, num_methods = [], len(results.methods)
     for method_index, method in enumerate(results.methods):
-        for index, rate in enumerate(results.rates):
+        for index, rate in enumerate(results.learning_rates):
             cell = (task, method, rate)
             x, y = results.interval(cell, CORRECT_OF_8), results.interval(cell, REWARD)
             if x is not None and y is not None:
                 rank = (index + 1) * num_methods - method_index
-                size = 5 + 11 * rank / (num_methods * len(results.rates))
-                found.append(Point(x, y, method, f"{rate:g}" if len(results.rates) > 1 else "", size))
+                size = 5 + 11 * rank / (num_methods * len(results.learning_rates))
+                found.append(Point(x, y, method, f"{rate:g}" if len(results.learning_rates) > 1 else "", size))
     return found
 
 
@@ -158,6 +158,6 @@ def _label_points(axes: Axes, results: StudyResults, points: Sequence[Point]) ->
 
 def _unfinished(results: StudyResults, task: str) -> list[Result]:
     """Returns unfinished runs that have been evaluated."""
-    cells = [(task, method, rate) for method in results.methods for rate in results.rates]
+    cells = [(task, method, rate) for method in results.methods for rate in results.learning_rates]
     runs = [run for cell in cells for run in results.of(cell, finished=False)]
     return [run for run in runs if run.at_end(CORRECT_OF_8) is not None]

@@ -162,7 +162,7 @@ def result_rows(results: StudyResults, task: str) -> list[ResultRow]:
             *cell[1:], len(results.of(cell)), num_runs, means, [results.difference(cell, n) for n in metrics]
         )
 
-    return [row((task, method, rate)) for method in results.methods for rate in results.rates]
+    return [row((task, method, rate)) for method in results.methods for rate in results.learning_rates]
 
 
 def markdown(results: StudyResults) -> str:

@@ -111,7 +111,7 @@ def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[StudyRun]:
         RunKey(task, method, float(rate), seed)
         for seed in study.seeds
         for task in study.tasks
-        for rate in study.rates
+        for rate in study.learning_rates
         for method in study.methods
     ]
     for run_key in run_keys:

@@ -21,7 +21,7 @@ from poly_epo_jax.study.folder import ATTEMPTS, LOG
 from poly_epo_jax.study.plan import StudyRun
 from poly_epo_jax.system.file_lock import InUseError
 from poly_epo_jax.system.json_files import Row, append_rows
-from poly_epo_jax.system.signals import Stop, Stopped
+from poly_epo_jax.system.signals import Stopped, StopSignal
 
 Worker = dict[str, str]
 """Environment variables of the runs of a worker. The entry `CORE`, if present, is the core that they are bound to."""
@@ -92,7 +92,7 @@ async def run_all(folder: Path, runs: Sequence[StudyRun], workers: Sequence[Work
     Raises:
       Stopped: If a shutdown was requested. All active runs have saved their state and exited.
     """
-    stop, waiting, rows = Stop(), deque(runs), []
+    stop, waiting, rows = StopSignal(), deque(runs), []
 
     async def take(worker: Worker) -> None:
         while waiting:
@@ -121,7 +121,7 @@ async def run_all(folder: Path, runs: Sequence[StudyRun], workers: Sequence[Work
     return rows
 
 
-async def _attempt(run: StudyRun, stage: str, command: Sequence[str], worker: Worker, stop: Stop) -> Row:
+async def _attempt(run: StudyRun, stage: str, command: Sequence[str], worker: Worker, stop: StopSignal) -> Row:
     """Runs a process and returns its row of attempts.jsonl. Failures and stops are recorded in the row."""
     started, clock = datetime.datetime.now().astimezone().isoformat(timespec="seconds"), time.monotonic()
     log = run.folder / LOG
@@ -144,17 +144,17 @@ async def _attempt(run: StudyRun, stage: str, command: Sequence[str], worker: Wo
     }
 
 
-async def _until_free(folder: Path, stop: Stop) -> None:
+async def _until_free(folder: Path, stop: StopSignal) -> None:
     """Waits until the run folder is unlocked: a process of a killed study may still be training in it."""
     while True:
         try:
-            with run_folder.in_use(folder):
+            with run_folder.lock_run_folder(folder):
                 return
         except InUseError:
-            await stop.interrupts(asyncio.sleep(POLL_INTERVAL_SECONDS))
+            await stop.run_interruptible(asyncio.sleep(POLL_INTERVAL_SECONDS))
 
 
-async def _process(command: Sequence[str], worker: Worker, log: Path, stop: Stop) -> tuple[int, str]:
+async def _process(command: Sequence[str], worker: Worker, log: Path, stop: StopSignal) -> tuple[int, str]:
     """Runs a process, appends its output to the log, and returns its exit code and the last line of its output."""
     environment = os.environ | {name: value for name, value in worker.items() if name != CORE}
     bound = ["taskset", "-c", worker[CORE]] if CORE in worker and shutil.which("taskset") else []
@@ -171,7 +171,7 @@ async def _process(command: Sequence[str], worker: Worker, log: Path, stop: Stop
             start_new_session=True,
         )
     try:
-        code = await stop.interrupts(process.wait())
+        code = await stop.run_interruptible(process.wait())
     except Stopped:
         process.send_signal(signal.SIGTERM)
         code = await process.wait()

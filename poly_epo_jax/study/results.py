@@ -93,7 +93,7 @@ class StudyResults:
         return list(dict.fromkeys(one.key.method for one in self.results))
 
     @property
-    def rates(self) -> list[float]:
+    def learning_rates(self) -> list[float]:
         """Learning rates in ascending order."""
         return sorted({one.key.rate for one in self.results})
 

@@ -20,7 +20,7 @@ PAPER_METHODS: dict[str, dict[str, Any]] = {
 """The three methods of the paper, for `Study.methods`: poly_epo, grpo and grpo_div."""
 
 RATE, SEED, WORKDIR = "optimizer.learning_rate", "seed", "workdir"
-STUDY_KEYS = {RATE: "`rates`", SEED: "`seeds`", WORKDIR: "`folder`"}
+STUDY_KEYS = {RATE: "`learning_rates`", SEED: "`seeds`", WORKDIR: "`folder`"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]*(-[A-Za-z0-9_.+]+)*")
 
 
@@ -77,7 +77,7 @@ class Study:
 
     tasks: Mapping[str, Task]
     methods: Mapping[str, Changes] = dataclasses.field(default_factory=lambda: PAPER_METHODS)
-    rates: Sequence[float] = (5e-4,)
+    learning_rates: Sequence[float] = (5e-4,)
     seeds: Sequence[int] = (0, 1, 2)
     settings: Changes = dataclasses.field(default_factory=dict)
     baseline: str = ""
@@ -89,12 +89,15 @@ class Study:
         for field, values in {
             "tasks": self.tasks,
             "methods": self.methods,
-            "rates": self.rates,
+            "learning_rates": self.learning_rates,
             "seeds": self.seeds,
         }.items():
             if not values:
                 raise ConfigError(f"{field} is empty; specify at least one value.")
-        for field, numbers in {"rates": [f"{rate:g}" for rate in self.rates], "seeds": list(self.seeds)}.items():
+        for field, numbers in {
+            "learning_rates": [f"{rate:g}" for rate in self.learning_rates],
+            "seeds": list(self.seeds),
+        }.items():
             if len(set(numbers)) < len(numbers):
                 raise ConfigError(f"{field}={tuple(numbers)} contains duplicates; remove them.")
         for field, named in {"tasks": self.tasks, "methods": self.methods}.items():

@@ -17,7 +17,7 @@ class InUseError(OSError):
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, description: str, wait: bool = False) -> Iterator[None]:
+def lock_file(path: Path, description: str, wait: bool = False) -> Iterator[None]:
     """Holds an exclusive lock on a file.
 
     The kernel (flock) releases the lock when the process ends, including after SIGKILL. On NFS, the lock also excludes

@@ -62,7 +62,9 @@ class _BoundedTransport(httpx.AsyncBaseTransport):
 
     async def _read(self, response: httpx.Response) -> bytes:
         if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
-            raise InvalidResponseError(f"its response has the content encoding {_brief(encoding)}, which was not requested")
+            raise InvalidResponseError(
+                f"its response has the content encoding {_brief(encoding)}, which was not requested"
+            )
         pieces, size = [], 0
         assert isinstance(response.stream, httpx.AsyncByteStream)
         async for piece in response.stream:

@@ -27,10 +27,10 @@ class Stopped(Exception):
         return NAMES.get(signal.Signals(self.number), str(self.number))
 
 
-class Stop:
-    """A shutdown request, by a signal or by `ask`. The first request determines the reported signal.
+class StopSignal:
+    """A shutdown request, by a signal or by `request`. The first request determines the reported signal.
 
-    Shutdown is graceful: `interrupts` cancels pending waits immediately, and `check` raises Stopped after a running
+    Shutdown is graceful: `run_interruptible` cancels pending waits immediately, and `check` raises Stopped after a running
     computation. Outside of `on_signals`, signals have their usual effect.
     """
 
@@ -39,7 +39,7 @@ class Stop:
         self._requested = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def ask(self, number: int) -> None:
+    def request(self, number: int) -> None:
         """Requests a shutdown as if signal `number` had been received. May be called from any thread."""
         if self._number is None:
             self._number = number
@@ -54,7 +54,7 @@ class Stop:
         """Handles signals as shutdown requests within this context, which requires a running event loop.
 
         Signals that are ignored (nohup) remain ignored. Python delivers signals only to the main thread; an event loop
-        in another thread is stopped with `ask`.
+        in another thread is stopped with `request`.
         """
         self._loop = asyncio.get_running_loop()
         if self._number is not None:  # requested before the loop started
@@ -68,7 +68,7 @@ class Stop:
             for descriptor in terminals:
                 if not os.isatty(descriptor):  # the terminal was closed, so writing to it would raise an error
                     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-            self.ask(number)
+            self.request(number)
 
         before = {number: signal.getsignal(number) for number in NAMES}
         for number, handler in before.items():
@@ -85,7 +85,7 @@ class Stop:
         if self._number is not None:
             raise Stopped(self._number)
 
-    async def interrupts(self, work: Awaitable[T]) -> T:
+    async def run_interruptible(self, work: Awaitable[T]) -> T:
         """Awaits `work` and returns its result. `work` must be safe to cancel at any time.
 
         Raises:

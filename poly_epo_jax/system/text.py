@@ -13,7 +13,7 @@ def first_line(error: BaseException) -> str:
 UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns the end of an error message about an unknown name: the closest known name, and all known names.
 
     Args:

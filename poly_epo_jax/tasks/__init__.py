@@ -5,7 +5,7 @@ To add a task, implement the `types.Task` protocol in a new file and add one lin
 
 from collections.abc import Callable
 
-from poly_epo_jax.tasks.demonstrations import Demonstrations
+from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
 from poly_epo_jax.tasks.math import MathTask
 from poly_epo_jax.tasks.multiplication import MultiplicationTask
 from poly_epo_jax.tasks.multiplication_prose import MultiplicationProseTask

@@ -66,7 +66,7 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def mend(answer: str) -> str:
+def normalize_latex(answer: str) -> str:
     r"""Normalizes a LaTeX answer so that math-verify parses it as intended.
 
     Removes fonts, sizes, colors, `\[`, trailing periods and commas, and the period in `3./2`. Rewrites thousands

@@ -6,7 +6,7 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class Demonstrations:
+class DemonstrationStyle:
     """Error rate and strategy distribution of demonstrations.
 
     Attributes:
@@ -32,7 +32,7 @@ class Demonstrations:
         weights = np.exp(-self.skew * np.arange(num_strategies))
         return int(rng.choice(num_strategies, p=weights / weights.sum()))
 
-    def errs(self, probability: float, rng: np.random.Generator) -> bool:
+    def draw_mistake(self, probability: float, rng: np.random.Generator) -> bool:
         """Draws whether a demonstration contains a mistake.
 
         Args:

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, NamedTuple
 import numpy as np
 
 from poly_epo_jax.config.checks import Range
-from poly_epo_jax.tasks.demonstrations import Demonstrations
+from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
 from poly_epo_jax.tasks.synthetic import SyntheticTask
 from poly_epo_jax.types import Generation, Problem
 
@@ -116,7 +116,7 @@ class MultiplicationTask(SyntheticTask):
         kinds = zip(*map(_strategies_by_kind, sorted(operands(problem), reverse=True)), strict=True)
         return list(dict.fromkeys(strategy for kind in kinds for strategies in kind for strategy in strategies))
 
-    def demonstration(self, problem: Problem, rng: np.random.Generator, style: Demonstrations) -> str:
+    def demonstration(self, problem: Problem, rng: np.random.Generator, style: DemonstrationStyle) -> str:
         """Draws a demonstration for fitting a base policy.
 
         With probability `0.15 + 0.01 * rank`, scaled by `style.error_rate`, one of the three numbers after the
@@ -135,7 +135,7 @@ class MultiplicationTask(SyntheticTask):
         operand, symbol, (first, second) = strategies[rank]
         front = _other_operand(problem, operand)
         mistakes = [0, 0, 0]
-        if style.errs(0.15 + 0.01 * rank, rng):
+        if style.draw_mistake(0.15 + 0.01 * rank, rng):
             mistakes[rng.integers(3)] = int(rng.choice((-1, 1, 10)))  # All numbers remain positive.
         left, right, _ = _steps(front, symbol, first, second)
         left, right = left + mistakes[0], right + mistakes[1]

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, TypeVar
 import numpy as np
 
 from poly_epo_jax.config.checks import Range
-from poly_epo_jax.tasks.demonstrations import Demonstrations
+from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
 from poly_epo_jax.tasks.synthetic import SyntheticTask
 from poly_epo_jax.types import Generation, Problem
 
@@ -99,7 +99,7 @@ class PolynomialTask(SyntheticTask):
         """Returns the demonstrated points, ordered by rank: x = 0, 1, -1, 2, -2, ..."""
         return [(x, polynomial_value(problem.answer, x)) for x in map(_x_of_rank, range(2 * self.max_x + 1))]
 
-    def demonstration(self, problem: Problem, rng: np.random.Generator, style: Demonstrations) -> str:
+    def demonstration(self, problem: Problem, rng: np.random.Generator, style: DemonstrationStyle) -> str:
         """Draws a demonstration for fitting a base policy.
 
         With probability `0.1 + 0.03 * abs(x)` (0.02 for x = 0), scaled by `style.error_rate`, y is off by 1 or 2.
@@ -114,7 +114,7 @@ class PolynomialTask(SyntheticTask):
         """
         x = _x_of_rank(style.rank(2 * self.max_x + 1, rng))
         y = polynomial_value(problem.answer, x)
-        if style.errs(0.1 + 0.03 * abs(x) if x else 0.02, rng):
+        if style.draw_mistake(0.1 + 0.03 * abs(x) if x else 0.02, rng):
             y += int(rng.choice((-2, -1, 1, 2)))
         return f"(x={x},y={y})"
 

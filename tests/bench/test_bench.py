@@ -71,7 +71,9 @@ def test_a_disabled_kernel_is_not_measured(small_roofline, tmp_path, monkeypatch
     monkeypatch.setattr(attention, "DEFAULT_IMPLEMENTATIONS", {"cpu": "broken"})
     monkeypatch.setattr(attention, "disabled_kernels", set())
     timed: list[str] = []
-    monkeypatch.setattr(bench, "time_stages", lambda *_: iter(timed.append(attention.fastest("auto")) or ()))
+    monkeypatch.setattr(
+        bench, "time_stages", lambda *_: iter(timed.append(attention.resolve_implementation("auto")) or ())
+    )
     figures(tiny_config(compilation_cache_dir=str(tmp_path / "compiled")), tmp_path)
     assert timed == ["blockwise"] and "kernel broken" in capsys.readouterr().err
 

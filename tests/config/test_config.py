@@ -44,14 +44,14 @@ def changed(**changes: Any) -> ConfigDict:
     return config
 
 
-@pytest.mark.parametrize("method", default.WORDS)
+@pytest.mark.parametrize("method", default.METHOD_PRESETS)
 @pytest.mark.parametrize("name", ["default", *NAMES])
 def test_shipped_configs_are_valid(name: str, method: str):
     config = default.get_config(method) if name == "default" else load(name, method)
     assert read_config(config).to_dict() == config.to_dict()
     assert config.is_locked
-    assert config.algo.advantages == default.WORDS[method]["advantages"]
-    assert config.algo.length_normalization == default.WORDS[method]["length_normalization"]
+    assert config.algo.advantages == default.METHOD_PRESETS[method]["advantages"]
+    assert config.algo.length_normalization == default.METHOD_PRESETS[method]["length_normalization"]
 
 
 def test_every_key_has_a_help_text_and_every_number_a_range():
@@ -62,7 +62,7 @@ def test_every_key_has_a_help_text_and_every_number_a_range():
     assert [key for key in sorted(numbers) if not isinstance(declared[key].metadata["check"], Range)] == []
 
 
-@pytest.mark.parametrize("method", default.WORDS)
+@pytest.mark.parametrize("method", default.METHOD_PRESETS)
 @pytest.mark.parametrize("name", NAMES)
 def test_shipped_configs_set_only_keys_that_differ(name: str, method: str):
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
@@ -99,7 +99,10 @@ def test_shipped_configs_set_only_keys_that_differ(name: str, method: str):
         ({"algo.num_sets": 71}, ["algo.num_sets=71", "at most C(N, n) = 70"]),
         ({"algo.num_sets": -1}, ["algo.num_sets=-1", "between 0 and 1,000,000"]),
         ({"sampling.temperature": 0.0}, ["sampling.temperature=0.0", "positive"]),
-        ({"train.trainable_pattern": "layers.(q"}, ["train.trainable_pattern='layers.(q'", "must be a regular expression"]),
+        (
+            {"train.trainable_pattern": "layers.(q"},
+            ["train.trainable_pattern='layers.(q'", "must be a regular expression"],
+        ),
         ({"lora.rank": -1}, ["lora.rank=-1", "must be 0, or lie between 1 and 1,024"]),
         ({"lora.rank": 1025}, ["lora.rank=1025", "between 1 and 1,024"]),
         ({"lora.alpha": 0.0}, ["lora.alpha=0.0", "between 1e-06"]),

@@ -12,7 +12,7 @@ import pytest
 from configs import polynomial
 from poly_epo_jax.config.keys import HostsSection
 from poly_epo_jax.doctor import collectives, command as doctor, disk, step
-from poly_epo_jax.doctor.examine import CheckRunner, DoctorCheck, Failed, Finding, RunContext, Skipped
+from poly_epo_jax.doctor.runner import CheckRunner, DoctorCheck, Failed, Finding, RunContext, Skipped
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.startup.read_config import read_config
@@ -46,14 +46,18 @@ def statuses(findings):
 @pytest.mark.slow
 def test_a_run_on_one_device_passes(tmp_path):
     found = examined(tiny(tmp_path))
-    absent = dict.fromkeys(("collectives", "servers", "judge"), "not there")
+    absent = dict.fromkeys(("collectives", "servers", "judge"), "skipped")
     assert statuses(found) == dict.fromkeys(("devices", "kernel", "decoding", "checkpoint"), "passed") | absent
-    assert found["devices"].seen.endswith("mesh data 1, fsdp 1, tensor 1")
+    assert found["devices"].message.endswith("mesh data 1, fsdp 1, tensor 1")
     kernel = found["kernel"]  # The message contains the resolved name of model.attention=auto.
-    assert "blockwise" in kernel.seen
+    assert "blockwise" in kernel.message
     for name in ("values", "dq", "dk", "dv"):
         error, tolerance = (float(kernel.figures[f"{kind} of {name}"]) for kind in ("error", "allowed"))
-        assert error <= tolerance < 1e-3 and f"{name} {error:.1e}" in kernel.seen and f"{tolerance:.1e}" in kernel.seen
+        assert (
+            error <= tolerance < 1e-3
+            and f"{name} {error:.1e}" in kernel.message
+            and f"{tolerance:.1e}" in kernel.message
+        )
     assert list(tmp_path.iterdir()) == []  # No files remain in the run folder or next to it.
 
 
@@ -83,7 +87,7 @@ def test_a_broken_kernel_fails(tmp_path, monkeypatch, dtype, break_it):
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="broken"))
     (found,) = examined(config, "kernel").values()
     assert found.status == "failed"
-    assert "kernel broken" in found.seen and "set --config.model.attention=blockwise" in found.seen
+    assert "kernel broken" in found.message and "set --config.model.attention=blockwise" in found.message
     names = ("values", "dq", "dk", "dv")
     assert set(found.figures) == {f"{kind} of {name}" for kind in ("error", "allowed") for name in names}
     assert any(float(found.figures[f"error of {name}"]) > float(found.figures[f"allowed of {name}"]) for name in names)
@@ -99,7 +103,7 @@ def test_decoding_that_differs_from_the_forward_pass_fails(tmp_path, monkeypatch
     # The shapes differ from the shapes for which other tests compiled the correct function.
     (found,) = examined(tiny(tmp_path, base__head_dim=12), "decoding").values()
     assert found.status == "failed"
-    assert found.seen.startswith("embedded: log-probabilities differ")
+    assert found.message.startswith("embedded: log-probabilities differ")
 
 
 @pytest.mark.slow
@@ -114,7 +118,7 @@ def test_collectives_that_lose_a_gradient_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(collectives, "_gradient", gradient)
     (found,) = examined(tiny(tmp_path, mesh__fsdp=2), "collectives").values()
     assert found.status == "failed"
-    assert "the gradient differs from one device's" in found.seen
+    assert "the gradient differs from one device's" in found.message
 
 
 def test_a_disk_that_changes_bits_fails(tmp_path, monkeypatch):
@@ -126,7 +130,7 @@ def test_a_disk_that_changes_bits_fails(tmp_path, monkeypatch):
 
     monkeypatch.setattr(disk, "_round_trip", round_trip)
     (found,) = examined(tiny(tmp_path), "checkpoint").values()
-    assert found.status == "failed" and "changed bits" in found.seen
+    assert found.status == "failed" and "changed bits" in found.message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,8 +145,8 @@ def test_a_disk_that_changes_bits_fails(tmp_path, monkeypatch):
 )
 def test_an_invalid_mesh_fails_with_the_nearest_valid_mesh(tmp_path, mesh, words):
     found = examined(tiny(tmp_path, **mesh))
-    assert found["devices"].status == "failed" and all(word in found["devices"].seen for word in words)
-    assert {one.status for name, one in found.items() if name != "devices"} == {"not there"}
+    assert found["devices"].status == "failed" and all(word in found["devices"].message for word in words)
+    assert {one.status for name, one in found.items() if name != "devices"} == {"skipped"}
 
 
 def returns(*findings):
@@ -157,9 +161,9 @@ def raises(error):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "seen"),
+    ("error", "status", "message"),
     [
-        (Skipped("no such thing"), "not there", "no such thing"),
+        (Skipped("no such thing"), "skipped", "no such thing"),
         (Failed("broken; fix it"), "failed", "broken; fix it"),
         (OSError("the disk\n is full; free some space"), "failed", "the disk is full; free some space"),
         (TimeoutError("of another kind"), "failed", "of another kind"),
@@ -168,17 +172,17 @@ def raises(error):
 )
 def test_exceptions_of_a_check_become_findings(tmp_path, error, status, seen):
     (found,) = CheckRunner(RunContext(tiny(tmp_path)), 60.0).findings(raises(error))
-    assert (found.status, found.seen) == (status, seen)
+    assert (found.status, found.message) == (status, seen)
 
 
 def test_a_check_that_hangs_is_abandoned(tmp_path):
     hangs = DoctorCheck("devices", lambda run: time.sleep(60) or [], 0.1, "do this", needs_mesh=False)
     runner = CheckRunner(RunContext(tiny(tmp_path)), 60.0)
     (found,) = runner.findings(hangs)
-    assert (found.status, found.seen) == ("failed", "the check timed out after 0 s; do this")
+    assert (found.status, found.message) == ("failed", "the check timed out after 0 s; do this")
     next_one = dataclasses.replace(returns(), needs_mesh=True)
     (skipped,) = runner.findings(next_one)
-    assert skipped.status == "not there" and "'devices'" in skipped.seen
+    assert skipped.status == "skipped" and "'devices'" in skipped.message
     fine = Finding("a check", "passed", "fine")
     assert runner.findings(returns(fine))[0].status == "passed"
 
@@ -191,7 +195,7 @@ def test_no_process_starts_a_joint_check_if_another_has_no_mesh(tmp_path, monkey
 
     monkeypatch.setattr(hosts, "gather", gather)
     together = dataclasses.replace(returns(Finding("a check", "passed", "fine")), needs_mesh=True)
-    for others, status in ((True, "passed"), (False, "not there")):
+    for others, status in ((True, "passed"), (False, "skipped")):
         monkeypatch.setattr(hosts, "on_each", lambda function, others=others: [function(), others])
         (found,) = CheckRunner(RunContext(config), 60.0).findings(together)
         assert found.status == status
@@ -199,13 +203,13 @@ def test_no_process_starts_a_joint_check_if_another_has_no_mesh(tmp_path, monkey
 
 def test_all_checks_together_have_a_time_limit(tmp_path):
     (found,) = CheckRunner(RunContext(tiny(tmp_path)), 0.0).findings(raises(Failed("never called")))
-    assert found.status == "not there" and found.seen.startswith("no time was left")
+    assert found.status == "skipped" and found.message.startswith("no time was left")
 
 
 @pytest.mark.parametrize(("seconds", "bound", "status"), [(60, 1, "failed"), (40, 1, "passed"), (0.1, 1e-4, "passed")])
 def test_a_step_far_below_its_roofline_fails_unless_it_is_tiny(seconds, bound, status):
     found = step._speed([{"name": "gradient", "seconds": float(seconds), "roofline_seconds": float(bound)}])
-    assert found.status == status and f"{bound / seconds:.0%} of the roofline" in found.seen
+    assert found.status == status and f"{bound / seconds:.0%} of the roofline" in found.message
 
 
 @pytest.mark.parametrize(("fine", "code"), [(True, 0), (False, 1)])
@@ -223,6 +227,6 @@ def test_table_json_file_and_exit_code(tmp_path, monkeypatch, capsys, fine, code
     else:
         doctor.run(config, is_short=True, output=output)
     printed = capsys.readouterr().out
-    assert "[fine]." in printed and f"Doctor: 1 passed, {code} failed, {1 - code} not there." in printed
+    assert "[fine]." in printed and f"Doctor: 1 passed, {code} failed, {1 - code} skipped." in printed
     rows = json.loads(output.read_text())
-    assert rows[0]["figures"] == {"x": 1.5} and rows[1]["status"] == ("failed" if code else "not there")
+    assert rows[0]["figures"] == {"x": 1.5} and rows[1]["status"] == ("failed" if code else "skipped")

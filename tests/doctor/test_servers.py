@@ -20,7 +20,7 @@ from configs import polynomial
 from poly_epo_jax.config import default
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.doctor import command as doctor
-from poly_epo_jax.doctor.examine import CheckRunner, RunContext
+from poly_epo_jax.doctor.runner import CheckRunner, RunContext
 from poly_epo_jax.judges import llm
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
@@ -145,7 +145,7 @@ def examined(config: Config, name: str, when: str) -> dict[str, tuple[str, str]]
     (check,) = [check for check in doctor.CHECKS if check.name == name and check.when in ("both", when)]
     patient = dataclasses.replace(check, timeout_seconds=600.0)  # The long time limit is for busy machines.
     found = CheckRunner(RunContext(config), 600.0).findings(patient)
-    return {one.name: (one.status, one.seen) for one in found}
+    return {one.name: (one.status, one.message) for one in found}
 
 
 @pytest.mark.slow
@@ -219,7 +219,7 @@ def test_an_unreachable_server_fails(run):
 def test_servers_of_a_training_run_are_not_modified(run, tmp_path):
     config = read(run, ["http://127.0.0.1:1"])
     make_policy(config, 0, base_policy_folder(config.base, config.task))
-    with run_folder.in_use(tmp_path / "run"), serving(LyingServer()) as server:
+    with run_folder.lock_run_folder(tmp_path / "run"), serving(LyingServer()) as server:
         found = examined(read(run, [server.url]), "servers", "full")
         assert server.version == "initial"
     assert found["servers"][0] == "failed" and "in use by process" in found["servers"][1]
@@ -227,12 +227,12 @@ def test_servers_of_a_training_run_are_not_modified(run, tmp_path):
 
 def test_the_check_is_skipped_without_a_policy_or_servers(run):
     ((status, seen),) = examined(read(run, ["http://127.0.0.1:1"]), "servers", "full").values()
-    assert status == "not there" and "base policy" in seen
+    assert status == "skipped" and "base policy" in seen
     elsewhere = run | {"model.path": "some-organisation/some-model"}
     absent = examined(read(elsewhere, ["http://127.0.0.1:1"]), "servers", "short")
-    assert absent["servers"][0] == "not there"
+    assert absent["servers"][0] == "skipped"
     embedded = examined(read(run | {"rollouts.name": "embedded"}, []), "servers", "short")
-    assert embedded == {"servers": ("not there", "rollouts.name=embedded generates in the trainer")}
+    assert embedded == {"servers": ("skipped", "rollouts.name=embedded generates in the trainer")}
 
 
 def judged(run, url) -> tuple[str, str]:

@@ -16,7 +16,11 @@ pytestmark = pytest.mark.slow
 
 
 def start(folder: Path, *flags: str, **settings) -> subprocess.Popen[str]:
-    folders = {"workdir": folder / "run", "base.cache_dir": folder / "base", "compilation_cache_dir": folder / "compiled"}
+    folders = {
+        "workdir": folder / "run",
+        "base.cache_dir": folder / "base",
+        "compilation_cache_dir": folder / "compiled",
+    }
     command = [sys.executable, "-m", "poly_epo_jax.doctor", "--config=configs/polynomial.py", *flags]
     command += as_flags(SETTINGS | folders | {key.replace("__", "."): value for key, value in settings.items()})
     return subprocess.Popen(
@@ -39,7 +43,7 @@ def test_one_device(tmp_path):
     found = {row["name"]: row["status"] for row in json.loads(output.read_text())}
     passed = ("devices", "settings", "kernel", "decoding", "checkpoint", "seconds of a step")
     skipped = ("collectives", "servers", "judge", "memory")
-    assert found == dict.fromkeys(passed, "passed") | dict.fromkeys(skipped, "not there")
+    assert found == dict.fromkeys(passed, "passed") | dict.fromkeys(skipped, "skipped")
     assert not (tmp_path / "run").exists() and not (tmp_path / "base").exists()
 
 
@@ -56,5 +60,5 @@ def test_two_processes(tmp_path):
     processes = [start(tmp_path, "--short", hosts__index=index, **hosts) for index in range(2)]
     (first_code, first), (second_code, second) = map(end, processes)
     assert (first_code, second_code) == (0, 0), first + second
-    assert "Doctor: 5 passed, 0 failed, 2 not there." in first and "2 x cpu on 2 hosts" in first
+    assert "Doctor: 5 passed, 0 failed, 2 skipped." in first and "2 x cpu on 2 hosts" in first
     assert "Doctor:" not in second

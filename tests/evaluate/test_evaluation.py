@@ -29,7 +29,7 @@ from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.tasks import MultiplicationTask, PolynomialTask
-from poly_epo_jax.types import Completion, Generation, Params, Problem, Request, Sampling, Voting
+from poly_epo_jax.types import Completion, Generation, HasAnswers, Params, Problem, Request, Sampling
 
 ROOT = Path(__file__).parents[2]
 PROBLEMS = [Problem(f"problem {i}", f"{i}:", "a") for i in range(9)]
@@ -231,7 +231,7 @@ def test_error_names_the_corrupted_line(tmp_path: Path):
 def test_benchmarks_by_name_task_and_file(tmp_path: Path):
     section, papers = TaskSection(), read_config(polaris.get_config()).task
     synthetic = open_benchmark("polynomial", section)
-    assert isinstance(synthetic.task, Voting)
+    assert isinstance(synthetic.task, HasAnswers)
     assert (synthetic.label, synthetic.problems) == ("polynomial", PolynomialTask().held_out_problems)
     file = tmp_path / "mine.jsonl"
     file.write_text(json.dumps({"problem": "1+1?", "answer": "so #### 2"}) + "\n")

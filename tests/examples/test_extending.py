@@ -150,7 +150,9 @@ def test_an_evaluation_metric(train: Train, folder: Path, caches: dict[str, Path
 def test_a_logged_metric(train: Train, folder: Path):
     first, last = train("my_counter.py", "my-counter", **SHORT)
     before, _ = rows_of(folder / "runs/my-counter", "eval/degenerate_fraction")
-    assert first["task/invalid_responses"] == pytest.approx(64 * (before["eval/degenerate_fraction"] + first["degenerate"]))
+    assert first["task/invalid_responses"] == pytest.approx(
+        64 * (before["eval/degenerate_fraction"] + first["degenerate"])
+    )
     assert last["task/invalid_responses"] == pytest.approx(64 * last["degenerate"])
 
 

@@ -62,8 +62,8 @@ def test_the_answer_follows_the_marker(data: dict[str, str]):
         ("1.7b,rtx4090x1", "Qwen/Qwen3-1.7B-Base", False),
     ],
 )
-def test_models_fit_the_memory_of_accelerators(words: str, model: str, fits: bool):
-    config = read_config(gsm8k.get_config(words))
+def test_models_fit_the_memory_of_accelerators(config_string: str, model: str, fits: bool):
+    config = read_config(gsm8k.get_config(config_string))
     assert config.model.path == model
     assert plan_of(config, model_shape(config))[0].fits == fits
 

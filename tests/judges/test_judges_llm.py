@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.judges import llm
-from poly_epo_jax.judges.llm import LLMJudge, warn_capacity, capacity_warnings
+from poly_epo_jax.judges.llm import LLMJudge, capacity_warnings, warn_capacity
 from poly_epo_jax.judges.prompt import build_messages, load_rubric
 from poly_epo_jax.system import http_client as servers
 from poly_epo_jax.tasks import PolynomialTask

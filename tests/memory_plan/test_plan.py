@@ -21,13 +21,13 @@ from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.config.section import read_section
 from poly_epo_jax.memory_plan.gradient import LAYER_ARRAYS, layer_values
 from poly_epo_jax.memory_plan.plan import Plan, choose_remat, make_plan, max_rows
-from poly_epo_jax.memory_plan.tables import plan_of, print_plan, print_plans, setting_of
+from poly_epo_jax.memory_plan.tables import machine_of, plan_of, print_plan, print_plans
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.flops import gradient_passes
 from poly_epo_jax.model.lora import lora_fields, trained_pattern
 from poly_epo_jax.model.presets import PRESETS, preset_config
 from poly_epo_jax.model.qwen3 import AUTO, REMAT_POLICIES, Qwen3, abstract_model
-from poly_epo_jax.parallel.devices import DEVICES, Setting, device_name
+from poly_epo_jax.parallel.devices import DEVICES, Machine, device_name
 from poly_epo_jax.parallel.mesh import AXES, RULES, check_mesh, fill_mesh, nearest_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.set_rl import ppo_clip_loss
@@ -39,9 +39,9 @@ from poly_epo_jax.step.update import PolicyUpdate
 
 
 def planned(name: str, config: Config, **compute: Any) -> tuple[Plan, int]:
-    setting, memory_bytes = setting_of(config)
+    machine, memory_bytes = machine_of(config)
     shape = preset_config(name, **compute)
-    return make_plan(config, shape, setting, memory_bytes), max_rows(config, shape, setting, memory_bytes)
+    return make_plan(config, shape, machine, memory_bytes), max_rows(config, shape, machine, memory_bytes)
 
 
 # Compiled programs
@@ -90,11 +90,11 @@ LATER_JAX = jax.__version_info__ > (0, 10, 2)
 @pytest.mark.parametrize("case", [SMALL, *LARGE], ids=str)
 def test_plan_matches_compiled_programs(case: Case):
     config, shape = case.config(), case.shape()
-    setting = Setting("cpu", dict(zip(AXES, case.mesh, strict=True)))
-    plan = make_plan(config, shape, setting, None)
+    machine = Machine("cpu", dict(zip(AXES, case.mesh, strict=True)))
+    plan = make_plan(config, shape, machine, None)
     model = nnx.eval_shape(lambda: Qwen3(shape, nnx.Rngs(0)))
     update = PolicyUpdate(model, make_mesh(*case.mesh), Objective(ppo_clip_loss), optimizer_config(), total_updates=1)
-    lowered = update.lower(microbatch_rows(config, setting.mesh), config.train.row_tokens)
+    lowered = update.lower(microbatch_rows(config, machine.mesh), config.train.row_tokens)
     memory: dict[str, Any] = {name: lowered[name].compile().memory_analysis() for name in plan.stages}
 
     # The optimizer's arguments are weights, two moments and gradients of equal size. Moments stay during the gradient.
@@ -129,8 +129,8 @@ LORA = [
 def test_plan_with_adapters_matches_compiled_programs(case: Case):
     """Frozen weights do not have moments or a sum of gradients."""
     config, shape = case.config(), case.shape()
-    setting = Setting("cpu", dict(zip(AXES, case.mesh, strict=True)))
-    plan = make_plan(config, shape, setting, None)
+    machine = Machine("cpu", dict(zip(AXES, case.mesh, strict=True)))
+    plan = make_plan(config, shape, machine, None)
     update = PolicyUpdate(
         abstract_model(shape),
         make_mesh(*case.mesh),
@@ -139,7 +139,7 @@ def test_plan_with_adapters_matches_compiled_programs(case: Case):
         total_updates=1,
         trainable=trained_pattern(config),
     )
-    lowered = update.lower(microbatch_rows(config, setting.mesh), config.train.row_tokens)
+    lowered = update.lower(microbatch_rows(config, machine.mesh), config.train.row_tokens)
     program = lowered["gradient"].compile().memory_analysis()
     assert program is not None
     result = program.output_size_in_bytes - program.alias_size_in_bytes
@@ -183,7 +183,7 @@ def test_layers_save_the_arrays_of_their_remat_policy(remat: str, targets: tuple
     """The residual stream, the MLP, queries and keys have 1,000, 100, 10 and 1 values per token."""
     lora = lora_fields(LoraSection(rank=8, targets=targets)) if targets else {}
     shape = ModelConfig(50, 1000, 100, 1, 10, 1, 1, attention="triton", **lora)
-    setting = Setting("h200", dict.fromkeys(AXES, 1))
+    machine = Machine("h200", dict.fromkeys(AXES, 1))
     products = {"q": 10, "k": 1, "v": 1, "o": 1000, "gate": 100, "up": 100}
     adapter_products = sum(products[name] for name in shape.lora_targets)
     frozen_norms = 2 * 1000 + 10 + 1 if targets else 0
@@ -193,8 +193,8 @@ def test_layers_save_the_arrays_of_their_remat_policy(remat: str, targets: tuple
         "dots": 1000 + 10 + sum(products.values()) + adapter_products,
         "none": 5 * 1000 + 6 * 100 + 3 * 10 + 4 * 1 - frozen_norms,
     }
-    assert layer_values(shape, setting, remat) == expected[remat]
-    assert layer_values(shape, setting, "layer") == 5 * 1000 + 6 * 100 + 3 * 10 + 4 * 1
+    assert layer_values(shape, machine, remat) == expected[remat]
+    assert layer_values(shape, machine, "layer") == 5 * 1000 + 6 * 100 + 3 * 10 + 4 * 1
 
 
 def test_layer_arrays_have_unique_names():
@@ -205,15 +205,15 @@ def test_layer_arrays_have_unique_names():
 def test_cpu_plans_include_the_process_overhead():
     config, shape = read_config(polynomial.get_config()), preset_config("Qwen3-0.6B", param_dtype="bfloat16")
     for mesh in (1, 1, 1), (2, 2, 1):
-        setting = Setting("cpu", dict(zip(AXES, mesh, strict=True)))
-        plan = make_plan(config, shape, setting, None)
+        machine = Machine("cpu", dict(zip(AXES, mesh, strict=True)))
+        plan = make_plan(config, shape, machine, None)
         programs = [plan.stages[name] for name in ("gradient", "optimizer")]
         blocks = sum(size for terms in programs for term, size in terms.items() if term != "sum of gradients")
-        assert plan.process_overhead["malloc fragmentation"] == blocks * setting.num_devices
-        assert plan.needed_bytes - plan.peak_bytes == sum(plan.process_overhead.values()) // setting.num_devices
+        assert plan.process_overhead["malloc fragmentation"] == blocks * machine.num_devices
+        assert plan.needed_bytes - plan.peak_bytes == sum(plan.process_overhead.values()) // machine.num_devices
         for available, fits in (plan.needed_bytes, True), (plan.needed_bytes - 1, False):
-            assert make_plan(config, shape, setting, available).fits == fits
-        on_gpu = make_plan(config, shape, dataclasses.replace(setting, device="h200"), None)
+            assert make_plan(config, shape, machine, available).fits == fits
+        on_gpu = make_plan(config, shape, dataclasses.replace(machine, device="h200"), None)
         assert not on_gpu.process_overhead and on_gpu.needed_bytes == on_gpu.peak_bytes
 
 
@@ -231,22 +231,22 @@ def test_gradient_passes_count_only_trained_weights():
 def test_every_preset_can_be_planned(mesh: str, model: str):
     config = read_config(polaris.get_config(mesh))
     plan, rows = planned(model, config)
-    check_mesh(config.mesh, plan.setting.mesh, dataclasses.asdict(preset_config(model)), config.train.row_tokens)
-    assert math.prod(plan.setting.mesh.values()) == MESHES[mesh]["devices"]
+    check_mesh(config.mesh, plan.machine.mesh, dataclasses.asdict(preset_config(model)), config.train.row_tokens)
+    assert math.prod(plan.machine.mesh.values()) == MESHES[mesh]["devices"]
     assert plan.peak_bytes == max(sum(plan.resident.values()) + sum(terms.values()) for terms in plan.stages.values())
     assert plan.memory_bytes is not None and plan.fits == (plan.peak_bytes <= plan.memory_bytes) == (rows > 0)
 
 
 def test_the_largest_number_of_rows_fits_and_one_more_does_not():
     config = read_config(polaris.get_config("h200x4"))
-    setting, memory_bytes = setting_of(config)
+    machine, memory_bytes = machine_of(config)
     shape = preset_config("Qwen3-4B")
-    rows = max_rows(config, shape, setting, memory_bytes)
+    rows = max_rows(config, shape, machine, memory_bytes)
     assert 1 < rows < 40
-    assert make_plan(config, shape, setting, memory_bytes, rows).fits
-    assert not make_plan(config, shape, setting, memory_bytes, rows + 1).fits
+    assert make_plan(config, shape, machine, memory_bytes, rows).fits
+    assert not make_plan(config, shape, machine, memory_bytes, rows + 1).fits
     # With enough memory, the minibatch is the limit: 512 sequences, three per row, on four devices.
-    assert max_rows(config, shape, setting, 10**15) == 512 // 3 // 4
+    assert max_rows(config, shape, machine, 10**15) == 512 // 3 // 4
 
 
 def test_plans_depend_on_sharding_dtypes_and_remat():
@@ -283,16 +283,16 @@ def test_plans_depend_on_sharding_dtypes_and_remat():
 def test_auto_selects_the_least_recomputation_that_fits(share: float):
     """AUTO selects the first policy that leaves a tenth of the memory free, for several sizes around that of `full`."""
     config, shape = read_config(polaris.get_config("v5p-8")), preset_config("Qwen3-4B")
-    setting, _ = setting_of(config)
+    machine, _ = machine_of(config)
 
     def plan_with(remat: str, memory_bytes: int | None) -> Plan:
-        return make_plan(config, dataclasses.replace(shape, remat=remat), setting, memory_bytes)
+        return make_plan(config, dataclasses.replace(shape, remat=remat), machine, memory_bytes)
 
     memory_bytes = int(share * plan_with("full", None).peak_bytes)
     fitting = [remat for remat in REMAT_POLICIES if plan_with(remat, None).peak_bytes <= 0.9 * memory_bytes]
     least = min(fitting, key=lambda remat: -plan_with(remat, None).peak_bytes, default="full")
     assert plan_with(AUTO, memory_bytes) == plan_with(least, memory_bytes)
-    assert choose_remat(config, shape, setting, memory_bytes) == least
+    assert choose_remat(config, shape, machine, memory_bytes) == least
     assert plan_with(AUTO, None) == plan_with("full", None)
 
 
@@ -319,7 +319,7 @@ def test_a_plan_needs_neither_devices_nor_weights(tmp_path, monkeypatch, capsys)
     found = json.loads((tmp_path / "plan.json").read_text())
     assert list(found) == list(MESHES)
     assert found["h200x4"]["memory_bytes"] == 0.75 * 141e9
-    assert (found["v6e-1"]["largest_rows_per_device"], found["v6e-4"]["largest_rows_per_device"]) == (0, 1)
+    assert (found["v6e-1"]["max_rows_per_device"], found["v6e-4"]["max_rows_per_device"]) == (0, 1)
 
 
 def test_a_plan_that_exceeds_the_memory_prints_a_warning(tmp_path, capsys):
@@ -343,8 +343,8 @@ def test_presets_use_all_their_devices(name: str):
 
 
 @pytest.mark.parametrize("words", ["grpo,v5p-16", "v5p-16,grpo"])
-def test_names_can_have_any_order(words: str):
-    config = polaris.get_config(words)
+def test_names_can_have_any_order(config_string: str):
+    config = polaris.get_config(config_string)
     assert (config.workdir, config.algo.advantages) == ("runs/polaris-grpo", "grpo")
     assert config.mesh.device_kind == "v5p" and config.mesh.fsdp == 8
 
@@ -353,9 +353,9 @@ def test_names_can_have_any_order(words: str):
     ("words", "complaint"),
     [("grpo,v5p-17", "':v5p-17'.*grpo_div.*v5p-16"), ("grpo,poly_epo", "two"), ("v5p-8,laptop", "two")],
 )
-def test_invalid_names_are_rejected(words: str, complaint: str):
+def test_invalid_names_are_rejected(config_string: str, complaint: str):
     with pytest.raises(ValueError, match=complaint):
-        default.get_config(words)
+        default.get_config(config_string)
 
 
 @pytest.mark.parametrize(

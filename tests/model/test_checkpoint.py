@@ -122,7 +122,7 @@ def test_a_checkpoint_without_frozen_weights_requires_the_same_frozen_weights(tm
     assert_trees_equal(weights, state.params)
     other = state.frozen | {"norm": state.frozen["norm"] + 1}
     with pytest.raises(ConfigError, match=r"other frozen weights; set model\.path"):
-        checkpoints.newest(lambda step: checkpoints.restore(step, *like, other))
+        checkpoints.restore_latest(lambda step: checkpoints.restore(step, *like, other))
     checkpoints.close()
 
 
@@ -213,12 +213,12 @@ def test_a_corrupted_newest_checkpoint_is_moved_and_saved_again(tmp_path, capsys
         flip(file)
 
     reader = Checkpoints(tmp_path / "checkpoints", read_only=True)
-    assert reader.newest(lambda step: restore_small(reader, step)) == (3, ([3] * 4, {"step": 3}))
+    assert reader.restore_latest(lambda step: restore_small(reader, step)) == (3, ([3] * 4, {"step": 3}))
     assert steps_on_disk(tmp_path / "checkpoints") == [3, 6, 9] and reader.num_corrupted == 0
 
     capsys.readouterr()
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
-    assert checkpoints.newest(lambda step: restore_small(checkpoints, step)) == (3, ([3] * 4, {"step": 3}))
+    assert checkpoints.restore_latest(lambda step: restore_small(checkpoints, step)) == (3, ([3] * 4, {"step": 3}))
     nine, six = capsys.readouterr().err.splitlines()
     assert nine.startswith(f"Warning: Checkpoint {tmp_path}/checkpoints/9 is corrupted: ")
     assert six.startswith(f"Warning: Checkpoint {tmp_path}/checkpoints/6 is corrupted: ")
@@ -226,7 +226,7 @@ def test_a_corrupted_newest_checkpoint_is_moved_and_saved_again(tmp_path, capsys
     assert steps_on_disk(tmp_path / "checkpoints.corrupted") == [6, 9] and checkpoints.num_corrupted == 2
     save_small(checkpoints, 6)
     checkpoints.close()
-    assert Checkpoints(tmp_path / "checkpoints").newest(lambda step: step) == (6, 6)
+    assert Checkpoints(tmp_path / "checkpoints").restore_latest(lambda step: step) == (6, 6)
 
 
 @pytest.mark.parametrize("key", ["data", "fingerprints", "digest"])
@@ -239,7 +239,7 @@ def test_a_changed_record_is_detected(tmp_path, key):
     content[key] = {"data": {"step": 4}, "fingerprints": {"x": 1}, "digest": "0"}[key]
     file.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"All checkpoints in \S+ are corrupted\. .* or delete the run"):
-        checkpoints.newest(lambda step: restore_small(checkpoints, step))
+        checkpoints.restore_latest(lambda step: restore_small(checkpoints, step))
     assert steps_on_disk(tmp_path) == [3]
 
 
@@ -300,7 +300,7 @@ def test_a_checkpoint_of_another_version_is_rejected_but_not_corrupted(tmp_path,
     shardings = jax.tree.map(lambda _: ON_ONE_DEVICE, like)
     differs = rf"3 was saved by another version of poly_epo_jax: moments\.{other} differ"
     with pytest.raises(ConfigError, match=differs):
-        checkpoints.newest(lambda step: checkpoints.restore(step, like, shardings))
+        checkpoints.restore_latest(lambda step: checkpoints.restore(step, like, shardings))
     assert steps_on_disk(tmp_path) == [3]
     checkpoints.close()
 
@@ -319,8 +319,8 @@ def test_a_transient_read_error_is_not_corruption(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(ocp.CheckpointManager, "restore", restore)
         with pytest.raises(OSError, match=r"read checkpoint \S+/6: Too many open files\. .* rerun the command"):
-            checkpoints.newest(lambda step: restore_small(checkpoints, step))
-    assert checkpoints.newest(lambda step: restore_small(checkpoints, step)) == (6, ([6] * 4, {"step": 6}))
+            checkpoints.restore_latest(lambda step: restore_small(checkpoints, step))
+    assert checkpoints.restore_latest(lambda step: restore_small(checkpoints, step)) == (6, ([6] * 4, {"step": 6}))
 
 
 @pytest.mark.slow
@@ -341,5 +341,5 @@ def test_a_full_disk_preserves_earlier_checkpoints(tmp_path, capfd):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert capfd.readouterr().err == ""
     checkpoints = Checkpoints(tmp_path)
-    assert checkpoints.newest(lambda step: restore_small(checkpoints, step)) == (1, ([1] * 4, {"step": 1}))
+    assert checkpoints.restore_latest(lambda step: restore_small(checkpoints, step)) == (1, ([1] * 4, {"step": 1}))
     assert not list(tmp_path.glob("*tmp*"))  # The incomplete checkpoint was removed.

@@ -22,8 +22,10 @@ BILLIONS = {
 
 
 @pytest.mark.parametrize("tied_head", [True, False])
-def test_total_weights_counts_the_matrices_of_the_model(tied_head):
-    config = ModelConfig(50, 6, 10, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, tied_head=tied_head)
+def test_total_weights_counts_the_matrices_of_the_model(tie_word_embeddings):
+    config = ModelConfig(
+        50, 6, 10, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, tie_word_embeddings=tie_word_embeddings
+    )
     leaves = jax.tree.leaves_with_path(nnx.split(Qwen3(config, nnx.Rngs(0)))[1])
     matrices = sum(leaf.size for path, leaf in leaves if "norm" not in jax.tree_util.keystr(path))
     assert flops.total_weights(config) == matrices

@@ -38,7 +38,7 @@ def assert_trees_equal(found, expected):
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_registry_entries_name_exactly_the_weights_of_their_family(family):
     entry = ARCHITECTURES[family]
-    config = dataclasses.replace(SMALL, family=family, **entry.switches, tied_head=False)
+    config = dataclasses.replace(SMALL, family=family, **entry.switches, tie_word_embeddings=False)
     assert {tensor.path for tensor in hf._tensors(config).values()} == set(entry.weights)
     assert {field.name for field in dataclasses.fields(ModelConfig)} > set(entry.config_keys) | set(entry.switches)
 
@@ -160,7 +160,7 @@ def test_rope_theta_is_read_from_old_and_new_keys(changes, rope_theta, tmp_path)
 def test_missing_keys_have_the_defaults_of_transformers(tmp_path):
     write_config(tmp_path, model_type="llama", num_key_value_heads=None, head_dim=None, tie_word_embeddings=None)
     config = read_config(tmp_path)
-    assert (config.num_kv_heads, config.head_dim, config.tied_head) == (4, 4, False)
+    assert (config.num_kv_heads, config.head_dim, config.tie_word_embeddings) == (4, 4, False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -251,7 +251,7 @@ def test_invalid_tensors_are_rejected(edit, message, tmp_path):
 def test_an_untied_model_requires_its_head(tmp_path):
     save_pretrained(tmp_path / "model", random_params(SMALL), SMALL)
     with pytest.raises(ValueError, match=r"has no tensor lm_head\.weight"):
-        load_params(tmp_path / "model", dataclasses.replace(SMALL, tied_head=False))
+        load_params(tmp_path / "model", dataclasses.replace(SMALL, tie_word_embeddings=False))
 
 
 def test_saving_rejects_other_switches_and_existing_folders(tmp_path):

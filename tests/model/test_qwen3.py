@@ -24,7 +24,7 @@ QWEN3 = ModelConfig(
 FAMILIES = {
     "qwen3": QWEN3,
     "qwen2": dataclasses.replace(QWEN3, qk_norm=False, attention_bias=True),
-    "llama": dataclasses.replace(QWEN3, qk_norm=False, tied_head=False),
+    "llama": dataclasses.replace(QWEN3, qk_norm=False, tie_word_embeddings=False),
 }
 LENGTHS = (5, 9, 1)
 ROW = 16  # Tokens per row: the three sequences and one padding token.

@@ -47,7 +47,7 @@ def draw_config(index):
         rope_theta=float(10 ** rng.uniform(2, 6)),
         norm_eps=float(rng.choice([1e-6, 1e-5, 1e-2])),
         max_position=64,
-        tied_head=bool(rng.random() < 0.5),
+        tie_word_embeddings=bool(rng.random() < 0.5),
         family=family,
         **ARCHITECTURES[family].switches,
         **FLOAT32,
@@ -66,7 +66,7 @@ def random_transformer(config, seed=0):
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "max_position_embeddings": config.max_position,
-        "tie_word_embeddings": config.tied_head,
+        "tie_word_embeddings": config.tie_word_embeddings,
     }
     if config.qk_norm:
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shapes, head_dim=config.head_dim))
@@ -122,7 +122,7 @@ def test_transformers_gives_the_same_logits_for_exported_folders(index, tmp_path
 
 
 def test_bfloat16_files_contain_rounded_weights(tmp_path):
-    config = dataclasses.replace(SMALL, tied_head=False)
+    config = dataclasses.replace(SMALL, tie_word_embeddings=False)
     params = random_params(config)
     save_pretrained(tmp_path / "float32", params, config, dtype="float32")
     save_pretrained(tmp_path / "bfloat16", params, config)

@@ -15,7 +15,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_lines_are_printed_first_every_ten_seconds_and_at_the_end(capsys, clock: list[float]):
-    with progress.counted("base policy", 10) as show:
+    with progress.progress_bar("base policy", 10) as show:
         for done in range(1, 11):
             show(done)
             clock[0] += 4.0
@@ -28,7 +28,7 @@ def test_lines_are_printed_first_every_ten_seconds_and_at_the_end(capsys, clock:
 def test_a_terminal_shows_a_bar_and_no_lines(capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    with progress.counted("tiny on polynomial: problems", 40) as show:
+    with progress.progress_bar("tiny on polynomial: problems", 40) as show:
         show(0)
         show(40)
     out = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
@@ -36,7 +36,7 @@ def test_a_terminal_shows_a_bar_and_no_lines(capsys, monkeypatch: pytest.MonkeyP
 
 
 def test_failed_work_is_not_reported_as_complete(capsys, clock: list[float]):
-    with pytest.raises(ValueError, match="broken"), progress.counted("x", 2) as show:
+    with pytest.raises(ValueError, match="broken"), progress.progress_bar("x", 2) as show:
         show(1)
         raise ValueError("broken")
     assert capsys.readouterr().out == "x 1/2\n"

@@ -98,4 +98,6 @@ def test_exclusive_time_equals_a_count_at_every_moment(seed: int):
             expected[in_progress.pop()] += 1
     found = {stage: sum(end - start for start, end in of) for stage, of in alone_intervals(spans).items()}
     assert found == expected
-    assert Window(0.0, 30.0, spans).exclusive_seconds() == {f"exclusive_seconds/{stage}": of for stage, of in expected.items()}
+    assert Window(0.0, 30.0, spans).exclusive_seconds() == {
+        f"exclusive_seconds/{stage}": of for stage, of in expected.items()
+    }

@@ -258,7 +258,10 @@ def test_a_terminal_shows_all_metrics_on_one_screen(tmp_path: Path, capsys, monk
     training = {name: metric.brief for name, metric in LOGGED_METRICS.items() if metric.brief and "eval" not in name}
     metrics = {name: 0.5 for name in training}
     stages = ("generate", "grade", "logprobs", "update", "evaluate", "checkpoint", "step")
-    timing = {f"seconds/{stage}": 1.25 for stage in stages} | {"tokens_per_second": 12345.6, "sync/step_fraction": 0.0625}
+    timing = {f"seconds/{stage}": 1.25 for stage in stages} | {
+        "tokens_per_second": 12345.6,
+        "sync/step_fraction": 0.0625,
+    }
     with Tracker(tmp_path, CONFIG, total_steps=9, resume_step=-1) as tracker:
         tracker.log(0, {name: 0.25 for name in progress._HELD_OUT})
         tracker.publish(0)

@@ -103,7 +103,10 @@ RULES = (
     Rule("python -m poly_epo_jax.main --config=configs/gsm8k.py", error="'openai/gsm8k:main:test' cannot be reached"),
     Rule("python -m poly_epo_jax.main --config=configs/multiplication.py", SMALL, says="Done: runs/my-run"),
     Rule("python -m poly_epo_jax.main --config=configs/polaris.py", error="POLARIS-Project/Polaris-Dataset-53K"),
-    Rule("python -m poly_epo_jax.main --config=configs/polaris.py:h200x4", error="mesh.device_kind=h200, but the available"),
+    Rule(
+        "python -m poly_epo_jax.main --config=configs/polaris.py:h200x4",
+        error="mesh.device_kind=h200, but the available",
+    ),
     Rule("python -m poly_epo_jax.main --config=configs/polynomial.py", SMALL, says="Done: runs/polynomial-poly_epo"),
     Rule(
         "python -m poly_epo_jax.main --config=configs/polynomial.py --config.algo.objective=pass_at_n",

@@ -14,7 +14,7 @@ from lying_servers import MAX_TOKENS, STOP_IDS, VOCABULARY, LyingServer
 
 from poly_epo_jax.rollouts.completion_check import completion_flaw
 from poly_epo_jax.rollouts.sglang import parse_responses
-from poly_epo_jax.system.http_client import ServerError, InvalidResponseError
+from poly_epo_jax.system.http_client import InvalidResponseError, ServerError
 from poly_epo_jax.types import Request, Sampling
 
 REQUEST = Request("p", np.array([3, 4, 5]), np.arange(2, dtype=np.uint32), MAX_TOKENS)

@@ -10,7 +10,7 @@ from fakes import ByLetter, Scripted, collect, until
 from poly_epo_jax.rollouts.groups import Rollouts, generation_seeds
 from poly_epo_jax.rollouts.prompts import drop_long_prompts
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
-from poly_epo_jax.types import Completion, Counting, Problem, Request, Sampler, Sampling
+from poly_epo_jax.types import Completion, HasMetrics, Problem, Request, Sampler, Sampling
 
 ALPHABET = "abcdxyz?:"
 PROBLEMS = [Problem(name, f"{name}:", "") for name in "abc"]
@@ -157,7 +157,7 @@ def test_rollouts_return_the_counters_of_the_sampler():
             return {"rollouts/resampled": 3.0}
 
     rollouts = open_rollouts(CountingSampler(lambda *_: "a"))
-    assert isinstance(rollouts, Counting) and rollouts.metrics() == {"rollouts/resampled": 3.0}
+    assert isinstance(rollouts, HasMetrics) and rollouts.metrics() == {"rollouts/resampled": 3.0}
     assert open_rollouts(Recording(lambda *_: "a")).metrics() == {}
 
 

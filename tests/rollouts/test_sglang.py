@@ -21,7 +21,7 @@ from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync, TensorSync, WeightSync
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.system.http_client import ServerError
-from poly_epo_jax.types import Counting, Group, Params, Problem, Sampler, Sampling
+from poly_epo_jax.types import Group, HasMetrics, Params, Problem, Sampler, Sampling
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,7 @@ def assert_complete(groups: Sequence[Group], problems: Sequence[Problem], num_ge
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_generations_match_the_trainer(servers, sync, temperature):
     rollouts, problems = rollouts_of(servers, sync), tiny_problems(12, MAX_PROMPT)
-    assert isinstance(rollouts.sampler, Sampler) and isinstance(rollouts.sampler, Counting)
+    assert isinstance(rollouts.sampler, Sampler) and isinstance(rollouts.sampler, HasMetrics)
     asyncio.run(rollouts.push_weights(weights(1), 3))
     groups = collect(rollouts, problems, 4, Sampling(24, temperature))
     assert_complete(groups, problems, 4)

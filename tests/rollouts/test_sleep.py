@@ -27,7 +27,7 @@ from poly_epo_jax.rollouts.sglang import SGLANG
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.system.http_client import ServerError, open_client
-from poly_epo_jax.types import Sampling, Sleeping
+from poly_epo_jax.types import Sampling, SupportsSleep
 
 URL = "http://a"
 WAKES = ["resume_memory_occupation", "update_weight_version"]
@@ -78,7 +78,7 @@ class Server:
 
 def opened(server: Server, monkeypatch: pytest.MonkeyPatch, folder: Path, sleeps: bool = True) -> Rollouts:
     rollouts = open_rollouts(server.handle, monkeypatch, [URL], folder)
-    assert isinstance(rollouts.sampler, SGLangSampler) and isinstance(rollouts.sampler, Sleeping)
+    assert isinstance(rollouts.sampler, SGLangSampler) and isinstance(rollouts.sampler, SupportsSleep)
     assert isinstance(rollouts.sampler._weights, ServedWeights)
     rollouts.sampler._weights.sleeps = sleeps
     return rollouts
@@ -182,7 +182,7 @@ def test_a_real_server(tmp_path: Path):
     hf.save_pretrained(model, tiny_params(9), TINY, dtype="float32", eos_token_id=1, tokenizer=tokenizer)
     flags = ("--max-total-tokens", "16384", "--max-running-requests", "8", "--context-length", "512")
 
-    async def ask(url: str) -> list[Any]:
+    async def request(url: str) -> list[Any]:
         async with open_client(60.0) as client:
             with pytest.raises(ServerError, match="--enable-memory-saver"):
                 await sglang.release_memory(client, url)

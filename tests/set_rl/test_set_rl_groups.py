@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from poly_epo_jax.set_rl.groups import subtract_mean, cluster_sizes, rarity, same_cluster
+from poly_epo_jax.set_rl.groups import cluster_sizes, rarity, same_cluster, subtract_mean
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 CLUSTERS = jnp.array([[1, 1, 2, DEGENERATE_CLUSTER, 1]])

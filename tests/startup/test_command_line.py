@@ -74,8 +74,8 @@ class Easier(PolynomialTask):
 TASKS["{task}"] = Easier
 
 
-def get_config(words=""):
-    config = default.get_config(words)
+def get_config(config_string=""):
+    config = default.get_config(config_string)
     config.task.name = "{task}"
     config.workdir = "runs/mine"
     return config

@@ -142,7 +142,7 @@ def test_overlapping_points_remain_visible(folder: Path):
         assert len({mark.get_markersize() for mark in marks}) == len(marks) == 6, "larger markers enclose smaller ones"
     assert enlarged.get_xlim()[0] > 6 > 1.2 > whole.get_xlim()[0], "the four overlapping points"
     written = {axes: [text for text in axes.texts if isinstance(text, Annotation)] for axes in (whole, enlarged)}
-    rates = {axes: [text for text in texts if text.get_text()] for axes, texts in written.items()}
+    learning_rates = {axes: [text for text in texts if text.get_text()] for axes, texts in written.items()}
     assert sorted(text.get_text() for text in rates[whole]) == ["0.0001", "0.0005"]
     assert sorted(text.get_text() for text in rates[enlarged]) == ["0.0001"] * 2 + ["0.0005"] * 2
     renderer = FigureCanvasAgg(drawn).get_renderer()
@@ -178,7 +178,7 @@ def test_curves_show_means_and_ranges_over_seeds(folder: Path):
 
 
 def test_report_of_a_study_without_results(tmp_path: Path):
-    run_keys = write_fake_study(tmp_path, rates=(1e-3,), seeds=(0,))
+    run_keys = write_fake_study(tmp_path, learning_rates=(1e-3,), seeds=(0,))
     shutil.rmtree(tmp_path / "polynomial")
     (tmp_path / "attempts.jsonl").unlink()
     assert "No run has been evaluated yet." in write_study_report(tmp_path).read_text()
@@ -188,7 +188,7 @@ def test_report_of_a_study_without_results(tmp_path: Path):
 
 @pytest.mark.slow
 def test_single_method_and_seed_have_no_differences_and_intervals(tmp_path: Path):
-    run_keys = write_fake_study(tmp_path, rates=(1e-3,), seeds=(0,))
+    run_keys = write_fake_study(tmp_path, learning_rates=(1e-3,), seeds=(0,))
     plan = {"baseline": "grpo", "runs": [vars(run_keys[1])]}
     (tmp_path / "study.json").write_text(json.dumps(plan))
     page = write_study_report(tmp_path).read_text()

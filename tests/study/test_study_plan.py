@@ -21,7 +21,7 @@ POLYNOMIAL = str(Path(__file__).parents[2] / "configs" / "polynomial.py")
 
 def study(folder: Path, **fields: Any) -> Study:
     tasks = {"even": Task(POLYNOMIAL), "skewed": Task(f"{POLYNOMIAL}:grpo_div", {"base.skew": 0.5})}
-    given = {"methods": METHODS, "seeds": (3, 4), "rates": (1e-3, 2.5e-4), "settings": {"eval.every": 5}}
+    given = {"methods": METHODS, "seeds": (3, 4), "learning_rates": (1e-3, 2.5e-4), "settings": {"eval.every": 5}}
     return Study(**({"tasks": tasks, "folder": str(folder)} | given | fields))
 
 

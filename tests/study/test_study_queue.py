@@ -143,7 +143,7 @@ def test_study_waits_for_runs_of_a_killed_study(tmp_path: Path):
     run = FakeRun(tmp_path / "a")
 
     async def wait_and_work() -> list[Row]:
-        with run_folder.in_use(run.folder):
+        with run_folder.lock_run_folder(run.folder):
             started = asyncio.Event()
             working = asyncio.create_task(run_all(tmp_path, [run], [{}], Listener(lambda *_: started.set(), print)))
             await started.wait()

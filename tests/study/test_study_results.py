@@ -25,7 +25,7 @@ def test_means_are_over_seeds_and_differences_are_paired_by_seed(tmp_path: Path)
     assert results.difference(SETS, REWARD) == pytest.approx((-0.05, -0.05, -0.05))
     assert results.difference(GRPO, REWARD) is None
     assert results.interval(SETS, "nothing") is None
-    assert (results.tasks, results.rates) == (["polynomial"], [1e-4, 5e-4])
+    assert (results.tasks, results.learning_rates) == (["polynomial"], [1e-4, 5e-4])
 
 
 def test_unfinished_runs_are_excluded_from_means(tmp_path: Path):
@@ -46,7 +46,7 @@ def test_unfinished_runs_are_excluded_from_means(tmp_path: Path):
 
 
 def test_separate_evaluations_are_metrics_with_the_benchmark_as_prefix(tmp_path: Path):
-    run_keys = write_fake_study(tmp_path, tasks=("a", "b"), rates=(1e-3,))
+    run_keys = write_fake_study(tmp_path, tasks=("a", "b"), learning_rates=(1e-3,))
     for run_key in run_keys:
         if run_key.task == "b":
             write_fake_evaluation(tmp_path, run_key, "aime")

@@ -24,8 +24,8 @@ def test_paper_methods_equal_the_presets_of_configuration_files():
     ("fields", "sentence"),
     [
         ({"tasks": {}}, "tasks is empty"),
-        ({"rates": ()}, "rates is empty"),
-        ({"rates": (1e-4, 0.0001)}, "rates=('0.0001', '0.0001') contains duplicates"),
+        ({"learning_rates": ()}, "learning_rates is empty"),
+        ({"learning_rates": (1e-4, 0.0001)}, "learning_rates=('0.0001', '0.0001') contains duplicates"),
         ({"seeds": (1, 2, 1)}, "seeds=(1, 2, 1) contains duplicates"),
         ({"methods": {"../up": {}}}, "methods contains '../up'"),
         ({"tasks": {"": TASKS["polynomial"]}}, "tasks contains ''"),
@@ -34,7 +34,7 @@ def test_paper_methods_equal_the_presets_of_configuration_files():
         ({"settings": {"workdir": "x"}}, "settings sets workdir, which is controlled by `folder`"),
         (
             {"tasks": {"a": Task("a.py", {"optimizer.learning_rate": 1.0})}},
-            "tasks['a'] sets optimizer.learning_rate, which is controlled by `rates`",
+            "tasks['a'] sets optimizer.learning_rate, which is controlled by `learning_rates`",
         ),
     ],
 )

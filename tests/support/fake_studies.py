@@ -19,7 +19,7 @@ VERSIONS = {"python": "3.12.3", "jax": "0.10.2", "commit": "0123456789ab"}
 def write_fake_study(
     folder: Path,
     tasks: Sequence[str] = ("polynomial",),
-    rates: Sequence[float] = (1e-4, 5e-4),
+    learning_rates: Sequence[float] = (1e-4, 5e-4),
     seeds: Sequence[int] = (0, 1, 2),
     evaluated: bool = False,
 ) -> list[RunKey]:
@@ -66,7 +66,11 @@ def write_fake_run(folder: Path, run_key: RunKey, num_steps: int = NUM_STEPS) ->
         if step:
             row |= {"reward": 0.6 + 0.3 * progress, "solved": 0.9, "clusters/correct": 4.0, "clusters/incorrect": 2.0}
             row |= {"response/length": 11.9184, "response/truncated": 0.01, "policy/kl": 1e-4, "policy/entropy": 0.5}
-            row |= {"policy/gradient_norm": None if step == 3 else 0.2, "clusters/synergy": 0.01, "policy/clip_fraction": 0.0}
+            row |= {
+                "policy/gradient_norm": None if step == 3 else 0.2,
+                "clusters/synergy": 0.01,
+                "policy/clip_fraction": 0.0,
+            }
         rows.append(row)
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     advantages = "grpo" if run_key.method == "grpo" else run_key.method

@@ -20,7 +20,7 @@ PERCENT = re.compile(r"(\d{1,6})\\%", re.ASCII)
 IN_BASE = re.compile(r"(\d{1,15})_\{?(\d{1,2})\}?", re.ASCII)
 PAIR = re.compile(r"\((-?\d{1,9}),\s*(-?\d{1,9})\)", re.ASCII)
 NUMBERS = re.compile(r"-?\d{1,9}(?:,\s*-?\d{1,9})+", re.ASCII)
-WORDS = re.compile(r"[a-zA-Z]{2}")
+METHOD_PRESETS = re.compile(r"[a-zA-Z]{2}")
 
 GOLDS = (
     *("27", "1296", "-3", "0", "1234567", "2025", "100", "6"),
@@ -56,7 +56,7 @@ def wrapped(before: str, after: str, applies: Callable[[str], bool] = lambda gol
 
 
 def no_words(gold: str) -> bool:
-    return not WORDS.search(re.sub(r"\\[a-zA-Z]+", "", gold)) and "text" not in gold and "begin" not in gold
+    return not METHOD_PRESETS.search(re.sub(r"\\[a-zA-Z]+", "", gold)) and "text" not in gold and "begin" not in gold
 
 
 def one_value(gold: str) -> bool:

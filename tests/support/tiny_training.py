@@ -26,7 +26,7 @@ from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import Objective
 from poly_epo_jax.step.packing import pack
 from poly_epo_jax.step.update import PolicyUpdate
-from poly_epo_jax.system.signals import Stop
+from poly_epo_jax.system.signals import StopSignal
 from poly_epo_jax.train import Trainer, TrainProgress, TrainSchedule, train
 from poly_epo_jax.types import Judge, Metrics, Params, Sampling, Task
 
@@ -83,7 +83,7 @@ def train_tiny(
     update = PolicyUpdate(TINY_MODEL, mesh, objective, config.optimizer, total_updates=2 * num_steps)
     task, judge, batches = task or ByLetter(), judge or LetterJudge(failing), problem_batches(PROBLEMS, 3, seed=0)
     rollouts, timeline, num_generations = (sampler or RandomLetters()).rollouts(task), Timeline(), 8
-    stop = Stop()
+    stop = StopSignal()
     trainer = Trainer(
         experience=Experience(
             *(rollouts, task, judge, batches, num_generations),

@@ -79,7 +79,11 @@ class Run:
         environment = self._environment | {"JAX_COORDINATOR_BIND_ADDRESS": coordinator}
         processes = []
         for index, log in enumerate(self._logs):
-            hosts = {"coordinator_address": coordinator, "num_processes": self.count, "process_id": index} if self.count > 1 else {}
+            hosts = (
+                {"coordinator_address": coordinator, "num_processes": self.count, "process_id": index}
+                if self.count > 1
+                else {}
+            )
             with log.open("ab") as file:
                 processes.append(
                     subprocess.Popen(

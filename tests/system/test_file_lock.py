@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from poly_epo_jax.records import run_folder
-from poly_epo_jax.system.file_lock import InUseError, exclusive
+from poly_epo_jax.system.file_lock import InUseError, lock_file
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
@@ -33,16 +33,16 @@ def test_a_second_process_is_rejected_until_the_first_is_killed(tmp_path: Path):
     with holder(lock) as first:
         assert first.stdout and first.stdout.readline() == "held\n"
         message = rf"^the run folder {tmp_path}/run is in use by process {first.pid} on \S+;"
-        with pytest.raises(InUseError, match=message), run_folder.in_use(tmp_path / "run"):
+        with pytest.raises(InUseError, match=message), run_folder.lock_run_folder(tmp_path / "run"):
             pass
         first.kill()
-    with run_folder.in_use(tmp_path / "run"), pytest.raises(InUseError), exclusive(lock, "it"):
+    with run_folder.lock_run_folder(tmp_path / "run"), pytest.raises(InUseError), lock_file(lock, "it"):
         pass
 
 
 def test_a_waiting_process_prints_a_message_and_continues(tmp_path: Path):
     lock = tmp_path / "lock"
-    with exclusive(lock, "it"):
+    with lock_file(lock, "it"):
         second = holder(lock, "wait")
         assert second.stderr and second.stderr.readline().endswith("; waiting until it ends.\n")
     assert second.stdout and second.stdout.readline() == "held\n"
@@ -56,5 +56,5 @@ def test_missing_lock_support_prints_a_warning(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with exclusive(tmp_path / "lock", "it"):
+    with lock_file(tmp_path / "lock", "it"):
         assert capsys.readouterr().err.startswith(f"Warning: The file system of {tmp_path / 'lock'} ")

@@ -13,7 +13,7 @@ import pytest
 
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
-from poly_epo_jax.system.signals import Stop, Stopped
+from poly_epo_jax.system.signals import Stopped, StopSignal
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,12 +32,12 @@ def test_a_signal_cancels_a_wait_that_hangs(number: signal.Signals):
             raise
 
     async def main() -> None:
-        stop = Stop()
+        stop = StopSignal()
         with stop.on_signals():
-            assert await stop.interrupts(asyncio.sleep(0, "done")) == "done"
+            assert await stop.run_interruptible(asyncio.sleep(0, "done")) == "done"
             await stop.check()
             with pytest.raises(Stopped) as stopped:
-                await hosts.barrier(stop.interrupts(hangs()))
+                await hosts.barrier(stop.run_interruptible(hangs()))
             assert stopped.value.number == number and cancelled == [True]
             with pytest.raises(Stopped):
                 await stop.check()
@@ -52,17 +52,17 @@ def test_an_exception_of_the_work_is_raised():
         raise ValueError("its own")
 
     with pytest.raises(ValueError, match="its own"):
-        asyncio.run(Stop().interrupts(fails()))
+        asyncio.run(StopSignal().run_interruptible(fails()))
 
 
 def test_an_ignored_signal_remains_ignored(monkeypatch: pytest.MonkeyPatch):
     """`nohup` makes processes ignore SIGHUP."""
 
     async def main() -> None:
-        stop = Stop()
+        stop = StopSignal()
         with stop.on_signals():
             os.kill(os.getpid(), signal.SIGHUP)
-            await stop.interrupts(asyncio.sleep(0))
+            await stop.run_interruptible(asyncio.sleep(0))
             await stop.check()
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -8,7 +8,7 @@ from responses import response
 
 from poly_epo_jax.tasks import TASKS, CategoriesTask, PrefixesTask
 from poly_epo_jax.tasks.one_word import normal_form, word_list
-from poly_epo_jax.types import Problem, Strategic, Voting
+from poly_epo_jax.types import HasAnswers, Problem, Strategic
 
 NAMES = ("categories", "prefixes")
 CATEGORIES, PREFIXES = CategoriesTask(), PrefixesTask()
@@ -32,7 +32,7 @@ def test_training_and_held_out_headings_are_disjoint(name: str, minimum: tuple[i
     train, held_out = word_list(f"{name}_train"), word_list(f"{name}_held_out")
     assert len(train) >= minimum[0] and len(held_out) >= minimum[1] and not set(train) & set(held_out)
     task = TASKS[name]()
-    assert isinstance(task, Strategic) and isinstance(task, Voting)
+    assert isinstance(task, Strategic) and isinstance(task, HasAnswers)
     assert {problem.answer for problem in task.train_problems} == set(train)
     assert {problem.answer for problem in task.held_out_problems} == set(held_out)
 

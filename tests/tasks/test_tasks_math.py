@@ -15,7 +15,7 @@ from responses import response
 from poly_epo_jax.config.keys import ConfigError, JudgeSection
 from poly_epo_jax.startup.read_config import make_judge
 from poly_epo_jax.tasks import TASKS, MathTask
-from poly_epo_jax.tasks.answers import last_boxed, mend
+from poly_epo_jax.tasks.answers import last_boxed, normalize_latex
 from poly_epo_jax.tasks.math import MAX_ANSWER_LENGTH
 from poly_epo_jax.tasks.problems import Dropped, load_problems
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
@@ -181,7 +181,7 @@ def test_finding_the_box_takes_linear_time():
     ],
 )
 def test_normalization(written: str, meant: str):
-    assert mend(written) == meant
+    assert normalize_latex(written) == meant
 
 
 PAIRS = {
@@ -311,7 +311,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("equal", PAIRS)
 def test_difficult_pairs(verifier: Verifier, equal: bool):
-    outcomes = {pair: verifier.compare(*map(mend, pair)) for pair in PAIRS[equal]}
+    outcomes = {pair: verifier.compare(*map(normalize_latex, pair)) for pair in PAIRS[equal]}
     expected = Outcome.RIGHT if equal else Outcome.WRONG
     assert {pair: outcome for pair, outcome in outcomes.items() if outcome is not expected} == {}
 
@@ -384,7 +384,9 @@ def test_gold_answers_equal_themselves(shared: Path, make: Callable[..., MathTas
         boxed = [(problem, response(rf"Hence \boxed{{{problem.answer}}}.")) for problem in problems]
         rewards = list(executor.map(lambda pair: task.reward(*pair), boxed))
     assert [problem.id for problem, reward in zip(problems, rewards, strict=True) if reward != 1.0] == []
-    unparsed = [p.id for p in problems if all(isinstance(reading, str) for reading in readings(mend(p.answer)))]
+    unparsed = [
+        p.id for p in problems if all(isinstance(reading, str) for reading in readings(normalize_latex(p.answer)))
+    ]
     assert [identifier for identifier in unparsed if identifier not in STRINGS] == []
 
 
@@ -395,6 +397,6 @@ def test_gold_answers_differ_from_other_gold_answers(shared: Path, verifier: Ver
     assert len(numbers) > 20
     pairs = [tuple(random.Random(i).sample(sorted(numbers), 2)) for i in range(200)]
     with ThreadPoolExecutor(4) as executor:
-        outcomes = list(executor.map(lambda pair: verifier.compare(*map(mend, pair)), pairs))
+        outcomes = list(executor.map(lambda pair: verifier.compare(*map(normalize_latex, pair)), pairs))
     equal = [pair for pair, outcome in zip(pairs, outcomes, strict=True) if outcome is not Outcome.WRONG]
     assert [pair for pair in equal if numbers[pair[0]] != numbers[pair[1]]] == []

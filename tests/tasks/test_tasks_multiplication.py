@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from responses import response
 
-from poly_epo_jax.tasks import TASKS, Demonstrations, MultiplicationTask
+from poly_epo_jax.tasks import TASKS, DemonstrationStyle, MultiplicationTask
 from poly_epo_jax.tasks.multiplication import DecompositionStrategy
 from poly_epo_jax.types import Problem
 
-CLEAN = Demonstrations()
+CLEAN = DemonstrationStyle()
 
 
 def every_problem(**settings) -> list[Problem]:
@@ -272,7 +272,7 @@ def test_no_single_edit_of_a_correct_response_is_correct(answer):
 def test_mistakes_have_the_expected_rate_and_size():
     task, problem, draws = MultiplicationTask(), product(7, 24), 4_000
     rng = np.random.default_rng(2)
-    texts = [task.demonstration(problem, rng, Demonstrations(error_rate=1.0)) for _ in range(draws)]
+    texts = [task.demonstration(problem, rng, DemonstrationStyle(error_rate=1.0)) for _ in range(draws)]
     wrong = np.array([task.reward(problem, response(text)) == 0 for text in texts])
     strategies = task.strategies(problem)
     # Mistakes do not change the strategy.
@@ -298,7 +298,7 @@ def test_mistakes_have_the_expected_rate_and_size():
 def test_demonstrations_with_mistakes_parse_and_earn_0():
     task, rng = MultiplicationTask(), np.random.default_rng(3)
     for problem in every_problem()[::2]:
-        text = task.demonstration(problem, rng, Demonstrations(error_rate=100.0))
+        text = task.demonstration(problem, rng, DemonstrationStyle(error_rate=100.0))
         assert task.reward(problem, response(text)) == 0
         assert task.strategy(problem, response(text)) in task.strategies(problem)
 
@@ -318,7 +318,7 @@ def test_skew_concentrates_on_the_first_ranks(skew):
     rng = np.random.default_rng(4)
     strategies = task.strategies(problem)
     drawn = [
-        task.strategy(problem, response(task.demonstration(problem, rng, Demonstrations(skew=skew))))
+        task.strategy(problem, response(task.demonstration(problem, rng, DemonstrationStyle(skew=skew))))
         for _ in range(draws)
     ]
     weights = [np.e ** (-skew * k) for k in range(len(strategies))]

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from responses import response
 
-from poly_epo_jax.tasks import TASKS, Demonstrations, PolynomialTask
+from poly_epo_jax.tasks import TASKS, DemonstrationStyle, PolynomialTask
 from poly_epo_jax.types import Problem
 
-CLEAN = Demonstrations()
+CLEAN = DemonstrationStyle()
 
 
 def every_problem(**settings) -> list[Problem]:
@@ -171,7 +171,7 @@ def test_mistakes_have_the_expected_rate(scale):
     problem, draws = task.train_problems[0], 6_000
     rng = np.random.default_rng(2)
     drawn = [
-        task.strategy(problem, response(task.demonstration(problem, rng, Demonstrations(error_rate=scale))))
+        task.strategy(problem, response(task.demonstration(problem, rng, DemonstrationStyle(error_rate=scale))))
         for _ in range(draws)
     ]
     x, slip = np.array([(p[0], p[1] - curve(problem.prompt, p[0])) for p in drawn if p is not None]).T
@@ -191,7 +191,7 @@ def test_skew_concentrates_on_small_x(skew):
     problem, draws = task.train_problems[0], 4_000
     rng = np.random.default_rng(3)
     points = [
-        task.strategy(problem, response(task.demonstration(problem, rng, Demonstrations(skew=skew))))
+        task.strategy(problem, response(task.demonstration(problem, rng, DemonstrationStyle(skew=skew))))
         for _ in range(draws)
     ]
     ranked_x = [0] + [sign * size for size in range(1, 10) for sign in (1, -1)]
@@ -203,7 +203,7 @@ def test_skew_concentrates_on_small_x(skew):
 
 
 def test_demonstrations_are_reproducible():
-    task, style = PolynomialTask(), Demonstrations(error_rate=1.0, skew=0.1)
+    task, style = PolynomialTask(), DemonstrationStyle(error_rate=1.0, skew=0.1)
     first, again = (
         [task.demonstration(p, rng, style) for p in task.train_problems]
         for rng in (np.random.default_rng(4), np.random.default_rng(4))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from poly_epo_jax.bench.aot.figures import ProgramReport
+from poly_epo_jax.bench.aot.program_report import ProgramReport
 from poly_epo_jax.bench.aot.programs import compile_decoding, compile_update
 from poly_epo_jax.bench.aot.table import show_programs
 from poly_epo_jax.bench.aot.topology import device_rates, preset_devices
@@ -20,7 +20,7 @@ from poly_epo_jax.bench.console import write_figures
 from poly_epo_jax.config.keys import Config, ConfigError, MeshSection
 from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.memory_plan.plan import make_plan
-from poly_epo_jax.memory_plan.tables import setting_of
+from poly_epo_jax.memory_plan.tables import machine_of
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
@@ -51,8 +51,8 @@ def compile_for(config: Config, name: str, num_layers: int, output: Path, consol
     model_config = model_shape(config)
     model_config = dataclasses.replace(model_config, num_layers=num_layers or model_config.num_layers)
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(model_config), row_tokens(config))
-    (setting, memory_bytes), rates = setting_of(config), device_rates(MESHES[name], devices)
-    report = ProgramReport(config, model_config, mesh, rates, make_plan(config, model_config, setting, memory_bytes))
+    (machine, memory_bytes), rates = machine_of(config), device_rates(MESHES[name], devices)
+    report = ProgramReport(config, model_config, mesh, rates, make_plan(config, model_config, machine, memory_bytes))
     start = time.perf_counter()
     with console.status("compiling") as status:
         for program, compiled in _programs(config, model_config, mesh):

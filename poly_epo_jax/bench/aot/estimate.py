@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from poly_epo_jax.bench.aot.collectives import Collective, collective_of, ended_by
 from poly_epo_jax.bench.aot.hlo import Instruction, Program, array_bytes, loop_trips, nested
-from poly_epo_jax.bench.aot.products import matmul_flops
+from poly_epo_jax.bench.aot.matmul_flops import matmul_flops
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 FREE |= {"optimization-barrier", "copy-start", "copy-done", "iota"}

@@ -71,7 +71,7 @@ def packed_attention(
       The outputs of all query heads.
     """
     attend, segments = (
-        IMPLEMENTATIONS[fastest(implementation)],
+        IMPLEMENTATIONS[resolve_implementation(implementation)],
         make_segments(segment_ids, max_segment_tokens, positions),
     )
     if not jax.sharding.get_abstract_mesh().empty:
@@ -105,7 +105,7 @@ def cached_attention(
     return jnp.einsum("bkgs,bksd->bkgd", weights, v).reshape(q.shape)
 
 
-def fastest(implementation: str) -> str:
+def resolve_implementation(implementation: str) -> str:
     """Returns the implementation that a value of `model.attention` selects.
 
     "auto" selects the kernel of the platform that is being traced for, or "blockwise" if it failed the self-check.

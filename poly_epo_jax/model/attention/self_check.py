@@ -22,11 +22,11 @@ from jaxtyping import Array, Float, Int
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.model import attention
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.rounding import allowed, exactly
+from poly_epo_jax.model.rounding import exact_matmuls, tolerance_of
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.mesh import AXES
 from poly_epo_jax.parallel.sharding import row_sharding
-from poly_epo_jax.system.file_lock import exclusive
+from poly_epo_jax.system.file_lock import lock_file
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.text import first_line
 
@@ -103,7 +103,7 @@ def check_attention(implementation: str, mesh: Mesh, config: ModelConfig) -> Att
 
     kind = mesh.devices.flat[0].device_kind
     with jax.set_mesh(mesh):
-        with exactly():
+        with exact_matmuls():
             exact = results(reference_attention, "float32")
         reference = results(reference_attention, config.dtype)
         try:
@@ -113,7 +113,7 @@ def check_attention(implementation: str, mesh: Mesh, config: ModelConfig) -> Att
             return AttentionCheck(implementation, kind, {}, first_line(error))
     pairs = zip(("values", "dq", "dk", "dv"), found, reference, exact, strict=True)
     return AttentionCheck(
-        implementation, kind, {name: (_error(x, z), allowed(_error(y, z))) for name, x, y, z in pairs}
+        implementation, kind, {name: (_error(x, z), tolerance_of(_error(y, z))) for name, x, y, z in pairs}
     )
 
 
@@ -164,10 +164,10 @@ def verify_attention_kernel(requested: str, config: ModelConfig, mesh: Mesh, cac
       ConfigError: If a kernel that was requested by name fails.
     """
     with jax.set_mesh(mesh):
-        implementation = attention.fastest(requested)
+        implementation = attention.resolve_implementation(requested)
     if implementation == "blockwise":
         return
-    checks = hosts.on_each(lambda: _cached_check(implementation, mesh, config, cache))
+    checks = hosts.gather_from_all(lambda: _cached_check(implementation, mesh, config, cache))
     failed = next((check for check in checks if not check.passed), None)
     if failed is None:
         return
@@ -193,7 +193,7 @@ def _cached_check(implementation: str, mesh: Mesh, config: ModelConfig, cache: P
     check = check_attention(implementation, alone, config)
     if check.passed:
         # The other processes of this run and other runs may write the file concurrently.
-        with exclusive(cache.with_suffix(".lock"), f"the file {cache}", wait=True):
+        with lock_file(cache.with_suffix(".lock"), f"the file {cache}", wait=True):
             write_json(cache, _read_cache(cache) | {name: check.errors})
     return check
 

@@ -129,7 +129,9 @@ class JetStreamSampler:
         async with self._turn:
             assert self._weights is not None
             with jax.set_mesh(self._mesh):
-                self._engine.sampling_state = SamplingState(gather_weights_over_fsdp(self._weights), self._version, sampling)
+                self._engine.sampling_state = SamplingState(
+                    gather_weights_over_fsdp(self._weights), self._version, sampling
+                )
             slots = [
                 asyncio.create_task(self._slot(place, request, start, finished))
                 for place, request in enumerate(requests)

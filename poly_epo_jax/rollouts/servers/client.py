@@ -16,7 +16,14 @@ from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
 from poly_epo_jax.rollouts.servers.dialect import ServerCompletion
 from poly_epo_jax.rollouts.servers.fleet import Server, ServerPool
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
-from poly_epo_jax.system.http_client import MAX_BYTES, ServerError, InvalidResponseError, backoff_seconds, describe, open_client
+from poly_epo_jax.system.http_client import (
+    MAX_BYTES,
+    InvalidResponseError,
+    ServerError,
+    backoff_seconds,
+    describe,
+    open_client,
+)
 from poly_epo_jax.types import Completion, FinishReason, Metrics, Params, Request, Sampling
 
 MAX_ATTEMPTS = 8
@@ -131,7 +138,9 @@ class SGLangSampler:
     def metrics(self) -> Metrics:
         """Returns the numbers of server failures, resampled and invalid generations since the last call."""
         counts, self._counts = self._counts, Counter[str]()
-        return {f"rollouts/{name}": float(counts[name]) for name in ("server_failures", "resampled", "invalid_responses")}
+        return {
+            f"rollouts/{name}": float(counts[name]) for name in ("server_failures", "resampled", "invalid_responses")
+        }
 
     def close(self) -> None:
         """Frees the weights."""

@@ -76,7 +76,7 @@ class ServedWeights:
         self._wait_seconds = wait_seconds
         self._endpoints: dict[str, Endpoint] = {}
         # This name reveals two runs that update the same server by mistake. All processes of a run share it.
-        self._run = hosts.on_first(lambda: secrets.token_hex(4))
+        self._run = hosts.run_on_first(lambda: secrets.token_hex(4))
 
     @property
     def name(self) -> str:

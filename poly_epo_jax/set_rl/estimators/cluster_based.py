@@ -5,7 +5,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from poly_epo_jax.set_rl.groups import subtract_mean, check_features, cluster_sizes, rarity
+from poly_epo_jax.set_rl.groups import check_features, cluster_sizes, rarity, subtract_mean
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 _MIN_DISTINCT_FRACTION = 0.1  # as in the authors' code

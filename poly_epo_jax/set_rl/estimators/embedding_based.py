@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from poly_epo_jax.set_rl.groups import subtract_mean, check_features
+from poly_epo_jax.set_rl.groups import check_features, subtract_mean
 
 
 def rep_exp_advantages(

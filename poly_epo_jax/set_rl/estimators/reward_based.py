@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from poly_epo_jax.set_rl.groups import subtract_mean, check_features
+from poly_epo_jax.set_rl.groups import check_features, subtract_mean
 
 _MAX_BETA = 2.0**14  # in units of 1 / (maximum - minimum reward of the prompt)
 _BISECTION_STEPS = 50

@@ -56,7 +56,7 @@ def test_programs_for_tpus(tmp_path: Path):
     assert gradient["product_tflop"] > 3.5 * layers
     assert 0 < gradient["useful_share"] < 1 and 0 < found["step"]["gradient_mfu"] < 1
     memory = gradient["memory"]
-    assert memory["total"] == sum(memory[key] for key in ("arguments", "results", "temporaries", "beside"))
+    assert memory["total"] == sum(memory[key] for key in ("arguments", "results", "temporaries", "resident_elsewhere"))
 
 
 def test_every_preset_tpu_has_a_shape():

@@ -9,12 +9,12 @@ from rich.console import Console
 
 from configs import polynomial
 from poly_epo_jax.bench.aot.estimate import Rates
-from poly_epo_jax.bench.aot.figures import ProgramReport
+from poly_epo_jax.bench.aot.program_report import ProgramReport
 from poly_epo_jax.bench.aot.programs import compile_decoding, compile_update
 from poly_epo_jax.bench.aot.table import show_programs
 from poly_epo_jax.memory_plan.plan import make_plan
 from poly_epo_jax.model import flops
-from poly_epo_jax.parallel.devices import Setting
+from poly_epo_jax.parallel.devices import Machine
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.startup.prepare import model_shape
 from poly_epo_jax.startup.read_config import read_config
@@ -34,11 +34,11 @@ def read():
     config.update_from_flattened_dict(TINY)
     config = read_config(config)
     model_config, mesh = model_shape(config), make_mesh(1, 2, 1, devices=2)
-    setting, rates = Setting("cpu", dict(mesh.shape)), Rates(1e9, 1e9, 1e6, None)
-    report = ProgramReport(config, model_config, mesh, rates, make_plan(config, model_config, setting, None))
+    machine, rates = Machine("cpu", dict(mesh.shape)), Rates(1e9, 1e9, 1e6, None)
+    report = ProgramReport(config, model_config, mesh, rates, make_plan(config, model_config, machine, None))
     for name, compiled in [*compile_update(config, model_config, mesh), *compile_decoding(config, model_config, mesh)]:
         report.add(name, compiled)
-    return report, config, model_config, setting
+    return report, config, model_config, machine
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")]
@@ -74,11 +74,11 @@ def test_the_time_of_a_step_is_the_sum_of_its_programs(read):
 
 
 def test_tables(read):
-    report, config, model_config, setting = read
+    report, config, model_config, machine = read
     console = Console(record=True, width=160)
     found = {
         "machine": "two CPUs",
-        "mesh": setting.mesh,
+        "mesh": machine.mesh,
         "model": "base",
         "num_layers": model_config.num_layers,
         "remat": model_config.remat,

@@ -18,7 +18,13 @@ from packings import (
 )
 
 from poly_epo_jax.model import attention
-from poly_epo_jax.model.attention import IMPLEMENTATIONS, blockwise, cached_attention, fastest, packed_attention
+from poly_epo_jax.model.attention import (
+    IMPLEMENTATIONS,
+    blockwise,
+    cached_attention,
+    packed_attention,
+    resolve_implementation,
+)
 from poly_epo_jax.parallel.sharding import make_mesh
 
 SHAPES = [(1, 1), (4, 1), (4, 2), (6, 6)]  # Number of query heads and key heads.
@@ -152,8 +158,8 @@ def test_each_device_of_a_mesh_runs_the_kernel_on_its_rows_and_heads(implementat
 @pytest.mark.parametrize(("device", "expected"), [("cpu", "blockwise"), ("gpu", "triton"), ("tpu", "splash")])
 def test_auto_selects_the_kernel_of_the_target_devices(device: str, expected: str, monkeypatch):
     with devices_elsewhere(device):
-        assert fastest("auto") == expected
-        assert fastest("splash") == "splash"
+        assert resolve_implementation("auto") == expected
+        assert resolve_implementation("splash") == "splash"
         monkeypatch.setattr(attention, "disabled_kernels", {"triton", "splash"})
-        assert fastest("auto") == "blockwise"
-        assert fastest("splash") == "splash"
+        assert resolve_implementation("auto") == "blockwise"
+        assert resolve_implementation("splash") == "splash"

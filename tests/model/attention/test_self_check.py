@@ -112,7 +112,7 @@ def test_small_errors_in_values_and_gradients_are_detected(monkeypatch):
 def test_auto_disables_an_incorrect_kernel_with_a_warning(tmp_path, monkeypatch, capsys, broken):
     break_kernel(monkeypatch, broken)
     trust(tmp_path)
-    assert attention.fastest("auto") == "blockwise" and attention.disabled_kernels == {"copy"}
+    assert attention.resolve_implementation("auto") == "blockwise" and attention.disabled_kernels == {"copy"}
     printed = capsys.readouterr().err
     assert printed.startswith("Warning: the attention kernel copy is incorrect on cpu: ") and printed.count("\n") == 1
     errors = re.findall(r"(\w+) (\d\.\de[-+]\d+) \((\d\.\de[-+]\d+)\)", printed)
@@ -134,11 +134,11 @@ def test_passed_checks_are_cached_until_a_version_changes(tmp_path, monkeypatch)
     trust(tmp_path)
     break_kernel(monkeypatch, raises)
     trust(tmp_path)  # reads the cache
-    assert attention.fastest("auto") == "copy"
+    assert attention.resolve_implementation("auto") == "copy"
     with monkeypatch.context() as newer:
         newer.setattr(jax, "__version__", "99")
         trust(tmp_path)
-    assert attention.fastest("auto") == "blockwise"
+    assert attention.resolve_implementation("auto") == "blockwise"
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"copy": '])
@@ -146,7 +146,7 @@ def test_a_corrupted_cache_is_ignored(tmp_path, content):
     (tmp_path / "compiled").mkdir()
     (tmp_path / "compiled" / "attention.json").write_text(content)
     trust(tmp_path)
-    assert attention.fastest("auto") == "copy"
+    assert attention.resolve_implementation("auto") == "copy"
 
 
 def test_blockwise_is_not_checked(tmp_path, monkeypatch):

@@ -125,7 +125,10 @@ def test_gpu_programs_have_three_kernels_and_no_full_score_matrix(dtype):
 )
 def test_the_kernels_lower_for_cuda():
     text = traced_gradient(1024, jnp.bfloat16).lower(lowering_platforms=("cuda",)).as_text()
-    assert re.findall(r'name = "packed_attention_(\w+)"', text) == DEFAULT_IMPLEMENTATIONS or text.count("xla.gpu.triton") == 3
+    assert (
+        re.findall(r'name = "packed_attention_(\w+)"', text) == DEFAULT_IMPLEMENTATIONS
+        or text.count("xla.gpu.triton") == 3
+    )
     assert not re.search(r"tensor<(\d+x)*1024x1024x\w+>", text)
 
 

@@ -24,7 +24,7 @@ from poly_epo_jax.step.packing import row_tokens
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.types import Task
 
-Status = Literal["passed", "failed", "not there"]
+Status = Literal["passed", "failed", "skipped"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Finding:
     Attributes:
       name: Name of the check or of the part that it checked.
       status: Outcome of the check.
-      seen: Message without its final period. The message of a failed check ends with a remedy.
+      message: Message without its final period. The message of a failed check ends with a remedy.
       figures: Measurements by name.
       seconds: Duration of the check, in seconds.
     """
 
     name: str
     status: Status
-    seen: str
+    message: str
     figures: Mapping[str, float | int | str] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
 
@@ -134,7 +134,9 @@ class CheckRunner:
 
     def __init__(self, run: RunContext, timeout_seconds: float):
         self._run, self._deadline = run, time.monotonic() + timeout_seconds
-        self._is_single = not run.config.hosts.coordinator_address  # Querying JAX instead would block if the devices hang.
+        self._is_single = (
+            not run.config.hosts.coordinator_address
+        )  # Querying JAX instead would block if the devices hang.
         self.hanging = ""  # Name of the check that timed out. Its thread may block the devices permanently.
 
     def findings(self, check: DoctorCheck) -> list[Finding]:
@@ -142,7 +144,7 @@ class CheckRunner:
         if self._is_single:
             return asyncio.run(self._findings(check))
         # No process may start a joint computation if another process cannot take part.
-        has_mesh = not check.needs_mesh or all(hosts.on_each(lambda: _has_mesh(self._run)))
+        has_mesh = not check.needs_mesh or all(hosts.gather_from_all(lambda: _has_mesh(self._run)))
         all_findings = asyncio.run(hosts.gather(self._findings(check, has_mesh)))
         return [_worst(same) for same in zip(*all_findings, strict=False)]
 
@@ -154,11 +156,11 @@ class CheckRunner:
     async def _findings(self, check: DoctorCheck, has_mesh: bool = True) -> list[Finding]:
         started, seconds = time.monotonic(), min(check.timeout_seconds, self._deadline - time.monotonic())
         if self.hanging and check.needs_mesh:
-            found = [Finding(check.name, "not there", f"the devices are still blocked by the check {self.hanging!r}")]
+            found = [Finding(check.name, "skipped", f"the devices are still blocked by the check {self.hanging!r}")]
         elif seconds <= 0:
-            found = [Finding(check.name, "not there", "no time was left; run the doctor on an idle machine")]
+            found = [Finding(check.name, "skipped", "no time was left; run the doctor on an idle machine")]
         elif not has_mesh:
-            found = [Finding(check.name, "not there", WITHOUT_MESH)]
+            found = [Finding(check.name, "skipped", WITHOUT_MESH)]
         else:
             found = await self._run_with_timeout(check, seconds)
         spent = time.monotonic() - started
@@ -175,7 +177,7 @@ class CheckRunner:
         )
         if not self._is_single:
             # The other processes may be blocked in a collective of this check and cannot be notified.
-            print(f"Process {hosts.index()}: {found.name}: {found.seen}", file=sys.stderr, flush=True)
+            print(f"Process {hosts.index()}: {found.name}: {found.message}", file=sys.stderr, flush=True)
             os._exit(1)
         return [found]
 
@@ -186,7 +188,7 @@ def _run_check(check: DoctorCheck, run: RunContext) -> list[Finding]:
             raise Skipped(WITHOUT_MESH)
         found = check.run(run)
     except Skipped as error:
-        return [Finding(check.name, "not there", str(error))]
+        return [Finding(check.name, "skipped", str(error))]
     except (Failed, ValueError, OSError, ImportError) as error:  # The messages of these errors contain a remedy.
         return [Finding(check.name, "failed", " ".join(str(error).split()))]
     except Exception as error:  # Compilers and drivers raise many kinds of exceptions.
@@ -212,5 +214,5 @@ def _worst(findings: Sequence[Finding]) -> Finding:
     """Returns the first failed finding of all processes or, if there is none, the finding of the first process."""
     for index, one in enumerate(findings):
         if one.status == "failed":
-            return dataclasses.replace(one, seen=f"process {index} of {len(findings)}: {one.seen}")
+            return dataclasses.replace(one, message=f"process {index} of {len(findings)}: {one.message}")
     return findings[0]

@@ -9,7 +9,7 @@ import pytest
 
 from poly_epo_jax.bench.aot.estimate import Rates, estimate_cost
 from poly_epo_jax.bench.aot.hlo import Instruction, parse
-from poly_epo_jax.bench.aot.products import matmul_flops
+from poly_epo_jax.bench.aot.matmul_flops import matmul_flops
 
 
 def counted(program_text: str, default_trip_count: int = 1) -> int:

@@ -107,10 +107,14 @@ class ProgramReport:
             "temporaries": memory.temp_size_in_bytes,
         }
         # The arguments of the optimizer include the moments. During the other programs, the moments occupy memory.
-        beside = 0 if name == "optimizer" else self._plan.resident["optimizer moments"]
-        beside += self._plan.resident.get("reference policy", 0)
+        resident_elsewhere = 0 if name == "optimizer" else self._plan.resident["optimizer moments"]
+        resident_elsewhere += self._plan.resident.get("reference policy", 0)
         planned = self._plan.stage_bytes(name) if name in self._plan.stages else None
-        return held | {"beside": beside, "total": sum(held.values()) + beside, "planned": planned}
+        return held | {
+            "resident_elsewhere": resident_elsewhere,
+            "total": sum(held.values()) + resident_elsewhere,
+            "planned": planned,
+        }
 
     def _vocabulary_arrays(self, text: str) -> list[str]:
         """Returns the types of arrays with the logits of all tokens of a device, which programs should not contain."""
