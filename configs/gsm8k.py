@@ -16,7 +16,7 @@ MODELS = {"0.6b": "Qwen/Qwen3-0.6B-Base", "1.7b": "Qwen/Qwen3-1.7B-Base"}
 
 
 def get_config(config_string: str = "0.6b") -> ConfigDict:
-    """Returns the configuration. `config_string` selects a model, a method and a machine by name, separated by commas."""
+    """Returns the configuration. `config_string` names a model, a method and a machine, separated by commas."""
     sizes = [word for word in config_string.split(",") if word in MODELS]
     config_string = ",".join(word for word in config_string.split(",") if word not in MODELS)
     config = default.get_config(config_string)

@@ -77,7 +77,7 @@ def judged(kind: str, verdicts: Verdicts, reply: httpx.Response) -> Outcome:
     """
     shown = f"{reply.status_code} {reply.content[:300]!r} for {json.dumps(verdicts)[:300]}"
     try:
-        outcome = asyncio.run(ask(len(verdicts), reply))
+        outcome = asyncio.run(request(len(verdicts), reply))
     except Exception as error:
         return Outcome(kind, False, f"{error!r} from {shown}")
     if isinstance(outcome, JudgeFailure):

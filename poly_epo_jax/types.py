@@ -370,7 +370,7 @@ def _format_number(value: int | float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
-Entry = TypeVar("Part")
+Entry = TypeVar("Entry")
 
 
 class Registry(dict[str, Entry]):

@@ -39,8 +39,8 @@ def parse_config_string(config_string: str) -> tuple[str, str]:
     for word in filter(None, config_string.split(",")):
         if word not in METHOD_PRESETS and word not in MESHES:
             raise ValueError(
-                f"Unknown name ':{word}' after the configuration file; choose a method ({', '.join(METHOD_PRESETS)}), a mesh "
-                f"({', '.join(MESHES)}), or both, separated by a comma."
+                f"Unknown name ':{word}' after the configuration file; choose a method "
+                f"({', '.join(METHOD_PRESETS)}), a mesh ({', '.join(MESHES)}), or both, separated by a comma."
             )
         (methods if word in METHOD_PRESETS else meshes).append(word)
     if len(methods) > 1 or len(meshes) > 1:

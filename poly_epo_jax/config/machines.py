@@ -1,8 +1,8 @@
 """Meshes of named machines. A name after the configuration file selects one: --config=configs/polaris.py:h200x8
 
-`device_kind` is the device kind and `num_devices` the number of devices. On TPUs, a device is a chip, while v5p slices are named
-after their number of cores, two per chip. `processes` is the number of processes, one per host. The other keys are
-documented in config/keys.py.
+`device_kind` is the device kind and `num_devices` the number of devices. On TPUs, a device is a chip, while v5p slices
+are named after their number of cores, two per chip. `processes` is the number of processes, one per host. The other
+keys are documented in config/keys.py.
 """
 
 MESHES = {

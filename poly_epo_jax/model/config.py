@@ -25,11 +25,11 @@ class ModelConfig:
       dtype: Type of activations and of weights in matmuls (compute type).
       param_dtype: Type of stored weights. Adapters are always float32.
       remat: Key of qwen3.REMAT_POLICIES, or "auto" until a memory plan has chosen one.
-      scan_unroll: Layers per iteration of the layer scan. 0 selects all layers if there are at most qwen3.MAX_UNROLLED_LAYERS,
-        and otherwise 1.
+      scan_unroll: Layers per iteration of the layer scan. 0 selects all layers if there are at most
+        qwen3.MAX_UNROLLED_LAYERS, and otherwise 1.
       attention: Key of attention.IMPLEMENTATIONS, or "auto".
-      max_sequence_tokens: Maximum number of tokens of a sequence in a packed row. 0 means that only the row length limits
-        it. Some kernels do not visit keys beyond this distance.
+      max_sequence_tokens: Maximum number of tokens of a sequence in a packed row. 0 means that only the row length
+        limits it. Some kernels do not visit keys beyond this distance.
       lora_rank: Rank of the adapter.
       lora_scale: Factor alpha / rank of the adapter's output, see lora.py.
       lora_targets: Weights that have an adapter, such as ("q", "v"). If empty, the model has no adapter.

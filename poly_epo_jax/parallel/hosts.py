@@ -2,9 +2,9 @@
 
 Each process generates, grades and judges a share of the prompts. The processes then exchange the results. All further
 computations are the same on all processes, so that each process issues the same collectives in the same order. Work
-that may fail on a single process runs in `barrier`, `gather`, `run_on_first`, `run_on_all` or `gather_from_all`, which raise an error
-on all processes if it fails on one. Work that contains collectives runs in `collective`, because the other processes
-may be blocked in a collective when one process fails.
+that may fail on a single process runs in `barrier`, `gather`, `run_on_first`, `run_on_all` or `gather_from_all`, which
+raise an error on all processes if it fails on one. Work that contains collectives runs in `collective`, because the
+other processes may be blocked in a collective when one process fails.
 """
 
 import asyncio
@@ -54,8 +54,8 @@ def join(section: HostsSection) -> None:
     if not coordinator:
         if section.num_processes != 1 or section.process_id != 0:
             raise ValueError(
-                f"hosts.num_processes={section.num_processes} and hosts.process_id={section.process_id} require hosts.coordinator_address; set it to "
-                "HOST:PORT of the first process, or remove all three keys to train with a single process."
+                f"hosts.num_processes={section.num_processes} and hosts.process_id={section.process_id} require "
+                "hosts.coordinator_address; set it to HOST:PORT of the first process, or remove all three keys to train with a single process."
             )
         return
     explicit: dict[str, Any] = {}
@@ -83,18 +83,19 @@ def join(section: HostsSection) -> None:
     except (ValueError, RuntimeError) as error:
         stop_watchdog()
         raise ValueError(
-            f"Failed to connect to the other processes with hosts.coordinator_address={coordinator}: {first_line(error)}. "
-            "Under SLURM, start all processes with srun. Otherwise, set hosts.coordinator_address to HOST:PORT of the first "
-            "process, and set hosts.num_processes and hosts.index."
+            f"Failed to connect to the other processes with hosts.coordinator_address={coordinator}: "
+            f"{first_line(error)}. "
+            "Under SLURM, start all processes with srun. Otherwise, set hosts.coordinator_address to HOST:PORT of the "
+            "first process, and set hosts.num_processes and hosts.process_id."
         ) from error
 
 
 def _check(section: HostsSection) -> None:
     if not 0 <= section.process_id < section.num_processes:
         raise ValueError(
-            f"hosts.coordinator_address={section.coordinator_address} requires hosts.num_processes, the number of processes, and hosts.process_id, "
-            f"from 0 to hosts.num_processes - 1, but they are {section.num_processes} and {section.process_id}; set both keys, or set "
-            "hosts.coordinator_address=auto under SLURM or on a TPU pod."
+            f"hosts.coordinator_address={section.coordinator_address} requires hosts.num_processes, the number of "
+            "processes, and hosts.process_id, from 0 to hosts.num_processes - 1, but they are "
+            f"{section.num_processes} and {section.process_id}; set both keys, or set hosts.coordinator_address=auto under SLURM or on a TPU pod."
         )
 
 
@@ -269,8 +270,8 @@ def _watchdog(section: HostsSection) -> Callable[[], None]:
         else f"process {section.process_id} of {section.num_processes}"
     )
     message = (
-        f"Error: {name} was terminated, could not connect to the other processes within {section.init_timeout_seconds} s, or "
-        "lost one of them; see the logs of all processes. Restart all processes to resume from the last checkpoint."
+        f"Error: {name} was terminated, could not connect to the other processes within "
+        f"{section.init_timeout_seconds} s, or lost one of them; see the logs of all processes. Restart all processes to resume from the last checkpoint."
     )
     watcher = subprocess.Popen(
         ["sh", "-c", 'read -r word; [ "$word" = ended ] || echo "$0" >&2', message],

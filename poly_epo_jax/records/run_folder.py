@@ -14,8 +14,8 @@
                          values that depend on the machine. A step whose weight push or evaluation was interrupted has
                          no row. seconds/STAGE: duration of the stage for the batch of this
                          step. exclusive_seconds/STAGE: time during this step in which no other stage was in progress.
-                         sync/step_fraction: fraction of the step spent on pushing weights. memory/peak_bytes: peak memory so
-                         far of the most heavily used device or, on CPU, of the process.
+                         sync/step_fraction: fraction of the step spent on pushing weights. memory/peak_bytes: peak
+                         memory so far of the most heavily used device or, on CPU, of the process.
     timeline.jsonl       One row per completed step, {"step": 3, "seconds": 4.1, "start": 12.5, "spans": [["generate",
                          0.0, 1.2, 3], ...]}, with the stages that were in progress since the previous row: from `start`
                          seconds after training began (or resumed), for `seconds`. A span consists of the stage, its

@@ -132,7 +132,7 @@ class Window:
         return cls(float(row["start"]), max(float(row["seconds"]), 1e-4), spans)
 
     def exclusive_seconds(self) -> Metrics:
-        """Returns exclusive_seconds/STAGE, the time in which only this stage was in progress. A faster stage saves it."""
+        """Returns exclusive_seconds/STAGE, the time in which no other stage was in progress."""
         alone = alone_intervals(self.spans)
         return {f"exclusive_seconds/{stage}": total_seconds(intervals) for stage, intervals in alone.items()}
 

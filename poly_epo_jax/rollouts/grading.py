@@ -139,6 +139,6 @@ def check_judge(graded: Sequence[GradedGroup], max_failed_fraction: float) -> No
         kind, count = Counter(failure.kind for failure in failures).most_common(1)[0]
         reason = next(failure.reason for failure in failures if failure.kind == kind)
         raise JudgeError(
-            f"The judge failed on {len(failures)} of {len(graded)} prompts, more than judge.max_failed_fraction="
-            f"{max_failed_fraction:g} allows. The most frequent failure is {kind} ({count} times), for example: {reason}"
+            f"The judge failed on {len(failures)} of {len(graded)} prompts, more than "
+            f"judge.max_failed_fraction={max_failed_fraction:g} allows. The most frequent failure is {kind} ({count} times), for example: {reason}"
         )

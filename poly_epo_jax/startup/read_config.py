@@ -201,17 +201,17 @@ def _check_training(config: Config) -> None:
         )
     if config.lora.rank and train.trainable_pattern:
         raise ConfigError(
-            f"lora.rank={config.lora.rank} trains only adapters, which excludes train.trainable_pattern={train.trainable_pattern!r}; "
-            "set only one of them."
+            f"lora.rank={config.lora.rank} trains only adapters, which excludes "
+            f"train.trainable_pattern={train.trainable_pattern!r}; set only one of them."
         )
     check_judge(config.judge, "train.num_generations", train.num_generations)
     if config.eval.every:
         check_judge(config.judge, "eval.num_generations", config.eval.num_generations)
-    max_sequence_tokens = max_sequence_tokens(config)
-    if train.row_tokens and train.row_tokens < max_sequence_tokens:
+    max_tokens = max_sequence_tokens(config)
+    if train.row_tokens and train.row_tokens < max_tokens:
         raise ConfigError(
             f"train.row_tokens={train.row_tokens} must be at least train.max_prompt_tokens + sampling.max_tokens = "
-            f"{max_sequence_tokens} tokens."
+            f"{max_tokens} tokens."
         )
     estimator = make_estimator(algo)
     if train.num_generations < estimator.min_generations:
@@ -237,8 +237,8 @@ def _check_rollouts(config: Config) -> None:
     # weights that generated a batch are then one step older than the weights that are trained on it.
     if rollouts.shared_servers:
         raise ConfigError(
-            "rollouts.shared_servers=True is not supported with train.staleness=1, because one process would update the "
-            "servers while others still generate; set rollouts.shared_servers=False or train.staleness=0."
+            "rollouts.shared_servers=True is not supported with train.staleness=1, because one process would update "
+            "the servers while others still generate; set rollouts.shared_servers=False or train.staleness=0."
         )
     if not sampler.while_training:
         others = " or ".join(name for name, other in SAMPLERS.items() if other.while_training)

@@ -25,8 +25,8 @@ class MinibatchPacker:
         that all responses have the same weight. "max" divides by `max_tokens`, so that all tokens have the same weight.
       max_tokens: Maximum number of response tokens.
       max_sequence_tokens: Maximum number of tokens of a prompt and its response. If 0, only the row length limits it.
-      skip_zero_advantage: Whether sequences with advantage 0 contribute nothing to the gradient, so that their backward pass
-        may be skipped (`ZeroAdvantageBatch`).
+      skip_zero_advantage: Whether sequences with advantage 0 contribute nothing to the gradient, so that their
+        backward pass may be skipped (`ZeroAdvantageBatch`).
     """
 
     num_minibatches: int

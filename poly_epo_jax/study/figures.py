@@ -80,8 +80,8 @@ def plot_comparison(results: StudyResults, task: str) -> Figure | None:
     if not metrics or not learning_rates:
         return None
     shared = {"sharex": True, "sharey": "col"}
-    with figures.panels(len(rates) * len(metrics), len(metrics), _PANEL, **shared) as (figure, panels):
-        for axes, (rate, metric) in zip(panels, itertools.product(rates, metrics), strict=True):
+    with figures.panels(len(learning_rates) * len(metrics), len(metrics), _PANEL, **shared) as (figure, panels):
+        for axes, (rate, metric) in zip(panels, itertools.product(learning_rates, metrics), strict=True):
             for method, style in line_styles(results).items():
                 _band(
                     axes,
@@ -90,7 +90,7 @@ def plot_comparison(results: StudyResults, task: str) -> Figure | None:
                     marked=True,
                 )
             axes.set_title(describe(metric).title)
-            if metric == metrics[0] and len(rates) > 1:
+            if metric == metrics[0] and len(learning_rates) > 1:
                 axes.set_ylabel(f"learning rate {rate:g}")
             axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         for axes in panels[-len(metrics) :]:

@@ -30,8 +30,8 @@ class Stopped(Exception):
 class StopSignal:
     """A shutdown request, by a signal or by `request`. The first request determines the reported signal.
 
-    Shutdown is graceful: `run_interruptible` cancels pending waits immediately, and `check` raises Stopped after a running
-    computation. Outside of `on_signals`, signals have their usual effect.
+    Shutdown is graceful: `run_interruptible` cancels pending waits immediately, and `check` raises Stopped after
+    a running computation. Outside of `on_signals`, signals have their usual effect.
     """
 
     def __init__(self):

@@ -27,7 +27,7 @@ TASKS: Registry[Callable[..., Task]] = Registry(
 __all__ = [
     "TASKS",
     "CategoriesTask",
-    "Demonstrations",
+    "DemonstrationStyle",
     "MathTask",
     "MultiplicationProseTask",
     "MultiplicationTask",

@@ -15,7 +15,7 @@ class Oven(Section, name="oven"):
     """The oven of a recipe."""
 
     degrees: float = key(180.0, "temperature in degrees Celsius", Range(30, 300))
-    shelf: int = key(2, "shelf, counted from below", Range(1, 9, other=-1))
+    shelf: int = key(2, "shelf, counted from below", Range(1, 9, special=-1))
     heat: str = key("both", "source of the heat", one_of("top", "both"))
     fan: bool = key(False, "whether the fan runs")
     moisture: float = key(0.5, "fraction of water", FRACTION)

@@ -197,4 +197,4 @@ def test_a_real_server(tmp_path: Path):
             return [before, *await SGLANG.probe_weights(client, url, 8)]
 
     with running([SGLangServer(model, tmp_path / "server.log", *flags)]) as (server,):
-        assert asyncio.run(ask(server.url)) == [sglang.ASLEEP, sglang.EMPTY, 0]
+        assert asyncio.run(request(server.url)) == [sglang.ASLEEP, sglang.EMPTY, 0]

@@ -142,7 +142,7 @@ def test_overlapping_points_remain_visible(folder: Path):
         assert len({mark.get_markersize() for mark in marks}) == len(marks) == 6, "larger markers enclose smaller ones"
     assert enlarged.get_xlim()[0] > 6 > 1.2 > whole.get_xlim()[0], "the four overlapping points"
     written = {axes: [text for text in axes.texts if isinstance(text, Annotation)] for axes in (whole, enlarged)}
-    learning_rates = {axes: [text for text in texts if text.get_text()] for axes, texts in written.items()}
+    rates = {axes: [text for text in texts if text.get_text()] for axes, texts in written.items()}
     assert sorted(text.get_text() for text in rates[whole]) == ["0.0001", "0.0005"]
     assert sorted(text.get_text() for text in rates[enlarged]) == ["0.0001"] * 2 + ["0.0005"] * 2
     renderer = FigureCanvasAgg(drawn).get_renderer()

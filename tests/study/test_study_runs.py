@@ -36,7 +36,8 @@ class Started:
         self._file.write_text(
             f"from poly_epo_jax.study import PAPER_METHODS, Evaluation, Study, Task\n\n\n"
             f"def get_study():\n"
-            f"    return Study({{'polynomial': Task('configs/polynomial.py')}}, {methods}, learning_rates=(1e-3,), seeds=(0,),\n"
+            f"    return Study({{'polynomial': Task('configs/polynomial.py')}}, {methods},\n"
+            f"        learning_rates=(1e-3,), seeds=(0,),\n"
             f"        settings={settings!r}, baseline='grpo', evaluation=Evaluation(num_generations=8),\n"
             f"        folder={str(self.folder)!r})\n"
         )

@@ -25,7 +25,11 @@ def write_fake_study(
 ) -> list[RunKey]:
     """Writes a study with finished runs and returns their keys."""
     run_keys = [
-        RunKey(task, method, rate, seed) for seed in seeds for task in tasks for rate in rates for method in KEEPS
+        RunKey(task, method, rate, seed)
+        for seed in seeds
+        for task in tasks
+        for rate in learning_rates
+        for method in KEEPS
     ]
     folder.mkdir(parents=True, exist_ok=True)
     plan = {"baseline": "grpo", "runs": [dataclasses.asdict(run_key) for run_key in run_keys]}

@@ -63,9 +63,9 @@ def packed_attention(
       implementation: Key of IMPLEMENTATIONS. "auto" selects the fastest one for the platform.
       max_segment_tokens: Maximum number of tokens of a segment, which the caller guarantees. 0 means that only the row
         length limits segments.
-      positions: Position of each token in its sequence. With an implementation in SUPPORTS_SHARED_PROMPTS, a segment that starts
-        at a position above 0 also sees the prompt that it continues, see `make_segments`. If None, prompts are not
-        shared.
+      positions: Position of each token in its sequence. With an implementation in SUPPORTS_SHARED_PROMPTS, a
+        segment that starts at a position above 0 also sees the prompt that it continues, see `make_segments`. If None,
+        prompts are not shared.
 
     Returns:
       The outputs of all query heads.
