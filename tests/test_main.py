@@ -114,6 +114,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([FILE, "--config.rollouts.shared_servers=yes"], ["rollouts.shared_servers='yes' must be True or False."]),
         ([FILE, "--config.train.num_steps", "3"], ["--config.train.num_steps has no value", "num_steps=VALUE"]),
         ([FILE, "--num_steps=3"], ["unknown argument --num_steps; write --config.train.num_steps=3."]),
+        ([FILE, "--config.hosts.count=2"], ["no key config.hosts.count", "now config.hosts.num_processes."]),
         ([FILE, "--print_confg"], ["unknown argument --print_confg; write --print_config."]),
         ([FILE, "train.num_steps=3"], ["unknown argument train.num_steps; write --config.train.num_steps=3."]),
         ([FILE, "--config.task.name=chess"], ["task.name='chess'", "multiplication_prose, polynomial"]),

@@ -48,8 +48,8 @@ def run(config: Config, output: Path) -> None:
     """
     if config.hosts.coordinator_address:
         raise ConfigError(
-            f"hosts.coordinator_address={config.hosts.coordinator_address} is not supported, because bench measures one "
-            "process; omit it. For multi-process runs, see the run's timing.jsonl."
+            f"hosts.coordinator_address={config.hosts.coordinator_address} is not supported, because bench measures "
+            "one process; omit it. For multi-process runs, see the run's timing.jsonl."
         )
     mesh = make_mesh(**config.mesh)
     model_config = model_shape(config)

@@ -246,7 +246,7 @@ class MeshSection(Section, name="mesh"):
 
 @dataclasses.dataclass(frozen=True)
 class HostsSection(Section, name="hosts"):
-    """Multi-process training. All processes have the same configuration except for hosts.index."""
+    """Multi-process training. All processes have the same configuration except for hosts.process_id."""
 
     coordinator_address: str = key(
         "", "HOST:PORT of the first process (auto = from SLURM or the TPU pod, empty = one process)", COORDINATOR

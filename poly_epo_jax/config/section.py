@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from poly_epo_jax.config.checks import Check, ConfigError, Range, check_of_type, validate
+from poly_epo_jax.config.renamed import RENAMED
 from poly_epo_jax.system.text import did_you_mean
 
 S = TypeVar("S", bound="Section")
@@ -90,7 +91,9 @@ def read_section(kind: type[S], values: Mapping[str, Any]) -> S:
     arguments = {}
     for name, value in values.items():
         if name not in types:
-            raise ConfigError(f"There is no key {kind.dotted(name)}{did_you_mean(name, types)}")
+            dotted = kind.dotted(name)
+            hint = f"; it is now {RENAMED[dotted]}." if dotted in RENAMED else did_you_mean(name, types)
+            raise ConfigError(f"There is no key {dotted}{hint}")
         inner = types[name]
         if isinstance(inner, type) and issubclass(inner, Section):
             validate(value, name, Check(lambda value: isinstance(value, Mapping), "must be a section"))

@@ -55,7 +55,7 @@ async def evaluate_held_out(
     if with_clusters := clustered(graded):
         clusters = cluster_ids(with_clusters)
         values |= problem_values(_arrays(with_clusters) | {"clusters": clusters}, reading="clusters", curves=False)
-        metrics["degenerate"] = degenerate_share(clusters)
+        metrics["degenerate_fraction"] = degenerate_share(clusters)
     metrics |= {name: float(of_problems.mean()) for name, of_problems in values.items()}
     return {held_out(name): value for name, value in metrics.items()}
 

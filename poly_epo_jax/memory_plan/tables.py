@@ -170,7 +170,7 @@ def plan_of(config: Config, model_config: ModelConfig) -> tuple[Plan, int]:
 def machine_of(config: Config) -> tuple[Machine, int | None]:
     """Returns the machine of a configuration, and the bytes of each device that JAX may use (None if unknown).
 
-    The local devices are only queried if `mesh.device` or `mesh.devices` is not set.
+    The local devices are only queried if `mesh.device_kind` or `mesh.num_devices` is not set.
 
     Raises:
       ConfigError: If the devices cannot be arranged into the mesh.

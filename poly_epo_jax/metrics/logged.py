@@ -73,7 +73,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Synergy",
             "Mean absolute value of the covariance term of the set advantage: the covariance of reward and diversity "
             "over the sets that contain a generation, minus the covariance over all sets.",
-            brief="clusters/synergy",
+            brief="synergy",
             drawn=True,
         ),
         "clusters/degenerate_fraction": LoggedMetric(

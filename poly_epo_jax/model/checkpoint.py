@@ -62,7 +62,7 @@ class Checkpoints:
         )
         _drop_late_callbacks()
         self._directory, self._read_only, self._with_frozen = directory.absolute(), read_only, with_frozen
-        self._corrupted = self._directory.with_name(f"{directory.name}.damaged")
+        self._corrupted = self._directory.with_name(f"{directory.name}.corrupted")
         with self._saving():
             self._manager = ocp.CheckpointManager(self._directory, options=options)
 

@@ -55,7 +55,8 @@ def join(section: HostsSection) -> None:
         if section.num_processes != 1 or section.process_id != 0:
             raise ValueError(
                 f"hosts.num_processes={section.num_processes} and hosts.process_id={section.process_id} require "
-                "hosts.coordinator_address; set it to HOST:PORT of the first process, or remove all three keys to train with a single process."
+                "hosts.coordinator_address; set it to HOST:PORT of the first process, or remove all three keys to "
+                "train with a single process."
             )
         return
     explicit: dict[str, Any] = {}
@@ -95,7 +96,8 @@ def _check(section: HostsSection) -> None:
         raise ValueError(
             f"hosts.coordinator_address={section.coordinator_address} requires hosts.num_processes, the number of "
             "processes, and hosts.process_id, from 0 to hosts.num_processes - 1, but they are "
-            f"{section.num_processes} and {section.process_id}; set both keys, or set hosts.coordinator_address=auto under SLURM or on a TPU pod."
+            f"{section.num_processes} and {section.process_id}; set both keys, or set hosts.coordinator_address=auto "
+            "under SLURM or on a TPU pod."
         )
 
 
@@ -271,7 +273,8 @@ def _watchdog(section: HostsSection) -> Callable[[], None]:
     )
     message = (
         f"Error: {name} was terminated, could not connect to the other processes within "
-        f"{section.init_timeout_seconds} s, or lost one of them; see the logs of all processes. Restart all processes to resume from the last checkpoint."
+        f"{section.init_timeout_seconds} s, or lost one of them; see the logs of all processes. Restart all "
+        "processes to resume from the last checkpoint."
     )
     watcher = subprocess.Popen(
         ["sh", "-c", 'read -r word; [ "$word" = ended ] || echo "$0" >&2', message],

@@ -53,7 +53,7 @@ def make_mesh(
     available = jax.devices() if available is None else available
     kind = available[0].device_kind
     if device and device_name(kind) != device:
-        raise ConfigError(f"mesh.device_kind={device}, but the available devices are {kind}; change mesh.device.")
+        raise ConfigError(f"mesh.device_kind={device}, but the available devices are {kind}; change mesh.device_kind.")
     if devices > len(available):
         raise ConfigError(f"mesh.num_devices={devices}, but only {len(available)} are available; reduce it.")
     sizes = fill_mesh({"data": data, "fsdp": fsdp, "tensor": tensor}, devices or len(available))

@@ -140,5 +140,6 @@ def check_judge(graded: Sequence[GradedGroup], max_failed_fraction: float) -> No
         reason = next(failure.reason for failure in failures if failure.kind == kind)
         raise JudgeError(
             f"The judge failed on {len(failures)} of {len(graded)} prompts, more than "
-            f"judge.max_failed_fraction={max_failed_fraction:g} allows. The most frequent failure is {kind} ({count} times), for example: {reason}"
+            f"judge.max_failed_fraction={max_failed_fraction:g} allows. The most frequent failure is {kind} "
+            f"({count} times), for example: {reason}"
         )

@@ -25,6 +25,7 @@ from poly_epo_jax.config import default
 from poly_epo_jax.config.checks import Range, check_of_type, validate
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.config.options import checks_of, options_of
+from poly_epo_jax.config.renamed import RENAMED
 from poly_epo_jax.startup.read_config import KNOWN_NAMES, read_config, refuse_passwords, registry_entries
 from poly_epo_jax.system.signals import exit_code
 
@@ -153,9 +154,9 @@ def _set(config: ConfigDict, override: str) -> None:
         known = [f"config.{name}" for name in types]
         inner = [name for name in known if name.startswith(f"config.{key}.")]
         near = ", ".join(inner or difflib.get_close_matches(f"config.{key}", known))
-        raise ConfigError(
-            f"There is no key config.{key}; {f'choose from {near}' if near else '--help lists the keys'}."
-        )
+        hint = f"choose from {near}" if near else "--help lists the keys"
+        hint = f"it is now config.{RENAMED[key]}" if key in RENAMED else hint
+        raise ConfigError(f"There is no key config.{key}; {hint}.")
     values = functools.reduce(ConfigDict.__getitem__, filter(None, section.split(".")), config)
     kind = types[key] if key in types else str if isinstance(values.get(name), str) else object
     value = parse_value(text, kind)
@@ -185,7 +186,9 @@ def _hint(name: str, value: str, parser: argparse.ArgumentParser) -> str:
     """Returns a suggestion for an unknown argument: matching keys with their section, or the most similar flag."""
     keys = [key for key, _, _ in Config().flat() if f".config.{key}".endswith(f".{name}")]
     near = [f"{KEY}{key}={value or '...'}" for key in keys]
-    near = near or difflib.get_close_matches(f"--{name}", re.findall(r"--[\w-]+", parser.format_help()), 1)
+    flags = re.findall(r"--[\w-]+", parser.format_help())
+    renamed = RENAMED.get(f"--{name}")
+    near = near or ([renamed] if renamed in flags else []) or difflib.get_close_matches(f"--{name}", flags, 1)
     return f"write {' or '.join(near)}" if near else "--help lists the flags and keys"
 
 

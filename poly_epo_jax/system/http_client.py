@@ -1,7 +1,8 @@
 """HTTP client utilities: limits on response time and size, field-by-field validation, and retry backoff.
 
 An invalid response raises InvalidResponseError. It is an httpx error, so that code that retries after a connection
-error also retries after an invalid response. Error messages are clauses that complete a message with the server's address.
+error also retries after an invalid response. Error messages are clauses that complete a message with the server's
+address.
 """
 
 import asyncio

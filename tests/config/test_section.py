@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from poly_epo_jax.config.checks import FRACTION, NOT_EMPTY, Check, ConfigError, Range, one_of
+from poly_epo_jax.config.keys import Config
+from poly_epo_jax.config.renamed import RENAMED
 from poly_epo_jax.config.section import Section, key, read_section
 
 
@@ -89,6 +91,17 @@ def test_errors_name_the_key_and_its_values(values: dict[str, Any], words: list[
         read_section(Recipe, values)
     message = str(error.value)
     assert message.startswith(words[0]) and all(word in message for word in words), message
+
+
+def test_former_names_of_keys_are_reported_with_the_new_names():
+    new = {name for name, _, _ in Config().flat()}
+    for former, name in RENAMED.items():
+        if not former.startswith("--"):
+            section, _, key = former.rpartition(".")
+            values = {section: {key: 1}} if section else {key: 1}
+            with pytest.raises(ConfigError, match=f"{former}; it is now {name}\\.$"):
+                read_section(Config, values)
+            assert name in new and former not in new
 
 
 def test_sections_do_not_share_options():

@@ -151,9 +151,9 @@ def test_a_logged_metric(train: Train, folder: Path):
     first, last = train("my_counter.py", "my-counter", **SHORT)
     before, _ = rows_of(folder / "runs/my-counter", "eval/degenerate_fraction")
     assert first["task/invalid_responses"] == pytest.approx(
-        64 * (before["eval/degenerate_fraction"] + first["degenerate"])
+        64 * (before["eval/degenerate_fraction"] + first["clusters/degenerate_fraction"])
     )
-    assert last["task/invalid_responses"] == pytest.approx(64 * last["degenerate"])
+    assert last["task/invalid_responses"] == pytest.approx(64 * last["clusters/degenerate_fraction"])
 
 
 def test_training_part_of_the_weights(train: Train, folder: Path):

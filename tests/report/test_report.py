@@ -53,7 +53,7 @@ def write_fake_run(run_dir: Path, seed: int, num_steps: int = 200, gain: float =
             row["clusters/correct"] = 1.3 + (gain - 0.5) * 2 * progress + rng.normal(0, 0.15)
             row["clusters/incorrect"] = 3.5 - 2 * (1.3 - gain) * progress + rng.normal(0, 0.2)
             row["policy/entropy"] = 0.8 - 0.6 * (1.2 - gain) * progress + rng.normal(0, 0.02)
-            row["synergy"] = 0.02 * gain * progress + rng.normal(0, 0.004)
+            row["clusters/synergy"] = 0.02 * gain * progress + rng.normal(0, 0.004)
             row["policy/kl"] = None if step == 3 else 0.001
             row |= {"response/length": 11.9184, "response/truncated": 0.01 * progress, "policy/clip_fraction": 0.0}
             row["policy/gradient_norm"] = 0.3 - 0.1 * progress
@@ -414,7 +414,7 @@ def test_missing_arguments_produce_exit_code_2(capsys):
 
 
 def test_panels_exist_only_for_logged_metrics():
-    runs = {"a": [{"step": 1, "reward": 0.5, "synergy": None}], "b": [{"step": 1, "solved": 0.5}]}
+    runs = {"a": [{"step": 1, "reward": 0.5, "clusters/synergy": None}], "b": [{"step": 1, "solved": 0.5}]}
     figure = figures.plot_training_dynamics(runs)
     assert figure is not None
     assert [axes.get_title("left") for axes in figure.axes] == ["Training reward", "Solved prompts"]
