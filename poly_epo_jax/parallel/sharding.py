@@ -27,8 +27,8 @@ def make_mesh(
     data: int,
     fsdp: int,
     tensor: int,
-    device: str = "",
-    devices: int = 0,
+    device_kind: str = "",
+    num_devices: int = 0,
     available: Sequence[Any] | None = None,
 ) -> Mesh:
     """Creates a mesh over the first data * fsdp * tensor devices.
@@ -40,8 +40,8 @@ def make_mesh(
       data: Size of the axis `data`. One of the three sizes may be -1, which selects the number of remaining devices.
       fsdp: Size of the axis `fsdp`.
       tensor: Size of the axis `tensor`.
-      device: Required device kind, a key of DEVICES. If empty, any kind is accepted.
-      devices: Number of devices to use. 0 selects all devices.
+      device_kind: Required device kind, a key of DEVICES. If empty, any kind is accepted.
+      num_devices: Number of devices to use. 0 selects all devices.
       available: Devices to choose from, which may be descriptions of absent devices. If None, `jax.devices()`.
 
     Returns:
@@ -52,11 +52,13 @@ def make_mesh(
     """
     available = jax.devices() if available is None else available
     kind = available[0].device_kind
-    if device and device_name(kind) != device:
-        raise ConfigError(f"mesh.device_kind={device}, but the available devices are {kind}; change mesh.device_kind.")
-    if devices > len(available):
-        raise ConfigError(f"mesh.num_devices={devices}, but only {len(available)} are available; reduce it.")
-    sizes = fill_mesh({"data": data, "fsdp": fsdp, "tensor": tensor}, devices or len(available))
+    if device_kind and device_name(kind) != device_kind:
+        raise ConfigError(
+            f"mesh.device_kind={device_kind}, but the available devices are {kind}; change mesh.device_kind."
+        )
+    if num_devices > len(available):
+        raise ConfigError(f"mesh.num_devices={num_devices}, but only {len(available)} are available; reduce it.")
+    sizes = fill_mesh({"data": data, "fsdp": fsdp, "tensor": tensor}, num_devices or len(available))
     shape, used = tuple(sizes.values()), math.prod(sizes.values())
     if used == len(available):
         # Splitting physical axes is allowed, so that the topology of the machine does not restrict the mesh.

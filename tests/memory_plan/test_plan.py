@@ -232,7 +232,7 @@ def test_every_preset_can_be_planned(mesh: str, model: str):
     config = read_config(polaris.get_config(mesh))
     plan, rows = planned(model, config)
     check_mesh(config.mesh, plan.machine.mesh, dataclasses.asdict(preset_config(model)), config.train.row_tokens)
-    assert math.prod(plan.machine.mesh.values()) == MESHES[mesh]["devices"]
+    assert math.prod(plan.machine.mesh.values()) == MESHES[mesh]["num_devices"]
     assert plan.peak_bytes == max(sum(plan.resident.values()) + sum(terms.values()) for terms in plan.stages.values())
     assert plan.memory_bytes is not None and plan.fits == (plan.peak_bytes <= plan.memory_bytes) == (rows > 0)
 
@@ -333,9 +333,9 @@ def test_a_plan_that_exceeds_the_memory_prints_a_warning(tmp_path, capsys):
 @pytest.mark.parametrize("name", MESHES)
 def test_presets_use_all_their_devices(name: str):
     mesh = MESHES[name]
-    assert mesh["device"] in DEVICES
-    assert math.prod(mesh[axis] for axis in AXES) == mesh["devices"]
-    assert mesh["devices"] % mesh["processes"] == 0
+    assert mesh["device_kind"] in DEVICES
+    assert math.prod(mesh[axis] for axis in AXES) == mesh["num_devices"]
+    assert mesh["num_devices"] % mesh["processes"] == 0
     config = polynomial.get_config(name)
     read_config(config)
     assert {key: value for key, value in mesh.items() if key != "processes"} == config.mesh.to_dict()

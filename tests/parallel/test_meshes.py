@@ -224,10 +224,10 @@ def test_invalid_meshes_are_rejected(axes, message):
 
 def test_another_kind_or_number_of_devices_is_rejected():
     with pytest.raises(ValueError, match=r"mesh\.device=h200, but .* cpu"):
-        make_mesh(1, -1, 1, device="h200")
+        make_mesh(1, -1, 1, device_kind="h200")
     with pytest.raises(ValueError, match=r"mesh\.devices=16, but only 8 are available"):
-        make_mesh(1, -1, 1, devices=16)
-    assert dict(make_mesh(1, -1, 1, device="cpu", devices=4).shape) == {"data": 1, "fsdp": 4, "tensor": 1}
+        make_mesh(1, -1, 1, num_devices=16)
+    assert dict(make_mesh(1, -1, 1, device_kind="cpu", num_devices=4).shape) == {"data": 1, "fsdp": 4, "tensor": 1}
 
 
 def test_several_processes_must_use_all_devices(monkeypatch):

@@ -82,7 +82,7 @@ def _on_machine(config: Config, name: str) -> Config:
     if name not in MESHES:
         raise ConfigError(f"--compile_for={name} is not a known machine; choose one of {', '.join(MESHES)}.")
     preset = MESHES[name]
-    if (config.mesh.device_kind, config.mesh.num_devices) == (preset["device"], preset["devices"]):
+    if (config.mesh.device_kind, config.mesh.num_devices) == (preset["device_kind"], preset["num_devices"]):
         return config
     mesh = MeshSection(**{key: preset[key] for key in ("data", "fsdp", "tensor", "device", "devices")})
     return dataclasses.replace(config, mesh=mesh)

@@ -56,7 +56,7 @@ def preset_devices(preset: Mapping[str, Any]) -> Sequence[Any]:
     Raises:
       ConfigError: If compiling for the machine is not supported, or its compiler is not installed.
     """
-    device, count, hosts = preset["device"], preset["devices"], preset["processes"]
+    device, count, hosts = preset["device_kind"], preset["num_devices"], preset["processes"]
     # Prevents JAX from initializing a TPU or GPU runtime, which would search for local devices.
     jax.config.update("jax_platforms", "cpu")
     if device in GPU_SPECS:
@@ -78,7 +78,7 @@ def device_rates(preset: Mapping[str, Any], devices: Sequence[Any]) -> Rates:
       preset: Entry of `machines.MESHES`.
       devices: Devices of the preset. For TPUs, only links to other chips of the slice are counted.
     """
-    name = preset["device"]
+    name = preset["device_kind"]
     specs = DEVICES[name]
     assert specs.flops_per_second and specs.bytes_per_second and specs.link_bytes_per_second
     one_way = specs.link_bytes_per_second / 2

@@ -61,11 +61,11 @@ def test_programs_for_tpus(tmp_path: Path):
 
 def test_every_preset_tpu_has_a_shape():
     others = ("cpu", "rtx4090", "h100", "h200")
-    tpus = [preset for preset in MESHES.values() if preset["device"] not in others]
-    assert {(preset["device"], preset["devices"]) for preset in tpus} == set(TPU_SHAPES)
+    tpus = [preset for preset in MESHES.values() if preset["device_kind"] not in others]
+    assert {(preset["device_kind"], preset["num_devices"]) for preset in tpus} == set(TPU_SHAPES)
     for preset in tpus:
-        sizes = [int(size) for size in TPU_SHAPES[preset["device"], preset["devices"]].split("x")]
-        along = zip(sizes, HOST_SHAPES[preset["devices"] // preset["processes"]], strict=False)
+        sizes = [int(size) for size in TPU_SHAPES[preset["device_kind"], preset["num_devices"]].split("x")]
+        along = zip(sizes, HOST_SHAPES[preset["num_devices"] // preset["processes"]], strict=False)
         assert all(size % host == 0 for size, host in along)
 
 

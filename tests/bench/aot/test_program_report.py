@@ -33,7 +33,7 @@ def read():
     config = polynomial.get_config()
     config.update_from_flattened_dict(TINY)
     config = read_config(config)
-    model_config, mesh = model_shape(config), make_mesh(1, 2, 1, devices=2)
+    model_config, mesh = model_shape(config), make_mesh(1, 2, 1, num_devices=2)
     machine, rates = Machine("cpu", dict(mesh.shape)), Rates(1e9, 1e9, 1e6, None)
     report = ProgramReport(config, model_config, mesh, rates, make_plan(config, model_config, machine, None))
     for name, compiled in [*compile_update(config, model_config, mesh), *compile_decoding(config, model_config, mesh)]:
