@@ -100,7 +100,7 @@ LLAMA = Architecture(
         "head_dim": "head_dim",
         "norm_eps": "rms_norm_eps",
         "max_position": "max_position_embeddings",
-        "tied_head": "tie_word_embeddings",
+        "tie_word_embeddings": "tie_word_embeddings",
     },
     weights={
         "embed": Weight("model.embed_tokens.weight", "vd", "v d"),

@@ -18,7 +18,7 @@ class ModelConfig:
       rope_theta: Base of the rotary embedding frequencies.
       norm_eps: Constant added to the mean square in RMS norms.
       max_position: Maximum sequence length stated in the model folder, in tokens.
-      tied_head: Whether the output head shares the weight of the embedding.
+      tie_word_embeddings: Whether the output head shares the weight of the embedding.
       family: Key of architectures.ARCHITECTURES.
       qk_norm: Whether queries and keys are normalized, as in Qwen3.
       attention_bias: Whether query, key and value projections have biases, as in Qwen2.

@@ -210,7 +210,7 @@ def _shapes(file: Path, written: Mapping[str, Any], config_keys: Mapping[str, st
         "num_kv_heads": heads,
         "head_dim": found.get("hidden_size", 0) // heads,
         "norm_eps": 1e-6,
-        "tied_head": False,
+        "tie_word_embeddings": False,
     }
     shapes = defaults | found
     for field, key in config_keys.items():

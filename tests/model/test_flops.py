@@ -21,7 +21,7 @@ BILLIONS = {
 }
 
 
-@pytest.mark.parametrize("tied_head", [True, False])
+@pytest.mark.parametrize("tie_word_embeddings", [True, False])
 def test_total_weights_counts_the_matrices_of_the_model(tie_word_embeddings):
     config = ModelConfig(
         50, 6, 10, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, tie_word_embeddings=tie_word_embeddings
