@@ -187,8 +187,11 @@ def _hint(name: str, value: str, parser: argparse.ArgumentParser) -> str:
     keys = [key for key, _, _ in Config().flat() if f".config.{key}".endswith(f".{name}")]
     near = [f"{KEY}{key}={value or '...'}" for key in keys]
     flags = re.findall(r"--[\w-]+", parser.format_help())
-    renamed = RENAMED.get(f"--{name}")
-    near = near or ([renamed] if renamed in flags else []) or difflib.get_close_matches(f"--{name}", flags, 1)
+    near = (
+        near
+        or [new for old, new in RENAMED.items() if old == f"--{name}" and new in flags]
+        or difflib.get_close_matches(f"--{name}", flags, 1)
+    )
     return f"write {' or '.join(near)}" if near else "--help lists the flags and keys"
 
 

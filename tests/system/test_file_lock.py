@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 HOLD = """
 import sys
 from pathlib import Path
-from poly_epo_jax.system.file_lock import exclusive
-with exclusive(Path(sys.argv[1]), "the folder", wait="wait" in sys.argv):
+from poly_epo_jax.system.file_lock import lock_file
+with lock_file(Path(sys.argv[1]), "the folder", wait="wait" in sys.argv):
     print("held", flush=True)
     sys.stdin.read()
 """

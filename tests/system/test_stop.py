@@ -75,10 +75,10 @@ def test_an_ignored_signal_remains_ignored(monkeypatch: pytest.MonkeyPatch):
 ON_A_TERMINAL = """
 import asyncio, sys
 from pathlib import Path
-from poly_epo_jax.system.signals import Stop, Stopped
+from poly_epo_jax.system.signals import StopSignal, Stopped
 
 async def main():
-    stop = Stop()
+    stop = StopSignal()
     with stop.on_signals():
         try:
             print("ready", flush=True)

@@ -84,7 +84,7 @@ def _on_machine(config: Config, name: str) -> Config:
     preset = MESHES[name]
     if (config.mesh.device_kind, config.mesh.num_devices) == (preset["device_kind"], preset["num_devices"]):
         return config
-    mesh = MeshSection(**{key: preset[key] for key in ("data", "fsdp", "tensor", "device", "devices")})
+    mesh = MeshSection(**{key: preset[key] for key in ("data", "fsdp", "tensor", "device_kind", "num_devices")})
     return dataclasses.replace(config, mesh=mesh)
 
 
