@@ -27,7 +27,7 @@ def parse_config_string(config_string: str) -> tuple[str, str]:
     """Parses the names after a configuration file.
 
     Args:
-      words: At most one key of WORDS and at most one key of MESHES, in any order, separated by a comma.
+      config_string: At most one key of METHOD_PRESETS and one key of MESHES, in any order, separated by a comma.
 
     Returns:
       The name of the method ("poly_epo" by default) and of the mesh ("" by default).
@@ -54,7 +54,7 @@ def get_config(config_string: str = "poly_epo") -> ConfigDict:
     """Returns the default configuration, locked except for the options of components.
 
     Args:
-      words: Names of a method and of a mesh, see `parse_config_string`.
+      config_string: Names of a method and of a mesh, see `parse_config_string`.
 
     Raises:
       ValueError: If `config_string` is invalid.

@@ -170,9 +170,9 @@ def raises(error):
         (RuntimeError("INTERNAL: driver"), "failed", "RuntimeError: INTERNAL: driver; do this"),
     ],
 )
-def test_exceptions_of_a_check_become_findings(tmp_path, error, status, seen):
+def test_exceptions_of_a_check_become_findings(tmp_path, error, status, message):
     (found,) = CheckRunner(RunContext(tiny(tmp_path)), 60.0).findings(raises(error))
-    assert (found.status, found.message) == (status, seen)
+    assert (found.status, found.message) == (status, message)
 
 
 def test_a_check_that_hangs_is_abandoned(tmp_path):
@@ -196,7 +196,7 @@ def test_no_process_starts_a_joint_check_if_another_has_no_mesh(tmp_path, monkey
     monkeypatch.setattr(hosts, "gather", gather)
     together = dataclasses.replace(returns(Finding("a check", "passed", "fine")), needs_mesh=True)
     for others, status in ((True, "passed"), (False, "skipped")):
-        monkeypatch.setattr(hosts, "on_each", lambda function, others=others: [function(), others])
+        monkeypatch.setattr(hosts, "gather_from_all", lambda function, others=others: [function(), others])
         (found,) = CheckRunner(RunContext(config), 60.0).findings(together)
         assert found.status == status
 

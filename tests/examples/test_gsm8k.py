@@ -54,7 +54,7 @@ def test_the_answer_follows_the_marker(data: dict[str, str]):
 
 
 @pytest.mark.parametrize(
-    ("words", "model", "fits"),
+    ("config_string", "model", "fits"),
     [
         ("rtx4090x1", "Qwen/Qwen3-0.6B-Base", True),
         ("h100x1,grpo", "Qwen/Qwen3-0.6B-Base", True),

@@ -344,7 +344,7 @@ def test_presets_use_all_their_devices(name: str):
     assert config.workdir == polynomial.get_config().workdir
 
 
-@pytest.mark.parametrize("words", ["grpo,v5p-16", "v5p-16,grpo"])
+@pytest.mark.parametrize("config_string", ["grpo,v5p-16", "v5p-16,grpo"])
 def test_names_can_have_any_order(config_string: str):
     config = polaris.get_config(config_string)
     assert (config.workdir, config.algo.advantages) == ("runs/polaris-grpo", "grpo")
@@ -352,7 +352,7 @@ def test_names_can_have_any_order(config_string: str):
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("config_string", "complaint"),
     [("grpo,v5p-17", "':v5p-17'.*grpo_div.*v5p-16"), ("grpo,poly_epo", "two"), ("v5p-8,laptop", "two")],
 )
 def test_invalid_names_are_rejected(config_string: str, complaint: str):

@@ -120,8 +120,8 @@ async def work(fails):
     return "x" * (10**index)
 
 gathered = asyncio.run(hosts.gather(work(False)))
-print([len(one) for one in gathered], len(asyncio.run(hosts.barrier(work(False)))), hosts.on_first(lambda: index))
-print(hosts.on_each(lambda: 10 * index))
+print([len(one) for one in gathered], len(asyncio.run(hosts.barrier(work(False)))), hosts.run_on_first(lambda: index))
+print(hosts.gather_from_all(lambda: 10 * index))
 for fails in (index == 1, index == 0, True):
     for way in (hosts.gather, hosts.barrier):
         try:
@@ -129,7 +129,7 @@ for fails in (index == 1, index == 0, True):
         except Exception as error:
             print(type(error).__name__, error)
 try:
-    hosts.on_first(lambda: 1 / 0)
+    hosts.run_on_first(lambda: 1 / 0)
 except Exception as error:
     print(type(error).__name__, error)
 """
@@ -138,9 +138,9 @@ async def compute(fails):
     if fails:
         raise ValueError(f"no luck on {index}")
 
-hosts.on_first(lambda: 0)  # Connects both processes, so that the exit of one is detected immediately.
+hosts.run_on_first(lambda: 0)  # Connects both processes, so that the exit of one is detected immediately.
 asyncio.run(hosts.collective(compute(index == 1)))
-hosts.on_first(lambda: 0)
+hosts.run_on_first(lambda: 0)
 """
 GATHERING = """
 import jax, numpy as np

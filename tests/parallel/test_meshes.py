@@ -227,7 +227,7 @@ def test_invalid_meshes_are_rejected(axes, message):
 def test_another_kind_or_number_of_devices_is_rejected():
     with pytest.raises(ValueError, match=r"mesh\.device_kind=h200, but .* cpu"):
         make_mesh(1, -1, 1, device_kind="h200")
-    with pytest.raises(ValueError, match=r"mesh\.devices=16, but only 8 are available"):
+    with pytest.raises(ValueError, match=r"mesh\.num_devices=16, but only 8 are available"):
         make_mesh(1, -1, 1, num_devices=16)
     assert dict(make_mesh(1, -1, 1, device_kind="cpu", num_devices=4).shape) == {"data": 1, "fsdp": 4, "tensor": 1}
 

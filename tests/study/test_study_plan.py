@@ -146,7 +146,7 @@ def test_evaluations_on_files_and_datasets_are_found(tmp_path: Path):
 def test_study_process_does_not_initialize_devices():
     """Otherwise, it would reserve device memory that the runs need."""
     code = "from poly_epo_jax.study import Study, StudyTask; from poly_epo_jax.study.plan import make_runs"
-    code += f"; runs = make_runs(Study({{'a': Task({POLYNOMIAL!r})}}, folder='runs/none'))"
+    code += f"; runs = make_runs(Study({{'a': StudyTask({POLYNOMIAL!r})}}, folder='runs/none'))"
     code += "; from jax._src import xla_bridge; print(len(runs), len(xla_bridge._backends))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "9 0\n"
 

@@ -55,7 +55,7 @@ def write(file: Path, body: str) -> Path:
 
 
 def test_default_folder_has_the_name_of_the_study_file(tmp_path: Path):
-    body = "def get_study():\n    return Study({'a': Task('a.py')}"
+    body = "def get_study():\n    return Study({'a': StudyTask('a.py')}"
     assert read_study(write(tmp_path / "mine.py", f"{body})")).folder == "runs/study-mine"
     assert read_study(write(tmp_path / "mine.py", f"{body}, folder='/data')")).folder == "/data"
 

@@ -82,7 +82,7 @@ async def main():
     with stop.on_signals():
         try:
             print("ready", flush=True)
-            await stop.interrupts(asyncio.sleep(1000))
+            await stop.run_interruptible(asyncio.sleep(1000))
         except Stopped as stopped:
             print("not shown", flush=True)
             print("not shown", file=sys.stderr, flush=True)
