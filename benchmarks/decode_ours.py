@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from poly_epo_jax.model.decoding import decoding_weights
-from poly_epo_jax.model.hf import load_params, read_config
+from poly_epo_jax.model.hf import load_params, read_model_config
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts.embedded.slots import Job, Slots
 from poly_epo_jax.types import Sampling
@@ -16,7 +16,7 @@ from poly_epo_jax.types import Sampling
 
 def main() -> None:
     """Measures all cases."""
-    config = read_config(sys.argv[1], dtype="float32")
+    config = read_model_config(sys.argv[1], dtype="float32")
     weights = jax.jit(functools.partial(decoding_weights, config))(load_params(sys.argv[1], config))
 
     def decode(case: str) -> None:

@@ -7,11 +7,11 @@ import update_case
 from flax import nnx
 
 from poly_epo_jax.config.keys import OptimizerSection
-from poly_epo_jax.model.hf import load_params, read_config
+from poly_epo_jax.model.hf import load_params, read_model_config
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.set_rl import ppo_clip_loss
-from poly_epo_jax.step.objective import Objective
+from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.packing import TrainingSequence, pack
 from poly_epo_jax.step.update import PolicyUpdate
 
@@ -23,7 +23,7 @@ REMAT = "dots"
 def main() -> None:
     """Measures one case."""
     folder, case = update_case.model_and_case()
-    config = read_config(folder, dtype="float32", remat=REMAT)
+    config = read_model_config(folder, dtype="float32", remat=REMAT)
     optimizer = OptimizerSection(
         learning_rate=update_case.LEARNING_RATE,
         schedule="constant",
@@ -37,7 +37,7 @@ def main() -> None:
     update = PolicyUpdate(
         nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0))),
         make_mesh(1, 1, 1),
-        Objective(
+        UpdateObjective(
             functools.partial(ppo_clip_loss, clip_low=update_case.CLIP_LOW, clip_high=update_case.CLIP_HIGH),
             entropy_coef=update_case.ENTROPY_COEF,
         ),

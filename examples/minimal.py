@@ -22,7 +22,7 @@ from flax import nnx
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.model.hf import load_params, read_config
+from poly_epo_jax.model.hf import load_params, read_model_config
 from poly_epo_jax.model.qwen3 import abstract_model
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.types import Generation, Problem
@@ -130,7 +130,7 @@ def update(model: nnx.GraphDef, optimizer: optax.GradientTransformation, params:
 
 def train(folder: str, num_steps: int) -> None:
     """Trains the policy in the folder, and prints its reward and its number of distinct correct strategies."""
-    config = read_config(folder, dtype="float32", remat="none")
+    config = read_model_config(folder, dtype="float32", remat="none")
     model, params = nnx.graphdef(abstract_model(config)), load_params(folder, config)
     task, tokenizer, optimizer = PolynomialTask(), AutoTokenizer.from_pretrained(folder), make_optimizer(num_steps)
     state, rng, key = optimizer.init(params), np.random.default_rng(0), jax.random.key(0)

@@ -15,7 +15,7 @@ from grain import DatasetIterator
 from poly_epo_jax.judges.llm import warn_capacity
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.records.timeline import Timeline
-from poly_epo_jax.rollouts.grading import check_judge, grade_groups, judged
+from poly_epo_jax.rollouts.grading import check_failed_fraction, grade_groups, judged
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.system.signals import StopSignal
 from poly_epo_jax.types import GradedGroup, HasMetrics, Judge, JudgeLoad, Metrics, Problem, Sampling, ServerBacked, Task
@@ -107,7 +107,7 @@ class Experience:
         batch = dataclasses.replace(shares[hosts.index()], graded=graded, counts=counts)
         self._prefetched = self._start_batch(step + 1) if self.staleness and step < self.last_step else None
         if self.reads_judge:
-            check_judge(batch.graded, self.max_failed_fraction)
+            check_failed_fraction(batch.graded, self.max_failed_fraction)
         await hosts.barrier(self.stop.run_interruptible(self.rollouts.sleep()))
         return batch
 

@@ -3,14 +3,14 @@
 python -m poly_epo_jax.study studies/baselines.py
 """
 
-from poly_epo_jax.study import PAPER_METHODS, Study, Task
+from poly_epo_jax.study import PAPER_METHODS, Study, StudyTask
 
 
 def get_study() -> Study:
     return Study(
         tasks={
-            "skewed": Task("configs/polynomial.py", {"base.skew": 0.5}),
-            "multiplication": Task("configs/multiplication.py"),
+            "skewed": StudyTask("configs/polynomial.py", {"base.skew": 0.5}),
+            "multiplication": StudyTask("configs/multiplication.py"),
         },
         methods={
             **PAPER_METHODS,  # grpo_div has lambda = 0.5

@@ -3,14 +3,14 @@
 python -m poly_epo_jax.study studies/categories.py --config.model.path=runs/models/smollm2-135m-instruct
 """
 
-from poly_epo_jax.study import PAPER_METHODS, Study, Task
+from poly_epo_jax.study import PAPER_METHODS, Study, StudyTask
 
 
 def get_study() -> Study:
     return Study(
         tasks={
-            "categories": Task("configs/smollm2.py"),
-            "prefixes": Task("configs/smollm2.py", {"task.name": "prefixes", "train.max_prompt_tokens": 32}),
+            "categories": StudyTask("configs/smollm2.py"),
+            "prefixes": StudyTask("configs/smollm2.py", {"task.name": "prefixes", "train.max_prompt_tokens": 32}),
         },
         methods={
             **PAPER_METHODS,

@@ -3,12 +3,12 @@
 python -m poly_epo_jax.study studies/polynomial.py
 """
 
-from poly_epo_jax.study import Study, Task
+from poly_epo_jax.study import Study, StudyTask
 
 
 def get_study() -> Study:
     return Study(
-        tasks={"polynomial": Task("configs/polynomial.py")},
+        tasks={"polynomial": StudyTask("configs/polynomial.py")},
         learning_rates=(1e-4, 2.5e-4, 5e-4, 1e-3),
         seeds=(0, 1, 2, 3, 4),
         settings={"eval.every": 50},

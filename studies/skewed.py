@@ -3,12 +3,12 @@
 python -m poly_epo_jax.study studies/skewed.py
 """
 
-from poly_epo_jax.study import Study, Task
+from poly_epo_jax.study import Study, StudyTask
 
 
 def get_study() -> Study:
     return Study(
-        tasks={"skewed": Task("configs/polynomial.py", {"base.skew": 0.5})},
+        tasks={"skewed": StudyTask("configs/polynomial.py", {"base.skew": 0.5})},
         seeds=(0,),
         settings={"eval.every": 50},
         baseline="grpo",

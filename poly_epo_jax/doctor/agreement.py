@@ -14,7 +14,7 @@ from poly_epo_jax.doctor.runner import CheckResult, Failed
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import abstract_model
 from poly_epo_jax.model.rounding import exact_matmuls, tolerance_of
-from poly_epo_jax.step.objective import Objective
+from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.packing import PackedBatch, TrainingSequence, pack
 from poly_epo_jax.step.update import PolicyUpdate, TrainState
 from poly_epo_jax.types import Params
@@ -56,7 +56,7 @@ class ReferenceScorer:
         """
         if dtype not in self._updates:
             model = abstract_model(dataclasses.replace(self.model_config, dtype=dtype))
-            objective = Objective(set_rl.policy_gradient_loss, self._temperature)
+            objective = UpdateObjective(set_rl.policy_gradient_loss, self._temperature)
             self._updates[dtype] = PolicyUpdate(model, self._mesh, objective)
         # Old log-probabilities are not computed for the first minibatch, so these batches form the second one.
         _, filled = self._updates[dtype].with_old_logprobs(self._state, [[], batches])

@@ -43,10 +43,10 @@ from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.startup.command_line import config_parser, parse_value, run_command
 from poly_epo_jax.startup.prepare import check_writable
-from poly_epo_jax.startup.read_config import check_judge, make_judge, refuse_passwords
+from poly_epo_jax.startup.read_config import check_judge_limit, make_judge, refuse_passwords
 from poly_epo_jax.startup.trained_policy import open_trained_policy
 from poly_epo_jax.system.file_lock import lock_file
-from poly_epo_jax.system.http_client import ServerError, describe
+from poly_epo_jax.system.http_client import ServerError, describe_error
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.types import Judge, JudgeLoad, Params, Sampling, ServerBacked
 
@@ -176,7 +176,7 @@ def _check_flags(config: Config, flags: argparse.Namespace) -> None:
             validate(source, "--models", URL)
     check_writable("--output", flags.output)
     if flags.cluster:
-        check_judge(config.judge, "--num_generations", flags.num_generations)
+        check_judge_limit(config.judge, "--num_generations", flags.num_generations)
 
 
 def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
@@ -187,7 +187,7 @@ def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
             served = asyncio.run(model_info(url))
         except httpx.HTTPError as error:
             raise ServerError(
-                f"Failed to read the model of {url}: {describe(error)}. Start an SGLang or sglang-jax server."
+                f"Failed to read the model of {url}: {describe_error(error)}. Start an SGLang or sglang-jax server."
             ) from error
         policy = open_policy(find_model(served.tokenizer_path), config.model)
         return label, Model(policy, f"{served.path} {served.weight_version}".strip(), url=url)

@@ -43,7 +43,7 @@ def open_benchmark(name: str, section: TaskSection) -> Benchmark:
 
     Args:
       name: A key of BENCHMARKS, the name of a synthetic task (evaluated on its held-out problems), or a source that
-        `tasks.problems.read_rows` accepts, such as a .jsonl file with columns `problem` and `answer`. The prefix
+        `tasks.problems.read_source` accepts, such as a .jsonl file with columns `problem` and `answer`. The prefix
         `label=` sets the label.
       section: The `task` section of the configuration. It provides the options of the task that it names, and the
         prompt template of mathematical problems.

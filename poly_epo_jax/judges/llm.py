@@ -23,9 +23,9 @@ from poly_epo_jax.system.http_client import (
     InvalidResponseError,
     ServerError,
     backoff_seconds,
-    describe,
+    describe_error,
     open_client,
-    printable,
+    quote,
     wait_until_healthy,
 )
 from poly_epo_jax.types import CapacityChecked, Clustering, Group, Judge, JudgeFailure, JudgeLoad, Task
@@ -150,13 +150,13 @@ class LLMJudge:
         except ReplyError as error:
             kind, reason = error.kind, str(error)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            kind, reason = "unreachable", f"{describe(error)}; start the server, or correct judge.url"
+            kind, reason = "unreachable", f"{describe_error(error)}; start the server, or correct judge.url"
         except httpx.HTTPStatusError as error:
             kind, reason = self._refusal(error.response)
         except InvalidResponseError as error:
-            kind, reason = "malformed", describe(error)
+            kind, reason = "malformed", describe_error(error)
         except httpx.HTTPError as error:
-            kind, reason = "unavailable", describe(error)
+            kind, reason = "unavailable", describe_error(error)
         return JudgeFailure(kind, self._without_key(f"The judge at {self.url}: {reason}."))
 
     async def _send(
@@ -181,7 +181,7 @@ class LLMJudge:
     def _refusal(self, response: httpx.Response) -> tuple[str, str]:
         status = response.status_code
         # The key is removed before the text is shortened, because shortening could leave a part of the key.
-        reason = f"HTTP status {status}: {printable(self._without_key(response.text))}"
+        reason = f"HTTP status {status}: {quote(self._without_key(response.text))}"
         if status in (401, 403):
             variable = f"the environment variable {self._section.api_key_env}" if self._key else "judge.api_key_env"
             reason = f"HTTP status {status}; check {variable}"

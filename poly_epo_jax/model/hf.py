@@ -40,7 +40,7 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def read_config(path: str | Path, **overrides: Any) -> ModelConfig:
+def read_model_config(path: str | Path, **overrides: Any) -> ModelConfig:
     """Reads the configuration of a model folder.
 
     Args:

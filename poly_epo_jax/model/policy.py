@@ -137,7 +137,7 @@ def open_policy(
     """
     check_digests(path)
     compute = {name: value for name, value in section.items() if name not in ("path", "stop_strings")}
-    config = hf.read_config(path, max_sequence_tokens=max_sequence_tokens, **compute, **lora_fields(lora))
+    config = hf.read_model_config(path, max_sequence_tokens=max_sequence_tokens, **compute, **lora_fields(lora))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # Tokenizers raise many types of errors, and few of them name the file.

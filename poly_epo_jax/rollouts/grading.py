@@ -124,7 +124,7 @@ def judge_failures(graded: Sequence[GradedGroup]) -> list[JudgeFailure]:
     return [group.clustering for group in graded if isinstance(group.clustering, JudgeFailure)]
 
 
-def check_judge(graded: Sequence[GradedGroup], max_failed_fraction: float) -> None:
+def check_failed_fraction(graded: Sequence[GradedGroup], max_failed_fraction: float) -> None:
     """Verifies that the judge did not fail too often.
 
     Args:

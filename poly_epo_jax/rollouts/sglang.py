@@ -12,10 +12,10 @@ from poly_epo_jax.rollouts.servers.dialect import Endpoint, ModelInfo, ServerCom
 from poly_epo_jax.system.http_client import (
     InvalidResponseError,
     ServerError,
-    describe,
+    describe_error,
     field,
     open_client,
-    printable,
+    quote,
     read_json,
     wait_until_healthy,
 )
@@ -39,7 +39,7 @@ class SGLang:
                 workers = await client.get(f"{url}/workers")
                 update = await client.get(f"{url}/update_weights_from_disk")  # 405 if this POST route exists.
         except httpx.HTTPError as error:
-            raise ServerError(f"Failed to identify the server {url}: {describe(error)}; see its log.") from error
+            raise ServerError(f"Failed to identify the server {url}: {describe_error(error)}; see its log.") from error
         if workers.status_code in (401, 403):
             raise ServerError(f"{url} requires an API key to list its workers; start the router without an API key.")
         return Endpoint(url, workers.status_code == 200, update.status_code != 404)
@@ -56,7 +56,9 @@ class SGLang:
                     "the URL of a worker does not have the form http://HOST:PORT without a password"
                 )
         except httpx.HTTPError as error:
-            raise ServerError(f"Failed to list the workers of router {url}: {describe(error)}; see its log.") from error
+            raise ServerError(
+                f"Failed to list the workers of router {url}: {describe_error(error)}; see its log."
+            ) from error
         return urls
 
     async def model_info(self, url: str) -> ModelInfo:
@@ -80,7 +82,7 @@ class SGLang:
         """Generates completions with `/generate`, see `Dialect.generate`."""
         response = await client.post(f"{url}/generate", json=_body(request, indices, sampling, stop_ids))
         if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
-            reason = f"{response.status_code}: {printable(response.text)}"
+            reason = f"{response.status_code}: {quote(response.text)}"
             raise ServerError(f"{url} rejected the prompt of problem {request.problem_id} with {reason}")
         return parse_responses(read_json(response), request, len(indices), stop_ids)
 
@@ -121,7 +123,7 @@ async def post(client: httpx.AsyncClient, url: str, endpoint: str, body: dict[st
     response = await client.post(f"{url}/{endpoint}", json=body)
     answer = field(read_json(response), "", dict) if response.status_code == 200 else {"success": False}
     if answer.get("success", True) is not True:
-        raise ServerError(f"{url}/{endpoint} failed ({response.status_code}): {printable(response.text)}")
+        raise ServerError(f"{url}/{endpoint} failed ({response.status_code}): {quote(response.text)}")
     return answer
 
 

@@ -108,7 +108,7 @@ def _configured_shape(config: Config, task: Task | None) -> ModelConfig:
         return dataclasses.replace(base_shape(config.base, task), **compute)
     if not Path(config.model.path).is_dir() and has_preset(config.model.path):
         return preset_config(config.model.path, **compute)
-    return hf.read_config(find_model(config.model.path), **compute)
+    return hf.read_model_config(find_model(config.model.path), **compute)
 
 
 def check_writable(key: str, folder: Path) -> None:

@@ -142,7 +142,7 @@ def refuse_passwords(value: Any, key: str = "") -> None:
         )
 
 
-def check_judge(judge: JudgeSection, key: str, num_generations: int) -> None:
+def check_judge_limit(judge: JudgeSection, key: str, num_generations: int) -> None:
     """Checks that the judge supports the number of generations per prompt.
 
     Args:
@@ -204,9 +204,9 @@ def _check_training(config: Config) -> None:
             f"lora.rank={config.lora.rank} trains only adapters, which excludes train.trainable_pattern={train.trainable_pattern!r}; "
             "set only one of them."
         )
-    check_judge(config.judge, "train.num_generations", train.num_generations)
+    check_judge_limit(config.judge, "train.num_generations", train.num_generations)
     if config.eval.every:
-        check_judge(config.judge, "eval.num_generations", config.eval.num_generations)
+        check_judge_limit(config.judge, "eval.num_generations", config.eval.num_generations)
     max_sequence_tokens = max_sequence_tokens(config)
     if train.row_tokens and train.row_tokens < max_sequence_tokens:
         raise ConfigError(

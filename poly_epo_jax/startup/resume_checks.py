@@ -82,7 +82,7 @@ def check_resume_model(workdir: Path, policy: Path) -> None:
     saved = workdir / run_folder.POLICY
     if run_folder.resumable_config(workdir) is None or not saved.is_dir():
         return
-    old, new = (dataclasses.asdict(hf.read_config(folder)) for folder in (saved, policy))
+    old, new = (dataclasses.asdict(hf.read_model_config(folder)) for folder in (saved, policy))
     if different := changed_keys(old, new):
         raise ConfigError(
             f"The model of the run in {workdir} differs from {policy} in {', '.join(different)}; set model.path to the "

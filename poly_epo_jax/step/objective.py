@@ -24,7 +24,7 @@ class DivergenceError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
+class UpdateObjective:
     """The objective of an update: a policy loss, optional KL and entropy terms, and corrections for the sampler.
 
     Probability ratios are relative to the old policy, which is the policy before the first update of the step as the
@@ -133,7 +133,7 @@ def summarize(sums: Sequence[dict[str, Any]], applied: Sequence[dict[str, Any]])
     """Combines the metrics of a step: means over trained tokens for the sums, and means over updates for the norms.
 
     Args:
-      sums: Metrics of each microbatch, from `Objective`.
+      sums: Metrics of each microbatch, from `UpdateObjective`.
       applied: Metrics of each optimizer update.
 
     Returns:

@@ -21,12 +21,12 @@ from poly_epo_jax.parallel.compiler_options import compiler_options
 from poly_epo_jax.parallel.sharding import param_shardings, replicated, row_sharding
 from poly_epo_jax.set_rl import policy_gradient_loss
 from poly_epo_jax.step.advantages import make_loss
-from poly_epo_jax.step.objective import DeviceMetrics, Objective, summarize
+from poly_epo_jax.step.objective import DeviceMetrics, UpdateObjective, summarize
 from poly_epo_jax.step.optimizer import make_optimizer, make_schedule
 from poly_epo_jax.step.packing import PackedBatch, ZeroAdvantageBatch, empty_batch
 from poly_epo_jax.types import Metrics, Params
 
-LIKELIHOOD, DEFAULTS = Objective(policy_gradient_loss), OptimizerSection()
+LIKELIHOOD, DEFAULTS = UpdateObjective(policy_gradient_loss), OptimizerSection()
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +68,7 @@ class PolicyUpdate:
         self,
         model: Qwen3,
         mesh: Mesh,
-        objective: Objective = LIKELIHOOD,
+        objective: UpdateObjective = LIKELIHOOD,
         config: OptimizerSection = DEFAULTS,
         total_updates: int = 1,
         trainable: str = "",
@@ -280,7 +280,7 @@ def make_update(config: Config, model: Qwen3, mesh: Mesh) -> PolicyUpdate:
       mesh: Mesh over which weights and batches are sharded.
     """
     algo = config.algo
-    objective = Objective(
+    objective = UpdateObjective(
         make_loss(algo),
         config.sampling.temperature,
         algo.kl_coef,

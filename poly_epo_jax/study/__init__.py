@@ -4,5 +4,5 @@ from poly_epo_jax.study.spec import (
     PAPER_METHODS as PAPER_METHODS,
     Evaluation as Evaluation,
     Study as Study,
-    Task as Task,
+    StudyTask as StudyTask,
 )

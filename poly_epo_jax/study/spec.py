@@ -25,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]*(-[A-Za-z0-9_.+]+)*")
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class StudyTask:
     """A training task of a study.
 
     Attributes:
@@ -75,7 +75,7 @@ class Study:
         method, or a changed key is controlled by the study.
     """
 
-    tasks: Mapping[str, Task]
+    tasks: Mapping[str, StudyTask]
     methods: Mapping[str, Changes] = dataclasses.field(default_factory=lambda: PAPER_METHODS)
     learning_rates: Sequence[float] = (5e-4,)
     seeds: Sequence[int] = (0, 1, 2)

@@ -139,7 +139,7 @@ def field(response: Any, path: str, kind: type[T]) -> T:
     return value
 
 
-def printable(text: str) -> str:
+def quote(text: str) -> str:
     """Formats a server's text on one line of at most MAX_QUOTED characters, with control characters escaped."""
     line = " ".join(text[: 2 * MAX_QUOTED].split())
     shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
@@ -151,7 +151,7 @@ def backoff_seconds(attempt: int) -> float:
     return min(0.5 * 2 ** (attempt - 1), MAX_BACKOFF_SECONDS)
 
 
-def describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Describes a connection error or invalid response in a clause, because many httpx errors have no message."""
     match error:
         case InvalidResponseError():
@@ -163,7 +163,7 @@ def describe(error: Exception) -> str:
         case httpx.HTTPStatusError():
             return f"it answered {error.response.status_code}"
         case _:
-            return f"the connection failed ({printable(str(error)) or type(error).__name__})"
+            return f"the connection failed ({quote(str(error)) or type(error).__name__})"
 
 
 async def wait_until_healthy(url: str, seconds: float, name: str, headers: Mapping[str, str] | None = None) -> None:
@@ -186,7 +186,7 @@ async def wait_until_healthy(url: str, seconds: float, name: str, headers: Mappi
                 status = response.status_code
                 response.raise_for_status()
             except httpx.HTTPError as error:
-                problem = describe(error)
+                problem = describe_error(error)
             else:
                 if announced:
                     print(f"{name} is ready.", file=sys.stderr)

@@ -20,7 +20,7 @@ class MathTask:
     """Mathematics problems whose answers are compared with math-verify.
 
     Attributes:
-      train: Source of the training problems, in the format of `problems.read_rows`.
+      train: Source of the training problems, in the format of `problems.read_source`.
       held_out: Source or sources of the held-out problems, in the same format.
       problem_column: Column that contains the problem text.
       answer_column: Column that contains the reference answer.

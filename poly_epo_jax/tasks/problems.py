@@ -36,7 +36,7 @@ class Cleaned(Protocol):
     dropped: dict[str, Dropped]
 
 
-def read_rows(source: str) -> list[dict[str, Any]]:
+def read_source(source: str) -> list[dict[str, Any]]:
     """Reads the rows of a file or dataset.
 
     Args:
@@ -115,7 +115,7 @@ def load_problems(
     """Reads problems from a file or dataset.
 
     Args:
-      source: File or dataset, see `read_rows`.
+      source: File or dataset, see `read_source`.
       problem_column: Column that contains the problem text.
       answer_column: Column that contains the answer.
       id_column: Column that contains the problem id. Rows without this column get the name of the source and their
@@ -129,7 +129,7 @@ def load_problems(
       OSError: If the source is missing or unreachable.
     """
     stem, problems = Path(source.split(":")[0]).stem, []
-    for number, row in enumerate(read_rows(source), start=1):
+    for number, row in enumerate(read_source(source), start=1):
         for column in (problem_column, answer_column):
             if row.get(column) in (None, ""):
                 raise ValueError(

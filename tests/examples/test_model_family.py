@@ -17,7 +17,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from poly_epo_jax.model.architectures import ARCHITECTURES
-from poly_epo_jax.model.hf import load_params, read_config, save_pretrained
+from poly_epo_jax.model.hf import load_params, read_model_config, save_pretrained
 from poly_epo_jax.model.qwen3 import abstract_model
 
 SIZES: dict[str, Any] = {
@@ -73,7 +73,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 def logits(folder: Path) -> jax.Array:
     """Returns the logits [12, V] of the model in the folder for twelve tokens."""
-    config = read_config(folder, dtype="float32", attention="blockwise")
+    config = read_model_config(folder, dtype="float32", attention="blockwise")
     model = nnx.merge(nnx.split(abstract_model(config))[0], load_params(folder, config))
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, config.vocab_size, (1, 12)))
     hidden = model(tokens, jnp.arange(12)[None], jnp.ones_like(tokens))
@@ -91,7 +91,7 @@ def test_logits_equal_those_of_llama_with_the_same_weights(tmp_path: Path):
 
 def test_weights_are_saved_in_the_format_of_the_family(tmp_path: Path):
     folder = write_folder(tmp_path / "mistral")
-    config = read_config(folder)
+    config = read_model_config(folder)
     save_pretrained(tmp_path / "trained", load_params(folder, config), config, dtype="float32")
     theirs = transformers.AutoConfig.from_pretrained(tmp_path / "trained")
     assert isinstance(theirs, transformers.MistralConfig) and theirs.architectures == ["MistralForCausalLM"]
@@ -104,7 +104,7 @@ def test_weights_are_saved_in_the_format_of_the_family(tmp_path: Path):
 def test_unsupported_settings_are_rejected(tmp_path: Path):
     folder = write_folder(tmp_path / "mistral", sliding_window=4096)
     with pytest.raises(ValueError, match=r"sliding_window.*4096"):
-        read_config(folder)
+        read_model_config(folder)
 
 
 def test_renamed_settings_and_tensors_are_read(tmp_path: Path):

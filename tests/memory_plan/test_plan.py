@@ -33,7 +33,7 @@ from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.set_rl import ppo_clip_loss
 from poly_epo_jax.startup.prepare import model_shape
 from poly_epo_jax.startup.read_config import read_config
-from poly_epo_jax.step.objective import Objective
+from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.packing import microbatch_rows
 from poly_epo_jax.step.update import PolicyUpdate
 
@@ -93,7 +93,9 @@ def test_plan_matches_compiled_programs(case: Case):
     machine = Machine("cpu", dict(zip(AXES, case.mesh, strict=True)))
     plan = make_plan(config, shape, machine, None)
     model = nnx.eval_shape(lambda: Qwen3(shape, nnx.Rngs(0)))
-    update = PolicyUpdate(model, make_mesh(*case.mesh), Objective(ppo_clip_loss), optimizer_config(), total_updates=1)
+    update = PolicyUpdate(
+        model, make_mesh(*case.mesh), UpdateObjective(ppo_clip_loss), optimizer_config(), total_updates=1
+    )
     lowered = update.lower(microbatch_rows(config, machine.mesh), config.train.row_tokens)
     memory: dict[str, Any] = {name: lowered[name].compile().memory_analysis() for name in plan.stages}
 
@@ -134,7 +136,7 @@ def test_plan_with_adapters_matches_compiled_programs(case: Case):
     update = PolicyUpdate(
         abstract_model(shape),
         make_mesh(*case.mesh),
-        Objective(ppo_clip_loss),
+        UpdateObjective(ppo_clip_loss),
         optimizer_config(),
         total_updates=1,
         trainable=trained_pattern(config),

@@ -18,7 +18,7 @@ from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts.prompts import problem_batches
 from poly_epo_jax.set_rl import policy_gradient_loss
-from poly_epo_jax.step.objective import Objective
+from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.update import PolicyUpdate
 
 needs_eight_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
@@ -27,7 +27,7 @@ ON_ONE_DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 def make_update(*axes, trainable=""):
     config = optimizer_config(schedule="linear", warmup_updates=2)
-    objective = Objective(policy_gradient_loss)
+    objective = UpdateObjective(policy_gradient_loss)
     return PolicyUpdate(TINY_MODEL, make_mesh(*axes), objective, config, total_updates=9, trainable=trainable)
 
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from poly_epo_jax.model import hf, hf_files
 from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.hf import load_params, read_config, save_pretrained
+from poly_epo_jax.model.hf import load_params, read_model_config, save_pretrained
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 
@@ -139,7 +139,7 @@ def write_config(folder, **changes):
 
 def test_configs_of_transformers_4_are_supported(tmp_path):
     write_config(tmp_path)
-    assert read_config(tmp_path, **FLOAT32) == SMALL
+    assert read_model_config(tmp_path, **FLOAT32) == SMALL
 
 
 @pytest.mark.parametrize(
@@ -154,12 +154,12 @@ def test_configs_of_transformers_4_are_supported(tmp_path):
 )
 def test_rope_theta_is_read_from_old_and_new_keys(changes, rope_theta, tmp_path):
     write_config(tmp_path, **changes)
-    assert read_config(tmp_path).rope_theta == rope_theta
+    assert read_model_config(tmp_path).rope_theta == rope_theta
 
 
 def test_missing_keys_have_the_defaults_of_transformers(tmp_path):
     write_config(tmp_path, model_type="llama", num_key_value_heads=None, head_dim=None, tie_word_embeddings=None)
-    config = read_config(tmp_path)
+    config = read_model_config(tmp_path)
     assert (config.num_kv_heads, config.head_dim, config.tie_word_embeddings) == (4, 4, False)
 
 
@@ -192,16 +192,16 @@ def test_saved_configs_have_old_and_new_keys(dtype, tmp_path):
 def test_unsupported_models_are_rejected(changes, message, tmp_path):
     write_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
-        read_config(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_missing_folders_and_files_are_rejected(tmp_path):
     with pytest.raises(FileNotFoundError, match="Qwen/Qwen3-4B is not a folder"):
-        read_config("Qwen/Qwen3-4B")
+        read_model_config("Qwen/Qwen3-4B")
     with pytest.raises(FileNotFoundError, match="absent is not a folder"):
         load_params(tmp_path / "absent", SMALL)
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
-        read_config(tmp_path)
+        read_model_config(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         load_params(tmp_path, SMALL)
 

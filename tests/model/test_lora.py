@@ -42,7 +42,7 @@ from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.set_rl import ppo_clip_loss
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
-from poly_epo_jax.step.objective import Objective
+from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.packing import pack
 from poly_epo_jax.step.update import PolicyUpdate
 from poly_epo_jax.types import Sampling
@@ -59,7 +59,7 @@ def hidden_states(model, params):
 
 @functools.cache
 def make_update(axes=(1, 1, 1), *, adapted=True, kl_coef=0.0):
-    objective = Objective(ppo_clip_loss, entropy_coef=0.01, kl_coef=kl_coef)
+    objective = UpdateObjective(ppo_clip_loss, entropy_coef=0.01, kl_coef=kl_coef)
     model, pattern = (ADAPTED_MODEL, ADAPTER) if adapted else (TINY_MODEL, "")
     return PolicyUpdate(model, make_mesh(*axes), objective, optimizer_config(eps=1e-3), 2, pattern)
 

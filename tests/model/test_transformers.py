@@ -17,7 +17,7 @@ from test_hf import FLOAT32, SMALL, assert_trees_equal, random_params
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.hf import load_params, read_config, save_pretrained
+from poly_epo_jax.model.hf import load_params, read_model_config, save_pretrained
 from poly_epo_jax.model.qwen3 import Qwen3
 
 if os.environ.get("POLY_EPO_REQUIRE_TORCH"):
@@ -103,7 +103,7 @@ def test_folders_saved_by_transformers_give_the_same_logits(index, tmp_path):
     transformer = random_transformer(config, seed=index)
     transformer.save_pretrained(folder, max_shard_size="20KB" if index % 2 else "5GB")
     assert (folder / "model.safetensors.index.json").exists() == bool(index % 2)
-    read = read_config(folder, **FLOAT32)
+    read = read_model_config(folder, **FLOAT32)
     assert read == config
     assert_same_logits(read, load_params(folder, read), transformer)
 
@@ -117,7 +117,7 @@ def test_transformers_gives_the_same_logits_for_exported_folders(index, tmp_path
     transformer = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert transformer.dtype == torch.float32
     assert_same_logits(config, params, transformer)
-    assert read_config(folder, **FLOAT32) == config
+    assert read_model_config(folder, **FLOAT32) == config
     assert_trees_equal(load_params(folder, config), params)
 
 
@@ -141,7 +141,7 @@ def test_bfloat16_files_contain_rounded_weights(tmp_path):
 def test_loaded_weights_have_the_param_dtype(written, param_dtype, tmp_path):
     transformer = random_transformer(SMALL).to(getattr(torch, written))
     transformer.save_pretrained(tmp_path)
-    params = load_params(tmp_path, read_config(tmp_path, param_dtype=param_dtype))
+    params = load_params(tmp_path, read_model_config(tmp_path, param_dtype=param_dtype))
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(param_dtype)}
     expected = transformer.model.embed_tokens.weight.detach().to(getattr(torch, param_dtype)).float().numpy()
     np.testing.assert_array_equal(params["embed"].astype(jnp.float32), expected)

@@ -30,7 +30,7 @@ from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.set_rl import ppo_clip_loss
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
-from poly_epo_jax.step.objective import Objective
+from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.packing import pack
 from poly_epo_jax.step.update import PolicyUpdate
 from poly_epo_jax.types import Sampling
@@ -63,7 +63,7 @@ def train_step(*axes):
     # With eps close to the size of the gradient, Adam does not amplify rounding errors of small gradients.
     config = optimizer_config(eps=1e-3, weight_decay=0.1)
     update = PolicyUpdate(
-        TINY_MODEL, mesh, Objective(ppo_clip_loss, kl_coef=0.1, entropy_coef=0.01), config, total_updates=2
+        TINY_MODEL, mesh, UpdateObjective(ppo_clip_loss, kl_coef=0.1, entropy_coef=0.01), config, total_updates=2
     )
     params, reference = on_mesh(tiny_params(), mesh), on_mesh(tiny_params(1), mesh)
     minibatches = [
@@ -171,7 +171,9 @@ def test_collectives_inside_loops_are_detected():
 @pytest.mark.slow
 def test_weights_are_gathered_instead_of_activations():
     """With four rows of 52 tokens, one on each fsdp shard, no array has all 208 tokens."""
-    update = PolicyUpdate(TINY_MODEL, make_mesh(1, 4, 2), Objective(ppo_clip_loss), optimizer_config(), total_updates=1)
+    update = PolicyUpdate(
+        TINY_MODEL, make_mesh(1, 4, 2), UpdateObjective(ppo_clip_loss), optimizer_config(), total_updates=1
+    )
     text = update.lower(4, 52)["gradient"].compile().as_text() or ""
     shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", text)}
     assert any(52 in shape for shape in shapes)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fakes import PATIENCE, PROBLEMS, ByLetter, LetterJudge, group
 
-from poly_epo_jax.rollouts.grading import JudgeError, check_judge, cluster_ids, grade_groups, judged
+from poly_epo_jax.rollouts.grading import JudgeError, check_failed_fraction, cluster_ids, grade_groups, judged
 from poly_epo_jax.types import Clustering, Generation, Group, JudgeFailure, Metrics, Problem
 
 
@@ -83,9 +83,9 @@ def test_judge_failures_keep_their_reason_and_are_excluded():
     groups = [group(problem, "ab") for problem in PROBLEMS]
     graded, _ = asyncio.run(grade_groups(stream(groups), PROBLEMS, ByLetter(), LetterJudge(failing=["q"])))
     assert graded[1].clustering == JudgeFailure("broken", "out of order")
-    check_judge(graded, max_failed_fraction=0.34)
+    check_failed_fraction(graded, max_failed_fraction=0.34)
     with pytest.raises(JudgeError, match=r"failed on 1 of 3 prompts, .*=0\.33 .* broken \(1 times\)"):
-        check_judge(graded, max_failed_fraction=0.33)
+        check_failed_fraction(graded, max_failed_fraction=0.33)
     np.testing.assert_array_equal(graded[1].rewards, [1, 0])
     assert judged(graded) == [graded[0], graded[2]]
 

@@ -15,7 +15,7 @@ from training_runs import Run, rows_of
 
 from poly_epo_jax.config.keys import ModelSection
 from poly_epo_jax.export import __main__ as export
-from poly_epo_jax.model.hf import load_params, read_config
+from poly_epo_jax.model.hf import load_params, read_model_config
 from poly_epo_jax.model.lora import split_adapter
 from poly_epo_jax.model.qwen3 import abstract_model
 from poly_epo_jax.parallel.sharding import make_mesh
@@ -76,7 +76,7 @@ def test_exports_have_the_logits_of_the_policy(uninterrupted: Run, tmp_path: Pat
     assert export.main([str(uninterrupted.folder), str(tmp_path / "merged"), "--dtype", "float32"]) == 0
     assert export.main([str(uninterrupted.folder), str(tmp_path / "adapter"), "--adapter"]) == 0
     policy, params, _ = open_trained_policy(uninterrupted.folder, ModelSection(), make_mesh(1, 1, 1))
-    merged = read_config(tmp_path / "merged", dtype="float32")
+    merged = read_model_config(tmp_path / "merged", dtype="float32")
     tokens = jnp.arange(3, 11)[None]
 
     def logits(config, params):

@@ -14,7 +14,7 @@ from flax import nnx
 
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.set_rl import cispo_loss, ppo_clip_loss
-from poly_epo_jax.step.objective import Objective, check_finite
+from poly_epo_jax.step.objective import UpdateObjective, check_finite
 from poly_epo_jax.step.optimizer import SCHEDULES, make_schedule
 from poly_epo_jax.step.packing import ZeroAdvantageBatch, pack
 from poly_epo_jax.step.update import PolicyUpdate
@@ -41,7 +41,7 @@ def make_update(loss=ppo_clip_loss, trainable="", **objective):
     return PolicyUpdate(
         TINY_MODEL,
         MESH,
-        Objective(functools.partial(loss, clip_low=0.2, clip_high=0.28), **objective),
+        UpdateObjective(functools.partial(loss, clip_low=0.2, clip_high=0.28), **objective),
         # Only some gradients are clipped. Because eps is close to their size, clipping changes the result of Adam.
         optimizer_config(
             learning_rate=0.02,
@@ -396,7 +396,7 @@ def test_a_run_compiles_each_program_once():
 def test_an_update_without_prompts_only_advances_the_learning_rate():
     """The learning rate is 0 after the second update, including if the second update is skipped."""
     config = optimizer_config(learning_rate=0.02, schedule="linear", end_lr_fraction=0.0)
-    update = PolicyUpdate(TINY_MODEL, MESH, Objective(ppo_clip_loss), config, total_updates=2)
+    update = PolicyUpdate(TINY_MODEL, MESH, UpdateObjective(ppo_clip_loss), config, total_updates=2)
     minibatch = off_policy(update, pack(SEQUENCES, 40, rows_per_microbatch=2))
     first, _ = update(start(update), [minibatch])
     before = jax.device_get(first)
@@ -413,7 +413,7 @@ def test_an_update_without_prompts_only_advances_the_learning_rate():
 def test_moments_are_float32_except_a_configured_first_moment():
     def dtypes(**changes):
         config = optimizer_config(**changes)
-        update = PolicyUpdate(TINY_MODEL, MESH, Objective(ppo_clip_loss), config, total_updates=5)
+        update = PolicyUpdate(TINY_MODEL, MESH, UpdateObjective(ppo_clip_loss), config, total_updates=5)
         minibatches = update.with_old_logprobs(state_at(NOW), [pack(SEQUENCES, 40, rows_per_microbatch=2)])
         state, _ = update(update.init(tiny_params()), minibatches)
         moments = moments_of(state)

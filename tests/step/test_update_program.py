@@ -17,7 +17,7 @@ from poly_epo_jax.model.presets import preset_config
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.set_rl import ppo_clip_loss
-from poly_epo_jax.step.objective import Objective
+from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.update import PolicyUpdate
 
 DEVICES, ROW_TOKENS = 4, 8192
@@ -33,7 +33,7 @@ pytestmark = [
 def compiled():
     model = nnx.eval_shape(lambda: Qwen3(CONFIG, nnx.Rngs(0)))
     update = PolicyUpdate(
-        model, make_mesh(1, DEVICES, 1), Objective(ppo_clip_loss), optimizer_config(), total_updates=1
+        model, make_mesh(1, DEVICES, 1), UpdateObjective(ppo_clip_loss), optimizer_config(), total_updates=1
     )
     return update.lower(DEVICES, ROW_TOKENS)["gradient"].compile()
 
@@ -81,7 +81,9 @@ def test_the_layer_loop_copies_all_gradients_only_if_unrolled(scan_unroll: int, 
     computed = {"vocab_size": 96, "dtype": "float32", "remat": "none", "scan_unroll": scan_unroll}
     config = dataclasses.replace(CONFIG, **sizes, **computed)
     model = nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0)))
-    update = PolicyUpdate(model, make_mesh(1, 1, 1), Objective(ppo_clip_loss), optimizer_config(), total_updates=1)
+    update = PolicyUpdate(
+        model, make_mesh(1, 1, 1), UpdateObjective(ppo_clip_loss), optimizer_config(), total_updates=1
+    )
     text = update.lower(4, 32)["gradient"].compile().as_text() or ""
     of_gate = re.compile(r"= f32\[6,64,160\]\S* copy\(")
     assert any(of_gate.search(body) for body in loop_bodies(text)) == copied

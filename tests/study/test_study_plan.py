@@ -11,7 +11,7 @@ import pytest
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.evaluate.benchmarks import about_evaluation
-from poly_epo_jax.study import Evaluation, Study, Task
+from poly_epo_jax.study import Evaluation, Study, StudyTask
 from poly_epo_jax.study.folder import RunKey
 from poly_epo_jax.study.plan import StudyRun, make_runs, write_plan
 
@@ -20,7 +20,7 @@ POLYNOMIAL = str(Path(__file__).parents[2] / "configs" / "polynomial.py")
 
 
 def study(folder: Path, **fields: Any) -> Study:
-    tasks = {"even": Task(POLYNOMIAL), "skewed": Task(f"{POLYNOMIAL}:grpo_div", {"base.skew": 0.5})}
+    tasks = {"even": StudyTask(POLYNOMIAL), "skewed": StudyTask(f"{POLYNOMIAL}:grpo_div", {"base.skew": 0.5})}
     given = {"methods": METHODS, "seeds": (3, 4), "learning_rates": (1e-3, 2.5e-4), "settings": {"eval.every": 5}}
     return Study(**({"tasks": tasks, "folder": str(folder)} | given | fields))
 
@@ -145,7 +145,7 @@ def test_evaluations_on_files_and_datasets_are_found(tmp_path: Path):
 @pytest.mark.slow
 def test_study_process_does_not_initialize_devices():
     """Otherwise, it would reserve device memory that the runs need."""
-    code = "from poly_epo_jax.study import Study, Task; from poly_epo_jax.study.plan import make_runs"
+    code = "from poly_epo_jax.study import Study, StudyTask; from poly_epo_jax.study.plan import make_runs"
     code += f"; runs = make_runs(Study({{'a': Task({POLYNOMIAL!r})}}, folder='runs/none'))"
     code += "; from jax._src import xla_bridge; print(len(runs), len(xla_bridge._backends))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "9 0\n"

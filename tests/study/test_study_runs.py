@@ -34,9 +34,9 @@ class Started:
         self.folder, self._file, self._log = root / name, root / f"{name}.py", root / f"{name}.log"
         settings = SMALL | {"task.options": OPTIONS} | {key: str(value) for key, value in caches.items()}
         self._file.write_text(
-            f"from poly_epo_jax.study import PAPER_METHODS, Evaluation, Study, Task\n\n\n"
+            f"from poly_epo_jax.study import PAPER_METHODS, Evaluation, Study, StudyTask\n\n\n"
             f"def get_study():\n"
-            f"    return Study({{'polynomial': Task('configs/polynomial.py')}}, {methods}, learning_rates=(1e-3,), seeds=(0,),\n"
+            f"    return Study({{'polynomial': StudyTask('configs/polynomial.py')}}, {methods}, learning_rates=(1e-3,), seeds=(0,),\n"
             f"        settings={settings!r}, baseline='grpo', evaluation=Evaluation(num_generations=8),\n"
             f"        folder={str(self.folder)!r})\n"
         )

@@ -7,10 +7,10 @@ import pytest
 
 from poly_epo_jax.config import default
 from poly_epo_jax.config.checks import ConfigError
-from poly_epo_jax.study import PAPER_METHODS, Study, Task
+from poly_epo_jax.study import PAPER_METHODS, Study, StudyTask
 from poly_epo_jax.study.spec import read_study
 
-TASKS = {"polynomial": Task("configs/polynomial.py")}
+TASKS = {"polynomial": StudyTask("configs/polynomial.py")}
 
 
 def test_paper_methods_equal_the_presets_of_configuration_files():
@@ -33,7 +33,7 @@ def test_paper_methods_equal_the_presets_of_configuration_files():
         ({"methods": {"a": {"seed": 3}}}, "methods['a'] sets seed, which is controlled by `seeds`"),
         ({"settings": {"workdir": "x"}}, "settings sets workdir, which is controlled by `folder`"),
         (
-            {"tasks": {"a": Task("a.py", {"optimizer.learning_rate": 1.0})}},
+            {"tasks": {"a": StudyTask("a.py", {"optimizer.learning_rate": 1.0})}},
             "tasks['a'] sets optimizer.learning_rate, which is controlled by `learning_rates`",
         ),
     ],
@@ -50,7 +50,7 @@ def test_default_baseline_is_the_last_method():
 
 
 def write(file: Path, body: str) -> Path:
-    file.write_text(f"from poly_epo_jax.study import Study, Task\n{body}\n")
+    file.write_text(f"from poly_epo_jax.study import Study, StudyTask\n{body}\n")
     return file
 
 

@@ -17,7 +17,7 @@ from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.set_rl import policy_gradient_loss
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
-from poly_epo_jax.step.objective import Objective
+from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.packing import TrainingSequence, pack
 from poly_epo_jax.step.update import PolicyUpdate, TrainState
 from poly_epo_jax.types import (
@@ -144,7 +144,7 @@ def trainer_logprobs(seed: int, groups: Sequence[Group], temperature: float) -> 
 
 @functools.cache
 def _update(temperature: float) -> PolicyUpdate:
-    objective = Objective(policy_gradient_loss, temperature)
+    objective = UpdateObjective(policy_gradient_loss, temperature)
     return PolicyUpdate(TINY_MODEL, make_mesh(1, 1, 1), objective, optimizer_config(), 1)
 
 

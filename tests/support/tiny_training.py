@@ -23,7 +23,7 @@ from poly_epo_jax.rollouts.prompts import problem_batches
 from poly_epo_jax.set_rl import Loss
 from poly_epo_jax.step.advantages import Features, make_advantages, make_estimator, make_loss
 from poly_epo_jax.step.minibatches import MinibatchPacker
-from poly_epo_jax.step.objective import Objective
+from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.packing import pack
 from poly_epo_jax.step.update import PolicyUpdate
 from poly_epo_jax.system.signals import StopSignal
@@ -79,7 +79,7 @@ def train_tiny(
     """
     config, mesh = tiny_config(**(changes or {})), make_mesh(1, 1, 1)
     algo, num_steps, first = config.algo, config.train.num_steps, params or tiny_params()
-    objective = Objective(loss or make_loss(algo), config.sampling.temperature, algo.kl_coef, algo.entropy_coef)
+    objective = UpdateObjective(loss or make_loss(algo), config.sampling.temperature, algo.kl_coef, algo.entropy_coef)
     update = PolicyUpdate(TINY_MODEL, mesh, objective, config.optimizer, total_updates=2 * num_steps)
     task, judge, batches = task or ByLetter(), judge or LetterJudge(failing), problem_batches(PROBLEMS, 3, seed=0)
     rollouts, timeline, num_generations = (sampler or RandomLetters()).rollouts(task), Timeline(), 8

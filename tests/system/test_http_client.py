@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from poly_epo_jax.system import http_client
-from poly_epo_jax.system.http_client import InvalidResponseError, describe, field, open_client, printable, read_json
+from poly_epo_jax.system.http_client import InvalidResponseError, describe_error, field, open_client, quote, read_json
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -44,7 +44,7 @@ def fetch(
 def test_the_timeout_applies_to_the_complete_response(pieces: list[bytes]):
     with pytest.raises(httpx.ReadTimeout) as caught:
         fetch(pieces, seconds=0.2, drip=True)
-    assert describe(caught.value) == "it did not respond in time"
+    assert describe_error(caught.value) == "it did not respond in time"
 
 
 def test_an_endless_response_is_rejected():
@@ -78,9 +78,9 @@ def test_invalid_json_is_a_wrong_answer(body: bytes):
     [
         ("a.b", float, r"^a\.b .* is 1, not a float"),
         ("a.c", int, r"^a\.c .* is True, not an integer"),
-        ("a.d", str, r"^a\.d .* is None, not a printable string"),
-        ("e.f", str, r"^e\.f .* is None, not a printable string"),
-        ("e", str, r"^e .* is '\\x1b\[31m', not a printable string"),
+        ("a.d", str, r"^a\.d .* is None, not a quote string"),
+        ("e.f", str, r"^e\.f .* is None, not a quote string"),
+        ("e", str, r"^e .* is '\\x1b\[31m', not a quote string"),
         ("", list, r"is \{.*\}, not a list"),
     ],
 )
@@ -92,5 +92,5 @@ def test_a_field_of_the_wrong_type_is_named(path: str, kind: type, complaint: st
 
 
 def test_control_characters_from_a_server_are_escaped():
-    assert printable(" \x1b[31m red\r\n\u202eno\ud800\x00 ") == "\\x1b[31m red \\u202eno\\ud800\\x00"
-    assert len(printable("a" * 10**4)) == len(printable("\0" * 10**4)) == http_client.MAX_QUOTED
+    assert quote(" \x1b[31m red\r\n\u202eno\ud800\x00 ") == "\\x1b[31m red \\u202eno\\ud800\\x00"
+    assert len(quote("a" * 10**4)) == len(quote("\0" * 10**4)) == http_client.MAX_QUOTED

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from poly_epo_jax.rollouts.prompts import drop_long_prompts
-from poly_epo_jax.tasks.problems import Dropped, clean_problems, load_problems, read_rows
+from poly_epo_jax.tasks.problems import Dropped, clean_problems, load_problems, read_source
 from poly_epo_jax.types import Problem
 
 ROWS = [{"problem": "1 + 1?", "answer": "2"}, {"problem": "Ünïcode\u2028or not?", "answer": "\\frac{1}{2}"}]
@@ -43,21 +43,21 @@ def problem(prompt: str, answer: str = "2", identifier: str | None = None) -> Pr
 def test_rows_of_jsonl_and_parquet(tmp_path: Path):
     jsonl, parquet = write_jsonl(tmp_path / "rows.jsonl"), tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), parquet)
-    assert read_rows(str(jsonl)) == read_rows(str(parquet)) == ROWS
+    assert read_source(str(jsonl)) == read_source(str(parquet)) == ROWS
     jsonl.write_text("\n" + jsonl.read_text(encoding="utf-8") + "  \n\n", encoding="utf-8")
-    assert read_rows(str(jsonl)) == ROWS
+    assert read_source(str(jsonl)) == ROWS
 
 
 def test_rows_of_a_local_dataset(tmp_path: Path):
     folder = tmp_path / "set"
     write_jsonl(folder / "train.jsonl")
     write_jsonl(folder / "test.jsonl", ROWS[1:])
-    assert read_rows(str(folder)) == read_rows(f"{folder}:train") == read_rows(f"{folder}:default:train") == ROWS
-    assert read_rows(f"{folder}:test") == ROWS[1:]
+    assert read_source(str(folder)) == read_source(f"{folder}:train") == read_source(f"{folder}:default:train") == ROWS
+    assert read_source(f"{folder}:test") == ROWS[1:]
     with pytest.raises(ValueError, match=r"bogus.* cannot be read: .*train.*test.*name:configuration:split"):
-        read_rows(f"{folder}:bogus")
+        read_source(f"{folder}:bogus")
     with pytest.raises(ValueError, match=r"bogus.* cannot be read: .*default"):
-        read_rows(f"{folder}:bogus:train")
+        read_source(f"{folder}:bogus:train")
 
 
 def test_dataset_names_include_configuration_and_split(monkeypatch):
@@ -69,7 +69,7 @@ def test_dataset_names_include_configuration_and_split(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for source in ("org/name", "org/name:test", "org/name:main:test"):
-        assert read_rows(source) == ROWS
+        assert read_source(source) == ROWS
     assert requested == [("org/name", "train"), ("org/name", "test"), ("org/name", "main", "test")]
 
 
@@ -79,13 +79,13 @@ def test_an_unreachable_dataset_raises_an_error_with_a_remedy(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(OSError, match=r"'org/name:test' cannot be reached: Couldn't .* download it"):
-        read_rows("org/name:test")
+        read_source("org/name:test")
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "none.parquet", "none", "none:test"])
 def test_missing_paths_are_rejected(tmp_path: Path, name: str):
     with pytest.raises(FileNotFoundError, match=rf"{name} does not exist; correct the path"):
-        read_rows(str(tmp_path / name))
+        read_source(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_missing_paths_are_rejected(tmp_path: Path, name: str):
 def test_malformed_files_are_rejected(tmp_path: Path, name: str, content: bytes, message: str):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        read_rows(str(tmp_path / name))
+        read_source(str(tmp_path / name))
 
 
 def test_problems_of_rows(tmp_path: Path):

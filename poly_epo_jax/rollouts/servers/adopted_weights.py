@@ -7,7 +7,7 @@ import httpx
 
 from poly_epo_jax.rollouts.servers.dialect import Dialect
 from poly_epo_jax.rollouts.sglang import SGLANG, check_awake
-from poly_epo_jax.system.http_client import ServerError, describe
+from poly_epo_jax.system.http_client import ServerError, describe_error
 from poly_epo_jax.types import Params
 
 
@@ -74,4 +74,6 @@ class AdoptedWeights:
         try:
             return (await self.dialect.model_info(url)).weight_version
         except httpx.HTTPError as error:
-            raise ServerError(f"{url} does not report its weight version: {describe(error)}; see its log.") from error
+            raise ServerError(
+                f"{url} does not report its weight version: {describe_error(error)}; see its log."
+            ) from error

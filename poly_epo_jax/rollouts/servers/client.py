@@ -21,7 +21,7 @@ from poly_epo_jax.system.http_client import (
     InvalidResponseError,
     ServerError,
     backoff_seconds,
-    describe,
+    describe_error,
     open_client,
 )
 from poly_epo_jax.types import Completion, FinishReason, Metrics, Params, Request, Sampling
@@ -190,7 +190,7 @@ class SGLangSampler:
         if isinstance(answers, InvalidResponseError):
             answers = [answers] * len(indices)
         if isinstance(answers, httpx.HTTPError):
-            self._mark_failed(pool, server, pending, describe(answers))
+            self._mark_failed(pool, server, pending, describe_error(answers))
             return
         if isinstance(answers, BaseException):
             raise answers

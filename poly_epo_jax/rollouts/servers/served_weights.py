@@ -24,7 +24,7 @@ from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.servers.dialect import Dialect, Endpoint
 from poly_epo_jax.rollouts.servers.weight_sync import WeightSync
 from poly_epo_jax.rollouts.sglang import SGLANG, release_memory, wake
-from poly_epo_jax.system.http_client import ServerError, backoff_seconds, describe, open_client
+from poly_epo_jax.system.http_client import ServerError, backoff_seconds, describe_error, open_client
 from poly_epo_jax.types import Params
 
 MAX_ATTEMPTS = 8
@@ -155,7 +155,9 @@ class ServedWeights:
             async with open_client(self._timeout_seconds) as client:
                 await asyncio.gather(*(release_memory(client, url) for url in urls))
         except httpx.HTTPError as error:
-            raise ServerError(f"Failed to put {', '.join(urls)} to sleep: {describe(error)}; see its log.") from error
+            raise ServerError(
+                f"Failed to put {', '.join(urls)} to sleep: {describe_error(error)}; see its log."
+            ) from error
 
     def close(self) -> None:
         """Frees the stored weights."""
@@ -232,7 +234,7 @@ class ServedWeights:
                 return
             except httpx.HTTPError as error:
                 print(
-                    f"The weight update of {', '.join(servers)} was interrupted: {describe(error)}. Retrying.",
+                    f"The weight update of {', '.join(servers)} was interrupted: {describe_error(error)}. Retrying.",
                     file=sys.stderr,
                 )
                 await asyncio.sleep(backoff_seconds(attempt))
