@@ -105,7 +105,7 @@ def print_plans(
         table.add_row(
             name,
             str(mesh["processes"]),
-            f"{mesh['devices']} x {mesh['device']}",
+            f"{mesh['num_devices']} x {mesh['device_kind']}",
             " x ".join(map(str, plan.machine.mesh.values())),
             amount(sum(plan.resident.values())),
             amount(plan.needed_bytes),
