@@ -56,8 +56,8 @@ def test_an_invalid_mesh(tmp_path):
 def test_two_processes(tmp_path):
     """Both processes check collectives and the checkpoint, and only the first one prints the table."""
     address = f"127.0.0.1:{free_port()}"
-    hosts = {"hosts__coordinator": address, "hosts__count": 2, "mesh__fsdp": 2}
-    processes = [start(tmp_path, "--short", hosts__index=index, **hosts) for index in range(2)]
+    hosts = {"hosts__coordinator_address": address, "hosts__num_processes": 2, "mesh__fsdp": 2}
+    processes = [start(tmp_path, "--short", hosts__process_id=index, **hosts) for index in range(2)]
     (first_code, first), (second_code, second) = map(end, processes)
     assert (first_code, second_code) == (0, 0), first + second
     assert "Doctor: 5 passed, 0 failed, 2 skipped." in first and "2 x cpu on 2 hosts" in first
