@@ -224,7 +224,7 @@ def test_gradient_passes_count_only_trained_weights():
     assert gradient_passes(config, shape) == 3
     adapted = preset_config("Qwen3-4B", **lora_fields(LoraSection(rank=16)))
     assert 2 < gradient_passes(config, adapted) < 2.01
-    part = dataclasses.replace(config, train=dataclasses.replace(config.train, trainable="embed"))
+    part = dataclasses.replace(config, train=dataclasses.replace(config.train, trainable_pattern="embed"))
     assert gradient_passes(part, shape) == pytest.approx(2 + 151_936 * 2560 / 4.02e9, rel=1e-3)
 
 
