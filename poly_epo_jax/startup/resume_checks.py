@@ -122,7 +122,7 @@ def check_same_files(workdir: Path, config: Config) -> None:
     if run_folder.resumable_config(workdir) is None:
         return
     saved = run_folder.read_about(workdir).get("digests", {})
-    changed = [name for name, digest in named_files(config).items() if saved.get(name, digest) != digest]
+    changed = [name for name, digest in input_digests(config).items() if saved.get(name, digest) != digest]
     if changed:
         raise ConfigError(
             f"The content of {', '.join(changed)} has changed since the run in {workdir} was started; restore it, set "
@@ -130,7 +130,7 @@ def check_same_files(workdir: Path, config: Config) -> None:
         )
 
 
-def named_files(config: Config) -> dict[str, str]:
+def input_digests(config: Config) -> dict[str, str]:
     """Returns digests of the files that a configuration names, by key: the model folder, and files in options.
 
     Models of the Hub are not included.

@@ -12,7 +12,7 @@ import pytest
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.evaluate.benchmarks import about_evaluation
-from poly_epo_jax.startup.resume_checks import named_files
+from poly_epo_jax.startup.resume_checks import input_digests
 from poly_epo_jax.startup.trained_policy import run_digests
 from poly_epo_jax.study import Evaluation, Study, Task
 from poly_epo_jax.study.folder import RunKey
@@ -94,7 +94,7 @@ def finish(run: StudyRun, step: int | None = None) -> None:
     step = run.config.train.num_steps if step is None else step
     (run.folder / "checkpoints" / str(step)).mkdir(parents=True)
     (run.folder / "config.json").write_text(json.dumps(run.config.to_dict()))
-    (run.folder / "about.json").write_text(json.dumps({"digests": named_files(run.config)}))
+    (run.folder / "about.json").write_text(json.dumps({"digests": input_digests(run.config)}))
     (run.folder / "metrics.jsonl").write_text(f'{{"step": 0}}\n{{"step": {step}, "eval/reward": 1}}\n{{"step": 99')
 
 
