@@ -43,7 +43,7 @@ from poly_epo_jax.rollouts.prompts import drop_long_prompts, problem_batches
 from poly_epo_jax.startup.base_policy import base_policy
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import Prepared, prepare
-from poly_epo_jax.startup.resume_checks import check_resume_config, check_resume_model
+from poly_epo_jax.startup.resume_checks import check_resume_config, check_resume_model, input_digests
 from poly_epo_jax.step.advantages import make_advantages, make_estimator, method_title, skips_zero_advantages
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import DivergenceError
@@ -143,7 +143,9 @@ def _write_description(config: Config, policy: Policy) -> None:
     about = {"method": method_title(config.algo), "remat": policy.config.remat}
     base = {"base": str(policy.path.absolute())} if config.lora.rank else {}
     file = workdir / run_folder.ABOUT
-    write_json(file, about | base | {"versions": versions_used(file, versions())})
+    saved = run_folder.read_about(workdir).get("digests", {}) if run_folder.resumable_config(workdir) else {}
+    digests = {"digests": input_digests(config) | saved}
+    write_json(file, about | base | digests | {"versions": versions_used(file, versions())})
 
 
 def _initial_policy(config: Config, prepared: Prepared, mesh: Mesh) -> Policy:

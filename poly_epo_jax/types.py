@@ -320,6 +320,18 @@ class CapacityChecked(Protocol):
 
 
 @runtime_checkable
+class Identified(Protocol):
+    """A judge whose clusters depend on a model of a server or on files."""
+
+    async def identity(self) -> dict[str, str]:
+        """Returns names of models and SHA-256 digests of files, by configuration key. Called when the server responds.
+
+        They are recorded, and a run or evaluation is only resumed with equal values.
+        """
+        ...
+
+
+@runtime_checkable
 class SupportsSleep(Protocol):
     """A sampler that can release its memory during the update."""
 

@@ -30,11 +30,11 @@ from poly_epo_jax.evaluate.benchmarks import Benchmark, about_evaluation, benchm
 from poly_epo_jax.evaluate.draw import draw_generations
 from poly_epo_jax.evaluate.folder import RESULTS, open_folder
 from poly_epo_jax.evaluate.results import compute_results
-from poly_epo_jax.judges import JUDGES, NoJudge
+from poly_epo_jax.judges import JUDGES, NoJudge, judge_identity
 from poly_epo_jax.judges.llm import warn_capacity
 from poly_epo_jax.metrics.evaluation import EvaluationMetric, table_columns
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
-from poly_epo_jax.model.policy import Policy, find_model, open_policy
+from poly_epo_jax.model.policy import Policy, find_model, model_digest, open_policy
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.progress import progress_bar
 from poly_epo_jax.records.run_folder import CHECKPOINTS, LOCK
@@ -44,11 +44,12 @@ from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.startup.command_line import config_parser, parse_value, run_command
 from poly_epo_jax.startup.prepare import check_writable
 from poly_epo_jax.startup.read_config import check_judge_limit, make_judge, refuse_passwords
-from poly_epo_jax.startup.trained_policy import open_trained_policy
+from poly_epo_jax.startup.resume_checks import problems_digest
+from poly_epo_jax.startup.trained_policy import open_trained_policy, run_digests
 from poly_epo_jax.system.file_lock import lock_file
 from poly_epo_jax.system.http_client import ServerError, describe_error
 from poly_epo_jax.system.json_files import write_json
-from poly_epo_jax.types import Judge, JudgeLoad, Params, Sampling, ServerBacked
+from poly_epo_jax.types import Judge, JudgeLoad, Params, Sampling
 
 
 @dataclasses.dataclass
@@ -58,13 +59,18 @@ class Model:
     Attributes:
       policy: Model configuration, tokenizer and stop tokens.
       weights: Description of the weights, with their step or version, for about.json.
+      digests: Digests that identify the content of the model, for about.json. "model_files" is the digest of its folder
+        (for a server, of its tokenizer's folder), and "weights" the digest of the checkpoint of a run.
       url: URL of the server. Empty if `params` is given.
+      version: Name of the weights that the server reports.
       params: Weights for the embedded sampler. None if the model is served at `url`.
     """
 
     policy: Policy
     weights: str
+    digests: dict[str, str]
     url: str = ""
+    version: str = ""
     params: Params | None = None
 
 
@@ -92,6 +98,7 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
     judged = flags.cluster and JUDGES[config.judge.name].clusters
     for name in flags.benchmarks:
         benchmark = open_benchmark(name, config.task)
+        digests = {"problems": problems_digest(benchmark.problems)}
         benchmark.problems = benchmark.problems[: flags.max_problems or None]
         if not benchmark.problems:
             raise ConfigError(
@@ -99,9 +106,10 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
                 "task.options.num_held_out."
             )
         judge = make_judge(config.judge, benchmark.task) if judged else NoJudge()
+        digests |= asyncio.run(judge_identity(judge))
         for label, model in models.items():
             folder = flags.output / benchmark.label / label
-            about = about_evaluation(config, name, model.weights, num_generations, judged)
+            about = about_evaluation(config, name, model.weights, num_generations, judged, digests | model.digests)
             with lock_file(folder / LOCK, f"the evaluation {folder}"):
                 open_folder(folder, about)
                 rollouts = _open_rollouts(model, benchmark, config, mesh)
@@ -109,8 +117,8 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
                     asyncio.run(_draw_missing(folder, model, rollouts, benchmark, judge, sampling, num_generations))
                 finally:
                     rollouts.sampler.close()
-                labels = {"benchmark": benchmark.label, "model": label, "sampling": about["sampling"]}
-                results = labels | compute_results(folder)
+                labels = {"benchmark": benchmark.label, "model": label}
+                results = labels | {key: about[key] for key in ("sampling", "digests")} | compute_results(folder)
                 write_json(folder / RESULTS, results)
             found.append(results)
     Console().print(_table(found, f"{num_generations} generations per problem; 95% intervals over problems"))
@@ -126,8 +134,6 @@ async def _draw_missing(
     sampling: Sampling,
     num_generations: int,
 ) -> None:
-    if isinstance(judge, ServerBacked):
-        await judge.wait_until_ready()
     load = JudgeLoad(num_generations, rollouts.max_prompt_tokens, sampling.max_tokens)
     await warn_capacity(judge, load)
     if model.params is not None:
@@ -190,12 +196,17 @@ def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
                 f"Failed to read the model of {url}: {describe_error(error)}. Start an SGLang or sglang-jax server."
             ) from error
         policy = open_policy(find_model(served.tokenizer_path), config.model)
-        return label, Model(policy, f"{served.path} {served.weight_version}".strip(), url=url)
+        name, digests = f"{served.path} {served.weight_version}".strip(), {"model_files": model_digest(policy.path)}
+        return label, Model(policy, name, digests, url, served.weight_version)
     if not (Path(source) / CHECKPOINTS).is_dir():
         policy = open_policy(find_model(source), config.model)
-        return label, Model(policy, source, params=policy.load_params(mesh))
+        digests = {"model_files": model_digest(policy.path)}
+        return label, Model(policy, source, digests, params=policy.load_params(mesh))
     policy, params, step = open_trained_policy(Path(source), config.model, mesh)
-    return label, Model(policy, f"{source} step {step}", params=params)
+    digests = run_digests(Path(source), step)
+    if "weights" not in digests:
+        raise FileNotFoundError(f"Checkpoint {step} of {source} was deleted while it was read; rerun the command.")
+    return label, Model(policy, f"{source} step {step}", digests, params=params)
 
 
 def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mesh) -> Rollouts:
@@ -203,7 +214,7 @@ def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mes
     policy = model.policy
     longest = max(map(len, encode_prompts(policy.tokenizer, benchmark.problems)))
     if model.url:
-        sampler = open_server(model.url, policy.model, policy.stop_ids, config)
+        sampler = open_server(model.url, policy.model, policy.stop_ids, config, model.version)
     else:
         sampler = open_weights(policy.model, mesh, policy.stop_ids, config, longest)
     return Rollouts(sampler, policy.tokenizer, benchmark.task, longest, config.model.stop_strings)

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from poly_epo_jax.config.keys import Config, TaskSection
 from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.system.digests import option_digests
 from poly_epo_jax.tasks import TASKS, MathTask
 from poly_epo_jax.types import Problem, Sampling, Task
 
@@ -80,11 +81,13 @@ def label_of(name: str) -> str:
 
 
 def about_evaluation(
-    config: Config, benchmark: str, weights: str, num_generations: int, judged: bool
+    config: Config, benchmark: str, weights: str, num_generations: int, judged: bool, digests: Mapping[str, str]
 ) -> dict[str, Any]:
     """Describes an evaluation. Generations can be combined if and only if their descriptions are equal.
 
-    The number of grading processes and the URL of the judge are omitted, because they do not affect the results.
+    The number of grading processes and the URL of the judge are omitted, because they do not affect the results. The
+    model, the problems and the files that options name are also identified by their content, under "digests", because
+    the content of a path can change.
 
     Args:
       config: The configuration.
@@ -92,13 +95,20 @@ def about_evaluation(
       weights: Description of the weights, with their step or version.
       num_generations: Number of generations per problem.
       judged: Whether the generations are clustered. Ignored if the configured judge does not provide clusters.
+      digests: Digests of the model (`Model.digests`), the problems and the judge (`judge_identity`).
 
     Returns:
       The content of about.json.
+
+    Raises:
+      OSError: If a file cannot be read.
     """
     judge = config.judge
+    is_clustered = judged and JUDGES[judge.name].clusters
     clustering = {"name": judge.name, "model": judge.model, "options": dict(judge.options)}
     options = task_options(benchmark, config.task)
+    files = option_digests("task_options", options)
+    files |= option_digests("judge.options", judge.options) if is_clustered else {}
     about = {
         "benchmark": benchmark,
         "task_options": {key: value for key, value in options.items() if key != "num_workers"},
@@ -106,6 +116,7 @@ def about_evaluation(
         "stop_strings": config.model.stop_strings,
         "num_generations": num_generations,
         "sampling": dataclasses.asdict(Sampling(**config.sampling, seed=config.seed)),
-        "judge": clustering if judged and JUDGES[judge.name].clusters else None,
+        "judge": clustering if is_clustered else None,
+        "digests": {**files, **digests},
     }
     return json.loads(json.dumps(about))

@@ -1,6 +1,7 @@
 """Files of an evaluation, in EVALUATION/<benchmark>/<model>/. Does not require JAX.
 
-about.json           model, benchmark, sampling parameters and judge, see `benchmarks.about_evaluation`
+about.json           model, benchmark, sampling parameters and judge, and digests of their content, see
+                     `benchmarks.about_evaluation`
 generations.jsonl    one row per generation, with the columns of `EVALUATED_GENERATION`
 results.json         all metrics with their intervals, see results.py. docs/evaluation.md defines the metrics.
 """
@@ -40,9 +41,10 @@ def open_folder(folder: Path, about: dict[str, Any]) -> None:
     if file.exists():
         changed = changed_keys(json.loads(file.read_text()), about)
         if changed:
+            names = dict.fromkeys(key.removeprefix("digests.") for key in changed)
             raise ValueError(
-                f"{folder} contains generations with another {', '.join(changed)}; choose another --output, or delete "
-                "the folder."
+                f"{folder} contains generations with different values of {', '.join(names)}; restore them, choose "
+                "another --output, or delete the folder."
             )
     folder.mkdir(parents=True, exist_ok=True)
     write_json(file, about)

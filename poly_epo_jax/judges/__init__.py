@@ -7,7 +7,17 @@ from poly_epo_jax.judges.answer import AnswerJudge
 from poly_epo_jax.judges.exact import ExactJudge
 from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.judges.ngrams import NgramsJudge
-from poly_epo_jax.types import DEGENERATE_CLUSTER, Group, HasAnswers, Judge, Registry, Strategic, Task
+from poly_epo_jax.types import (
+    DEGENERATE_CLUSTER,
+    Group,
+    HasAnswers,
+    Identified,
+    Judge,
+    Registry,
+    ServerBacked,
+    Strategic,
+    Task,
+)
 
 
 class NoJudge:
@@ -47,3 +57,20 @@ JUDGES: Registry[JudgeEntry] = Registry(
     ngrams=JudgeEntry(NgramsJudge, "shared character n-grams"),
     none=JudgeEntry(lambda task, section: NoJudge(), "no clusters", clusters=False),
 )
+
+
+async def judge_identity(judge: Judge) -> dict[str, str]:
+    """Waits until the server of a judge responds, and returns the name of its model and the digests of its files.
+
+    Args:
+      judge: The judge. The result is empty for judges that do not depend on a server or on files.
+
+    Returns:
+      Names and SHA-256 digests by configuration key, such as `judge.model`.
+
+    Raises:
+      ServerError: If the server does not respond within `judge.wait_seconds`, or does not list a model.
+    """
+    if isinstance(judge, ServerBacked):
+        await judge.wait_until_ready()
+    return await judge.identity() if isinstance(judge, Identified) else {}

@@ -17,8 +17,9 @@ import httpx
 
 from poly_epo_jax.config.checks import Range
 from poly_epo_jax.config.keys import JudgeSection
-from poly_epo_jax.judges.prompt import build_messages, load_rubric, reply_schema
+from poly_epo_jax.judges.prompt import build_messages, load_rubric, reply_schema, rubric_file
 from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context, read_model_name
+from poly_epo_jax.system.digests import file_digests
 from poly_epo_jax.system.http_client import (
     InvalidResponseError,
     ServerError,
@@ -81,6 +82,7 @@ class LLMJudge:
         self._max_response_chars, self._context_tokens = max_response_chars, context_tokens
         self._api = self.url if VERSION.search(urlsplit(self.url).path + "/") else f"{self.url}/v1"
         self._rubric = load_rubric(prompt_file)
+        (self._rubric_digest,) = file_digests([rubric_file(prompt_file)])
         self._key = _read_key(section.api_key_env)
         self._listed_model = ""
         self._unreachable_since: float | None = None
@@ -125,6 +127,21 @@ class LLMJudge:
         except ServerError as error:
             raise ServerError(self._without_key(str(error))) from None
 
+    async def identity(self) -> dict[str, str]:
+        """Returns the name of the model, which the server lists if `judge.model` is empty, and the rubric's digest.
+
+        Raises:
+          ServerError: If the server does not respond, or does not list a model.
+        """
+        try:
+            async with open_client(self._section.timeout_seconds) as client:
+                model = await self._model_name(client)
+        except (ReplyError, httpx.HTTPError) as error:
+            reason = describe_error(error) if isinstance(error, httpx.HTTPError) else error
+            text = f"The judge at {self.url} does not name its model: {reason}."
+            raise ServerError(self._without_key(text)) from None
+        return {"judge.model": model, "judge.options.prompt_file": self._rubric_digest}
+
     async def capacity_warnings(self, load: JudgeLoad) -> list[str]:
         """Returns one sentence per limit of the judge that the load exceeds: its context, or the length of a reply."""
         context = self._context_tokens
@@ -139,13 +156,16 @@ class LLMJudge:
         counts, self._counts = self._counts, collections.Counter[str]()
         return {f"judge/{name}": float(counts[name]) for name in ("retries", "shortened_responses")}
 
+    async def _model_name(self, client: httpx.AsyncClient) -> str:
+        if not (self.model or self._listed_model):
+            self._listed_model = read_model_name(await self._send(client, "GET", "/models"))
+        return self.model or self._listed_model
+
     async def _attempt(
         self, client: httpx.AsyncClient, request: dict[str, Any], num_responses: int
     ) -> Clustering | JudgeFailure:
         try:
-            if not (self.model or self._listed_model):
-                self._listed_model = read_model_name(await self._send(client, "GET", "/models"))
-            request = {"model": self.model or self._listed_model, **request}
+            request = {"model": await self._model_name(client), **request}
             return read_clustering(await self._send(client, "POST", "/chat/completions", request), num_responses)
         except ReplyError as error:
             kind, reason = error.kind, str(error)

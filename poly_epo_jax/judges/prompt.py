@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,11 @@ CONTROL_TOKEN_START = re.compile(
 )
 
 
+def rubric_file(prompt_file: str) -> Path:
+    """Returns the path of the rubric: `prompt_file` or, if it is empty, the file of the package."""
+    return Path(prompt_file) if prompt_file else Path(__file__).with_name("rubric.md")
+
+
 def load_rubric(prompt_file: str) -> str:
     """Reads the rubric, which still contains the placeholder `{num_responses}` for N.
 
@@ -35,12 +39,11 @@ def load_rubric(prompt_file: str) -> str:
     Raises:
       ValueError: If the file does not exist or is not UTF-8 text.
     """
-    if not prompt_file:
-        return resources.files("poly_epo_jax.judges").joinpath("rubric.md").read_text(encoding="utf-8")
-    if not Path(prompt_file).is_file():
+    file = rubric_file(prompt_file)
+    if not file.is_file():
         raise ValueError(f"judge.options.prompt_file={prompt_file} is not a file; correct the path, or leave it empty.")
     try:
-        return Path(prompt_file).read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"judge.options.prompt_file={prompt_file} is not UTF-8 text: {error.reason}.") from error
 

@@ -9,8 +9,6 @@ import contextlib
 import dataclasses
 import errno
 import gc
-import hashlib
-import json
 import logging
 import os
 import re
@@ -29,6 +27,7 @@ from poly_epo_jax.model.fingerprint import array_names, fingerprints
 from poly_epo_jax.model.partition import merge_params, split_params
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.sharding import platform
+from poly_epo_jax.system.digests import json_digest
 from poly_epo_jax.system.text import first_line
 from poly_epo_jax.types import Params
 
@@ -94,7 +93,7 @@ class Checkpoints:
         """
         content = {"data": data_state, "fingerprints": fingerprints(state)}
         state = state if self._with_frozen else dataclasses.replace(state, frozen={})
-        data = ocp.args.JsonSave(content | {"digest": _digest(content)})
+        data = ocp.args.JsonSave(content | {"digest": json_digest(content)})
         with self._saving():
             self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=data))
             if platform() == "cpu":
@@ -212,7 +211,7 @@ class Checkpoints:
         """
         path = self._directory / str(step)
         content = self._read(step, data=ocp.args.JsonRestore()).data
-        if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
+        if not isinstance(content, dict) or content.pop("digest", None) != json_digest(content):
             raise CheckpointError(f"Checkpoint {path} is corrupted: its digest does not match its record.")
         if others := _other_arrays(tree, content["fingerprints"]):
             raise ConfigError(
@@ -317,7 +316,3 @@ def _os_error_code(error: Exception) -> int | None:
     """Returns the error code of the operating system, or None for other errors."""
     found = re.search(r"os_error_code='(\d+)'", str(error))
     return int(found[1]) if found else error.errno if isinstance(error, OSError) else None
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

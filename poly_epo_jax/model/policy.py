@@ -20,11 +20,13 @@ from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
 from poly_epo_jax.model.stop_strings import stop_string_ids
 from poly_epo_jax.parallel.sharding import param_shardings
-from poly_epo_jax.system.digests import DIGESTS, check_digests, write_digests
+from poly_epo_jax.system.digests import DIGESTS, check_digests, file_digests, json_digest, write_digests
 from poly_epo_jax.system.text import first_line
 from poly_epo_jax.types import Params
 
 NO_ADAPTER = LoraSection()
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+"""Patterns of the files of a model folder: configuration, weights, vocabulary and chat templates."""
 
 
 @dataclasses.dataclass
@@ -103,19 +105,22 @@ def find_model(path: str, download: bool = True) -> Path:
     if Path(path).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         return Path(path)
     try:
-        patterns = [
-            "*.json",
-            "*.safetensors",
-            "*.txt",
-            "*.jinja",
-            "*.model",
-        ]  # includes chat templates and vocabularies
-        return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=not download))
+        return Path(snapshot_download(path, allow_patterns=list(MODEL_FILES), local_files_only=not download))
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise OSError(
             f"{path} is not a local folder, and downloading it failed: {first_line(error)}. Correct model.path, or "
             "download the model elsewhere and set model.path to its folder."
         ) from error
+
+
+def model_digest(folder: Path) -> str:
+    """Returns a digest of the files of a model folder, which identifies the model independently of its path.
+
+    Raises:
+      OSError: If a file cannot be read.
+    """
+    files = sorted(file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.name != DIGESTS)
+    return json_digest(dict(zip([file.name for file in files], file_digests(files), strict=True)))
 
 
 def open_policy(

@@ -4,8 +4,9 @@
     about.json           {"method": "Poly-EPO", "remat": "full", "versions": [{"python": "3.12.3", "jax": ...}]}.
                          "method": name of the method in figures and tables. "remat": rematerialization of the backward
                          pass, from model.remat or, if it is "auto", from the memory plan. "versions": software versions
-                         that the run was trained with, see system/versions.py. "base": folder of the base policy, only
-                         if checkpoints contain only an adapter.
+                         that the run was trained with, see system/versions.py. "digests": digests of the files that the
+                         configuration names, see startup/resume_checks.py. "base": folder of the base policy, only if
+                         checkpoints contain only an adapter.
     data.json            Number of problems, and of dropped problems by reason.
     metrics.jsonl        One row per step, {"step": 12, "reward": 0.61, ...}, and one row per evaluation, {"step": 12,
                          "eval/reward": 0.58, ...}, after the row of its step. All values are determined by the
@@ -42,7 +43,7 @@ from typing import Any
 
 from poly_epo_jax.metrics.logged import is_held_out
 from poly_epo_jax.system.file_lock import InUseError, lock_file
-from poly_epo_jax.system.json_files import Columns, Row, keep_rows, read_rows as read_json_rows
+from poly_epo_jax.system.json_files import Columns, Row, keep_rows, read_object, read_rows as read_json_rows
 from poly_epo_jax.types import Clustering, GradedGroup
 
 CONFIG, ABOUT, DATA = "config.json", "about.json", "data.json"
@@ -121,6 +122,20 @@ def resumable_config(folder: Path) -> dict[str, Any] | None:
 def read_config(folder: Path) -> dict[str, Any]:
     """Reads config.json, the configuration of the run."""
     return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+
+
+def checkpoint_digest(folder: Path, step: int) -> str | None:
+    """Reads the digest that identifies a checkpoint. Returns None if the checkpoint does not exist or was emptied.
+
+    Args:
+      folder: The run folder.
+      step: Step of the checkpoint.
+
+    Raises:
+      ValueError: If the record of the checkpoint is corrupted.
+    """
+    record = folder / CHECKPOINTS / str(step) / "data" / "metadata"  # written by Orbax for model/checkpoint.py
+    return read_object(record, "delete the checkpoint").get("digest")
 
 
 def read_about(folder: Path) -> dict[str, Any]:

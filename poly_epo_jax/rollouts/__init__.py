@@ -90,7 +90,9 @@ async def model_info(url: str) -> ModelInfo:
     return await SGLANG.model_info(url)
 
 
-def open_server(url: str, model: Qwen3, stop_ids: Sequence[int], config: Config) -> Sampler:
+def open_server(
+    url: str, model: Qwen3, stop_ids: Sequence[int], config: Config, weight_version: str | None = None
+) -> Sampler:
     """Returns a sampler that evaluates the current weights of a server.
 
     Args:
@@ -98,8 +100,10 @@ def open_server(url: str, model: Qwen3, stop_ids: Sequence[int], config: Config)
       model: The policy. It may be abstract.
       stop_ids: Token ids that end a generation.
       config: Configuration. Only `rollouts.max_concurrent` and the timeouts of section `rollouts` are used.
+      weight_version: Weights that the server must have, as in `ModelInfo`. If None, any weights are evaluated.
     """
-    return _client([url], AdoptedWeights(config.rollouts.wait_seconds), model, stop_ids, config)
+    weights = AdoptedWeights(config.rollouts.wait_seconds, weight_version=weight_version)
+    return _client([url], weights, model, stop_ids, config)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,15 +6,18 @@ its newest checkpoint.
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.keys import Config, changed_keys
 from poly_epo_jax.model import hf
+from poly_epo_jax.model.policy import model_digest
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.step.optimizer import decays
+from poly_epo_jax.system.digests import json_digest, option_digests
+from poly_epo_jax.types import Problem
 
 MUTABLE_KEYS = (
     "workdir",
@@ -103,3 +106,42 @@ def _immutable_keys(config: Config) -> dict[str, str]:
 def _names(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of a configuration and of its sections, without values."""
     return {key: dict.fromkeys(value, key) if isinstance(value, dict) else key for key, value in config.items()}
+
+
+def check_same_files(workdir: Path, config: Config) -> None:
+    """Checks that the files that a configuration names are the same as at the start of the run.
+
+    Args:
+      workdir: Run folder. It may not exist yet.
+      config: The configuration.
+
+    Raises:
+      ConfigError: If a digest differs from the digest in about.json. Digests that are missing there are not compared.
+      OSError: If a file cannot be read.
+    """
+    if run_folder.resumable_config(workdir) is None:
+        return
+    saved = run_folder.read_about(workdir).get("digests", {})
+    changed = [name for name, digest in input_digests(config).items() if saved.get(name, digest) != digest]
+    if changed:
+        raise ConfigError(
+            f"The content of {', '.join(changed)} has changed since the run in {workdir} was started; restore it, set "
+            "--config.workdir to a new folder, or delete this folder."
+        )
+
+
+def input_digests(config: Config) -> dict[str, str]:
+    """Returns digests of the files that a configuration names, by key: the model folder, and files in options.
+
+    Models of the Hub are not included.
+    """
+    folder = config.model.path
+    digests = {"model.path": model_digest(Path(folder))} if folder and Path(folder).is_dir() else {}
+    for section in ("task", "judge"):
+        digests |= option_digests(f"{section}.options", getattr(config, section).options)
+    return digests
+
+
+def problems_digest(problems: Sequence[Problem]) -> str:
+    """Returns a digest of problems and their order, which does not depend on their source."""
+    return json_digest([[problem.id, problem.prompt, problem.answer, problem.chat] for problem in problems])

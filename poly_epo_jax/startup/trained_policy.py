@@ -8,10 +8,10 @@ from jax.sharding import Mesh
 from poly_epo_jax.config.keys import LoraSection, ModelSection
 from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.model.lora import ADAPTER
-from poly_epo_jax.model.policy import Policy, open_policy
+from poly_epo_jax.model.policy import Policy, model_digest, open_policy
 from poly_epo_jax.model.qwen3 import param_shapes
 from poly_epo_jax.parallel.sharding import param_shardings
-from poly_epo_jax.records.run_folder import CHECKPOINTS, POLICY, read_about, read_config
+from poly_epo_jax.records.run_folder import CHECKPOINTS, POLICY, checkpoint_digest, read_about, read_config
 from poly_epo_jax.types import Params
 
 
@@ -55,6 +55,21 @@ def open_trained_policy(
     if newest is None:
         raise FileNotFoundError(f"{run} has no checkpoint of step {step}; available steps: {checkpoints.steps}.")
     return policy, newest[1], newest[0]
+
+
+def run_digests(run: Path, step: int) -> dict[str, str]:
+    """Returns digests that identify the policy of a run at a step, independently of the path of the run.
+
+    Args:
+      run: Run folder.
+      step: Step of a checkpoint.
+
+    Returns:
+      "model_files", the digest of the run's configuration and tokenizer, and "weights", the digest of the checkpoint.
+      The latter is omitted if the checkpoint does not exist or was emptied.
+    """
+    weights = checkpoint_digest(run, step)
+    return {"model_files": model_digest(run / POLICY)} | ({"weights": weights} if weights else {})
 
 
 def base_folder(run: Path, moved: Path | None = None) -> Path:

@@ -13,7 +13,8 @@ from poly_epo_jax.evaluate.benchmarks import about_evaluation, benchmark_label
 from poly_epo_jax.evaluate.folder import ABOUT, RESULTS
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.startup.command_line import read_arguments
-from poly_epo_jax.startup.resume_checks import check_resume_config
+from poly_epo_jax.startup.resume_checks import check_resume_config, check_same_files
+from poly_epo_jax.startup.trained_policy import run_digests
 from poly_epo_jax.study.folder import EVALUATION, PLAN, RunKey, run_state
 from poly_epo_jax.study.spec import RATE, SEED, STUDY_KEYS, WORKDIR, Changes, Evaluation, Study
 from poly_epo_jax.system.json_files import write_json
@@ -70,15 +71,22 @@ class StudyRun:
         return run_state(self.folder).is_finished and run_folder.read_config(self.folder) == config
 
     def is_evaluated(self) -> bool:
-        """Returns True if the evaluation of the final weights exists with these settings, or if none is requested."""
+        """Returns True if the evaluation of the final weights exists with these settings, or if none is requested.
+
+        Files are compared by their content. Problems and the model of a judge are only compared by the evaluation.
+        """
         if self.evaluation is None:
             return True
-        weights = f"{self.folder} step {self.config.train.num_steps}"
+        step, number, judged = self.config.train.num_steps, self.evaluation.num_generations, self.evaluation.judge
+        weights, digests = f"{self.folder} step {step}", run_digests(self.folder, step)
         for benchmark in self.benchmarks:
-            number, judged = self.evaluation.num_generations, self.evaluation.judge
-            expected = about_evaluation(self.config, benchmark, weights, number, judged)
+            expected = about_evaluation(self.config, benchmark, weights, number, judged, digests)
             folder = self.folder.parent.parent / EVALUATION / benchmark_label(benchmark) / self.key.label
-            if not (folder / RESULTS).exists() or json.loads((folder / ABOUT).read_text()) != expected:
+            if not (folder / RESULTS).exists():
+                return False
+            saved = json.loads((folder / ABOUT).read_text())
+            expected["digests"] = saved.get("digests", {}) | expected["digests"]
+            if saved != expected:
                 return False
         return True
 
@@ -124,6 +132,7 @@ def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[StudyRun]:
                     "hosts.coordinator_address is not supported in a study, whose runs are single processes; unset it."
                 )
             check_resume_config(folder, config)
+            check_same_files(folder, config)
             runs.append(StudyRun(run_key, folder, arguments, config, study.evaluation, study.keep_weights))
         except (ValueError, OSError) as error:
             # Runs often share a problem. It is reported once, with the first run.

@@ -38,7 +38,7 @@ class Result:
       rows: Rows of metrics.jsonl.
       config: Content of config.json. Empty if the run has not started.
       versions: Distinct sets of software versions that the run was trained with, see system/versions.py.
-      evaluations: Content of results.json by benchmark.
+      evaluations: Content of results.json by benchmark. Evaluations of weights that the run has replaced are omitted.
     """
 
     key: RunKey
@@ -163,5 +163,11 @@ def read_results(folder: Path) -> StudyResults:
 def _read_run(folder: Path, run_key: RunKey, evaluations: Mapping[str, Any]) -> Result:
     run = folder / run_key.path
     config, about = (read_object(run / name, ADVICE) for name in (run_folder.CONFIG, run_folder.ABOUT))
-    rows = run_folder.read_rows(run / run_folder.METRICS)
-    return Result(run_key, run_state(run), rows, config, about.get("versions", []), evaluations)
+    rows, state = run_folder.read_rows(run / run_folder.METRICS), run_state(run)
+    weights = run_folder.checkpoint_digest(run, state.num_steps)  # None if keep_weights=False emptied the checkpoint
+    current = {
+        benchmark: results
+        for benchmark, results in evaluations.items()
+        if weights in (None, results.get("digests", {}).get("weights"))
+    }
+    return Result(run_key, state, rows, config, about.get("versions", []), current)

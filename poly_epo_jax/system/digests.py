@@ -1,13 +1,14 @@
-"""SHA-256 digests of files, which identify them by content, and of folders, to detect missing and modified files."""
+"""SHA-256 digests of files and values, which identify them by content, and of folders, to detect modified files."""
 
 import contextlib
 import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from poly_epo_jax.system.json_files import write_json
 
@@ -54,6 +55,11 @@ def file_digests(files: Sequence[Path]) -> list[str]:
     return digests
 
 
+def json_digest(value: Any) -> str:
+    """Returns the SHA-256 digest of the JSON text of a value, in hexadecimal. Other types are converted to text."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def write_digests(folder: Path) -> None:
     """Writes the SHA-256 digests of all files of a folder to digests.json. Reads every file."""
     write_json(folder / DIGESTS, _digests(folder, [path.name for path in folder.iterdir() if path.is_file()]))
@@ -78,6 +84,27 @@ def check_digests(folder: Path) -> None:
             f"{folder} is corrupted: files are missing or were modified ({', '.join(corrupted)}); create the folder "
             f"again, or delete its {DIGESTS} if you modified the files yourself."
         )
+
+
+def option_digests(section: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the digests of the files that options name.
+
+    Args:
+      section: Prefix of the keys.
+      options: Options by name. Values, and items of lists, that are not the path of a file are skipped.
+
+    Returns:
+      Digests by `section.option`, or `section.option[index]` for lists.
+
+    Raises:
+      OSError: If a file cannot be read.
+    """
+    values = {f"{section}.{name}": value for name, value in options.items()}
+    for key, value in [*values.items()]:
+        values |= {f"{key}[{i}]": item for i, item in enumerate(value)} if isinstance(value, list | tuple) else {}
+    # Path.is_file raises an error for long texts, such as templates.
+    files = {key: Path(value) for key, value in values.items() if isinstance(value, str) and os.path.isfile(value)}
+    return dict(zip(files, file_digests(list(files.values())), strict=True))
 
 
 def _digests(folder: Path, names: list[str]) -> dict[str, str]:

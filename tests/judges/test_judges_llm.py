@@ -1,6 +1,7 @@
 """Tests of the language model judge with valid, invalid, late, failing and unreachable servers."""
 
 import asyncio
+import hashlib
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from test_judge_reply import MALFORMED, completion
 from transformers import AutoTokenizer
 
 from poly_epo_jax.config.keys import JudgeSection
-from poly_epo_jax.judges import llm
+from poly_epo_jax.judges import NoJudge, judge_identity, llm
 from poly_epo_jax.judges.llm import LLMJudge, capacity_warnings, warn_capacity
 from poly_epo_jax.judges.prompt import build_messages, load_rubric
 from poly_epo_jax.system import http_client as servers
@@ -245,6 +246,29 @@ def test_the_default_model_is_requested_once(serve):
     assert "judge.model" in failure(make_judge(model="")).reason
     serve(httpx.Response(401))
     assert failure(make_judge(model="")).kind == "refused"
+
+
+def test_identity_names_the_model_and_the_content_of_the_rubric(serve, tmp_path: Path, monkeypatch):
+    def identity(**changes) -> dict[str, str]:
+        return asyncio.run(judge_identity(make_judge(**changes)))
+
+    serve(b'{"data": [{"id": "listed"}]}')
+    default = hashlib.sha256(load_rubric("").encode()).hexdigest()
+    assert identity(model="") == {"judge.model": "listed", "judge.options.prompt_file": default}
+    assert identity()["judge.model"] == "judge-1"
+    rubric = tmp_path / "rubric.md"
+    for content in (b"Cluster.\r\n", b"Cluster by method."):
+        rubric.write_bytes(content)
+        digest = hashlib.sha256(content).hexdigest()
+        assert identity(prompt_file=str(rubric))["judge.options.prompt_file"] == digest
+    assert asyncio.run(judge_identity(NoJudge())) == {}
+
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    for answers, reason in (((b"{}", b'{"data": []}'), "judge.model"), ((b"{}", httpx.ReadError(KEY)), "connection")):
+        serve(*answers)
+        with pytest.raises(servers.ServerError, match=f"{URL} does not name its model: .*{reason}") as error:
+            identity(model="", api_key_env="JUDGE_KEY")
+        assert KEY not in str(error.value)
 
 
 def test_the_judge_waits_for_a_starting_server(serve):

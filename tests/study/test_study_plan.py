@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.evaluate.benchmarks import about_evaluation
+from poly_epo_jax.startup.resume_checks import input_digests
+from poly_epo_jax.startup.trained_policy import run_digests
 from poly_epo_jax.study import Evaluation, Study, StudyTask
 from poly_epo_jax.study.folder import RunKey
 from poly_epo_jax.study.plan import StudyRun, make_runs, write_plan
@@ -91,6 +94,7 @@ def finish(run: StudyRun, step: int | None = None) -> None:
     step = run.config.train.num_steps if step is None else step
     (run.folder / "checkpoints" / str(step)).mkdir(parents=True)
     (run.folder / "config.json").write_text(json.dumps(run.config.to_dict()))
+    (run.folder / "about.json").write_text(json.dumps({"digests": input_digests(run.config)}))
     (run.folder / "metrics.jsonl").write_text(f'{{"step": 0}}\n{{"step": {step}, "eval/reward": 1}}\n{{"step": 99')
 
 
@@ -109,6 +113,20 @@ def test_run_is_finished_when_its_last_step_is_logged_and_saved(tmp_path: Path):
     assert not third.is_trained()
 
 
+def write_evaluation(run: StudyRun, benchmark: str, label: str, **digests: str) -> Path:
+    """Writes the evaluation of the last step of a run, with additional digests that only the evaluation computes."""
+    assert run.evaluation is not None
+    folder = run.folder.parent.parent / "evaluation" / label / run.key.label
+    folder.mkdir(parents=True, exist_ok=True)
+    step = run.config.train.num_steps
+    known = run_digests(run.folder, step) | {"problems": "1", "judge.model": "j"} | digests
+    number, judged = run.evaluation.num_generations, run.evaluation.judge
+    about = about_evaluation(run.config, benchmark, f"{run.folder} step {step}", number, judged, known)
+    (folder / "about.json").write_text(json.dumps(about))
+    (folder / "results.json").write_text("{}")
+    return folder
+
+
 def test_evaluation_is_finished_when_results_of_the_final_weights_exist(tmp_path: Path):
     (run, *_) = make_runs(study(tmp_path, evaluation=Evaluation(num_generations=16)))
     assert not run.is_evaluated() and dataclasses.replace(run, evaluation=None).is_evaluated()
@@ -119,27 +137,71 @@ def test_evaluation_is_finished_when_results_of_the_final_weights_exist(tmp_path
         "--num_generations=16",
         f"--output={tmp_path / 'evaluation'}",
     } <= set(run.evaluate_command)
-    folder = tmp_path / "evaluation" / "polynomial" / "even-GRPO-lr0.001-seed3"
-    folder.mkdir(parents=True)
-    about = about_evaluation(run.config, "polynomial", f"{run.folder} step 150", 16, judged=True)
-    (folder / "about.json").write_text(json.dumps(about))
-    assert not run.is_evaluated(), "interrupted"
-    (folder / "results.json").write_text("{}")
+    folder = write_evaluation(run, "polynomial", "polynomial")
+    assert folder == tmp_path / "evaluation" / "polynomial" / "even-GRPO-lr0.001-seed3"
     assert run.is_evaluated()
     assert not dataclasses.replace(run, evaluation=Evaluation(num_generations=8)).is_evaluated()
+    (folder / "results.json").unlink()
+    assert not run.is_evaluated(), "interrupted"
 
 
 def test_evaluations_on_files_and_datasets_are_found(tmp_path: Path):
-    benchmarks = ("data/test.jsonl", "openai/gsm8k:main:test")
+    file = tmp_path / "test.jsonl"
+    benchmarks = (str(file), "openai/gsm8k:main:test")
     (run, *_) = make_runs(study(tmp_path, evaluation=Evaluation(benchmarks=benchmarks, num_generations=16)))
+    file.write_text("1")
     for benchmark, label in zip(benchmarks, ("test", "gsm8k"), strict=True):
         assert not run.is_evaluated()
-        folder = tmp_path / "evaluation" / label / "even-GRPO-lr0.001-seed3"
-        folder.mkdir(parents=True)
-        about = about_evaluation(run.config, benchmark, f"{run.folder} step 150", 16, judged=True)
-        (folder / "about.json").write_text(json.dumps(about))
-        (folder / "results.json").write_text("{}")
+        write_evaluation(run, benchmark, label)
     assert run.is_evaluated()
+    file.write_text("2")
+    assert not run.is_evaluated()
+    file.write_text("1")
+    assert run.is_evaluated()
+
+
+def test_evaluation_of_replaced_weights_or_by_another_rubric_is_not_finished(tmp_path: Path):
+    rubric = tmp_path / "rubric.md"
+    rubric.write_text("1")
+    judge = {"judge.name": "llm", "judge.url": "http://judge", "judge.options": {"prompt_file": str(rubric)}}
+    settings = {**judge, "eval.every": 5}
+    (run, *_) = make_runs(study(tmp_path, settings=settings, evaluation=Evaluation(num_generations=16)))
+    finish(run)
+    record = run.folder / "checkpoints" / "150" / "data" / "metadata"
+    record.parent.mkdir()
+    record.write_text('{"digest": "1"}')
+    write_evaluation(run, "polynomial", "polynomial")
+    assert run.is_evaluated()
+    rubric.write_text("2")
+    assert not run.is_evaluated()
+    rubric.write_text("1")
+    record.write_text('{"digest": "2"}')  # trained again
+    assert not run.is_evaluated()
+    run.drop_weights()
+    assert run.is_evaluated(), "emptied checkpoints are not compared"
+    (run.folder / "policy").mkdir()
+    (run.folder / "policy" / "chat_template.jinja").touch()
+    assert not run.is_evaluated()
+
+
+def test_runs_with_changed_files_are_rejected(tmp_path: Path):
+    model, rubric = tmp_path / "model", tmp_path / "rubric.md"
+    model.mkdir()
+    judge = {"judge.name": "llm", "judge.url": "http://judge", "judge.options": {"prompt_file": str(rubric)}}
+    given = study(tmp_path / "study", settings={**judge, "eval.every": 5, "model.path": str(model)})
+    for file in (model / "config.json", rubric):
+        file.write_text("1")
+    (run, *_) = make_runs(given)
+    finish(run)
+    assert make_runs(given)[0].is_trained()
+    for file, key in ((model / "config.json", "model.path"), (rubric, "judge.options.prompt_file")):
+        file.write_text("2")
+        with pytest.raises(ConfigError, match=rf"GRPO-lr0\.001-seed3: The content of {key} has changed .*{run.folder}"):
+            make_runs(given)
+        file.write_text("1")
+    shutil.rmtree(run.folder)
+    rubric.write_text("2")
+    assert not make_runs(given)[0].is_trained()
 
 
 @pytest.mark.slow

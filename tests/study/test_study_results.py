@@ -58,6 +58,19 @@ def test_separate_evaluations_are_metrics_with_the_benchmark_as_prefix(tmp_path:
     )
 
 
+def test_evaluations_of_replaced_weights_are_omitted(tmp_path: Path):
+    first, second, *_ = write_fake_study(tmp_path, evaluated=True)
+    for run_key, evaluated in ((first, "1"), (second, "2")):
+        record = tmp_path / run_key.path / "checkpoints" / str(NUM_STEPS) / "data" / "metadata"
+        record.parent.mkdir()
+        record.write_text('{"digest": "1"}')
+        file = tmp_path / "evaluation" / "polynomial" / run_key.label / "results.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"digests": {"weights": evaluated}}))
+    results = {result.key: result.evaluations.keys() for result in read_results(tmp_path).results}
+    assert results.pop(second) == set()
+    assert all(benchmarks == {"polynomial"} for benchmarks in results.values())
+
+
 def test_run_state_is_read_from_the_last_complete_row(tmp_path: Path):
     run = tmp_path / "run"
     assert run_state(run) == RunState() and str(run_state(run)) == "not started"

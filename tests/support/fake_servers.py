@@ -26,6 +26,7 @@ def open_rollouts(
     urls: Sequence[str],
     folder: Path | None,
     wait_seconds: float = PATIENCE,
+    weight_version: str | None = None,
 ) -> Rollouts:
     """Returns rollouts whose HTTP requests are handled by `handle`.
 
@@ -35,11 +36,12 @@ def open_rollouts(
       urls: Servers and routers.
       folder: Folder through which weights are pushed. If None, the servers keep their weights.
       wait_seconds: Timeout in seconds for a server that does not respond.
+      weight_version: Name of the weights that servers without a folder must have. If None, any weights.
     """
     monkeypatch.setattr(servers, "open_transport", lambda: httpx.MockTransport(handle))
     for module in (served_weights, sglang):
         monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
-    weights = AdoptedWeights(wait_seconds)
+    weights = AdoptedWeights(wait_seconds, weight_version=weight_version)
     if folder is not None:
         sync = DiskSync(folder, "a run", TINY, "float32")
         weights = served_weights.ServedWeights(sync, 8, PATIENCE, wait_seconds)

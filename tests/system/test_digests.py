@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from poly_epo_jax.system.digests import DIGESTS, check_digests, file_digests, write_digests
+from poly_epo_jax.system.digests import DIGESTS, check_digests, file_digests, option_digests, write_digests
 
 
 def test_modified_and_missing_files_are_named(tmp_path: Path):
@@ -60,3 +60,17 @@ def test_digests_are_computed_without_a_writable_cache(tmp_path: Path, monkeypat
     (tmp_path / "large.bin").write_bytes(bytes(2**20))
     os.utime(tmp_path / "large.bin", ns=(0, 10**18))
     assert file_digests([tmp_path / "large.bin"]) == [hashlib.sha256(bytes(2**20)).hexdigest()]
+
+
+def test_options_that_name_files_are_identified_by_content(tmp_path: Path):
+    digests = {}
+    for name in "abc":
+        (tmp_path / name).write_text(name)
+        digests[name] = hashlib.sha256(name.encode()).hexdigest()
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    options = {"file": a, "files": (b, "", c), "folder": str(tmp_path), "text": "{problem}" * 1000, "number": 1}
+    assert option_digests("task.options", options) == {
+        "task.options.file": digests["a"],
+        "task.options.files[0]": digests["b"],
+        "task.options.files[2]": digests["c"],
+    }

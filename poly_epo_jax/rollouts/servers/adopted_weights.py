@@ -17,6 +17,7 @@ class AdoptedWeights:
     Args:
       wait_seconds: Timeout in seconds for a server that does not respond.
       dialect: API of the servers.
+      weight_version: Name of the weights that the servers must have. If None, any weights are adopted.
 
     Attributes:
       version: Always 0.
@@ -25,12 +26,12 @@ class AdoptedWeights:
       routers: Routers of the batch. Prompts are sent to the router instead of its workers.
     """
 
-    def __init__(self, wait_seconds: float, dialect: Dialect = SGLANG):
+    def __init__(self, wait_seconds: float, dialect: Dialect = SGLANG, weight_version: str | None = None):
         self.version, self.name = 0, ""
         self.current: set[str] = set()
         self.routers: set[str] = set()
         self.dialect = dialect
-        self._wait_seconds = wait_seconds
+        self._wait_seconds, self._weight_version = wait_seconds, weight_version
 
     async def servers(self, urls: Sequence[str]) -> list[str]:
         """Waits for all servers and routers in `urls`, adopts their weights, and returns `urls`.
@@ -45,6 +46,8 @@ class AdoptedWeights:
         if len(set(found.values())) > 1:
             raise ServerError(f"The servers have different weights: {found}; evaluate one server at a time.")
         check_awake(found)
+        if self._weight_version not in (None, found[urls[0]]):
+            raise ServerError(f"The weights of {urls[0]} changed after it was opened; rerun the evaluation.")
         self.name, self.current = found[urls[0]], set(urls)
         return list(urls)
 

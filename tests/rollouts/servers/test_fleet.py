@@ -191,3 +191,18 @@ def test_a_weight_change_during_an_evaluation_raises_an_error(monkeypatch):
 
     with pytest.raises(ServerError, match=r"http://[ab] changed during the batch; rerun the evaluation"):
         collect(open_rollouts(answer, monkeypatch, URLS, None), tiny_problems(1, 8), 2, Sampling(4))
+
+
+def test_weights_that_change_before_an_evaluation_raise_an_error(monkeypatch):
+    """The weights are named in about.json when the server is opened."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return answer_to_get(request.url.path, weight_version="w")
+        return generated(request, "w")
+
+    for version in (None, "w"):
+        rollouts = open_rollouts(answer, monkeypatch, URLS, None, weight_version=version)
+        assert len(collect(rollouts, tiny_problems(1, 8), 2, Sampling(4))) == 1
+    with pytest.raises(ServerError, match=r"weights of http://a changed .* rerun the evaluation"):
+        collect(open_rollouts(answer, monkeypatch, URLS, None, weight_version="v"), tiny_problems(1, 8), 2, Sampling(4))
