@@ -1,4 +1,4 @@
-"""SHA-256 digests of files, which identify them by content, and of folders, to detect missing and modified files."""
+"""SHA-256 digests of files and values, which identify them by content, and of folders, to detect modified files."""
 
 import contextlib
 import hashlib
@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from poly_epo_jax.system.json_files import write_json
 
@@ -52,6 +53,11 @@ def file_digests(files: Sequence[Path]) -> list[str]:
             cache_file.parent.mkdir(parents=True, exist_ok=True)
             write_json(cache_file, cache | computed)
     return digests
+
+
+def json_digest(value: Any) -> str:
+    """Returns the SHA-256 digest of the JSON text of a value, in hexadecimal. Other types are converted to text."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def write_digests(folder: Path) -> None:
