@@ -9,8 +9,6 @@ import contextlib
 import dataclasses
 import errno
 import gc
-import hashlib
-import json
 import logging
 import os
 import re
@@ -29,6 +27,7 @@ from poly_epo_jax.model.fingerprint import array_names, fingerprints
 from poly_epo_jax.model.partition import merge_params, split_params
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.sharding import platform
+from poly_epo_jax.system.digests import json_digest
 from poly_epo_jax.system.text import first_line
 from poly_epo_jax.types import Params
 
@@ -48,10 +47,11 @@ class Checkpoints:
       directory: Directory of the checkpoints. It is created if it does not exist.
       keep: Number of checkpoints to keep. If None, all checkpoints are kept.
       read_only: Whether the checkpoints belong to another process, which may save and delete checkpoints concurrently.
-      with_frozen: Whether checkpoints contain the frozen weights. If False, the caller provides them to `restore`.
+      base: Folder of the frozen weights, which checkpoints then omit and the caller provides to `restore`. If None,
+        checkpoints contain all weights.
     """
 
-    def __init__(self, directory: Path, keep: int | None = None, read_only: bool = False, with_frozen: bool = True):
+    def __init__(self, directory: Path, keep: int | None = None, read_only: bool = False, base: Path | None = None):
         # Orbax logs each file at level INFO, and logs errors that it also raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         options = ocp.CheckpointManagerOptions(
@@ -61,7 +61,7 @@ class Checkpoints:
             enable_async_checkpointing=True,
         )
         _drop_late_callbacks()
-        self._directory, self._read_only, self._with_frozen = directory.absolute(), read_only, with_frozen
+        self._directory, self._read_only, self._base = directory.absolute(), read_only, base
         self._corrupted = self._directory.with_name(f"{directory.name}.damaged")
         with self._saving():
             self._manager = ocp.CheckpointManager(self._directory, options=options)
@@ -93,8 +93,8 @@ class Checkpoints:
           OSError: If this checkpoint cannot be written, or if writing the previous one failed.
         """
         content = {"data": data_state, "fingerprints": fingerprints(state)}
-        state = state if self._with_frozen else dataclasses.replace(state, frozen={})
-        data = ocp.args.JsonSave(content | {"digest": _digest(content)})
+        state = state if self._base is None else dataclasses.replace(state, frozen={})
+        data = ocp.args.JsonSave(content | {"digest": json_digest(content)})
         with self._saving():
             self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=data))
             if platform() == "cpu":
@@ -212,7 +212,7 @@ class Checkpoints:
         """
         path = self._directory / str(step)
         content = self._read(step, data=ocp.args.JsonRestore()).data
-        if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
+        if not isinstance(content, dict) or content.pop("digest", None) != json_digest(content):
             raise CheckpointError(f"Checkpoint {path} is corrupted: its digest does not match its record.")
         if others := _other_arrays(tree, content["fingerprints"]):
             raise ConfigError(
@@ -224,8 +224,8 @@ class Checkpoints:
             raise CheckpointError(f"Checkpoint {path} is corrupted: its arrays do not match their fingerprints.")
         if frozen is not None and not _same_content({"frozen": frozen}, content["fingerprints"]):
             raise ConfigError(
-                f"Checkpoint {path} was trained with other frozen weights; set model.path to the base policy that the "
-                "run was started with."
+                f"Checkpoint {path} was trained with other frozen weights than those in {self._base}; restore this "
+                "folder, or set model.path (for an export: --base) to the base policy that the run was started with."
             )
         return state, content["data"]
 
@@ -317,7 +317,3 @@ def _os_error_code(error: Exception) -> int | None:
     """Returns the error code of the operating system, or None for other errors."""
     found = re.search(r"os_error_code='(\d+)'", str(error))
     return int(found[1]) if found else error.errno if isinstance(error, OSError) else None
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
