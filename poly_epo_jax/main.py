@@ -26,6 +26,7 @@ from rich.console import Console
 from poly_epo_jax.config.keys import Config, ConfigError, longest_sequence, updates_per_step
 from poly_epo_jax.evaluate.held_out import evaluate_held_out
 from poly_epo_jax.experience import Experience
+from poly_epo_jax.judges import judge_identity
 from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.model.attention import SHARES_PROMPTS, fastest
 from poly_epo_jax.model.attention.self_check import CHECKED, trust_attention
@@ -43,7 +44,15 @@ from poly_epo_jax.rollouts.prompts import drop_long_prompts, problem_batches
 from poly_epo_jax.startup.base_policy import base_policy
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import Prepared, prepare
-from poly_epo_jax.startup.resume_checks import check_same_model, check_same_run, input_digests
+from poly_epo_jax.startup.resume_checks import (
+    check_same_content,
+    check_same_model,
+    check_same_run,
+    input_digests,
+    policy_digests,
+    problem_digests,
+    reference_digests,
+)
 from poly_epo_jax.step.advantages import make_advantages, make_estimator, method_title, skips_zero_advantages
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import DivergenceError
@@ -86,8 +95,11 @@ def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
     workdir, mesh, task = Path(config.workdir), prepared.mesh, prepared.task
     local_mesh = host_mesh(mesh)
     trust_attention(config.model.attention, prepared.model_config, mesh, Path(config.compilation_cache) / CHECKED)
+    source = f"task.name={config.task.name} with task.options={dict(config.task.options)}"
+    digests = hosts.on_all(lambda: check_same_content(workdir, source, problem_digests(task)))
     policy = _initial_policy(config, prepared, local_mesh)
     hosts.on_all(lambda: check_same_model(workdir, policy.path))
+    digests |= hosts.on_all(lambda: check_same_content(workdir, str(policy.path), policy_digests(policy)))
     if hosts.is_first():
         print_plan(prepared.plan, prepared.rows_that_fit, Console(), brief=True)
     train_problems, held_out_problems = _problems_that_fit(task, policy, config, workdir)
@@ -99,10 +111,16 @@ def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
     batches = problem_batches(train_problems, config.train.prompts_per_batch, config.seed)
     update = make_update(config, policy.model, mesh)
     checkpoints = Checkpoints(
-        workdir / run_folder.CHECKPOINTS, config.checkpoint.keep, with_frozen=not config.lora.rank
+        workdir / run_folder.CHECKPOINTS, config.checkpoint.keep, base=policy.path if config.lora.rank else None
     )
     progress = _restored_or_new(config, policy, mesh, update, checkpoints, batches)
-    hosts.on_first(lambda: _write_description(config, policy))
+    reference = policy.load_reference(mesh, config.seed) if config.algo.kl_coef else None
+    if reference is not None and not config.lora.rank:  # checkpoints of adapters identify the frozen weights
+        weights = reference_digests(reference)
+        digests |= hosts.on_all(lambda: check_same_content(workdir, str(policy.path), weights))
+    judge = hosts.on_first(lambda: asyncio.run(judge_identity(prepared.judge)))
+    digests |= hosts.on_all(lambda: check_same_content(workdir, "The judge", judge))
+    hosts.on_first(lambda: _write_description(config, policy, digests))
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, local_mesh, policy.stop_ids, config, **config.rollouts.options)
     rollouts = Rollouts(sampler, policy.tokenizer, task, config.train.max_prompt_tokens, config.model.stop_strings)
@@ -114,7 +132,7 @@ def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
         update=update,
         timeline=timeline,
         progress=progress,
-        reference=policy.load_reference(mesh, config.seed) if config.algo.kl_coef else None,
+        reference=reference,
         set_size=config.algo.set_size,
     )
 
@@ -134,7 +152,7 @@ def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
             sampler.close()
 
 
-def _write_description(config: Config, policy: Policy) -> None:
+def _write_description(config: Config, policy: Policy, digests: dict[str, str]) -> None:
     """Writes about.json and the policy's tokenizer and configuration to the run folder."""
     workdir = Path(config.workdir)
     policy.save_description(workdir / run_folder.POLICY)
@@ -142,8 +160,8 @@ def _write_description(config: Config, policy: Policy) -> None:
     base = {"base": str(policy.path.absolute())} if config.lora.rank else {}
     file = workdir / run_folder.ABOUT
     saved = run_folder.read_about(workdir).get("digests", {}) if run_folder.resumable_config(workdir) else {}
-    digests = {"digests": input_digests(config) | saved}
-    write_json(file, about | base | digests | {"versions": versions_used(file, versions())})
+    about |= {"digests": input_digests(config) | digests | saved}
+    write_json(file, about | base | {"versions": versions_used(file, versions())})
 
 
 def _initial_policy(config: Config, prepared: Prepared, mesh: Mesh) -> Policy:
