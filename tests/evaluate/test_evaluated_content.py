@@ -1,15 +1,12 @@
 """Evaluations identify models, problems and rubrics by content: new content under the same path is never combined."""
 
-import contextlib
-import http.server
 import json
 import shutil
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_judge import FakeJudge, serving
 from fakes import TINY, tiny_params
 from fork_server import ForkServer
 from training_runs import SETTINGS, as_flags
@@ -96,43 +93,6 @@ def test_descriptions_of_earlier_versions_are_rejected(tmp_path: Path):
     open_folder(tmp_path, {key: value for key, value in about.items() if key != "digests"})
     with pytest.raises(ValueError, match="different values of digests;"):
         open_folder(tmp_path, about)
-
-
-class FakeJudge(http.server.BaseHTTPRequestHandler):
-    """A judge that assigns all responses to one cluster."""
-
-    model = "judge-1"
-
-    def do_GET(self) -> None:
-        self._answer({"data": [{"id": self.model}]})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        names = body["response_format"]["json_schema"]["schema"]["required"]
-        content = json.dumps({name: {"rationale": "same", "cluster": 1} for name in names})
-        self._answer({"choices": [{"finish_reason": "stop", "message": {"role": "assistant", "content": content}}]})
-
-    def _answer(self, body: Any) -> None:
-        content = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def serving() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeJudge)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.fixture
