@@ -196,9 +196,7 @@ def test_runs_with_changed_files_are_rejected(tmp_path: Path):
     assert make_runs(given)[0].is_trained()
     for file, key in ((model / "config.json", "model.path"), (rubric, "judge.options.prompt_file")):
         file.write_text("2")
-        with pytest.raises(
-            ConfigError, match=rf"GRPO-lr0\.001-seed3: .*{run.folder} .*: {key}\."
-        ):
+        with pytest.raises(ConfigError, match=rf"GRPO-lr0\.001-seed3: .*{run.folder} .*: {key}\."):
             make_runs(given)
         file.write_text("1")
     shutil.rmtree(run.folder)
