@@ -155,7 +155,7 @@ def _base_policies(random: random.Random, folder: Path) -> Iterator[Outcome]:
     original = folder / "fitted"
     tokenizer = build_character_tokenizer(TINY_ALPHABET)
     hf.save_pretrained(original, tiny_params(), TINY, dtype="float32", eos_token_id=1, tokenizer=tokenizer)
-    target = base_policy.base_policy_folder(config.base, config.task)
+    target = base_policy.base_policy_folder(config.base, config.task, task)
 
     def fit(*arguments: Any) -> None:
         shutil.copytree(original, target)

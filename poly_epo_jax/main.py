@@ -26,6 +26,7 @@ from rich.console import Console
 from poly_epo_jax.config.keys import Config, ConfigError, max_sequence_tokens, updates_per_step
 from poly_epo_jax.evaluate.held_out import evaluate_held_out
 from poly_epo_jax.experience import Experience
+from poly_epo_jax.judges import judge_identity
 from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.model.attention import SUPPORTS_SHARED_PROMPTS, resolve_implementation
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
@@ -43,7 +44,15 @@ from poly_epo_jax.rollouts.prompts import drop_long_prompts, problem_batches
 from poly_epo_jax.startup.base_policy import base_policy
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import Prepared, prepare
-from poly_epo_jax.startup.resume_checks import check_resume_config, check_resume_model, input_digests
+from poly_epo_jax.startup.resume_checks import (
+    check_resume_config,
+    check_resume_model,
+    check_same_content,
+    input_digests,
+    policy_digests,
+    problem_digests,
+    reference_digests,
+)
 from poly_epo_jax.step.advantages import make_advantages, make_estimator, method_title, skips_zero_advantages
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import DivergenceError
@@ -88,8 +97,11 @@ def _run(config: Config, prepared: Prepared, stop: StopSignal) -> None:
     verify_attention_kernel(
         config.model.attention, prepared.model_config, mesh, Path(config.compilation_cache_dir) / CHECKED
     )
+    source = f"task.name={config.task.name} with task.options={dict(config.task.options)}"
+    digests = hosts.run_on_all(lambda: check_same_content(workdir, source, problem_digests(task)))
     policy = _initial_policy(config, prepared, local_mesh)
     hosts.run_on_all(lambda: check_resume_model(workdir, policy.path))
+    digests |= hosts.run_on_all(lambda: check_same_content(workdir, str(policy.path), policy_digests(policy)))
     if hosts.is_first():
         print_plan(prepared.plan, prepared.rows_that_fit, Console(), brief=True)
     train_problems, held_out_problems = _problems_that_fit(task, policy, config, workdir)
@@ -101,10 +113,16 @@ def _run(config: Config, prepared: Prepared, stop: StopSignal) -> None:
     batches = problem_batches(train_problems, config.train.prompts_per_batch, config.seed)
     update = make_update(config, policy.model, mesh)
     checkpoints = Checkpoints(
-        workdir / run_folder.CHECKPOINTS, config.checkpoint.keep, with_frozen=not config.lora.rank
+        workdir / run_folder.CHECKPOINTS, config.checkpoint.keep, base=policy.path if config.lora.rank else None
     )
     progress = _restored_or_new(config, policy, mesh, update, checkpoints, batches)
-    hosts.run_on_first(lambda: _write_description(config, policy))
+    reference = policy.load_reference(mesh, config.seed) if config.algo.kl_coef else None
+    if reference is not None and not config.lora.rank:  # checkpoints of adapters identify the frozen weights
+        weights = reference_digests(reference)
+        digests |= hosts.run_on_all(lambda: check_same_content(workdir, str(policy.path), weights))
+    judge = hosts.run_on_first(lambda: asyncio.run(judge_identity(prepared.judge)))
+    digests |= hosts.run_on_all(lambda: check_same_content(workdir, "The judge", judge))
+    hosts.run_on_first(lambda: _write_description(config, policy, digests))
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, local_mesh, policy.stop_ids, config, **config.rollouts.options)
     rollouts = Rollouts(sampler, policy.tokenizer, task, config.train.max_prompt_tokens, config.model.stop_strings)
@@ -116,7 +134,7 @@ def _run(config: Config, prepared: Prepared, stop: StopSignal) -> None:
         update=update,
         timeline=timeline,
         progress=progress,
-        reference=policy.load_reference(mesh, config.seed) if config.algo.kl_coef else None,
+        reference=reference,
         set_size=config.algo.set_size,
     )
 
@@ -136,7 +154,7 @@ def _run(config: Config, prepared: Prepared, stop: StopSignal) -> None:
             sampler.close()
 
 
-def _write_description(config: Config, policy: Policy) -> None:
+def _write_description(config: Config, policy: Policy, digests: dict[str, str]) -> None:
     """Writes about.json and the policy's tokenizer and configuration to the run folder."""
     workdir = Path(config.workdir)
     policy.save_description(workdir / run_folder.POLICY)
@@ -144,8 +162,8 @@ def _write_description(config: Config, policy: Policy) -> None:
     base = {"base": str(policy.path.absolute())} if config.lora.rank else {}
     file = workdir / run_folder.ABOUT
     saved = run_folder.read_about(workdir).get("digests", {}) if run_folder.resumable_config(workdir) else {}
-    digests = {"digests": input_digests(config) | saved}
-    write_json(file, about | base | digests | {"versions": versions_used(file, versions())})
+    about |= {"digests": input_digests(config) | digests | saved}
+    write_json(file, about | base | {"versions": versions_used(file, versions())})
 
 
 def _initial_policy(config: Config, prepared: Prepared, mesh: Mesh) -> Policy:

@@ -183,8 +183,10 @@ def saved_run(folder: Path, **changes: Any) -> None:
     """Creates a run folder with a checkpoint and a configuration that differs from the file's."""
     config = polynomial.get_config()
     config.update_from_flattened_dict(changes)
-    (folder / "checkpoints" / "5").mkdir(parents=True)
-    (folder / "config.json").write_text(config.to_json())
+    for name in ("checkpoints/5", "policy"):
+        (folder / name).mkdir(parents=True)
+    for name, text in (("config.json", config.to_json()), ("about.json", "{}"), ("metrics.jsonl", "")):
+        (folder / name).write_text(text)
 
 
 def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path, error_message):
@@ -198,6 +200,7 @@ def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path, error_message)
 
 def test_a_run_is_not_resumed_from_a_model_with_other_shapes(tmp_path: Path):
     saved_run(tmp_path / "run")
+    (tmp_path / "run" / "policy").rmdir()
     for folder in (tmp_path / "run" / "policy", tmp_path / "other"):
         hf.save_pretrained(folder, tiny_params(), TINY, dtype="float32")
     description = json.loads((tmp_path / "other" / "config.json").read_text())
@@ -233,13 +236,32 @@ def test_a_run_of_another_version_is_not_resumed(tmp_path: Path, error_message):
     config = read_config(polynomial.get_config()).to_dict()
     config["judge"]["attempts"] = config["judge"].pop("max_failed_fraction")
     config["task"]["options"] = {"seed": 1}  # options are not keys; these belong to another run
-    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
+    saved_run(tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     text = error_message(FILE)
     assert (
         "run of another version of poly_epo_jax, with different keys judge.attempts, judge.max_failed_fraction;" in text
     )
     assert "resume it with that version, or set --config.workdir to a new folder." in text
+
+
+@pytest.mark.parametrize("name", ["config.json", "about.json", "metrics.jsonl", "policy"])
+def test_checkpoints_without_the_other_files_of_their_run_are_not_resumed(tmp_path: Path, error_message, name: str):
+    saved_run(tmp_path / "run")
+    (tmp_path / "run" / name).rename(tmp_path / name)
+    text = error_message(FILE, "--config.seed=9")
+    assert text.startswith(f"Error: {tmp_path / 'run'} contains checkpoints but no {name}, ")
+    assert "restore the missing files, set --config.workdir to a new folder, or delete this folder" in text
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["5"]
+    assert not (tmp_path / "run" / name).exists()
+
+
+@pytest.mark.parametrize("content", ["", '{"seed": 3', "[3]", "\0" * 9])
+def test_a_run_with_a_corrupted_configuration_is_not_resumed(tmp_path: Path, error_message, content: str):
+    saved_run(tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text(content)
+    assert f"{tmp_path / 'run' / 'config.json'} is not a JSON object (" in error_message(FILE)
+    assert (tmp_path / "run" / "config.json").read_text() == content
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def find_policy(run: RunContext) -> Policy:
     """
     config = run.config
     if not config.model.path:
-        folder = base_policy_folder(config.base, config.task)
+        folder = base_policy_folder(config.base, config.task, run.task)
         if not folder.exists():
             raise Skipped("the base policy does not exist yet; it is created when the run starts")
     else:

@@ -47,10 +47,11 @@ class Checkpoints:
       directory: Directory of the checkpoints. It is created if it does not exist.
       keep: Number of checkpoints to keep. If None, all checkpoints are kept.
       read_only: Whether the checkpoints belong to another process, which may save and delete checkpoints concurrently.
-      with_frozen: Whether checkpoints contain the frozen weights. If False, the caller provides them to `restore`.
+      base: Folder of the frozen weights, which checkpoints then omit and the caller provides to `restore`. If None,
+        checkpoints contain all weights.
     """
 
-    def __init__(self, directory: Path, keep: int | None = None, read_only: bool = False, with_frozen: bool = True):
+    def __init__(self, directory: Path, keep: int | None = None, read_only: bool = False, base: Path | None = None):
         # Orbax logs each file at level INFO, and logs errors that it also raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         options = ocp.CheckpointManagerOptions(
@@ -60,7 +61,7 @@ class Checkpoints:
             enable_async_checkpointing=True,
         )
         _drop_late_callbacks()
-        self._directory, self._read_only, self._with_frozen = directory.absolute(), read_only, with_frozen
+        self._directory, self._read_only, self._base = directory.absolute(), read_only, base
         self._corrupted = self._directory.with_name(f"{directory.name}.corrupted")
         with self._saving():
             self._manager = ocp.CheckpointManager(self._directory, options=options)
@@ -92,7 +93,7 @@ class Checkpoints:
           OSError: If this checkpoint cannot be written, or if writing the previous one failed.
         """
         content = {"data": data_state, "fingerprints": fingerprints(state)}
-        state = state if self._with_frozen else dataclasses.replace(state, frozen={})
+        state = state if self._base is None else dataclasses.replace(state, frozen={})
         data = ocp.args.JsonSave(content | {"digest": json_digest(content)})
         with self._saving():
             self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=data))
@@ -223,8 +224,8 @@ class Checkpoints:
             raise CheckpointError(f"Checkpoint {path} is corrupted: its arrays do not match their fingerprints.")
         if frozen is not None and not _same_content({"frozen": frozen}, content["fingerprints"]):
             raise ConfigError(
-                f"Checkpoint {path} was trained with other frozen weights; set model.path to the base policy that the "
-                "run was started with."
+                f"Checkpoint {path} was trained with other frozen weights than those in {self._base}; restore this "
+                "folder, or set model.path (for an export: --base) to the base policy that the run was started with."
             )
         return state, content["data"]
 

@@ -4,9 +4,10 @@
     about.json           {"method": "Poly-EPO", "remat": "full", "versions": [{"python": "3.12.3", "jax": ...}]}.
                          "method": name of the method in figures and tables. "remat": rematerialization of the backward
                          pass, from model.remat or, if it is "auto", from the memory plan. "versions": software versions
-                         that the run was trained with, see system/versions.py. "digests": digests of the files that the
-                         configuration names, see startup/resume_checks.py. "base": folder of the base policy, only if
-                         checkpoints contain only an adapter.
+                         that the run was trained with, see system/versions.py. "digests": digests of the problems, the
+                         policy, the judge and the files that the configuration names, see startup/resume_checks.py; a
+                         resumed run must have the same. "base": folder of the base policy, only if checkpoints contain
+                         only an adapter.
     data.json            Number of problems, and of dropped problems by reason.
     metrics.jsonl        One row per step, {"step": 12, "reward": 0.61, ...}, and one row per evaluation, {"step": 12,
                          "eval/reward": 0.58, ...}, after the row of its step. All values are determined by the
@@ -36,11 +37,11 @@ In JSON, values that are not finite are null. TensorBoard events contain them un
 
 import contextlib
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.metrics.logged import is_held_out
 from poly_epo_jax.system.file_lock import InUseError, lock_file
 from poly_epo_jax.system.json_files import Columns, Row, keep_rows, read_object, read_rows as read_json_rows
@@ -111,17 +112,27 @@ def drop_rows_after(folder: Path, step: int) -> None:
 
 
 def resumable_config(folder: Path) -> dict[str, Any] | None:
-    """Reads the configuration of the run in a folder. Returns None if the folder has no checkpoint to resume from."""
-    has_config = (folder / CONFIG).exists()
+    """Reads the configuration of the run in a folder. Returns None if the folder has no checkpoint to resume from.
+
+    Raises:
+      ConfigError: If the folder has checkpoints, but other files of their run are missing.
+      ValueError: If the configuration is not a JSON object.
+    """
     # Incomplete Orbax checkpoints have names such as 50.orbax-checkpoint-tmp.
-    if not has_config or not any(path.name.isdigit() for path in (folder / CHECKPOINTS).glob("[0-9]*")):
+    if not any(path.name.isdigit() for path in (folder / CHECKPOINTS).glob("[0-9]*")):
         return None
+    if missing := [name for name in (CONFIG, ABOUT, METRICS, POLICY) if not (folder / name).exists()]:
+        raise ConfigError(
+            f"{folder} contains checkpoints but no {' and no '.join(missing)}, without which their run cannot be "
+            "identified and continued; restore the missing files, set --config.workdir to a new folder, or delete this "
+            "folder."
+        )
     return read_config(folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Reads config.json, the configuration of the run."""
-    return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    return _read_existing(folder / CONFIG)
 
 
 def checkpoint_digest(folder: Path, step: int) -> str | None:
@@ -140,7 +151,12 @@ def checkpoint_digest(folder: Path, step: int) -> str | None:
 
 def read_about(folder: Path) -> dict[str, Any]:
     """Reads about.json."""
-    return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    return _read_existing(folder / ABOUT)
+
+
+def _read_existing(file: Path) -> dict[str, Any]:
+    file.stat()  # raises FileNotFoundError, which `read_object` does not
+    return read_object(file, "restore it from a backup")
 
 
 def read_method(folder: Path) -> str:

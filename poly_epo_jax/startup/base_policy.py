@@ -6,8 +6,6 @@ deliberate mistakes, which RL can correct.
 """
 
 import dataclasses
-import hashlib
-import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -29,7 +27,7 @@ from poly_epo_jax.records.progress import progress_bar
 from poly_epo_jax.step.objective import check_finite
 from poly_epo_jax.step.packing import TrainingSequence, make_pack, row_tokens
 from poly_epo_jax.step.update import PolicyUpdate
-from poly_epo_jax.system.digests import check_digests
+from poly_epo_jax.system.digests import check_digests, json_digest
 from poly_epo_jax.system.file_lock import lock_file
 from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
 from poly_epo_jax.types import Problem, Task
@@ -44,6 +42,9 @@ OPTIMIZER = {
     "weight_decay": 0.01,
     "max_grad_norm": 1.0,
 }
+
+KEYED_DEMONSTRATIONS = 1000
+"""Number of demonstrations of each phase that identify the demonstrations of a task."""
 
 
 @runtime_checkable
@@ -66,8 +67,8 @@ class DemonstratedTask(Task, Protocol):
 def base_policy(config: Config, task: Task, mesh: Mesh) -> Path:
     """Returns the folder of the base policy that `config.base` describes, and fits the policy if it is not cached.
 
-    The cache is keyed by the `base` and `task` sections. The policy is fitted to demonstrations of all problems,
-    including the held-out ones, which are only held out from RL.
+    The cache is keyed by the `base` and `task` sections and by the demonstrations, see `base_policy_folder`. The policy
+    is fitted to demonstrations of all problems, including the held-out ones, which are only held out from RL.
 
     Args:
       config: The configuration.
@@ -77,13 +78,13 @@ def base_policy(config: Config, task: Task, mesh: Mesh) -> Path:
     Returns:
       A Hugging Face folder.
     """
-    folder = base_policy_folder(config.base, config.task)
+    task = _demonstrated(task)
+    folder = base_policy_folder(config.base, config.task, task)
     # Concurrent runs with the same base policy wait until the first of them has fitted it.
     with lock_file(folder.with_name(f".{folder.name}.lock"), f"the base policy {folder}", wait=True):
         if folder.exists() and _is_corrupted(folder):
             shutil.rmtree(folder)
         if not folder.exists():
-            assert isinstance(task, DemonstratedTask)  # `base_shape` checks this at startup
             _make(config, task, mesh, folder)
     return folder
 
@@ -97,11 +98,28 @@ def _is_corrupted(folder: Path) -> bool:
     return False
 
 
-def base_policy_folder(base: BaseSection, task: TaskSection) -> Path:
-    """Returns the folder of the base policy for these sections. The folder may not exist yet."""
-    recipe = {"base": {key: value for key, value in base.items() if key != "cache_dir"}, "task": dict(task)}
-    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
-    return Path(base.cache_dir) / f"{task.name}-{digest}"
+def base_policy_folder(base: BaseSection, section: TaskSection, task: Task) -> Path:
+    """Returns the folder of the base policy of a task. The folder may not exist yet.
+
+    The name of the folder contains a digest of both sections, of the alphabet, and of the first `KEYED_DEMONSTRATIONS`
+    demonstrations with and without mistakes, drawn with `base.seed`. It therefore also changes with the code of the
+    task. A task whose demonstrations depend on more than their arguments is fitted again at every start.
+
+    Args:
+      base: The `base` section of the configuration.
+      section: The `task` section of the configuration.
+      task: The task, with demonstrations.
+
+    Raises:
+      ValueError: If the task has no demonstrations.
+    """
+    task, rng = _demonstrated(task), np.random.default_rng(base.seed)
+    problems = [*task.train_problems, *task.held_out_problems]
+    drawn = [_draw(task, problems, rng, style, KEYED_DEMONSTRATIONS) for style in _styles(base)]
+    shown = [([problem.prompt for problem in drawn_problems], texts) for drawn_problems, texts in drawn]
+    keys = {key: value for key, value in base.items() if key != "cache_dir"}
+    digest = json_digest({"base": keys, "task": dict(section), "alphabet": task.alphabet, "demonstrations": shown})
+    return Path(base.cache_dir) / f"{section.name}-{digest[:12]}"
 
 
 def base_shape(base: BaseSection, task: Task) -> ModelConfig:
@@ -114,10 +132,8 @@ def base_shape(base: BaseSection, task: Task) -> ModelConfig:
     Raises:
       ValueError: If the task has no demonstrations.
     """
-    if not isinstance(task, DemonstratedTask):
-        raise ValueError(f"{type(task).__name__} does not provide demonstrations for a base policy; set model.path.")
     return ModelConfig(
-        vocab_size=len(build_character_tokenizer(task.alphabet)),
+        vocab_size=len(build_character_tokenizer(_demonstrated(task).alphabet)),
         hidden_size=base.hidden_size,
         mlp_size=base.mlp_size,
         num_layers=base.num_layers,
@@ -131,6 +147,25 @@ def base_shape(base: BaseSection, task: Task) -> ModelConfig:
     )
 
 
+def _demonstrated(task: Task) -> DemonstratedTask:
+    if not isinstance(task, DemonstratedTask):
+        raise ValueError(f"{type(task).__name__} does not provide demonstrations for a base policy; set model.path.")
+    return task
+
+
+def _styles(base: BaseSection) -> tuple[DemonstrationStyle, DemonstrationStyle]:
+    """Returns the styles of both phases: correct demonstrations, then demonstrations with mistakes."""
+    return DemonstrationStyle(0.0, base.skew), DemonstrationStyle(base.error_rate, base.skew)
+
+
+def _draw(
+    task: DemonstratedTask, problems: Sequence[Problem], rng: np.random.Generator, style: DemonstrationStyle, count: int
+) -> tuple[list[Problem], list[str | tuple[str, ...]]]:
+    """Draws `count` of the problems, and a demonstration of each."""
+    drawn = [problems[i] for i in rng.integers(len(problems), size=count)]
+    return drawn, [task.demonstration(problem, rng, style) for problem in drawn]
+
+
 def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> None:
     base = config.base
     tokenizer = build_character_tokenizer(task.alphabet)
@@ -140,16 +175,11 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(model_config), row_tokens(config))
     model = abstract_model(model_config)
     params = jax.jit(lambda: init_params(model_config, base.seed))()
-    problems = [*task.train_problems, *task.held_out_problems]
-    rng = np.random.default_rng(base.seed)
-
-    def demonstrations(style: DemonstrationStyle) -> list[TrainingSequence]:
-        drawn = [problems[i] for i in rng.integers(len(problems), size=base.batch_size)]
-        return _sequences(tokenizer, drawn, [task.demonstration(problem, rng, style) for problem in drawn])
-
+    problems, rng = [*task.train_problems, *task.held_out_problems], np.random.default_rng(base.seed)
+    clean, noisy = _styles(base)
     phases = (
-        ("demonstrations", base.clean_steps, base.clean_learning_rate, DemonstrationStyle(0.0, base.skew)),
-        ("mistakes", base.noisy_steps, base.noisy_learning_rate, DemonstrationStyle(base.error_rate, base.skew)),
+        ("demonstrations", base.clean_steps, base.clean_learning_rate, clean),
+        ("mistakes", base.noisy_steps, base.noisy_learning_rate, noisy),
     )
     pack = make_pack(config, mesh.shape)
     for name, steps, learning_rate, style in phases:
@@ -158,7 +188,7 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
         state = update.init(params)
         with progress_bar(f"base policy, {name}", steps) as show:
             for step in range(1, steps + 1):
-                batch = pack(demonstrations(style))
+                batch = pack(_sequences(tokenizer, *_draw(task, problems, rng, style, base.batch_size)))
                 state, metrics = update(state, [batch])
                 too_high = f"The learning rate {learning_rate} of the base policy is too high"
                 check_finite(metrics, f"{too_high}: step {step} on {name}")

@@ -1,7 +1,7 @@
-"""Checks that a resumed run has the same configuration and model, except for keys that may change.
+"""Checks that a resumed run has the same configuration, problems and model, except for keys that may change.
 
-A run folder stores the configuration of its run in config.json. A command with the same `workdir` resumes the run from
-its newest checkpoint.
+A run folder stores the configuration of its run in config.json, and digests of the content that the configuration
+refers to in about.json. A command with the same `workdir` resumes the run from its newest checkpoint.
 """
 
 import dataclasses
@@ -13,11 +13,12 @@ from typing import Any
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.keys import Config, changed_keys
 from poly_epo_jax.model import hf
-from poly_epo_jax.model.policy import model_digest
+from poly_epo_jax.model.fingerprint import fingerprints
+from poly_epo_jax.model.policy import Policy, model_digest
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.step.optimizer import decays
 from poly_epo_jax.system.digests import json_digest, option_digests
-from poly_epo_jax.types import Problem
+from poly_epo_jax.types import Params, Problem, Task
 
 MUTABLE_KEYS = (
     "workdir",
@@ -93,41 +94,50 @@ def check_resume_model(workdir: Path, policy: Path) -> None:
         )
 
 
-def _immutable_keys(config: Config) -> dict[str, str]:
-    """Returns the keys of MUTABLE_KEYS that this run must not change, with the reason."""
-    immutable = {}
-    if decays(config.optimizer):
-        immutable["train.num_steps"] = f"optimizer.schedule={config.optimizer.schedule} depends on it"
-    if config.algo.kl_coef:
-        immutable["model.path"] = f"the reference policy of algo.kl_coef={config.algo.kl_coef:g}"
-    return immutable
-
-
-def _names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of a configuration and of its sections, without values."""
-    return {key: dict.fromkeys(value, key) if isinstance(value, dict) else key for key, value in config.items()}
-
-
-def check_same_files(workdir: Path, config: Config) -> None:
-    """Checks that the files that a configuration names are the same as at the start of the run.
+def check_same_content(workdir: Path, source: str, digests: dict[str, str]) -> dict[str, str]:
+    """Checks that content outside the run folder is the same as at the start of the run.
 
     Args:
       workdir: Run folder. It may not exist yet.
-      config: The configuration.
+      source: Keys or folder that the content was read from, for the error message.
+      digests: Digests by the name of the content. Names that about.json does not contain are not compared, because runs
+        of earlier versions did not record digests.
+
+    Returns:
+      The digests, which about.json has to contain.
 
     Raises:
-      ConfigError: If a digest differs from the digest in about.json. Digests that are missing there are not compared.
-      OSError: If a file cannot be read.
+      ConfigError: If a digest differs from the digest in about.json.
     """
-    if run_folder.resumable_config(workdir) is None:
-        return
-    saved = run_folder.read_about(workdir).get("digests", {})
-    changed = [name for name, digest in input_digests(config).items() if saved.get(name, digest) != digest]
-    if changed:
+    is_resumed = run_folder.resumable_config(workdir) is not None
+    saved = run_folder.read_about(workdir).get("digests", {}) if is_resumed else {}
+    if changed := [name for name, digest in digests.items() if saved.get(name, digest) != digest]:
         raise ConfigError(
-            f"The content of {', '.join(changed)} has changed since the run in {workdir} was started; restore it, set "
-            "--config.workdir to a new folder, or delete this folder."
+            f"{source} has changed since the run in {workdir} was started: {', '.join(changed)}. Restore it, set "
+            f"--config.workdir to a new folder, or delete {workdir}."
         )
+    return digests
+
+
+def problem_digests(task: Task) -> dict[str, str]:
+    """Returns digests of the problems of a task, in their order, which do not depend on where they come from."""
+    parts = {"training problems": task.train_problems, "held-out problems": task.held_out_problems}
+    return {name: problems_digest(part) for name, part in parts.items()}
+
+
+def reference_digests(reference: Params) -> dict[str, str]:
+    """Returns the digest of the weights of a reference policy. Every process of a mesh must call this function."""
+    return {"weights of the reference policy": json_digest(fingerprints(reference))}
+
+
+def policy_digests(policy: Policy) -> dict[str, str]:
+    """Returns digests of the content of a model folder that `check_resume_model` does not compare, except weights."""
+    content = {
+        "chat template": policy.tokenizer.chat_template,
+        "vocabulary": policy.tokenizer.get_vocab(),
+        "stop tokens": policy.stop_ids,
+    }
+    return {name: json_digest(value) for name, value in content.items()}
 
 
 def input_digests(config: Config) -> dict[str, str]:
@@ -145,3 +155,18 @@ def input_digests(config: Config) -> dict[str, str]:
 def problems_digest(problems: Sequence[Problem]) -> str:
     """Returns a digest of problems and their order, which does not depend on their source."""
     return json_digest([[problem.id, problem.prompt, problem.answer, problem.chat] for problem in problems])
+
+
+def _immutable_keys(config: Config) -> dict[str, str]:
+    """Returns the keys of MUTABLE_KEYS that this run must not change, with the reason."""
+    immutable = {}
+    if decays(config.optimizer):
+        immutable["train.num_steps"] = f"optimizer.schedule={config.optimizer.schedule} depends on it"
+    if config.algo.kl_coef:
+        immutable["model.path"] = f"the reference policy of algo.kl_coef={config.algo.kl_coef:g}"
+    return immutable
+
+
+def _names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a configuration and of its sections, without values."""
+    return {key: dict.fromkeys(value, key) if isinstance(value, dict) else key for key, value in config.items()}

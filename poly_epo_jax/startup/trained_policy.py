@@ -37,14 +37,16 @@ def open_trained_policy(
     """
     if not (run / CHECKPOINTS).is_dir():
         raise FileNotFoundError(f"{run} has no checkpoints; set the path to the run folder of a training run.")
-    saved, checkpoints = read_config(run), Checkpoints(run / CHECKPOINTS, read_only=True)
+    saved = read_config(run)
     # Checkpoints are verified bit for bit, so they are read in the dtype in which they were saved.
     section = dataclasses.replace(section, param_dtype=saved["model"]["param_dtype"])
     lora = LoraSection(**saved["lora"] | {"targets": tuple(saved["lora"]["targets"])})
     policy = open_policy(run / POLICY, section, lora=lora)
     abstract, shardings = param_shapes(policy.model), param_shardings(policy.model, mesh)
     trainable = ADAPTER if lora.rank else saved["train"]["trainable_pattern"]
-    frozen = dataclasses.replace(policy, path=base_folder(run, base)).load_base(mesh) if lora.rank else None
+    folder = base_folder(run, base) if lora.rank else None
+    frozen = dataclasses.replace(policy, path=folder).load_base(mesh) if folder else None
+    checkpoints = Checkpoints(run / CHECKPOINTS, read_only=True, base=folder)
 
     def restore(step: int) -> Params:
         return checkpoints.restore_params(step, abstract, shardings, trainable, frozen)

@@ -13,7 +13,7 @@ from poly_epo_jax.evaluate.benchmarks import about_evaluation, benchmark_label
 from poly_epo_jax.evaluate.folder import ABOUT, RESULTS
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.startup.command_line import read_arguments
-from poly_epo_jax.startup.resume_checks import check_resume_config, check_same_files
+from poly_epo_jax.startup.resume_checks import check_resume_config, check_same_content, input_digests
 from poly_epo_jax.startup.trained_policy import run_digests
 from poly_epo_jax.study.folder import EVALUATION, PLAN, RunKey, run_state
 from poly_epo_jax.study.spec import RATE, SEED, STUDY_KEYS, WORKDIR, Changes, Evaluation, Study
@@ -132,7 +132,7 @@ def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[StudyRun]:
                     "hosts.coordinator_address is not supported in a study, whose runs are single processes; unset it."
                 )
             check_resume_config(folder, config)
-            check_same_files(folder, config)
+            check_same_content(folder, "A file that the configuration names", input_digests(config))
             runs.append(StudyRun(run_key, folder, arguments, config, study.evaluation, study.keep_weights))
         except (ValueError, OSError) as error:
             # Runs often share a problem. It is reported once, with the first run.

@@ -152,7 +152,7 @@ def examined(config: Config, name: str, when: str) -> dict[str, tuple[str, str]]
 def test_servers_that_serve_the_policy_pass(run, tmp_path):
     """The servers start with other weights and then have the run's weights. The weight folder is empty afterwards."""
     config = read(run, ["http://127.0.0.1:1"])
-    shape = make_policy(config, 0, base_policy_folder(config.base, config.task))
+    shape = make_policy(config, 0, base_policy_folder(config.base, config.task, make_task(config.task)))
     make_policy(config, 1, tmp_path / "other")
     with (
         serving(PolicyServer(shape, tmp_path / "other")) as one,
@@ -172,7 +172,7 @@ def test_servers_that_serve_the_policy_pass(run, tmp_path):
 @pytest.mark.slow
 def test_a_server_that_confirms_but_does_not_load_weights_fails(run, tmp_path):
     config = read(run, ["http://127.0.0.1:1"])
-    shape = make_policy(config, 0, base_policy_folder(config.base, config.task))
+    shape = make_policy(config, 0, base_policy_folder(config.base, config.task, make_task(config.task)))
     make_policy(config, 1, tmp_path / "other")
     valid, stale = PolicyServer(shape, tmp_path / "other"), PolicyServer(shape, tmp_path / "other", stale=True)
     with serving(valid), serving(stale):
@@ -199,7 +199,7 @@ LIES = {
 @pytest.mark.parametrize("path", LIES)
 def test_a_server_with_invalid_responses_fails(run, path):
     config = read(run, ["http://127.0.0.1:1"])
-    make_policy(config, 0, base_policy_folder(config.base, config.task))
+    make_policy(config, 0, base_policy_folder(config.base, config.task, make_task(config.task)))
     liar, honest = LyingServer(), LyingServer()
     (liar.lie, word), liar.path, liar.times = LIES[path], path, 10**9
     with serving(liar), serving(honest):
@@ -211,14 +211,14 @@ def test_a_server_with_invalid_responses_fails(run, path):
 
 def test_an_unreachable_server_fails(run):
     config = read(run, ["http://127.0.0.1:1"])
-    make_policy(config, 0, base_policy_folder(config.base, config.task))
+    make_policy(config, 0, base_policy_folder(config.base, config.task, make_task(config.task)))
     found = examined(config, "servers", "full")
     assert found["servers"][0] == "failed" and "http://127.0.0.1:1" in found["servers"][1]
 
 
 def test_servers_of_a_training_run_are_not_modified(run, tmp_path):
     config = read(run, ["http://127.0.0.1:1"])
-    make_policy(config, 0, base_policy_folder(config.base, config.task))
+    make_policy(config, 0, base_policy_folder(config.base, config.task, make_task(config.task)))
     with run_folder.lock_run_folder(tmp_path / "run"), serving(LyingServer()) as server:
         found = examined(read(run, [server.url]), "servers", "full")
         assert server.version == "initial"

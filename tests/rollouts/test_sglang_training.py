@@ -17,6 +17,7 @@ from poly_epo_jax.config.keys import BaseSection, TaskSection
 from poly_epo_jax.evaluate.folder import read_generations
 from poly_epo_jax.records.run_folder import read_config
 from poly_epo_jax.startup.base_policy import base_policy_folder
+from poly_epo_jax.startup.read_config import make_task
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +67,8 @@ def base(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> P
     settings: dict[str, Any] = caches | {"train.num_steps": 1, "eval.every": 0}
     run(folder, "configs/polynomial.py", **settings)
     used = read_config(folder)
-    return base_policy_folder(BaseSection(**used["base"]), TaskSection(**used["task"]))
+    section = TaskSection(**used["task"])
+    return base_policy_folder(BaseSection(**used["base"]), section, make_task(section))
 
 
 @pytest.fixture(scope="module")

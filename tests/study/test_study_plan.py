@@ -93,6 +93,7 @@ def finish(run: StudyRun, step: int | None = None) -> None:
     """Writes the files of a run that logged and saved `step`, by default its last step."""
     step = run.config.train.num_steps if step is None else step
     (run.folder / "checkpoints" / str(step)).mkdir(parents=True)
+    (run.folder / "policy").mkdir()
     (run.folder / "config.json").write_text(json.dumps(run.config.to_dict()))
     (run.folder / "about.json").write_text(json.dumps({"digests": input_digests(run.config)}))
     (run.folder / "metrics.jsonl").write_text(f'{{"step": 0}}\n{{"step": {step}, "eval/reward": 1}}\n{{"step": 99')
@@ -179,7 +180,6 @@ def test_evaluation_of_replaced_weights_or_by_another_rubric_is_not_finished(tmp
     assert not run.is_evaluated()
     run.drop_weights()
     assert run.is_evaluated(), "emptied checkpoints are not compared"
-    (run.folder / "policy").mkdir()
     (run.folder / "policy" / "chat_template.jinja").touch()
     assert not run.is_evaluated()
 
@@ -196,7 +196,7 @@ def test_runs_with_changed_files_are_rejected(tmp_path: Path):
     assert make_runs(given)[0].is_trained()
     for file, key in ((model / "config.json", "model.path"), (rubric, "judge.options.prompt_file")):
         file.write_text("2")
-        with pytest.raises(ConfigError, match=rf"GRPO-lr0\.001-seed3: The content of {key} has changed .*{run.folder}"):
+        with pytest.raises(ConfigError, match=rf"GRPO-lr0\.001-seed3: .*{run.folder} .*: {key}\."):
             make_runs(given)
         file.write_text("1")
     shutil.rmtree(run.folder)
