@@ -50,7 +50,6 @@ from poly_epo_jax.startup.resume_checks import (
     check_same_content,
     input_digests,
     policy_digests,
-    problem_digests,
     reference_digests,
 )
 from poly_epo_jax.step.advantages import make_advantages, make_estimator, method_title, skips_zero_advantages
@@ -97,11 +96,10 @@ def _run(config: Config, prepared: Prepared, stop: StopSignal) -> None:
     verify_attention_kernel(
         config.model.attention, prepared.model_config, mesh, Path(config.compilation_cache_dir) / CHECKED
     )
-    source = f"task.name={config.task.name} with task.options={dict(config.task.options)}"
-    digests = hosts.run_on_all(lambda: check_same_content(workdir, source, problem_digests(task)))
     policy = _initial_policy(config, prepared, local_mesh)
     hosts.run_on_all(lambda: check_resume_model(workdir, policy.path))
-    digests |= hosts.run_on_all(lambda: check_same_content(workdir, str(policy.path), policy_digests(policy)))
+    described = hosts.run_on_all(lambda: check_same_content(workdir, str(policy.path), policy_digests(policy)))
+    digests = prepared.digests | described
     if hosts.is_first():
         print_plan(prepared.plan, prepared.rows_that_fit, Console(), brief=True)
     train_problems, held_out_problems = _problems_that_fit(task, policy, config, workdir)

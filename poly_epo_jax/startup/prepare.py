@@ -25,6 +25,7 @@ from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.startup.base_policy import base_shape
 from poly_epo_jax.startup.read_config import make_judge, make_task
+from poly_epo_jax.startup.resume_checks import check_same_content, problem_digests
 from poly_epo_jax.step.packing import row_tokens
 from poly_epo_jax.types import Judge, Task
 
@@ -43,6 +44,7 @@ class Prepared:
       model_config: Model configuration; `remat` is resolved if `model.remat=auto`.
       plan: Memory plan of the run.
       rows_that_fit: Maximum number of rows per device that the plan allows.
+      digests: Digests of the problems, see `check_same_content`.
     """
 
     mesh: Mesh
@@ -51,14 +53,15 @@ class Prepared:
     model_config: ModelConfig
     plan: Plan
     rows_that_fit: int
+    digests: dict[str, str]
 
 
 def prepare(config: Config) -> Prepared:
     """Builds the components of a run that are built before its policy, and checks that the run can start.
 
     Raises:
-      ValueError, OSError: If a folder is not writable, or if the data, sequence lengths, mesh or memory do not fit the
-        configuration.
+      ValueError, OSError: If a folder is not writable, if the data, sequence lengths, mesh or memory do not fit the
+        configuration, or if the run was started with other problems.
     """
     for key, folder in _output_folders(config).items():
         check_writable(key, Path(folder))
@@ -71,6 +74,8 @@ def prepare(config: Config) -> Prepared:
             f"train.prompts_per_batch={config.train.prompts_per_batch} exceeds the number of training "
             f"problems, {len(task.train_problems)}; lower it, or use more problems."
         )
+    source = f"task.name={config.task.name} with task.options={dict(config.task.options)}"
+    digests = check_same_content(Path(config.workdir), source, problem_digests(task))
     judge = make_judge(config.judge, task)
     model_config = _configured_shape(config, task)
     _check_lengths(config, model_config)
@@ -78,7 +83,8 @@ def prepare(config: Config) -> Prepared:
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(model_config), row_tokens(config))
     plan, rows_that_fit = plan_of(config, model_config)
     check_memory(config, plan, rows_that_fit)
-    return Prepared(mesh, task, judge, dataclasses.replace(model_config, remat=plan.remat), plan, rows_that_fit)
+    model_config = dataclasses.replace(model_config, remat=plan.remat)
+    return Prepared(mesh, task, judge, model_config, plan, rows_that_fit, digests)
 
 
 def model_shape(config: Config) -> ModelConfig:
