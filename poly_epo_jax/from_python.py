@@ -7,18 +7,16 @@ config.train.num_steps = 20
 folder = run(config)
 """
 
-import asyncio
-import signal
-from concurrent.futures import ThreadPoolExecutor
+import gc
+import traceback
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from poly_epo_jax import main
 from poly_epo_jax.config.default import get_config
-from poly_epo_jax.config.keys import Config
 from poly_epo_jax.startup.read_config import read_config
-from poly_epo_jax.system.signals import StopSignal, deliver_keyboard_interrupt
+from poly_epo_jax.system.signals import deliver_keyboard_interrupt
 
 __all__ = ["get_config", "run"]
 
@@ -38,31 +36,26 @@ def run(config: ConfigDict) -> Path:
       KeyboardInterrupt: If the kernel of a notebook is interrupted. All completed steps are saved first.
     """
     checked = read_config(config)
-    with deliver_keyboard_interrupt():
-        if _in_event_loop():
-            _run_in_thread(checked)
-        else:
+    try:
+        with deliver_keyboard_interrupt():
             main.run(checked)
+    except BaseException as error:
+        _release_memory(error)
+        raise
     return Path(checked.workdir)
 
 
-def _run_in_thread(config: Config) -> None:
-    """Trains in another thread. Ctrl-C is raised in this thread, which requests a shutdown and waits for the save."""
-    stop = StopSignal()
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(main.run, config, stop)
-        try:
-            running.result()
-        except KeyboardInterrupt:
-            stop.request(signal.SIGINT)
-            running.exception()
-            raise
+def _release_memory(error: BaseException) -> None:
+    """Deletes the local variables of the functions that an exception has left, among them the training state.
 
-
-def _in_event_loop() -> bool:
-    """Returns True if this thread already runs an event loop, as in notebooks. It cannot run a second one."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+    Notebooks keep the last exception and therefore these functions. A cell that is run again would otherwise need the
+    memory twice.
+    """
+    errors, found = [error], set[int]()
+    while errors:
+        one = errors.pop()
+        found.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        related = (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))
+        errors += [other for other in related if other is not None and id(other) not in found]
+    gc.collect()

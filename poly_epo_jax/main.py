@@ -9,12 +9,12 @@ if __name__ == "__main__":
     # Objects created by imports are long-lived; collecting garbage while importing takes 10% of the import time.
     gc.disable()
 
-import asyncio
 import contextlib
 import dataclasses
 import json
 import sys
 from collections.abc import Awaitable, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -58,24 +58,22 @@ from poly_epo_jax.step.objective import DivergenceError
 from poly_epo_jax.step.packing import make_pack
 from poly_epo_jax.step.update import PolicyUpdate, make_update
 from poly_epo_jax.system.json_files import write_json
-from poly_epo_jax.system.signals import StopSignal
+from poly_epo_jax.system.signals import StopSignal, run_in_loop
 from poly_epo_jax.system.versions import versions, versions_used
 from poly_epo_jax.tasks.problems import Cleaned
 from poly_epo_jax.train import Trainer, TrainProgress, TrainSchedule, train
 from poly_epo_jax.types import JudgeLoad, Metrics, Problem, Sampling, Task
 
 
-def run(config: Config, stop: StopSignal | None = None) -> None:
+def run(config: Config) -> None:
     """Trains a policy as configured, until the last step or until a shutdown is requested.
 
     Args:
       config: The configuration.
-      stop: Requests a shutdown, see system/signals.py.
 
     Raises:
       ValueError, OSError: If the run cannot start or continue. The message states the reason and the remedy.
     """
-    stop = stop or StopSignal()
     workdir = Path(config.workdir)
     with contextlib.ExitStack() as held:
         hosts.join(config.hosts)
@@ -84,12 +82,12 @@ def run(config: Config, stop: StopSignal | None = None) -> None:
         prepared = hosts.run_on_all(lambda: prepare(config))
         # The first process locks the run folder for all processes.
         hosts.run_on_first(lambda: held.enter_context(run_folder.lock_run_folder(workdir)))
-        _run(config, prepared, stop)
+        _run(config, prepared)
     if hosts.is_first():
         print(f"Done: {workdir}. Create a report with: python -m poly_epo_jax.report {workdir}")
 
 
-def _run(config: Config, prepared: Prepared, stop: StopSignal) -> None:
+def _run(config: Config, prepared: Prepared) -> None:
     """Trains while the run folder is locked."""
     workdir, mesh, task = Path(config.workdir), prepared.mesh, prepared.task
     local_mesh = host_mesh(mesh)
@@ -124,7 +122,7 @@ def _run(config: Config, prepared: Prepared, stop: StopSignal) -> None:
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, local_mesh, policy.stop_ids, config, **config.rollouts.options)
     rollouts = Rollouts(sampler, policy.tokenizer, task, config.train.max_prompt_tokens, config.model.stop_strings)
-    timeline = Timeline()
+    timeline, stop = Timeline(), StopSignal()
     trainer = Trainer(
         experience=_experience(config, rollouts, prepared, batches, timeline, stop),
         advantages=make_advantages(config.algo, config.seed),
@@ -144,12 +142,14 @@ def _run(config: Config, prepared: Prepared, stop: StopSignal) -> None:
         problems, sampling = held_out_problems[: config.eval.num_problems], _sampling(config, config.seed)
         return evaluate_held_out(rollouts, task, prepared.judge, problems, config.eval.num_generations, sampling, stop)
 
-    with hosts.run_on_all(lambda: _tracker(config, progress.step)) as tracker:
-        is_evaluated = hosts.run_on_first(lambda: run_folder.is_evaluated(workdir, progress.step))
+    step = progress.step
+    with hosts.run_on_all(lambda: _tracker(config, step)) as tracker:
+        is_evaluated = hosts.run_on_first(lambda: run_folder.is_evaluated(workdir, step))
         try:
-            asyncio.run(train(trainer, evaluate, checkpoints, tracker, schedule, is_evaluated))
+            run_in_loop(train(trainer, evaluate, checkpoints, tracker, schedule, is_evaluated), stop)
         finally:
             sampler.close()
+            trainer.progress = trainer.reference = None  # a kept exception may hold the trainer in a closure
 
 
 def _write_description(config: Config, policy: Policy, digests: dict[str, str]) -> None:
@@ -190,9 +190,8 @@ def _restored_or_new(
     Moves `batches` to the position of the checkpoint.
     """
     base = policy.load_base(mesh) if config.lora.rank else None  # checkpoints of adapters omit the frozen weights
-    newest = checkpoints.restore_latest(
-        lambda step: checkpoints.restore(step, update.abstract_state, update.shardings, base)
-    )
+    restore = partial(checkpoints.restore, like=update.abstract_state, shardings=update.shardings, frozen=base)
+    newest = checkpoints.restore_latest(restore)
     if newest is None:
         return TrainProgress(0, update.init(policy.load_params(mesh, config.seed, base)), batches.get_state())
     step, (state, saved) = newest

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from training_runs import SETTINGS, Run, environment, rows_of
+from training_runs import SETTINGS, Run, as_flags, environment, rows_of
 
 import poly_epo_jax
 from poly_epo_jax.records.run_folder import METRICS, read_method
@@ -130,6 +130,102 @@ def test_interrupting_a_kernel_saves_the_last_step(tmp_path: Path, caches: dict[
         process.kill()
     assert "KeyboardInterrupt" in err and re.search(r"Ctrl-C: Saved after step \d+", err)
     assert any((tmp_path / "cell" / "checkpoints").glob("[0-9]*"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [(signal.SIGINT, 130, "Ctrl-C: Rerun the command to resume.\n"), (signal.SIGTERM, -signal.SIGTERM, "")],
+)
+def test_a_signal_ends_the_fit_of_a_base_policy(
+    tmp_path: Path, caches: dict[str, Path], number: signal.Signals, code: int, message: str
+):
+    fit = {"base.clean_steps": 10**6, "base.cache_dir": tmp_path / "base", "workdir": tmp_path / "run"}
+    config = f"--config={ROOT / 'configs/polynomial.py'}"
+    command = [sys.executable, "-m", "poly_epo_jax.main", config, *as_flags(SETTINGS | caches | fit)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment(path=ROOT), stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout and "base policy, demonstrations 1/1000000" in process.stdout.readline()
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == code and err.endswith(message)
+    assert [path.suffix for path in (tmp_path / "base").iterdir()] == [".lock"]
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+KEPT_EXCEPTIONS = """
+import json, os, signal, threading, time, traceback
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+import jax
+from poly_epo_jax import get_config, run
+
+def interrupt(due):
+    def wait():
+        while not due():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=wait).start()
+
+def fails(name, error):
+    def fail(*arguments, **keywords):
+        raise error
+    return mock.patch(name, fail)
+
+def cell(name, steps=3, patch=nullcontext(), **changes):
+    config = get_config()
+    config.workdir, config.train.num_steps = name, steps
+    config.base.update(changes)
+    try:
+        with patch:
+            run(config)
+    except BaseException as error:
+        sys.last_value = error  # IPython keeps the last exception
+        text = "".join(traceback.format_exception(error))
+    else:
+        text = ""
+    print(json.dumps([name, sum(array.nbytes for array in jax.live_arrays()), text]), flush=True)
+
+async def notebook():
+    first_step = mock.patch("poly_epo_jax.startup.base_policy.check_finite", lambda *_: first.set())
+    first = threading.Event()
+    interrupt(first.is_set)
+    cell("fitting", patch=first_step, clean_steps=10**6, cache_dir="base")
+    rows = Path("training/metrics.jsonl")
+    interrupt(lambda: rows.exists() and rows.read_bytes().count(b"\\n") > 2)
+    cell("training", 10_000)
+    cell("grading", patch=fails("poly_epo_jax.experience.grade_groups", RuntimeError("while grading")))
+    cell("update", patch=fails("poly_epo_jax.train.check_finite", ValueError("after the update")))
+    cell("saving", patch=fails("poly_epo_jax.model.checkpoint.Checkpoints.save", OSError("while saving")))
+    cell("complete", 2)
+
+asyncio.new_event_loop().run_until_complete(notebook())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("default_signals")
+def test_the_training_state_is_freed_although_a_notebook_keeps_the_exception(tmp_path: Path, caches: dict[str, Path]):
+    process = start(KEPT_EXCEPTIONS, SETTINGS | caches | {"eval.every": 0}, tmp_path)
+    out, err = process.communicate(timeout=1200)
+    assert process.returncode == 0, err
+    found = {name: (live, text) for name, live, text in (json.loads(row) for row in out.splitlines() if row[0] == "[")}
+    last_lines = {name: text.rstrip().rpartition("\n")[2] for name, (_, text) in found.items()}
+    assert last_lines == {
+        "fitting": "KeyboardInterrupt",
+        "training": "KeyboardInterrupt",
+        "grading": "RuntimeError: while grading",
+        "update": "ValueError: after the update",
+        "saving": "OSError: while saving",
+        "complete": "",
+    }
+    assert ", in _make\n" in found["fitting"][1] and ", in step\n" in found["update"][1]  # the whole traceback
+    assert [path.suffix for path in (tmp_path / "base").iterdir()] == [".lock"]
+    assert not (tmp_path / "fitting/checkpoints").exists() and any((tmp_path / "training/checkpoints").glob("[0-9]*"))
+    num_bytes = {name: live for name, (live, _) in found.items()}
+    assert max(num_bytes.values()) < 1000, num_bytes  # the weights have 40 kB, the training state 120 kB
 
 
 def test_an_event_loop_in_another_thread_can_be_stopped():

@@ -16,6 +16,7 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.parallel.devices import DEVICES, Machine, device_name
 from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh
 from poly_epo_jax.step.packing import row_tokens
+from poly_epo_jax.system.limits import memory_limit
 
 BRIEF_FRACTION = 0.1  # plans that need less than this fraction of the memory are printed without a table
 MIN_TERM_FRACTION = 0.01  # terms below this fraction of the bytes of a stage are not printed
@@ -63,7 +64,7 @@ def print_plan(plan: Plan, rows_that_fit: int, console: Console, brief: bool = F
     )
     if not plan.fits:
         lower = "train.rows_per_device" if rows_that_fit else "train.row_tokens"
-        advice = f"use more devices, or lower {lower}" if plan.peak_stage == "gradient" else "use more devices"
+        advice = f"{more_memory(plan)}, or lower {lower}" if plan.peak_stage == "gradient" else more_memory(plan)
         console.print(
             f"Warning: a device needs {amount(plan.needed_bytes)} according to this plan, but JAX may use only "
             f"{amount(plan.memory_bytes or 0)}; {advice}.",
@@ -170,6 +171,8 @@ def plan_of(config: Config, model_config: ModelConfig) -> tuple[Plan, int]:
 def machine_of(config: Config) -> tuple[Machine, int | None]:
     """Returns the machine of a configuration, and the bytes of each device that JAX may use (None if unknown).
 
+    CPU devices share the memory of the machine or, if it is smaller, of the container, see `system/limits.py`.
+
     The local devices are only queried if `mesh.device_kind` or `mesh.num_devices` is not set.
 
     Raises:
@@ -181,14 +184,19 @@ def machine_of(config: Config) -> tuple[Machine, int | None]:
     machine = Machine(device, fill_mesh(mesh, mesh.num_devices or len(available)))
     if available and (limit := (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")):
         return machine, limit
-    if device == "cpu":  # all CPU devices share one memory
-        return machine, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // machine.num_devices
+    if device == "cpu":
+        return machine, memory_limit() // machine.num_devices
     if not device:
         return machine, None
     share = DEVICES[device].jax_share
     if share < 1:
         share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", share))
     return machine, int(share * (DEVICES[device].memory_bytes or 0))
+
+
+def more_memory(plan: Plan) -> str:
+    """Returns the remedy if the model with its optimizer does not fit. More CPU devices would not add memory."""
+    return "use a machine or container with more memory" if plan.machine.platform == "cpu" else "use more devices"
 
 
 def amount(size: int) -> str:

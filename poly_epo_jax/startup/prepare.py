@@ -3,7 +3,6 @@ computed.
 """
 
 import dataclasses
-import os
 import tempfile
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from jax.sharding import Mesh
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.keys import Config, max_sequence_tokens
 from poly_epo_jax.memory_plan.plan import Plan, batch_bytes
-from poly_epo_jax.memory_plan.tables import amount, plan_of
+from poly_epo_jax.memory_plan.tables import amount, more_memory, plan_of
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import lora_fields, trained_pattern
@@ -27,6 +26,7 @@ from poly_epo_jax.startup.base_policy import base_shape
 from poly_epo_jax.startup.read_config import make_judge, make_task
 from poly_epo_jax.startup.resume_checks import check_same_content, problem_digests
 from poly_epo_jax.step.packing import row_tokens
+from poly_epo_jax.system.limits import memory_limit
 from poly_epo_jax.types import Judge, Task
 
 MEMORY_TOLERANCE = 1.1
@@ -156,17 +156,16 @@ def check_memory(config: Config, plan: Plan, rows_that_fit: int) -> None:
         advice = {
             "gradient": f"set train.rows_per_device={rows_that_fit}" if rows_that_fit else "lower train.row_tokens",
             "generate": "lower it, or sampling.max_tokens",
-        }.get(plan.peak_stage, "use more devices")
+        }.get(plan.peak_stage, more_memory(plan))
         raise ConfigError(
             f"{peak_use} needs {amount(plan.needed_bytes)} of memory per device, but JAX may use only "
             f"{amount(plan.memory_bytes)}; {advice}."
         )
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if batch_bytes(config) > host_bytes:
+    if batch_bytes(config) > memory_limit():
         raise ConfigError(
             f"train.prompts_per_batch={config.train.prompts_per_batch} with "
             f"train.num_generations={config.train.num_generations} needs {amount(batch_bytes(config))} of host memory, "
-            f"but the machine has {amount(host_bytes)}; lower them, sampling.max_tokens or algo.num_sets."
+            f"but this process may use only {amount(memory_limit())}; lower them, sampling.max_tokens or algo.num_sets."
         )
 
 

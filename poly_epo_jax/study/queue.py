@@ -21,6 +21,7 @@ from poly_epo_jax.study.folder import ATTEMPTS, LOG
 from poly_epo_jax.study.plan import StudyRun
 from poly_epo_jax.system.file_lock import InUseError
 from poly_epo_jax.system.json_files import Row, append_rows
+from poly_epo_jax.system.limits import cpu_limit
 from poly_epo_jax.system.signals import Stopped, StopSignal
 
 Worker = dict[str, str]
@@ -47,12 +48,14 @@ class Listener:
 
 
 def cores(count: int) -> list[Worker]:
-    """Returns `count` workers with one core each. Workers share cores if there are too few. 0 is one worker per core.
+    """Returns `count` workers with one core each. Workers share cores if there are too few.
+
+    If `count` is 0, there is one worker per core that this process may use at the same time.
 
     Runs always use a single core, because floating-point sums depend on the number of threads of a process.
     """
     mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    return [{CORE: str(mine[index % len(mine)])} for index in range(count or len(mine))]
+    return [{CORE: str(mine[index % len(mine)])} for index in range(count or cpu_limit())]
 
 
 def gpus(names: str) -> list[Worker]:

@@ -7,9 +7,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -102,6 +103,37 @@ class StopSignal:
         finally:
             task.cancel()
             requested.cancel()
+
+
+def run_in_loop(work: Coroutine[Any, Any, T], stop: StopSignal) -> T:
+    """Runs a coroutine in a new event loop, in another thread if this thread already runs a loop, as in notebooks.
+
+    Args:
+      work: The coroutine. It handles `stop`.
+      stop: Receives Ctrl-C if the coroutine runs in another thread.
+
+    Returns:
+      The result of the coroutine.
+
+    Raises:
+      KeyboardInterrupt: If Ctrl-C was received and the coroutine runs in another thread. The coroutine ends first.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    is_interrupted = False
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(asyncio.run, work)
+        while not running.done():
+            try:
+                wait([running])
+            except KeyboardInterrupt:
+                is_interrupted = True
+                stop.request(signal.SIGINT)
+    if is_interrupted and isinstance(running.exception(), SystemExit | None):
+        raise KeyboardInterrupt
+    return running.result()
 
 
 RESUME = "Rerun the command to resume."

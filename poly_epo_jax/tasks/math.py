@@ -28,7 +28,8 @@ class MathTask:
       answer_marker: Text before the answer in a worked solution, such as "####" in GSM8K. Empty if the answer column
         contains only answers.
       template: Prompt text that contains `{problem}` once. If empty, the prompt is the chat message `MESSAGE`.
-      num_workers: Number of processes that compare answers. 0 starts one for every two CPU cores, but at least 2.
+      num_workers: Number of processes that compare answers. 0 starts one for every two CPU cores that this process
+        may use, but at least 2.
       cpu_seconds: CPU time limit of one comparison, in seconds.
       memory_gb: Memory limit of each process, in GiB.
       train_problems: Problems of `train` after `problems.clean_problems`.

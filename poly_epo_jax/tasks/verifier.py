@@ -17,6 +17,8 @@ import weakref
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from poly_epo_jax.system.limits import cpu_limit
+
 WORKER = Path(__file__).with_name("verify_worker.py")
 START_SECONDS = 120.0
 
@@ -39,13 +41,14 @@ class Verifier:
     when this process terminates for any reason.
 
     Args:
-      num_workers: Number of worker processes. 0 starts one for every two CPU cores, but at least 2.
+      num_workers: Number of worker processes. 0 starts one for every two CPU cores that this process may
+        use, but at least 2.
       cpu_seconds: CPU time limit of one comparison, in seconds.
       memory_gb: Memory limit of each worker, in GiB. It is only enforced on Linux.
     """
 
     def __init__(self, num_workers: int = 0, cpu_seconds: float = 2.0, memory_gb: float = 4.0):
-        self._num_workers = num_workers or max(2, (os.cpu_count() or 1) // 2)
+        self._num_workers = num_workers or max(2, cpu_limit() // 2)
         # On a busy machine, wall-clock time is much longer than CPU time.
         self._deadline_seconds = 15 * cpu_seconds
         limits = (str(int(memory_gb * 2**30)), str(cpu_seconds))

@@ -16,6 +16,7 @@ from poly_epo_jax.study.folder import RunKey, read_attempts
 from poly_epo_jax.study.plan import StudyRun
 from poly_epo_jax.study.queue import CORE, Listener, cores, default_workers, gpus, run_all
 from poly_epo_jax.system.json_files import Row
+from poly_epo_jax.system.limits import cpu_limit
 from poly_epo_jax.system.signals import Stopped
 
 
@@ -95,7 +96,7 @@ def test_runs_use_the_devices_of_their_worker_and_start_once(tmp_path: Path):
 
 def test_workers_are_cores():
     mine = sorted(os.sched_getaffinity(0))
-    assert [worker[CORE] for worker in cores(0)] == [str(core) for core in mine]
+    assert [worker[CORE] for worker in cores(0)] == [str(core) for core in mine[: cpu_limit()]]
     assert len(cores(2 * len(mine) + 1)) == 2 * len(mine) + 1
 
 

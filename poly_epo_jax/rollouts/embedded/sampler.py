@@ -35,6 +35,7 @@ class EmbeddedSampler:
         self.stop_ids = np.asarray(stop_ids, np.int32)
         self.max_prompt_tokens = max_prompt_tokens
         self.max_concurrent = max_concurrent
+        self._params: Params | None = None
         self._decoding_weights = jax.jit(partial(decoding_weights, model.config))
 
     async def push_weights(self, params: Params, version: int) -> None:
@@ -54,7 +55,8 @@ class EmbeddedSampler:
             return self._decoding_weights(self._params)
 
     def close(self) -> None:
-        """Does nothing, because only references to arrays are stored."""
+        """Deletes the references to the trainer's arrays."""
+        self._params = None
 
     async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
         """Yields each completion as soon as it has finished.

@@ -76,12 +76,13 @@ class JetStreamSampler:
                 self._weights, self._version = self._decoding_weights(params), version
 
     def close(self) -> None:
-        """Waits for the generations in progress, and stops the threads."""
+        """Waits for the generations in progress, stops the threads, and deletes the weights."""
         asyncio.run_coroutine_threadsafe(self._idle(), self._loop).result()
         self._driver.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._weights = None
 
     async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
         """Yields the completions of a slot as soon as all of them have finished.
