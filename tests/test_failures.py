@@ -29,30 +29,21 @@ from poly_epo_jax.types import Clustering, Completion, Group, Params, Request, S
 pytestmark = pytest.mark.slow
 
 CHANGES, STEP = {"train.num_steps": 5, "eval.every": 3, "checkpoint.every": 50}, 3
-EXCEPTIONS = (
-    *(ValueError, OSError, MemoryError, StopIteration, StopAsyncIteration),
-    *(GeneratorExit, SystemExit, KeyboardInterrupt, asyncio.CancelledError),
-)
-FEW_EXCEPTIONS = EXCEPTIONS[0], StopIteration, SystemExit, asyncio.CancelledError
-REWARDS = ("1", True, None, math.nan, -0.1, [1.0], np.ones(1))
+EXCEPTIONS = (ValueError, StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
+FEW_EXCEPTIONS = ValueError, StopIteration, asyncio.CancelledError
+REWARDS = ("1", True, math.nan, [1.0])
 IDS = np.arange(8)
 CLUSTERINGS = (
-    *(None, [0] * 8, IDS, ("a",)),
-    *(
-        unchecked(Clustering, ids=ids, rationales=rationales, features=features)
-        for ids, rationales, features in (
-            *((IDS.tolist(), None, {}), (IDS.astype(float), None, {}), (IDS[:7], None, {}), (IDS + 93, None, {})),
-            *((IDS, ["a"], {}), (IDS, "a" * 8, {}), (IDS, None, {"x": IDS[:7]}), (IDS, None, {"rewards": IDS})),
-        )
-    ),
+    *(IDS, None, unchecked(Clustering, ids=IDS.tolist(), rationales=None, features={})),
+    *(Clustering(IDS, ("a",)), Clustering(IDS + 93), Clustering(IDS, features={"rewards": IDS})),
 )
-COUNTS = (None, 1.0, {"x": "1"}, {"x": None}, {"x": [1.0]}, {"x": math.inf}, {1: 1.0}, {"step": 9.0}, {"reward": 1.0})
-VALUES = (None, "x", 1.0, ["a", "b"], [1.0, math.nan], [1.0, 1.0, 1.0], [[1.0], [1.0]])
+COUNTS = (None, {"x": "1"}, {1: 1.0}, {"step": 9.0}, {"reward": 1.0})
+VALUES = (None, ["a", "b"], [1.0, math.nan])
 FAULTS: dict[str, Sequence[Any]] = {
     "reward": (*EXCEPTIONS, *REWARDS),
     "held-out reward": (*FEW_EXCEPTIONS, *REWARDS[:2]),
     "cluster": (*EXCEPTIONS, *CLUSTERINGS),
-    "held-out cluster": (*FEW_EXCEPTIONS, *CLUSTERINGS[1:3]),
+    "held-out cluster": (*FEW_EXCEPTIONS, CLUSTERINGS[0], CLUSTERINGS[2]),
     "task.metrics": (*FEW_EXCEPTIONS, *COUNTS),
     "judge.metrics": (ValueError, {"task/count": 1.0}),
     "evaluation metric": (*FEW_EXCEPTIONS, *VALUES),
