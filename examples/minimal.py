@@ -82,13 +82,13 @@ def grade(
     """Returns rewards [P, N] and cluster ids [P, N]."""
     rewards_PN, clusters_PN = np.zeros((len(problems), N), np.float32), np.zeros((len(problems), N), np.int32)
     for p, problem in enumerate(problems):
-        cluster_ids: dict[Any, int] = {None: set_rl.DEGENERATE_CLUSTER}  # of responses without a strategy
+        cluster_ids: dict[Any, int] = {None: set_rl.DEGENERATE_CLUSTER}  # 100; other ids are larger
         for i in range(N):
             tokens_T, is_response_T, logprobs_T = (array_BT[p * N + i] for array_BT in sequences)
             text = str(tokenizer.decode(tokens_T[is_response_T])).removesuffix(str(tokenizer.eos_token))
             response = Generation(tokens_T, logprobs_T, is_response_T, (text,), finish_reason="stop", weight_version=0)
             rewards_PN[p, i] = task.reward(problem, response)
-            clusters_PN[p, i] = cluster_ids.setdefault(task.strategy(problem, response), len(cluster_ids))
+            clusters_PN[p, i] = cluster_ids.setdefault(task.strategy(problem, response), 100 + len(cluster_ids))
     return rewards_PN, clusters_PN
 
 

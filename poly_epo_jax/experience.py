@@ -17,6 +17,7 @@ from poly_epo_jax.parallel import hosts
 from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.rollouts.grading import check_failed_fraction, grade_groups, judged
 from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.rollouts.returned_values import checked_counts
 from poly_epo_jax.system.signals import StopSignal
 from poly_epo_jax.types import GradedGroup, HasMetrics, Judge, JudgeLoad, Metrics, Problem, Sampling, ServerBacked, Task
 
@@ -128,7 +129,7 @@ class Experience:
             counts: Metrics = {}
             for part in (self.task, self.judge, self.rollouts.sampler):
                 if isinstance(part, HasMetrics):
-                    counts |= part.metrics()
+                    counts |= checked_counts(part, part.metrics(), counts)
             return Batch(graded, counts, timing, data_state, self.reads_judge)
 
         return asyncio.create_task(make())

@@ -91,7 +91,8 @@ class Clustering:
     """The clusters of the N generations of a group.
 
     Attributes:
-      ids: Cluster ids, `DEGENERATE_CLUSTER` for degenerate responses. Ids have a meaning only within their group.
+      ids: Cluster ids, `DEGENERATE_CLUSTER` for degenerate responses. Ids have a meaning only within their group. Use
+        `judges.exact.clusters_of` for ids that never reach `DEGENERATE_CLUSTER` by counting up.
       rationales: The judge's reason for each id, or None if the judge gives none.
       features: Arrays [N, ...] by name, such as embeddings, which the judge adds for advantage estimators.
     """

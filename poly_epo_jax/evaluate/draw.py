@@ -8,7 +8,7 @@ import numpy as np
 
 from poly_epo_jax.evaluate.benchmarks import Benchmark
 from poly_epo_jax.evaluate.folder import EVALUATED_GENERATION, GENERATIONS, read_generations
-from poly_epo_jax.judges.answer import first_equal_index
+from poly_epo_jax.judges.answer import final_answers, first_equal_index
 from poly_epo_jax.metrics.majority import NO_ANSWER
 from poly_epo_jax.records.run_folder import generation_rows
 from poly_epo_jax.rollouts.grading import grade_groups
@@ -72,11 +72,11 @@ async def draw_generations(
 def _rows(graded: GradedGroup, task: Task) -> list[Row]:
     """Returns a row with the columns of `EVALUATED_GENERATION` for each generation of the group."""
     problem, generations = graded.group.problem, graded.group.generations
-    answers = [task.answer(problem, y) if isinstance(task, HasAnswers) else None for y in generations]
+    answers = final_answers(task, graded.group) if isinstance(task, HasAnswers) else [None] * len(generations)
     ids = _answer_ids(task, problem, answers, graded.correct)
     own_columns = [
         {
-            "gold": problem.answer,
+            "gold": str(problem.answer),
             "token_ids": y.token_ids.tolist(),
             "finish_reason": y.finish_reason,
             "answer": ids[index],

@@ -43,6 +43,7 @@ async def evaluate_held_out(
       Metrics by name, each with the prefix `eval/`.
 
     Raises:
+      ValueError: If a registered metric has the name of another metric, or is not finite.
       Stopped: If a shutdown was requested.
     """
     own = hosts.share(problems)
@@ -56,6 +57,11 @@ async def evaluate_held_out(
         clusters = cluster_ids(with_clusters)
         values |= problem_values(_arrays(with_clusters) | {"clusters": clusters}, reading="clusters", curves=False)
         metrics["degenerate_fraction"] = degenerate_share(clusters)
+    if taken := metrics.keys() & values.keys():
+        raise ValueError(
+            f"{held_out(min(taken))} is the name of another metric; register the evaluation metric {min(taken)!r} "
+            "under another name."
+        )
     metrics |= {name: float(of_problems.mean()) for name, of_problems in values.items()}
     return {held_out(name): value for name, value in metrics.items()}
 

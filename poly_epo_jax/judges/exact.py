@@ -7,6 +7,9 @@ import numpy as np
 
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Group, Strategic
 
+COUNTING_CLUSTERS = (DEGENERATE_CLUSTER - 1, DEGENERATE_CLUSTER)
+"""Ids that a judge only returns together if it counts up and does not skip `DEGENERATE_CLUSTER`."""
+
 
 class ExactJudge:
     """Clusters generations by `task.strategy`.
@@ -20,12 +23,27 @@ class ExactJudge:
 
     async def cluster(self, group: Group) -> Clustering:
         """Returns one cluster per strategy. Generations without a strategy are in `DEGENERATE_CLUSTER`."""
-        return clusters_of([self._task.strategy(group.problem, generation) for generation in group.generations])
+        strategies = [self._task.strategy(group.problem, generation) for generation in group.generations]
+        try:
+            return clusters_of(strategies)
+        except TypeError as error:
+            raise ValueError(
+                f"{type(self._task).__name__}.strategy returned a value for problem {group.problem.id} that cannot be "
+                f"compared ({error}); return a string, number or tuple, or None for a degenerate response."
+            ) from error
 
 
 def clusters_of(keys: Sequence[Hashable | None]) -> Clustering:
-    """Returns one cluster per distinct key, numbered by first appearance, and `DEGENERATE_CLUSTER` for None."""
-    unused = (i for i in itertools.count() if i != DEGENERATE_CLUSTER)
+    """Clusters responses by keys, such as their strategies or the first similar response.
+
+    Args:
+      keys: Equal keys for responses of the same cluster, and None for degenerate responses.
+
+    Returns:
+      The clusters, numbered from 0 by first appearance. `DEGENERATE_CLUSTER` is the id of None. It is never the id of a
+      key, and neither is the id below it: ids that contain both are assumed to count up, and are rejected.
+    """
+    unused = (i for i in itertools.count() if i not in COUNTING_CLUSTERS)
     ids: dict[Hashable, int] = {None: DEGENERATE_CLUSTER}
     for key in keys:
         if key not in ids:

@@ -179,7 +179,7 @@ def problem_values(
       Values [P] by name, such as `pass@8`.
 
     Raises:
-      ValueError: If a metric does not return a finite value for each problem.
+      ValueError: If a metric does not return a finite value for each problem, or if two metrics have the same name.
     """
     num_problems, num_generations = arrays["correct"].shape
     values: dict[str, np.ndarray] = {}
@@ -190,13 +190,16 @@ def problem_values(
         given = {name: arrays[name] for name in read}
         ks = range(1, num_generations + 1) if metric.every_k and curves else powers_of_two(num_generations)
         for k in metric.sizes(ks):
-            found = metric.function(**given, **({} if k is None else {"k": k}))
-            if np.shape(found) != (num_problems,) or not np.isfinite(found).all():
+            if (name := at(stem, k)) in values:
+                raise ValueError(f"Two evaluation metrics are named {name!r}; register {stem!r} under another name.")
+            found = np.asarray(metric.function(**given, **({} if k is None else {"k": k})))
+            is_numeric = found.dtype.kind in "biuf"
+            if found.shape != (num_problems,) or not is_numeric or not np.isfinite(found).all():
                 raise ValueError(
                     f"The function of the evaluation metric {stem!r} must return a finite value for each of the "
                     f"{num_problems} problems; correct it."
                 )
-            values[at(stem, k)] = found
+            values[name] = found
     return values
 
 

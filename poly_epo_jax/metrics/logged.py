@@ -208,6 +208,16 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
 )
 """Logged metrics by name. `PREFIX/*` stands for all names with this prefix without a separate entry."""
 
+_COUNTERS = "grader/", "rollouts/", "judge/retries", "judge/shortened_responses"
+"""Prefixes of the metrics that tasks, samplers and judges report themselves."""
+_RESERVED = frozenset(name for name in LOGGED_METRICS if not name.startswith(_COUNTERS))
+
+
+def is_reserved(name: str) -> bool:
+    """Returns True if the training loop logs metrics under this name, so that components must not report it."""
+    family = f"{name.rpartition('/')[0]}/*"
+    return name == "step" or name.startswith((_HELD_OUT, "policy/")) or bool({name, family} & _RESERVED)
+
 
 def held_out(name: str) -> str:
     """Returns the name under which a run logs an evaluation metric on held-out problems."""

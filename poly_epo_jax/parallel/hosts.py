@@ -201,8 +201,8 @@ def gather_from_all(function: Callable[[], T]) -> list[T]:
 
 
 def total(counts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Sums the counters of all processes by name."""
-    return {name: sum(one[name] for one in counts) for name in counts[0]}
+    """Sums the counters of all processes by name. A missing counter is 0."""
+    return {name: sum(one.get(name, 0) for one in counts) for name in set().union(*counts)}
 
 
 async def _attempt(work: Awaitable[T]) -> tuple[Any, Exception | None]:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from poly_epo_jax.records.timeline import StageClock
+from poly_epo_jax.rollouts.returned_values import checked_clustering, checked_rewards, minimum_correct
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.types import (
     Clustering,
@@ -17,7 +18,6 @@ from poly_epo_jax.types import (
     Judge,
     JudgeFailure,
     Metrics,
-    PartialCredit,
     Problem,
     Task,
 )
@@ -50,7 +50,7 @@ async def grade_groups(
       `judge/overlap_fraction`, the fraction of the judge's time during which other groups were still being generated.
 
     Raises:
-      ValueError: If a reward is not in [0, 1], or a feature of the judge is not finite.
+      ValueError: If the task or the judge returns an invalid value.
     """
     clock = clock or StageClock()
     running = []
@@ -72,35 +72,17 @@ async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then
     async def score() -> np.ndarray:
         with clock.stage("grade"):
             rewards = await in_daemon_thread(lambda: [task.reward(group.problem, y) for y in group.generations])
-        return np.array(rewards, float)
+        return checked_rewards(task, group.problem, rewards)
 
     async def cluster():
         with clock.stage("judge"):
-            return await judge.cluster(group)
+            return checked_clustering(judge, group, await judge.cluster(group))
 
     rewards, clustering = await asyncio.gather(score(), cluster())
-    _check_numbers(group.problem, rewards, clustering)
-    rewards = rewards.astype(np.float32)
-    correct = rewards >= (task.correct_from if isinstance(task, PartialCredit) else 1.0)
-    graded = GradedGroup(group, rewards, correct, clustering)
+    graded = GradedGroup(group, rewards, rewards >= minimum_correct(task), clustering)
     if then is not None:
         await then(graded)
     return graded
-
-
-def _check_numbers(problem: Problem, rewards: np.ndarray, clustering: Any) -> None:
-    wrong = rewards[~((rewards >= 0) & (rewards <= 1))]
-    if wrong.size:
-        raise ValueError(
-            f"The task's reward for problem {problem.id} is {wrong[0]}, but must be a number from 0 to 1; correct "
-            "the task's reward function."
-        )
-    for name, feature in clustering.features.items() if isinstance(clustering, Clustering) else ():
-        if not np.isfinite(feature).all():
-            raise ValueError(
-                f"The judge's feature {name!r} for problem {problem.id} is not finite; correct the judge so that it "
-                "returns finite numbers for every response."
-            )
 
 
 def judged(graded: Sequence[GradedGroup]) -> list[GradedGroup]:

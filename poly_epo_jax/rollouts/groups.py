@@ -229,6 +229,11 @@ class Rollouts:
         text = await in_daemon_thread(lambda: task.reply(problem, generation))
         if text is None:
             return generation
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{type(task).__name__}.reply returned {text!r} ({type(text).__name__}) for problem {problem.id}; "
+                "return a string, or None to end the response."
+            )
         ids = np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
         if len(generation.token_ids) + len(ids) >= max_tokens:
             return dataclasses.replace(generation, finish_reason="length")

@@ -64,7 +64,7 @@ def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], n
 
     Returns:
       A function `(step, features) -> advantages` that maps feature arrays [P, N, ...] to a float array [P, N]. It
-      raises ValueError if a required feature is missing or an advantage is not finite.
+      raises ValueError if a required feature is missing, or if the advantages have another shape or are not finite.
     """
     estimator = make_estimator(algo)
     compiled = jax.jit(estimator.advantages)
@@ -79,6 +79,12 @@ def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], n
             )
         key = jax.random.fold_in(jax.random.key(seed), step)
         values = np.asarray(compiled(key, {name: features[name] for name in estimator.reads}))
+        expected = next(iter(features.values())).shape[:2]
+        if values.shape != expected:
+            raise ValueError(
+                f"{estimator.title} computed advantages of shape {values.shape}; correct the function of "
+                f"algo.advantages or algo.objective so that it returns an advantage for each of {expected} generations."
+            )
         if not np.isfinite(values).all():
             (row, *_), *_ = np.argwhere(~np.isfinite(values))
             raise ValueError(
@@ -200,7 +206,7 @@ def batch_features(groups: Sequence[GradedGroup]) -> dict[str, Shaped[np.ndarray
       Further features of the judge, if every group has a clustering, under the judge's names.
 
     Raises:
-      ValueError: If the judge added a feature to only some groups, or under a reserved name.
+      ValueError: If the judge added a feature to only some groups, in different shapes, or under a reserved name.
     """
     generations = [group.group.generations for group in groups]
     features = {
@@ -213,10 +219,11 @@ def batch_features(groups: Sequence[GradedGroup]) -> dict[str, Shaped[np.ndarray
         return features
     features["clusters"] = np.array([clustering.ids for clustering in clusterings], np.int32)
     for name in sorted({name for clustering in clusterings for name in clustering.features}):
-        if name in features or not all(name in clustering.features for clustering in clusterings):
+        shapes = {np.shape(clustering.features.get(name, 0)) for clustering in clusterings}  # () if it is missing
+        if name in features or len(shapes) > 1:
             raise ValueError(
-                f"The judge's feature {name!r} is missing from some groups or has a reserved name; add it to every "
-                f"group, and do not name it {', '.join(sorted(features))}."
+                f"The judge's feature {name!r} is missing from some groups, has different shapes or has a reserved "
+                f"name; add it to every group in one shape, and do not name it {', '.join(sorted(features))}."
             )
         features[name] = np.stack([clustering.features[name] for clustering in clusterings])
     return features

@@ -18,6 +18,13 @@ from poly_epo_jax.types import Metrics
 
 DeviceMetrics = dict[str, jax.Array]
 
+UPDATE_METRICS = {
+    *("loss", "entropy", "reference_kl", "tokens", "padding", "places", "truncated", "masked"),
+    *("mismatch", "mismatch_kl", "mismatch_tokens", "mismatch_max"),
+    *("gradient_norm", "update_norm", "weight_norm", "learning_rate"),
+}
+"""Names of the metrics of every update. Losses must not return metrics with these names."""
+
 
 class DivergenceError(RuntimeError):
     """Raised when an update reads or produces non-finite values. The resulting weights must not be used."""
@@ -61,6 +68,9 @@ class UpdateObjective:
 
         Returns:
           The loss, and metrics as sums over response tokens.
+
+        Raises:
+          ValueError: If the loss function does not return scalars, or returns a metric with a reserved name.
         """
         # In the first minibatch of a step, the current policy is the old policy. Ratios are exactly 1, and old
         # log-probabilities do not require a separate forward pass.
@@ -71,6 +81,7 @@ class UpdateObjective:
         difference = jnp.where(generated.is_response, old_logprobs - batch.sampler_logprobs, 0.0)
         tokens, corrections = self._corrected(generated, difference)
         total, metrics = self.loss(tokens)
+        _check_loss(total, metrics)
         if self.kl_coef:
             kl = kl_estimate(jnp.where(tokens.is_response, batch.reference_logprobs - logprobs, 0.0))
             total += self.kl_coef * jnp.sum(tokens.weights * kl)
@@ -104,6 +115,19 @@ class UpdateObjective:
             weights = jnp.where(is_masked, 0.0, weights)
             counts["masked"] = jnp.sum(jax.vmap(_num_segments)(is_masked, tokens.sequence_ids))
         return tokens._replace(weights=weights), counts
+
+
+def _check_loss(total: Any, metrics: Any) -> None:
+    if not_scalars := [name for name, value in {"the loss": total, **metrics}.items() if jnp.shape(value)]:
+        raise ValueError(
+            f"The function of algo.loss must return scalars, but {not_scalars[0]} has more than one value; sum it over "
+            "the tokens."
+        )
+    if taken := UPDATE_METRICS & metrics.keys():
+        raise ValueError(
+            f"The function of algo.loss returned {min(taken)!r}, which is the name of another metric; choose another "
+            "name."
+        )
 
 
 def _num_segments(of_token: Bool[Array, " T"], ids: Int[Array, " T"]) -> Int[Array, ""]:

@@ -26,8 +26,10 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
         result, error = None, None
         try:
             result = function()
-        except Exception as raised:
-            error = raised
+        except BaseException as raised:
+            # asyncio cannot raise StopIteration from a future, and SystemExit would end the event loop without cleanup.
+            is_ordinary = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+            error = raised if is_ordinary else RuntimeError(f"{type(raised).__name__}: {raised}")
         with contextlib.suppress(RuntimeError):  # the loop is closed, so the result is not needed
             loop.call_soon_threadsafe(settle, result, error)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import LETTERS, TINY, ByLetter, LetterJudge, RandomLetters, Scripted, tiny_params, until
+from fakes import LETTERS, TINY, ByLetter, LetterJudge, RandomLetters, Scripted, tiny_params, unchecked, until
 from fork_server import ForkServer
 from training_runs import as_flags, environment
 
@@ -74,6 +74,12 @@ def draw(folder: Path, sampler: SeededLetters, problems: Sequence[Problem] = PRO
     rollouts, show = sampler.rollouts(benchmark.task), sampler.completed.append
     asyncio.run(draw_generations(folder, rollouts, benchmark, LetterJudge(), 4, sampling, show))
     return sampler.completed
+
+
+def test_an_evaluation_can_be_read_if_reference_answers_are_no_text(tmp_path: Path):
+    """A user's task may compare numbers. The rows contain the text of the reference answer."""
+    draw(tmp_path, SeededLetters(), [unchecked(Problem, id="p", prompt="1:", answer=7, chat=False, occurrence=0)])
+    assert [row["gold"] for row in read_generations(tmp_path)] == ["7"] * 4
 
 
 def test_interrupted_evaluation_keeps_completed_problems_and_resumes(tmp_path: Path):

@@ -11,6 +11,8 @@ from fakes import Scripted
 
 from poly_epo_jax.evaluate.held_out import evaluate_held_out
 from poly_epo_jax.judges.exact import ExactJudge
+from poly_epo_jax.metrics import evaluation
+from poly_epo_jax.metrics.evaluation import EVALUATION_METRICS, EvaluationMetric
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.types import (
     Clustering,
@@ -132,6 +134,14 @@ def test_problem_without_clustering_counts_in_other_metrics():
     for name in metrics.keys() - {"eval/judge_failed_problems"}:
         expected = part if "clusters" in name or "degenerate" in name else whole
         assert metrics[name] == pytest.approx(expected[name]), name
+
+
+@pytest.mark.parametrize("name", ["reward", "degenerate", "judge_failed_problems"])
+def test_a_metric_with_the_name_of_another_metric_is_rejected(monkeypatch: pytest.MonkeyPatch, name: str):
+    mine = EvaluationMetric(lambda rewards: rewards.mean(axis=1) + 1, "mine", "Mean reward plus 1.")
+    monkeypatch.setattr(evaluation, "EVALUATION_METRICS", {**EVALUATION_METRICS, name: mine})
+    with pytest.raises(ValueError, match=f"eval/{name} is the name of another metric; .* '{name}' under"):
+        evaluate(RESPONSES)
 
 
 def test_no_cluster_metrics_without_clusterings():

@@ -119,11 +119,23 @@ def test_prime_rl(monkeypatch: pytest.MonkeyPatch):
 def test_trl_rewards_are_centered():
     names = names_of("trl_set_rl.py")
     logged: dict[str, float] = {}
-    reward = names["polychromic"](lambda completions, gold: (REWARDS.ravel(), CLUSTERS.ravel()))
+    strategies = [None if cluster == set_rl.DEGENERATE_CLUSTER else str(cluster) for cluster in CLUSTERS.ravel()]
+    reward = names["polychromic"](lambda completions, gold: (REWARDS.ravel(), strategies))
     given = reward(["..."] * 16, log_metric=logged.__setitem__, gold=["a"] * 16)
     np.testing.assert_allclose(given, ADVANTAGES.ravel(), atol=1e-6)
     np.testing.assert_allclose(np.reshape(given, (2, 8)).mean(axis=1), 0, atol=1e-6)
     assert logged == {"true_reward": pytest.approx(REWARDS.mean())}
+
+
+def test_no_strategy_of_trl_is_degenerate():
+    """With 128 different strategies, the ids must not reach 100 by counting up."""
+    names = names_of("trl_set_rl.py")
+    rewards = (np.arange(128) % 2).astype(np.float32)
+    reward = names["polychromic"](lambda completions: (rewards, list(range(128))), num_generations=128)
+    clusters = np.arange(1000, 1128, dtype=np.int32)[None]
+    expected = set_rl.polychromic_advantages(rewards[None], clusters, set_size=4)
+    np.testing.assert_allclose(reward(["..."] * 128), expected[0], atol=1e-6)
+    assert len(set(np.round(np.ravel(expected)[1::2], 6))) == 1  # also for the strategies 99 and 100
 
 
 @pytest.mark.slow
@@ -149,10 +161,10 @@ def test_a_step_of_trl(tmp_path: Path):
     model = Qwen3ForCausalLM(
         Qwen3Config(num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, eos_token_id=1, **sizes)
     )
-    graded: list[tuple[list[float], list[int]]] = []
+    graded: list[tuple[list[float], list[str]]] = []
 
     def grade(completions, **columns):
-        graded.append(([float("a" in text) for text in completions], [ord(text[:1] or "z") for text in completions]))
+        graded.append(([float("a" in text) for text in completions], [text[:1] or "z" for text in completions]))
         return graded[-1]
 
     batch = {"per_device_train_batch_size": 16, "max_completion_length": 4, "max_steps": 1, "use_cpu": True}
@@ -165,9 +177,10 @@ def test_a_step_of_trl(tmp_path: Path):
         processing_class=tokenizer,
     )
     trainer.train()
-    ((rewards, clusters),) = graded
+    ((rewards, strategies),) = graded
+    clusters = np.array([1000 + ord(strategy) for strategy in strategies], np.int32)
     expected = set_rl.polychromic_advantages(
-        np.array(rewards, np.float32).reshape(2, 8), np.array(clusters, np.int32).reshape(2, 8), set_size=4
+        np.array(rewards, np.float32).reshape(2, 8), clusters.reshape(2, 8), set_size=4
     )
     assert np.abs(expected).max() > 0.01
     np.testing.assert_allclose(list(trainer._logs["advantages"]), np.ravel(expected), atol=1e-6)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,3 +90,17 @@ def test_the_judge_none_returns_no_clustering():
     judge = make_judge(JudgeSection(name="none"), Numbers())
     assert asyncio.run(judge.cluster(Group(PROBLEM, np.zeros(1, np.int32), (response("=1"), response("=2"))))) is None
     assert [name for name, judge in JUDGES.items() if not judge.clusters] == ["none"]
+
+
+@pytest.mark.parametrize("answer", [3, 0.5, ["0.5"], b"0.5"])
+def test_an_answer_that_is_no_text_is_rejected(answer: object):
+    """An evaluation would write it to generations.jsonl, which could then not be read."""
+
+    class Odd(Numbers):
+        def answer(self, problem: Problem, generation: Generation) -> Any:
+            return answer
+
+    with pytest.raises(
+        ValueError, match=rf"^Odd\.answer returned .*\({type(answer).__name__}\) for problem p; return a"
+    ):
+        cluster("answer", Odd(), ["a"])

@@ -63,8 +63,17 @@ def test_groups_are_judged_independently():
 def test_strategies_never_have_the_degenerate_id_in_large_groups():
     texts = [str(i) for i in range(150)] + [""] + [str(i) for i in range(150)]
     clusters = cluster(ExactJudge(FirstWord()), texts)
-    expected = [*range(100), *range(101, 151)]
+    expected = [*range(99), *range(101, 152)]
     np.testing.assert_array_equal(clusters, [*expected, 100, *expected])
+
+
+def test_a_strategy_that_cannot_be_compared_is_rejected():
+    class Listed(FirstWord):
+        def strategy(self, problem, generation):
+            return generation.text.split()
+
+    with pytest.raises(ValueError, match=r"(?s)Listed\.strategy .* problem p .*; return a string"):
+        cluster(ExactJudge(Listed()), ["a b"])
 
 
 def test_responses_share_a_cluster_if_and_only_if_they_share_a_strategy():

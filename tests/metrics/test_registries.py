@@ -84,6 +84,25 @@ def test_a_metric_without_a_finite_value_for_each_problem_is_rejected(registered
         problem_values(ARRAYS)
 
 
+@pytest.mark.parametrize("values", [None, "abc", ["a", "b", "c"], [None] * 3, np.ones((3, 1)), [1.0, 1.0]], ids=str)
+def test_a_metric_without_numbers_is_rejected(registered, values: object):
+    registered(lambda correct: values)
+    with pytest.raises(ValueError, match=r"'mine'.* finite value for each of the 3 problems"):
+        problem_values(ARRAYS)
+
+
+def test_a_metric_can_return_a_list_or_booleans(registered):
+    registered(lambda correct: correct.any(axis=1).tolist())
+    assert problem_values(ARRAYS)["mine"].tolist() == [True] * 3
+
+
+def test_two_metrics_with_the_same_name_are_rejected(registered, monkeypatch: pytest.MonkeyPatch):
+    registered(lambda correct: correct.mean(axis=1))
+    monkeypatch.setitem(evaluation.EVALUATION_METRICS, "pass@2", evaluation.EVALUATION_METRICS["mine"])
+    with pytest.raises(ValueError, match="named 'pass@2'; register 'pass@2' under another name"):
+        problem_values(ARRAYS)
+
+
 def test_a_metric_that_reads_an_unknown_array_is_rejected(registered):
     with pytest.raises(ValueError, match="'corect'"):
         registered(lambda corect: corect)

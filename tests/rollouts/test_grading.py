@@ -3,16 +3,15 @@
 import asyncio
 import dataclasses
 import itertools
-import math
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 from fakes import PATIENCE, PROBLEMS, ByLetter, LetterJudge, group
 
+from poly_epo_jax.judges.answer import AnswerJudge
 from poly_epo_jax.rollouts.grading import JudgeError, check_failed_fraction, cluster_ids, grade_groups, judged
-from poly_epo_jax.types import Clustering, Generation, Group, JudgeFailure, Metrics, Problem
+from poly_epo_jax.types import Generation, Group, JudgeFailure, Metrics, Problem
 
 
 async def stream(groups: Sequence[Group]) -> AsyncIterator[Group]:
@@ -90,25 +89,6 @@ def test_judge_failures_keep_their_reason_and_are_excluded():
     assert judged(graded) == [graded[0], graded[2]]
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1.001, -1e-9, 1e300, None])
-def test_rewards_outside_0_to_1_raise_an_error(reward: Any):
-    class Generous(ByLetter):
-        def reward(self, problem: Problem, generation: Generation) -> float:
-            return reward if generation.text == "b" else 1.0
-
-    with pytest.raises(ValueError, match=r"reward for problem p is .* from 0 to 1"):
-        asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Generous(), LetterJudge()))
-
-
-def test_judge_features_that_are_not_finite_raise_an_error():
-    class Embedding(LetterJudge):
-        async def cluster(self, group: Group) -> Clustering:
-            return Clustering(np.zeros(2, np.int32), features={"embedding": np.array([[0.0, 1.0], [0.0, np.inf]])})
-
-    with pytest.raises(ValueError, match="feature 'embedding' for problem p is not finite"):
-        asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, ByLetter(), Embedding()))
-
-
 def test_the_task_determines_which_rewards_are_correct():
     class Tenths(ByLetter):
         def reward(self, problem: Problem, generation: Generation) -> float:
@@ -130,6 +110,28 @@ def test_errors_of_the_reward_are_raised():
 
     with pytest.raises(ZeroDivisionError, match="p"):
         asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Broken(), LetterJudge()))
+
+
+@pytest.mark.parametrize("error", [StopIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_errors_that_asyncio_cannot_raise_end_the_step(error: type[BaseException]):
+    """The step would otherwise wait forever, or SystemExit(0) would end the run without an error."""
+
+    class Broken(ByLetter):
+        def reward(self, problem: Problem, generation: Generation) -> float:
+            raise error("in the reward")
+
+        def answer(self, problem: Problem, generation: Generation) -> str | None:
+            raise error("in the answer")
+
+        def same_answer(self, problem: Problem, first: str, second: str) -> bool:
+            return first == second
+
+    grading = grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Broken(), LetterJudge())
+    with pytest.raises(RuntimeError, match=f"{error.__name__}: in the reward"):
+        asyncio.run(asyncio.wait_for(grading, timeout=PATIENCE))
+    judging = AnswerJudge(Broken()).cluster(group(PROBLEMS[0], "ab"))
+    with pytest.raises(RuntimeError, match=f"{error.__name__}: in the answer"):
+        asyncio.run(asyncio.wait_for(judging, timeout=PATIENCE))
 
 
 def test_the_overlap_of_judging_and_generation_is_measured(now: list[float]):

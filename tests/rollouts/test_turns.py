@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,3 +192,13 @@ def test_a_weight_change_between_two_turns_raises_an_error():
 
     with pytest.raises(RuntimeError, match="weights changed from version 0 to 1 between two turns of problem a"):
         generate(Changing(lambda *_: "a"), Replying())
+
+
+@pytest.mark.parametrize("reply", [3, b"?", ["?"], True])
+def test_a_reply_that_is_no_text_is_rejected(reply: object):
+    class Odd(Replying):
+        def reply(self, problem: Problem, generation: Generation) -> Any:
+            return reply
+
+    with pytest.raises(ValueError, match=rf"^Odd\.reply returned .*\({type(reply).__name__}\) for problem .; return"):
+        generate(Recording(lambda request, index: "ab"), Odd(), 2)

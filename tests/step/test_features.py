@@ -50,6 +50,12 @@ def test_features_of_the_judge_are_included():
     np.testing.assert_array_equal(features["embeddings"], np.stack([embeddings] * 2))
 
 
+def test_features_of_different_shapes_are_rejected():
+    groups = [graded([0, 1], features={"embeddings": np.zeros((2, size))}) for size in (3, 4)]
+    with pytest.raises(ValueError, match=r"judge's feature 'embeddings' .*different shapes"):
+        batch_features(groups)
+
+
 @pytest.mark.parametrize("name", ["embeddings", "rewards"])
 def test_incomplete_features_and_reserved_names_are_rejected(name: str):
     added = {name: np.zeros(2)}

@@ -84,6 +84,16 @@ def test_sampling_all_sets_equals_the_closed_form(graded):
     np.testing.assert_allclose(all_sets, advantages_of(algo(), *graded), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("columns", [slice(0, 1), slice(0, N - 1), 0, None], ids=str)
+def test_advantages_of_another_shape_are_rejected(graded, monkeypatch, columns):
+    def factory(algo: AlgoSection) -> Estimator:
+        return Estimator(lambda key, features: jnp.asarray(features["rewards"])[:, columns], ("rewards",), "Partial")
+
+    monkeypatch.setitem(ADVANTAGES, "partial", factory)
+    with pytest.raises(ValueError, match=rf"^Partial computed advantages of shape \({P},.* \({P}, {N}\) generations"):
+        advantages_of(algo(advantages="partial"), *graded)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_non_finite_advantages_are_rejected(graded, monkeypatch, value):
     def score(rewards):

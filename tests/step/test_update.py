@@ -14,7 +14,7 @@ from flax import nnx
 
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.set_rl import cispo_loss, ppo_clip_loss
-from poly_epo_jax.step.objective import UpdateObjective, check_finite
+from poly_epo_jax.step.objective import UPDATE_METRICS, UpdateObjective, check_finite
 from poly_epo_jax.step.optimizer import SCHEDULES, make_schedule
 from poly_epo_jax.step.packing import ZeroAdvantageBatch, pack
 from poly_epo_jax.step.update import PolicyUpdate
@@ -240,6 +240,35 @@ def test_metrics_are_means_over_response_tokens():
     assert metrics["policy/loss"] == pytest.approx((first["loss"].sum() + second["loss"].sum()) / 2, abs=1e-6)
     largest = max(first["mismatch/mean"].max(), second["mismatch/mean"].max())
     assert metrics["mismatch/max"] == pytest.approx(largest, rel=1e-5)
+
+
+def returning(**metrics):
+    """Returns a loss with given metrics."""
+    return lambda tokens, **clip: (jnp.sum(tokens.weights * tokens.logprobs), metrics)
+
+
+def test_the_names_of_all_metrics_of_an_update_are_reserved():
+    update = make_update(returning(), importance_cap=2.0, max_mismatch_ratio=2.0, **REGULARIZED)
+    minibatch = off_policy(update, pack(SEQUENCES, 40, rows_per_microbatch=2))
+    gradients, (sums, *_) = update.gradient(start(update), minibatch)
+    _, norms = update._apply(start(update), gradients)
+    assert {*sums, *norms} == UPDATE_METRICS
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (returning(loss=jnp.ones(())), "returned 'loss', which is the name of another metric"),
+        (returning(truncated=jnp.ones(())), "returned 'truncated'"),
+        (returning(learning_rate=jnp.ones(())), "returned 'learning_rate'"),
+        (returning(mine=jnp.ones(2)), "must return scalars, but mine"),
+        (lambda tokens, **clip: (tokens.logprobs, {}), "must return scalars, but the loss"),
+    ],
+)
+def test_losses_with_invalid_results_are_rejected(loss, words):
+    update = make_update(loss)
+    with pytest.raises(ValueError, match=f"algo.loss {words}"):
+        update.gradient(start(update), off_policy(update, pack(SEQUENCES, 40, rows_per_microbatch=2)))
 
 
 @pytest.mark.slow

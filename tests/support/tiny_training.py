@@ -17,6 +17,7 @@ from poly_epo_jax.evaluate.held_out import evaluate_held_out
 from poly_epo_jax.experience import Experience
 from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
+from poly_epo_jax.records.run_folder import is_evaluated
 from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.records.tracking import Tracker
 from poly_epo_jax.rollouts.prompts import problem_batches
@@ -58,10 +59,11 @@ def train_tiny(
     judge: Judge | None = None,
     params: Params | None = None,
     loss: Loss | None = None,
+    update: PolicyUpdate | None = None,
     advantages: Callable[[int, Features], np.ndarray] | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> tuple[Params, Params]:
-    """Trains the tiny policy, for two steps by default.
+    """Trains the tiny policy, for two steps by default. Continues from the last checkpoint in the run folder, if any.
 
     Args:
       run_dir: The run folder.
@@ -71,6 +73,7 @@ def train_tiny(
       judge: The judge. If None, `LetterJudge`.
       params: Initial weights. If None, `tiny_params()`.
       loss: The loss. If None, the configured loss.
+      update: The update, so that several runs can share its compiled programs. If None, `tiny_update` of `loss`.
       advantages: The estimator. If None, the configured estimator.
       changes: Changes of the configuration.
 
@@ -79,11 +82,16 @@ def train_tiny(
     """
     config, mesh = tiny_config(**(changes or {})), make_mesh(1, 1, 1)
     algo, num_steps, first = config.algo, config.train.num_steps, params or tiny_params()
-    objective = UpdateObjective(loss or make_loss(algo), config.sampling.temperature, algo.kl_coef, algo.entropy_coef)
-    update = PolicyUpdate(TINY_MODEL, mesh, objective, config.optimizer, total_updates=2 * num_steps)
+    update = update or tiny_update(config, loss)
     task, judge, batches = task or ByLetter(), judge or LetterJudge(failing), problem_batches(PROBLEMS, 3, seed=0)
     rollouts, timeline, num_generations = (sampler or RandomLetters()).rollouts(task), Timeline(), 8
-    stop = StopSignal()
+    stop, checkpoints = StopSignal(), Checkpoints(run_dir / "checkpoints")
+    newest = checkpoints.restore_latest(lambda step: checkpoints.restore(step, update.abstract_state, update.shardings))
+    progress = TrainProgress(0, update.init(first), batches.get_state())
+    if newest is not None:
+        step, (state, data) = newest
+        batches.set_state(data["batches"])
+        progress = TrainProgress(step, state, data["batches"])
     trainer = Trainer(
         experience=Experience(
             *(rollouts, task, judge, batches, num_generations),
@@ -99,7 +107,7 @@ def train_tiny(
         packer=MinibatchPacker(2, partial(pack, row_tokens=8, rows_per_microbatch=4), "max", max_tokens=2),
         update=update,
         timeline=timeline,
-        progress=TrainProgress(0, update.init(first), batches.get_state()),
+        progress=progress,
         reference=on_mesh(tiny_params(), mesh) if algo.kl_coef else None,
         set_size=algo.set_size,
     )
@@ -108,9 +116,18 @@ def train_tiny(
     def evaluate() -> Awaitable[Metrics]:
         return evaluate_held_out(rollouts, task, judge, task.held_out_problems, 2, Sampling(2), stop)
 
-    with Tracker(run_dir, "{}", num_steps, -1) as tracker:
-        asyncio.run(train(trainer, evaluate, Checkpoints(run_dir / "checkpoints"), tracker, schedule))
+    with Tracker(run_dir, "{}", num_steps, progress.step or -1) as tracker:
+        was_evaluated = is_evaluated(run_dir, progress.step)
+        asyncio.run(train(trainer, evaluate, checkpoints, tracker, schedule, was_evaluated))
     return first, saved(run_dir, num_steps)
+
+
+def tiny_update(config: Config, loss: Loss | None = None) -> PolicyUpdate:
+    """Returns the update of the tiny policy with a loss. If `loss` is None, it is the configured loss."""
+    algo = config.algo
+    objective = UpdateObjective(loss or make_loss(algo), config.sampling.temperature, algo.kl_coef, algo.entropy_coef)
+    total_updates = 2 * config.train.num_steps
+    return PolicyUpdate(TINY_MODEL, make_mesh(1, 1, 1), objective, config.optimizer, total_updates)
 
 
 def saved(run_dir: Path, step: int) -> Params:

@@ -1,0 +1,171 @@
+"""Checks the values that tasks, judges and samplers return, where they arrive. Users may have written any of them."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from reprlib import repr as _brief
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from poly_epo_jax.judges.exact import COUNTING_CLUSTERS
+from poly_epo_jax.judges.llm import LLMJudge
+from poly_epo_jax.metrics.logged import is_reserved
+from poly_epo_jax.types import Clustering, Group, Judge, JudgeFailure, Metrics, PartialCredit, Problem, Task
+
+_INT32 = np.iinfo(np.int32)
+
+
+def checked_rewards(task: Task, problem: Problem, rewards: Sequence[Any]) -> Float[np.ndarray, " N"]:
+    """Returns the rewards of N generations as an array.
+
+    Args:
+      task: Task that returned the rewards.
+      problem: Problem of the generations.
+      rewards: The N returned values.
+
+    Raises:
+      ValueError: If a value is not a number from 0 to 1. Strings and booleans are not numbers.
+    """
+    numbers = [_number(reward) for reward in rewards]
+    for reward, number in zip(rewards, numbers, strict=True):
+        if number is None or not 0 <= number <= 1:
+            raise ValueError(
+                f"{_name(task)}.reward returned {_describe(reward)} for problem {problem.id}, but a reward must be a "
+                "number from 0 to 1; return a float, such as 1.0."
+            )
+    return np.array(numbers, np.float32)
+
+
+def minimum_correct(task: Task) -> float:
+    """Returns the minimum reward of a correct response.
+
+    Raises:
+      ValueError: If the task's `correct_from` is not a number from 0 to 1.
+    """
+    minimum = task.correct_from if isinstance(task, PartialCredit) else 1.0
+    number = _number(minimum)
+    if number is None or not 0 <= number <= 1:
+        raise ValueError(
+            f"{_name(task)}.correct_from is {_describe(minimum)}, but must be a number from 0 to 1; correct it."
+        )
+    return float(number)
+
+
+def checked_clustering(judge: Judge, group: Group, returned: Any) -> Clustering | JudgeFailure | None:
+    """Returns the result of a judge for a group.
+
+    Args:
+      judge: Judge that returned the result.
+      group: The group.
+      returned: The result.
+
+    Raises:
+      ValueError: If the result is neither a valid clustering, nor a failure, nor None.
+    """
+    if flaw := _flaw(returned, len(group.generations), not isinstance(judge, LLMJudge)):
+        raise ValueError(f"{_name(judge)}.cluster returned an invalid result for problem {group.problem.id}: {flaw}.")
+    return returned
+
+
+def checked_counts(component: Any, counts: Any, others: Metrics) -> Metrics:
+    """Returns the counters of a task, judge or sampler.
+
+    Args:
+      component: Component that returned the counters.
+      counts: The counters.
+      others: Counters of other components.
+
+    Raises:
+      ValueError: If the counters are not a dict of finite numbers or NaN, or if a name is already in use.
+    """
+    if not isinstance(counts, Mapping):
+        raise ValueError(
+            f"{_name(component)}.metrics returned {_describe(counts)}; return a dict of numbers by name, such as "
+            "{'task/invalid': 2.0}."
+        )
+    numbers: Metrics = {}
+    for name, value in counts.items():
+        number = _number(value)
+        if not isinstance(name, str) or number is None or abs(number) > sys.float_info.max:
+            raise ValueError(
+                f"{_name(component)}.metrics returned {_describe(value)} for {name!r}; return finite numbers or NaN, "
+                "with strings as names."
+            )
+        if name in others or is_reserved(name):
+            raise ValueError(
+                f"{_name(component)}.metrics returned {name!r}, which is the name of another metric; choose another "
+                f"name, such as '{_name(component)}/{name.rpartition('/')[2]}'."
+            )
+        numbers[name] = float(number)
+    return numbers
+
+
+def _flaw(returned: Any, num_responses: int, may_count: bool) -> str:
+    """Describes why the result of a judge is invalid, and the remedy. Returns "" for a valid result."""
+    match returned:
+        case Clustering(ids, rationales, features):
+            return (
+                _flaw_of_ids(ids, num_responses, may_count)
+                or _flaw_of_rationales(rationales, num_responses)
+                or _flaw_of_features(features, num_responses)
+            )
+        case None | JudgeFailure(str(), str()):
+            return ""
+        case JudgeFailure(kind, reason):
+            return f"kind and reason of the failure are {_describe(kind)} and {_describe(reason)}; use strings"
+    return f"it is {_describe(returned)}; return a Clustering, or a JudgeFailure if clustering failed"
+
+
+def _flaw_of_ids(ids: Any, num_responses: int, may_count: bool) -> str:
+    is_integer = getattr(getattr(ids, "dtype", None), "kind", "") in ("i", "u")
+    if not is_integer or ids.shape != (num_responses,) or ids.min() < _INT32.min or ids.max() > _INT32.max:
+        return (
+            f"its ids are {_describe(ids)}; return an int32 array with one id for each of the {num_responses} "
+            "responses, such as np.array([0, 1], np.int32)"
+        )
+    if may_count and set(COUNTING_CLUSTERS) <= set(ids.tolist()):
+        return (
+            "its ids contain both 99 and 100, but 100 is reserved for degenerate responses, and ids that count up "
+            "must not reach it; number the clusters with poly_epo_jax.judges.exact.clusters_of"
+        )
+    return ""
+
+
+def _flaw_of_rationales(rationales: Any, num_responses: int) -> str:
+    are_texts = isinstance(rationales, list | tuple) and all(isinstance(text, str) for text in rationales)
+    if rationales is None or (are_texts and len(rationales) == num_responses):
+        return ""
+    return f"its rationales are {_describe(rationales)}; return a string for each of the {num_responses} responses"
+
+
+def _flaw_of_features(features: Any, num_responses: int) -> str:
+    if not isinstance(features, Mapping):
+        return f"its features are {_describe(features)}; return a dict of arrays by name"
+    for name, feature in features.items():
+        try:
+            is_valid = np.shape(feature)[:1] == (num_responses,) and bool(np.isfinite(feature).all())
+        except (TypeError, ValueError):  # not numeric, or rows of different lengths
+            is_valid = False
+        if not is_valid:
+            return (
+                f"its feature {name!r} is {_describe(feature)}; return finite numbers with one row for each of the "
+                f"{num_responses} responses"
+            )
+    return ""
+
+
+def _number(value: Any) -> int | float | None:
+    """Returns a number as a Python number, also if it is a scalar of NumPy, JAX or torch. Returns None otherwise."""
+    value = value.item() if getattr(value, "shape", None) == () else value
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _describe(value: Any) -> str:
+    shape = getattr(value, "shape", ())
+    kind = f"{value.dtype} array of shape {tuple(shape)}" if shape else type(value).__name__
+    return f"{_brief(value)} ({kind})"
+
+
+def _name(component: Any) -> str:
+    return type(component).__name__
