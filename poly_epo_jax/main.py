@@ -9,6 +9,7 @@ if __name__ == "__main__":
     # Objects created by imports are long-lived; collecting garbage while importing takes 10% of the import time.
     gc.disable()
 
+import asyncio
 import contextlib
 import dataclasses
 import json
