@@ -52,7 +52,7 @@ from poly_epo_jax.step.update import PolicyUpdate, make_update
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.signals import Stop
 from poly_epo_jax.system.versions import versions, versions_used
-from poly_epo_jax.tasks.problems import Cleaned
+from poly_epo_jax.tasks.problems import Cleaned, reasons_text
 from poly_epo_jax.train import Trainer, TrainProgress, TrainSchedule, train
 from poly_epo_jax.types import JudgeLoad, Metrics, Problem, Sampling, Task
 
@@ -249,9 +249,8 @@ def _problems_that_fit(
         before = dataclasses.asdict(task.dropped[name]) if isinstance(task, Cleaned) else {}
         counts[name] = {"kept": len(kept), "dropped": before | {"too_long": too_long}}
         problems.append(kept)
-        reasons = [f"{count} {reason.replace('_', ' ')}" for reason, count in counts[name]["dropped"].items() if count]
-        if reasons and hosts.is_first():
-            print(f"{name.replace('_', '-')} problems: {len(kept)}; dropped: {', '.join(reasons)}.")
+        if (reasons := reasons_text(counts[name]["dropped"])) and hosts.is_first():
+            print(f"{name.replace('_', '-')} problems: {len(kept)}; dropped: {reasons}.")
     hosts.on_first(lambda: write_json(workdir / run_folder.DATA, counts))
     train_problems, held_out_problems = problems
     return train_problems, held_out_problems

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import grain
@@ -10,21 +11,33 @@ from grain import DatasetIterator
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
+from poly_epo_jax.model.policy import check_embedded
 from poly_epo_jax.types import Problem
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[Int[np.ndarray, " L"]]:
+BREAK = "\ud800"
+"""Separates pieces of a prompt that are encoded separately. A lone surrogate never occurs in valid text."""
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], vocab_size: int
+) -> list[Int[np.ndarray, " L"]]:
     """Encodes the prompts of problems, without adding special tokens.
+
+    The names of control tokens in chat messages and in `Problem.untrusted` are encoded as plain text. Control tokens are
+    the tokenizer's special tokens, and added tokens that the chat template writes around a message.
 
     Args:
       tokenizer: Tokenizer of the policy. Its chat template is applied to problems with `chat` True.
       problems: Problems to encode.
+      vocab_size: Number of rows of the policy's embedding.
 
     Returns:
       The tokens [L] of each prompt, int32.
 
     Raises:
-      ValueError: If a prompt is a chat message and the tokenizer does not have a chat template.
+      ValueError: If a prompt is a chat message and the tokenizer does not have a chat template, or if a token is not in
+        the policy's embedding.
     """
     if not problems:
         return []
@@ -33,20 +46,34 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Proble
             "The task's prompts are chat messages, but the policy's tokenizer has no chat template; add a template to "
             "the tokenizer, or use plain prompts (task.options.template for task math)."
         )
+    added = [token for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1]
+    empty_chat = _chat_text(tokenizer, "") if tokenizer.chat_template else ""
+    special = [token.content for token in added if token.special or token.content in empty_chat]
+    pieces = [_prompt_text(tokenizer, problem, special).split(BREAK) for problem in problems]
     # A single call, because fast tokenizers process a batch on all cores.
-    encoded = tokenizer([_prompt_text(tokenizer, problem) for problem in problems], add_special_tokens=False)
-    return [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
+    encoded = iter(tokenizer([*itertools.chain(*pieces)], add_special_tokens=False)["input_ids"])
+    prompts = [np.asarray([*itertools.chain(*(next(encoded) for _ in texts))], np.int32) for texts in pieces]
+    check_embedded(tokenizer, np.concatenate(prompts), vocab_size)
+    return prompts
 
 
-def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> str:
-    if not problem.chat:
-        return problem.prompt
-    messages = [{"role": "user", "content": problem.prompt}]
+def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, control_tokens: Sequence[str]) -> str:
+    """Returns the text of a prompt, with `BREAK` after the first character of each control token in untrusted text."""
+    start, end = (0, len(problem.prompt)) if problem.chat else problem.untrusted
+    untrusted = problem.prompt[start:end]
+    for token in control_tokens:
+        while token in untrusted:
+            untrusted = untrusted.replace(token, token[0] + BREAK + token[1:])
+    return _chat_text(tokenizer, untrusted) if problem.chat else problem.prompt[:start] + untrusted + problem.prompt[end:]
+
+
+def _chat_text(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
+    messages = [{"role": "user", "content": content}]
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def drop_long_prompts(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int, vocab_size: int
 ) -> tuple[list[Problem], int]:
     """Drops problems whose prompts have more than `max_tokens` tokens.
 
@@ -54,11 +81,15 @@ def drop_long_prompts(
       problems: Problems to filter.
       tokenizer: Tokenizer of the policy.
       max_tokens: Maximum number of prompt tokens.
+      vocab_size: Number of rows of the policy's embedding.
 
     Returns:
       A tuple of the remaining problems, in order, and the number of dropped problems.
+
+    Raises:
+      ValueError: If a prompt cannot be encoded, see `encode_prompts`.
     """
-    encoded = encode_prompts(tokenizer, problems)
+    encoded = encode_prompts(tokenizer, problems, vocab_size)
     kept = [problem for problem, ids in zip(problems, encoded, strict=True) if len(ids) <= max_tokens]
     return kept, len(problems) - len(kept)
 
