@@ -30,7 +30,7 @@ from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.model.attention import SHARES_PROMPTS, fastest
 from poly_epo_jax.model.attention.self_check import CHECKED, trust_attention
 from poly_epo_jax.model.checkpoint import Checkpoints
-from poly_epo_jax.model.policy import Policy, find_model, open_policy
+from poly_epo_jax.model.policy import Policy, check_stop_ids, find_model, open_policy
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.sharding import host_mesh
 from poly_epo_jax.records import run_folder
@@ -87,6 +87,7 @@ def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
     local_mesh = host_mesh(mesh)
     trust_attention(config.model.attention, prepared.model_config, mesh, Path(config.compilation_cache) / CHECKED)
     policy = _initial_policy(config, prepared, local_mesh)
+    check_stop_ids(policy)
     hosts.on_all(lambda: check_same_model(workdir, policy.path))
     if hosts.is_first():
         print_plan(prepared.plan, prepared.rows_that_fit, Console(), brief=True)
@@ -105,7 +106,8 @@ def _run(config: Config, prepared: Prepared, stop: Stop) -> None:
     hosts.on_first(lambda: _write_description(config, policy))
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, local_mesh, policy.stop_ids, config, **config.rollouts.options)
-    rollouts = Rollouts(sampler, policy.tokenizer, task, config.train.max_prompt_tokens, config.model.stop_strings)
+    limits = (config.train.max_prompt_tokens, config.model.stop_strings, policy.config.vocab_size)
+    rollouts = Rollouts(sampler, policy.tokenizer, task, *limits)
     timeline = Timeline()
     trainer = Trainer(
         experience=_experience(config, rollouts, prepared, batches, timeline, stop),
@@ -245,7 +247,8 @@ def _problems_that_fit(
     """Returns the training and held-out problems with short enough prompts, and writes the counts to data.json."""
     counts, problems = {}, []
     for name, part in (("train", task.train_problems), ("held_out", task.held_out_problems)):
-        kept, too_long = drop_long_prompts(part, policy.tokenizer, config.train.max_prompt_tokens)
+        limits = (config.train.max_prompt_tokens, policy.config.vocab_size)
+        kept, too_long = drop_long_prompts(part, policy.tokenizer, *limits)
         before = dataclasses.asdict(task.dropped[name]) if isinstance(task, Cleaned) else {}
         counts[name] = {"kept": len(kept), "dropped": before | {"too_long": too_long}}
         problems.append(kept)

@@ -133,7 +133,8 @@ def open_policy(path: Path, section: ModelSection, longest_sequence: int = 0, lo
       The policy.
 
     Raises:
-      ValueError, FileNotFoundError: If the folder is missing or corrupted, or if the model is not supported.
+      ValueError, FileNotFoundError: If the folder is missing or corrupted, if the model is not supported, or if a stop
+        token is not in its embedding.
     """
     check_digests(path)
     compute = {name: value for name, value in section.items() if name not in ("path", "stop_strings")}
@@ -162,15 +163,16 @@ def check_embedded(
       vocab_size: Number of rows of the embedding.
 
     Raises:
-      ValueError: If it does not. The message contains the name and the id of the token.
+      ValueError: If the embedding has no row for a token. The message contains the name and the id of the token.
     """
-    for index in np.asarray(token_ids):
-        if not 0 <= index < vocab_size:
-            raise ValueError(
-                f"Token {tokenizer.convert_ids_to_tokens(int(index))!r} has id {index}, but the policy's embedding has "
-                f"only {vocab_size} rows; add rows for new tokens (resize_token_embeddings of transformers), or remove "
-                "the token from the prompt, the chat template or the tokenizer."
-            )
+    ids = np.asarray(token_ids)
+    for index in ids[ids >= vocab_size]:
+        name = tokenizer.convert_ids_to_tokens(int(index))
+        raise ValueError(
+            f"Token {name!r} has id {index}, but the policy's embedding has only {vocab_size} rows; add rows for new "
+            "tokens (resize_token_embeddings of transformers), or remove the token from the prompts, the chat template "
+            "and the stop tokens."
+        )
 
 
 def check_stop_ids(policy: Policy) -> None:
@@ -193,9 +195,9 @@ def _eos_ids(folder: Path) -> list[int]:
       ValueError: If the value is neither a token id nor a list of token ids.
     """
     for file in (folder / "generation_config.json", folder / "config.json"):
-        eos = read_object(file, "create or download the model folder again").get("eos_token_id") if file.exists() else None
+        eos = read_object(file, "create or download the model folder again").get("eos_token_id")
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if any(type(index) is not int for index in ids):
+        if any(type(index) is not int or index < 0 for index in ids):
             raise ValueError(f"{file}: eos_token_id={eos!r} must be a token id or a list of token ids; correct it.")
         if ids:
             return ids

@@ -203,7 +203,11 @@ class Rollouts:
                 f"The sampler's log-probabilities for problem {turn.request.problem_id} are not finite; check its "
                 "weights and sampling.temperature."
             )
-        check_embedded(self._tokenizer, ids, self._vocab_size)
+        if ((ids < 0) | (ids >= self._vocab_size)).any():
+            raise ValueError(
+                f"The sampler returned token ids outside the range 0 to {self._vocab_size - 1} for problem "
+                f"{turn.request.problem_id}; check that it samples from the trained model."
+            )
         written = Generation(
             ids,
             completion.logprobs,

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import grain
 import numpy as np
@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from poly_epo_jax.model.policy import check_embedded
 from poly_epo_jax.types import Problem
 
-
 BREAK = "\ud800"
 """Separates pieces of a prompt that are encoded separately. A lone surrogate never occurs in valid text."""
 
@@ -24,8 +23,8 @@ def encode_prompts(
 ) -> list[Int[np.ndarray, " L"]]:
     """Encodes the prompts of problems, without adding special tokens.
 
-    The names of control tokens in chat messages and in `Problem.untrusted` are encoded as plain text. Control tokens are
-    the tokenizer's special tokens, and added tokens that the chat template writes around a message.
+    The names of control tokens in chat messages and in `Problem.untrusted` are encoded as plain text. Control tokens
+    are the tokenizer's special tokens, and its added tokens that also occur in the template around this text.
 
     Args:
       tokenizer: Tokenizer of the policy. Its chat template is applied to problems with `chat` True.
@@ -46,10 +45,11 @@ def encode_prompts(
             "The task's prompts are chat messages, but the policy's tokenizer has no chat template; add a template to "
             "the tokenizer, or use plain prompts (task.options.template for task math)."
         )
-    added = [token for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1]
-    empty_chat = _chat_text(tokenizer, "") if tokenizer.chat_template else ""
-    special = [token.content for token in added if token.special or token.content in empty_chat]
-    pieces = [_prompt_text(tokenizer, problem, special).split(BREAK) for problem in problems]
+    added = {
+        token.content: token.special for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1
+    }
+    chat = _chat_text(tokenizer, "") if any(problem.chat for problem in problems) else ""
+    pieces = [_prompt_text(tokenizer, problem, added, chat).split(BREAK) for problem in problems]
     # A single call, because fast tokenizers process a batch on all cores.
     encoded = iter(tokenizer([*itertools.chain(*pieces)], add_special_tokens=False)["input_ids"])
     prompts = [np.asarray([*itertools.chain(*(next(encoded) for _ in texts))], np.int32) for texts in pieces]
@@ -57,14 +57,22 @@ def encode_prompts(
     return prompts
 
 
-def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, control_tokens: Sequence[str]) -> str:
-    """Returns the text of a prompt, with `BREAK` after the first character of each control token in untrusted text."""
+def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, added: Mapping[str, bool], chat: str) -> str:
+    """Returns the text of a prompt, with `BREAK` after the first character of each control token in untrusted text.
+
+    Args:
+      tokenizer: Tokenizer of the policy.
+      problem: The problem.
+      added: Whether an added token is special, keyed by its text.
+      chat: Text of the chat template with an empty message.
+    """
     start, end = (0, len(problem.prompt)) if problem.chat else problem.untrusted
-    untrusted = problem.prompt[start:end]
-    for token in control_tokens:
-        while token in untrusted:
+    before, untrusted, after = problem.prompt[:start], problem.prompt[start:end], problem.prompt[end:]
+    trusted = chat if problem.chat else before + after
+    for token, is_special in added.items():
+        while token in untrusted and (is_special or token in trusted):
             untrusted = untrusted.replace(token, token[0] + BREAK + token[1:])
-    return _chat_text(tokenizer, untrusted) if problem.chat else problem.prompt[:start] + untrusted + problem.prompt[end:]
+    return _chat_text(tokenizer, untrusted) if problem.chat else before + untrusted + after
 
 
 def _chat_text(tokenizer: PreTrainedTokenizerBase, content: str) -> str:

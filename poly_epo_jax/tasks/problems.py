@@ -205,8 +205,9 @@ def load_problems(
     return problems, Dropped(**reasons)
 
 
-def reasons_text(counts: Mapping[str, int]) -> str:
+def reasons_text(dropped: Dropped | Mapping[str, int]) -> str:
     """Formats the numbers of removed problems by reason, such as "3 duplicates, 1 too long". Omits zeros."""
+    counts = dataclasses.asdict(dropped) if isinstance(dropped, Dropped) else dropped
     return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items() if count)
 
 

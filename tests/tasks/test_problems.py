@@ -295,15 +295,15 @@ def test_long_prompts_are_dropped(shared: Path):
     """Qwen's tokenizer produces one token per digit, and <|im_end|> is one token, as in rollouts."""
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers/qwen3")
     problems = [problem("7" * length) for length in (1, 16, 17, 40)] + [problem("7" * 15 + "<|im_end|>")]
-    kept, dropped = drop_long_prompts(problems, tokenizer, max_tokens=16)
+    kept, dropped = drop_long_prompts(problems, tokenizer, max_tokens=16, vocab_size=151_936)
     assert kept == [problems[0], problems[1], problems[4]]
     assert dropped == 2
-    assert drop_long_prompts([], tokenizer, max_tokens=16) == ([], 0)
+    assert drop_long_prompts([], tokenizer, max_tokens=16, vocab_size=151_936) == ([], 0)
 
 
 @pytest.mark.slow
 def test_few_prompts_of_a_known_dataset_are_long(shared: Path):
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers/qwen3")
     problems, _ = load_problems(str(shared / "data/math/dapo_math_17k.jsonl"))
-    kept, dropped = drop_long_prompts(problems, tokenizer, max_tokens=1024)
+    kept, dropped = drop_long_prompts(problems, tokenizer, max_tokens=1024, vocab_size=151_936)
     assert (len(kept), dropped) == (17_915 - 8, 8)

@@ -70,7 +70,7 @@ def test_problems_and_dropped_counts(make: Callable[..., MathTask]):
     held_out = [{"problem": "Held out", "answer": "7", "id": "h"}, ROWS[3]], [{"problem": "Another", "answer": "8"}]
     task = make([*ROWS, odd, *clash], *held_out, template="Q: {problem} A:", num_workers=1)
     assert [problem.id for problem in task.train_problems] == ["train/1", "train/2", "train/3"]
-    assert task.train_problems[1] == Problem(id="train/2", prompt="Q: What is 1 + 1? A:", answer="2")
+    assert task.train_problems[1] == Problem("train/2", "Q: What is 1 + 1? A:", "2", untrusted=(3, 16))
     assert [problem.id for problem in task.held_out_problems] == ["h", "held_out_0/2", "held_out_1/1"]
     assert task.dropped == {"train": Dropped(duplicates=2, conflicting=1, held_out=1), "held_out": Dropped()}
 
@@ -100,7 +100,7 @@ def test_one_held_out_source_may_be_a_string(make: Callable[..., MathTask]):
 def test_column_names_are_configurable(make: Callable[..., MathTask]):
     rows = [{"q": "1?", "a": 1, "name": "x"}]
     task = make(rows, template="{problem}", problem_column="q", answer_column="a", id_column="name")
-    assert task.train_problems == (Problem(id="x", prompt="1?", answer="1"),)
+    assert task.train_problems == (Problem(id="x", prompt="1?", answer="1", untrusted=(0, 2)),)
     with pytest.raises(ValueError, match="no value in column 'problem'; its columns are q, a, name"):
         make(rows)
 
