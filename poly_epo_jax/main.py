@@ -9,7 +9,6 @@ if __name__ == "__main__":
     # Objects created by imports are long-lived; collecting garbage while importing takes 10% of the import time.
     gc.disable()
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -32,7 +31,7 @@ from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.model.attention import SUPPORTS_SHARED_PROMPTS, resolve_implementation
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
 from poly_epo_jax.model.checkpoint import Checkpoints
-from poly_epo_jax.model.policy import Policy, find_model, open_policy
+from poly_epo_jax.model.policy import Policy, check_stop_ids, find_model, open_policy
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.sharding import host_mesh
 from poly_epo_jax.records import run_folder
@@ -61,7 +60,7 @@ from poly_epo_jax.step.update import PolicyUpdate, make_update
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.signals import StopSignal, run_in_loop
 from poly_epo_jax.system.versions import versions, versions_used
-from poly_epo_jax.tasks.problems import Cleaned
+from poly_epo_jax.tasks.problems import Cleaned, reasons_text
 from poly_epo_jax.train import Trainer, TrainProgress, TrainSchedule, train
 from poly_epo_jax.types import JudgeLoad, Metrics, Problem, Sampling, Task
 
@@ -96,6 +95,7 @@ def _run(config: Config, prepared: Prepared) -> None:
         config.model.attention, prepared.model_config, mesh, Path(config.compilation_cache_dir) / CHECKED
     )
     policy = _initial_policy(config, prepared, local_mesh)
+    check_stop_ids(policy)
     hosts.run_on_all(lambda: check_resume_model(workdir, policy.path))
     described = hosts.run_on_all(lambda: check_same_content(workdir, str(policy.path), policy_digests(policy)))
     digests = prepared.digests | described
@@ -117,12 +117,13 @@ def _run(config: Config, prepared: Prepared) -> None:
     if reference is not None and not config.lora.rank:  # checkpoints of adapters identify the frozen weights
         weights = reference_digests(reference)
         digests |= hosts.run_on_all(lambda: check_same_content(workdir, str(policy.path), weights))
-    judge = hosts.run_on_first(lambda: asyncio.run(judge_identity(prepared.judge)))
+    judge = hosts.run_on_first(lambda: run_in_loop(judge_identity(prepared.judge), StopSignal()))
     digests |= hosts.run_on_all(lambda: check_same_content(workdir, "The judge", judge))
     hosts.run_on_first(lambda: _write_description(config, policy, digests))
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, local_mesh, policy.stop_ids, config, **config.rollouts.options)
-    rollouts = Rollouts(sampler, policy.tokenizer, task, config.train.max_prompt_tokens, config.model.stop_strings)
+    limits = (config.train.max_prompt_tokens, config.model.stop_strings, policy.config.vocab_size)
+    rollouts = Rollouts(sampler, policy.tokenizer, task, *limits)
     timeline, stop = Timeline(), StopSignal()
     trainer = Trainer(
         experience=_experience(config, rollouts, prepared, batches, timeline, stop),
@@ -267,13 +268,13 @@ def _problems_that_fit(
     """Returns the training and held-out problems with short enough prompts, and writes the counts to data.json."""
     counts, problems = {}, []
     for name, part in (("train", task.train_problems), ("held_out", task.held_out_problems)):
-        kept, too_long = drop_long_prompts(part, policy.tokenizer, config.train.max_prompt_tokens)
+        limits = (config.train.max_prompt_tokens, policy.config.vocab_size)
+        kept, too_long = drop_long_prompts(part, policy.tokenizer, *limits)
         before = dataclasses.asdict(task.dropped[name]) if isinstance(task, Cleaned) else {}
         counts[name] = {"kept": len(kept), "dropped": before | {"too_long": too_long}}
         problems.append(kept)
-        reasons = [f"{count} {reason.replace('_', ' ')}" for reason, count in counts[name]["dropped"].items() if count]
-        if reasons and hosts.is_first():
-            print(f"{name.replace('_', '-')} problems: {len(kept)}; dropped: {', '.join(reasons)}.")
+        if (reasons := reasons_text(counts[name]["dropped"])) and hosts.is_first():
+            print(f"{name.replace('_', '-')} problems: {len(kept)}; dropped: {reasons}.")
     hosts.run_on_first(lambda: write_json(workdir / run_folder.DATA, counts))
     train_problems, held_out_problems = problems
     return train_problems, held_out_problems

@@ -30,9 +30,12 @@ class Problem:
       id: Unique name of the problem within its task.
       prompt: Text that the policy completes or, if `chat` is True, the user message of a chat.
       answer: Reference answer, in the format that the task's reward expects.
-      chat: Whether the chat template of the tokenizer is applied to `prompt`.
+      chat: Whether the chat template of the tokenizer is applied to `prompt`. The names of control tokens in a chat
+        message, such as "<|im_end|>", are encoded as plain text.
       occurrence: Number of earlier occurrences of the problem in the batch. A batch that spans the end of an epoch may
         contain a problem twice. The occurrences compare equal, but have different generations.
+      untrusted: Start and end of the part of a prompt without `chat` that comes from a dataset. In this part, the names
+        of control tokens are encoded as plain text; in the remaining prompt, they are encoded as control tokens.
     """
 
     id: str
@@ -40,6 +43,7 @@ class Problem:
     answer: str
     chat: bool = False
     occurrence: int = dataclasses.field(default=0, compare=False)
+    untrusted: tuple[int, int] = (0, 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -283,7 +287,11 @@ class Conversational(Task, Protocol):
     """A task with several turns, which replies to the policy before the policy continues."""
 
     def reply(self, problem: Problem, generation: Generation) -> str | None:
-        """Returns the text of the reply, including control tokens, or None if the response is complete."""
+        """Returns the text of the reply, including control tokens, or None if the response is complete.
+
+        The names of control tokens are encoded as control tokens. Text that the reply quotes from a response or a
+        program can be protected with `judges.prompt.escape_control_tokens`.
+        """
         ...
 
 

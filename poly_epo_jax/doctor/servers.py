@@ -158,13 +158,14 @@ async def _check_servers(run: RunContext, policy: Policy, params: Params | None)
 async def _generate(run: RunContext, policy: Policy, url: str) -> list[Group]:
     config = _with_short_timeouts(run.config)
     limit, max_tokens = config.train.max_prompt_tokens, min(MAX_TOKENS, config.sampling.max_tokens)
-    problems, _ = drop_long_prompts(run.task.train_problems[: 16 * NUM_PROMPTS], policy.tokenizer, limit)
+    vocab_size = policy.config.vocab_size
+    problems, _ = drop_long_prompts(run.task.train_problems[: 16 * NUM_PROMPTS], policy.tokenizer, limit, vocab_size)
     if not problems:
         raise Failed(
             f"all of the first {16 * NUM_PROMPTS} prompts are longer than train.max_prompt_tokens={limit}; increase it"
         )
     server = open_server(url, policy.model, policy.stop_ids, config)
-    rollouts = Rollouts(server, policy.tokenizer, run.task, limit, config.model.stop_strings)
+    rollouts = Rollouts(server, policy.tokenizer, run.task, limit, config.model.stop_strings, vocab_size)
     try:
         sampling = Sampling(max_tokens, config.sampling.temperature, seed=config.seed)
         return [group async for group in rollouts.generate(problems[:NUM_PROMPTS], NUM_GENERATIONS, sampling)]

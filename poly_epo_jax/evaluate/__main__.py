@@ -34,7 +34,7 @@ from poly_epo_jax.judges import JUDGES, NoJudge, judge_identity
 from poly_epo_jax.judges.llm import warn_capacity
 from poly_epo_jax.metrics.evaluation import EvaluationMetric, table_columns
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
-from poly_epo_jax.model.policy import Policy, find_model, model_digest, open_policy
+from poly_epo_jax.model.policy import Policy, check_stop_ids, find_model, model_digest, open_policy
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.progress import progress_bar
 from poly_epo_jax.records.run_folder import CHECKPOINTS, LOCK
@@ -49,6 +49,7 @@ from poly_epo_jax.startup.trained_policy import open_trained_policy, run_digests
 from poly_epo_jax.system.file_lock import lock_file
 from poly_epo_jax.system.http_client import ServerError, describe_error
 from poly_epo_jax.system.json_files import write_json
+from poly_epo_jax.tasks.problems import Cleaned, reasons_text
 from poly_epo_jax.types import Judge, JudgeLoad, Params, Sampling
 
 
@@ -99,6 +100,8 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
     for name in flags.benchmarks:
         benchmark = open_benchmark(name, config.task)
         digests = {"problems": problems_digest(benchmark.problems)}
+        if isinstance(benchmark.task, Cleaned) and (reasons := reasons_text(benchmark.task.dropped["train"])):
+            print(f"{benchmark.label}: {len(benchmark.problems)} problems; dropped: {reasons}.")
         benchmark.problems = benchmark.problems[: flags.max_problems or None]
         if not benchmark.problems:
             raise ConfigError(
@@ -212,12 +215,14 @@ def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
 def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mesh) -> Rollouts:
     """Creates the sampler. The prompt length is not limited, so that all problems of a benchmark are evaluated."""
     policy = model.policy
-    longest = max(map(len, encode_prompts(policy.tokenizer, benchmark.problems)))
+    check_stop_ids(policy)
+    longest = max(map(len, encode_prompts(policy.tokenizer, benchmark.problems, policy.config.vocab_size)))
     if model.url:
         sampler = open_server(model.url, policy.model, policy.stop_ids, config, model.version)
     else:
         sampler = open_weights(policy.model, mesh, policy.stop_ids, config, longest)
-    return Rollouts(sampler, policy.tokenizer, benchmark.task, longest, config.model.stop_strings)
+    limits = (longest, config.model.stop_strings, policy.config.vocab_size)
+    return Rollouts(sampler, policy.tokenizer, benchmark.task, *limits)
 
 
 def _names(text: str) -> list[str]:

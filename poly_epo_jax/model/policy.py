@@ -1,18 +1,19 @@
 """Opens a policy, its weights, tokenizer and stop tokens, from a Hugging Face model folder."""
 
 import dataclasses
-import json
 import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from jax.sharding import Mesh
+from jaxtyping import Int
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from poly_epo_jax.config.keys import LoraSection, ModelSection
+from poly_epo_jax.config.keys import ConfigError, LoraSection, ModelSection
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import init_adapter, lora_fields, split_adapter, without_adapter
@@ -21,6 +22,7 @@ from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
 from poly_epo_jax.model.stop_strings import stop_string_ids
 from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.system.digests import DIGESTS, check_digests, file_digests, json_digest, write_digests
+from poly_epo_jax.system.json_files import read_object
 from poly_epo_jax.system.text import first_line
 from poly_epo_jax.types import Params
 
@@ -138,7 +140,8 @@ def open_policy(
       The policy.
 
     Raises:
-      ValueError, FileNotFoundError: If the folder is missing or corrupted, or if the model is not supported.
+      ValueError, FileNotFoundError: If the folder is missing or corrupted, if the model is not supported, or if a stop
+        token is not in its embedding.
     """
     check_digests(path)
     compute = {name: value for name, value in section.items() if name not in ("path", "stop_strings")}
@@ -149,20 +152,60 @@ def open_policy(
         raise ValueError(
             f"Failed to load the tokenizer in {path}: {first_line(error)}. Create or download the model folder again."
         ) from error
-    return Policy(path, config, abstract_model(config), tokenizer, _stop_ids(path, tokenizer, section.stop_strings))
+    stop_ids = {*_eos_ids(path), *stop_string_ids(tokenizer, section.stop_strings)}
+    if isinstance(tokenizer.eos_token_id, int):  # differs from the ids in the folder's other files for base models
+        stop_ids.add(tokenizer.eos_token_id)
+    check_embedded(tokenizer, sorted(stop_ids), config.vocab_size)
+    return Policy(path, config, abstract_model(config), tokenizer, tuple(sorted(stop_ids)))
 
 
-def _stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> tuple[int, ...]:
-    """Returns the end-of-sequence tokens of generation_config.json and of the tokenizer, and the tokens of stop
-    strings.
+def check_embedded(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Int[np.ndarray, " T"] | Sequence[int], vocab_size: int
+) -> None:
+    """Checks that the embedding has a row for each token. JAX would read the last row instead of a missing one.
 
-    The end-of-sequence tokens of both files differ for base models.
+    Args:
+      tokenizer: Tokenizer of the policy.
+      token_ids: Token ids [T].
+      vocab_size: Number of rows of the embedding.
 
     Raises:
-      ValueError: If one of the strings is not contained in any token.
+      ValueError: If the embedding has no row for a token. The message contains the name and the id of the token.
     """
-    file = path / "generation_config.json"
-    eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-    listed: list[int] = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    own = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
-    return tuple(sorted({*listed, *own, *stop_string_ids(tokenizer, strings)}))
+    ids = np.asarray(token_ids)
+    for index in ids[ids >= vocab_size]:
+        name = tokenizer.convert_ids_to_tokens(int(index))
+        raise ValueError(
+            f"Token {name!r} has id {index}, but the policy's embedding has only {vocab_size} rows; add rows for new "
+            "tokens (resize_token_embeddings of transformers), or remove the token from the prompts, the chat template "
+            "and the stop tokens."
+        )
+
+
+def check_stop_ids(policy: Policy) -> None:
+    """Checks that responses of the policy can end before the token limit.
+
+    Raises:
+      ConfigError: If the policy has no stop tokens.
+    """
+    if not policy.stop_ids:
+        raise ConfigError(
+            f"No token ends a response of {policy.path}: model.stop_strings is empty, and generation_config.json, "
+            "config.json and the tokenizer have no end-of-sequence token; set model.stop_strings."
+        )
+
+
+def _eos_ids(folder: Path) -> list[int]:
+    """Returns the end-of-sequence tokens of generation_config.json or, if it has none, of config.json.
+
+    Raises:
+      ValueError: If the value is neither a token id nor a list of token ids.
+    """
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        eos = read_object(file, "create or download the model folder again").get("eos_token_id")
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if any(type(index) is not int or index < 0 for index in ids):
+            raise ValueError(f"{file}: eos_token_id={eos!r} must be a token id or a list of token ids; correct it.")
+        if ids:
+            return ids
+    return []

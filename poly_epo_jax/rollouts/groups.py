@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Int, UInt32
 from transformers import PreTrainedTokenizerBase
 
+from poly_epo_jax.model.policy import check_embedded
 from poly_epo_jax.model.stop_strings import text_before
 from poly_epo_jax.records.timeline import waiting
 from poly_epo_jax.rollouts.prompts import encode_prompts
@@ -78,6 +79,8 @@ class Rollouts:
       max_prompt_tokens: Maximum number of prompt tokens. Longer prompts raise an error.
       stop_strings: If the text of a stop token contains one of these strings, the characters before the string belong
         to the response.
+      vocab_size: Number of rows of the policy's embedding. Prompts, replies and completions with other token ids raise
+        an error. By default, all int32 ids are accepted.
     """
 
     def __init__(
@@ -87,8 +90,9 @@ class Rollouts:
         task: Task,
         max_prompt_tokens: int,
         stop_strings: Sequence[str] = (),
+        vocab_size: int = np.iinfo(np.int32).max,
     ):
-        self.sampler, self._stop_strings = sampler, stop_strings
+        self.sampler, self._stop_strings, self._vocab_size = sampler, stop_strings, vocab_size
         self._tokenizer, self._task, self.max_prompt_tokens = tokenizer, task, max_prompt_tokens
         self._conversations: set[asyncio.Future[None]] = set()
 
@@ -128,7 +132,8 @@ class Rollouts:
           sampling: Sampling parameters. `max_tokens` limits the entire response, including replies of the task.
 
         Raises:
-          ValueError: If a prompt is empty or longer than `max_prompt_tokens`, or a log-probability is not finite.
+          ValueError: If a prompt is empty or longer than `max_prompt_tokens`, a token is not in the policy's embedding,
+            or a log-probability is not finite.
           RuntimeError: If a completion is missing, or the weights changed between two turns of a generation.
         """
         drafts = [
@@ -179,7 +184,7 @@ class Rollouts:
             ended.set_result(None)
 
     def _encode(self, problems: Sequence[Problem]) -> list[Int[np.ndarray, " L"]]:
-        prompts = encode_prompts(self._tokenizer, problems)
+        prompts = encode_prompts(self._tokenizer, problems, self._vocab_size)
         for problem, ids in zip(problems, prompts, strict=True):
             if not len(ids):
                 raise ValueError(f"The prompt of problem {problem.id} is empty; remove the problem.")
@@ -197,6 +202,11 @@ class Rollouts:
             raise ValueError(
                 f"The sampler's log-probabilities for problem {turn.request.problem_id} are not finite; check its "
                 "weights and sampling.temperature."
+            )
+        if ((ids < 0) | (ids >= self._vocab_size)).any():
+            raise ValueError(
+                f"The sampler returned token ids outside the range 0 to {self._vocab_size - 1} for problem "
+                f"{turn.request.problem_id}; check that it samples from the trained model."
             )
         written = Generation(
             ids,
@@ -235,6 +245,7 @@ class Rollouts:
                 "return a string, or None to end the response."
             )
         ids = np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+        check_embedded(self._tokenizer, ids, self._vocab_size)
         if len(generation.token_ids) + len(ids) >= max_tokens:
             return dataclasses.replace(generation, finish_reason="length")
         logprobs, mask = np.zeros(len(ids), np.float32), np.zeros(len(ids), bool)

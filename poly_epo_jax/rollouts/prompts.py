@@ -2,7 +2,8 @@
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import grain
 import numpy as np
@@ -10,21 +11,32 @@ from grain import DatasetIterator
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
+from poly_epo_jax.model.policy import check_embedded
 from poly_epo_jax.types import Problem
 
+BREAK = "\ud800"
+"""Separates pieces of a prompt that are encoded separately. A lone surrogate never occurs in valid text."""
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[Int[np.ndarray, " L"]]:
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], vocab_size: int
+) -> list[Int[np.ndarray, " L"]]:
     """Encodes the prompts of problems, without adding special tokens.
+
+    The names of control tokens in chat messages and in `Problem.untrusted` are encoded as plain text. Control tokens
+    are the tokenizer's special tokens, and its added tokens that also occur in the template around this text.
 
     Args:
       tokenizer: Tokenizer of the policy. Its chat template is applied to problems with `chat` True.
       problems: Problems to encode.
+      vocab_size: Number of rows of the policy's embedding.
 
     Returns:
       The tokens [L] of each prompt, int32.
 
     Raises:
-      ValueError: If a prompt is a chat message and the tokenizer does not have a chat template.
+      ValueError: If a prompt is a chat message and the tokenizer does not have a chat template, or if a token is not in
+        the policy's embedding.
     """
     if not problems:
         return []
@@ -33,20 +45,43 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Proble
             "The task's prompts are chat messages, but the policy's tokenizer has no chat template; add a template to "
             "the tokenizer, or use plain prompts (task.options.template for task math)."
         )
+    added = {
+        token.content: token.special for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1
+    }
+    chat = _chat_text(tokenizer, "") if any(problem.chat for problem in problems) else ""
+    pieces = [_prompt_text(tokenizer, problem, added, chat).split(BREAK) for problem in problems]
     # A single call, because fast tokenizers process a batch on all cores.
-    encoded = tokenizer([_prompt_text(tokenizer, problem) for problem in problems], add_special_tokens=False)
-    return [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
+    encoded = iter(tokenizer([*itertools.chain(*pieces)], add_special_tokens=False)["input_ids"])
+    prompts = [np.asarray([*itertools.chain(*(next(encoded) for _ in texts))], np.int32) for texts in pieces]
+    check_embedded(tokenizer, np.concatenate(prompts), vocab_size)
+    return prompts
 
 
-def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> str:
-    if not problem.chat:
-        return problem.prompt
-    messages = [{"role": "user", "content": problem.prompt}]
+def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, added: Mapping[str, bool], chat: str) -> str:
+    """Returns the text of a prompt, with `BREAK` after the first character of each control token in untrusted text.
+
+    Args:
+      tokenizer: Tokenizer of the policy.
+      problem: The problem.
+      added: Whether an added token is special, keyed by its text.
+      chat: Text of the chat template with an empty message.
+    """
+    start, end = (0, len(problem.prompt)) if problem.chat else problem.untrusted
+    before, untrusted, after = problem.prompt[:start], problem.prompt[start:end], problem.prompt[end:]
+    trusted = chat if problem.chat else before + after
+    for token, is_special in added.items():
+        while token in untrusted and (is_special or token in trusted):
+            untrusted = untrusted.replace(token, token[0] + BREAK + token[1:])
+    return _chat_text(tokenizer, untrusted) if problem.chat else before + untrusted + after
+
+
+def _chat_text(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
+    messages = [{"role": "user", "content": content}]
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def drop_long_prompts(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int, vocab_size: int
 ) -> tuple[list[Problem], int]:
     """Drops problems whose prompts have more than `max_tokens` tokens.
 
@@ -54,11 +89,15 @@ def drop_long_prompts(
       problems: Problems to filter.
       tokenizer: Tokenizer of the policy.
       max_tokens: Maximum number of prompt tokens.
+      vocab_size: Number of rows of the policy's embedding.
 
     Returns:
       A tuple of the remaining problems, in order, and the number of dropped problems.
+
+    Raises:
+      ValueError: If a prompt cannot be encoded, see `encode_prompts`.
     """
-    encoded = encode_prompts(tokenizer, problems)
+    encoded = encode_prompts(tokenizer, problems, vocab_size)
     kept = [problem for problem, ids in zip(problems, encoded, strict=True) if len(ids) <= max_tokens]
     return kept, len(problems) - len(kept)
 

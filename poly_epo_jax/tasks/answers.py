@@ -1,6 +1,12 @@
-r"""Extracts the final answer from a response, and normalizes LaTeX that math-verify would misread."""
+r"""Extracts answers from responses and from values of datasets, and normalizes LaTeX that math-verify would misread."""
 
+import contextlib
+import json
+import math
 import re
+from typing import Any
+
+MAX_ANSWER_LENGTH = 2_000
 
 BOX = re.compile(r"\\boxed\s*\{")
 # Matches an escaped character or a brace. An escaped backslash is consumed first, so the brace in `\\{` counts.
@@ -64,6 +70,41 @@ def last_boxed(text: str) -> str | None:
         if depth == 0:
             return text[start : match.start()].strip()
     return None
+
+
+def reference_answer(value: Any, marker: str = "") -> tuple[str, str]:
+    """Extracts the reference answer from the value of a dataset's answer column.
+
+    Args:
+      value: Text or a finite number. A list of one value and a dict with the key `ground_truth`, also as JSON text,
+        stand for this value.
+      marker: Text before the answer in a worked solution. If empty, the entire text is the answer.
+
+    Returns:
+      The answer and an empty string or, if no response could be correct, an empty string and the reason: a field of
+      `problems.Dropped`.
+    """
+    if isinstance(value, str) and value.lstrip().startswith(('["', '{"')):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    match value:
+        case [single] | {"ground_truth": single}:
+            return reference_answer(single, marker)
+        case list() | dict() | bool():
+            return "", "unusable_answer"
+        case str() if marker:
+            text = value.rpartition(marker)[2].strip() if marker in value else ""
+        case None:
+            text = ""
+        case _:
+            text = "" if value != value else str(value)
+    word = text.strip().lower()
+    if word in ("", "notfound"):
+        return "", "no_answer"
+    if word == "proof":
+        return "", "proofs"
+    is_unusable = value in (math.inf, -math.inf) or len(text) > MAX_ANSWER_LENGTH
+    return ("", "unusable_answer") if is_unusable else (text, "")
 
 
 def normalize_latex(answer: str) -> str:

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from poly_epo_jax.config.checks import NOT_EMPTY, Range
-from poly_epo_jax.tasks.answers import last_boxed, normalize_latex
+from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH, last_boxed, normalize_latex
 from poly_epo_jax.tasks.problems import Dropped, clean_problems, load_problems
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
 from poly_epo_jax.types import Generation, Problem
 
 SLOT = "{problem}"
 MESSAGE = f"{SLOT}\n\nWork through the problem one step at a time, and write your final answer inside \\boxed{{}}."
-MAX_ANSWER_LENGTH = 2_000
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -23,18 +22,20 @@ class MathTask:
       train: Source of the training problems, in the format of `problems.read_source`.
       held_out: Source or sources of the held-out problems, in the same format.
       problem_column: Column that contains the problem text.
-      answer_column: Column that contains the reference answer.
+      answer_column: Column that contains the reference answer: text, a number, a list with one of them, or a dict with
+        the key `ground_truth`. Rows with any other answer are removed and counted, see `problems.Dropped`.
       id_column: Column that contains the problem id.
       answer_marker: Text before the answer in a worked solution, such as "####" in GSM8K. Empty if the answer column
         contains only answers.
-      template: Prompt text that contains `{problem}` once. If empty, the prompt is the chat message `MESSAGE`.
+      template: Prompt text that contains `{problem}` once. If empty, the prompt is the chat message `MESSAGE`. The
+        template may contain control tokens. Their names in a problem are encoded as plain text.
       num_workers: Number of processes that compare answers. 0 starts one for every two CPU cores that this process
         may use, but at least 2.
       cpu_seconds: CPU time limit of one comparison, in seconds.
       memory_gb: Memory limit of each process, in GiB.
       train_problems: Problems of `train` after `problems.clean_problems`.
       held_out_problems: Problems of `held_out` after `problems.clean_problems`.
-      dropped: Numbers of problems that `problems.clean_problems` removed from "train" and "held_out".
+      dropped: Numbers of problems that were removed from "train" and "held_out", by reason.
 
     Raises:
       ValueError: If a source is malformed, two problems of one part have the same id, or `template` does not contain
@@ -59,12 +60,13 @@ class MathTask:
     def __post_init__(self):
         if self.template and self.template.count(SLOT) != 1:
             raise ValueError(f"template={self.template!r} must contain {SLOT} exactly once, in place of the problem.")
+        self._verifier = Verifier(self.num_workers, self.cpu_seconds, self.memory_gb)
         sources = [self.held_out] if isinstance(self.held_out, str) else self.held_out
-        held_out, dropped_held_out = clean_problems(self._load([source for source in sources if source]))
-        train, dropped_train = clean_problems(self._load([self.train]), held_out)
+        held_out, dropped_held_out = self._load([source for source in sources if source])
+        train, dropped_train = self._load([self.train], held_out)
         self.dropped = {"train": dropped_train, "held_out": dropped_held_out}
         self.train_problems, self.held_out_problems = (tuple(map(self._prompted, part)) for part in (train, held_out))
-        self._verifier = Verifier(self.num_workers, self.cpu_seconds, self.memory_gb)
+        self._verifier.take_counts()  # comparisons of reference answers are not metrics of the first step
 
     def reward(self, problem: Problem, generation: Generation) -> float:
         r"""Returns 1 if the last `\boxed{}` of the response equals the reference answer, otherwise 0. Thread-safe."""
@@ -94,16 +96,14 @@ class MathTask:
         """Terminates the processes that compare answers. They also terminate when the task is garbage-collected."""
         self._verifier.close()
 
-    def _load(self, sources: Sequence[str]) -> list[Problem]:
-        columns = (self.problem_column, self.answer_column, self.id_column)
-        problems = [problem for source in sources for problem in load_problems(source, *columns)]
-        if not self.answer_marker:
-            return problems
-        return [
-            dataclasses.replace(problem, answer=problem.answer.rsplit(self.answer_marker, 1)[-1].strip())
-            for problem in problems
-        ]
+    def _load(self, sources: Sequence[str], held_out: Sequence[Problem] = ()) -> tuple[list[Problem], Dropped]:
+        columns = (self.problem_column, self.answer_column, self.id_column, self.answer_marker)
+        loaded = [load_problems(source, *columns) for source in sources]
+        kept, dropped = clean_problems([one for part, _ in loaded for one in part], self.same_answer, held_out)
+        return kept, sum((unusable for _, unusable in loaded), start=dropped)
 
     def _prompted(self, problem: Problem) -> Problem:
-        prompt = (self.template or MESSAGE).replace(SLOT, problem.prompt)
-        return dataclasses.replace(problem, prompt=prompt, chat=not self.template)
+        template, start = self.template or MESSAGE, self.template.find(SLOT)
+        untrusted = (start, start + len(problem.prompt)) if self.template else (0, 0)
+        prompt = template.replace(SLOT, problem.prompt)
+        return dataclasses.replace(problem, prompt=prompt, chat=not self.template, untrusted=untrusted)

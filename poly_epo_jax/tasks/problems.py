@@ -3,26 +3,39 @@
 import collections
 import dataclasses
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from poly_epo_jax.tasks.answers import reference_answer
 from poly_epo_jax.types import Problem
 
 
 @dataclasses.dataclass(frozen=True)
 class Dropped:
-    """Numbers of problems that `clean_problems` removed.
+    """Numbers of problems that were removed, by reason.
 
     Attributes:
-      duplicates: Number of additional copies of problems.
+      no_answer: Number of rows whose answer is null, NaN, blank or "notfound", or does not contain the answer marker.
+      unusable_answer: Number of rows whose answer is a list of several values, a dict without `ground_truth`, a
+        boolean, infinite or too long.
+      proofs: Number of rows whose answer is the word "proof".
+      duplicates: Number of additional copies of the remaining problems.
       conflicting: Number of different problems whose copies have conflicting answers.
       held_out: Number of the remaining problems that are also held-out problems.
     """
 
+    no_answer: int = 0
+    unusable_answer: int = 0
+    proofs: int = 0
     duplicates: int = 0
     conflicting: int = 0
     held_out: int = 0
+
+    def __add__(self, other: "Dropped") -> "Dropped":
+        """Adds the numbers of two parts of the data."""
+        return Dropped(*map(sum, zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
 
 @runtime_checkable
@@ -44,7 +57,8 @@ def read_source(source: str) -> list[dict[str, Any]]:
         `name:split` or `name:configuration:split`. The default split is `train`.
 
     Returns:
-      One dict per row, by column name.
+      One dict per row, by column name. Values of the types float16 and float32 are rounded to the shortest decimal
+      that identifies them in their type, such as 0.1 instead of 0.10000000149011612.
 
     Raises:
       ValueError: If the source is malformed or empty.
@@ -84,7 +98,7 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.read_table(path).to_pylist()
+        return _table_rows(pyarrow.parquet.read_table(path))
     except pyarrow.ArrowException as error:
         raise ValueError(f"Failed to read {path} as Parquet: {error}") from None
 
@@ -95,7 +109,7 @@ def _read_data_set(source: str) -> list[dict[str, Any]]:
 
     name, *configuration, split = source.split(":") if ":" in source else (source, "train")
     try:
-        return datasets.load_dataset(name, *configuration, split=split).to_list()
+        data_set: Any = datasets.load_dataset(name, *configuration, split=split)
     except OSError as error:
         raise OSError(
             f"The dataset {source!r} cannot be reached: {error}; check its name, or download it and set its path."
@@ -104,56 +118,111 @@ def _read_data_set(source: str) -> list[dict[str, Any]]:
         raise ValueError(
             f"The dataset {source!r} cannot be read: {error}; write name, name:split or name:configuration:split."
         ) from None
+    return _table_rows(data_set.with_format("arrow")[:])
 
 
+def _table_rows(table: Any) -> list[dict[str, Any]]:
+    columns = {}
+    for field, column in zip(table.schema, table.columns, strict=True):
+        columns[field.name] = column.to_pylist()
+        if "float" in str(field.type):  # includes "halffloat" and nested types, but not "double"
+            columns[field.name] = [_shortest_decimal(value, field.type) for value in columns[field.name]]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _shortest_decimal(value: Any, kind: Any) -> Any:
+    """Rounds the floating-point numbers in a value of an Arrow type to the fewest digits that identify them."""
+    import pyarrow
+
+    if value is None:
+        return None
+    if pyarrow.types.is_floating(kind):
+        return float(str(kind.to_pandas_dtype()(value)))
+    if pyarrow.types.is_struct(kind):
+        return {field.name: _shortest_decimal(value[field.name], field.type) for field in kind}
+    return [_shortest_decimal(item, kind.value_type) for item in value] if isinstance(value, list) else value
+
+
+SURROGATE = re.compile("[\ud800-\udfff]")
 _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
 def load_problems(
-    source: str, problem_column: str = "problem", answer_column: str = "answer", id_column: str = "id"
-) -> list[Problem]:
+    source: str,
+    problem_column: str = "problem",
+    answer_column: str = "answer",
+    id_column: str = "id",
+    answer_marker: str = "",
+) -> tuple[list[Problem], Dropped]:
     """Reads problems from a file or dataset.
 
     Args:
       source: File or dataset, see `read_source`.
       problem_column: Column that contains the problem text.
-      answer_column: Column that contains the answer.
+      answer_column: Column that contains the answer, in a form that `answers.reference_answer` accepts.
       id_column: Column that contains the problem id. Rows without this column get the name of the source and their
         number, counted from 1, such as `gsm8k/17`.
+      answer_marker: Text before the answer in the answer column, see `answers.reference_answer`.
 
     Returns:
-      The problems. Their prompts are the problem texts.
+      The problems with usable answers, whose prompts are the problem texts, and the numbers of the other rows.
 
     Raises:
-      ValueError: If the source is malformed or empty, a row has no problem or no answer, or a problem is not text.
+      ValueError: If the source is malformed or empty, a row has no problem or no answer column, a problem is not text,
+        a text is not valid Unicode, or no row has a usable answer.
       OSError: If the source is missing or unreachable.
     """
-    stem, problems = Path(source.split(":")[0]).stem, []
+    stem, problems, reasons = Path(source.split(":")[0]).stem, [], collections.Counter[str]()
     for number, row in enumerate(read_source(source), start=1):
-        for column in (problem_column, answer_column):
-            if row.get(column) in (None, ""):
-                raise ValueError(
-                    f"Row {number} of {source} has no value in column {column!r}; its columns are {', '.join(row)}."
-                )
-        text, identifier = row[problem_column], row.get(id_column)
+        text, identifier = row.get(problem_column), row.get(id_column)
+        is_blank = text is None or (isinstance(text, str) and not text.strip())
+        if is_blank or answer_column not in row:
+            column = problem_column if is_blank else answer_column
+            raise ValueError(
+                f"Row {number} of {source} has no value in column {column!r}; its columns are {', '.join(row)}."
+            )
         if not isinstance(text, str):
             raise ValueError(
                 f"Column {problem_column!r} in row {number} of {source} must be text, but is a {type(text).__name__}."
             )
-        name = f"{stem}/{number}" if identifier is None else str(identifier)
-        problems.append(Problem(id=name, prompt=text, answer=str(row[answer_column])))
-    return problems
+        answer, reason = reference_answer(row[answer_column], answer_marker)
+        if reason:
+            reasons[reason] += 1
+            continue
+        problem = Problem(f"{stem}/{number}" if identifier is None else str(identifier), text, answer)
+        for value in (problem.id, text, answer):
+            if surrogate := SURROGATE.search(value):
+                raise ValueError(
+                    f"Row {number} of {source} contains the lone surrogate {surrogate[0]!a}, which is not a "
+                    "character; remove it."
+                )
+        problems.append(problem)
+    if not problems:
+        raise ValueError(
+            f"No row of {source} has a usable answer in column {answer_column!r} ({reasons_text(reasons)}); correct "
+            "the column or the answers."
+        )
+    return problems, Dropped(**reasons)
 
 
-def clean_problems(problems: Sequence[Problem], held_out: Sequence[Problem] = ()) -> tuple[list[Problem], Dropped]:
+def reasons_text(dropped: Dropped | Mapping[str, int]) -> str:
+    """Formats the numbers of removed problems by reason, such as "3 duplicates, 1 too long". Omits zeros."""
+    counts = dataclasses.asdict(dropped) if isinstance(dropped, Dropped) else dropped
+    return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items() if count)
+
+
+def clean_problems(
+    problems: Sequence[Problem], same_answer: Callable[[Problem, str, str], bool], held_out: Sequence[Problem] = ()
+) -> tuple[list[Problem], Dropped]:
     """Removes duplicate, conflicting and held-out problems.
 
-    Problems are copies of each other if their prompts differ only in whitespace. The first copy is kept. If the answers
-    of the copies differ in more than whitespace and dollar signs, the correct answer is unknown and all copies are
-    removed.
+    Problems are copies of each other if their prompts differ only in whitespace. The first copy is kept. If the answer
+    of another copy is not equal to its answer, the correct answer is unknown and all copies are removed.
 
     Args:
       problems: Problems to clean.
+      same_answer: Function `(problem, answer, other) -> bool` that compares the answers of copies, see `types.HasAnswers`.
+        It is only called for answers that differ in more than whitespace and dollar signs.
       held_out: Problems that must not appear in the result.
 
     Returns:
@@ -168,17 +237,20 @@ def clean_problems(problems: Sequence[Problem], held_out: Sequence[Problem] = ()
     same: dict[str, list[Problem]] = {}
     for problem in problems:
         same.setdefault(_squeeze(problem.prompt), []).append(problem)
-    agreed = {
-        text: copies[0]
-        for text, copies in same.items()
-        if len({_squeeze(copy.answer.replace("$", "")) for copy in copies}) == 1
-    }
+
+    agreed = {text: copies[0] for text, copies in same.items() if _agree(*copies, same_answer=same_answer)}
     tested = {_squeeze(problem.prompt) for problem in held_out}
     kept = [problem for text, problem in agreed.items() if text not in tested]
     dropped = Dropped(
         duplicates=len(problems) - len(same), conflicting=len(same) - len(agreed), held_out=len(agreed) - len(kept)
     )
     return kept, dropped
+
+
+def _agree(first: Problem, *copies: Problem, same_answer: Callable[[Problem, str, str], bool]) -> bool:
+    others = {_squeeze(copy.answer.replace("$", "")): copy.answer for copy in copies}
+    others.pop(_squeeze(first.answer.replace("$", "")), None)
+    return all(same_answer(first, first.answer, other) for other in others.values())
 
 
 def _squeeze(text: str) -> str:

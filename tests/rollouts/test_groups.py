@@ -176,7 +176,7 @@ def test_chat_prompts_use_the_chat_template_of_the_tokenizer():
     prompts = {group.problem.id: group.prompt_ids for group in collect(rollouts, problems, 1, Sampling(MAX_TOKENS))}
     assert {name: tokenizer.decode(prompt) for name, prompt in prompts.items()} == {"chat": "uxabyz", "plain": "ab"}
     # The tokens of the template count towards the prompt length.
-    assert drop_long_prompts(problems, tokenizer, max_tokens=5) == ([problems[1]], 1)
+    assert drop_long_prompts(problems, tokenizer, max_tokens=5, vocab_size=12) == ([problems[1]], 1)
 
 
 def test_a_chat_prompt_without_a_chat_template_raises_an_error():
@@ -184,3 +184,16 @@ def test_a_chat_prompt_without_a_chat_template_raises_an_error():
     rollouts = Rollouts(Recording(lambda *_: "c"), tokenizer, ByLetter(), max_prompt_tokens=8)
     with pytest.raises(ValueError, match=r"tokenizer has no chat template.*task\.options\.template"):
         collect(rollouts, [Problem("chat", "ab", "", chat=True)], 1, Sampling(MAX_TOKENS))
+
+
+@pytest.mark.parametrize("token", [-1, 11])
+def test_completions_with_tokens_outside_the_embedding_raise_an_error(token: int):
+    class Inventing(Recording):
+        def completion(self, place: int, index: int, text: str) -> Completion:
+            ids = np.array([token, 1], np.int32)
+            return Completion(place, index, ids, np.full(2, -1, np.float32), "stop", 0)
+
+    sampler = Inventing(lambda *_: "a")
+    rollouts = Rollouts(sampler, sampler.tokenizer, ByLetter(), 8, vocab_size=11)
+    with pytest.raises(ValueError, match="outside the range 0 to 10 for problem a"):
+        collect(rollouts, PROBLEMS, 1, Sampling(MAX_TOKENS))

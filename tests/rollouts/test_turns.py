@@ -145,6 +145,29 @@ def test_generated_tokens_are_not_encoded_again():
     assert y.loss_mask.tolist() == [True, True, True, False, False, True, True, True]
 
 
+def test_replies_contain_control_tokens_of_the_embedding():
+    """The stop token in a reply is a control token. Without a row in the embedding, a token of a reply is an error."""
+    tokenizer = ambiguous_tokenizer()
+    tokenizer.add_tokens(["<extra>"])  # has id 6
+
+    class Once(ByLetter):
+        def __init__(self, text: str):
+            self.text = text
+
+        def reply(self, problem: Problem, generation: Generation) -> str | None:
+            return self.text if len(generation.turns) == 1 else None
+
+    def generation(text: str, vocab_size: int) -> Generation:
+        rollouts = Rollouts(Recording(lambda *_: "a"), tokenizer, Once(text), 8, vocab_size=vocab_size)
+        ((y,),) = [group.generations for group in collect(rollouts, [Problem("p", "ab", "")], 1, Sampling(MAX_TOKENS))]
+        return y
+
+    assert generation("?<eos>", 6).token_ids.tolist() == [2, 1, 5, 1, 2, 1]
+    assert generation("?<extra>", 7).token_ids.tolist() == [2, 1, 5, 6, 2, 1]
+    with pytest.raises(ValueError, match="Token '<extra>' has id 6, but the policy's embedding has only 6 rows"):
+        generation("?<extra>", 6)
+
+
 def test_weight_pushes_wait_for_the_last_turn():
     """Nothing is sampled between two turns, but all turns must be generated with the same weights."""
 

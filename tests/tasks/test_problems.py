@@ -1,16 +1,20 @@
 """Tests of reading and cleaning problems, and of dropping long prompts."""
 
 import json
+import math
 import os
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
 from poly_epo_jax.rollouts.prompts import drop_long_prompts
+from poly_epo_jax.tasks import MathTask
+from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH
 from poly_epo_jax.tasks.problems import Dropped, clean_problems, load_problems, read_source
 from poly_epo_jax.types import Problem
 
@@ -109,7 +113,8 @@ def test_malformed_files_are_rejected(tmp_path: Path, name: str, content: bytes,
 def test_problems_of_rows(tmp_path: Path):
     rows = [{"q": "1?", "a": 1, "name": "x"}, {"q": "2?", "a": 2.5, "name": 7}, {"q": "3?", "a": "3"}]
     source = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    assert load_problems(source, problem_column="q", answer_column="a", id_column="name") == [
+    problems, dropped = load_problems(source, problem_column="q", answer_column="a", id_column="name")
+    assert dropped == Dropped() and problems == [
         Problem(id="x", prompt="1?", answer="1"),
         Problem(id="7", prompt="2?", answer="2.5"),
         Problem(id="rows/3", prompt="3?", answer="3"),
@@ -121,66 +126,184 @@ def test_problems_of_rows(tmp_path: Path):
     [
         ({"question": "1?", "answer": "1"}, "Row 2 .*a.jsonl has no value in column 'problem'; .* question, answer"),
         ({"problem": "1?", "solution": "1"}, "Row 2 .*a.jsonl has no value in column 'answer'; .* problem, solution"),
-        ({"problem": "1?", "answer": None}, "Row 2 .* no value in column 'answer'"),
         ({"problem": "", "answer": "1"}, "Row 2 .* no value in column 'problem'"),
+        ({"problem": " \n", "answer": "1"}, "Row 2 .* no value in column 'problem'"),
         ({"problem": [{"role": "user"}], "answer": "1"}, "Column 'problem' in row 2 .* must be text, but is a list"),
     ],
 )
-def test_rows_without_a_problem_or_answer_are_rejected(tmp_path: Path, row: dict, message: str):
+def test_rows_without_a_problem_or_an_answer_column_are_rejected(tmp_path: Path, row: dict, message: str):
     with pytest.raises(ValueError, match=message):
         load_problems(str(write_jsonl(tmp_path / "a.jsonl", [ROWS[0], row])))
 
 
-def test_cleaning_a_small_example():
-    first, lone, tested = problem("a b"), problem("c", "5"), problem("held out")
-    rows = [
-        first,
-        problem("d", "1"),
-        problem(" a\nb", "$2$"),  # the same, with the same answer
-        lone,
-        problem("ab", " 2 "),  # the same again
-        problem("d ", "1.0"),  # conflicts, because answers are compared as text
-        problem("d", "1", "third d"),
-        tested,
-    ]
-    kept, dropped = clean_problems(rows, held_out=[problem("held\tout", "other")])
-    assert kept == [first, lone]
-    assert dropped == Dropped(duplicates=4, conflicting=1, held_out=1)
-    assert clean_problems(rows)[0] == [first, lone, tested]
-    assert clean_problems([]) == ([], Dropped())
-
-
-def test_ids_must_be_unique():
-    with pytest.raises(ValueError, match="2 problems have the id 'same'"):
-        clean_problems([problem("a", identifier="other"), problem("b", identifier="same"), problem("c", "3", "same")])
+GROUND_TRUTH = {"ground_truth": "4", "style": "rule"}
+FLOAT_STRUCT = pyarrow.struct([("ground_truth", pyarrow.float32())])
 
 
 @pytest.mark.parametrize(
+    ("value", "answer"),
+    [
+        ("4", "4"),
+        (4, "4"),
+        (0.1, "0.1"),
+        (["69,84"], "69,84"),  # as in OlympiadBench
+        ([7], "7"),
+        (GROUND_TRUTH, "4"),  # as in data sets for verl
+        ({"ground_truth": [4]}, "4"),
+        (json.dumps(["\\frac{1}{2}"]), "\\frac{1}{2}"),
+        (json.dumps(GROUND_TRUTH), "4"),
+        ("[1, 2]", "[1, 2]"),  # an interval
+        ("proof by cases", "proof by cases"),
+        ("1" * MAX_ANSWER_LENGTH, "1" * MAX_ANSWER_LENGTH),
+    ],
+)
+def test_answers_in_documented_forms(tmp_path: Path, value: object, answer: str):
+    problems, dropped = load_problems(str(write_jsonl(tmp_path / "a.jsonl", [{"problem": "1?", "answer": value}])))
+    assert [problem.answer for problem in problems] == [answer] and dropped == Dropped()
+
+
+@pytest.mark.parametrize(
+    ("value", "dropped"),
+    [
+        *((value, Dropped(no_answer=1)) for value in (None, "", " \n", float("nan"), "notfound", [None], [""])),
+        *(
+            (value, Dropped(unusable_answer=1))
+            for value in ([], ["1", "2"], {}, {"style": "rule"}, True, [False], float("inf"), '["1", "2"]')
+        ),
+        ("1" * (MAX_ANSWER_LENGTH + 1), Dropped(unusable_answer=1)),
+        *((value, Dropped(proofs=1)) for value in ("proof", " Proof\n", ["proof"])),
+    ],
+)
+def test_answers_that_no_response_could_equal_are_counted(tmp_path: Path, value: object, dropped: Dropped):
+    rows = [ROWS[0], {"problem": "2?", "answer": value}, ROWS[1]]
+    problems, found = load_problems(str(write_jsonl(tmp_path / "a.jsonl", rows)))
+    assert [(problem.id, problem.answer) for problem in problems] == [("a/1", "2"), ("a/3", "\\frac{1}{2}")]
+    assert found == dropped
+
+
+def test_answers_without_the_answer_marker_are_counted(tmp_path: Path):
+    rows = [{"problem": f"{text}?", "answer": text} for text in ("1 + 1 #### 2", "#### 3 ####  4 ", "2", "1 ####")]
+    problems, dropped = load_problems(str(write_jsonl(tmp_path / "a.jsonl", rows)), answer_marker="####")
+    assert [problem.answer for problem in problems] == ["2", "4"]
+    assert dropped == Dropped(no_answer=2)
+
+
+def test_a_source_without_usable_answers_is_rejected(tmp_path: Path):
+    rows = [{"problem": "1?", "answer": answer} for answer in ("proof", "proof", None)]
+    with pytest.raises(ValueError, match=r"No row of .*a\.jsonl .* column 'answer' \(2 proofs, 1 no answer\)"):
+        load_problems(str(write_jsonl(tmp_path / "a.jsonl", rows)))
+
+
+@pytest.mark.parametrize("column", ["problem", "answer", "id"])
+def test_a_lone_surrogate_is_reported_with_its_row(tmp_path: Path, column: str):
+    """Tokenizers and hashes raise errors for lone surrogates, which do not name the problem."""
+    row = {"problem": "1?", "answer": "1", "id": "x"} | {column: "a\ud83db"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(row))
+    with pytest.raises(ValueError, match=r"Row 2 of .*a\.jsonl .* surrogate '\\ud83d'"):
+        load_problems(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "answers"),
+    [
+        (pyarrow.float16(), [0.1, 2048.0, 0.333], ["0.1", "2048.0", "0.333"]),
+        (pyarrow.float32(), [0.1, 16_777_216.0, 1 / 3], ["0.1", "16777216.0", "0.33333334"]),
+        (pyarrow.float64(), [0.1, 16_777_217.0, 1 / 3], ["0.1", "16777217.0", "0.3333333333333333"]),
+        (pyarrow.list_(pyarrow.float32()), [[0.1], [2.5], [-0.7]], ["0.1", "2.5", "-0.7"]),
+        (FLOAT_STRUCT, [{"ground_truth": value} for value in (0.1, 2.5, -0.7)], ["0.1", "2.5", "-0.7"]),
+    ],
+)
+def test_floats_have_the_shortest_decimal_of_their_column(tmp_path: Path, kind: pyarrow.DataType, values, answers):
+    """A response that writes 0.1 must equal the float32 number 0.1, which is 0.10000000149011612 as float64."""
+    values = [np.float16(value) for value in values] if kind == pyarrow.float16() else values
+    table = pyarrow.table({"problem": ["1?", "2?", "3?"], "answer": pyarrow.array(values, kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "set").mkdir()
+    pyarrow.parquet.write_table(table, tmp_path / "set/train.parquet")
+    for source in ("a.parquet", "set"):
+        problems, dropped = load_problems(str(tmp_path / source))
+        assert [problem.answer for problem in problems] == answers and dropped == Dropped()
+
+
+def test_nulls_in_float_columns_are_counted(tmp_path: Path):
+    table = pyarrow.table({"problem": ["1?", "2?", "3?"], "answer": pyarrow.array([None, 0.1, math.nan], "float")})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    problems, dropped = load_problems(str(tmp_path / "a.parquet"))
+    assert ([problem.answer for problem in problems], dropped) == (["0.1"], Dropped(no_answer=2))
+
+
+def same_number(_: Problem, first: str, second: str) -> bool:
+    return float(first.strip("$")) == float(second)
+
+
+def test_cleaning_a_small_example():
+    first, lone, tested, equal = problem("a b"), problem("c", "5"), problem("held out"), problem("d", "1")
+    rows = [
+        first,
+        equal,
+        problem(" a\nb", "$2$"),  # the same, with the same answer
+        lone,
+        problem("ab", " 2 "),  # the same again
+        problem("d ", "1.0"),  # the same, with an equal answer
+        problem("d", "1", "third d"),
+        tested,
+        problem("e", "$3$"),
+        problem("e", "3.0"),
+        problem("e", "4"),  # conflicts
+    ]
+    kept, dropped = clean_problems(rows, same_number, held_out=[problem("held\tout", "other")])
+    assert kept == [first, equal, lone]
+    assert dropped == Dropped(duplicates=6, conflicting=1, held_out=1)
+    assert clean_problems(rows, same_number)[0] == [first, equal, lone, tested]
+    assert clean_problems([], same_number) == ([], Dropped())
+
+
+def test_only_different_answers_of_copies_are_compared():
+    compared = []
+
+    def same_answer(problem: Problem, first: str, second: str) -> bool:
+        compared.append((problem.id, first, second))
+        return True
+
+    rows = [problem("a", answer, str(i)) for i, answer in enumerate(("1", "$1$", "1 ", "one", "o ne"))]
+    assert clean_problems([*rows, problem("b", "2")], same_answer)[1] == Dropped(duplicates=4)
+    assert compared == [("0", "1", "o ne")]
+
+
+def test_ids_must_be_unique():
+    rows = [problem("a", identifier="other"), problem("b", identifier="same"), problem("c", "3", "same")]
+    with pytest.raises(ValueError, match="2 problems have the id 'same'"):
+        clean_problems(rows, same_number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("name", "rows", "duplicates", "conflicting"),
-    [("deepscaler_40k", 39_808, 1_266, 174), ("dapo_math_17k", 17_915, 996, 15), ("gsm8k_train", 7_473, 0, 0)],
+    [("deepscaler_40k", 39_808, 1_266, 157), ("dapo_math_17k", 17_915, 996, 15), ("gsm8k_train", 7_473, 0, 0)],
 )
 def test_cleaning_known_datasets(shared: Path, name: str, rows: int, duplicates: int, conflicting: int):
-    problems = load_problems(str(shared / "data/math" / f"{name}.jsonl"))
-    held_out = load_problems(str(shared / "data/math/math500.jsonl"))
-    kept, dropped = clean_problems(problems, held_out)
+    """In DeepScaleR, the copies of 174 problems have different answers, 17 of which are equal, such as 9/2 and 4.5."""
+    task = MathTask(train=str(shared / f"data/math/{name}.jsonl"), held_out=str(shared / "data/math/math500.jsonl"))
     overlap = 0 if name == "gsm8k_train" else 4
-    assert dropped == Dropped(duplicates=duplicates, conflicting=conflicting, held_out=overlap)
-    assert len(problems) == rows == len(kept) + duplicates + conflicting + overlap
+    assert task.dropped["train"] == Dropped(duplicates=duplicates, conflicting=conflicting, held_out=overlap)
+    assert rows == len(task.train_problems) + duplicates + conflicting + overlap
+    assert task.metrics() == {"grader/timeouts": 0, "grader/crashes": 0}
+    task.close()
 
 
 def test_long_prompts_are_dropped(shared: Path):
     """Qwen's tokenizer produces one token per digit, and <|im_end|> is one token, as in rollouts."""
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers/qwen3")
     problems = [problem("7" * length) for length in (1, 16, 17, 40)] + [problem("7" * 15 + "<|im_end|>")]
-    kept, dropped = drop_long_prompts(problems, tokenizer, max_tokens=16)
+    kept, dropped = drop_long_prompts(problems, tokenizer, max_tokens=16, vocab_size=151_936)
     assert kept == [problems[0], problems[1], problems[4]]
     assert dropped == 2
-    assert drop_long_prompts([], tokenizer, max_tokens=16) == ([], 0)
+    assert drop_long_prompts([], tokenizer, max_tokens=16, vocab_size=151_936) == ([], 0)
 
 
 @pytest.mark.slow
 def test_few_prompts_of_a_known_dataset_are_long(shared: Path):
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers/qwen3")
-    problems = load_problems(str(shared / "data/math/dapo_math_17k.jsonl"))
-    kept, dropped = drop_long_prompts(problems, tokenizer, max_tokens=1024)
+    problems, _ = load_problems(str(shared / "data/math/dapo_math_17k.jsonl"))
+    kept, dropped = drop_long_prompts(problems, tokenizer, max_tokens=1024, vocab_size=151_936)
     assert (len(kept), dropped) == (17_915 - 8, 8)

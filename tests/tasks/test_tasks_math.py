@@ -15,8 +15,7 @@ from responses import response
 from poly_epo_jax.config.keys import ConfigError, JudgeSection
 from poly_epo_jax.startup.read_config import make_judge
 from poly_epo_jax.tasks import TASKS, MathTask
-from poly_epo_jax.tasks.answers import last_boxed, normalize_latex
-from poly_epo_jax.tasks.math import MAX_ANSWER_LENGTH
+from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH, last_boxed, normalize_latex
 from poly_epo_jax.tasks.problems import Dropped, load_problems
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
 from poly_epo_jax.tasks.verify_worker import readings
@@ -69,11 +68,27 @@ def test_problems_and_dropped_counts(make: Callable[..., MathTask]):
     odd = {"problem": "What is 1 + 1 ?", "answer": "$2$"}
     clash = [{"problem": "Clash", "answer": answer} for answer in "12"]
     held_out = [{"problem": "Held out", "answer": "7", "id": "h"}, ROWS[3]], [{"problem": "Another", "answer": "8"}]
-    task = make([*ROWS, odd, *clash], *held_out, template="Q: {problem} A:")
+    task = make([*ROWS, odd, *clash], *held_out, template="Q: {problem} A:", num_workers=1)
     assert [problem.id for problem in task.train_problems] == ["train/1", "train/2", "train/3"]
-    assert task.train_problems[1] == Problem(id="train/2", prompt="Q: What is 1 + 1? A:", answer="2")
+    assert task.train_problems[1] == Problem("train/2", "Q: What is 1 + 1? A:", "2", untrusted=(3, 16))
     assert [problem.id for problem in task.held_out_problems] == ["h", "held_out_0/2", "held_out_1/1"]
     assert task.dropped == {"train": Dropped(duplicates=2, conflicting=1, held_out=1), "held_out": Dropped()}
+
+
+def test_answers_in_documented_forms_can_be_earned(make: Callable[..., MathTask]):
+    answers = [{"ground_truth": "4"}, ["69,84"], "9/2", "$4.5$", "proof", True]
+    rows = [{"problem": text, "answer": answer} for text, answer in zip("abccde", answers, strict=True)]
+    task = make(rows, template="{problem}", num_workers=1)
+    boxed = [response(rf"\boxed{{{answer}}}") for answer in ("4", "69, 84", "4.5")]
+    assert [task.reward(*pair) for pair in zip(task.train_problems, boxed, strict=True)] == [1.0] * 3
+    assert task.dropped["train"] == Dropped(unusable_answer=1, proofs=1, duplicates=1)
+
+
+def test_comparisons_of_reference_answers_are_not_metrics(make: Callable[..., MathTask]):
+    rows = [{"problem": "Power", "answer": answer} for answer in ("0", "10^{10^{10^{10}}}")]
+    task = make([*ROWS, *rows], cpu_seconds=0.1, num_workers=1)
+    assert task.dropped["train"] == Dropped(duplicates=1, conflicting=1)
+    assert task.metrics() == {"grader/timeouts": 0.0, "grader/crashes": 0.0}
 
 
 def test_one_held_out_source_may_be_a_string(make: Callable[..., MathTask]):
@@ -85,7 +100,7 @@ def test_one_held_out_source_may_be_a_string(make: Callable[..., MathTask]):
 def test_column_names_are_configurable(make: Callable[..., MathTask]):
     rows = [{"q": "1?", "a": 1, "name": "x"}]
     task = make(rows, template="{problem}", problem_column="q", answer_column="a", id_column="name")
-    assert task.train_problems == (Problem(id="x", prompt="1?", answer="1"),)
+    assert task.train_problems == (Problem(id="x", prompt="1?", answer="1", untrusted=(0, 2)),)
     with pytest.raises(ValueError, match="no value in column 'problem'; its columns are q, a, name"):
         make(rows)
 
@@ -367,7 +382,7 @@ BENCHMARKS = ("aime_2024", "aime_2025", "aime_2026", "hmmt_feb_2025", "math500",
 
 
 def golds(shared: Path, name: str) -> list[Problem]:
-    problems = load_problems(str(shared / f"{name}.jsonl"))
+    problems, _ = load_problems(str(shared / f"{name}.jsonl"))
     if name in SAMPLES:
         problems = problems[:: len(problems) // SAMPLES[name]]
     return problems
