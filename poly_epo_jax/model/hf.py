@@ -19,6 +19,7 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import new_folder, open_tensors, write_tensors
 from poly_epo_jax.model.lora import merge_adapter, without_adapter
 from poly_epo_jax.model.qwen3 import abstract_model, declared_weights, param_shapes
+from poly_epo_jax.model.tokenizer_files import write_tokenizer
 from poly_epo_jax.system.digests import write_digests
 from poly_epo_jax.system.json_files import read_object, write_json
 from poly_epo_jax.types import Params
@@ -130,7 +131,7 @@ def save_pretrained(
     max_shard_bytes: int = 5 * 10**9,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | Path | None = None,
     card: str = "",
 ) -> None:
     """Writes a model folder that transformers and the rollout servers can load.
@@ -146,9 +147,9 @@ def save_pretrained(
       max_shard_bytes: Maximum size of a weight file, in bytes, unless it holds a single tensor.
       eos_token_id: End-of-sequence tokens for both configuration files.
       pad_token_id: Padding token for both configuration files.
-      tokenizer: Tokenizer to save in the folder. Digests of all files are written only if a tokenizer is given, because
-        folders without one are temporary.
-      card: Text of README.md. If empty, the file is not written.
+      tokenizer: Tokenizer to write to the folder, see `write_tokenizer`. Digests of the files are written only if a
+        tokenizer is given, because folders without one are temporary.
+      card: Text of README.md. If empty, the file is not written. It has no digest, because users edit it.
 
     Raises:
       OSError: If the folder cannot be written.
@@ -166,11 +167,11 @@ def save_pretrained(
         write_json(folder / "config.json", description)
         write_json(folder / "generation_config.json", token_ids)
         write_tensors(folder, sizes, fetch, max_shard_bytes)
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, folder)
+            write_digests(folder)
         if card:
             (folder / "README.md").write_text(card, encoding="utf-8")
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-            write_digests(folder)
 
 
 def exported_tensors(params: Params, config: ModelConfig, dtype: str) -> Iterator[tuple[str, jax.Array]]:

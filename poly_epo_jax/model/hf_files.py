@@ -23,20 +23,26 @@ _SINGLE, _INDEX, _PATTERN = "model.safetensors", "model.safetensors.index.json",
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     """Yields a temporary folder that is renamed to `path` on exit, or removed after an exception.
 
+    Args:
+      path: The folder to create.
+      replace: Whether an existing folder is replaced on exit.
+
     Raises:
-      FileExistsError: If `path` already exists.
+      FileExistsError: If `path` already exists and is not replaced.
       OSError: If a file cannot be written.
     """
-    if path.exists():
+    if path.exists() and not replace:
         raise FileExistsError(f"{path} already exists; choose another folder, or remove it first.")
     unfinished = path.with_name(f"{path.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # left behind by a killed process
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
+        if replace:
+            shutil.rmtree(path, ignore_errors=True)
         unfinished.rename(path)
     except SafetensorError as error:
         raise OSError(f"Failed to write {path}: {error}. Free disk space or choose another folder.") from error

@@ -50,9 +50,9 @@ def save_adapter(
     with new_folder(Path(path)) as folder:
         write_json(folder / "adapter_config.json", _adapter_config(config, base))
         save_tensors(contiguous, folder / "adapter_model.safetensors")
+        write_digests(folder)
         if card:
             (folder / "README.md").write_text(card, encoding="utf-8")
-        write_digests(folder)
 
 
 def peft_tensors(params: Params, config: ModelConfig, dtype: str) -> dict[str, jax.Array]:
