@@ -99,7 +99,7 @@ def load_params(path: str | Path, config: ModelConfig, shardings: Params | None 
     Raises:
       FileNotFoundError: If `path` is not a folder with safetensors files.
       ValueError: If a tensor is missing or unexpected, has another shape than in `config` or a type other than 16-bit
-        or 32-bit float, or is not finite.
+        or 32-bit float, or is not finite, or if the head of a tied model differs from its embedding.
     """
     config = without_adapter(config)
     tensors, source = _tensors(config), open_tensors(_folder(path))
@@ -236,9 +236,10 @@ def _tensors(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _check_tensors(path: str | Path, config: ModelConfig, tensors: dict[str, Tensor], source: dict[str, Any]) -> None:
-    tied = {ARCHITECTURES[config.family].weights["untied_head"].name} if config.tied_head else set()
+    head, embedding = (ARCHITECTURES[config.family].weights[path].name for path in ("untied_head", "embed"))
     for name in source:
-        if name not in tensors.keys() | tied:
+        # Old versions of transformers saved the rotary frequencies. All versions compute them from config.json.
+        if name not in tensors and name != head and not name.endswith("rotary_emb.inv_freq"):
             raise ValueError(f"{path} has an unexpected tensor {name}; use the config.json of the same model.")
     for name, tensor in tensors.items():
         if name not in source:
@@ -252,6 +253,12 @@ def _check_tensors(path: str | Path, config: ModelConfig, tensors: dict[str, Ten
             )
         if found.get_dtype() not in ("BF16", "F16", "F32"):
             raise ValueError(f"{path}: {name} has type {found.get_dtype()}; choose a model in BF16, F16 or F32.")
+    both = [source[name].get_tensor(name) for name in (head, embedding) if config.tied_head and head in source]
+    if both and not np.array_equal(*both):
+        raise ValueError(
+            f"{path}: {head} differs from {embedding}, but config.json sets tie_word_embeddings, which transformers 4 "
+            f"and 5 read as different models; set tie_word_embeddings to false, or remove {head}."
+        )
 
 
 def _config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
