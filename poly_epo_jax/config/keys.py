@@ -48,7 +48,7 @@ class ModelSection(Section, name="model"):
         (), "strings that end a response after a token that contains one, as end-of-sequence tokens of the model do"
     )
     dtype: str = key("float32", "dtype of activations and matrix products", FLOATS)
-    param_dtype: str = key("float32", "dtype in which weights are stored", FLOATS)
+    param_dtype: str = key("float32", "dtype of stored weights (to train, bfloat16 requires lora.rank)", FLOATS)
     remat: str = key("none", "rematerialization policy (auto = the least recomputation that fits into memory)")
     scan_unroll: int = key(0, "layers per layer-scan iteration (0 = all if at most four, otherwise 1)", Range(0, 64))
     attention: str = key(

@@ -5,6 +5,7 @@ written, in the format of PEFT.
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,9 @@ from poly_epo_jax.config.keys import ModelSection
 from poly_epo_jax.export.model_card import model_card
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.peft import save_adapter
+from poly_epo_jax.model.stop_strings import control_tokens
 from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.records.run_folder import read_config
 from poly_epo_jax.startup.trained_policy import base_name, open_trained_policy
 from poly_epo_jax.system.signals import exit_code
 
@@ -38,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work() -> None:
         export(options.run, options.folder, options.step, dtype, adapter=options.adapter, base=options.base)
         print(f"{'adapter' if options.adapter else 'policy'}: {options.folder}")
+        print(f"Upload it to the Hugging Face Hub with: hf upload USER/NAME {shlex.quote(str(options.folder))}")
 
     return exit_code(work, after_ctrl_c="nothing was written. Rerun the command to start over.")
 
@@ -52,6 +56,9 @@ def export(
     base: Path | None = None,
 ) -> None:
     """Writes weights, tokenizer and model card of a checkpoint to a Hugging Face folder.
+
+    The tokenizer files are those of the base policy, because training does not change them. Stop strings that are
+    control tokens become end-of-sequence tokens. The model card lists the others.
 
     Args:
       run: The run folder.
@@ -68,12 +75,26 @@ def export(
       ValueError: If `adapter` is True and the run has no adapter.
     """
     policy, params, found = open_trained_policy(run, ModelSection(), make_mesh(1, 1, 1), step, base)
-    card = model_card(run, found)
+    if adapter and not policy.config.lora_targets:
+        raise ValueError(f"{run} did not train an adapter; export it without --adapter.")
+    strings = read_config(run)["model"]["stop_strings"]
+    control = {} if adapter else control_tokens(policy.tokenizer, strings)
+    card = model_card(run, found, [string for string in strings if string not in control])
     if adapter:
         save_adapter(folder, params, policy.config, base_name(run, base), dtype, card)
         return
-    described = {"eos_token_id": policy.stop_ids, "tokenizer": policy.tokenizer, "card": card}
-    hf.save_pretrained(folder, params, policy.config, dtype=dtype, **described)
+    pad_token_id = policy.tokenizer.pad_token_id
+    assert isinstance(pad_token_id, int | None)
+    hf.save_pretrained(
+        folder,
+        params,
+        policy.config,
+        dtype=dtype,
+        eos_token_id=sorted({*policy.stop_ids, *control.values()}),
+        pad_token_id=pad_token_id,
+        tokenizer=policy.path,
+        card=card,
+    )
 
 
 if __name__ == "__main__":

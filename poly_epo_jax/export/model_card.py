@@ -5,7 +5,7 @@ import json
 import operator
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ FOLDERS = ("workdir", "compilation_cache_dir", "base.cache_dir", "rollouts.weigh
 _TAGS = ("poly_epo_jax", "reinforcement-learning", "set-rl")
 
 
-def model_card(run: Path, step: int) -> str:
+def model_card(run: Path, step: int, stop_strings: Sequence[str] = ()) -> str:
     """Returns the model card of a checkpoint as Markdown, with the metadata of the Hugging Face hub.
 
     Args:
       run: The run folder.
       step: Step of the checkpoint.
+      stop_strings: Stop strings that are not end-of-sequence tokens of the model folder.
 
     Raises:
       OSError, ValueError: If the run folder does not contain a valid configuration, metrics.jsonl or about.json.
@@ -52,6 +53,7 @@ def model_card(run: Path, step: int) -> str:
         "",
         *markdown_table(("setting", "value"), _settings(config)),
         "",
+        *_stop_strings(stop_strings),
         *_results(read_rows(run / METRICS), step),
         "## Training command",
         "",
@@ -102,6 +104,21 @@ def _settings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         "seed": str(config["seed"]),
     }
     return [(name, f"`{value}`" if name.startswith("task.options") else str(value)) for name, value in shown.items()]
+
+
+def _stop_strings(strings: Sequence[str]) -> list[str]:
+    """Returns a section about strings that end a response and that generation from the model folder does not know."""
+    if not strings:
+        return []
+    listed = json.dumps(list(strings), ensure_ascii=False)
+    return [
+        "## Stop strings",
+        "",
+        f"In training, a response ended at the first token that contains one of the strings `{listed}`. These files do "
+        "not contain the strings: set them as `stop` in requests to SGLang or vLLM, or as `stop_strings`, with "
+        "`tokenizer`, in `model.generate` of transformers.",
+        "",
+    ]
 
 
 def _results(rows: list[dict[str, Any]], step: int) -> list[str]:

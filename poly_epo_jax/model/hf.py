@@ -19,6 +19,7 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import new_folder, open_tensors, write_tensors
 from poly_epo_jax.model.lora import merge_adapter, without_adapter
 from poly_epo_jax.model.qwen3 import abstract_model, declared_weights, param_shapes
+from poly_epo_jax.model.tokenizer_files import write_tokenizer
 from poly_epo_jax.system.digests import write_digests
 from poly_epo_jax.system.json_files import read_object, write_json
 from poly_epo_jax.types import Params
@@ -100,7 +101,7 @@ def load_params(path: str | Path, config: ModelConfig, shardings: Params | None 
     Raises:
       FileNotFoundError: If `path` is not a folder with safetensors files.
       ValueError: If a tensor is missing or unexpected, has another shape than in `config` or a type other than 16-bit
-        or 32-bit float, or is not finite.
+        or 32-bit float, or is not finite, or if the head of a tied model differs from its embedding.
     """
     config = without_adapter(config)
     tensors, source = _tensors(config), open_tensors(_folder(path))
@@ -132,7 +133,7 @@ def save_pretrained(
     max_shard_bytes: int = 5 * 10**9,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | Path | None = None,
     card: str = "",
 ) -> None:
     """Writes a model folder that transformers and the rollout servers can load.
@@ -148,9 +149,9 @@ def save_pretrained(
       max_shard_bytes: Maximum size of a weight file, in bytes, unless it holds a single tensor.
       eos_token_id: End-of-sequence tokens for both configuration files.
       pad_token_id: Padding token for both configuration files.
-      tokenizer: Tokenizer to save in the folder. Digests of all files are written only if a tokenizer is given, because
-        folders without one are temporary.
-      card: Text of README.md. If empty, the file is not written.
+      tokenizer: Tokenizer to write to the folder, see `write_tokenizer`. Digests of the files are written only if a
+        tokenizer is given, because folders without one are temporary.
+      card: Text of README.md. If empty, the file is not written. It has no digest, because users edit it.
 
     Raises:
       OSError: If the folder cannot be written.
@@ -168,11 +169,11 @@ def save_pretrained(
         write_json(folder / "config.json", description)
         write_json(folder / "generation_config.json", token_ids)
         write_tensors(folder, sizes, fetch, max_shard_bytes)
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, folder)
+            write_digests(folder)
         if card:
             (folder / "README.md").write_text(card, encoding="utf-8")
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-            write_digests(folder)
 
 
 def exported_tensors(params: Params, config: ModelConfig, dtype: str) -> Iterator[tuple[str, jax.Array]]:
@@ -237,9 +238,10 @@ def _tensors(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _check_tensors(path: str | Path, config: ModelConfig, tensors: dict[str, Tensor], source: dict[str, Any]) -> None:
-    tied = {ARCHITECTURES[config.family].weights["untied_head"].name} if config.tie_word_embeddings else set()
+    head, embedding = (ARCHITECTURES[config.family].weights[path].name for path in ("untied_head", "embed"))
     for name in source:
-        if name not in tensors.keys() | tied:
+        # Old versions of transformers saved the rotary frequencies. All versions compute them from config.json.
+        if name not in tensors and name != head and not name.endswith("rotary_emb.inv_freq"):
             raise ValueError(f"{path} has an unexpected tensor {name}; use the config.json of the same model.")
     for name, tensor in tensors.items():
         if name not in source:
@@ -253,6 +255,14 @@ def _check_tensors(path: str | Path, config: ModelConfig, tensors: dict[str, Ten
             )
         if found.get_dtype() not in ("BF16", "F16", "F32"):
             raise ValueError(f"{path}: {name} has type {found.get_dtype()}; choose a model in BF16, F16 or F32.")
+    both = [
+        source[name].get_tensor(name) for name in (head, embedding) if config.tie_word_embeddings and head in source
+    ]
+    if both and not np.array_equal(*both):
+        raise ValueError(
+            f"{path}: {head} differs from {embedding}, but config.json sets tie_word_embeddings, which transformers 4 "
+            f"and 5 read as different models; set tie_word_embeddings to false, or remove {head}."
+        )
 
 
 def _config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:

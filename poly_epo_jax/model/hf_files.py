@@ -23,20 +23,26 @@ _SINGLE, _INDEX, _PATTERN = "model.safetensors", "model.safetensors.index.json",
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     """Yields a temporary folder that is renamed to `path` on exit, or removed after an exception.
 
+    Args:
+      path: The folder to create.
+      replace: Whether an existing folder is replaced on exit.
+
     Raises:
-      FileExistsError: If `path` already exists.
+      FileExistsError: If `path` already exists and is not replaced.
       OSError: If a file cannot be written.
     """
-    if path.exists():
+    if path.exists() and not replace:
         raise FileExistsError(f"{path} already exists; choose another folder, or remove it first.")
     unfinished = path.with_name(f"{path.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # left behind by a killed process
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
+        if replace:
+            shutil.rmtree(path, ignore_errors=True)
         unfinished.rename(path)
     except SafetensorError as error:
         raise OSError(f"Failed to write {path}: {error}. Free disk space or choose another folder.") from error
@@ -49,16 +55,31 @@ def open_tensors(folder: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: If the folder has no safetensors files, or if a file in its index is missing.
-      ValueError: If a file is truncated or not a safetensors file, or if the index is invalid.
+      ValueError: If a file is truncated or not a safetensors file, if the index is invalid or does not list
+        model.safetensors, which exists, or if two files contain the same tensor. Other readers would load other
+        tensors of these folders.
     """
     if (folder / _INDEX).is_file():
         files = _files(folder / _INDEX)
+        if (folder / _SINGLE).is_file() and files != [_SINGLE]:
+            raise ValueError(
+                f"{folder} contains both {_SINGLE} and {_INDEX}, which lists other files; remove one of the two models."
+            )
     elif (folder / _SINGLE).is_file():
         files = [_SINGLE]
     else:
         raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}; convert the model to safetensors.")
-    opened = [_open(folder / file) for file in files]
-    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+    sources: dict[str, str] = {}
+    opened = {file: _open(folder / file) for file in files}
+    for file, tensors in opened.items():
+        for name in tensors.keys():  # noqa: SIM118
+            if name in sources:
+                raise ValueError(
+                    f"{folder} contains the tensor {name} in {sources[name]} and in {file}; create or download the "
+                    "model folder again."
+                )
+            sources[name] = file
+    return {name: opened[file] for name, file in sources.items()}
 
 
 def _files(index: Path) -> list[str]:
@@ -71,6 +92,8 @@ def _files(index: Path) -> list[str]:
 def _open(file: Path) -> Any:
     try:
         return safe_open(file, "numpy")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{file} is missing; create or download the model folder again.") from error
     except SafetensorError as error:
         raise ValueError(f"{file} is corrupted: {error}. Create or download the model folder again.") from error
 

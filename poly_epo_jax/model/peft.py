@@ -32,27 +32,24 @@ def save_adapter(
 
     Args:
       path: Folder to create.
-      params: Weights of the policy.
+      params: Weights of the policy, including the adapter.
       config: Model configuration.
       base: Folder or Hugging Face Hub name of the base policy, for adapter_config.json.
       dtype: Type of the saved tensors.
       card: Text of README.md. If empty, the file is not written.
 
     Raises:
-      ValueError: If the policy has no adapter.
       FileExistsError: If `path` already exists.
       OSError: If the folder cannot be written.
     """
-    if not config.lora_targets:
-        raise ValueError("The run did not train an adapter; export it without --adapter.")
     tensors = jax.device_get(peft_tensors(params, config, dtype))
     contiguous = {name: np.ascontiguousarray(values) for name, values in tensors.items()}
     with new_folder(Path(path)) as folder:
         write_json(folder / "adapter_config.json", _adapter_config(config, base))
         save_tensors(contiguous, folder / "adapter_model.safetensors")
+        write_digests(folder)
         if card:
             (folder / "README.md").write_text(card, encoding="utf-8")
-        write_digests(folder)
 
 
 def peft_tensors(params: Params, config: ModelConfig, dtype: str) -> dict[str, jax.Array]:

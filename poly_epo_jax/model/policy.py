@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,10 +15,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from poly_epo_jax.config.keys import ConfigError, LoraSection, ModelSection
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.hf_files import new_folder
 from poly_epo_jax.model.lora import init_adapter, lora_fields, split_adapter, without_adapter
 from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
 from poly_epo_jax.model.stop_strings import stop_string_ids
+from poly_epo_jax.model.tokenizer_files import copy_files, write_tokenizer
 from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.system.digests import DIGESTS, check_digests, file_digests, json_digest, write_digests
 from poly_epo_jax.system.json_files import read_object
@@ -81,14 +82,14 @@ class Policy:
         return init_adapter(self.config, seed, param_shardings(self.model, mesh)) or self.load_base(mesh)
 
     def save_description(self, folder: Path) -> None:
-        """Copies configuration and tokenizer to a folder, so that exports do not depend on the base policy folder."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / DIGESTS).unlink(missing_ok=True)
-        for name in ("config.json", "generation_config.json"):
-            if (self.path / name).exists():
-                shutil.copy(self.path / name, folder)
-        self.tokenizer.save_pretrained(folder)
-        write_digests(folder)
+        """Copies configuration and tokenizer to a folder, so that exports do not depend on the base policy folder.
+
+        An existing folder is replaced after all files are copied.
+        """
+        with new_folder(folder, replace=True) as new:
+            copy_files(self.path, new, ("config.json", "generation_config.json"))
+            write_tokenizer(self.path, new)
+            write_digests(new)
 
 
 def find_model(path: str, download: bool = True) -> Path:

@@ -36,6 +36,12 @@ def stop_string_ids(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) 
     return found
 
 
+def control_tokens(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> dict[str, int]:
+    """Returns the token ids of the strings that are complete control tokens, such as "<|im_end|>", keyed by string."""
+    added: dict[str, int] = tokenizer.get_added_vocab()  # pyright: ignore[reportCallIssue, reportOptionalCall]
+    return {string: index for string, index in added.items() if string in strings}
+
+
 def text_before(text: str, strings: Sequence[str]) -> str:
     """Returns the part of a text before the first stop string.
 

@@ -204,6 +204,12 @@ def _check_training(config: Config) -> None:
             f"lora.rank={config.lora.rank} trains only adapters, which excludes "
             f"train.trainable_pattern={train.trainable_pattern!r}; set only one of them."
         )
+    if config.model.param_dtype != "float32" and not config.lora.rank:
+        raise ConfigError(
+            f"model.param_dtype={config.model.param_dtype!r} must be float32 for weights that are trained, because "
+            "bfloat16 rounds away almost all small updates; set model.dtype=bfloat16 for activations and matrix "
+            "products only, or train an adapter (lora.rank)."
+        )
     check_judge_limit(config.judge, "train.num_generations", train.num_generations)
     if config.eval.every:
         check_judge_limit(config.judge, "eval.num_generations", config.eval.num_generations)

@@ -221,8 +221,8 @@ def clean_problems(
 
     Args:
       problems: Problems to clean.
-      same_answer: Function `(problem, answer, other) -> bool` that compares the answers of copies, see `types.HasAnswers`.
-        It is only called for answers that differ in more than whitespace and dollar signs.
+      same_answer: Function `(problem, answer, other) -> bool` that compares the answers of copies, see
+        `types.HasAnswers`. It is only called for answers that differ in more than whitespace and dollar signs.
       held_out: Problems that must not appear in the result.
 
     Returns:

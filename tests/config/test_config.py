@@ -116,6 +116,14 @@ def test_shipped_configs_set_only_keys_that_differ(name: str, method: str):
             {"lora.rank": 8, "train.trainable_pattern": "norm"},
             ["lora.rank=8 trains only adapters", "train.trainable_pattern='norm'", "one"],
         ),
+        (
+            {"model.param_dtype": "bfloat16"},
+            ["model.param_dtype='bfloat16' must be float32", "model.dtype=bfloat16", "lora.rank"],
+        ),
+        (
+            {"model.param_dtype": "bfloat16", "train.trainable_pattern": "norm"},
+            ["model.param_dtype='bfloat16' must be float32", "weights that are trained"],
+        ),
         ({"sampling.temperature": float("nan")}, ["sampling.temperature=nan", "must be a finite number"]),
         ({"sampling.top_p": 0.0}, ["sampling.top_p=0.0", "between 1e-06 and 1"]),
         ({"sampling.top_p": 1.5}, ["sampling.top_p=1.5", "between 1e-06 and 1"]),
@@ -211,6 +219,8 @@ def test_invalid_values_are_rejected(changes: dict[str, Any], words: list[str]):
         {"judge.name": "none", "algo.objective": "pass_at_n"},
         {"judge.name": "answer"},
         {"lora.rank": 8, "lora.targets": ["q_proj", "v_proj"]},
+        {"model.param_dtype": "bfloat16", "lora.rank": 8},
+        {"model.dtype": "bfloat16", "train.trainable_pattern": "norm"},
         {"judge.name": "llm", "judge.url": "http://127.0.0.1:1", "judge.options": {"attempts": 2}},
     ],
 )
@@ -224,8 +234,9 @@ def check(user_config: ConfigDict, mesh: dict[str, int], model_sizes: dict[str, 
 
 
 def test_evaluations_allow_values_that_training_rejects():
-    greedy = changed(**{"sampling.temperature": 0.0, "train.row_tokens": 1})
-    assert read_config(greedy, training=False).sampling.temperature == 0
+    greedy = changed(**{"sampling.temperature": 0.0, "train.row_tokens": 1, "model.param_dtype": "bfloat16"})
+    read = read_config(greedy, training=False)
+    assert (read.sampling.temperature, read.model.param_dtype) == (0, "bfloat16")
     with pytest.raises(ConfigError, match=r"sampling\.temperature=0\.0 must be positive"):
         read_config(greedy)
 

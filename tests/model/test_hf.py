@@ -212,12 +212,27 @@ def edit_tensors(folder, edit):
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_a_tied_model_folder_may_contain_its_head(tmp_path):
+def test_a_tied_model_folder_may_contain_its_head_and_rotary_frequencies(tmp_path):
     save_pretrained(tmp_path / "model", random_params(SMALL), SMALL, dtype="float32")
-    edit_tensors(tmp_path / "model", lambda tensors: tensors.update({"lm_head.weight": np.zeros((40, 16), np.float32)}))
+    buffers = ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+
+    def add(tensors):
+        tensors.update({"lm_head.weight": tensors[EMBED], **{name: np.ones(3, np.float32) for name in buffers}})
+
+    edit_tensors(tmp_path / "model", add)
     assert_trees_equal(load_params(tmp_path / "model", SMALL), random_params(SMALL))
 
 
+def test_a_tied_model_folder_with_another_head_is_rejected(tmp_path):
+    save_pretrained(tmp_path / "model", random_params(SMALL), SMALL, dtype="float32")
+    edit_tensors(tmp_path / "model", lambda tensors: tensors.update({"lm_head.weight": 2 * tensors[EMBED]}))
+    with pytest.raises(ValueError, match=rf"lm_head\.weight differs from {EMBED}, .* set tie_word_embeddings to false"):
+        load_params(tmp_path / "model", SMALL)
+    untied = dataclasses.replace(SMALL, tie_word_embeddings=False)
+    assert_trees_equal(load_params(tmp_path / "model", untied)["untied_head"], 2 * random_params(SMALL)["embed"])
+
+
+EMBED = "model.embed_tokens.weight"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 

@@ -1,6 +1,7 @@
 """Tests parallel writing of weight files: distribution over threads, host memory, and write errors."""
 
 import errno
+import json
 import os
 import stat
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import PATIENCE
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from poly_epo_jax.model import hf_files
 from poly_epo_jax.model.hf_files import WRITERS, open_tensors, write_tensors
@@ -33,6 +34,33 @@ def test_written_tensors_are_read_back(tmp_path: Path, max_shard_bytes: int):
         np.testing.assert_array_equal(source[name].get_tensor(name), values)
     num_files = {10**9: 1, 2_000: 12, 1_000: 24, 1: 24}[max_shard_bytes]
     assert len(list(tmp_path.glob("*.safetensors"))) == num_files
+
+
+def test_an_index_beside_a_single_file_must_list_only_this_file(tmp_path: Path):
+    write_tensors(tmp_path, SIZES, fetch, 12_000)
+    single, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    assert open_tensors(tmp_path).keys() == VALUES.keys()
+    save_file(VALUES, single)
+    with pytest.raises(ValueError, match=r"contains both model\.safetensors and model\.safetensors\.index\.json"):
+        open_tensors(tmp_path)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(VALUES, single.name)}))
+    assert open_tensors(tmp_path).keys() == VALUES.keys()
+
+
+def test_a_tensor_in_two_files_is_rejected(tmp_path: Path):
+    write_tensors(tmp_path, SIZES, fetch, 12_000)
+    first, second = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    save_file(load_file(tmp_path / second) | {"tensor00": np.zeros(3)}, tmp_path / second)
+    with pytest.raises(ValueError, match=f"tensor00 in {first} and in {second}"):
+        open_tensors(tmp_path)
+
+
+def test_a_missing_file_of_the_index_is_named(tmp_path: Path):
+    write_tensors(tmp_path, SIZES, fetch, 12_000)
+    missing = min(tmp_path.glob("*.safetensors"))
+    missing.unlink()
+    with pytest.raises(FileNotFoundError, match=f"{missing.name} is missing; create or download the model folder"):
+        open_tensors(tmp_path)
 
 
 def test_large_models_are_split_evenly_between_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

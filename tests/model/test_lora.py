@@ -37,6 +37,7 @@ from poly_epo_jax.model.lora import (
     without_adapter,
 )
 from poly_epo_jax.model.partition import merge_params
+from poly_epo_jax.model.qwen3 import abstract_model
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.groups import Rollouts
@@ -58,9 +59,10 @@ def hidden_states(model, params):
 
 
 @functools.cache
-def make_update(axes=(1, 1, 1), *, adapted=True, kl_coef=0.0):
+def make_update(axes=(1, 1, 1), *, adapted=True, kl_coef=0.0, param_dtype="float32"):
     objective = UpdateObjective(ppo_clip_loss, entropy_coef=0.01, kl_coef=kl_coef)
-    model, pattern = (ADAPTED_MODEL, ADAPTER) if adapted else (TINY_MODEL, "")
+    model = abstract_model(dataclasses.replace(ADAPTED if adapted else TINY, param_dtype=param_dtype))
+    pattern = ADAPTER if adapted else ""
     return PolicyUpdate(model, make_mesh(*axes), objective, optimizer_config(eps=1e-3), 2, pattern)
 
 
@@ -176,6 +178,26 @@ def test_only_the_adapter_changes_and_has_moments():
     assert min(jax.tree.leaves(moved)) > 1e-4 and metrics["policy/update_norm"] > 0
     arrays = [leaf for leaf in jax.tree.leaves(after.opt_state) if leaf.ndim]
     assert sum(leaf.size for leaf in arrays) == 2 * sum(flops.adapter_sizes(ADAPTED).values())
+
+
+@pytest.mark.slow
+def test_adapters_over_bfloat16_weights_train_in_float32_as_over_the_rounded_weights():
+    adapter, base = split_adapter(ADAPTED, adapted_params())
+    bfloat16 = jax.tree.map(lambda weight: jnp.asarray(weight, jnp.bfloat16), base)
+    after = {}
+    for dtype, weights in (("bfloat16", bfloat16), ("float32", jax.tree.map(jnp.float32, bfloat16))):
+        update = make_update(param_dtype=dtype)
+        state = start(update, merge_params(adapter, weights))
+        after[dtype] = update(state, update.with_old_logprobs(state, minibatches()))[0]
+        assert {leaf.dtype for leaf in jax.tree.leaves(after[dtype].frozen)} == {jnp.dtype(dtype)}
+        assert {leaf.dtype for leaf in jax.tree.leaves(after[dtype].trainable)} == {jnp.dtype("float32")}
+    jax.tree.map(np.testing.assert_array_equal, after["bfloat16"].frozen, bfloat16)
+    moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), as_numpy(after["bfloat16"].trainable), adapter)
+    assert min(jax.tree.leaves(moved)) > 0
+    jax.tree.map(
+        lambda found, expected: np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6),
+        *(as_numpy(after[dtype].trainable) for dtype in ("bfloat16", "float32")),
+    )
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from fakes import ByLetter, Scripted, collect
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from poly_epo_jax.model.stop_strings import stop_string_ids, text_before
+from poly_epo_jax.model.stop_strings import control_tokens, stop_string_ids, text_before
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.types import Completion, Problem, Sampling
 
@@ -24,6 +24,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     tokenizer_object.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer_object.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer_object, eos_token="<|im_end|>")
+
+
+def test_only_complete_control_tokens_are_found(tokenizer: PreTrainedTokenizerFast):
+    assert control_tokens(tokenizer, ("\n", "<|im_end|>", "<|im_", ".\n", "d")) == {"<|im_end|>": 0}
+    assert control_tokens(tokenizer, ()) == {}
 
 
 def test_all_tokens_that_contain_a_stop_string_are_found(tokenizer: PreTrainedTokenizerFast):
@@ -88,3 +93,5 @@ def test_stop_tokens_of_the_qwen3_vocabulary():
     expected = {index for token, index in tokenizer.get_vocab().items() if BREAK in token}
     assert stop_string_ids(tokenizer, ("\n",)) == expected and len(expected) > 500
     assert stop_string_ids(tokenizer, ("<|im_end|>", "<|endoftext|>")) == {151643, 151645}
+    control = {"<|im_end|>": 151645, "<|endoftext|>": 151643}
+    assert control_tokens(tokenizer, (*control, "\n")) == control

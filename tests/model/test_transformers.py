@@ -11,6 +11,7 @@ import pytest
 import transformers
 from fakes import TINY, tiny_params, tiny_problems
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 from samplers import MAX_PROMPT, MAX_TOKENS, STOP_IDS, TOKENIZER, generate, make_rollouts, token_ids
 from test_hf import FLOAT32, SMALL, assert_trees_equal, random_params
 
@@ -119,6 +120,21 @@ def test_transformers_gives_the_same_logits_for_exported_folders(index, tmp_path
     assert_same_logits(config, params, transformer)
     assert read_model_config(folder, **FLOAT32) == config
     assert_trees_equal(load_params(folder, config), params)
+
+
+def test_transformers_ignores_rotary_frequencies_and_keeps_another_head_of_a_tied_model(tmp_path):
+    params, file = random_params(SMALL), tmp_path / "model/model.safetensors"
+    save_pretrained(tmp_path / "model", params, SMALL, dtype="float32")
+    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)}
+    save_file(load_file(file) | buffers, file, metadata={"format": "pt"})
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    assert_same_logits(SMALL, load_params(tmp_path / "model", SMALL), load(tmp_path / "model"))
+    head = {"lm_head.weight": load_file(file)["model.embed_tokens.weight"][::-1].copy()}
+    save_file(load_file(file) | head, file, metadata={"format": "pt"})
+    untied = dataclasses.replace(SMALL, tie_word_embeddings=False)
+    assert_same_logits(untied, load_params(tmp_path / "model", untied), load(tmp_path / "model"))
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        load_params(tmp_path / "model", SMALL)
 
 
 def test_bfloat16_files_contain_rounded_weights(tmp_path):

@@ -130,7 +130,7 @@ def test_added_tokens_of_the_chat_template_are_control_tokens(qwen: PreTrainedTo
     """The tokens that begin turns are not special in some models."""
     qwen.add_tokens(["<|User|>", "<|Assistant|>", "<b>"])
     qwen.chat_template = "{% for m in messages %}<|User|>{{ m['content'] }}{% endfor %}<|Assistant|>"
-    user, assistant, bold = qwen.convert_tokens_to_ids(["<|User|>", "<|Assistant|>", "<b>"])
+    user, assistant, bold = (qwen.get_vocab()[token] for token in ("<|User|>", "<|Assistant|>", "<b>"))
     (ids,) = encode_prompts(qwen, [Problem("p", "a<|Assistant|>4<|User|><b>", "", chat=True)], VOCAB_SIZE)
     assert control(ids) == [user, bold, assistant]
     assert qwen.decode(ids) == "<|User|>a<|Assistant|>4<|User|><b><|Assistant|>"
@@ -141,7 +141,7 @@ def test_tokens_outside_the_embedding_raise_an_error(qwen: PreTrainedTokenizerBa
     """A template whose tokens were added to the tokenizer, without adding rows to the embedding."""
     qwen.add_tokens(["<|User|>", "<|Assistant|>"])
     qwen.chat_template = "{{ messages[0]['content'] }}" + ("<|Assistant|>" if problem == "a" else "")
-    index = qwen.convert_tokens_to_ids(token)
+    index = qwen.get_vocab()[token]
     problems = [Problem("ok", "fine", "", chat=problem == "a"), Problem("p", problem, "", chat=True)]
     assert max(encode_prompts(qwen, problems, index + 1)[1]) == index
     with pytest.raises(ValueError, match=rf"Token '<\|\w+\|>' has id {index}, .* has only {index} rows"):
