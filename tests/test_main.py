@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from configs import polynomial
 from poly_epo_jax import main
-from poly_epo_jax.config.keys import ConfigError
+from poly_epo_jax.config.keys import ConfigError, ModelSection
 from poly_epo_jax.export import __main__ as export
 from poly_epo_jax.model import hf
 from poly_epo_jax.parallel.sharding import make_mesh
@@ -34,6 +35,7 @@ from poly_epo_jax.startup import base_policy
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.startup.resume_checks import check_resume_model
+from poly_epo_jax.startup.trained_policy import open_trained_policy
 from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.tasks import PolynomialTask
 
@@ -232,17 +234,26 @@ def test_settings_of_the_schedule_and_the_kl_term_cannot_change(tmp_path: Path, 
     assert words in error_message(FILE, *flags)
 
 
-def test_a_run_of_another_version_is_not_resumed(tmp_path: Path, error_message):
+@pytest.mark.parametrize(
+    ("versions", "named"),
+    [
+        ([], "another version"),
+        ([{"poly_epo_jax": "0.0.9"}, {"poly_epo_jax": "0.1.0", "commit": "213dbac"}], "0.1.0 213dbac"),
+    ],
+    ids=["unknown", "recorded"],
+)
+def test_a_run_of_another_version_is_not_used(tmp_path: Path, error_message, versions, named):
     config = read_config(polynomial.get_config()).to_dict()
-    config["judge"]["attempts"] = config["judge"].pop("max_failed_fraction")
+    config["judge"]["max_failed_share"] = config["judge"].pop("max_failed_fraction")
     config["task"]["options"] = {"seed": 1}  # options are not keys; these belong to another run
     saved_run(tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
-    text = error_message(FILE)
-    assert (
-        "run of another version of poly_epo_jax, with different keys judge.attempts, judge.max_failed_fraction;" in text
-    )
-    assert "resume it with that version, or set --config.workdir to a new folder." in text
+    (tmp_path / "run" / "about.json").write_text(json.dumps({"versions": versions}))
+    keys = "judge.max_failed_fraction, judge.max_failed_share"
+    text = f"{tmp_path / 'run'} contains a run of poly_epo_jax {named}, with different keys {keys}; use that version"
+    assert text in error_message(FILE)
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        open_trained_policy(tmp_path / "run", ModelSection(), make_mesh(1, 1, 1))
 
 
 @pytest.mark.parametrize("name", ["config.json", "about.json", "metrics.jsonl", "policy"])

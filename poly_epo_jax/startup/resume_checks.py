@@ -56,13 +56,8 @@ def check_resume_config(workdir: Path, config: Config) -> None:
     saved = run_folder.resumable_config(workdir)
     if saved is None:
         return
+    check_version(workdir, saved)
     new = json.loads(json.dumps(config.to_dict()))
-    unknown = changed_keys(_names(saved), _names(new))
-    if unknown:
-        raise ConfigError(
-            f"{workdir} contains a run of another version of poly_epo_jax, with different keys {', '.join(unknown)}; "
-            "resume it with that version, or set --config.workdir to a new folder."
-        )
     immutable = _immutable_keys(config)
     changed = [key for key in changed_keys(saved, new) if key in immutable or not key.startswith(MUTABLE_KEYS)]
     if changed:
@@ -70,6 +65,25 @@ def check_resume_config(workdir: Path, config: Config) -> None:
         raise ConfigError(
             f"{workdir} contains a run with different values of {', '.join(reasons)}; restore them, set "
             "--config.workdir to a new folder, or delete this folder."
+        )
+
+
+def check_version(run: Path, saved: Mapping[str, Any]) -> None:
+    """Checks that the configuration of a run has the keys of this version of the package.
+
+    Args:
+      run: Run folder.
+      saved: Content of its config.json.
+
+    Raises:
+      ConfigError: If it has other keys. The message contains the version and commit that the run was trained with.
+    """
+    if changed := changed_keys(_names(saved), _names(Config().to_dict())):
+        used = [{}, *run_folder.read_about(run).get("versions", [])][-1]
+        version = " ".join(filter(None, (used.get("poly_epo_jax") or "another version", used.get("commit"))))
+        raise ConfigError(
+            f"{run} contains a run of poly_epo_jax {version}, with different keys {', '.join(changed)}; use that "
+            "version for this run, or another run folder."
         )
 
 
