@@ -53,7 +53,7 @@ def marginal_set_advantages(
     missing = [name for name in reads if name not in features]
     if missing:
         raise ValueError(f"The objective reads {missing[0]}, which is not among the features {', '.join(features)}.")
-    arrays = dict(zip(features, as_features(**features), strict=True))
+    arrays = dict(zip(features, as_features(2, **features), strict=True))
     num_prompts, num_generations = next(iter(arrays.values())).shape[:2]
     table = as_sets(sets, num_prompts, num_generations)
 

@@ -100,11 +100,11 @@ def centred(values: Shaped[Array, "*prompts N"]) -> Float[Array, "*prompts N"]:
     """Subtracts the mean over the last axis, such as the generations of each prompt.
 
     The result is exactly 0 if all values are equal, because the first value is subtracted before the mean is computed.
-    Values equal to the first one are selected: if `values` is a product, XLA may fuse it with the subtraction, without
-    rounding the product.
+    XLA may fuse a product with this subtraction, without rounding it, so the error for equal values is subtracted, too.
     """
     first = values[..., :1]
-    differences = jnp.where(values == first, 0, values - first)
+    differences = values - first
+    differences -= jax.lax.stop_gradient(jnp.where(values == first, differences, 0))
     return differences - differences.mean(axis=-1, keepdims=True)
 
 

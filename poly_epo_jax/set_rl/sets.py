@@ -52,7 +52,7 @@ def as_sets(sets: Sets, num_prompts: int, num_generations: int) -> Int32[Array, 
     if isinstance(sets, Tracer):
         return table
     first, last = int(np.min(sets)), int(np.max(sets))
-    # Sampled sets may lack the last generations, but a table of all sets is only valid for its own number of generations.
+    # Sampled sets may lack the last generations, but all sets of a smaller group are an error.
     is_whole = set_size <= last and num_sets == math.comb(last + 1, set_size)
     if (
         first < 0
@@ -61,7 +61,7 @@ def as_sets(sets: Sets, num_prompts: int, num_generations: int) -> Int32[Array, 
     ):
         raise ValueError(
             f"sets hold the generations {first} to {last}, but the features have num_generations={num_generations}; "
-            f"construct the sets for {num_generations} generations, as with enumerate_sets({num_generations}, {set_size})."
+            f"construct them for this number, for example with enumerate_sets({num_generations}, {set_size})."
         )
     return table
 
