@@ -33,7 +33,8 @@ def rep_exp_advantages(
     ridge, all bonuses are nearly equal. The authors also divide by the standard deviation, which is omitted here. Like
     the authors, this function computes the bonus in float64, regardless of `jax_enable_x64`: hidden states often have a
     few very large components, which float32 cannot resolve together with the others. TPUs have no eigenvalue
-    decomposition in float64; there, the bonus of such embeddings is only accurate if they are normalized first.
+    decomposition in float64; there, the bonus of such embeddings is only accurate if they are normalized first. The
+    bonus cannot be differentiated by the embeddings.
 
     Args:
       rewards: Rewards of the N generations of P prompts.

@@ -62,7 +62,7 @@ def entropic_advantages(rewards: Scalars, kl: float) -> Float[Array, "P N"]:
 
     A_i = e^{beta r_i} / mean over the others of e^{beta r_j} - 1. For each prompt, beta is chosen such that the KL
     divergence of softmax(beta r) from the uniform distribution over the N generations is `kl`. If several generations
-    have the maximum reward, this divergence may be unreachable; beta then takes a very large value.
+    have the maximum reward, this divergence may be unreachable; beta is then 2^20, as in the authors' code.
 
     The authors' code (test-time-training/discover, entropic_adaptive_beta) computes the same result for N >= 4 and
     kl = ln 2 = log(4) / 2. The advantage of a single best generation grows without bound as its softmax weight
