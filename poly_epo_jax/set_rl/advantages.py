@@ -3,17 +3,17 @@
 import functools
 import inspect
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 
-from poly_epo_jax.set_rl.groups import check_features, cluster_sizes, rarity, same_cluster, subtract_mean
-from poly_epo_jax.set_rl.sets import check_set_size
+from poly_epo_jax.set_rl.groups import Scalars, as_features, cluster_sizes, rarity, same_cluster, subtract_mean
+from poly_epo_jax.set_rl.sets import Sets, as_sets, check_set_size
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 SetObjective = Callable[..., Float[Array, "*prompts K"]]
@@ -27,8 +27,8 @@ def features_read(function: Callable[..., Array]) -> tuple[str, ...]:
 
 def marginal_set_advantages(
     objective: SetObjective,
-    sets: Int[Array | np.ndarray, "K n"] | Int[Array | np.ndarray, "P K n"],
-    **features: Shaped[Array | np.ndarray, "P N ..."],
+    sets: Sets,
+    **features: Shaped[Array | np.ndarray, "P N ..."] | Sequence[Any],
 ) -> Float[Array, "P N"]:
     """Computes the marginal set advantage of each generation (paper §3, algorithm 1).
 
@@ -45,36 +45,31 @@ def marginal_set_advantages(
       Advantages [P, N].
 
     Raises:
-      ValueError: If a feature contains NaN (detected outside jit only), if the features differ in [P, N], if a feature
-        that the objective reads is missing, if `sets` has another shape or n >= N, or if the objective does not return
-        one score per set.
+      ValueError: If a feature is invalid (see `as_features`), if a feature that the objective reads is missing, if
+        `sets` has another shape, was made for another N, or n >= N, or if the objective does not return one score per
+        set.
     """
-    num_prompts, num_generations = check_features(**features)
-    if sets.ndim not in (2, 3) or (sets.ndim == 3 and len(sets) != num_prompts):
-        raise ValueError(f"sets have shape {sets.shape}, but must be [K, n] or [{num_prompts}, K, n], one per prompt.")
-    num_sets, set_size = sets.shape[-2:]
-    check_set_size(num_generations, set_size)
     reads = features_read(objective)
     missing = [name for name in reads if name not in features]
     if missing:
         raise ValueError(f"The objective reads {missing[0]}, which is not among the features {', '.join(features)}.")
-    features = {name: features[name] for name in reads}
+    arrays = dict(zip(features, as_features(2, **features), strict=True))
+    num_prompts, num_generations = next(iter(arrays.values())).shape[:2]
+    table = as_sets(sets, num_prompts, num_generations)
 
     def one_prompt(sets: Array, features: dict[str, Array]) -> Array:
         scores = objective(**{name: feature[sets] for name, feature in features.items()})
-        if scores.shape != (num_sets,):
+        if scores.shape != (len(sets),):
             raise ValueError(f"The objective returned shape {scores.shape}, but must return one score per set, [K].")
-        set_advantages = scores - scores.mean()
+        set_advantages = subtract_mean(scores)
         holds = (sets[:, :, None] == jnp.arange(num_generations)[None, None, :]).any(axis=1)  # [K, N]
         return jnp.where(holds, set_advantages[:, None], 0).sum(axis=0) / jnp.maximum(holds.sum(axis=0), 1)
 
-    sets_axis = 0 if sets.ndim == 3 else None
-    return jax.vmap(one_prompt, in_axes=(sets_axis, 0))(jnp.asarray(sets), jax.tree.map(jnp.asarray, features))
+    sets_axis = 0 if table.ndim == 3 else None
+    return jax.vmap(one_prompt, in_axes=(sets_axis, 0))(table, {name: arrays[name] for name in reads})
 
 
-def polychromic_advantages(
-    rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], set_size: int
-) -> Float[Array, "P N"]:
+def polychromic_advantages(rewards: Scalars, clusters: Scalars, set_size: int) -> Float[Array, "P N"]:
     """Computes the marginal set advantages of the polychromic objective over all C(N, n) sets (paper §4).
 
     The result equals `marginal_set_advantages(polychromic, enumerate_sets(N, n), ...)`, but takes O(P N^2) operations
@@ -90,14 +85,12 @@ def polychromic_advantages(
       Advantages [P, N].
 
     Raises:
-      ValueError: If not 1 <= set_size < N, if a reward is NaN (detected outside jit only), or if shapes differ.
+      ValueError: If not 1 <= set_size < N, or if a feature is invalid (see `as_features`).
     """
     return _effects(rewards, clusters, set_size).score
 
 
-def reward_plus_diversity_advantages(
-    rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], set_size: int
-) -> Float[Array, "P N"]:
+def reward_plus_diversity_advantages(rewards: Scalars, clusters: Scalars, set_size: int) -> Float[Array, "P N"]:
     """Computes the marginal set advantages of `reward_plus_diversity` over all C(N, n) sets without forming them.
 
     Args:
@@ -109,7 +102,7 @@ def reward_plus_diversity_advantages(
       Advantages [P, N].
 
     Raises:
-      ValueError: If not 1 <= set_size < N, if a reward is NaN (detected outside jit only), or if shapes differ.
+      ValueError: If not 1 <= set_size < N, or if a feature is invalid (see `as_features`).
     """
     on = _effects(rewards, clusters, set_size)
     return on.reward + on.diversity
@@ -127,9 +120,7 @@ class Synergy(NamedTuple):
     synergy: Float[Array, "P N"]
 
 
-def exploration_exploitation_synergy(
-    rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], set_size: int
-) -> Synergy:
+def exploration_exploitation_synergy(rewards: Scalars, clusters: Scalars, set_size: int) -> Synergy:
     """Splits the polychromic advantage into product and synergy (paper §5, Exploration-Exploitation Synergy).
 
     With R the mean reward of a set and d its diversity, over all C(N, n) sets G:
@@ -145,14 +136,14 @@ def exploration_exploitation_synergy(
       The two terms of the advantages.
 
     Raises:
-      ValueError: If not 1 <= set_size < N, if a reward is NaN (detected outside jit only), or if shapes differ.
+      ValueError: If not 1 <= set_size < N, or if a feature is invalid (see `as_features`).
     """
     on = _effects(rewards, clusters, set_size)
     product = on.mean_reward * on.diversity + on.mean_diversity * on.reward + on.reward * on.diversity
     return Synergy(product, on.score - product)
 
 
-def grpo_advantages(rewards: Float[Array | np.ndarray, "P N"]) -> Float[Array, "P N"]:
+def grpo_advantages(rewards: Scalars) -> Float[Array, "P N"]:
     """Computes GRPO's advantage A_i = r_i - mean r, without dividing by a standard deviation (paper appendix).
 
     Args:
@@ -162,15 +153,13 @@ def grpo_advantages(rewards: Float[Array | np.ndarray, "P N"]) -> Float[Array, "
       Advantages [P, N].
 
     Raises:
-      ValueError: If a reward is NaN (detected outside jit only).
+      ValueError: If `rewards` is invalid (see `as_features`).
     """
-    check_features(rewards=rewards)
-    return subtract_mean(jnp.asarray(rewards))
+    (rewards,) = as_features(rewards=rewards)
+    return subtract_mean(rewards)
 
 
-def grpo_div_advantages(
-    rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], diversity_coef: float
-) -> Float[Array, "P N"]:
+def grpo_div_advantages(rewards: Scalars, clusters: Scalars, diversity_coef: float) -> Float[Array, "P N"]:
     """Computes GRPO's advantage with a bonus for small clusters: centered r_i + lambda d_i (paper §6.1, GRPO+DIV).
 
     d_i is `rarity`: 0 if all generations share a cluster, 1 for a cluster of one generation, and 0 in
@@ -185,10 +174,10 @@ def grpo_div_advantages(
       Advantages [P, N].
 
     Raises:
-      ValueError: If a reward is NaN (detected outside jit only), or if shapes differ.
+      ValueError: If a feature is invalid (see `as_features`).
     """
-    check_features(rewards=rewards, clusters=clusters)
-    return subtract_mean(jnp.asarray(rewards) + diversity_coef * rarity(jnp.asarray(clusters)))
+    rewards, clusters = as_features(rewards=rewards, clusters=clusters)
+    return subtract_mean(rewards + diversity_coef * rarity(clusters))
 
 
 class _Effects(NamedTuple):
@@ -209,9 +198,7 @@ class _Effects(NamedTuple):
     mean_diversity: Array
 
 
-def _effects(
-    rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], set_size: int
-) -> _Effects:
+def _effects(rewards: Scalars, clusters: Scalars, set_size: int) -> _Effects:
     """Computes the effects over all sets of n generations in closed form, without forming a set.
 
     The expectation over sets is linear, so f and d are sums over clusters c and over generations i of products with the
@@ -226,9 +213,9 @@ def _effects(
       n^2 f = n r missed(s) + r'_y (sum_c [apart(0) - apart(|c|)] + apart(s)) - beside(s) sum_{i in y's cluster} r'_i
     and degenerate clusters contribute 0. No term is a small difference of large ones, so float32 suffices.
     """
-    _, num_generations = check_features(rewards=rewards, clusters=clusters)
+    rewards, clusters = as_features(rewards=rewards, clusters=clusters)
+    rewards, num_generations = jnp.asarray(rewards, float), rewards.shape[1]
     check_set_size(num_generations, set_size)
-    rewards, clusters = jnp.asarray(rewards, float), jnp.asarray(clusters)
     same, sizes = same_cluster(clusters), cluster_sizes(clusters)
     table = _chances(num_generations, set_size)
     chances = jnp.where(clusters == DEGENERATE_CLUSTER, 0, jnp.asarray(table, rewards.dtype)[:, sizes])

@@ -1,5 +1,9 @@
-"""Helper functions of the estimators: feature checks, centering over a prompt, and cluster comparisons."""
+"""Inputs of set_rl: conversion and checks. Also centering over a prompt, and cluster comparisons."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -8,31 +12,99 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
+Scalars = Shaped[Array | np.ndarray, "P N"] | Sequence[Sequence[float]]
+"""Numbers or ids of the N generations of P prompts, before `as_features` converts and checks them."""
+Embeddings = Shaped[Array | np.ndarray, "P N D"] | Sequence[Sequence[Sequence[float]]]
+"""Embeddings with D dimensions of the N generations of P prompts, before `as_features` converts and checks them."""
 
-def check_features(**features: Array | np.ndarray) -> tuple[int, int]:
-    """Returns the leading shape (P, N) of all features.
+_INTEGERS = ("clusters", "sets", "sequence_ids")
+_NUMBERS = ("rewards", "mean_logprob", "embeddings", "logprobs", "old_logprobs", "advantages", "weights", "log_ratio")
+_EXTRA_AXES = {"rewards": 0, "clusters": 0, "mean_logprob": 0, "embeddings": 1}  # after [P, N]
+
+
+def as_features(num_axes: int | None = 2, **features: Any) -> tuple[Array, ...]:
+    """Converts features to arrays and checks them. Every function of set_rl that reads features calls it first.
+
+    Args:
+      num_axes: Number of leading axes that all features share: 2 for [P, N], or None for all axes of the first feature.
+      **features: Features by name, see `as_array`. Embeddings have one more axis than other known features.
+
+    Returns:
+      The arrays, in the order of the arguments.
 
     Raises:
-      ValueError: If the leading shapes differ, or a feature contains NaN (detected outside jit only).
+      ValueError: If the shapes differ, or a feature is invalid (see `as_array`).
     """
-    shapes = {name: feature.shape[:2] for name, feature in features.items()}
-    if len(set(shapes.values())) != 1 or min(map(len, shapes.values())) < 2:
-        raise ValueError(f"Features must share their leading [P, N] shape, but have the shapes {shapes}.")
-    for name, feature in features.items():
-        if not isinstance(feature, Tracer) and np.isnan(feature).any():
+    arrays = {name: as_array(name, values) for name, values in features.items()}
+    shape = next(iter(arrays.values())).shape[:num_axes]
+    rank = len(shape)
+    if rank < (num_axes or 1) or any(
+        array.shape[:rank] != shape or array.ndim - rank != _EXTRA_AXES.get(name, array.ndim - rank)
+        for name, array in arrays.items()
+    ):
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        expected = "[P, N] for P prompts with N generations" if num_axes else "[..., K, n] for K sets of n generations"
+        raise ValueError(f"Features must share the shape {expected}, and embeddings add an axis, but have {shapes}.")
+    return tuple(arrays.values())
+
+
+def as_array(name: str, values: Any, counts: Any = True) -> Array:
+    """Converts the values of an argument to an array. Values are checked outside jit only, where they are known.
+
+    Cluster ids and sets become int32. Integers, booleans and 16-bit floats of other arguments of set_rl become the
+    default float type, float32. Features with other names keep their type.
+
+    Args:
+      name: Name of the argument, for the type and for error messages.
+      values: An array, a nested list, or another object that NumPy can convert.
+      counts: Mask of the values that are checked.
+
+    Raises:
+      ValueError: If the values cannot be converted to numbers, are not integers but must be, exceed the range of the
+        type, or are NaN or infinite.
+    """
+    if not isinstance(values, Array):
+        try:
+            values = np.asarray(values)
+        except (TypeError, ValueError, RuntimeError) as error:
+            kind = f"{type(values).__module__}.{type(values).__name__}"
             raise ValueError(
-                f"The feature {name} contains NaN; set each value to a number, such as 0 for a missing score."
+                f"{name} of type {kind} cannot be converted to an array ({error}); pass an array or a nested list of "
+                "numbers, and convert a torch tensor with .detach().float().cpu().numpy()."
+            ) from None
+    is_integer = jnp.issubdtype(values.dtype, jnp.integer) or values.dtype == bool
+    if not (is_integer or (jnp.issubdtype(values.dtype, jnp.floating) and name not in _INTEGERS)):
+        required = "integers" if name in _INTEGERS else "numbers"
+        raise ValueError(f"{name} has the type {values.dtype}; pass an array of {required}.")
+    dtype = jax.dtypes.canonicalize_dtype(values.dtype)  # without 64 bits, unless they are enabled
+    if name in _INTEGERS:
+        dtype = np.dtype(np.int32)
+    elif name in _NUMBERS:
+        dtype = jnp.result_type(float if is_integer else dtype, jnp.float32)
+    if not isinstance(values, Tracer):
+        given = np.asarray(values)
+        with np.errstate(over="ignore", invalid="ignore"):
+            converted = given.astype(dtype)
+        is_valid = np.isfinite(converted) if jnp.issubdtype(dtype, jnp.floating) else converted == given
+        invalid = np.argwhere(~is_valid & counts).tolist()
+        if invalid:
+            value = given[tuple(invalid[0])]
+            raise ValueError(
+                f"{name} contains {'NaN' if np.isnan(value) else value} at index {invalid[0]}, but must hold finite "
+                f"{dtype} values; replace this value."
             )
-    num_prompts, num_generations = set(shapes.values()).pop()
-    return num_prompts, num_generations
+    return jnp.asarray(values, dtype)
 
 
-def subtract_mean(values: Shaped[Array, "P N"]) -> Float[Array, "P N"]:
-    """Subtracts the mean over the generations of each prompt.
+def subtract_mean(values: Shaped[Array, "*prompts N"]) -> Float[Array, "*prompts N"]:
+    """Subtracts the mean over the last axis, such as the generations of each prompt.
 
     The result is exactly 0 if all values are equal, because the first value is subtracted before the mean is computed.
+    XLA may fuse a product with this subtraction, without rounding it, so the error for equal values is subtracted, too.
     """
-    differences = values - values[..., :1]
+    first = values[..., :1]
+    differences = values - first
+    differences -= jax.lax.stop_gradient(jnp.where(values == first, differences, 0))
     return differences - differences.mean(axis=-1, keepdims=True)
 
 

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jaxtyping import Bool, Float, Int, Key, Shaped
 
+from poly_epo_jax.set_rl.groups import Scalars, as_array, as_features
 from poly_epo_jax.types import Range, Registry
 
 
@@ -70,9 +72,9 @@ def ppo_clip_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0
       (estimates of KL(old || new), in nats).
 
     Raises:
-      ValueError: If the arrays of `tokens` differ in shape.
+      ValueError: If the arrays of `tokens` differ in shape, or are invalid (see `as_array`).
     """
-    _check_shapes(tokens)
+    tokens = _checked(tokens)
     term, held_back, ratio = _clipped(tokens.log_ratio, tokens, clip_low, clip_high)
     return _loss(term, tokens), _ratio_metrics(held_back, tokens, ratio)
 
@@ -92,9 +94,9 @@ def cispo_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28
       clip range.
 
     Raises:
-      ValueError: If the arrays of `tokens` differ in shape.
+      ValueError: If the arrays of `tokens` differ in shape, or are invalid (see `as_array`).
     """
-    _check_shapes(tokens)
+    tokens = _checked(tokens)
     ratio = jax.lax.stop_gradient(jnp.exp(tokens.log_ratio))
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     term = clipped * tokens.advantages * jnp.where(tokens.is_response, tokens.logprobs, 0)
@@ -111,9 +113,9 @@ def policy_gradient_loss(tokens: Tokens) -> LossAndMetrics:
       The loss, and an empty dict of metrics.
 
     Raises:
-      ValueError: If the arrays of `tokens` differ in shape.
+      ValueError: If the arrays of `tokens` differ in shape, or are invalid (see `as_array`).
     """
-    _check_shapes(tokens)
+    tokens = _checked(tokens)
     return _loss(tokens.advantages * jnp.where(tokens.is_response, tokens.logprobs, 0), tokens), {}
 
 
@@ -134,9 +136,9 @@ def gspo_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28)
       sequence.
 
     Raises:
-      ValueError: If the arrays of `tokens` differ in shape.
+      ValueError: If the arrays of `tokens` differ in shape, or are invalid (see `as_array`).
     """
-    _check_shapes(tokens)
+    tokens = _checked(tokens)
     log_ratio, stopped = tokens.log_ratio, jax.lax.stop_gradient(tokens.log_ratio)
     term, held_back, ratio = _clipped(
         sequence_means(stopped, tokens) + log_ratio - stopped, tokens, clip_low, clip_high
@@ -159,16 +161,16 @@ def clip_cov_loss(
     cov_t = (A_t - mean A) (log p_t - mean log p), with means over the microbatch's response tokens. The candidates are
     the unclipped tokens with cov_low < cov_t < cov_high. The gradient of a random selection of them is removed.
 
-    verl selects a fixed number of candidates. Here each candidate is selected independently, with the probability that
-    gives this number on average. The random key is derived from the bits of the log-probabilities, so that equal inputs
-    give equal selections, which exact resumption requires. Detached tokens contribute to the value of the loss, as in
-    the paper but not in verl; the gradient is the same.
+    The random key is derived from the bits of the log-probabilities, so that equal inputs give equal selections, which
+    exact resumption requires. Detached tokens contribute to the value of the loss, as in the paper but not in verl; the
+    gradient is the same.
 
     Args:
       tokens: Tokens of a microbatch.
       clip_low: Lower clip range of the ratio w.
       clip_high: Upper clip range of the ratio w.
-      cov_fraction: Expected number of detached tokens as a fraction of all response tokens; at least one token.
+      cov_fraction: Number of detached tokens as a fraction of all response tokens; at least one token. If there are
+        fewer candidates, all candidates are detached.
       cov_low: Lower bound of the covariance of candidates.
       cov_high: Upper bound of the covariance of candidates.
 
@@ -176,14 +178,14 @@ def clip_cov_loss(
       The loss, the sums of `ppo_clip_loss`, and the sum `covariance_fraction` (number of detached tokens).
 
     Raises:
-      ValueError: If the arrays of `tokens` differ in shape.
+      ValueError: If the arrays of `tokens` differ in shape, or are invalid (see `as_array`).
     """
-    _check_shapes(tokens)
+    tokens = _checked(tokens)
     term, held_back, ratio = _clipped(tokens.log_ratio, tokens, clip_low, clip_high)
     covariances = _covariances(tokens)
     is_candidate = tokens.is_response & ~held_back & (covariances > cov_low) & (covariances < cov_high)
-    chance = _num_selected(cov_fraction, tokens) / jnp.maximum(is_candidate.sum(), 1)
-    is_detached = is_candidate & (jax.random.uniform(_key_of(tokens), term.shape) < chance)
+    order = jnp.where(is_candidate, jax.random.uniform(_key_of(tokens), term.shape), -1)
+    is_detached = is_candidate & _is_highest(order, _num_selected(cov_fraction, tokens))
     term = jnp.where(is_detached, jax.lax.stop_gradient(term), term)
     metrics = _ratio_metrics(held_back, tokens, ratio)
     return _loss(term, tokens), metrics | {"covariance_fraction": jnp.sum(is_detached, dtype=jnp.float32)}
@@ -197,8 +199,8 @@ def kl_cov_loss(
 ) -> LossAndMetrics:
     """Computes the KL-Cov loss (Cui et al., arXiv 2505.22617): term = w A, with a penalty |log w| on a few tokens.
 
-    Ratios are not clipped. The penalty applies to the tokens with the largest cov_t (see `clip_cov_loss`), including
-    all tokens that tie with the last of them, as in verl.
+    Ratios are not clipped. The penalty applies to the tokens with the largest cov_t (see `clip_cov_loss`). Of tokens
+    with equal cov_t, the first ones are selected.
 
     Args:
       tokens: Tokens of a microbatch.
@@ -210,13 +212,12 @@ def kl_cov_loss(
       penalized tokens).
 
     Raises:
-      ValueError: If the arrays of `tokens` differ in shape.
+      ValueError: If the arrays of `tokens` differ in shape, or are invalid (see `as_array`).
     """
-    _check_shapes(tokens)
+    tokens = _checked(tokens)
     ratio = jnp.exp(tokens.log_ratio)
     covariances = jnp.where(tokens.is_response, _covariances(tokens), -jnp.inf)
-    ascending = jnp.sort(covariances.ravel())
-    is_penalized = tokens.is_response & (covariances >= ascending[-_num_selected(cov_fraction, tokens)])
+    is_penalized = tokens.is_response & _is_highest(covariances, _num_selected(cov_fraction, tokens))
     # The gradient of this form of abs is 0 at 0; the gradient of jnp.abs would be 1.
     distance = jnp.maximum(tokens.log_ratio, -tokens.log_ratio)
     term = ratio * tokens.advantages - jnp.where(is_penalized, cov_kl_coef * distance, 0)
@@ -238,9 +239,7 @@ ZERO_GRADIENT_AT_ZERO_ADVANTAGE = {"ppo_clip", "cispo", "policy_gradient", "gspo
 pass of these sequences. `clip_cov` and `kl_cov` are excluded because they compare tokens of different sequences."""
 
 
-def token_weights(
-    lengths: Int[Array | np.ndarray, "P N"], length_normalization: str, max_length: int
-) -> Float[Array, "P N"]:
+def token_weights(lengths: Scalars, length_normalization: str, max_length: int) -> Float[Array, "P N"]:
     """Computes the weight 1 / (P N T_i) of each response token in J (paper appendix, Implementation Details).
 
     With "own" (GRPO), T_i is the length |y_i| of the response. All responses then have the same total weight, so a
@@ -256,8 +255,9 @@ def token_weights(
       Weight of each token of a generation, [P, N].
 
     Raises:
-      ValueError: If `length_normalization` is neither "own" nor "max".
+      ValueError: If `length_normalization` is neither "own" nor "max", or `lengths` is invalid (see `as_features`).
     """
+    (lengths,) = as_features(lengths=lengths)
     if length_normalization == "own":
         divisors = jnp.maximum(lengths, 1)
     elif length_normalization == "max":
@@ -277,6 +277,7 @@ def sequence_means(values: Shaped[Array, "*rows T"], tokens: Tokens) -> Float[Ar
     Returns:
       The mean over its sequence at each response token, and 0 on masked tokens.
     """
+    values, tokens = as_array("values", values, False), _checked(tokens)
     length = values.shape[-1]
 
     def of_row(values: Array, ids: Array, is_response: Array) -> Array:
@@ -295,6 +296,7 @@ def kl_estimate(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
 
     The estimate q / p - 1 - log(q / p) is unbiased and never negative (Schulman, "Approximating KL divergence").
     """
+    log_ratio = as_array("log_ratio", log_ratio)
     return jnp.expm1(log_ratio) - log_ratio
 
 
@@ -325,6 +327,12 @@ def _num_selected(fraction: float, tokens: Tokens) -> Int[Array, ""]:
     return jnp.maximum(jnp.floor(fraction * tokens.is_response.sum()), 1).astype(int)
 
 
+def _is_highest(scores: Float[Array, "*rows T"], count: Int[Array, ""]) -> Bool[Array, "*rows T"]:
+    """Returns a mask of exactly `count` tokens with the highest scores."""
+    order = jnp.argsort(-scores.ravel())  # stable
+    return jnp.zeros(scores.size, bool).at[order].set(jnp.arange(scores.size) < count).reshape(scores.shape)
+
+
 def _key_of(tokens: Tokens) -> Key[Array, ""]:
     """Derives a random key from the log-probabilities, by summing their bit patterns."""
     logprobs = jnp.where(tokens.is_response, jax.lax.stop_gradient(tokens.logprobs), 0).astype(jnp.float32)
@@ -332,7 +340,7 @@ def _key_of(tokens: Tokens) -> Key[Array, ""]:
 
 
 def _loss(term: Array, tokens: Tokens) -> Array:
-    return -jnp.sum(tokens.weights * term)
+    return -jnp.sum(jnp.where(tokens.is_response, tokens.weights * term, 0))
 
 
 def _ratio_metrics(clipped: Bool[Array, "*rows T"], tokens: Tokens, ratio: Array) -> dict[str, Array]:
@@ -340,8 +348,12 @@ def _ratio_metrics(clipped: Bool[Array, "*rows T"], tokens: Tokens, ratio: Array
     return {name: jnp.sum(jnp.where(tokens.is_response, value, 0.0)) for name, value in sums.items()}
 
 
-def _check_shapes(tokens: Tokens) -> None:
-    shapes = {name: array.shape for name, array in tokens._asdict().items()}
+def _checked(tokens: Tokens) -> Tokens:
+    """Converts the arrays of tokens and checks them, except for values of masked tokens."""
+    shapes = {name: np.shape(array) for name, array in tokens._asdict().items()}
     if len(set(shapes.values())) != 1:
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise ValueError(f"The arrays of Tokens must share one shape, but have {listed}.")
+    weights = as_array("weights", tokens.weights)
+    is_response = False if isinstance(weights, Tracer) else np.asarray(weights) > 0
+    return Tokens(*(as_array(name, array, is_response) for name, array in tokens._asdict().items()))

@@ -6,12 +6,13 @@ An objective is a JAX function that maps features gathered over sets, each [...,
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Shaped
 
 from poly_epo_jax.set_rl.advantages import (
     ClosedForm,
@@ -21,12 +22,16 @@ from poly_epo_jax.set_rl.advantages import (
 )
 from poly_epo_jax.set_rl.estimators.best_of_k import pass_at_n_advantages
 from poly_epo_jax.set_rl.estimators.embedding_based import cosines, log_volume
+from poly_epo_jax.set_rl.groups import as_features
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Registry
+
+SetScalars = Shaped[Array | np.ndarray, "*prompts K n"] | Sequence[Any]
+SetEmbeddings = Shaped[Array | np.ndarray, "*prompts K n D"] | Sequence[Any]
 
 
 def polychromic(
-    rewards: Float[Array | np.ndarray, "*prompts K n"],
-    clusters: Int[Array | np.ndarray, "*prompts K n"],
+    rewards: SetScalars,
+    clusters: SetScalars,
 ) -> Float[Array, "*prompts K"]:
     """Scores sets by mean reward times diversity (paper §4, Polychromic Objective).
 
@@ -39,13 +44,17 @@ def polychromic(
 
     Returns:
       Scores of the sets.
+
+    Raises:
+      ValueError: If a feature is invalid (see `as_features`).
     """
+    rewards, clusters = as_features(None, rewards=rewards, clusters=clusters)
     return jnp.mean(rewards, axis=-1) * diversity(clusters)
 
 
 def reward_plus_diversity(
-    rewards: Float[Array | np.ndarray, "*prompts K n"],
-    clusters: Int[Array | np.ndarray, "*prompts K n"],
+    rewards: SetScalars,
+    clusters: SetScalars,
 ) -> Float[Array, "*prompts K"]:
     """Scores sets by mean reward plus diversity: f = 1/n sum_i r_i + |{C(y_1), .., C(y_n)}| / n.
 
@@ -59,13 +68,17 @@ def reward_plus_diversity(
 
     Returns:
       Scores of the sets.
+
+    Raises:
+      ValueError: If a feature is invalid (see `as_features`).
     """
+    rewards, clusters = as_features(None, rewards=rewards, clusters=clusters)
     return jnp.mean(rewards, axis=-1) + diversity(clusters)
 
 
 def determinant(
-    rewards: Float[Array | np.ndarray, "*prompts K n"],
-    embeddings: Float[Array | np.ndarray, "*prompts K n D"],
+    rewards: SetScalars,
+    embeddings: SetEmbeddings,
 ) -> Float[Array, "*prompts K"]:
     """Scores sets by mean reward times the volume of the embeddings: f = (1/n sum_i r_i) * log2 det(I + K) / n.
 
@@ -79,23 +92,27 @@ def determinant(
 
     Returns:
       Scores of the sets.
+
+    Raises:
+      ValueError: If a feature is invalid (see `as_features`).
     """
+    rewards, embeddings = as_features(None, rewards=rewards, embeddings=embeddings)
     volume = log_volume(cosines(embeddings)) / (embeddings.shape[-2] * math.log(2))
     return jnp.mean(rewards, axis=-1) * volume
 
 
-def diversity(clusters: Int[Array | np.ndarray, "*prompts K n"]) -> Float[Array, "*prompts K"]:
+def diversity(clusters: SetScalars) -> Float[Array, "*prompts K"]:
     """Returns the number of distinct clusters of each set, without `DEGENERATE_CLUSTER`, divided by n: d(G) of §4.
 
     Args:
       clusters: Cluster ids of the n generations of each set.
     """
-    clusters = jnp.asarray(clusters)
+    (clusters,) = as_features(None, clusters=clusters)
     seen_before = jnp.tril(clusters[..., :, None] == clusters[..., None, :], -1).any(axis=-1)
     return (~seen_before & (clusters != DEGENERATE_CLUSTER)).mean(axis=-1)
 
 
-def pass_at_n(rewards: Float[Array | np.ndarray, "*prompts K n"]) -> Float[Array, "*prompts K"]:
+def pass_at_n(rewards: SetScalars) -> Float[Array, "*prompts K"]:
     """Scores sets by their maximum reward: f = max_i r_i. For 0/1 rewards, the expectation of f is pass@n.
 
     Args:
@@ -103,11 +120,15 @@ def pass_at_n(rewards: Float[Array | np.ndarray, "*prompts K n"]) -> Float[Array
 
     Returns:
       Scores of the sets.
+
+    Raises:
+      ValueError: If a feature is invalid (see `as_features`).
     """
+    (rewards,) = as_features(None, rewards=rewards)
     return jnp.max(rewards, axis=-1)
 
 
-def mean_reward(rewards: Float[Array | np.ndarray, "*prompts K n"]) -> Float[Array, "*prompts K"]:
+def mean_reward(rewards: SetScalars) -> Float[Array, "*prompts K"]:
     """Scores sets by their mean reward: f = 1/n sum_i r_i.
 
     Over all sets, the marginal set advantage is GRPO's advantage times (N - n) / (n (N - 1)).
@@ -117,7 +138,11 @@ def mean_reward(rewards: Float[Array | np.ndarray, "*prompts K n"]) -> Float[Arr
 
     Returns:
       Scores of the sets.
+
+    Raises:
+      ValueError: If a feature is invalid (see `as_features`).
     """
+    (rewards,) = as_features(None, rewards=rewards)
     return jnp.mean(rewards, axis=-1)
 
 

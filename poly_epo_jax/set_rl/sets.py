@@ -3,14 +3,23 @@
 import functools
 import itertools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Int32, Key, UInt32
+from jax.core import Tracer
+from jaxtyping import Int32, Key, Shaped, UInt32
+
+from poly_epo_jax.set_rl.groups import as_array
+
+Sets = Shaped[Array | np.ndarray, "K n"] | Shaped[Array | np.ndarray, "P K n"] | Sequence[Any]
+"""Generation indices of sets, before `as_sets` converts and checks them."""
 
 _SMALL_TABLE = 2**16
+_MAX_TABLE_BYTES = 2**30
 
 
 def check_set_size(num_generations: int, set_size: int) -> None:
@@ -22,6 +31,39 @@ def check_set_size(num_generations: int, set_size: int) -> None:
             f"num_generations={num_generations} must exceed set_size={set_size}; "
             "generate more responses per prompt or use smaller sets."
         )
+
+
+def as_sets(sets: Sets, num_prompts: int, num_generations: int) -> Int32[Array, "K n"] | Int32[Array, "P K n"]:
+    """Converts sets to an array and checks them. Indices are checked outside jit only, where they are known.
+
+    Args:
+      sets: Generation indices, either one table for all prompts or one table per prompt.
+      num_prompts: Number P of prompts.
+      num_generations: Number N of generations per prompt.
+
+    Raises:
+      ValueError: If `sets` has another shape, holds no set, was made for another number of generations, or n >= N.
+    """
+    table = as_array("sets", sets)
+    if table.ndim not in (2, 3) or not len(table) or (table.ndim == 3 and len(table) != num_prompts):
+        raise ValueError(f"sets have shape {table.shape}, but must be [K, n] or [{num_prompts}, K, n], one per prompt.")
+    num_sets, set_size = table.shape[-2:]
+    check_set_size(num_generations, set_size)
+    if isinstance(sets, Tracer):
+        return table
+    first, last = int(np.min(sets)), int(np.max(sets))
+    # Sampled sets may lack the last generations, but all sets of a smaller group are an error.
+    is_whole = set_size <= last and num_sets == math.comb(last + 1, set_size)
+    if (
+        first < 0
+        or last >= num_generations
+        or (last < num_generations - 1 and is_whole and sets is enumerate_sets(last + 1, set_size))
+    ):
+        raise ValueError(
+            f"sets hold the generations {first} to {last}, but the features have num_generations={num_generations}; "
+            f"construct them for this number, for example with enumerate_sets({num_generations}, {set_size})."
+        )
+    return table
 
 
 @functools.cache
@@ -36,10 +78,18 @@ def enumerate_sets(num_generations: int, set_size: int) -> Int32[np.ndarray, "K 
       Generation indices, ascending in each row. The array is shared between calls and read-only.
 
     Raises:
-      ValueError: If not 1 <= set_size < num_generations.
+      ValueError: If not 1 <= set_size < num_generations, or if the array would exceed 1 GiB.
     """
     check_set_size(num_generations, set_size)
-    sets = np.array(list(itertools.combinations(range(num_generations), set_size)), np.int32)
+    total = math.comb(num_generations, set_size)
+    if 4 * total * set_size > _MAX_TABLE_BYTES:
+        raise ValueError(
+            f"num_generations={num_generations} and set_size={set_size} give {total:,} sets, which would take "
+            f"{4 * total * set_size / 1e9:,.1f} GB; draw some of them with sample_sets, or use a closed form over all "
+            "sets, such as polychromic_advantages."
+        )
+    members = itertools.chain.from_iterable(itertools.combinations(range(num_generations), set_size))
+    sets = np.fromiter(members, np.int32, total * set_size).reshape(total, set_size)
     sets.flags.writeable = False
     return sets
 

@@ -139,9 +139,9 @@ def test_permuting_generations_permutes_advantages(num_generations, set_size):
 @pytest.mark.parametrize("cluster", [3, DEGENERATE_CLUSTER])
 def test_identical_generations_have_zero_advantage(cluster):
     rewards, clusters = np.full((2, 8), 0.7, np.float32), np.full((2, 8), cluster)
-    np.testing.assert_allclose(closed_form(rewards, clusters, 4), 0, atol=1e-6)
+    np.testing.assert_array_equal(closed_form(rewards, clusters, 4), np.zeros((2, 8)))
     enumerated = marginal(polychromic, enumerate_sets(8, 4), rewards=rewards, clusters=clusters)
-    np.testing.assert_allclose(enumerated, 0, atol=1e-6)
+    np.testing.assert_array_equal(enumerated, np.zeros((2, 8)))
 
 
 def test_an_incorrect_generation_with_a_new_strategy_has_a_positive_advantage():

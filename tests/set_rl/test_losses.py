@@ -105,7 +105,7 @@ def test_on_policy_gradients_equal_the_policy_gradient(loss):
 
 
 @ALL_LOSSES
-@pytest.mark.parametrize("pad", [(-1e9, 0.0, 3.0), (0.0, -1e9, -3.0), (-np.inf, -np.inf, 1e30)])
+@pytest.mark.parametrize("pad", [(-1e9, 0.0, 3.0), (-np.inf, -np.inf, 1e30), (0.0, 0.0, np.nan), (np.nan,) * 3])
 def test_masked_tokens_have_no_effect(loss, pad):
     value, metrics = loss(tokens(*pad))
     clean_value, clean_metrics = loss(Tokens(*(array[:6] for array in tokens())))

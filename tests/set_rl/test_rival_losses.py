@@ -105,19 +105,39 @@ def test_clip_cov_detaches_the_candidates_of_verl():
     assert metrics["covariance_fraction"] == expected.sum() > 0
 
 
-def test_clip_cov_selects_the_given_fraction_on_average():
-    """The mean number of selected tokens over batches is the given fraction of all tokens, but at least one token."""
+@pytest.mark.parametrize("loss", [clip_cov_loss, kl_cov_loss])
+@pytest.mark.parametrize("advantage", ["several", "equal"])
+def test_exactly_the_given_fraction_of_tokens_is_selected(loss, advantage):
+    """If all advantages are equal, all covariances are 0. One token is selected at least."""
+    options = {"cov_low": -1e6, "cov_high": 1e6} if loss is clip_cov_loss else {}
+    tokens = many_tokens(rows=8, length=128)
+    if advantage == "equal":
+        tokens = tokens._replace(advantages=jnp.ones_like(tokens.advantages))
+    candidates = 768  # response tokens, of which clip_cov excludes those that PPO clips
+    if loss is clip_cov_loss:
+        candidates -= int(ppo_clip_loss(tokens)[1]["clip_fraction"])
+    for fraction, expected in ((1e-9, 1), (2e-4, 1), (1 / 256, 3), (0.02, 15), (0.25, 192), (1.0, candidates)):
+        select = jax.jit(functools.partial(loss, cov_fraction=fraction, **options))
+        assert select(tokens)[1]["covariance_fraction"] == expected, fraction
 
-    @functools.partial(jax.jit, static_argnames="fraction")
-    def count(tokens, fraction):
-        return clip_cov_loss(tokens, cov_fraction=fraction)[1]["covariance_fraction"]
 
-    batches = [many_tokens(seed, rows=8, length=128) for seed in range(60)]
-    for fraction, expected in ((0.02, np.floor(0.02 * 768)), (1e-9, 1)):
-        drawn = [float(count(tokens, fraction)) for tokens in batches]
-        assert np.mean(drawn) == pytest.approx(expected, abs=4 * np.std(drawn) / 60**0.5)
-        assert len(set(drawn)) > 1
-    assert count(batches[0], 0.02) == count(batches[0], 0.02)  # equal inputs give equal selections
+def test_clip_cov_selects_all_candidates_equally_often():
+    """Equal inputs give equal selections. Other log-probabilities select other tokens."""
+    gradients = jax.jit(
+        jax.grad(lambda logprobs, tokens: clip_cov_loss(tokens._replace(logprobs=logprobs), **every)[0])
+    )
+    every = {"cov_fraction": 0.25, "cov_low": -1e6, "cov_high": 1e6}
+    tokens = many_tokens()._replace(advantages=jnp.ones((4, 64)))  # a covariance of 0 for all tokens
+    is_response = np.asarray(tokens.weights) > 0
+    selected = []
+    for seed in range(200):
+        logprobs = jnp.asarray(-np.random.default_rng(seed).random((4, 64)), jnp.float32)
+        on_policy = tokens._replace(old_logprobs=logprobs)
+        selected.append((np.asarray(gradients(logprobs, on_policy)) == 0)[is_response])
+        np.testing.assert_array_equal(gradients(logprobs, on_policy), gradients(logprobs, on_policy))
+    counts = np.sum(selected, axis=0)
+    assert (np.sum(selected, axis=1) == 48).all()
+    assert np.abs(counts - 50).max() < 4.5 * np.sqrt(200 * 0.25 * 0.75)
 
 
 @pytest.mark.parametrize("fraction", [0.05, 1e-9])

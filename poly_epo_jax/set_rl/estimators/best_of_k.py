@@ -13,11 +13,11 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from poly_epo_jax.set_rl.groups import check_features, subtract_mean
+from poly_epo_jax.set_rl.groups import Scalars, as_features, subtract_mean
 from poly_epo_jax.set_rl.sets import check_set_size
 
 
-def pass_at_n_advantages(rewards: Float[Array | np.ndarray, "P N"], set_size: int) -> Float[Array, "P N"]:
+def pass_at_n_advantages(rewards: Scalars, set_size: int) -> Float[Array, "P N"]:
     """Computes the marginal set advantages of `pass_at_n` over all C(N, n) sets without forming them (paper §3).
 
     A = T - mean T, with T_(i) = sum_{j=1..i} (r_(j) - r_(j-1)) C(j-1, n-1) / C(N-1, n-1). For a given
@@ -31,14 +31,15 @@ def pass_at_n_advantages(rewards: Float[Array | np.ndarray, "P N"], set_size: in
       Advantages [P, N].
 
     Raises:
-      ValueError: If not 1 <= set_size < N, or if a reward is NaN (detected outside jit only).
+      ValueError: If not 1 <= set_size < N, or if `rewards` is invalid (see `as_features`).
     """
-    _, num_generations = check_features(rewards=rewards)
+    (rewards,) = as_features(rewards=rewards)
+    num_generations = rewards.shape[1]
     check_set_size(num_generations, set_size)
     return subtract_mean(_sum_of_steps(rewards, _fraction_below(num_generations, set_size)))
 
 
-def passk_advantages(rewards: Float[Array | np.ndarray, "P N"], k: int) -> Float[Array, "P N"]:
+def passk_advantages(rewards: Scalars, k: int) -> Float[Array, "P N"]:
     """Computes the advantages of pass@k training (Chen et al., arXiv 2508.10751).
 
     A_i = (E[max | i in the set] - E[max]) / std max, over all C(N, k) sets. For 0/1 rewards, c of them 1, let
@@ -57,8 +58,9 @@ def passk_advantages(rewards: Float[Array | np.ndarray, "P N"], k: int) -> Float
       Advantages [P, N].
 
     Raises:
-      ValueError: If not 1 <= k < N, or if a reward is NaN (detected outside jit only).
+      ValueError: If not 1 <= k < N, or if `rewards` is invalid (see `as_features`).
     """
+    (rewards,) = as_features(rewards=rewards)
     advantages = pass_at_n_advantages(rewards, k)
     ascending = jnp.sort(jnp.asarray(rewards, float), axis=-1)
     shortfall = ascending[:, -1:] - ascending  # difference of the prompt's and the set's best reward
@@ -68,7 +70,7 @@ def passk_advantages(rewards: Float[Array | np.ndarray, "P N"], k: int) -> Float
     return jnp.where(variance > 0, advantages / jnp.sqrt(jnp.where(variance > 0, variance, 1)), 0)
 
 
-def pkpo_advantages(rewards: Float[Array | np.ndarray, "P N"], k: int) -> Float[Array, "P N"]:
+def pkpo_advantages(rewards: Scalars, k: int) -> Float[Array, "P N"]:
     """Computes the advantages of PKPO (Walder and Karkhanis, arXiv 2505.15201, equation 33).
 
     s_i = 1 / C(N, k) sum over the k-sets I that contain i of (max over I - max over I without i). This is the paper's
@@ -88,15 +90,16 @@ def pkpo_advantages(rewards: Float[Array | np.ndarray, "P N"], k: int) -> Float[
       Advantages [P, N].
 
     Raises:
-      ValueError: If not 2 <= k <= N, or if a reward is NaN (detected outside jit only).
+      ValueError: If not 2 <= k <= N, or if `rewards` is invalid (see `as_features`).
     """
-    _, num_generations = check_features(rewards=rewards)
+    (rewards,) = as_features(rewards=rewards)
+    num_generations = rewards.shape[1]
     if not 2 <= k <= num_generations:
         raise ValueError(f"k={k} must lie between 2 and num_generations={num_generations}.")
     return _sum_of_steps(rewards, _fraction_best(num_generations, k)[1:])
 
 
-def _sum_of_steps(rewards: Array | np.ndarray, shares: Float[np.ndarray, " steps"]) -> Float[Array, "P N"]:
+def _sum_of_steps(rewards: Array, shares: Float[np.ndarray, " steps"]) -> Float[Array, "P N"]:
     """Adds up the steps from the lowest reward of a prompt to each generation's reward, each times its fraction."""
     rewards = jnp.asarray(rewards, float)
     order = jnp.argsort(rewards, axis=-1)

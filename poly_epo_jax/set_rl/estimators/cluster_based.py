@@ -1,19 +1,16 @@
 """Estimators that favor generations in small clusters. `grpo_div_advantages` is the paper's baseline of this kind."""
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from poly_epo_jax.set_rl.groups import check_features, cluster_sizes, rarity, subtract_mean
+from poly_epo_jax.set_rl.groups import Scalars, as_features, cluster_sizes, rarity, subtract_mean
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 _MIN_DISTINCT_FRACTION = 0.1  # as in the authors' code
 
 
-def shaped_product_advantages(
-    rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"]
-) -> Float[Array, "P N"]:
+def shaped_product_advantages(rewards: Scalars, clusters: Scalars) -> Float[Array, "P N"]:
     """Computes advantages from reward times diversity of single generations: centered r_i d_i (discussed in §5).
 
     d_i is `rarity`. The polychromic objective multiplies the mean reward and the diversity of a set instead. Only then
@@ -28,15 +25,13 @@ def shaped_product_advantages(
       Advantages [P, N].
 
     Raises:
-      ValueError: If a reward is NaN (detected outside jit only), or if shapes differ.
+      ValueError: If a feature is invalid (see `as_features`).
     """
-    check_features(rewards=rewards, clusters=clusters)
-    return subtract_mean(jnp.asarray(rewards) * rarity(jnp.asarray(clusters)))
+    rewards, clusters = as_features(rewards=rewards, clusters=clusters)
+    return subtract_mean(rewards * rarity(clusters))
 
 
-def darling_advantages(
-    rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"]
-) -> Float[Array, "P N"]:
+def darling_advantages(rewards: Scalars, clusters: Scalars) -> Float[Array, "P N"]:
     """Computes DARLING's advantages (arXiv 2509.02534): centered r_i max(0.1, (N - |cluster of i|) / (N - 1)).
 
     This follows the authors' code (facebookresearch/darling, `partition` and `multiplicative`), without a division by
@@ -51,18 +46,16 @@ def darling_advantages(
       Advantages [P, N].
 
     Raises:
-      ValueError: If a reward is NaN (detected outside jit only), or if shapes differ.
+      ValueError: If a feature is invalid (see `as_features`).
     """
-    _, num_generations = check_features(rewards=rewards, clusters=clusters)
-    clusters = jnp.asarray(clusters)
+    rewards, clusters = as_features(rewards=rewards, clusters=clusters)
+    num_generations = rewards.shape[1]
     distinct = (num_generations - cluster_sizes(clusters)) / max(num_generations - 1, 1)
     distinct = jnp.where(clusters == DEGENERATE_CLUSTER, 0.0, distinct)
-    return subtract_mean(jnp.asarray(rewards) * jnp.maximum(distinct, _MIN_DISTINCT_FRACTION))
+    return subtract_mean(rewards * jnp.maximum(distinct, _MIN_DISTINCT_FRACTION))
 
 
-def uniqueness_advantages(
-    rewards: Float[Array | np.ndarray, "P N"], clusters: Int[Array | np.ndarray, "P N"], alpha: float
-) -> Float[Array, "P N"]:
+def uniqueness_advantages(rewards: Scalars, clusters: Scalars, alpha: float) -> Float[Array, "P N"]:
     """Computes the advantages of uniqueness-aware RL (Hu et al., arXiv 2601.08763).
 
     A_i = (r_i - mean r) / |cluster of i|^alpha. The weight also multiplies negative advantages, so that an incorrect
@@ -79,10 +72,10 @@ def uniqueness_advantages(
       Advantages [P, N].
 
     Raises:
-      ValueError: If a reward is NaN (detected outside jit only), or if shapes differ.
+      ValueError: If a feature is invalid (see `as_features`).
     """
-    _, num_generations = check_features(rewards=rewards, clusters=clusters)
-    advantages, clusters = subtract_mean(jnp.asarray(rewards)), jnp.asarray(clusters)
+    rewards, clusters = as_features(rewards=rewards, clusters=clusters)
+    advantages = subtract_mean(rewards)
     weighted = advantages * cluster_sizes(clusters) ** -alpha
-    smaller = jnp.minimum(advantages, advantages * num_generations**-alpha)
+    smaller = jnp.minimum(advantages, advantages * rewards.shape[1] ** -alpha)
     return jnp.where(clusters == DEGENERATE_CLUSTER, smaller, weighted)

@@ -5,17 +5,20 @@ removed. For log det(I + K), the gain is -log of the i-th diagonal element of (I
 all N gains.
 """
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from poly_epo_jax.set_rl.groups import check_features, subtract_mean
+from poly_epo_jax.set_rl.groups import Embeddings, Scalars, as_features, subtract_mean
 
 
 def rep_exp_advantages(
-    rewards: Float[Array | np.ndarray, "P N"],
-    embeddings: Float[Array | np.ndarray, "P N D"],
+    rewards: Scalars,
+    embeddings: Embeddings,
     beta: float,
     ridge: float = 0.01,
 ) -> Float[Array, "P N"]:
@@ -27,8 +30,11 @@ def rep_exp_advantages(
 
     This follows the authors' runs (verl-project/verl-recipe, rep_exp: "leverage", no persistence). Their embeddings are
     mean hidden states of a response, reduced to 32 dimensions by a sparse random projection. With N <= D and a small
-    ridge, all bonuses are nearly equal. The authors also divide by the standard deviation, which is omitted here, and
-    compute the inverse in float64. Here, N eigenvalues in float32 suffice.
+    ridge, all bonuses are nearly equal. The authors also divide by the standard deviation, which is omitted here. Like
+    the authors, this function computes the bonus in float64, regardless of `jax_enable_x64`: hidden states often have a
+    few very large components, which float32 cannot resolve together with the others. TPUs have no eigenvalue
+    decomposition in float64; there, the bonus of such embeddings is only accurate if they are normalized first. The
+    bonus cannot be differentiated by the embeddings.
 
     Args:
       rewards: Rewards of the N generations of P prompts.
@@ -40,23 +46,16 @@ def rep_exp_advantages(
       Advantages [P, N].
 
     Raises:
-      ValueError: If a value is NaN (detected outside jit only), or if shapes differ.
+      ValueError: If a feature is invalid (see `as_features`).
     """
-    _, num_generations = check_features(rewards=rewards, embeddings=embeddings)
-    rewards, embeddings = jnp.asarray(rewards), jnp.asarray(embeddings, float)
-    differences = embeddings - embeddings[:, :1]  # equal embeddings become exactly 0
-    differences -= differences.mean(axis=1, keepdims=True)
-    values, vectors = jnp.linalg.eigh(_inner_products(differences))
-    resolved = num_generations * jnp.finfo(values.dtype).eps * values[:, -1:]
-    values = jnp.where(values > resolved, values, 0)  # smaller or negative values are rounding errors
-    bonus = (vectors**2 * (values / (values + ridge))[:, None, :]).sum(axis=-1)
+    rewards, embeddings = as_features(rewards=rewards, embeddings=embeddings)
+    in_float32, in_float64 = (partial(of, ridge=ridge) for of in (_elliptical_bonus, _elliptical_bonus_in_float64))
+    bonus = jax.lax.platform_dependent(embeddings, tpu=in_float32, default=in_float64)
     has_reward = (rewards > 0).any(axis=-1, keepdims=True)
     return subtract_mean(rewards + beta * jnp.where(has_reward, bonus, 0))
 
 
-def dqo_advantages(
-    rewards: Float[Array | np.ndarray, "P N"], embeddings: Float[Array | np.ndarray, "P N D"], weight: float
-) -> Float[Array, "P N"]:
+def dqo_advantages(rewards: Scalars, embeddings: Embeddings, weight: float) -> Float[Array, "P N"]:
     """Computes DQO's advantages (arXiv 2509.04784): centered r_i + weight g_i, with g the gain in embedding volume.
 
     g_i = log det(I + K) - log det(I + K without i), where K holds the cosine similarities between the prompt's
@@ -77,15 +76,13 @@ def dqo_advantages(
       Advantages [P, N].
 
     Raises:
-      ValueError: If a value is NaN (detected outside jit only), or if shapes differ.
+      ValueError: If a feature is invalid (see `as_features`).
     """
-    check_features(rewards=rewards, embeddings=embeddings)
-    return subtract_mean(jnp.asarray(rewards) + weight * _gains(cosines(embeddings)))
+    rewards, embeddings = as_features(rewards=rewards, embeddings=embeddings)
+    return subtract_mean(rewards + weight * _gains(cosines(embeddings), embeddings))
 
 
-def set_dpp_advantages(
-    rewards: Float[Array | np.ndarray, "P N"], embeddings: Float[Array | np.ndarray, "P N D"], scale: float
-) -> Float[Array, "P N"]:
+def set_dpp_advantages(rewards: Scalars, embeddings: Embeddings, scale: float) -> Float[Array, "P N"]:
     """Computes advantages from the gain g_i in the volume of rewarded responses: centered g_i.
 
     g_i = [log det(I + scale L) - log det(I + scale L without i)] / log(1 + scale), with L_ij = sqrt(r_i r_j) cos_ij:
@@ -105,17 +102,16 @@ def set_dpp_advantages(
       Advantages [P, N].
 
     Raises:
-      ValueError: If a value is NaN (detected outside jit only), or if shapes differ.
+      ValueError: If a feature is invalid (see `as_features`).
     """
-    check_features(rewards=rewards, embeddings=embeddings)
-    quality = jnp.sqrt(jnp.maximum(jnp.asarray(rewards), 0))
-    kernel = scale * quality[:, :, None] * quality[:, None, :] * cosines(embeddings)
-    return subtract_mean(_gains(kernel) / jnp.log1p(scale))
+    rewards, embeddings = as_features(rewards=rewards, embeddings=embeddings)
+    # diag(r) cos and L have equal determinants. Without square roots, the derivative by a reward of 0 is finite.
+    kernel = scale * jnp.where(rewards < 0, 0, rewards)[:, :, None] * cosines(embeddings)
+    generations = jnp.concatenate([rewards[:, :, None], embeddings], axis=2)
+    return subtract_mean(_gains(kernel, generations) / jnp.log1p(scale))
 
 
-def set_po_advantages(
-    rewards: Float[Array | np.ndarray, "P N"], embeddings: Float[Array | np.ndarray, "P N D"], weight: float
-) -> Float[Array, "P N"]:
+def set_po_advantages(rewards: Scalars, embeddings: Embeddings, weight: float) -> Float[Array, "P N"]:
     """Computes SetPO's advantages (arXiv 2602.01062): centered r_i + weight g_i, with g the gain in group diversity.
 
     g_i = D(all) - D(all without i), where D(S) = mean over i in S of -log(1 + mean over j in S of k_ij) is the
@@ -135,17 +131,17 @@ def set_po_advantages(
       Advantages [P, N].
 
     Raises:
-      ValueError: If a value is NaN (detected outside jit only), or if shapes differ.
+      ValueError: If a feature is invalid (see `as_features`).
     """
-    _, num_generations = check_features(rewards=rewards, embeddings=embeddings)
-    num_others = max(num_generations - 1, 1)
+    rewards, embeddings = as_features(rewards=rewards, embeddings=embeddings)
+    num_generations, num_others = rewards.shape[1], max(rewards.shape[1] - 1, 1)
     kernel = jnp.maximum(cosines(embeddings), 0)
     mass = kernel.sum(axis=-1)
     whole = -jnp.log1p(mass / num_generations).mean(axis=-1, keepdims=True)
     without = -jnp.log1p((mass[:, None, :] - kernel) / num_others)  # [P, removed i, j]
     itself = jnp.diagonal(without, axis1=1, axis2=2)
     without = (without.sum(axis=-1) - itself) / num_others
-    return subtract_mean(jnp.asarray(rewards) + weight * (whole - without))
+    return subtract_mean(rewards + weight * (whole - without))
 
 
 def cosines(embeddings: Float[Array | np.ndarray, "*sets n D"]) -> Float[Array, "*sets n n"]:
@@ -165,11 +161,38 @@ def log_volume(kernel: Float[Array, "*sets n n"]) -> Float[Array, "*sets"]:
     return 2 * jnp.log(jnp.diagonal(factor, axis1=-2, axis2=-1)).sum(axis=-1)
 
 
-def _gains(kernel: Float[Array, "P N N"]) -> Float[Array, "P N"]:
-    """Returns log det(I + K) - log det(I + K without i) for each i, between 0 and log(1 + K_ii)."""
-    inverse = jnp.linalg.inv(_plus_identity(kernel))
-    own, left = (jnp.diagonal(matrix, axis1=1, axis2=2) for matrix in (kernel, inverse))
-    return -jnp.log(jnp.clip(left, 1 / (1 + own), 1))  # rounding may exceed the bounds
+def _elliptical_bonus(embeddings: Float[Array, "P N D"], ridge: float) -> Float[Array, "P N"]:
+    """Returns h_i of `rep_exp_advantages`."""
+    differences = embeddings - embeddings[:, :1]  # equal embeddings become exactly 0
+    differences -= differences.mean(axis=1, keepdims=True)
+    values, vectors = jnp.linalg.eigh(_inner_products(differences))
+    resolved = embeddings.shape[1] * jnp.finfo(values.dtype).eps * values[:, -1:]
+    values = jnp.where(values > resolved, values, 0)  # smaller or negative values are rounding errors
+    return (vectors**2 * (values / (values + ridge))[:, None, :]).sum(axis=-1)
+
+
+def _elliptical_bonus_in_float64(embeddings: Float[Array, "P N D"], ridge: float) -> Float[Array, "P N"]:
+    with jax.enable_x64(True):
+        return _elliptical_bonus(embeddings.astype(jnp.float64), ridge).astype(embeddings.dtype)
+
+
+def _gains(kernel: Float[Array, "P N N"], generations: Float[Array, "P N F"]) -> Float[Array, "P N"]:
+    """Returns log det(I + K) - log det(I + K without i) for each i, between 0 and log(1 + K_ii).
+
+    The gain is -log(1 - t_i), where t is the diagonal of (I + K)^-1 K, which is accurate for small K as well.
+
+    Args:
+      kernel: The kernels K.
+      generations: Values that determine the kernels. If they are equal for all generations of a prompt, the gains are
+        exactly equal.
+    """
+    own, taken = (
+        jnp.diagonal(matrix, axis1=1, axis2=2) for matrix in (kernel, jnp.linalg.solve(_plus_identity(kernel), kernel))
+    )
+    most = own / (1 + own)
+    taken = jnp.where(taken < 0, 0, jnp.where(taken > most, most, taken))  # rounding may exceed the bounds
+    are_equal = (generations == generations[:, :1]).all(axis=(1, 2))[:, None]
+    return -jnp.log1p(-jnp.where(are_equal, taken[:, :1], taken))
 
 
 def _plus_identity(kernel: Float[Array, "*sets n n"]) -> Float[Array, "*sets n n"]:

@@ -1,16 +1,13 @@
 """Estimators that favor correct generations with a low likelihood under the sampling policy."""
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from poly_epo_jax.set_rl.groups import check_features, subtract_mean
+from poly_epo_jax.set_rl.groups import Scalars, as_features, subtract_mean
 
 
-def unlikeliness_advantages(
-    rewards: Float[Array | np.ndarray, "P N"], mean_logprob: Float[Array | np.ndarray, "P N"], beta: float
-) -> Float[Array, "P N"]:
+def unlikeliness_advantages(rewards: Scalars, mean_logprob: Scalars, beta: float) -> Float[Array, "P N"]:
     """Computes advantages from the unlikeliness reward (He et al., arXiv 2506.02355).
 
     A_i is the centered r_i (1 - beta rank_i / N), where rank_i is the number of generations of the prompt, correct or
@@ -30,19 +27,16 @@ def unlikeliness_advantages(
       Advantages [P, N].
 
     Raises:
-      ValueError: If a value is NaN (detected outside jit only), or if shapes differ.
+      ValueError: If a feature is invalid (see `as_features`).
     """
-    _, num_generations = check_features(rewards=rewards, mean_logprob=mean_logprob)
-    rewards, mean_logprob = jnp.asarray(rewards), jnp.asarray(mean_logprob)
+    rewards, mean_logprob = as_features(rewards=rewards, mean_logprob=mean_logprob)
     less_likely = mean_logprob[:, None, :] < mean_logprob[:, :, None]
     as_likely = mean_logprob[:, None, :] == mean_logprob[:, :, None]
     rank = less_likely.sum(axis=-1) + (as_likely.sum(axis=-1) - 1) / 2
-    return subtract_mean(rewards * (1 - beta * rank / num_generations))
+    return subtract_mean(rewards * (1 - beta * rank / rewards.shape[1]))
 
 
-def ucpo_advantages(
-    rewards: Float[Array | np.ndarray, "P N"], mean_logprob: Float[Array | np.ndarray, "P N"], tau: float
-) -> Float[Array, "P N"]:
+def ucpo_advantages(rewards: Scalars, mean_logprob: Scalars, tau: float) -> Float[Array, "P N"]:
     """Computes UCPO's advantages (arXiv 2605.00365), which favor the less likely correct generations.
 
     Let A be GRPO's advantage, c the number of correct generations, l_i the mean log-probability of i's tokens, and q
@@ -64,12 +58,12 @@ def ucpo_advantages(
       Advantages [P, N].
 
     Raises:
-      ValueError: If a value is NaN (detected outside jit only), or if shapes differ.
+      ValueError: If a feature is invalid (see `as_features`).
     """
-    check_features(rewards=rewards, mean_logprob=mean_logprob)
-    advantages = subtract_mean(jnp.asarray(rewards))
+    rewards, mean_logprob = as_features(rewards=rewards, mean_logprob=mean_logprob)
+    advantages = subtract_mean(rewards)
     is_above = advantages > 0
-    scores = jnp.where(is_above, jnp.log(jnp.where(is_above, advantages, 1)) - jnp.asarray(mean_logprob), -jnp.inf)
+    scores = jnp.where(is_above, jnp.log(jnp.where(is_above, advantages, 1)) - mean_logprob, -jnp.inf)
     largest = jnp.where(is_above.any(axis=-1, keepdims=True), scores.max(axis=-1, keepdims=True), 0)
     shares = jnp.exp(scores - largest)
     shares /= jnp.maximum(shares.sum(axis=-1, keepdims=True), 1)  # at least 1 if any advantage is positive

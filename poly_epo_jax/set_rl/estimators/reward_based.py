@@ -4,17 +4,16 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from poly_epo_jax.set_rl.groups import check_features, subtract_mean
+from poly_epo_jax.set_rl.groups import Scalars, as_features, subtract_mean
 
-_MAX_BETA = 2.0**14  # in units of 1 / (maximum - minimum reward of the prompt)
-_BISECTION_STEPS = 50
+_MAX_BETA = 2.0**20  # the first power of two above the authors' limit of 1e6, which they double up to
+_BISECTION_STEPS = 64
 
 
-def max_rl_advantages(rewards: Float[Array | np.ndarray, "P N"]) -> Float[Array, "P N"]:
+def max_rl_advantages(rewards: Scalars) -> Float[Array, "P N"]:
     """Computes MaxRL's advantages (arXiv 2602.02710): A_i = (r_i - mean r) / mean r.
 
     Harder prompts have a larger weight. The authors' code (tajwarfahim/maxrl) adds 1e-6 to the mean, and sets the mean
@@ -28,15 +27,14 @@ def max_rl_advantages(rewards: Float[Array | np.ndarray, "P N"]) -> Float[Array,
       Advantages [P, N].
 
     Raises:
-      ValueError: If a reward is NaN (detected outside jit only).
+      ValueError: If `rewards` is invalid (see `as_features`).
     """
-    check_features(rewards=rewards)
-    rewards = jnp.asarray(rewards)
+    (rewards,) = as_features(rewards=rewards)
     mean = rewards.mean(axis=-1, keepdims=True)
     return jnp.where(mean > 0, subtract_mean(rewards) / jnp.where(mean > 0, mean, 1), 0)
 
 
-def rs_grpo_advantages(rewards: Float[Array | np.ndarray, "P N"], beta: float) -> Float[Array, "P N"]:
+def rs_grpo_advantages(rewards: Scalars, beta: float) -> Float[Array, "P N"]:
     """Computes RS-GRPO's advantages (arXiv 2509.24261): A_i = (e^{beta r_i} / mean e^{beta r} - 1) / beta.
 
     They follow the gradient of (1/beta) log E[e^{beta r}], which approaches the mean reward as beta goes to 0, and the
@@ -51,19 +49,20 @@ def rs_grpo_advantages(rewards: Float[Array | np.ndarray, "P N"], beta: float) -
       Advantages [P, N].
 
     Raises:
-      ValueError: If a reward is NaN (detected outside jit only).
+      ValueError: If `rewards` is invalid (see `as_features`).
     """
-    _, num_generations = check_features(rewards=rewards)
-    share = jax.nn.softmax(beta * subtract_mean(jnp.asarray(rewards)), axis=-1)
-    return subtract_mean(num_generations * share) / beta
+    (rewards,) = as_features(rewards=rewards)
+    exponents = beta * (rewards - rewards.max(axis=-1, keepdims=True))
+    mean = jnp.exp(exponents).mean(axis=-1, keepdims=True)
+    return subtract_mean(jnp.expm1(exponents)) / (beta * mean)  # exactly 0 for equal rewards, unlike e^x / mean - 1
 
 
-def entropic_advantages(rewards: Float[Array | np.ndarray, "P N"], kl: float) -> Float[Array, "P N"]:
+def entropic_advantages(rewards: Scalars, kl: float) -> Float[Array, "P N"]:
     """Computes advantages of the entropic objective of TTT-Discover (arXiv 2601.16175).
 
     A_i = e^{beta r_i} / mean over the others of e^{beta r_j} - 1. For each prompt, beta is chosen such that the KL
     divergence of softmax(beta r) from the uniform distribution over the N generations is `kl`. If several generations
-    have the maximum reward, this divergence may be unreachable; beta then takes a very large value.
+    have the maximum reward, this divergence may be unreachable; beta is then 2^20, as in the authors' code.
 
     The authors' code (test-time-training/discover, entropic_adaptive_beta) computes the same result for N >= 4 and
     kl = ln 2 = log(4) / 2. The advantage of a single best generation grows without bound as its softmax weight
@@ -78,29 +77,34 @@ def entropic_advantages(rewards: Float[Array | np.ndarray, "P N"], kl: float) ->
       Advantages [P, N].
 
     Raises:
-      ValueError: If a reward is NaN (detected outside jit only).
+      ValueError: If `rewards` is invalid (see `as_features`).
     """
-    _, num_generations = check_features(rewards=rewards)
-    rewards = jnp.asarray(rewards, float)
+    (rewards,) = as_features(rewards=rewards)
+    rewards, num_generations = jnp.asarray(rewards, float), rewards.shape[1]
     if num_generations == 1:
         return jnp.zeros_like(rewards)
-    best = rewards.max(axis=-1, keepdims=True)
-    spread = best - rewards.min(axis=-1, keepdims=True)
-    gaps = (rewards - best) / jnp.where(spread > 0, spread, 1)  # in [-1, 0], independent of the scale of the rewards
-    target = min(kl, math.log(num_generations) / 2)
+    gaps = rewards - rewards.max(axis=-1, keepdims=True)
+    # The divergence is log(N / Z) + E[beta gap], where Z is the sum of the weights. If several generations are nearly
+    # best, it may reach the target on a plateau. The difference is therefore computed without rounding errors of the
+    # order of the target: Z minus its value for an expectation of 0 is a sum of small numbers and an integer.
+    level = num_generations * math.exp(-min(kl, math.log(num_generations) / 2))
 
-    def distance(steepness: Array) -> Array:
-        log_share = jax.nn.log_softmax(steepness * gaps, axis=-1)
-        return (jnp.exp(log_share) * log_share).sum(axis=-1, keepdims=True) + math.log(num_generations)
+    def is_reached(beta: Array) -> Array:
+        exponents = beta * gaps
+        weights, is_near = jnp.exp(exponents), exponents > -math.log(2)
+        excess = jnp.where(is_near, jnp.expm1(exponents), weights).sum(axis=-1, keepdims=True)
+        excess += is_near.sum(axis=-1, keepdims=True) - level
+        mean = (weights * exponents).sum(axis=-1, keepdims=True) / weights.sum(axis=-1, keepdims=True)
+        return mean >= jnp.log1p(excess / level)
 
     def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = (low + high) / 2
-        is_far = distance(middle) >= target
-        return jnp.where(is_far, low, middle), jnp.where(is_far, middle, high)
+        reached = is_reached(middle)
+        return jnp.where(reached, low, middle), jnp.where(reached, middle, high)
 
-    bounds = jnp.zeros_like(best), jnp.full_like(best, _MAX_BETA)
-    _, steepness = jax.lax.fori_loop(0, _BISECTION_STEPS, halve, bounds)
-    weights = jnp.exp(steepness * gaps)
-    others = (weights.sum(axis=-1, keepdims=True) - weights) / (num_generations - 1)
-    return weights / others - 1
+    bounds = jnp.zeros_like(gaps[:, :1]), jnp.full_like(gaps[:, :1], _MAX_BETA)
+    _, beta = jax.lax.fori_loop(0, _BISECTION_STEPS, halve, bounds)
+    weights, small = jnp.exp(beta * gaps), jnp.expm1(beta * gaps)
+    above = num_generations * small - small.sum(axis=-1, keepdims=True)  # N w - Z, exactly 0 for equal rewards
+    return above / (weights.sum(axis=-1, keepdims=True) - weights)
