@@ -1,4 +1,7 @@
-"""Advantages [P, N] of generations from rewards and clusters [P, N] (paper §3 and §4; baselines of §6)."""
+"""Advantages [P, N] of generations from rewards and clusters [P, N] (paper §3 and §4; baselines of §6).
+
+Where axes meet, names end in their axes: P prompts, N generations of a prompt, K sets of n generations.
+"""
 
 import functools
 import inspect
@@ -57,13 +60,14 @@ def marginal_set_advantages(
     num_prompts, num_generations = next(iter(arrays.values())).shape[:2]
     table = as_sets(sets, num_prompts, num_generations)
 
-    def one_prompt(sets: Array, features: dict[str, Array]) -> Array:
-        scores = objective(**{name: feature[sets] for name, feature in features.items()})
-        if scores.shape != (len(sets),):
-            raise ValueError(f"The objective returned shape {scores.shape}, but must return one score per set, [K].")
-        set_advantages = subtract_mean(scores)
-        holds = (sets[:, :, None] == jnp.arange(num_generations)[None, None, :]).any(axis=1)  # [K, N]
-        return jnp.where(holds, set_advantages[:, None], 0).sum(axis=0) / jnp.maximum(holds.sum(axis=0), 1)
+    def one_prompt(sets_Kn: Array, features: dict[str, Array]) -> Array:
+        scores_K = objective(**{name: feature[sets_Kn] for name, feature in features.items()})
+        if scores_K.shape != (len(sets_Kn),):
+            raise ValueError(f"The objective returned shape {scores_K.shape}, but must return one score per set, [K].")
+        advantages_K = subtract_mean(scores_K)
+        contains_KN = (sets_Kn[:, :, None] == jnp.arange(num_generations)[None, None, :]).any(axis=1)
+        sums_N = jnp.where(contains_KN, advantages_K[:, None], 0).sum(axis=0)
+        return sums_N / jnp.maximum(contains_KN.sum(axis=0), 1)
 
     sets_axis = 0 if table.ndim == 3 else None
     return jax.vmap(one_prompt, in_axes=(sets_axis, 0))(table, {name: arrays[name] for name in reads})
@@ -213,26 +217,28 @@ def _effects(rewards: Scalars, clusters: Scalars, set_size: int) -> _Effects:
       n^2 f = n r missed(s) + r'_y (sum_c [apart(0) - apart(|c|)] + apart(s)) - beside(s) sum_{i in y's cluster} r'_i
     and degenerate clusters contribute 0. No term is a small difference of large ones, so float32 suffices.
     """
-    rewards, clusters = as_features(rewards=rewards, clusters=clusters)
-    rewards, num_generations = jnp.asarray(rewards, float), rewards.shape[1]
+    rewards_PN, clusters_PN = as_features(rewards=rewards, clusters=clusters)
+    rewards_PN, num_generations = jnp.asarray(rewards_PN, float), rewards_PN.shape[1]
     check_set_size(num_generations, set_size)
-    same, sizes = same_cluster(clusters), cluster_sizes(clusters)
-    table = _chances(num_generations, set_size)
-    chances = jnp.where(clusters == DEGENERATE_CLUSTER, 0, jnp.asarray(table, rewards.dtype)[:, sizes])
-    missed, apart, beside, found, not_apart = chances
+    same_PNN, sizes_PN = same_cluster(clusters_PN), cluster_sizes(clusters_PN)
+    table = _chances(num_generations, set_size)  # [5, N + 1], by cluster size
+    chances = jnp.where(clusters_PN == DEGENERATE_CLUSTER, 0, jnp.asarray(table, rewards_PN.dtype)[:, sizes_PN])
+    missed_PN, apart_PN, beside_PN, found_PN, not_apart_PN = chances
 
-    above = subtract_mean(rewards)
-    mean_reward = (rewards - above).mean(axis=-1, keepdims=True)
-    above_in_cluster = jnp.where(same, above[:, None, :], 0).sum(axis=-1)
-    over_clusters = (not_apart / sizes).sum(axis=-1, keepdims=True)  # the members of a cluster add up to its term
-    from_rewards = above * (over_clusters + apart) - beside * above_in_cluster
-    from_diversity = subtract_mean(missed)
+    above_PN = subtract_mean(rewards_PN)
+    mean_reward_P1 = (rewards_PN - above_PN).mean(axis=-1, keepdims=True)
+    above_in_cluster_PN = jnp.where(same_PNN, above_PN[:, None, :], 0).sum(axis=-1)
+    # The members of a cluster add up to its term.
+    over_clusters_P1 = (not_apart_PN / sizes_PN).sum(axis=-1, keepdims=True)
+    found_P1 = (found_PN / sizes_PN).sum(axis=-1, keepdims=True)
+    from_rewards_PN = above_PN * (over_clusters_P1 + apart_PN) - beside_PN * above_in_cluster_PN
+    from_diversity_PN = subtract_mean(missed_PN)
     return _Effects(
-        score=(set_size * mean_reward * from_diversity + subtract_mean(from_rewards)) / set_size**2,
-        reward=above * (table[1, 0] / set_size),
-        diversity=from_diversity / set_size,
-        mean_reward=mean_reward,
-        mean_diversity=((found / sizes).sum(axis=-1, keepdims=True) + missed.mean(axis=-1, keepdims=True)) / set_size,
+        score=(set_size * mean_reward_P1 * from_diversity_PN + subtract_mean(from_rewards_PN)) / set_size**2,
+        reward=above_PN * (table[1, 0] / set_size),
+        diversity=from_diversity_PN / set_size,
+        mean_reward=mean_reward_P1,
+        mean_diversity=(found_P1 + missed_PN.mean(axis=-1, keepdims=True)) / set_size,
     )
 
 

@@ -5,8 +5,8 @@ import math
 import jax
 import numpy as np
 import pytest
-from test_of_embeddings import cosines_of, gains_of, less_mean
-from test_of_rewards import entropic_by_its_authors
+from test_embedding_based import cosines_of, gains_of, less_mean
+from test_reward_based import entropic_by_its_authors
 
 from poly_epo_jax.set_rl import entropic_advantages, rep_exp_advantages, rs_grpo_advantages, set_dpp_advantages
 
