@@ -46,10 +46,10 @@ def run(config: ConfigDict) -> Path:
 
 
 def _release_memory(error: BaseException) -> None:
-    """Deletes the local variables of the functions that an exception has left, among them the training state.
+    """Deletes the local variables of all frames in the traceback of an exception, including the training state.
 
-    Notebooks keep the last exception and therefore these functions. A cell that is run again would otherwise need the
-    memory twice.
+    Notebooks keep the last exception and therefore its frames. Rerunning the cell would otherwise require the memory
+    of the training state twice.
     """
     errors, found = [error], set[int]()
     while errors:

@@ -35,7 +35,7 @@ class Problem:
       occurrence: Number of earlier occurrences of the problem in the batch. A batch that spans the end of an epoch may
         contain a problem twice. The occurrences compare equal, but have different generations.
       untrusted: Start and end of the part of a prompt without `chat` that comes from a dataset. In this part, the names
-        of control tokens are encoded as plain text; in the remaining prompt, they are encoded as control tokens.
+        of control tokens are encoded as plain text. In the remaining prompt, they are encoded as control tokens.
     """
 
     id: str
@@ -289,8 +289,8 @@ class Conversational(Task, Protocol):
     def reply(self, problem: Problem, generation: Generation) -> str | None:
         """Returns the text of the reply, including control tokens, or None if the response is complete.
 
-        The names of control tokens are encoded as control tokens. Text that the reply quotes from a response or a
-        program can be protected with `judges.prompt.escape_control_tokens`.
+        The names of control tokens are encoded as control tokens. Apply
+        `judges.prompt.escape_control_tokens` to text that the reply quotes from a response or a program.
         """
         ...
 
@@ -333,9 +333,10 @@ class Identified(Protocol):
     """A judge whose clusters depend on a model of a server or on files."""
 
     async def identity(self) -> dict[str, str]:
-        """Returns names of models and SHA-256 digests of files, by configuration key. Called when the server responds.
+        """Returns names of models and SHA-256 digests of files, by configuration key.
 
-        They are recorded, and a run or evaluation is only resumed with equal values.
+        Called after the server has responded. Runs and evaluations record these values, and are only resumed if they
+        are equal.
         """
         ...
 

@@ -94,9 +94,9 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             ["--config=configs/polynomail.py"],
-            ["configs/polynomail.py: there is no such", "in configs: ", "polynomial.py"],
+            ["configs/polynomail.py is not a file", "in configs: ", "polynomial.py"],
         ),
-        (["--config=configs"], ["configs: there is no such file", "polynomial.py"]),
+        (["--config=configs"], ["configs is not a file", "polynomial.py"]),
         ([FILE, "--config.train.num_stepz=3"], ["no key config.train.num_stepz", "from config.train.num_steps,"]),
         ([FILE, "--config.trian.num_steps=3"], ["no key config.trian.num_steps", "from config.train.num_steps,"]),
         ([FILE, "--config.train.num-steps=3"], ["no key config.train.num-steps", "config.train.num_steps"]),
@@ -237,7 +237,7 @@ def test_settings_of_the_schedule_and_the_kl_term_cannot_change(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("versions", "named"),
     [
-        ([], "another version"),
+        ([], "(another version)"),
         ([{"poly_epo_jax": "0.0.9"}, {"poly_epo_jax": "0.1.0", "commit": "213dbac"}], "0.1.0 213dbac"),
     ],
     ids=["unknown", "recorded"],

@@ -1,4 +1,4 @@
-"""Former names of configuration keys and command-line flags. Error messages about a former name give the new name."""
+"""Former names of configuration keys and command-line flags. Error messages about a former name state the new name."""
 
 RENAMED = {
     "compilation_cache": "compilation_cache_dir",

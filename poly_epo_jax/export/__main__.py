@@ -58,7 +58,7 @@ def export(
     """Writes weights, tokenizer and model card of a checkpoint to a Hugging Face folder.
 
     The tokenizer files are those of the base policy, because training does not change them. Stop strings that are
-    control tokens become end-of-sequence tokens. The model card lists the others.
+    control tokens become end-of-sequence tokens. The model card lists the other stop strings.
 
     Args:
       run: The run folder.

@@ -71,7 +71,10 @@ def model_card(run: Path, step: int, stop_strings: Sequence[str] = ()) -> str:
 
 
 def command(config: Mapping[str, Any]) -> str:
-    """Returns a command that trains with this configuration: the default configuration plus all keys that differ."""
+    """Returns a command that trains with this configuration, apart from `FOLDERS`.
+
+    The command uses the default configuration, and sets all keys that differ from it.
+    """
     flags = ["--config=poly_epo_jax/config/default.py"]
     for key in changed_keys(json.loads(json.dumps(Config().to_dict())), config):
         if key not in FOLDERS:
@@ -107,7 +110,7 @@ def _settings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _stop_strings(strings: Sequence[str]) -> list[str]:
-    """Returns a section about strings that end a response and that generation from the model folder does not know."""
+    """Returns the section about stop strings that are not end-of-sequence tokens of the model folder."""
     if not strings:
         return []
     listed = json.dumps(list(strings), ensure_ascii=False)

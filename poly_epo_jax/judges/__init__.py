@@ -63,10 +63,10 @@ async def judge_identity(judge: Judge) -> dict[str, str]:
     """Waits until the server of a judge responds, and returns the name of its model and the digests of its files.
 
     Args:
-      judge: The judge. The result is empty for judges that do not depend on a server or on files.
+      judge: The judge.
 
     Returns:
-      Names and SHA-256 digests by configuration key, such as `judge.model`.
+      Names and SHA-256 digests by configuration key, such as `judge.model`. Empty for judges that are not `Identified`.
 
     Raises:
       ServerError: If the server does not respond within `judge.wait_seconds`, or does not list a model.

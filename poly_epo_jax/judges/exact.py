@@ -8,7 +8,7 @@ import numpy as np
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Group, Strategic
 
 COUNTING_CLUSTERS = (DEGENERATE_CLUSTER - 1, DEGENERATE_CLUSTER)
-"""Ids that a judge only returns together if it counts up and does not skip `DEGENERATE_CLUSTER`."""
+"""Ids that occur in the same clustering only if a judge counts up and does not skip `DEGENERATE_CLUSTER`."""
 
 
 class ExactJudge:
@@ -40,8 +40,11 @@ def clusters_of(keys: Sequence[Hashable | None]) -> Clustering:
       keys: Equal keys for responses of the same cluster, and None for degenerate responses.
 
     Returns:
-      The clusters, numbered from 0 by first appearance. `DEGENERATE_CLUSTER` is the id of None. It is never the id of a
-      key, and neither is the id below it: ids that contain both are assumed to count up, and are rejected.
+      The clusters, numbered from 0 by first appearance. Responses with the key None are in `DEGENERATE_CLUSTER`. Other
+      keys never have an id in `COUNTING_CLUSTERS`, because clusterings that contain both of these ids are rejected.
+
+    Raises:
+      TypeError: If a key is not hashable.
     """
     unused = (i for i in itertools.count() if i not in COUNTING_CLUSTERS)
     ids: dict[Hashable, int] = {None: DEGENERATE_CLUSTER}

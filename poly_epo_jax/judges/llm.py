@@ -138,7 +138,7 @@ class LLMJudge:
                 model = await self._model_name(client)
         except (ReplyError, httpx.HTTPError) as error:
             reason = describe_error(error) if isinstance(error, httpx.HTTPError) else error
-            text = f"The judge at {self.url} does not name its model: {reason}."
+            text = f"Failed to get the model name of the judge at {self.url}: {reason}. Set judge.model."
             raise ServerError(self._without_key(text)) from None
         return {"judge.model": model, "judge.options.prompt_file": self._rubric_digest}
 

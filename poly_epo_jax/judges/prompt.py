@@ -26,7 +26,7 @@ CONTROL_TOKEN_START = re.compile(
 
 
 def rubric_file(prompt_file: str) -> Path:
-    """Returns the path of the rubric: `prompt_file` or, if it is empty, the file of the package."""
+    """Returns the path of the rubric: `prompt_file` or, if it is empty, the default rubric of the package."""
     return Path(prompt_file) if prompt_file else Path(__file__).with_name("rubric.md")
 
 

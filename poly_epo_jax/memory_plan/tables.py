@@ -171,7 +171,8 @@ def plan_of(config: Config, model_config: ModelConfig) -> tuple[Plan, int]:
 def machine_of(config: Config) -> tuple[Machine, int | None]:
     """Returns the machine of a configuration, and the bytes of each device that JAX may use (None if unknown).
 
-    CPU devices share the memory of the machine or, if it is smaller, of the container, see `system/limits.py`.
+    CPU devices share the memory of the machine or, if it is smaller, the memory limit of the container, see
+    `system/limits.py`.
 
     The local devices are only queried if `mesh.device_kind` or `mesh.num_devices` is not set.
 

@@ -198,7 +198,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Judge overlap", "Fraction of the judge's time in which other prompts were still being generated."
         ),
         "sync/step_fraction": LoggedMetric(
-            "Sync fraction", "Fraction of the step's duration that pushing the weights took."
+            "Sync fraction", "Fraction of the step's duration that is spent on pushing weights."
         ),
         "tokens_per_second": LoggedMetric("Tokens per second", "Generated tokens divided by the step's duration."),
         "memory/peak_bytes": LoggedMetric(
@@ -214,7 +214,7 @@ _RESERVED = frozenset(name for name in LOGGED_METRICS if not name.startswith(_CO
 
 
 def is_reserved(name: str) -> bool:
-    """Returns True if the training loop logs metrics under this name, so that components must not report it."""
+    """Returns True if the name is reserved for metrics of the training loop."""
     family = f"{name.rpartition('/')[0]}/*"
     return name == "step" or name.startswith((_HELD_OUT, "policy/")) or bool({name, family} & _RESERVED)
 

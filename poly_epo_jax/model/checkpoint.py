@@ -47,8 +47,8 @@ class Checkpoints:
       directory: Directory of the checkpoints. It is created if it does not exist.
       keep: Number of checkpoints to keep. If None, all checkpoints are kept.
       read_only: Whether the checkpoints belong to another process, which may save and delete checkpoints concurrently.
-      base: Folder of the frozen weights, which checkpoints then omit and the caller provides to `restore`. If None,
-        checkpoints contain all weights.
+      base: Folder of the frozen weights. Checkpoints omit these weights, and the caller passes them to `restore`. If
+        None, checkpoints contain all weights.
     """
 
     def __init__(self, directory: Path, keep: int | None = None, read_only: bool = False, base: Path | None = None):

@@ -96,12 +96,13 @@ def load_params(path: str | Path, config: ModelConfig, shardings: Params | None 
       shardings: Sharding of each weight. If None, the weights are placed on the default device.
 
     Returns:
-      The weights without an adapter, as `config.param_dtype`.
+      The weights without an adapter, with dtype `config.param_dtype`.
 
     Raises:
       FileNotFoundError: If `path` is not a folder with safetensors files.
-      ValueError: If a tensor is missing or unexpected, has another shape than in `config` or a type other than 16-bit
-        or 32-bit float, or is not finite, or if the head of a tied model differs from its embedding.
+      ValueError: If a tensor is missing or unexpected, does not have the shape that `config` requires, is not a 16-bit
+        or 32-bit float, or contains NaN or infinity, or if the head of a model with tied embeddings differs from the
+        embedding.
     """
     config = without_adapter(config)
     tensors, source = _tensors(config), open_tensors(_folder(path))
@@ -260,8 +261,8 @@ def _check_tensors(path: str | Path, config: ModelConfig, tensors: dict[str, Ten
     ]
     if both and not np.array_equal(*both):
         raise ValueError(
-            f"{path}: {head} differs from {embedding}, but config.json sets tie_word_embeddings, which transformers 4 "
-            f"and 5 read as different models; set tie_word_embeddings to false, or remove {head}."
+            f"{path}: {head} differs from {embedding}, but config.json sets tie_word_embeddings. transformers 4 and "
+            f"5 load such folders as different models; set tie_word_embeddings to false, or remove {head}."
         )
 
 

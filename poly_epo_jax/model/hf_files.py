@@ -55,9 +55,9 @@ def open_tensors(folder: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: If the folder has no safetensors files, or if a file in its index is missing.
-      ValueError: If a file is truncated or not a safetensors file, if the index is invalid or does not list
-        model.safetensors, which exists, or if two files contain the same tensor. Other readers would load other
-        tensors of these folders.
+      ValueError: If a file is truncated or not a safetensors file, if the index is invalid, if the folder contains both
+        model.safetensors and an index of other files, or if two files contain the same tensor. In the last two cases,
+        other programs might load other tensors.
     """
     if (folder / _INDEX).is_file():
         files = _files(folder / _INDEX)

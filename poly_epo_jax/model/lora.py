@@ -90,7 +90,8 @@ def merge_adapter(config: ModelConfig, layers: Mapping[str, Any], name: str, lay
       layer: Index of the layer.
 
     Returns:
-      W + (alpha / rank) A B of shape [*in, *out], computed in float32. Returned as stored if it has no adapter.
+      W + (alpha / rank) A B of shape [*in, *out], computed in float32. A weight without an adapter is returned as
+      stored.
     """
     weight = layers[name][layer]
     if name not in config.lora_targets:

@@ -191,8 +191,8 @@ def check_stop_ids(policy: Policy) -> None:
     """
     if not policy.stop_ids:
         raise ConfigError(
-            f"No token ends a response of {policy.path}: model.stop_strings is empty, and generation_config.json, "
-            "config.json and the tokenizer have no end-of-sequence token; set model.stop_strings."
+            f"{policy.path} has no stop tokens: model.stop_strings is empty, and generation_config.json, config.json "
+            "and the tokenizer do not define an end-of-sequence token. Set model.stop_strings."
         )
 
 

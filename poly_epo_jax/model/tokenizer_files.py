@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from poly_epo_jax.system.json_files import write_json
 
 PATTERNS = ("*token*.json", "vocab.*", "merges.txt", "*.model", "tekken.json", "*.jinja", "*/*.jinja")
-"""Files of a tokenizer in a model folder. Files in subfolders are further chat templates."""
+"""Files of a tokenizer in a model folder. Files in subfolders are additional chat templates."""
 
 
 def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
-    """Copies files to a folder, with the default file permissions of the process instead of those of the files.
+    """Copies files to a folder. The copies have the default permissions of new files, not the source permissions.
 
     Args:
       source: Folder of the files, which may be read-only.
@@ -34,8 +34,8 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase | Path, folder: Path) -> 
     """Writes a tokenizer, so that transformers 4 and 5 can load it.
 
     Args:
-      tokenizer: Model folder whose tokenizer files are copied unchanged, because older versions of transformers cannot
-        load the files that newer versions write. A tokenizer that is not in a folder yet is saved.
+      tokenizer: A model folder or a new tokenizer. The tokenizer files of a folder are copied unchanged, because older
+        versions of transformers cannot load the files that newer versions write.
       folder: Existing folder to write to.
 
     Raises:

@@ -5,9 +5,9 @@
                          "method": name of the method in figures and tables. "remat": rematerialization of the backward
                          pass, from model.remat or, if it is "auto", from the memory plan. "versions": software versions
                          that the run was trained with, see system/versions.py. "digests": digests of the problems, the
-                         policy, the judge and the files that the configuration names, see startup/resume_checks.py; a
-                         resumed run must have the same. "base": folder of the base policy, only if checkpoints contain
-                         only an adapter.
+                         policy, the judge and the files that the configuration names, see startup/resume_checks.py. A
+                         run is only resumed if they are unchanged. "base": folder of the base policy, only if
+                         checkpoints contain only an adapter.
     data.json            Number of problems, and of dropped problems by reason.
     metrics.jsonl        One row per step, {"step": 12, "reward": 0.61, ...}, and one row per evaluation, {"step": 12,
                          "eval/reward": 0.58, ...}, after the row of its step. All values are determined by the
@@ -123,8 +123,8 @@ def resumable_config(folder: Path) -> dict[str, Any] | None:
         return None
     if missing := [name for name in (CONFIG, ABOUT, METRICS, POLICY) if not (folder / name).exists()]:
         raise ConfigError(
-            f"{folder} contains checkpoints but no {' and no '.join(missing)}, without which their run cannot be "
-            "identified and continued; restore the missing files, set --config.workdir to a new folder, or delete this "
+            f"{folder} contains checkpoints but no {' and no '.join(missing)}, which are required to identify "
+            "and resume their run; restore the missing files, set --config.workdir to a new folder, or delete this "
             "folder."
         )
     return read_config(folder)

@@ -100,7 +100,7 @@ def open_server(
       model: The policy. It may be abstract.
       stop_ids: Token ids that end a generation.
       config: Configuration. Only `rollouts.max_concurrent` and the timeouts of section `rollouts` are used.
-      weight_version: Weights that the server must have, as in `ModelInfo`. If None, any weights are evaluated.
+      weight_version: Weight version that the server must report. If None, any version is accepted.
     """
     weights = AdoptedWeights(config.rollouts.wait_seconds, weight_version=weight_version)
     return _client([url], weights, model, stop_ids, config)

@@ -79,8 +79,8 @@ class Rollouts:
       max_prompt_tokens: Maximum number of prompt tokens. Longer prompts raise an error.
       stop_strings: If the text of a stop token contains one of these strings, the characters before the string belong
         to the response.
-      vocab_size: Number of rows of the policy's embedding. Prompts, replies and completions with other token ids raise
-        an error. By default, all int32 ids are accepted.
+      vocab_size: Number of rows of the policy's embedding. Token ids of `vocab_size` or above in prompts, replies and
+        completions raise an error. By default, all int32 ids are accepted.
     """
 
     def __init__(

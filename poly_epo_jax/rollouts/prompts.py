@@ -63,7 +63,7 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, added: Ma
     Args:
       tokenizer: Tokenizer of the policy.
       problem: The problem.
-      added: Whether an added token is special, keyed by its text.
+      added: Whether each added token is special, keyed by the text of the token.
       chat: Text of the chat template with an empty message.
     """
     start, end = (0, len(problem.prompt)) if problem.chat else problem.untrusted

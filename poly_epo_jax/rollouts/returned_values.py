@@ -1,4 +1,4 @@
-"""Checks the values that tasks, judges and samplers return, where they arrive. Users may have written any of them."""
+"""Validates the values that tasks, judges and samplers return, because users may have implemented these components."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 def checked_rewards(task: Task, problem: Problem, rewards: Sequence[Any]) -> Float[np.ndarray, " N"]:
-    """Returns the rewards of N generations as an array.
+    """Validates the rewards of N generations, and returns them as an array [N], float32.
 
     Args:
       task: Task that returned the rewards.
@@ -53,7 +53,7 @@ def minimum_correct(task: Task) -> float:
 
 
 def checked_clustering(judge: Judge, group: Group, returned: Any) -> Clustering | JudgeFailure | None:
-    """Returns the result of a judge for a group.
+    """Validates and returns the result of a judge for a group.
 
     Args:
       judge: Judge that returned the result.
@@ -69,7 +69,7 @@ def checked_clustering(judge: Judge, group: Group, returned: Any) -> Clustering 
 
 
 def checked_counts(component: Any, counts: Any, others: Metrics) -> Metrics:
-    """Returns the counters of a task, judge or sampler.
+    """Validates and returns the counters of a task, judge or sampler.
 
     Args:
       component: Component that returned the counters.
@@ -156,7 +156,7 @@ def _flaw_of_features(features: Any, num_responses: int) -> str:
 
 
 def _number(value: Any) -> int | float | None:
-    """Returns a number as a Python number, also if it is a scalar of NumPy, JAX or torch. Returns None otherwise."""
+    """Converts a number or a scalar of NumPy, JAX or torch to a Python number. Returns None for other values."""
     value = value.item() if getattr(value, "shape", None) == () else value
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 

@@ -53,7 +53,7 @@ class SGLang:
             urls = [field(worker, "url", str) for worker in field(answer, "workers", list)]
             if not all(map(is_url, urls)):
                 raise InvalidResponseError(
-                    "the URL of a worker does not have the form http://HOST:PORT without a password"
+                    "the URL of a worker must have the form http://HOST:PORT, without a password"
                 )
         except httpx.HTTPError as error:
             raise ServerError(
@@ -158,7 +158,7 @@ def parse_responses(
       stop_ids: Token ids that end a generation.
 
     Returns:
-      `count` items. Each is a completion, or a `InvalidResponseError` with the reason why it is invalid.
+      `count` items. Each is a completion, or an `InvalidResponseError` with the reason why it is invalid.
 
     Raises:
       InvalidResponseError: If the number of completions is not `count`.
@@ -263,7 +263,8 @@ async def release_memory(client: httpx.AsyncClient, url: str) -> None:
     await SGLANG.pause(client, url)  # The requests below would crash a server that is not idle.
     await post(client, url, "update_weight_version", {"new_version": ASLEEP})
     released = await client.post(f"{url}/release_memory_occupation", json={})
-    if released.status_code != 200:  # The server is awake, and waking it again would crash it.
+    if released.status_code != 200:
+        # The server is still awake. With version EMPTY, `wake` skips it. Waking it would crash it.
         await post(client, url, "update_weight_version", {"new_version": EMPTY})
     _check(released, "release its memory")
 

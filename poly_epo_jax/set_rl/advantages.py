@@ -1,6 +1,6 @@
 """Advantages [P, N] of generations from rewards and clusters [P, N] (paper §3 and §4; baselines of §6).
 
-Where axes meet, names end in their axes: P prompts, N generations of a prompt, K sets of n generations.
+Where several axes occur, array names end in their axes: P prompts, N generations per prompt, K sets of n generations.
 """
 
 import functools
@@ -49,8 +49,8 @@ def marginal_set_advantages(
 
     Raises:
       ValueError: If a feature is invalid (see `as_features`), if a feature that the objective reads is missing, if
-        `sets` has another shape, was made for another N, or n >= N, or if the objective does not return one score per
-        set.
+        `sets` has an invalid shape or was made for another N, if n >= N, or if the objective does not return one score
+        per set.
     """
     reads = features_read(objective)
     missing = [name for name in reads if name not in features]

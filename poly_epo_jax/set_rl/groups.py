@@ -1,4 +1,4 @@
-"""Inputs of set_rl: conversion and checks. Also centering over a prompt, and cluster comparisons."""
+"""Converts and checks the inputs of set_rl, centers values over a prompt, and compares clusters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ _EXTRA_AXES = {"rewards": 0, "clusters": 0, "mean_logprob": 0, "embeddings": 1} 
 
 
 def as_features(num_axes: int | None = 2, **features: Any) -> tuple[Array, ...]:
-    """Converts features to arrays and checks them. Every function of set_rl that reads features calls it first.
+    """Converts features to arrays and checks them. All functions of set_rl that read features call this function.
 
     Args:
       num_axes: Number of leading axes that all features share: 2 for [P, N], or None for all axes of the first feature.
@@ -44,7 +44,7 @@ def as_features(num_axes: int | None = 2, **features: Any) -> tuple[Array, ...]:
     ):
         shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
         expected = "[P, N] for P prompts with N generations" if num_axes else "[..., K, n] for K sets of n generations"
-        raise ValueError(f"Features must share the shape {expected}, and embeddings add an axis, but have {shapes}.")
+        raise ValueError(f"Features must share the shape {expected}, plus one axis for embeddings, but have {shapes}.")
     return tuple(arrays.values())
 
 
@@ -55,13 +55,16 @@ def as_array(name: str, values: Any, counts: Any = True) -> Array:
     default float type, float32. Features with other names keep their type.
 
     Args:
-      name: Name of the argument, for the type and for error messages.
+      name: Name of the argument. It determines the type, and is included in error messages.
       values: An array, a nested list, or another object that NumPy can convert.
       counts: Mask of the values that are checked.
 
+    Returns:
+      The array.
+
     Raises:
-      ValueError: If the values cannot be converted to numbers, are not integers but must be, exceed the range of the
-        type, or are NaN or infinite.
+      ValueError: If the values cannot be converted to numbers, are not integers although integers are required, exceed
+        the range of the type, or are NaN or infinite.
     """
     if not isinstance(values, Array):
         try:
@@ -90,7 +93,7 @@ def as_array(name: str, values: Any, counts: Any = True) -> Array:
         if invalid:
             value = given[tuple(invalid[0])]
             raise ValueError(
-                f"{name} contains {'NaN' if np.isnan(value) else value} at index {invalid[0]}, but must hold finite "
+                f"{name} contains {'NaN' if np.isnan(value) else value} at index {invalid[0]}, but must contain finite "
                 f"{dtype} values; replace this value."
             )
     return jnp.asarray(values, dtype)
@@ -100,7 +103,8 @@ def subtract_mean(values: Shaped[Array, "*prompts N"]) -> Float[Array, "*prompts
     """Subtracts the mean over the last axis, such as the generations of each prompt.
 
     The result is exactly 0 if all values are equal, because the first value is subtracted before the mean is computed.
-    XLA may fuse a product with this subtraction, without rounding it, so the error for equal values is subtracted, too.
+    XLA may fuse a preceding product with this subtraction without rounding the product. The resulting error for equal
+    values is therefore also subtracted.
     """
     first = values[..., :1]
     differences = values - first

@@ -199,8 +199,8 @@ def kl_cov_loss(
 ) -> LossAndMetrics:
     """Computes the KL-Cov loss (Cui et al., arXiv 2505.22617): term = w A, with a penalty |log w| on a few tokens.
 
-    Ratios are not clipped. The penalty applies to the tokens with the largest cov_t (see `clip_cov_loss`). Of tokens
-    with equal cov_t, the first ones are selected.
+    Ratios are not clipped. The penalty applies to the tokens with the largest cov_t (see `clip_cov_loss`). Among
+    tokens with equal cov_t, the first are selected.
 
     Args:
       tokens: Tokens of a microbatch.

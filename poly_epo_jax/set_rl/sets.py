@@ -41,8 +41,11 @@ def as_sets(sets: Sets, num_prompts: int, num_generations: int) -> Int32[Array, 
       num_prompts: Number P of prompts.
       num_generations: Number N of generations per prompt.
 
+    Returns:
+      The indices, int32, of shape [K, n] or [P, K, n].
+
     Raises:
-      ValueError: If `sets` has another shape, holds no set, was made for another number of generations, or n >= N.
+      ValueError: If `sets` has another shape, is empty or was made for another number of generations, or if n >= N.
     """
     table = as_array("sets", sets)
     if table.ndim not in (2, 3) or not len(table) or (table.ndim == 3 and len(table) != num_prompts):

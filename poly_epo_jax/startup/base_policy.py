@@ -44,7 +44,7 @@ OPTIMIZER = {
 }
 
 KEYED_DEMONSTRATIONS = 1000
-"""Number of demonstrations of each phase that identify the demonstrations of a task."""
+"""Number of demonstrations of each phase that identify a base policy in the cache."""
 
 
 @runtime_checkable
@@ -102,8 +102,8 @@ def base_policy_folder(base: BaseSection, section: TaskSection, task: Task) -> P
     """Returns the folder of the base policy of a task. The folder may not exist yet.
 
     The name of the folder contains a digest of both sections, of the alphabet, and of the first `KEYED_DEMONSTRATIONS`
-    demonstrations with and without mistakes, drawn with `base.seed`. It therefore also changes with the code of the
-    task. A task whose demonstrations depend on more than their arguments is fitted again at every start.
+    demonstrations with and without mistakes, drawn with `base.seed`. The name therefore changes if edited code of the
+    task returns other demonstrations. It changes at every start if demonstrations depend on more than their arguments.
 
     Args:
       base: The `base` section of the configuration.

@@ -138,7 +138,7 @@ def _get_config(file: str) -> Callable[..., Any]:
     if not Path(file).is_file():
         folder = Path(file) if Path(file).is_dir() else Path(file).parent
         found = ", ".join(sorted(path.name for path in folder.glob("*.py"))) or "none"
-        raise ConfigError(f"--config={file}: there is no such file. Configuration files in {folder}: {found}.")
+        raise ConfigError(f"--config={file} is not a file; choose a configuration file. Files in {folder}: {found}.")
     name = f"config_{Path(file).stem}"
     module = sys.modules[name] = ModuleType(name)  # so that objects of its classes can be pickled
     vars(module).update(runpy.run_path(file, run_name=name))

@@ -1,7 +1,7 @@
 """Checks that a resumed run has the same configuration, problems and model, except for keys that may change.
 
-A run folder stores the configuration of its run in config.json, and digests of the content that the configuration
-refers to in about.json. A command with the same `workdir` resumes the run from its newest checkpoint.
+A run folder stores the configuration of its run in config.json. In about.json, it stores digests of the content that
+the configuration refers to. A command with the same `workdir` resumes the run from its newest checkpoint.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def check_version(run: Path, saved: Mapping[str, Any]) -> None:
     """
     if changed := changed_keys(_names(saved), _names(Config().to_dict())):
         used = [{}, *run_folder.read_about(run).get("versions", [])][-1]
-        version = " ".join(filter(None, (used.get("poly_epo_jax") or "another version", used.get("commit"))))
+        version = " ".join(filter(None, (used.get("poly_epo_jax") or "(another version)", used.get("commit"))))
         raise ConfigError(
             f"{run} contains a run of poly_epo_jax {version}, with different keys {', '.join(changed)}; use that "
             "version for this run, or another run folder."
@@ -118,7 +118,7 @@ def check_same_content(workdir: Path, source: str, digests: dict[str, str]) -> d
         of earlier versions did not record digests.
 
     Returns:
-      The digests, which about.json has to contain.
+      The digests, to be recorded in about.json.
 
     Raises:
       ConfigError: If a digest differs from the digest in about.json.

@@ -71,7 +71,7 @@ def run_digests(run: Path, step: int) -> dict[str, str]:
 
     Returns:
       "model_files", the digest of the run's configuration and tokenizer, and "weights", the digest of the checkpoint.
-      The latter is omitted if the checkpoint does not exist or was emptied.
+      "weights" is omitted if the checkpoint does not exist or was emptied.
     """
     weights = checkpoint_digest(run, step)
     return {"model_files": model_digest(run / POLICY)} | ({"weights": weights} if weights else {})
@@ -82,7 +82,7 @@ def base_folder(run: Path, moved: Path | None = None) -> Path:
 
     Args:
       run: Run folder.
-      moved: New folder of the base policy, if it has moved since the run.
+      moved: New folder of the base policy. If None, the path that the run recorded is used.
 
     Raises:
       FileNotFoundError: If the folder does not exist.

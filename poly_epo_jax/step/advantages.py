@@ -82,8 +82,8 @@ def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], n
         expected = next(iter(features.values())).shape[:2]
         if values.shape != expected:
             raise ValueError(
-                f"{estimator.title} computed advantages of shape {values.shape}; correct the function of "
-                f"algo.advantages or algo.objective so that it returns an advantage for each of {expected} generations."
+                f"{estimator.title} computed advantages of shape {values.shape} instead of {expected}; correct the "
+                "function of algo.advantages or algo.objective so that it returns one advantage per generation."
             )
         if not np.isfinite(values).all():
             (row, *_), *_ = np.argwhere(~np.isfinite(values))

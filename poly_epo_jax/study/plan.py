@@ -129,7 +129,7 @@ def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[StudyRun]:
             config = read_arguments(arguments)
             if config.hosts.coordinator_address:
                 raise ConfigError(
-                    "hosts.coordinator_address is not supported in a study, whose runs are single processes; unset it."
+                    "hosts.coordinator_address is not supported in a study, because each run is one process; unset it."
                 )
             check_resume_config(folder, config)
             check_same_content(folder, "A file that the configuration names", input_digests(config))

@@ -17,7 +17,7 @@ _READERS = 4
 _CACHED_BYTES = 2**20
 """Minimum size of a file whose digest is cached. Smaller files are read each time."""
 _SETTLED_SECONDS = 2.0
-"""Minimum age of a modification time to cache a digest: a file system may give two writes the same time."""
+"""Minimum age in seconds of a modification for caching a digest, because two writes can have the same time."""
 
 
 def file_digests(files: Sequence[Path]) -> list[str]:
@@ -56,7 +56,7 @@ def file_digests(files: Sequence[Path]) -> list[str]:
 
 
 def json_digest(value: Any) -> str:
-    """Returns the SHA-256 digest of the JSON text of a value, in hexadecimal. Other types are converted to text."""
+    """Returns the SHA-256 digest of a value's JSON text, in hexadecimal. Types without a JSON form become text."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Memory and CPU cores that this process may use: those of the machine, or less in a container or batch job."""
+"""Memory and CPU limits of this process: the resources of the machine, or the limits of a container or batch job."""
 
 import math
 import os
@@ -8,7 +8,8 @@ from pathlib import Path, PurePosixPath
 ROOT = Path("/")
 """Root of the file system that contains `proc` and the mounted control groups."""
 
-_MEMORY = ("memory.max", "memory.high", "memory.limit_in_bytes")  # cgroup v2: killed and slowed down above it; v1
+_MEMORY = ("memory.max", "memory.high", "memory.limit_in_bytes")
+"""Files with memory limits: memory.max (kills) and memory.high (throttles) of cgroup v2, and the limit of cgroup v1."""
 
 
 def memory_limit() -> int:
@@ -21,7 +22,8 @@ def memory_limit() -> int:
 def cpu_limit() -> int:
     """Returns the number of CPU cores that this process may use at the same time.
 
-    These are the cores that it may run on or, if they are fewer, the rounded up quota of its control group or a parent.
+    The result is the number of cores that the process is allowed to run on or, if it is smaller, the CPU quota of its
+    control group or of a parent, rounded up.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _groups("cpu"):
@@ -37,12 +39,12 @@ def _groups(controller: str) -> Iterator[Path]:
     """Yields the folders of this process's control groups that limit a resource, and of their visible parents.
 
     Args:
-      controller: Name of the resource in cgroup v1. The single hierarchy of version 2 is included if it is mounted.
+      controller: Name of the cgroup v1 controller. The single hierarchy of version 2 is included if it is mounted.
     """
     paths = {}
     for line in _read(ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        paths |= dict.fromkeys(controllers.split(","), PurePosixPath(path))  # version 2 lists no controllers
+        paths |= dict.fromkeys(controllers.split(","), PurePosixPath(path))  # version 2 does not list controllers
     for line in _read(ROOT / "proc/self/mountinfo").splitlines():
         mount, _, source = line.partition(" - ")
         top, folder = mount.split()[3:5]

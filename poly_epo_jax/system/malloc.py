@@ -17,8 +17,8 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # values from <malloc.h>
 def keep_freed_memory() -> bool:
     """Makes malloc keep freed memory if the CPU is JAX's only device.
 
-    Must be called before JAX and NumPy are imported, because existing threads keep their own arenas, in which large
-    arrays are always mapped. The memory of the process then never drops below its peak.
+    The memory of the process then never drops below its peak. This function must be called before JAX and NumPy are
+    imported, because existing threads keep their own arenas, in which large arrays are always mapped.
 
     Returns:
       True if freed memory is kept.

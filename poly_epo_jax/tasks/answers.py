@@ -76,13 +76,13 @@ def reference_answer(value: Any, marker: str = "") -> tuple[str, str]:
     """Extracts the reference answer from the value of a dataset's answer column.
 
     Args:
-      value: Text or a finite number. A list of one value and a dict with the key `ground_truth`, also as JSON text,
-        stand for this value.
+      value: Text or a finite number. A list of one value, or a dict with the key `ground_truth`, is replaced by this
+        value, also if the list or dict is JSON text.
       marker: Text before the answer in a worked solution. If empty, the entire text is the answer.
 
     Returns:
-      The answer and an empty string or, if no response could be correct, an empty string and the reason: a field of
-      `problems.Dropped`.
+      The answer and an empty string or, if the answer is unusable, an empty string and the reason, which is the name of
+      a field of `problems.Dropped`.
     """
     if isinstance(value, str) and value.lstrip().startswith(('["', '{"')):
         with contextlib.suppress(ValueError):

@@ -111,7 +111,7 @@ class MultiplicationTask(SyntheticTask):
     def strategies(self, problem: Problem) -> list[DecompositionStrategy]:
         """Returns the demonstrated strategies (at least 12), ordered by rank.
 
-        Ranks are ordered by kind of strategy and, within a kind, list the strategies of the larger operand first.
+        Strategies are ranked by kind. Within a kind, the strategies of the larger operand come first.
         """
         kinds = zip(*map(_strategies_by_kind, sorted(operands(problem), reverse=True)), strict=True)
         return list(dict.fromkeys(strategy for kind in kinds for strategies in kind for strategy in strategies))

@@ -165,7 +165,8 @@ def load_problems(
       answer_marker: Text before the answer in the answer column, see `answers.reference_answer`.
 
     Returns:
-      The problems with usable answers, whose prompts are the problem texts, and the numbers of the other rows.
+      A tuple of the problems with usable answers, whose prompts are the problem texts, and the numbers of removed rows,
+      by reason.
 
     Raises:
       ValueError: If the source is malformed or empty, a row has no problem or no answer column, a problem is not text,
@@ -216,8 +217,8 @@ def clean_problems(
 ) -> tuple[list[Problem], Dropped]:
     """Removes duplicate, conflicting and held-out problems.
 
-    Problems are copies of each other if their prompts differ only in whitespace. The first copy is kept. If the answer
-    of another copy is not equal to its answer, the correct answer is unknown and all copies are removed.
+    Problems are copies of each other if their prompts differ only in whitespace. The first copy is kept. If the
+    answers of the copies are not equal, the correct answer is unknown and all copies are removed.
 
     Args:
       problems: Problems to clean.

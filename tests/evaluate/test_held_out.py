@@ -136,7 +136,7 @@ def test_problem_without_clustering_counts_in_other_metrics():
         assert metrics[name] == pytest.approx(expected[name]), name
 
 
-@pytest.mark.parametrize("name", ["reward", "degenerate", "judge_failed_problems"])
+@pytest.mark.parametrize("name", ["reward", "degenerate_fraction", "judge_failed_problems"])
 def test_a_metric_with_the_name_of_another_metric_is_rejected(monkeypatch: pytest.MonkeyPatch, name: str):
     mine = EvaluationMetric(lambda rewards: rewards.mean(axis=1) + 1, "mine", "Mean reward plus 1.")
     monkeypatch.setattr(evaluation, "EVALUATION_METRICS", {**EVALUATION_METRICS, name: mine})

@@ -266,7 +266,7 @@ def test_identity_names_the_model_and_the_content_of_the_rubric(serve, tmp_path:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     for answers, reason in (((b"{}", b'{"data": []}'), "judge.model"), ((b"{}", httpx.ReadError(KEY)), "connection")):
         serve(*answers)
-        with pytest.raises(servers.ServerError, match=f"{URL} does not name its model: .*{reason}") as error:
+        with pytest.raises(servers.ServerError, match=f"model name of the judge at {URL}: .*{reason}") as error:
             identity(model="", api_key_env="JUDGE_KEY")
         assert KEY not in str(error.value)
 

@@ -68,6 +68,6 @@ def test_malformed_stop_tokens_raise_an_error(folder: Path, eos: Any):
 def test_a_policy_without_stop_tokens_cannot_be_trained(folder: Path):
     policy = open_policy(folder, SECTION)
     assert policy.stop_ids == ()
-    with pytest.raises(ConfigError, match=r"No token ends a response of .*model\.stop_strings"):
+    with pytest.raises(ConfigError, match=r"has no stop tokens: .*model\.stop_strings"):
         check_stop_ids(policy)
     check_stop_ids(open_policy(folder, ModelSection(stop_strings=(TINY_ALPHABET[0],))))

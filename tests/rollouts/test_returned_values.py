@@ -254,7 +254,7 @@ def counts(of_task: Any, of_judge: Any = {}) -> dict[str, float]:  # noqa: B006
                 "step",
                 "reward",
                 "solved",
-                "synergy",
+                "clusters/synergy",
                 "eval/reward",
                 "eval/mine",
                 "policy/loss",

@@ -90,7 +90,7 @@ def test_advantages_of_another_shape_are_rejected(graded, monkeypatch, columns):
         return Estimator(lambda key, features: jnp.asarray(features["rewards"])[:, columns], ("rewards",), "Partial")
 
     monkeypatch.setitem(ADVANTAGES, "partial", factory)
-    with pytest.raises(ValueError, match=rf"^Partial computed advantages of shape \({P},.* \({P}, {N}\) generations"):
+    with pytest.raises(ValueError, match=rf"^Partial computed advantages of shape \({P},.* instead of \({P}, {N}\); "):
         advantages_of(algo(advantages="partial"), *graded)
 
 

@@ -138,7 +138,7 @@ def cpu_config(**changes: object) -> Config:
 def test_the_plan_of_a_container_is_compared_with_its_memory(tree: Tree):
     container(tree, "1000000000")
     assert machine_of(cpu_config())[1] == 10**9
-    assert machine_of(cpu_config(**{"mesh.devices": 4}))[1] == 250_000_000
+    assert machine_of(cpu_config(**{"mesh.num_devices": 4}))[1] == 250_000_000
     with pytest.raises(ConfigError, match=r"may use only 1 GB; .*container with more memory"):
         check_memory(config := cpu_config(), *plan_of(config, preset_config("Qwen3-0.6B", remat="full")))
 

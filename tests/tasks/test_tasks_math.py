@@ -70,7 +70,7 @@ def test_problems_and_dropped_counts(make: Callable[..., MathTask]):
     held_out = [{"problem": "Held out", "answer": "7", "id": "h"}, ROWS[3]], [{"problem": "Another", "answer": "8"}]
     task = make([*ROWS, odd, *clash], *held_out, template="Q: {problem} A:", num_workers=1)
     assert [problem.id for problem in task.train_problems] == ["train/1", "train/2", "train/3"]
-    assert task.train_problems[1] == Problem("train/2", "Q: What is 1 + 1? A:", "2", untrusted=(3, 16))
+    assert task.train_problems[1] == Problem("train/2", "Q: What is 1 + 1? A:", "2", untrusted=(3, 17))
     assert [problem.id for problem in task.held_out_problems] == ["h", "held_out_0/2", "held_out_1/1"]
     assert task.dropped == {"train": Dropped(duplicates=2, conflicting=1, held_out=1), "held_out": Dropped()}
 

@@ -91,6 +91,6 @@ def device_rates(preset: Mapping[str, Any], devices: Sequence[Any]) -> Rates:
 def _require(module: str, environment: str, device: str) -> None:
     if not importlib.util.find_spec(module):
         raise ConfigError(
-            f"Compiling for {device} requires {module}, which is not installed; create an environment with it: bash "
+            f"Compiling for {device} requires {module}, which is not installed. Create an environment with bash "
             f"launch/compiler_env.sh {environment}, then run this command with .venv-{environment}/bin/python."
         )

@@ -145,6 +145,9 @@ class Qwen3Engine(jetstream.engine_api.Engine):
         Args:
           padded_tokens: Token ids of the request, with padding: a ticket or a prompt.
           true_length: Number of token ids without padding.
+
+        Returns:
+          The request with its prefilled prompt.
         """
         request = self._request(np.asarray(padded_tokens)[:true_length])
         prompt = request.prompt_ids

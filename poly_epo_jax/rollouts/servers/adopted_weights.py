@@ -37,7 +37,8 @@ class AdoptedWeights:
         """Waits for all servers and routers in `urls`, adopts their weights, and returns `urls`.
 
         Raises:
-          ServerError: If one of them does not respond or has no weights, or if they have different weights.
+          ServerError: If one of them does not respond or has no weights, if they have different weights, or if their
+            weight version is not the required version.
         """
         await asyncio.gather(*(self.dialect.wait_for(url, self._wait_seconds) for url in urls))
         endpoints = await asyncio.gather(*map(self.dialect.probe, urls))
@@ -47,7 +48,7 @@ class AdoptedWeights:
             raise ServerError(f"The servers have different weights: {found}; evaluate one server at a time.")
         check_awake(found)
         if self._weight_version not in (None, found[urls[0]]):
-            raise ServerError(f"The weights of {urls[0]} changed after it was opened; rerun the evaluation.")
+            raise ServerError(f"The weights of {urls[0]} changed after the evaluation started; rerun it.")
         self.name, self.current = found[urls[0]], set(urls)
         return list(urls)
 

@@ -186,7 +186,7 @@ class SGLangSampler:
         indices: Sequence[int],
         answers: Sequence[ServerCompletion | InvalidResponseError] | BaseException,
     ) -> None:
-        """Collects valid completions that were sampled with the current weights. All others will be resampled."""
+        """Collects valid completions that were sampled with the current weights. Other completions are resampled."""
         if isinstance(answers, InvalidResponseError):
             answers = [answers] * len(indices)
         if isinstance(answers, httpx.HTTPError):

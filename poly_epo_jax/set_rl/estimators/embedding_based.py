@@ -32,9 +32,9 @@ def rep_exp_advantages(
     mean hidden states of a response, reduced to 32 dimensions by a sparse random projection. With N <= D and a small
     ridge, all bonuses are nearly equal. The authors also divide by the standard deviation, which is omitted here. Like
     the authors, this function computes the bonus in float64, regardless of `jax_enable_x64`: hidden states often have a
-    few very large components, which float32 cannot resolve together with the others. TPUs have no eigenvalue
-    decomposition in float64; there, the bonus of such embeddings is only accurate if they are normalized first. The
-    bonus cannot be differentiated by the embeddings.
+    few very large components, which float32 cannot resolve together with the others. TPUs do not support
+    eigenvalue decompositions in float64, so the bonus of such embeddings is only accurate on TPUs if they are
+    normalized first. The bonus cannot be differentiated with respect to the embeddings.
 
     Args:
       rewards: Rewards of the N generations of P prompts.
@@ -105,7 +105,7 @@ def set_dpp_advantages(rewards: Scalars, embeddings: Embeddings, scale: float) -
       ValueError: If a feature is invalid (see `as_features`).
     """
     rewards, embeddings = as_features(rewards=rewards, embeddings=embeddings)
-    # diag(r) cos and L have equal determinants. Without square roots, the derivative by a reward of 0 is finite.
+    # diag(r) cos and L have equal determinants. Without square roots, derivatives at a reward of 0 are finite.
     kernel = scale * jnp.where(rewards < 0, 0, rewards)[:, :, None] * cosines(embeddings)
     generations = jnp.concatenate([rewards[:, :, None], embeddings], axis=2)
     return subtract_mean(_gains(kernel, generations) / jnp.log1p(scale))

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from poly_epo_jax.set_rl.groups import Scalars, as_features, subtract_mean
 
-_MAX_BETA = 2.0**20  # the first power of two above the authors' limit of 1e6, which they double up to
+_MAX_BETA = 2.0**20  # as in the authors' code, which doubles beta until it exceeds 1e6
 _BISECTION_STEPS = 64
 
 
