@@ -134,9 +134,8 @@ class CheckRunner:
 
     def __init__(self, run: RunContext, timeout_seconds: float):
         self._run, self._deadline = run, time.monotonic() + timeout_seconds
-        self._is_single = (
-            not run.config.hosts.coordinator_address
-        )  # Querying JAX instead would block if the devices hang.
+        # Querying JAX instead would block if the devices hang.
+        self._is_single = not run.config.hosts.coordinator_address
         self.hanging = ""  # Name of the check that timed out. Its thread may block the devices permanently.
 
     def findings(self, check: DoctorCheck) -> list[Finding]:

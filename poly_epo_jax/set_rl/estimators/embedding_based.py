@@ -189,8 +189,8 @@ def _gains(kernel: Float[Array, "P N N"], generations: Float[Array, "P N F"]) ->
     own, taken = (
         jnp.diagonal(matrix, axis1=1, axis2=2) for matrix in (kernel, jnp.linalg.solve(_plus_identity(kernel), kernel))
     )
-    most = own / (1 + own)
-    taken = jnp.where(taken < 0, 0, jnp.where(taken > most, most, taken))  # rounding may exceed the bounds
+    max_taken = own / (1 + own)
+    taken = jnp.where(taken < 0, 0, jnp.where(taken > max_taken, max_taken, taken))  # rounding may exceed the bounds
     are_equal = (generations == generations[:, :1]).all(axis=(1, 2))[:, None]
     return -jnp.log1p(-jnp.where(are_equal, taken[:, :1], taken))
 
