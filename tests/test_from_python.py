@@ -24,7 +24,7 @@ SMALL = """
 import ast, asyncio, sys
 from poly_epo_jax import from_python
 
-def small(words="poly_epo", get_config=from_python.get_config):
+def small(config_string="poly_epo", get_config=from_python.get_config):
     config = get_config(config_string)
     for key, value in {settings!r}.items():
         config.update_from_flattened_dict({{key: ast.literal_eval(value) if key == "task.options" else value}})

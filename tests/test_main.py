@@ -1,11 +1,14 @@
 """Command line errors are reported as one line, and a short run writes all its files and can be resumed."""
 
+import asyncio
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,8 +28,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from configs import polynomial
 from poly_epo_jax import main
-from poly_epo_jax.config.keys import ConfigError, ModelSection
+from poly_epo_jax.config.keys import Config, ConfigError, JudgeSection, ModelSection
 from poly_epo_jax.export import __main__ as export
+from poly_epo_jax.judges import NoJudge
 from poly_epo_jax.model import hf
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.run_folder import LOGGED_GENERATION, read_method, read_rows
@@ -38,6 +42,7 @@ from poly_epo_jax.startup.resume_checks import check_resume_model
 from poly_epo_jax.startup.trained_policy import open_trained_policy
 from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.tasks import PolynomialTask
+from poly_epo_jax.types import Clustering, Group
 
 ROOT = Path(__file__).parents[1]
 FILE = "--config=configs/polynomial.py"
@@ -256,7 +261,7 @@ def test_a_run_of_another_version_is_not_used(tmp_path: Path, error_message, ver
         open_trained_policy(tmp_path / "run", ModelSection(), make_mesh(1, 1, 1))
 
 
-@pytest.mark.parametrize("name", ["config.json", "about.json", "metrics.jsonl", "policy"])
+@pytest.mark.parametrize("name", ["config.json", "about.json", "metrics.jsonl"])
 def test_checkpoints_without_the_other_files_of_their_run_are_not_resumed(tmp_path: Path, error_message, name: str):
     saved_run(tmp_path / "run")
     (tmp_path / "run" / name).rename(tmp_path / name)
@@ -440,3 +445,39 @@ def test_a_short_run_writes_its_folder_and_can_be_extended(tmp_path: Path):
     assert [row["step"] for row in rows_of(run)] == [1, 2, 3, 4]
     assert [row["step"] for row in rows_of(run, "eval/reward")] == [0, 2, 3, 4]
     assert [row["step"] for row in read_rows(run / "generations.jsonl")] == [2] * 16 + [3] * 16 + [4] * 16
+
+
+class UnreachableJudge:
+    """A judge whose server does not respond."""
+
+    async def identity(self) -> dict[str, str]:
+        await asyncio.sleep(1000)
+        return {}
+
+    async def cluster(self, group: Group) -> Clustering | None: ...
+
+
+def test_a_run_is_not_resumed_after_a_file_in_its_configuration_has_changed(tmp_path: Path):
+    (tmp_path / "rules.txt").write_text("1")
+    section = JudgeSection(options={"rules": str(tmp_path / "rules.txt")})
+    config = Config(workdir=str(tmp_path / "run"), judge=section)
+    digests = main._check_inputs(config, NoJudge())
+    saved_run(tmp_path / "run")
+    (tmp_path / "run" / "about.json").write_text(json.dumps({"digests": digests}))
+    assert main._check_inputs(config, NoJudge()) == digests
+    (tmp_path / "rules.txt").write_text("2")
+    with pytest.raises(ConfigError, match=r"has changed .*: judge\.options\.rules\."):
+        main._check_inputs(config, NoJudge())
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_an_interrupt_in_a_notebook_ends_the_wait_for_the_judge(tmp_path: Path):
+    async def cell() -> None:  # notebooks execute cells in a running event loop
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        main._check_inputs(Config(workdir=str(tmp_path / "run")), UnreachableJudge())
+
+    loop, start = asyncio.new_event_loop(), time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(cell())
+    loop.close()
+    assert time.monotonic() - start < 30

@@ -5,7 +5,7 @@ settings that are not supported. A further family with the same network requires
 can add:
 
     ARCHITECTURES["mistral"] = dataclasses.replace(
-        LLAMA, class_name="MistralForCausalLM", refuses=LLAMA.refuses | {"sliding_window": bool}
+        LLAMA, class_name="MistralForCausalLM", unsupported=LLAMA.unsupported | {"sliding_window": bool}
     )
 
 A family with a different network also requires a new switch in ModelConfig, which qwen3.py and decoding.py implement.
@@ -76,8 +76,8 @@ class Architecture:
       switches: Values of the ModelConfig fields in which the networks of the families differ.
       config_keys: Key in config.json of each ModelConfig field that is read from it.
       weights: Weights, keyed by dotted path in the parameter tree, such as `layers.q`.
-      refuses: Predicates, keyed by key in config.json. A predicate receives the value of the key and returns True if
-        the model is not supported.
+      unsupported: Predicates, keyed by key in config.json. A predicate receives the value of the key and returns True
+        if the model is not supported.
     """
 
     class_name: str

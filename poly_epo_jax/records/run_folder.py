@@ -121,7 +121,7 @@ def resumable_config(folder: Path) -> dict[str, Any] | None:
     # Incomplete Orbax checkpoints have names such as 50.orbax-checkpoint-tmp.
     if not any(path.name.isdigit() for path in (folder / CHECKPOINTS).glob("[0-9]*")):
         return None
-    if missing := [name for name in (CONFIG, ABOUT, METRICS, POLICY) if not (folder / name).exists()]:
+    if missing := [name for name in (CONFIG, ABOUT, METRICS) if not (folder / name).exists()]:
         raise ConfigError(
             f"{folder} contains checkpoints but no {' and no '.join(missing)}, which are required to identify "
             "and resume their run; restore the missing files, set --config.workdir to a new folder, or delete this "

@@ -48,7 +48,7 @@ def encode_prompts(
     added = {
         token.content: token.special for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1
     }
-    chat = _chat_text(tokenizer, "") if any(problem.chat for problem in problems) else ""
+    chat = _chat_text(tokenizer, "message") if any(problem.chat for problem in problems) else ""
     pieces = [_prompt_text(tokenizer, problem, added, chat).split(BREAK) for problem in problems]
     # A single call, because fast tokenizers process a batch on all cores.
     encoded = iter(tokenizer([*itertools.chain(*pieces)], add_special_tokens=False)["input_ids"])
@@ -64,7 +64,7 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, added: Ma
       tokenizer: Tokenizer of the policy.
       problem: The problem.
       added: Whether each added token is special, keyed by the text of the token.
-      chat: Text of the chat template with an empty message.
+      chat: Text of the chat template with a message that contains no control token.
     """
     start, end = (0, len(problem.prompt)) if problem.chat else problem.untrusted
     before, untrusted, after = problem.prompt[:start], problem.prompt[start:end], problem.prompt[end:]

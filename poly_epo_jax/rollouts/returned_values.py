@@ -29,7 +29,7 @@ def checked_rewards(task: Task, problem: Problem, rewards: Sequence[Any]) -> Flo
     """
     numbers = [_number(reward) for reward in rewards]
     for reward, number in zip(rewards, numbers, strict=True):
-        if number is None or not 0 <= number <= 1:
+        if number is None or not 0 <= number <= 1 + 2**-24:  # float32 rounds these numbers to at most 1
             raise ValueError(
                 f"{_name(task)}.reward returned {_describe(reward)} for problem {problem.id}, but a reward must be a "
                 "number from 0 to 1; return a float, such as 1.0."

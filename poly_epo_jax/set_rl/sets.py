@@ -50,23 +50,30 @@ def as_sets(sets: Sets, num_prompts: int, num_generations: int) -> Int32[Array, 
     table = as_array("sets", sets)
     if table.ndim not in (2, 3) or not len(table) or (table.ndim == 3 and len(table) != num_prompts):
         raise ValueError(f"sets have shape {table.shape}, but must be [K, n] or [{num_prompts}, K, n], one per prompt.")
-    num_sets, set_size = table.shape[-2:]
+    set_size = table.shape[-1]
     check_set_size(num_generations, set_size)
     if isinstance(sets, Tracer):
         return table
     first, last = int(np.min(sets)), int(np.max(sets))
-    # Sampled sets may lack the last generations, but all sets of a smaller group are an error.
-    is_whole = set_size <= last and num_sets == math.comb(last + 1, set_size)
-    if (
-        first < 0
-        or last >= num_generations
-        or (last < num_generations - 1 and is_whole and sets is enumerate_sets(last + 1, set_size))
-    ):
+    if first < 0 or last >= num_generations or _is_smaller_table(sets, set_size, last + 1, num_generations):
         raise ValueError(
             f"sets hold the generations {first} to {last}, but the features have num_generations={num_generations}; "
             f"construct them for this number, for example with enumerate_sets({num_generations}, {set_size})."
         )
     return table
+
+
+def _is_smaller_table(sets: Any, set_size: int, seen: int, num_generations: int) -> bool:
+    """Returns True if `sets` are all sets of the first `seen` of the generations, as `enumerate_sets` orders them.
+
+    Sampled sets may lack the last generations. With more than five sets, it is improbable that they are such a table.
+    """
+    given = np.asarray(sets)
+    num_sets = given.shape[-2]
+    if not set_size < seen < num_generations or num_sets != math.comb(seen, set_size):
+        return False
+    smaller = enumerate_sets(seen, set_size)
+    return sets is smaller or (num_sets > 5 and bool((given == smaller).all(axis=(-2, -1)).any()))
 
 
 @functools.cache

@@ -119,9 +119,9 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
     if unknown:
         name, _, value = map(_without_password, unknown[0].partition("="))
         raise ConfigError(f"unknown argument {name}; {_hint(name.lstrip('-'), value, parser)}.")
-    file, *words = flags.config.split(":", 1)
+    file, *config_string = flags.config.split(":", 1)
     try:
-        config = _get_config(file)(*words) if file else default.get_config()
+        config = _get_config(file)(*config_string) if file else default.get_config()
     except TypeError as error:
         raise ConfigError(str(error)) from error
     if not isinstance(config, ConfigDict):

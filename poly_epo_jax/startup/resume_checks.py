@@ -168,7 +168,13 @@ def input_digests(config: Config) -> dict[str, str]:
 
 def problems_digest(problems: Sequence[Problem]) -> str:
     """Returns a digest of problems and their order, which does not depend on their source."""
-    return json_digest([[problem.id, problem.prompt, problem.answer, problem.chat] for problem in problems])
+    plain = str | int | float | None  # the text of other types may differ between processes
+    return json_digest(
+        [
+            [one.id, one.prompt, one.answer if isinstance(one.answer, plain) else type(one.answer).__name__, one.chat]
+            for one in problems
+        ]
+    )
 
 
 def _immutable_keys(config: Config) -> dict[str, str]:

@@ -48,7 +48,7 @@ def cluster_metrics(groups: Sequence[GradedGroup], set_size: int) -> Metrics:
       set_size: Set size n.
 
     Returns:
-      The metrics. `synergy` is the mean absolute value of the covariance term of the marginal advantages.
+      The metrics. `clusters/synergy` is the mean absolute value of the covariance term of the marginal advantages.
     """
     if not groups:
         return {}

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     overrides = [argument for argument in given if argument.startswith("--config.")]
     options = parser.parse_args([argument for argument in given if argument not in overrides])
-    workers = cores(options.parallel) if options.parallel else default_workers()
+    workers = cores(options.num_parallel) if options.num_parallel else default_workers()
     if options.gpus:
         workers = gpus(options.gpus)
     logging.getLogger("absl").setLevel(logging.WARNING)

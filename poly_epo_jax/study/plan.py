@@ -55,7 +55,7 @@ class StudyRun:
             f"--benchmarks={','.join(self.benchmarks)}",
             f"--models={self.key.label}={self.folder}",
             f"--num_generations={self.evaluation.num_generations}",
-            f"--judge={str(self.evaluation.judge).lower()}",
+            f"--cluster={str(self.evaluation.judge).lower()}",
             f"--output={self.folder.parent.parent / EVALUATION}",
         ]
 

@@ -60,7 +60,7 @@ class Study:
       tasks: Tasks by name.
       methods: Methods by name. Each method is defined by values of configuration keys. If a key is set several times,
         the value of the method takes precedence over the value of the task, and the task over `settings`.
-      rates: Values of `optimizer.learning_rate`.
+      learning_rates: Values of `optimizer.learning_rate`.
       seeds: Values of `seed`. Runs with equal seeds train on the same prompts in the same order, so that methods can be
         compared in pairs of runs.
       settings: Values of configuration keys for all runs.

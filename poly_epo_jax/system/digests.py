@@ -29,11 +29,8 @@ def file_digests(files: Sequence[Path]) -> list[str]:
     Raises:
       OSError: If a file cannot be read.
     """
-    cache_file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "poly_epo_jax" / DIGESTS
-    try:
-        cache: dict[str, str] = dict(json.loads(cache_file.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        cache = {}
+    cache_file = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "poly_epo_jax" / DIGESTS
+    cache = _read_cache(cache_file)
     computed: dict[str, str] = {}
 
     def digest(file: Path) -> str:
@@ -48,11 +45,18 @@ def file_digests(files: Sequence[Path]) -> list[str]:
 
     with ThreadPoolExecutor(_READERS) as pool:
         digests = list(pool.map(digest, files))
-    if computed:
+    if computed and cache_file.is_absolute():  # users without a home directory have no cache
         with contextlib.suppress(OSError):  # the digests are valid without the cache
             cache_file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(cache_file, cache | computed)
+            write_json(cache_file, _read_cache(cache_file) | computed)
     return digests
+
+
+def _read_cache(file: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def json_digest(value: Any) -> str:

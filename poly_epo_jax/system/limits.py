@@ -42,10 +42,10 @@ def _groups(controller: str) -> Iterator[Path]:
       controller: Name of the cgroup v1 controller. The single hierarchy of version 2 is included if it is mounted.
     """
     paths = {}
-    for line in _read(ROOT / "proc/self/cgroup").splitlines():
+    for line in filter(None, _read(ROOT / "proc/self/cgroup").split("\n")):
         _, controllers, path = line.split(":", 2)
         paths |= dict.fromkeys(controllers.split(","), PurePosixPath(path))  # version 2 does not list controllers
-    for line in _read(ROOT / "proc/self/mountinfo").splitlines():
+    for line in filter(None, _read(ROOT / "proc/self/mountinfo").split("\n")):
         mount, _, source = line.partition(" - ")
         top, folder = mount.split()[3:5]
         kind, *_, options = source.split()
@@ -62,6 +62,6 @@ def _groups(controller: str) -> Iterator[Path]:
 def _read(path: Path) -> str:
     """Returns the text of a file without its final line break, or an empty text if the file cannot be read."""
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="surrogateescape").strip()
     except OSError:
         return ""

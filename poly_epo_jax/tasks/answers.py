@@ -35,6 +35,8 @@ CHARACTERS = str.maketrans(
 """LaTeX commands by the Unicode or ASCII character that is often typed in their place."""
 
 SPACE = r"(?:\s|\\[ ,;:!>])"
+ESCAPE_OR_COMMAND = re.compile(r"(?<!\\)\\[bfnrt]")
+"""A control character in JSON, or the beginning of a LaTeX command."""
 MATH_MODE = re.compile(r"(?<!\\)\\[][()]")
 # A font group that contains only letters is a word and becomes `\text`. Other font groups remain mathematics.
 FONT = r"\\(?:boldsymbol|bm|pmb|math(?:bf|it|sf|tt|normal))\s*"
@@ -85,8 +87,7 @@ def reference_answer(value: Any, marker: str = "") -> tuple[str, str]:
       a field of `problems.Dropped`.
     """
     if isinstance(value, str) and value.lstrip().startswith(('["', '{"')):
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
+        value = _from_json(value)
     match value:
         case [single] | {"ground_truth": single}:
             return reference_answer(single, marker)
@@ -99,12 +100,22 @@ def reference_answer(value: Any, marker: str = "") -> tuple[str, str]:
         case _:
             text = "" if value != value else str(value)
     word = text.strip().lower()
-    if word in ("", "notfound"):
+    if word in ("", "notfound", "nan", "null"):
         return "", "no_answer"
     if word == "proof":
         return "", "proofs"
     is_unusable = value in (math.inf, -math.inf) or len(text) > MAX_ANSWER_LENGTH
     return ("", "unusable_answer") if is_unusable else (text, "")
+
+
+def _from_json(text: str) -> Any:
+    r"""Parses JSON whose strings may contain LaTeX commands with one backslash. Returns any other text unchanged."""
+    doubled = text.replace("\\", "\\\\")
+    # Without doubling, JSON would read the beginning of \frac, \binom, \neq, \rho and \times as a control character.
+    for candidate in (doubled,) if ESCAPE_OR_COMMAND.search(text) else (text, doubled):
+        with contextlib.suppress(ValueError):
+            return json.loads(candidate)
+    return text
 
 
 def normalize_latex(answer: str) -> str:

@@ -92,6 +92,11 @@ def test_rewards_can_be_any_real_number(value: Any):
     assert rewards.dtype == np.float32 and rewards.tolist() == [1.0, np.float32(float(value))]
 
 
+def test_rewards_may_exceed_1_by_a_rounding_error():
+    assert sum([0.05] * 20) > 1
+    assert graded(Rewarding(sum([0.05] * 20))).rewards.tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("value", ["0.5", math.nan, 2, True, None])
 def test_the_minimum_reward_of_a_correct_response_is_checked(value: Any):
     class Lenient(ByLetter):

@@ -181,6 +181,13 @@ def test_sets_of_another_group_size_are_rejected(sets, message):
         set_rl.marginal_set_advantages(set_rl.mean_reward, sets, rewards=FEATURES["rewards"])
 
 
+@pytest.mark.parametrize("convert", [np.array, jnp.asarray, lambda sets: np.stack([sets, sets]), np.ndarray.tolist])
+def test_copies_of_all_sets_of_a_smaller_group_are_rejected(convert):
+    sets = convert(set_rl.enumerate_sets(5, 3))
+    with pytest.raises(ValueError, match=r"generations 0 to 4, .* num_generations=6"):
+        set_rl.marginal_set_advantages(set_rl.mean_reward, sets, rewards=FEATURES["rewards"])
+
+
 def test_sampled_sets_without_the_last_generations_are_accepted():
     sets = [[0, 1], [1, 2], [0, 2]]
     advantages = set_rl.marginal_set_advantages(set_rl.mean_reward, sets, rewards=FEATURES["rewards"])

@@ -162,7 +162,8 @@ def test_a_run_is_not_resumed_after_its_content_has_changed(config: Callable[...
     main.run(trained)
     reference = "weights of the reference policy"
     digests = read_about(tmp_path / "run")["digests"]
-    assert list(digests) == ["training problems", "held-out problems", *POLICY_CHANGES, reference]
+    files = {f"task.options.{name}" for name in ("train", "held_out")} | {"model.path"}
+    assert digests.keys() == {"training problems", "held-out problems", *POLICY_CHANGES, reference} | files
     records = {file: file.read_bytes() for file in (tmp_path / "run").iterdir() if file.is_file()}
     problems = f"task.name=math with task.options={dict(trained.task.options)}"
     changes: list[tuple[str, str, Path, Callable[[Path], None]]] = [

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from poly_epo_jax import main
 from poly_epo_jax.config.checks import ConfigError
+from poly_epo_jax.evaluate import __main__ as evaluate
 from poly_epo_jax.evaluate.benchmarks import about_evaluation
 from poly_epo_jax.startup.resume_checks import input_digests
 from poly_epo_jax.startup.trained_policy import run_digests
@@ -138,6 +140,8 @@ def test_evaluation_is_finished_when_results_of_the_final_weights_exist(tmp_path
         "--num_generations=16",
         f"--output={tmp_path / 'evaluation'}",
     } <= set(run.evaluate_command)
+    assert evaluate.main([*run.evaluate_command[1:], "--print_config"]) == 0
+    assert main.main([*run.train_command[1:], "--print_config"]) == 0
     folder = write_evaluation(run, "polynomial", "polynomial")
     assert folder == tmp_path / "evaluation" / "polynomial" / "even-GRPO-lr0.001-seed3"
     assert run.is_evaluated()

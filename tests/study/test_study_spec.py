@@ -8,6 +8,7 @@ import pytest
 from poly_epo_jax.config import default
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.study import PAPER_METHODS, Study, StudyTask
+from poly_epo_jax.study.__main__ import main
 from poly_epo_jax.study.spec import read_study
 
 TASKS = {"polynomial": StudyTask("configs/polynomial.py")}
@@ -52,6 +53,11 @@ def test_default_baseline_is_the_last_method():
 def write(file: Path, body: str) -> Path:
     file.write_text(f"from poly_epo_jax.study import Study, StudyTask\n{body}\n")
     return file
+
+
+def test_a_missing_study_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(tmp_path / "none.py"), "--num_parallel=1"]) == 2
+    assert str(tmp_path / "none.py") in capsys.readouterr().err
 
 
 def test_default_folder_has_the_name_of_the_study_file(tmp_path: Path):

@@ -60,6 +60,11 @@ def test_digests_are_computed_without_a_writable_cache(tmp_path: Path, monkeypat
     (tmp_path / "large.bin").write_bytes(bytes(2**20))
     os.utime(tmp_path / "large.bin", ns=(0, 10**18))
     assert file_digests([tmp_path / "large.bin"]) == [hashlib.sha256(bytes(2**20)).hexdigest()]
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user without a home directory
+    monkeypatch.chdir(tmp_path)
+    assert file_digests([tmp_path / "large.bin"]) == [hashlib.sha256(bytes(2**20)).hexdigest()]
+    assert not (tmp_path / "~").exists()
 
 
 def test_options_that_name_files_are_identified_by_content(tmp_path: Path):

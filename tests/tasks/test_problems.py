@@ -151,6 +151,8 @@ FLOAT_STRUCT = pyarrow.struct([("ground_truth", pyarrow.float32())])
         (GROUND_TRUTH, "4"),  # as in data sets for verl
         ({"ground_truth": [4]}, "4"),
         (json.dumps(["\\frac{1}{2}"]), "\\frac{1}{2}"),
+        (r'["\frac{1}{2}"]', r"\frac{1}{2}"),  # JSON would read \f as a control character
+        (r'["\sqrt{2}"]', r"\sqrt{2}"),  # not valid JSON
         (json.dumps(GROUND_TRUTH), "4"),
         ("[1, 2]", "[1, 2]"),  # an interval
         ("proof by cases", "proof by cases"),

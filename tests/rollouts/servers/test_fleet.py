@@ -204,5 +204,5 @@ def test_weights_that_change_before_an_evaluation_raise_an_error(monkeypatch):
     for version in (None, "w"):
         rollouts = open_rollouts(answer, monkeypatch, URLS, None, weight_version=version)
         assert len(collect(rollouts, tiny_problems(1, 8), 2, Sampling(4))) == 1
-    with pytest.raises(ServerError, match=r"weights of http://a changed .* rerun the evaluation"):
+    with pytest.raises(ServerError, match=r"weights of http://a changed .* rerun it"):
         collect(open_rollouts(answer, monkeypatch, URLS, None, weight_version="v"), tiny_problems(1, 8), 2, Sampling(4))
