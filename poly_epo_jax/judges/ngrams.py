@@ -20,8 +20,9 @@ class NgramsJudge:
 
     The CRC-32 of an n-gram maps it to a dimension. The embedding counts the n-grams per dimension, and is normalized to
     length 1. Two responses share a cluster if the cosine of their embeddings is at least `threshold`, or if a chain of
-    such pairs connects them. At a threshold of 1, they share a cluster if they contain the same n-grams equally often,
-    except for collisions of n-grams in a dimension. An empty response is degenerate, and its embedding is 0.
+    such pairs connects them. At a threshold of 1, they share a cluster if they contain the same n-grams in the same
+    proportions, except for collisions of n-grams in a dimension. An empty response is degenerate, and its embedding is
+    0.
 
     Args:
       task: Task of the run. Not used.

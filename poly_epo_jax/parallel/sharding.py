@@ -96,7 +96,8 @@ def param_shardings(model: nnx.Module, mesh: Mesh) -> dict[str, Any]:
 def platform() -> str:
     """Returns the platform (`cpu`, `gpu` or `tpu`) on which the function that is being traced will run.
 
-    It is determined by the devices of the current mesh, because programs are also compiled for absent devices.
+    The devices of the current mesh determine the platform, because programs are also compiled for absent devices.
+    Without a mesh, it is the platform of JAX's default backend.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()

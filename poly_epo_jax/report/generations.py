@@ -190,7 +190,16 @@ class _Collector:
             problem["generations"].append(_generation(row))
 
     def collection(self, model: str, part: str, file: Path) -> Collection:
-        """Returns the collection. `part` is the label of the benchmark or step."""
+        """Returns the collection of all added rows. Must be called only once, after the last row was added.
+
+        Args:
+          model: Label of the model or run.
+          part: Label of the benchmark or step.
+          file: The file that contains the rows.
+
+        Returns:
+          The collection. The module docstring lists its keys.
+        """
         problems = [problem for problem in self._problems.values() if problem]
         for problem in problems:
             problem["clusters"] = sorted(problem["clusters"].values(), key=lambda cluster: -cluster["size"])

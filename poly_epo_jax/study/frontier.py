@@ -1,4 +1,4 @@
-"""Draws the frontier: held-out reward over correct clusters, with a point per method and learning rate."""
+"""Draws the frontier: held-out reward against correct clusters, with a point per method and learning rate."""
 
 import itertools
 import math

@@ -29,7 +29,7 @@ class StudyTask:
     """A training task of a study.
 
     Attributes:
-      config: Configuration file, such as `configs/polynomial.py` or `FILE:words`.
+      config: Configuration file, such as `configs/polynomial.py` or `FILE:METHOD,MACHINE`.
       changes: Values of the keys that the task changes.
     """
 

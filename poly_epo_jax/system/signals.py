@@ -196,7 +196,7 @@ def deliver_keyboard_interrupt() -> Iterator[None]:
         else:
             raise KeyboardInterrupt
 
-    # The first and the last callback, so that all others run between them.
+    # All other callbacks must run between these two, so that Ctrl-C is deferred while they run.
     gc.callbacks.insert(0, begin)
     gc.callbacks.append(end)
     alarm = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))

@@ -119,8 +119,9 @@ class MultiplicationTask(SyntheticTask):
     def demonstration(self, problem: Problem, rng: np.random.Generator, style: DemonstrationStyle) -> str:
         """Draws a demonstration for fitting a base policy.
 
-        With probability `0.15 + 0.01 * rank`, scaled by `style.error_rate`, one of the three numbers after the
-        parentheses is off by -1, 1 or 10.
+        With probability `style.error_rate * (0.15 + 0.01 * rank)`, one of the three numbers after the parentheses is
+        off by -1, 1 or 10. `rank` is the index of the demonstrated strategy in `strategies(problem)`. If a term is off,
+        the result is computed from the incorrect term.
 
         Args:
           problem: Problem to demonstrate.

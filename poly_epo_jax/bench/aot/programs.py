@@ -37,7 +37,7 @@ def compile_update(config: Config, model_config: ModelConfig, mesh: Mesh) -> Ite
 
 
 def compile_decoding(config: Config, model_config: ModelConfig, mesh: Mesh) -> Iterator[tuple[str, Any]]:
-    """Compiles the programs of the embedded sampler for one process, with the largest cache.
+    """Compiles weight conversion and decoding of the embedded sampler for one process, with the largest cache.
 
     Args:
       config: Configuration of the run.
@@ -45,7 +45,7 @@ def compile_decoding(config: Config, model_config: ModelConfig, mesh: Mesh) -> I
       mesh: Mesh of the run.
 
     Yields:
-      (name, compiled program): conversion of the weights for decoding, and the loop over tokens.
+      Pairs (name, compiled program): the conversion of the weights for decoding, and the loop over tokens.
     """
     local_mesh, train = host_mesh(mesh), config.train
     requests = train.prompts_per_batch * train.num_generations

@@ -136,9 +136,10 @@ class Slots:
         return sorted(finished)
 
     def _fit_cache(self) -> SlotState:
-        """Returns the state with a cache that has headroom for all active and starting sequences.
+        """Returns the state with a cache that is long enough for all active and starting sequences.
 
-        The cache shrinks if a smaller size suffices, and grows only if a sequence no longer fits.
+        The cache shrinks if a smaller size suffices with headroom, and grows only if a sequence no longer fits. A
+        resized cache has headroom, unless it has the maximum size.
         """
         starting = self._jobs[self._next : self._next + int((self._owner < 0).sum())]
         lengths = [*self._position[self._owner >= 0], *(len(self._prompts[job.prompt]) for job in starting)]
