@@ -5,6 +5,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -75,11 +76,19 @@ class StopSignal:
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:
                 signal.signal(number, receive)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        # A signal that arrives just before the loop waits, or in another thread, would not wake it. The socket does.
+        reader, writer = socket.socketpair()
+        with reader, writer:
+            writer.setblocking(False)
+            self._loop.add_reader(reader, reader.recv, 1024)
+            earlier = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(earlier)
+                self._loop.remove_reader(reader)
+                for number, handler in before.items():
+                    signal.signal(number, handler)
 
     async def check(self) -> None:
         """Raises Stopped if a shutdown was requested."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,24 @@ def test_a_signal_cancels_a_wait_that_hangs(number: signal.Signals):
     asyncio.run(main())
     assert signal.getsignal(number) == before
     never.set()
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_a_signal_that_another_thread_receives_wakes_the_event_loop():
+    def receive() -> None:
+        time.sleep(0.2)  # meanwhile, the loop waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    async def main() -> None:
+        stop = StopSignal()
+        with stop.on_signals():
+            threading.Thread(target=receive).start()
+            with pytest.raises(Stopped):
+                await stop.run_interruptible(asyncio.sleep(20))
+
+    start = time.monotonic()
+    asyncio.run(main())
+    assert time.monotonic() - start < 10
 
 
 def test_an_exception_of_the_work_is_raised():
