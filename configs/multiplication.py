@@ -1,4 +1,4 @@
-"""Multiplication by decomposing and distributing, with a dozen strategies: 7*23: -> 7*(20+3)=140+21=161
+"""Multiplication by decomposing and distributing, with 15 to 23 strategies: 7*23: -> 7*(20+3)=140+21=161
 
 python -m poly_epo_jax.main --config=configs/multiplication.py            (or :grpo, :grpo_div after the file name)
 """

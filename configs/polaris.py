@@ -39,7 +39,7 @@ def get_config(config_string: str = "poly_epo") -> ConfigDict:
     config.train.num_steps = 850
     config.train.prompts_per_batch = 128
     config.train.prompts_per_minibatch = 64
-    # A row of 16,384 tokens fits 3 to 40 sequences.
+    # A row of 16,384 tokens fits three sequences of the maximum length of 5,120 tokens, or more shorter ones.
     config.train.row_tokens = 16_384
     config.train.rows_per_device = 1
     config.optimizer.learning_rate = 1e-6

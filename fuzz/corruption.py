@@ -36,7 +36,10 @@ STEPS = (5, 10)
 
 
 def attack(random: random.Random, folder: Path) -> Iterator[Outcome]:
-    """Corrupts one file per attempt. Half of the attempts are checkpoints, the others models and base policies."""
+    """Corrupts checkpoints in half of the attempts, and model folders or base policies in the others.
+
+    Attempts corrupt one file, except that every second attempt with checkpoints truncates a file of each checkpoint.
+    """
     attacks = (_checkpoints(random, folder), _model_folders(random, folder), _base_policies(random, folder))
     for one in itertools.cycle((attacks[0], attacks[0], attacks[1], attacks[2])):
         yield next(one)

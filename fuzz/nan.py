@@ -53,7 +53,7 @@ class Rewards(ByLetter):
 
 
 class Logprobs(RandomLetters):
-    """A sampler that returns `value` as one log-probability in one step."""
+    """A sampler that returns `value` as the first log-probability of each prompt's second generation in one step."""
 
     def __init__(self, value: float, step: int):
         super().__init__()

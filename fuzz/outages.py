@@ -1,7 +1,8 @@
 """Tests training with two SGLang servers that are killed or suspended, and a judge with 50% invalid replies.
 
 Each outage is an attempt: training must continue with both servers after the server has recovered. At the end, the run
-must equal a run without outages, except for its counters. Requires `bash third_party/sglang/setup.sh cpu`.
+is stopped and resumed. No step may be missing, all responses must be sampled with the current weights, and the outages
+must only be visible in the counters. Requires `bash third_party/sglang/setup.sh cpu`.
 """
 
 import itertools

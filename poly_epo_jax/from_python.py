@@ -32,8 +32,10 @@ def run(config: ConfigDict) -> Path:
 
     Raises:
       ValueError, OSError, ImportError: If the configuration cannot run. The message states the reason and the remedy.
-      SystemExit: If a script receives SIGTERM, SIGHUP or Ctrl-C. All completed steps are saved first.
-      KeyboardInterrupt: If the kernel of a notebook is interrupted. All completed steps are saved first.
+      JudgeError, DivergenceError, HostError: If training fails, see `train.train`.
+      SystemExit: If a script receives SIGTERM, SIGHUP or Ctrl-C during training. All completed steps are saved first.
+      KeyboardInterrupt: If the kernel of a notebook is interrupted, or if a script receives Ctrl-C before training
+        starts. All completed steps are saved first.
     """
     checked = read_config(config)
     try:

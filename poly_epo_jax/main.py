@@ -74,6 +74,8 @@ def run(config: Config) -> None:
 
     Raises:
       ValueError, OSError: If the run cannot start or continue. The message states the reason and the remedy.
+      JudgeError, DivergenceError, HostError: If training fails, see `train.train`.
+      SystemExit: If a shutdown is requested during training.
     """
     workdir = Path(config.workdir)
     with contextlib.ExitStack() as held:
@@ -234,7 +236,8 @@ def _experience(
     def sampling(step: int) -> Sampling:
         """Returns the sampling parameters of a step.
 
-        The seed depends only on `config.seed` and the step, so a step that is repeated after a resume has it again.
+        The seed depends only on `config.seed` and the step, so a step that is repeated after a resume has the same
+        seed.
         """
         return _sampling(config, int(np.random.SeedSequence([config.seed, step]).generate_state(1)[0]))
 

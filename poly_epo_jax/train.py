@@ -67,7 +67,8 @@ class Trainer:
       update: Updates the policy.
       timeline: Records the time that each stage takes.
       progress: Progress so far. None while an update has consumed the state and has not returned a new one.
-      reference: Weights of the initial policy if the objective has a KL term; frozen weights may be left out.
+      reference: Weights of the initial policy if the objective has a KL term, otherwise None. Frozen weights may be
+        left out.
       set_size: Set size n, for the cluster metrics.
     """
 
@@ -130,7 +131,8 @@ class TrainSchedule:
 
     Attributes:
       num_steps: Last step of the run.
-      evaluate: Interval between evaluations, which also take place at the last step. 0 disables evaluations.
+      evaluate: Interval between evaluations, which also take place before the first step and at the last step. 0
+        disables evaluations.
       checkpoint: Interval between checkpoints.
       log_generations: Interval between steps whose generations are logged. Those of the last step are also logged.
     """
@@ -158,7 +160,10 @@ async def train(
     schedule: TrainSchedule,
     is_evaluated: bool = False,
 ) -> None:
-    """Runs the remaining steps. If training fails, the last step is saved, provided that its rows were written.
+    """Runs the remaining steps.
+
+    If training fails, the last completed step is saved, provided that its rows were written and that a failed update
+    has not consumed its state.
 
     Args:
       trainer: Trainer with the progress to continue from.
@@ -171,9 +176,9 @@ async def train(
     Raises:
       SystemExit: On SIGTERM, SIGHUP or Ctrl-C on any process. Pending waits are cancelled; running computations finish.
       JudgeError: If the judge fails on a larger fraction of prompts than `judge.max_failed_fraction`.
-      DivergenceError: If an update is not finite. Nothing of its step is saved.
+      DivergenceError: If an update is not finite. The run then keeps only the checkpoints that were saved before.
       HostError: If another process failed.
-      OSError: If a checkpoint or a row cannot be written.
+      OSError: If a checkpoint or a row cannot be written, or if a server cannot be used.
     """
     assert trainer.progress is not None
     log = _Log(trainer, tracker, schedule, checkpoints)

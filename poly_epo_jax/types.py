@@ -1,7 +1,7 @@
 """Core data types of a training step, and the protocols that users implement: `Sampler`, `Task` and `Judge`.
 
 A step turns each `Problem` into a `Group` of N generations, and then into a `GradedGroup` with rewards and clusters.
-All later stages operate on arrays.
+Advantages and updates are computed from arrays of these values.
 """
 
 import dataclasses
@@ -34,8 +34,9 @@ class Problem:
         message, such as "<|im_end|>", are encoded as plain text.
       occurrence: Number of earlier occurrences of the problem in the batch. A batch that spans the end of an epoch may
         contain a problem twice. The occurrences compare equal, but have different generations.
-      untrusted: Start and end of the part of a prompt without `chat` that comes from a dataset. In this part, the names
-        of control tokens are encoded as plain text. In the remaining prompt, they are encoded as control tokens.
+      untrusted: Start and end, in characters, of the part of a prompt without `chat` that comes from a dataset. In this
+        part, the names of control tokens are encoded as plain text. In the remaining prompt, they are encoded as
+        control tokens. (0, 0) marks no part.
     """
 
     id: str
@@ -96,7 +97,7 @@ class Clustering:
 
     Attributes:
       ids: Cluster ids, `DEGENERATE_CLUSTER` for degenerate responses. Ids have a meaning only within their group. Use
-        `judges.exact.clusters_of` for ids that never reach `DEGENERATE_CLUSTER` by counting up.
+        `judges.exact.clusters_of` to number clusters from 0, because it skips `DEGENERATE_CLUSTER`.
       rationales: The judge's reason for each id, or None if the judge gives none.
       features: Arrays [N, ...] by name, such as embeddings, which the judge adds for advantage estimators.
     """
@@ -300,7 +301,7 @@ class ServerBacked(Protocol):
     """A judge that depends on a server."""
 
     async def wait_until_ready(self) -> None:
-        """Waits until the server responds. Called before the first step."""
+        """Waits until the server responds. Called before the first step of a run, and before an evaluation."""
         ...
 
 
@@ -310,7 +311,7 @@ class JudgeLoad:
 
     Attributes:
       num_responses: Number of responses.
-      prompt_tokens: Maximum number of tokens of the prompt.
+      prompt_tokens: Maximum number of tokens of the problem's prompt.
       response_tokens: Maximum number of tokens of a response.
     """
 
@@ -324,7 +325,10 @@ class CapacityChecked(Protocol):
     """A judge with limits on the size of requests and replies."""
 
     async def capacity_warnings(self, load: JudgeLoad) -> list[str]:
-        """Returns one sentence per limit that the load exceeds. Called before the first step."""
+        """Returns one sentence per limit that the load exceeds.
+
+        Called before the first step of a run, and before an evaluation.
+        """
         ...
 
 

@@ -80,9 +80,13 @@ def run() -> list[dict]:
 
 
 def _signs(objective: Callable) -> dict[str, float]:
-    """Returns the fractions of arms with A > 0 and falling, and with A < 0 and growing probability, in random bandits.
+    """Computes how often the sign of A differs from the sign of the change of probability, in random bandits.
 
     The learning rate is infinitesimal.
+
+    Returns:
+      The fraction of the arms with A > 0 whose probability falls, and the fraction of the arms with A < 0 whose
+      probability grows.
     """
     rng, shape = np.random.default_rng(0), (NUM_BANDITS, 6)
     rewards, clusters = rng.integers(0, 2, shape).astype(float), rng.integers(1, 4, shape)

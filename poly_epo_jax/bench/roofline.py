@@ -34,12 +34,12 @@ def measure_roofline(dtype: str) -> Roofline:
     """
     platform = jax.devices()[0].platform
     size = MATRIX_SIZES.get(platform, ACCELERATOR_MATRIX_SIZE)
-    # Random values, because some devices multiply zeros faster.
+    # The values are random, because some devices multiply zeros faster.
     matrices = [jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in (0, 1)]
     multiply = jax.jit(jnp.matmul)
     num_bytes = COPY_BYTES.get(platform, ACCELERATOR_COPY_BYTES)
     values = jnp.ones(num_bytes // 4, jnp.float32)
-    # In place, because the time of memory allocation should not be measured.
+    # The array is scaled in place, because the time of memory allocation should not be measured.
     scale = jax.jit(lambda x: x * 1.0001, donate_argnums=0)
     _, multiplied = first_and_median_seconds(lambda: multiply(*matrices))
 

@@ -32,7 +32,7 @@ from poly_epo_jax.types import Params, Sampling
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One stage of a training step. All values except `device_bytes` are totals of all devices.
+    """One stage of a training step. `tokens`, `flops` and `moved_bytes` are totals of all devices.
 
     Attributes:
       name: Name of the stage.
@@ -41,7 +41,8 @@ class Stage:
       flops: FLOPs of the model, without recomputation in the backward pass. 0 if they are not counted.
       moved_bytes: Minimum memory traffic in bytes: weights, gradients, moments, keys and values. 0 if it is not
         counted.
-      compile_seconds: Compilation time in seconds.
+      compile_seconds: Compilation time in seconds. For generation, duration of the first run, which includes
+        compilation. For writing weights, additional duration of the first run.
       device_bytes: Peak memory of one device during the stage, in bytes.
     """
 
@@ -108,7 +109,7 @@ def time_stages(config: Config, model_config: ModelConfig, mesh: Mesh, workload:
 
 
 def _generate(config: Config, model_config: ModelConfig, mesh: Mesh, params: Params, workload: Workload) -> Stage:
-    """Measures the embedded sampler on two requests per slot, and scales the results to the tokens of the batch."""
+    """Measures the embedded sampler on at most two requests per slot, and scales the results to the whole batch."""
     train, max_length = config.train, config.train.max_prompt_tokens + config.sampling.max_tokens
     num_slots, max_prompts = capacity(
         mesh, config.rollouts.max_concurrent, len(workload.response_lengths), train.num_generations

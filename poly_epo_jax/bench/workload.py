@@ -9,17 +9,18 @@ from jaxtyping import Int
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.step.packing import PackedBatch, TrainingSequence, make_pack
 
-# Mean response length as a fraction of sampling.max_tokens, and standard deviation of its logarithm.
+# Mean response length as a fraction of sampling.max_tokens, and standard deviation of the logarithm of the length,
+# before responses are truncated to sampling.max_tokens.
 MEAN_LENGTH, SIGMA = 0.4, 0.6
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The S = P N sequences of one step.
+    """The S = P N sequences of one step: N generations for each of P prompts.
 
     Attributes:
       prompt_lengths, response_lengths: Lengths of the sequences, in tokens.
-      minibatches: Minibatches of packed microbatches that train on the sequences.
+      minibatches: Packed microbatches of the sequences, by minibatch.
       has_reference: Whether the objective has a KL term, which reads log-probabilities of the reference policy.
     """
 
@@ -48,7 +49,7 @@ class Workload:
 def make_workload(config: Config, vocab_size: int, mesh_shape: Mapping[str, int]) -> Workload:
     """Creates and packs the random sequences of one training step.
 
-    Prompts have the maximum length. Response lengths are log-normal, like those of reasoning.
+    Prompts have the maximum length. Response lengths are log-normal, as is typical of reasoning.
 
     Args:
       config: Configuration of the run.

@@ -73,7 +73,7 @@ def compare(scorer: ReferenceScorer, sequences: Sequence[TrainingSequence], samp
         trainer.
 
     Returns:
-      The mean difference in nats and its tolerance.
+      A message, and the number of tokens, the mean and largest difference in nats, and the tolerance of the mean.
 
     Raises:
       Failed: If the mean difference is larger than the tolerance.

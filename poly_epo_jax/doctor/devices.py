@@ -36,7 +36,9 @@ def check_devices(run: RunContext) -> CheckResult:
 
 
 def check_kernel(run: RunContext) -> list[Finding]:
-    """Compares values and gradients of the run's attention kernel with the reference implementation, on the run's mesh.
+    """Compares values and gradients of the run's attention kernel with the reference implementation.
+
+    Each process runs the comparison on its own devices.
 
     Returns:
       One finding. Its figures are the error and the tolerance of each array, regardless of whether the check passed.

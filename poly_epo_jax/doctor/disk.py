@@ -26,7 +26,7 @@ def check_checkpoint(run: RunContext) -> CheckResult:
     workdir = Path(config.workdir).absolute()
     disk = next(path for path in (workdir, *workdir.parents) if path.is_dir())
     with contextlib.ExitStack() as held:
-        # The folder is removed even if this process is terminated by a signal.
+        # The folder is also removed if SIGTERM ends this process, because the doctor then exits normally.
         folder = Path(hosts.run_on_first(lambda: held.enter_context(TemporaryDirectory(prefix=".doctor-", dir=disk))))
         started = time.monotonic()
         restored, data = _round_trip(folder, update, state)

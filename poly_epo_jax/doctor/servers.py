@@ -1,7 +1,8 @@
 """Checks the servers of the policy: their responses, the weight push, and the log-probabilities after the push.
 
-Weights are pushed like in the first step of the run, with the run's initial weights and their version. A run that
-starts afterwards finds the servers in the state that its own push would produce, and pushes the weights again.
+Weights are pushed like in the first step of the run: the weights with which the run would start or resume, with their
+version. A run that starts afterwards finds the servers in the state that its own push would produce, and pushes the
+weights again.
 """
 
 import asyncio
@@ -58,8 +59,8 @@ def initial_weights(run: RunContext, policy: Policy) -> tuple[Params, int]:
       policy: Policy of the run.
 
     Returns:
-      Weights that are replicated on the devices of this process, and their step. They are those of the newest
-      checkpoint or, if there is none, of the policy, with step 0.
+      The weights, sharded over the devices of this process, and their step. The weights and the step belong to the
+      newest valid checkpoint. If there is no checkpoint, the weights are the policy's and the step is 0.
     """
     workdir, mesh = Path(run.config.workdir), run.mesh
     if resumable_config(workdir) is None:

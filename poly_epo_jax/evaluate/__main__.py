@@ -59,7 +59,8 @@ class Model:
 
     Attributes:
       policy: Model configuration, tokenizer and stop tokens.
-      weights: Description of the weights, with their step or version, for about.json.
+      weights: Description of the weights, for about.json: the path of a run with the step, the path that a server
+        reports with the version, or the Hugging Face folder or name.
       digests: Digests that identify the content of the model, for about.json. "model_files" is the digest of its folder
         (for a server, of its tokenizer's folder), and "weights" the digest of the checkpoint of a run.
       url: URL of the server. Empty if `params` is given.

@@ -1,4 +1,4 @@
-"""Opens benchmarks: the paper's benchmarks by name, held-out problems of synthetic tasks, and files or datasets."""
+"""Opens benchmarks: mathematical benchmarks by name, held-out problems of synthetic tasks, and files or datasets."""
 
 import dataclasses
 import json
@@ -47,7 +47,10 @@ def open_benchmark(name: str, section: TaskSection) -> Benchmark:
         `tasks.problems.read_source` accepts, such as a .jsonl file with columns `problem` and `answer`. The prefix
         `label=` sets the label.
       section: The `task` section of the configuration. It provides the options of the task that it names, and the
-        prompt template of mathematical problems.
+        prompt template and the number of grading processes of mathematical problems.
+
+    Returns:
+      The benchmark with all of its problems.
 
     Raises:
       ValueError, OSError: If the benchmark cannot be read.
@@ -61,7 +64,12 @@ def open_benchmark(name: str, section: TaskSection) -> Benchmark:
 
 
 def task_options(name: str, section: TaskSection) -> dict[str, Any]:
-    """Returns the options of the task that grades a benchmark. The arguments are those of `open_benchmark`."""
+    """Returns the options of the task that grades a benchmark.
+
+    Args:
+      name: Name of the benchmark, see `open_benchmark`.
+      section: The `task` section of the configuration.
+    """
     source = name.rpartition("=")[2]
     if source in TASKS and source != "math":
         return dict(section.options) if source == section.name else {}
@@ -92,7 +100,7 @@ def about_evaluation(
     Args:
       config: The configuration.
       benchmark: Benchmark, as in --benchmarks.
-      weights: Description of the weights, with their step or version.
+      weights: Description of the weights, see `Model.weights` in evaluate/__main__.py.
       num_generations: Number of generations per problem.
       judged: Whether the generations are clustered. Ignored if the configured judge does not provide clusters.
       digests: Digests of the model (`Model.digests`), the problems and the judge (`judge_identity`).

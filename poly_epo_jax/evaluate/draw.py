@@ -42,7 +42,8 @@ async def draw_generations(
       show: Called with the number of completed problems.
 
     Raises:
-      ValueError: If generations.jsonl is corrupted or contains generations of problems outside the benchmark.
+      ValueError: If generations.jsonl is corrupted or contains generations of problems outside the benchmark, or if the
+        task or the judge returns an invalid value.
     """
     path, task, problems = folder / GENERATIONS, benchmark.task, benchmark.problems
     positions = {problem.id: position for position, problem in enumerate(problems)}

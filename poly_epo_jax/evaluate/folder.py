@@ -4,6 +4,7 @@ about.json           model, benchmark, sampling parameters and judge, and digest
                      `benchmarks.about_evaluation`
 generations.jsonl    one row per generation, with the columns of `EVALUATED_GENERATION`
 results.json         all metrics with their intervals, see results.py. docs/evaluation.md defines the metrics.
+lock                 locked by the process that executes the evaluation
 """
 
 import json
@@ -25,6 +26,7 @@ EVALUATED_GENERATION: Columns = {
     "answer": int,  # id of the answer within the problem, shared by equal answers (-1 = no answer)
     "answer_text": str | None,
 }
+"""Columns of an evaluation's generations.jsonl. Problem and generation together identify a row."""
 
 
 def open_folder(folder: Path, about: dict[str, Any]) -> None:

@@ -27,8 +27,9 @@ async def evaluate_held_out(
 
     The result contains all registered evaluation metrics that only read `rewards`, `correct` and `clusters`, at
     k = 1, 2, 4, ... if they depend on k. It also contains the mean reward, the number of problems on which the judge
-    failed, and the fraction of degenerate responses. In a multi-process run, each process evaluates its share of the
-    problems, and all processes return the metrics of all problems.
+    failed, and the fraction of degenerate responses. This fraction and the metrics that read `clusters` are means over
+    the problems that have a clustering, and are omitted if no problem has one. In a multi-process run, each process
+    evaluates its share of the problems, and all processes return the metrics of all problems.
 
     Args:
       rollouts: Generates the responses.
@@ -37,13 +38,14 @@ async def evaluate_held_out(
       problems: The held-out problems. Must be the same on all processes.
       num_generations: Number of generations per problem.
       sampling: Sampling parameters.
-      stop: Interrupts the evaluation when a shutdown is requested.
+      stop: Interrupts the evaluation when a shutdown is requested. If None, the evaluation is not interrupted.
 
     Returns:
       Metrics by name, each with the prefix `eval/`.
 
     Raises:
-      ValueError: If a registered metric has the name of another metric, or is not finite.
+      ValueError: If a registered metric has the name of another metric or is not finite, or if the task or the judge
+        returns an invalid value.
       Stopped: If a shutdown was requested.
     """
     own = hosts.share(problems)

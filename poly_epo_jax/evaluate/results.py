@@ -22,8 +22,11 @@ def compute_results(folder: Path) -> dict[str, Any]:
       folder: The folder of the model on the benchmark.
 
     Returns:
-      The content of results.json. "metrics" has an entry {"mean", "low", "high"} for each registered evaluation metric
-      and k, with the mean over problems and its 95% bootstrap interval. Metrics that read clusters are means over the
+      The content of results.json, without the labels, sampling parameters and digests that `run_evaluation` adds.
+      "metrics" has an entry {"mean", "low", "high"} for each registered evaluation metric and k, with the mean over
+      problems and its 95% bootstrap interval. The bounds are None if there is only one problem. "num_problems",
+      "num_generations" (per problem) and "num_clustered" (problems that have a clustering) are counts. "per_problem"
+      contains the number of correct generations of each problem. Metrics that read clusters are means over the
       problems that have a clustering, and are omitted if no problem has one. "branching" contains the mean number of
       active branches by token position.
 

@@ -57,8 +57,9 @@ def export(
 ) -> None:
     """Writes weights, tokenizer and model card of a checkpoint to a Hugging Face folder.
 
-    The tokenizer files are those of the base policy, because training does not change them. Stop strings that are
-    control tokens become end-of-sequence tokens. The model card lists the other stop strings.
+    The tokenizer files of the base policy are copied, because training does not change them. Stop strings that are
+    control tokens become end-of-sequence tokens. The model card lists the other stop strings. If `adapter` is True, the
+    folder contains neither tokenizer nor end-of-sequence tokens, and the model card lists all stop strings.
 
     Args:
       run: The run folder.
@@ -71,8 +72,9 @@ def export(
     Raises:
       FileNotFoundError: If the run has no checkpoint of this step, or its base policy is missing.
       FileExistsError: If `folder` already exists.
-      CheckpointError: If the checkpoint is corrupted.
-      ValueError: If `adapter` is True and the run has no adapter.
+      CheckpointError: If the checkpoint is corrupted or, with `step=None`, if all checkpoints are corrupted.
+      ValueError: If `adapter` is True and the run has no adapter, or if another version of the package, with other
+        configuration keys, trained the run.
     """
     policy, params, found = open_trained_policy(run, ModelSection(), make_mesh(1, 1, 1), step, base)
     if adapter and not policy.config.lora_targets:

@@ -29,7 +29,7 @@ def model_card(run: Path, step: int, stop_strings: Sequence[str] = ()) -> str:
       stop_strings: Stop strings that are not end-of-sequence tokens of the model folder.
 
     Raises:
-      OSError, ValueError: If the run folder does not contain a valid configuration, metrics.jsonl or about.json.
+      OSError, ValueError: If config.json or about.json is missing or invalid, or if metrics.jsonl is corrupted.
     """
     config, method = read_config(run), read_method(run)
     base, task = config["model"]["path"], config["task"]["name"]

@@ -18,7 +18,11 @@ class AnswerJudge:
         self._task = task
 
     async def cluster(self, group: Group) -> Clustering:
-        """Returns one cluster per answer. Generations without an answer are in `DEGENERATE_CLUSTER`."""
+        """Returns one cluster per answer. Generations without an answer are in `DEGENERATE_CLUSTER`.
+
+        Raises:
+          ValueError: If the task returns an answer that is not a string.
+        """
         return clusters_of(await in_daemon_thread(lambda: self._first_equals(group)))
 
     def _first_equals(self, group: Group) -> list[int | None]:

@@ -22,7 +22,11 @@ class ExactJudge:
         self._task = task
 
     async def cluster(self, group: Group) -> Clustering:
-        """Returns one cluster per strategy. Generations without a strategy are in `DEGENERATE_CLUSTER`."""
+        """Returns one cluster per strategy. Generations without a strategy are in `DEGENERATE_CLUSTER`.
+
+        Raises:
+          ValueError: If the task returns a strategy that is not hashable.
+        """
         strategies = [self._task.strategy(group.problem, generation) for generation in group.generations]
         try:
             return clusters_of(strategies)

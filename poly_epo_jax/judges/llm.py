@@ -62,7 +62,8 @@ class LLMJudge:
       context_tokens: Maximum number of tokens of prompt and reply. 0 uses the value listed by the server, if any.
 
     Raises:
-      ValueError: If the prompt file does not exist, or the environment variable of the API key is not set.
+      ValueError: If the prompt file does not exist or is not UTF-8 text, or if the environment variable of the API key
+        does not contain a valid key.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class LLMJudge:
         """Waits until the server responds.
 
         Raises:
-          ServerError: If the server does not respond within `judge.wait_seconds`.
+          ServerError: If the server does not respond within `judge.wait_seconds`, or if it rejects the API key.
         """
         try:
             await wait_until_healthy(

@@ -14,12 +14,13 @@ from typing import Any
 from poly_epo_jax.system.text import printable
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
-# Printable ASCII without `"` and `\`. With more than 128 repetitions, xgrammar 0.2.7 uses another code path, which
-# fails.
+# 1 to 120 printable ASCII characters without `"` and `\`, of which the first is not a space. With more than 128
+# repetitions, xgrammar 0.2.7 uses another code path, which fails.
 RATIONALE_PATTERN = r"^[!#-\[\]-~][ !#-\[\]-~]{0,119}$"
 
-# Matches the start of <|im_end|>, </think>, <s>, [INST], [/INST], [|assistant|], ]~b] and [e~[, and of their full-width
-# forms, which some tokenizers normalize to ASCII: U+FF1C for <, U+FF3B and U+3010 for [, U+FF5C for |, U+FF0F for /.
+# Matches the start of <|im_end|>, </think>, <s>, [INST], [/INST], [|assistant|] and ]~b], the end of [e~[, and variants
+# with Unicode characters, most of which some tokenizers normalize to ASCII: U+FF1C and U+FE64 for <, U+FF3B and U+3010
+# for [, U+FF5C for |, U+FF0F for /. Before = (or U+FF1D), < is a comparison.
 CONTROL_TOKEN_START = re.compile(
     r"[<\uff1c\ufe64](?=[^\s=\uff1d])|[\[\uff3b\u3010](?=[|\uff5c]|[/\uff0f]?[^\W\d]{3})|\](?=~)|~(?=\[)"
 )
@@ -99,7 +100,8 @@ def escape_control_tokens(text: str) -> str:
     """Inserts a space into control tokens of chat templates, and replaces unprintable characters.
 
     Tokenizers encode `<|im_end|>` as one token at any position, but `< |im_end|>` as ordinary text. Because templates
-    differ, a space is inserted after each `<` (except in `<=`), and after each `[` before `|` or a word such as INST.
+    differ, a space is inserted after each `<` (except in `<=` and before whitespace), after each `[` before `|` or a
+    word such as INST, and within `]~` and `~[`.
     """
     return CONTROL_TOKEN_START.sub(r"\g<0> ", printable(text))
 

@@ -11,7 +11,7 @@ from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering
 
 
 class ReplyError(Exception):
-    """Raised when a reply is not a valid clustering.
+    """Raised when a reply is not a valid clustering, or when a list of models is invalid.
 
     Attributes:
       kind: "truncated" if the reply is incomplete, otherwise "malformed".

@@ -1,7 +1,8 @@
 """Plans the memory of the gradient: the forward and backward pass of one microbatch.
 
 Each array that compiled programs were observed to hold has one entry. `LAYER_ARRAYS` lists the arrays of a layer, and
-`_head` and `_layer` list the others. `tests/memory_plan/test_plan.py` compares the sums with compiled programs.
+`gradient_bytes`, `_head` and `_layer` list the others. `tests/memory_plan/test_plan.py` compares the sums with
+compiled programs.
 """
 
 from typing import NamedTuple
@@ -28,8 +29,9 @@ class LayerArray(NamedTuple):
       held: "layer" if a device holds the array during the backward pass of the layer's MLP, and the remat policies
         that save the array of every layer for the backward pass.
       part: Part of the layer on which the array depends. Arrays of "blockwise" belong to that attention kernel. Arrays
-        of "norm" and "qk_norm" are inputs of norms, which remat=none does not save if the norm weights are frozen.
-        Other parts are matrix products. If such a weight has an adapter, remat=dots also saves the adapter's product.
+        of "norm" and "qk_norm" are normalized values, which remat=none does not save if an adapter is trained, because
+        the norm weights are then frozen. Other parts name the weight of a matrix product. If this weight has an
+        adapter, remat=dots also saves the adapter's product.
     """
 
     name: str
@@ -86,13 +88,13 @@ def gradient_bytes(config: Config, model_config: ModelConfig, machine: Machine, 
     """Plans the forward and backward pass of one microbatch on one device.
 
     The backward pass processes the head first and then the layers, so only the larger of these two parts counts. On
-    TPUs both parts count, because compiled programs allocate them separately. There, the weights of all layers are also
-    converted to the compute dtype before the loop over layers.
+    TPUs both parts count, because compiled programs allocate them separately. Programs for TPUs also convert the
+    weights of all layers to the compute dtype before the loop over layers.
 
     Args:
       config: The configuration.
       model_config: The model configuration, with a resolved `remat`.
-      setting: The machine.
+      machine: The machine.
       rows: Number of rows of the microbatch on each group of `tensor` devices.
 
     Returns:
@@ -135,7 +137,7 @@ def layer_values(model_config: ModelConfig, machine: Machine, holder: str) -> in
 
     Args:
       model_config: The model configuration.
-      setting: The machine.
+      machine: The machine.
       holder: "layer" for the backward pass of the layer's MLP, or the remat policy that saves the arrays.
     """
     widths = {
@@ -162,7 +164,7 @@ def _head(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str,
     """Plans the backward pass of the head. It runs in chunks of tokens, and every device gathers the full head."""
     value_bytes, is_cpu, is_tpu = bytes_of(model_config.dtype), machine.platform == "cpu", machine.platform == "tpu"
     is_parameter = machine.weight_shards == 1 and model_config.dtype == model_config.param_dtype
-    is_trained = not model_config.lora_targets  # a frozen head needs no gradient
+    is_trained = not model_config.lora_targets  # The gradient of a frozen head is not computed.
     head, chunk = (
         model_config.vocab_size * model_config.hidden_size,
         min(chunk_size(machine.device, model_config.vocab_size), tokens),
@@ -170,23 +172,26 @@ def _head(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str,
     sums, logits = "head gradient sums", "logits of a chunk"
     return _terms(
         _Array("gathered head", head, value_bytes, not is_parameter),
-        _Array(sums, head, FLOAT32_BYTES, is_trained),  # of all chunks
-        _Array(sums, head, FLOAT32_BYTES, is_trained),  # of one chunk, before it is added
-        _Array(sums, head, FLOAT32_BYTES, is_trained and is_tpu and machine.mesh["fsdp"] > 4),  # sum over devices
+        _Array(sums, head, FLOAT32_BYTES, is_trained),  # Sum over all chunks.
+        _Array(sums, head, FLOAT32_BYTES, is_trained),  # Gradient of one chunk, before it is added to the sum.
+        _Array(sums, head, FLOAT32_BYTES, is_trained and is_tpu and machine.mesh["fsdp"] > 4),  # Sum over devices.
         _Array(logits, chunk * model_config.vocab_size, FLOAT32_BYTES),
         _Array(
             logits, chunk * model_config.vocab_size, FLOAT32_BYTES if is_cpu else value_bytes
-        ),  # gradient of the logits
-        _Array(logits, chunk * model_config.vocab_size, FLOAT32_BYTES, is_cpu),  # a copy of one of them
+        ),  # Gradient of the logits.
+        _Array(logits, chunk * model_config.vocab_size, FLOAT32_BYTES, is_cpu),  # Copy of the logits or their gradient.
         _Array(
             logits, -min(chunk, model_config.hidden_size) * model_config.vocab_size, FLOAT32_BYTES, is_tpu
-        ),  # shared with the sum of the chunk
+        ),  # Memory that the logits share with the head gradient of the chunk.
         _Array("hidden states", 3 * tokens // machine.mesh["tensor"] * model_config.hidden_size, value_bytes),
     )
 
 
 def _layer(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str, int]:
-    """Plans the backward pass of a layer during its MLP: arrays and weights of the layer, and gradients of the MLP."""
+    """Plans the backward pass of a layer during its MLP.
+
+    A device then holds arrays and weights of the layer, gradients of the MLP weights, and the gradient of the head.
+    """
     value_bytes, is_trained = bytes_of(model_config.dtype), not model_config.lora_targets
     is_copied = machine.mesh["fsdp"] > 1 or model_config.dtype != model_config.param_dtype
     weights = (

@@ -31,7 +31,7 @@ class Plan:
     """A memory plan.
 
     Attributes:
-      setting: The machine.
+      machine: The machine.
       rows_per_device: Rows per microbatch on each group of `tensor` devices.
       row_tokens: Number of tokens of a row.
       remat: Rematerialization policy.
@@ -83,7 +83,7 @@ def make_plan(
     Args:
       config: The configuration.
       model_config: The model configuration. If its `remat` is AUTO, `choose_remat` replaces it.
-      setting: The machine.
+      machine: The machine.
       memory_bytes: Bytes of each device that JAX may use. None if unknown.
       num_rows: Rows per device. If 0, the number of the configuration is used.
     """
@@ -168,12 +168,13 @@ def _process_overhead(update: Mapping[str, Mapping[str, int]], machine: Machine)
     """Returns the bytes that a CPU process needs in addition to the arrays, for all its devices.
 
     A compiled program for CPUs allocates all its temporary memory as one block. malloc keeps the block after it is
-    freed, but reuses parts of it for other allocations. The next time it is then no longer available as one block, and
-    malloc requests another block from the system, so the memory of each program is counted twice.
+    freed, but reuses parts of it for other allocations. When the program runs again, the block is no longer available
+    as a whole, and malloc requests another block from the system. The memory of each program is therefore counted
+    twice.
 
     Args:
       update: Bytes of the stages of the update, by stage and term.
-      setting: The machine.
+      machine: The machine.
     """
     blocks = sum(sum(terms.values()) - terms["sum of gradients"] for terms in update.values())
     return {

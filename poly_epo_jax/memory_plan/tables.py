@@ -196,7 +196,7 @@ def machine_of(config: Config) -> tuple[Machine, int | None]:
 
 
 def more_memory(plan: Plan) -> str:
-    """Returns the remedy if the model with its optimizer does not fit. More CPU devices would not add memory."""
+    """Returns the remedy for a plan that does not fit. More CPU devices would not add memory."""
     return "use a machine or container with more memory" if plan.machine.platform == "cpu" else "use more devices"
 
 

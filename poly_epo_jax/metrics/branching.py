@@ -76,13 +76,13 @@ def mean_active_branches(
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """An edge of the prefix tree: the tokens `token_ids[i][start:end]`, which several generations i share.
+    """An edge of the prefix tree: the tokens `token_ids[i][start:end]`, which are equal for all its generations i.
 
     Attributes:
       start: Number of tokens before the segment.
       end: Number of tokens up to the end of the segment.
       parent: Index of the preceding segment, or None at the root.
-      generations: Indices of the generations that share the segment.
+      generations: Indices of the generations that contain the segment, at least one.
     """
 
     start: int

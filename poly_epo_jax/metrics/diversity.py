@@ -10,7 +10,7 @@ from poly_epo_jax.types import DEGENERATE_CLUSTER
 def correct_clusters(
     clusters: Int[np.ndarray, "P m"], correct: Bool[np.ndarray, "P m"], k: int
 ) -> Float[np.ndarray, " P"]:
-    """Returns the expected number of distinct clusters among the correct ones of k generations.
+    """Returns the expected number of distinct clusters of the correct generations among k generations.
 
     `DEGENERATE_CLUSTER` is not counted.
 
@@ -28,7 +28,7 @@ def correct_clusters(
 def incorrect_clusters(
     clusters: Int[np.ndarray, "P m"], correct: Bool[np.ndarray, "P m"], k: int
 ) -> Float[np.ndarray, " P"]:
-    """Returns the expected number of distinct clusters among the incorrect ones of k generations.
+    """Returns the expected number of distinct clusters of the incorrect generations among k generations.
 
     `DEGENERATE_CLUSTER` is not counted.
 
@@ -51,11 +51,11 @@ def degenerate_share(clusters: Int[np.ndarray, "P m"]) -> float:
 def distinct_clusters(
     clusters: Int[np.ndarray, "P m"], selected: Bool[np.ndarray, "P m"], k: int
 ) -> Float[np.ndarray, " P"]:
-    """Returns the expected number of clusters among the selected ones of k generations drawn from m.
+    """Returns the expected number of clusters of the selected generations among k generations drawn from m.
 
-    The expectation is sum_c 1 - C(m - s_c, k) / C(m, k), where s_c is the number of selected members of cluster c: the
-    pass@k of each cluster. With k = m it is the number of clusters (paper §6.1 and §6.2: clusters among correct and
-    among incorrect generations).
+    The expectation is sum_c [1 - C(m - s_c, k) / C(m, k)], where s_c is the number of selected members of cluster c.
+    Each term is `pass_at_k` with these members as the correct generations. With k = m, the sum is the number of
+    clusters (paper §6.1 and §6.2: clusters among correct and among incorrect generations).
 
     Args:
       clusters: Cluster ids of the m generations of P problems.

@@ -36,8 +36,9 @@ class EvaluationMetric:
       title: Name in tables and figures. `{k}` is replaced by k.
       meaning: One sentence that defines the metric. `{k}` is replaced by k.
       digits: Number of decimals in tables.
-      every_k: Whether an evaluation computes the metric at every k from 1 to m, instead of at powers of two. Tables
-        show the metric at the smallest and the largest k, instead of at the largest k only.
+      every_k: Whether the metric is computed at every k from 1 to m, instead of at powers of two. Evaluations during
+        training always use powers of two. If True, tables show the metric at k = 1 and at the largest k, instead of at
+        the largest k only.
       tables: Commands whose tables have the metric as a column.
 
     Raises:

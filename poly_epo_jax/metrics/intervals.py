@@ -18,7 +18,7 @@ def bootstrap_interval(
       The spread of the resampled means is too small. Therefore z = Phi^-1((1 +- level) / 2) is replaced by
         z = +- t_{P-1} sqrt(P / (P - 1)) for P problems, with t the quantile of Student's distribution (expanded
         percentile interval: Hesterberg 2015, What Teachers Should Know about the Bootstrap, section 4.2).
-      Values are skewed (those of a difficult benchmark are mostly 0). Therefore the level is
+      Values are skewed (the values of a difficult benchmark are mostly 0). Therefore the level is
         Phi(a + (a + z) / (1 - a (a + z))) with a = skewness / (6 sqrt(P)) (BCa: Efron 1987, Better Bootstrap Confidence
         Intervals; to this order, the bias correction of a mean equals its acceleration a).
     The coverage of the studentized bootstrap is higher if nearly all values are equal, but its bounds can be infinite.

@@ -33,7 +33,7 @@ def majority_at_k(
       answers: Non-negative answer ids, equal for answers that the task considers equal, or `NO_ANSWER`. Ids are
         compared only within a problem.
       correct: Whether each answer is correct, the same for equal answers. Ignored for generations without an answer.
-      k: Number of generations that vote, at most all.
+      k: Number of generations in a subset, from 1 to the number of generations.
       num_subsets: Number of random subsets per problem, and the maximum number of subsets that are enumerated.
       seed: Seed of the random subsets.
 

@@ -1,7 +1,8 @@
 """Saves and restores checkpoints with Orbax: policy, optimizer state, step and data position.
 
 A run that is resumed from a checkpoint continues bit for bit. Each checkpoint contains a record with fingerprints of
-its arrays (fingerprint.py) and the data position, and a digest of this record. Both are verified when it is read.
+its arrays (fingerprint.py) and the data position, and a digest of this record. The digest and the fingerprints of the
+restored arrays are verified when the checkpoint is read.
 `Checkpoints.restore_latest` skips corrupted checkpoints and falls back to the newest valid one.
 """
 
@@ -44,7 +45,7 @@ class Checkpoints:
     """The checkpoints of a run. Arrays on accelerators are written in the background.
 
     Args:
-      directory: Directory of the checkpoints. It is created if it does not exist.
+      directory: Directory of the checkpoints. Unless `read_only`, it is created if it does not exist.
       keep: Number of checkpoints to keep. If None, all checkpoints are kept.
       read_only: Whether the checkpoints belong to another process, which may save and delete checkpoints concurrently.
       base: Folder of the frozen weights. Checkpoints omit these weights, and the caller passes them to `restore`. If
@@ -118,6 +119,7 @@ class Checkpoints:
           CheckpointError: If the checkpoint is corrupted.
           ConfigError: If the checkpoint contains other arrays, as from another version of this package, or was trained
             with other frozen weights.
+          OSError: If reading fails for a reason that does not indicate corruption, such as missing permissions.
         """
         if frozen is not None:
             like, shardings = (dataclasses.replace(part, frozen={}) for part in (like, shardings))
@@ -144,6 +146,7 @@ class Checkpoints:
           CheckpointError: If the weights are corrupted.
           ConfigError: If the checkpoint contains other arrays, as from another version of this package, or was trained
             with other frozen weights.
+          OSError: If reading fails for a reason that does not indicate corruption, such as missing permissions.
         """
         parts = split_params(_abstract(like, shardings), trainable)
         weights = {name: part for name, part in zip(("trainable", "frozen"), parts, strict=True) if part}
@@ -245,7 +248,7 @@ class Checkpoints:
         raise CheckpointError(f"Checkpoint {self._directory / str(step)} is corrupted: {reason}.")
 
     def _quarantine(self, corrupted: dict[int, CheckpointError], step: int) -> None:
-        """Reports corrupted checkpoints and moves them away, because the same steps will be saved again."""
+        """Reports corrupted checkpoints. Unless `read_only`, moves them, because their steps will be saved again."""
         for number, error in corrupted.items():
             print(f"Warning: {error} Resuming from step {step}.", file=sys.stderr)
             if (self._directory / str(number)).exists() and not self._read_only:

@@ -91,8 +91,8 @@ def decoding_weights(config: ModelConfig, params: Params) -> Params:
       params: Weights of the model. An adapter is merged into the weights that it adapts.
 
     Returns:
-      A dict with `head`, `norm`, `layers`, a list with a dict of weights for each layer, and `embed` unless the head is
-      tied. All weights have the compute type, and the matrices of layers are [out, in].
+      A dict with `head`, `norm`, `layers` (a list with a dict of weights for each layer) and, unless the head is tied,
+      `embed`. All weights have the compute type, and the matrices of layers are [out, in].
     """
 
     def of_layer(name: str, weight: jax.Array) -> jax.Array:
@@ -123,8 +123,8 @@ def gather_weights_over_fsdp(weights: Params) -> Params:
     """Gathers decoding weights over the `fsdp` mesh axis. Sharding over `tensor` is kept.
 
     Decoding reads every weight once per token. Gathering once per generation call avoids one gather per token, or per
-    call of `decode` (up to MAX_STEPS tokens), over device links that are an order of magnitude slower than device
-    memory. The copy is freed before the policy is updated.
+    call of a compiled program that decodes several tokens, over device links that are an order of magnitude slower than
+    device memory. The callers free the copy before the policy is updated.
 
     Args:
       weights: Weights from `decoding_weights`.
@@ -213,7 +213,11 @@ def _hidden_states(
     positions: Int[Array, " M"],
     attend: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array],
 ) -> Float[Array, "D M"]:
-    """Returns the final hidden states. `attend(q, k, v, layer)` maps arrays [M, heads, head_dim] to such an array."""
+    """Returns the final hidden states.
+
+    `attend(q, k, v, layer)` maps queries [M, num_heads, head_dim], and keys and values [M, num_kv_heads, head_dim], to
+    an array of the shape of the queries.
+    """
 
     def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
         return rms_norm(x.T, weight, config.norm_eps).T

@@ -1,9 +1,9 @@
 """32-bit fingerprints of the arrays of a tree, which detect changed content and do not depend on the mesh.
 
-The fingerprint is the sum, modulo 2^32, of a hash of each word and its index. At a given index, different words have
-different hashes, so that changing a single word always changes the sum. Other changes are missed with a probability of
-2^-32. An integer sum does not depend on the order of summation, each device communicates only its partial sum, and the
-cost is that of reading the array once.
+The fingerprint is the sum, modulo 2^32, of a hash of each word (the bits of an array element) and its index. At a given
+index, different words have different hashes, so that changing a single word always changes the sum. Other changes are
+missed with a probability of 2^-32. An integer sum does not depend on the order of summation, each device communicates
+only its partial sum, and the array is read only once.
 """
 
 import math

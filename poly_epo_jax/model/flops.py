@@ -79,7 +79,7 @@ def trained_sizes(config: Config, model_config: ModelConfig) -> list[int]:
 
     Args:
       config: Configuration of the run.
-      model_config: Model configuration. If it has an adapter, the adapter matrices are the trained ones.
+      model_config: Model configuration. If it has an adapter, only the adapter matrices are trained.
 
     Returns:
       The sizes, with the matrices of all layers counted together.
@@ -94,7 +94,8 @@ def trained_sizes(config: Config, model_config: ModelConfig) -> list[int]:
 def trained_elements(config: Config, model_config: ModelConfig, mesh: Mapping[str, int]) -> int:
     """Returns the number of trained elements on each device of a mesh.
 
-    Every matrix is sharded over `fsdp` and `tensor`, except for adapter matrices, which are sharded on one side only.
+    Every matrix is sharded over both `fsdp` and `tensor`, except for adapter matrices, which are sharded over only one
+    of these axes.
 
     Args:
       config: Configuration of the run.

@@ -53,7 +53,7 @@ def read_model_config(path: str | Path, **overrides: Any) -> ModelConfig:
 
     Raises:
       FileNotFoundError: If `path` is not a model folder.
-      ValueError: If the configuration is incomplete, or the model is not supported by `model.qwen3`.
+      ValueError: If config.json is not a JSON object or is incomplete, or if `model.qwen3` does not support the model.
     """
     file = _folder(path) / "config.json"
     if not file.is_file():
@@ -99,10 +99,10 @@ def load_params(path: str | Path, config: ModelConfig, shardings: Params | None 
       The weights without an adapter, with dtype `config.param_dtype`.
 
     Raises:
-      FileNotFoundError: If `path` is not a folder with safetensors files.
-      ValueError: If a tensor is missing or unexpected, does not have the shape that `config` requires, is not a 16-bit
-        or 32-bit float, or contains NaN or infinity, or if the head of a model with tied embeddings differs from the
-        embedding.
+      FileNotFoundError: If `path` is not a folder with safetensors files, or if a file in its index is missing.
+      ValueError: If a file is corrupted, if a tensor is missing or unexpected, does not have the shape that `config`
+        requires, is not a 16-bit or 32-bit float, or contains NaN or infinity, or if the head of a model with tied
+        embeddings differs from the embedding.
     """
     config = without_adapter(config)
     tensors, source = _tensors(config), open_tensors(_folder(path))
@@ -148,8 +148,8 @@ def save_pretrained(
       config: Model configuration.
       dtype: Type of the saved weights.
       max_shard_bytes: Maximum size of a weight file, in bytes, unless it holds a single tensor.
-      eos_token_id: End-of-sequence tokens for both configuration files.
-      pad_token_id: Padding token for both configuration files.
+      eos_token_id: End-of-sequence tokens for config.json and generation_config.json. If None, the files contain null.
+      pad_token_id: Padding token for config.json and generation_config.json. If None, the files contain null.
       tokenizer: Tokenizer to write to the folder, see `write_tokenizer`. Digests of the files are written only if a
         tokenizer is given, because folders without one are temporary.
       card: Text of README.md. If empty, the file is not written. It has no digest, because users edit it.
@@ -157,7 +157,7 @@ def save_pretrained(
     Raises:
       OSError: If the folder cannot be written.
       FileExistsError: If `path` already exists.
-      ValueError: If the switches in `config` are not those of its family.
+      ValueError: If the switches in `config` differ from the switches of its family.
     """
     token_ids = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
     description, tensors = _config_json(config, dtype) | token_ids, _tensors(config)
@@ -205,7 +205,11 @@ def _folder(path: str | Path) -> Path:
 
 
 def _shapes(file: Path, written: Mapping[str, Any], config_keys: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the ModelConfig fields that config.json sets, with the defaults of transformers for missing keys."""
+    """Returns the ModelConfig fields that config.json sets. Missing keys have the defaults of Llama in transformers.
+
+    Raises:
+      ValueError: If a key without a default is missing.
+    """
     found = {field: written[key] for field, key in config_keys.items() if key in written}
     heads = found.get("num_heads", 1)
     defaults = {
@@ -282,7 +286,7 @@ def _config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "use_sliding_window": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "dtype": dtype,
-        # The same values under the keys of transformers 4 and of servers that use it.
+        # transformers 4, and servers that use it, read the same values from these keys.
         "rope_theta": config.rope_theta,
         "torch_dtype": dtype,
         # Written explicitly because the default of Llama is a token id.

@@ -38,7 +38,7 @@ def trained_pattern(config: Config) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Returns True if the path or name of a weight is that of an adapter weight."""
+    """Returns True if a path or name of a weight belongs to an adapter."""
     return re.search(r"_lora_[ab]$", name) is not None
 
 
@@ -55,7 +55,7 @@ def split_adapter(config: ModelConfig, params: Params) -> tuple[Params, Params]:
       params: Parameter tree. Leaves may have any type, such as shardings.
 
     Returns:
-      A tuple of the adapter, {} if the model has none, and the weights of the base policy.
+      A tuple of the adapter ({} if the model has none) and the weights of the base policy.
     """
     return split_params(params, ADAPTER) if config.lora_targets else ({}, params)
 

@@ -103,7 +103,7 @@ def find_model(path: str, download: bool = True) -> Path:
       The model folder. It may not exist if `path` is not a Hub name.
 
     Raises:
-      OSError: If a model of the Hub is not cached locally and is not downloaded.
+      OSError: If a model of the Hub is not cached locally, and downloading it fails or is disabled.
     """
     if Path(path).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         return Path(path)
@@ -141,8 +141,8 @@ def open_policy(
       The policy.
 
     Raises:
-      ValueError, FileNotFoundError: If the folder is missing or corrupted, if the model is not supported, or if a stop
-        token is not in its embedding.
+      ValueError, FileNotFoundError: If the folder is missing or corrupted, if the model is not supported, if a stop
+        string is not contained in any token, or if the embedding has no row for a stop token.
     """
     check_digests(path)
     compute = {name: value for name, value in section.items() if name not in ("path", "stop_strings")}

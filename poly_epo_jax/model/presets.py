@@ -3,7 +3,8 @@
 from poly_epo_jax.model.config import ModelConfig
 
 PRESETS = {
-    # Hidden size, MLP size, layers, query heads, tied head. All have 8 key heads, head width 128 and one vocabulary.
+    # Hidden size, MLP size, layers, query heads, tied head. All models have 8 key heads, head width 128 and the same
+    # vocabulary.
     "Qwen3-0.6B": (1024, 3072, 28, 16, True),
     "Qwen3-1.7B": (2048, 6144, 28, 16, True),
     "Qwen3-4B": (2560, 9728, 36, 32, True),

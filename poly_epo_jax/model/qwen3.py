@@ -2,7 +2,8 @@
 
 Two switches of ModelConfig select related families: Llama disables `qk_norm`, and Qwen2 also enables `attention_bias`.
 Each weight is declared once, with its initial scale and the names of its axes. These names are the ModelConfig fields
-that contain the axis sizes, so they define the shape of the weight. parallel.mesh.RULES maps them to mesh axes.
+that contain the axis sizes, so they define the shape of the weight. Norm weights are an exception: their axis `norm` is
+not a field. parallel.mesh.RULES maps the names to mesh axes.
 
 The weights of all layers are stacked, and `jax.lax.scan` applies one compiled layer to each slice. Compile time is
 therefore nearly independent of the depth. `jax.checkpoint` (remat) decides which intermediate arrays of a layer the
@@ -48,7 +49,7 @@ class Layer(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
-        # The factor `residual` keeps the variance of the residual stream close to 1 at any depth.
+        # With the factor `residual`, the variance of the final residual stream does not grow with the number of layers.
         d, residual = config.hidden_size, (2 * config.num_layers) ** -0.5
 
         def weight(*axes: str, scale: float) -> nnx.Param:

@@ -13,7 +13,8 @@ SAFETY_FACTOR = 4.0
 """Safety factor. The difference of two independent errors of the same size is 1.4 times as large, and the maximum of
 many errors may be three times the typical error."""
 FLOAT32_TOLERANCE = 2.0**-17
-"""Relative error of 64 float32 roundings. It sets the tolerance if the compute type is float32."""
+"""Relative error of 64 units in the last place of float32 (2^-23 each). It sets the tolerance if the measured rounding
+error is close to 0, as for float32 on CPUs."""
 
 
 def tolerance_of(rounding: float, largest: float = 1.0) -> float:

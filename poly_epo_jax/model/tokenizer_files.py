@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from poly_epo_jax.system.json_files import write_json
 
 PATTERNS = ("*token*.json", "vocab.*", "merges.txt", "*.model", "tekken.json", "*.jinja", "*/*.jinja")
-"""Files of a tokenizer in a model folder. Files in subfolders are additional chat templates."""
+"""Patterns of the tokenizer files in a model folder. Files in subfolders are additional chat templates."""
 
 
 def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
@@ -31,11 +31,12 @@ def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase | Path, folder: Path) -> None:
-    """Writes a tokenizer, so that transformers 4 and 5 can load it.
+    """Writes a tokenizer to a model folder.
 
     Args:
       tokenizer: A model folder or a new tokenizer. The tokenizer files of a folder are copied unchanged, because older
-        versions of transformers cannot load the files that newer versions write.
+        versions of transformers cannot load the files that newer versions write. The class name of a new tokenizer is
+        written so that transformers 4 and 5 can load it.
       folder: Existing folder to write to.
 
     Raises:

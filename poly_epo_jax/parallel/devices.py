@@ -43,7 +43,8 @@ DEVICES = {
 
 def device_name(kind: str) -> str:
     """Returns the key in DEVICES of a `jax.Device.device_kind`, or "" for other devices."""
-    # Some versions use this name for v5p. It is not in `kinds`, because other device kinds have the same prefix.
+    # Some versions of the TPU runtime report this name for v5p. It is not in `kinds`, because other device kinds begin
+    # with it.
     if kind == "TPU v5":
         return "v5p"
     return next((name for name, device in DEVICES.items() if kind.startswith(device.kinds)), "")

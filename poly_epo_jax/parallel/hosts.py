@@ -104,9 +104,9 @@ def _check(section: HostsSection) -> None:
 def _bind_address(coordinator: str) -> str | None:
     """Returns the address on which the first process listens for connections, which are not authenticated.
 
-    This is the coordinator address if it is a local address. If the coordinator is a host name, which may resolve to
-    another address on other hosts, or an address that is not local, returns None: the process then listens on all
-    addresses.
+    This is the coordinator address if it is localhost or a local address. If the coordinator is another host name,
+    which may resolve to another address on other hosts, or an address that is not local, returns None: the process
+    then listens on all addresses.
     """
     host = coordinator.rpartition(":")[0].strip("[]")
     try:
@@ -161,7 +161,11 @@ async def gather(work: Awaitable[T]) -> list[T]:
 
 
 async def collective(work: Awaitable[T]) -> T:
-    """Awaits work that contains collectives. If it fails on one of several processes, all of them exit immediately."""
+    """Awaits work that contains collectives, and returns its result.
+
+    With several processes, a process on which the work fails exits immediately, and the JAX runtime then terminates the
+    other processes. With a single process, the error is raised unchanged.
+    """
     try:
         return await work
     except Exception as error:

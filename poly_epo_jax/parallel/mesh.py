@@ -19,8 +19,9 @@ RULES: dict[str, str | None] = {
     "lora_rank": None,
 }
 """Mesh axis over which each axis of a weight is sharded, or None for unsharded axes. The axes of weights are named
-after the ModelConfig fields that contain their sizes. For example, `layers.q` has the axes (num_layers, hidden_size,
-num_heads, head_dim), so its PartitionSpec is (None, "fsdp", "tensor", None)."""
+after the ModelConfig fields that contain their sizes, except for `norm`, the axis of norm weights. For example,
+`layers.q` has the axes (num_layers, hidden_size, num_heads, head_dim), so its PartitionSpec is (None, "fsdp",
+"tensor", None)."""
 
 
 def fill_mesh(requested: Mapping[str, Any], num_devices: int) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """Meshes with the axes `data`, `fsdp` and `tensor`, and the sharding of weights and activations over them.
 
-Weights are replicated over `data`. `fsdp` shards each weight along its embedding axis, and `tensor` shards heads, MLP
-and vocabulary, as defined by parallel.mesh.RULES. The rows of a batch are sharded over `data` and `fsdp` together:
-`fsdp` weights are gathered before they are used, and their gradients are summed and scattered afterwards.
+Weights are replicated over `data`. `fsdp` shards each weight along its `hidden_size` axis, and `tensor` shards heads,
+MLP and vocabulary, as defined by parallel.mesh.RULES. The rows of a batch are sharded over `data` and `fsdp` together.
+Weights are gathered over `fsdp` before they are used, and their gradients are summed and scattered afterwards.
 """
 
 import math
@@ -41,7 +41,7 @@ def make_mesh(
       fsdp: Size of the axis `fsdp`.
       tensor: Size of the axis `tensor`.
       device_kind: Required device kind, a key of DEVICES. If empty, any kind is accepted.
-      num_devices: Number of devices to use. 0 selects all devices.
+      num_devices: Number of devices that an axis of size -1 fills, and maximum size of the mesh. 0 selects all devices.
       available: Devices to choose from, which may be descriptions of absent devices. If None, `jax.devices()`.
 
     Returns:
@@ -189,7 +189,7 @@ def summed_over_rows(
         gradient = product(x, d_out).reshape(own)
         if mesh.shape["fsdp"] > 1 and "fsdp" in split:
             gradient = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=split.index("fsdp"), tiled=True)
-        elif mesh.shape["fsdp"] > 1:  # Adapter matrices without an axis that is sharded over fsdp.
+        elif mesh.shape["fsdp"] > 1:  # Some adapter matrices do not have an axis over fsdp.
             gradient = jax.lax.psum(gradient, "fsdp")
         return jax.lax.psum(gradient, "data") if mesh.shape["data"] > 1 else gradient
 

@@ -31,7 +31,8 @@ _SPEED_SECONDS = 3600.0  # window of the speed estimate; Rich's default of 30 s 
 def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows the progress of a long computation and an estimate of the remaining time.
 
-    If the output is not a terminal, a line is printed at the first call, then every ten seconds, and at the end.
+    If the output is not a terminal, the yielded function prints a line when it is called for the first time, when ten
+    seconds have passed since the previous line, and when all items are processed.
 
     Args:
       description: Description of the computation.
@@ -154,7 +155,7 @@ class _Lines:
 
 
 def _time_left(progress: Progress) -> list[str]:
-    """Returns a text with the remaining time of the task. Empty if it is unknown."""
+    """Returns a list with the remaining time of the task as text. The list is empty if the time is unknown or 0."""
     left = progress.tasks[0].time_remaining
     return [f"{datetime.timedelta(seconds=int(left))} left"] if left else []
 

@@ -6,31 +6,34 @@
                          pass, from model.remat or, if it is "auto", from the memory plan. "versions": software versions
                          that the run was trained with, see system/versions.py. "digests": digests of the problems, the
                          policy, the judge and the files that the configuration names, see startup/resume_checks.py. A
-                         run is only resumed if they are unchanged. "base": folder of the base policy, only if
-                         checkpoints contain only an adapter.
+                         run is only resumed if they are unchanged, except for the digest of the folder `model.path`,
+                         which only studies compare. "base": folder of the base policy, only if checkpoints contain
+                         only an adapter.
     data.json            Number of problems, and of dropped problems by reason.
     metrics.jsonl        One row per step, {"step": 12, "reward": 0.61, ...}, and one row per evaluation, {"step": 12,
-                         "eval/reward": 0.58, ...}, after the row of its step. All values are determined by the
-                         configuration and the seed, so a resumed run writes the same bytes as an uninterrupted run.
+                         "eval/reward": 0.58, ...}, after the row of its step. With the embedded sampler and a judge
+                         without a server, all values are determined by the configuration and the seed. On CPUs, a
+                         resumed run then writes the same bytes as an uninterrupted run.
     timing.jsonl         One row per completed step, {"step": 12, "seconds/generate": 3.2, ...}, with
                          values that depend on the machine. A step whose weight push or evaluation was interrupted has
-                         no row. seconds/STAGE: duration of the stage for the batch of this
-                         step. exclusive_seconds/STAGE: time during this step in which no other stage was in progress.
+                         no row. seconds/STAGE: duration of the stage for the batch of this step.
+                         exclusive_seconds/STAGE: time during this step in which only this stage was in progress.
                          sync/step_fraction: fraction of the step spent on pushing weights. memory/peak_bytes: peak
                          memory so far of the most heavily used device or, on CPU, of the process.
     timeline.jsonl       One row per completed step, {"step": 3, "seconds": 4.1, "start": 12.5, "spans": [["generate",
                          0.0, 1.2, 3], ...]}, with the stages that were in progress since the previous row: from `start`
                          seconds after training began (or resumed), for `seconds`. A span consists of the stage, its
-                         start and end relative to `start`, and the step of its batch. This is the next step if the
-                         batch is generated ahead, and the previous step for its checkpoint.
+                         start and end relative to `start`, and the step of its batch. The step of the batch is the
+                         next step for a batch that is generated ahead, and the previous step for a checkpoint, which is
+                         written after the row of its step.
     generations.jsonl    One row per logged generation, with the columns of `LOGGED_GENERATION`.
     tensorboard/         Metrics and timing as TensorBoard events.
-    checkpoints/         See model/checkpoint.py.
+    checkpoints/         Checkpoints, see model/checkpoint.py.
     checkpoints.corrupted/ Corrupted checkpoints that were skipped.
     lock                 Lock file of the training process. Other processes may read the folder.
     policy/              Hugging Face folder of the base policy, without weights.
-    report/              See report/.
-    log.txt              Output of the run, if a study has started it.
+    report/              Default folder of the run's report, see report/__main__.py.
+    log.txt              Output of the run and of its evaluation, if a study executes them.
 
 In JSON, values that are not finite are null. TensorBoard events contain them unchanged.
 """
@@ -82,7 +85,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def is_evaluated(folder: Path, step: int) -> bool:
-    """Returns True if metrics.jsonl has a row of an evaluation after `step`.
+    """Returns True if metrics.jsonl has a row of the evaluation of the policy after exactly `step` steps.
 
     Args:
       folder: The run folder.
@@ -131,7 +134,12 @@ def resumable_config(folder: Path) -> dict[str, Any] | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Reads config.json, the configuration of the run."""
+    """Reads config.json, the configuration of the run.
+
+    Raises:
+      FileNotFoundError: If the file does not exist.
+      ValueError: If the file does not contain a JSON object.
+    """
     return _read_existing(folder / CONFIG)
 
 
@@ -150,7 +158,12 @@ def checkpoint_digest(folder: Path, step: int) -> str | None:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Reads about.json."""
+    """Reads about.json, see the module docstring.
+
+    Raises:
+      FileNotFoundError: If the file does not exist.
+      ValueError: If the file does not contain a JSON object.
+    """
     return _read_existing(folder / ABOUT)
 
 

@@ -1,4 +1,4 @@
-"""Records when the stages of training steps were in progress, as spans on a common clock that may overlap."""
+"""Records when the stages of training steps were in progress, as spans on a common clock. Spans may overlap."""
 
 import dataclasses
 import time
@@ -41,7 +41,10 @@ class BusyTime:
             self._end()
 
     def intervals(self) -> list[Interval]:
-        """Returns disjoint intervals in order, in seconds of `time.perf_counter`. Tasks in progress end now."""
+        """Returns disjoint intervals in order, in seconds of `time.perf_counter`.
+
+        The interval of tasks in progress ends at the current time.
+        """
         return [*self._past, (self._since, time.perf_counter())] if self._running else list(self._past)
 
     def seconds(self) -> float:

@@ -34,7 +34,7 @@ class Tracker(AbstractContextManager["Tracker"]):
       wandb_project: Weights & Biases project to log to. Empty disables Weights & Biases.
 
     Raises:
-      OSError: If the run folder cannot be written, for example because the disk is full. All methods that log raise it.
+      OSError: If the run folder cannot be written, for example because the disk is full. All methods raise this error.
       ValueError: If a row of the run folder is corrupted.
       ImportError: If `wandb_project` is set and wandb is not installed.
     """
@@ -62,7 +62,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
         Args:
           step: Number of steps after which the metrics were measured.
-          metrics: Values that do not depend on the machine. Values that do are written by `log_timing`.
+          metrics: Values that do not depend on the machine. `log_timing` writes the values that depend on it.
         """
         self._append(run_folder.METRICS, [{"step": step, **metrics}])
         self._unpublished |= metrics

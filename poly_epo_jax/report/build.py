@@ -74,8 +74,8 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
       The path of the page.
 
     Raises:
-      ValueError: If a folder is missing, contains neither a run nor an evaluation, or contains a corrupted row, or if a
-        model is not found.
+      ValueError: If a folder is missing, contains neither a run nor an evaluation, or contains a corrupted file, or if
+        a model is not found.
       OSError: If `output` cannot be written.
     """
     runs, evaluations = read_folders(folders, models)

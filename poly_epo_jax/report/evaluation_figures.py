@@ -165,7 +165,11 @@ def plot_held_out_pass_at_k(runs: figures.Runs) -> Figure | None:
 def plot_majority(evaluations: Evaluations, line_styles: LineStyles) -> Figure | None:
     """Draws the accuracy of the majority answer of k generations over its vote share. Returns None without results.
 
-    Lines begin at a vote share of 1, where k = 1. The arguments are those of `plot_pass_at_k`.
+    Lines begin at k = 1, where the vote share is 1 if all generations have an answer.
+
+    Args:
+      evaluations: Results by benchmark and model.
+      line_styles: Line style of each model.
     """
 
     def draw(axes: Axes, results: Results, style: Mapping[str, Any]) -> None:
@@ -187,7 +191,9 @@ def plot_majority(evaluations: Evaluations, line_styles: LineStyles) -> Figure |
 def plot_branches(evaluations: Evaluations, line_styles: LineStyles) -> Figure | None:
     """Draws the mean number of active branches by token position on a log2 axis. Returns None without results.
 
-    The arguments are those of `plot_pass_at_k`.
+    Args:
+      evaluations: Results by benchmark and model.
+      line_styles: Line style of each model.
     """
 
     def draw(axes: Axes, results: Results, style: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Draws the figures of runs, and provides the style and layout of all figures.
 
-`Runs` maps the label of a run to its rows of metrics.jsonl, one dict per step. Rows can lack metrics. None, which
-stands for a value that was not finite, is treated as missing. A run has the same color in all figures.
+`Runs` maps the label of a run to its rows of metrics.jsonl: a dict per step and a dict per evaluation. Rows can lack
+metrics. None, which stands for a value that was not finite, is treated as missing. A run has the same color in all
+figures.
 """
 
 import base64
@@ -115,7 +116,7 @@ def series(rows: Rows, metric: str) -> tuple[Int[np.ndarray, " T"], Float[np.nda
 def smooth(values: Float[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
     """Smooths T values with a centered Gaussian kernel, which does not lag. Its standard deviation is T / 40 values.
 
-    Near the ends, the kernel is truncated and renormalized.
+    Near the ends, the kernel is truncated and renormalized. Fewer than 14 values are returned unchanged.
 
     Args:
       values: Values [T].
@@ -178,7 +179,7 @@ def panels(
 
 
 def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Returns the line style of each label. Colors and dashes differ between labels, up to 28 labels."""
+    """Returns the line style of each label. Up to 28 labels have different combinations of color and dashes."""
     return {
         label: {
             "label": label,

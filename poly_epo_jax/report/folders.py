@@ -60,14 +60,16 @@ def read_folders(folders: Sequence[Path], models: Sequence[str] = ()) -> tuple[d
 
     Args:
       folders: Folders of runs and evaluations.
-      models: Labels of the models of evaluations to read, in this order. If empty, all models are read, sorted by name.
+      models: Labels of the models of evaluations to read, in this order. If empty, all models are read, in the order of
+        `folders` and, within a folder, sorted by name.
 
     Returns:
-      The runs by label, and the evaluations, both in the order of `folders`.
+      The runs by label, and the evaluations, both in the order of `folders`. The label of a run is the name of its
+      folder, or its path if several folders have the same name.
 
     Raises:
-      ValueError: If a folder is missing or contains neither a run nor an evaluation, if a row or results.json is
-        corrupted, or if a model is not found.
+      ValueError: If a folder is missing or contains neither a run nor an evaluation, if one of its files is corrupted,
+        or if a model is not found.
     """
     runs, evaluations = [], []
     for folder in folders:

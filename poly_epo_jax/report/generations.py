@@ -28,7 +28,7 @@ _VISIBLE = {code: ascii(chr(code))[1:-1] for code in _CONTROLS if chr(code) not 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Limits of the shown texts.
+    """Limits of the shown problems, generations and texts.
 
     Attributes:
       problems: Maximum number of problems per collection.
@@ -148,7 +148,10 @@ class TextExcerpt:
         return cls(ends[0].translate(_VISIBLE), ends[1].translate(_VISIBLE), len(text))
 
     def within(self, characters: int) -> str:
-        """Returns at most `characters` characters, plus a note in the middle with the number of omitted characters."""
+        """Returns the full text if it has at most `characters` characters, and otherwise its two ends.
+
+        The ends have `characters` characters together. A note between them gives the number of omitted characters.
+        """
         if self.length <= characters:
             return self.head
         end = characters // 3
@@ -157,7 +160,12 @@ class TextExcerpt:
 
 
 class _Collector:
-    """Collects the generations of a step or benchmark for the given problems or, if None, for the first ones added."""
+    """Collects the generations of a step or benchmark.
+
+    Args:
+      problems: Ids of the problems whose generations are collected. If None, the first problems that are added, up to
+        the default limit.
+    """
 
     def __init__(self, problems: Mapping[str, None] | None = None) -> None:
         self._open = problems is None

@@ -34,7 +34,10 @@ def run_summary(label: str, rows: figures.Rows) -> str:
 
 
 def evaluation_summaries(evaluations: Evaluations) -> list[str]:
-    """Returns an HTML sentence per model that compares it with the first, as means over their shared benchmarks."""
+    """Returns HTML sentences that compare each further model with the first, as means over their shared benchmarks.
+
+    If there is only one model, the result is a single sentence with the values of this model.
+    """
     models = model_labels(evaluations)
     if len(models) == 1:
         return [_comparison_sentence(models[0], models[0], evaluations)]
@@ -97,7 +100,11 @@ def metric_list(metrics: Iterable[EvaluationMetric | LoggedMetric]) -> str:
 
 
 def metrics_table(finals: Mapping[str, Mapping[str, float]]) -> str:
-    """Returns an HTML table of the final values of all metrics, by run. `finals` is from `final_values`."""
+    """Returns an HTML section with a table of the final values of all metrics, by run.
+
+    Args:
+      finals: Result of `final_values` by run.
+    """
 
     def natural(metric: str) -> list[Any]:
         words_and_numbers = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", metric)]

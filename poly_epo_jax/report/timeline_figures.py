@@ -1,6 +1,7 @@
 """Draws and summarizes the timeline of a run: the stages of its steps, from timeline.jsonl.
 
-`Windows` maps the steps of a run, in order, to their windows (see `timeline.Window`). Windows are contiguous.
+`Windows` maps the steps of a run, in order, to their windows (see `timeline.Window`). Consecutive windows are drawn
+without gaps, even if the run was interrupted between them.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ STAGES = {
     "evaluate": "evaluation",
     "checkpoint": "checkpointing",
 }
-"""Names of the stages in figures and sentences, in the order in which a batch passes through them."""
+"""Names of the stages in sentences, in the order in which a batch passes through the stages. Figures show the keys."""
 _CUT_APART = 2e-4
 """Maximum gap in seconds between the two parts of a span that was split at the end of a step. Parts are rounded."""
 _PALE, _GRAY = 0.4, "#777777"
@@ -90,7 +91,7 @@ def excerpts(windows: Windows) -> list[TimelineExcerpt]:
     """Selects the steps to draw.
 
     Returns:
-      The step whose length is closest to the median (the newest one of several), and up to `CONSECUTIVE` consecutive
+      The step whose length is closest to the median (the newest of several), and up to `CONSECUTIVE` consecutive
       steps around it. The second excerpt is omitted if there is only one step. Empty without steps.
     """
     steps = list(windows)

@@ -69,7 +69,7 @@ def _client(
 
 
 def open_weights(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, max_prompt_tokens: int) -> Sampler:
-    """Returns a sampler that evaluates local weights.
+    """Returns a sampler that generates with local weights.
 
     Args:
       model: The policy. It may be abstract.
@@ -93,7 +93,7 @@ async def model_info(url: str) -> ModelInfo:
 def open_server(
     url: str, model: Qwen3, stop_ids: Sequence[int], config: Config, weight_version: str | None = None
 ) -> Sampler:
-    """Returns a sampler that evaluates the current weights of a server.
+    """Returns a sampler that generates with the current weights of a server.
 
     Args:
       url: URL of the server or router.

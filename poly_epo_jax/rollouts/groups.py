@@ -55,7 +55,7 @@ class _Turn:
     Attributes:
       draft: The group of the generations.
       request: Request to the sampler.
-      index: Index of the generation of a later turn.
+      index: Index of the generation of a later turn. 0 in the first turn.
       before: Previous turns of this generation. None in the first turn.
     """
 
@@ -79,8 +79,8 @@ class Rollouts:
       max_prompt_tokens: Maximum number of prompt tokens. Longer prompts raise an error.
       stop_strings: If the text of a stop token contains one of these strings, the characters before the string belong
         to the response.
-      vocab_size: Number of rows of the policy's embedding. Token ids of `vocab_size` or above in prompts, replies and
-        completions raise an error. By default, all int32 ids are accepted.
+      vocab_size: Number of rows of the policy's embedding. Token ids outside the range 0 to `vocab_size - 1` in
+        prompts, replies and completions raise an error. The default exceeds the size of every vocabulary.
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class Rollouts:
     async def push_weights(self, params: Params, version: int) -> None:
         """Pushes new weights to the sampler, after all multi-turn generations in progress are complete.
 
-        Callers must therefore consume all groups of a conversational task before they await this method.
+        The groups of a conversational task must therefore be consumed before this method is awaited, or by a different
+        asyncio task. Otherwise it waits forever.
 
         Args:
           params: All weights of the policy, see `Sampler.push_weights`.
@@ -132,8 +133,9 @@ class Rollouts:
           sampling: Sampling parameters. `max_tokens` limits the entire response, including replies of the task.
 
         Raises:
-          ValueError: If a prompt is empty or longer than `max_prompt_tokens`, a token is not in the policy's embedding,
-            or a log-probability is not finite.
+          ValueError: If a prompt is empty, is longer than `max_prompt_tokens` or cannot be encoded (see
+            `encode_prompts`), a token is not in the policy's embedding, a log-probability is not finite, or a reply of
+            the task is not a string.
           RuntimeError: If a completion is missing, or the weights changed between two turns of a generation.
         """
         drafts = [
@@ -257,7 +259,7 @@ def generation_seeds(seed: int, problem: Problem, num_generations: int) -> UInt3
 
     Args:
       seed: Seed of the batch, `Sampling.seed`.
-      problem: The problem. Its id and, if it is not 0, its occurrence in the batch are mixed into the seeds.
+      problem: The problem. Its id is mixed into the seeds and, unless `occurrence` is 0, its `occurrence`.
       num_generations: Number N of generations. The seeds of a smaller N are a prefix of those of a larger N.
 
     Returns:

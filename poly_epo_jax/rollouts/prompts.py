@@ -24,7 +24,8 @@ def encode_prompts(
     """Encodes the prompts of problems, without adding special tokens.
 
     The names of control tokens in chat messages and in `Problem.untrusted` are encoded as plain text. Control tokens
-    are the tokenizer's special tokens, and its added tokens that also occur in the template around this text.
+    are the tokenizer's special tokens, and its added tokens that also occur in the template around this text. A name
+    that consists of a single character cannot be split, and is always encoded as the control token.
 
     Args:
       tokenizer: Tokenizer of the policy. Its chat template is applied to problems with `chat` True.

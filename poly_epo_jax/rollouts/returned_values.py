@@ -29,7 +29,7 @@ def checked_rewards(task: Task, problem: Problem, rewards: Sequence[Any]) -> Flo
     """
     numbers = [_number(reward) for reward in rewards]
     for reward, number in zip(rewards, numbers, strict=True):
-        if number is None or not 0 <= number <= 1 + 2**-24:  # float32 rounds these numbers to at most 1
+        if number is None or not 0 <= number <= 1 + 2**-24:  # float32 rounds valid numbers to at most 1.
             raise ValueError(
                 f"{_name(task)}.reward returned {_describe(reward)} for problem {problem.id}, but a reward must be a "
                 "number from 0 to 1; return a float, such as 1.0."
@@ -145,7 +145,7 @@ def _flaw_of_features(features: Any, num_responses: int) -> str:
     for name, feature in features.items():
         try:
             is_valid = np.shape(feature)[:1] == (num_responses,) and bool(np.isfinite(feature).all())
-        except (TypeError, ValueError):  # not numeric, or rows of different lengths
+        except (TypeError, ValueError):  # The feature is not numeric, or its rows have different lengths.
             is_valid = False
         if not is_valid:
             return (

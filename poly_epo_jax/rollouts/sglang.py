@@ -203,7 +203,7 @@ def _tokens(answer: Any, is_jax: bool) -> tuple[list[int], list[float]]:
     count = field(answer, "meta_info.completion_tokens", int)
     entries = field(answer, "meta_info.output_token_logprobs", list)
     output_ids = field(answer, "output_ids", list)
-    # sglang-jax may prepend repeated entries to those of the generation, and omits special tokens from output_ids.
+    # sglang-jax may return repeated entries before the generated tokens, and omits special tokens from output_ids.
     if count < 1 or not (len(entries) >= count if is_jax else len(entries) == len(output_ids) == count):
         raise InvalidResponseError(
             f"completion_tokens is {count}, but the response has {len(entries)} output_token_logprobs and "

@@ -212,10 +212,10 @@ def _effects(rewards: Scalars, clusters: Scalars, set_size: int) -> _Effects:
       beside(s) is the probability that it contains no member, but a given other generation outside the cluster,
       apart(s) = missed(s) - beside(s) is the probability that it contains neither.
     Let r be the mean reward, r' the rewards minus r, and s the size of y's own cluster. Up to terms that are equal for
-    all y,
-      n d = missed(s)
-      n^2 f = n r missed(s) + r'_y (sum_c [apart(0) - apart(|c|)] + apart(s)) - beside(s) sum_{i in y's cluster} r'_i
-    and degenerate clusters contribute 0. No term is a small difference of large ones, so float32 suffices.
+    all y, the expectations D of d and F of f over the sets that contain y are
+      n D = missed(s)
+      n^2 F = n r missed(s) + r'_y (sum_c [apart(0) - apart(|c|)] + apart(s)) - beside(s) sum_{i in y's cluster} r'_i
+    and degenerate clusters contribute 0. No term is a small difference of large terms, so float32 suffices.
     """
     rewards_PN, clusters_PN = as_features(rewards=rewards, clusters=clusters)
     rewards_PN, num_generations = jnp.asarray(rewards_PN, float), rewards_PN.shape[1]
@@ -228,7 +228,7 @@ def _effects(rewards: Scalars, clusters: Scalars, set_size: int) -> _Effects:
     above_PN = subtract_mean(rewards_PN)
     mean_reward_P1 = (rewards_PN - above_PN).mean(axis=-1, keepdims=True)
     above_in_cluster_PN = jnp.where(same_PNN, above_PN[:, None, :], 0).sum(axis=-1)
-    # The members of a cluster add up to its term.
+    # Each generation adds the term of its cluster divided by the cluster's size, so these are sums over clusters.
     over_clusters_P1 = (not_apart_PN / sizes_PN).sum(axis=-1, keepdims=True)
     found_P1 = (found_PN / sizes_PN).sum(axis=-1, keepdims=True)
     from_rewards_PN = above_PN * (over_clusters_P1 + apart_PN) - beside_PN * above_in_cluster_PN

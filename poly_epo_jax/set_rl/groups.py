@@ -23,11 +23,12 @@ _EXTRA_AXES = {"rewards": 0, "clusters": 0, "mean_logprob": 0, "embeddings": 1} 
 
 
 def as_features(num_axes: int | None = 2, **features: Any) -> tuple[Array, ...]:
-    """Converts features to arrays and checks them. All functions of set_rl that read features call this function.
+    """Converts features to arrays and checks them. All estimators and objectives of set_rl call this function.
 
     Args:
       num_axes: Number of leading axes that all features share: 2 for [P, N], or None for all axes of the first feature.
-      **features: Features by name, see `as_array`. Embeddings have one more axis than other known features.
+      **features: Features by name, see `as_array`. Embeddings have one axis after the shared axes. Features with names
+        that are not in `_EXTRA_AXES` may have any number of further axes.
 
     Returns:
       The arrays, in the order of the arguments.
@@ -51,8 +52,8 @@ def as_features(num_axes: int | None = 2, **features: Any) -> tuple[Array, ...]:
 def as_array(name: str, values: Any, counts: Any = True) -> Array:
     """Converts the values of an argument to an array. Values are checked outside jit only, where they are known.
 
-    Cluster ids and sets become int32. Integers, booleans and 16-bit floats of other arguments of set_rl become the
-    default float type, float32. Features with other names keep their type.
+    Arguments with names in `_INTEGERS` become int32. Integers, booleans and 16-bit floats become float32 if the name is
+    in `_NUMBERS`. Other arrays keep their type, but 64-bit types become 32-bit types unless `jax_enable_x64` is set.
 
     Args:
       name: Name of the argument. It determines the type, and is included in error messages.

@@ -2,9 +2,10 @@
 
 A loss maps `Tokens` to -sum(weights * term), where the term of a token depends on the loss. The losses of microbatches
 therefore add up to the loss of the batch. The metrics are sums over response tokens, which the caller adds up and
-divides by the number of tokens. Values of masked tokens have no effect. Parameters named `clip_low` and `clip_high` are
-set by `algo.clip_low` and `algo.clip_high`. Other keyword arguments are set by `algo.loss_options` and checked against
-their annotations. `clip_cov` and `kl_cov` compare the tokens of a microbatch, so their result depends on its size.
+divides by the number of tokens. Masked tokens are the tokens with weight 0. Their values have no effect. Parameters
+named `clip_low` and `clip_high` are set by `algo.clip_low` and `algo.clip_high`. Other keyword arguments are set by
+`algo.loss_options` and checked against their annotations. `clip_cov` and `kl_cov` compare the tokens of a microbatch,
+so their result depends on its size.
 """
 
 from collections.abc import Callable
@@ -69,7 +70,7 @@ def ppo_clip_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0
 
     Returns:
       The loss, and the sums `clip_fraction` (number of tokens whose gradient the clip removes), `ratio` (w) and `kl`
-      (estimates of KL(old || new), in nats).
+      (estimates of KL(old policy || current policy), in nats).
 
     Raises:
       ValueError: If the arrays of `tokens` differ in shape, or are invalid (see `as_array`).
@@ -276,6 +277,10 @@ def sequence_means(values: Shaped[Array, "*rows T"], tokens: Tokens) -> Float[Ar
 
     Returns:
       The mean over its sequence at each response token, and 0 on masked tokens.
+
+    Raises:
+      ValueError: If `values` cannot be converted to numbers, or if the arrays of `tokens` differ in shape or are
+        invalid (see `as_array`).
     """
     values, tokens = as_array("values", values, False), _checked(tokens)
     length = values.shape[-1]
@@ -295,6 +300,9 @@ def kl_estimate(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
     """Returns the k3 estimate of KL(p || q), in nats, from log_ratio = log q - log p of tokens drawn from p.
 
     The estimate q / p - 1 - log(q / p) is unbiased and never negative (Schulman, "Approximating KL divergence").
+
+    Raises:
+      ValueError: If `log_ratio` is invalid (see `as_array`).
     """
     log_ratio = as_array("log_ratio", log_ratio)
     return jnp.expm1(log_ratio) - log_ratio

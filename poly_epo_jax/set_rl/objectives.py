@@ -106,6 +106,9 @@ def diversity(clusters: SetScalars) -> Float[Array, "*prompts K"]:
 
     Args:
       clusters: Cluster ids of the n generations of each set.
+
+    Raises:
+      ValueError: If `clusters` is invalid (see `as_features`).
     """
     (clusters,) = as_features(None, clusters=clusters)
     seen_before = jnp.tril(clusters[..., :, None] == clusters[..., None, :], -1).any(axis=-1)

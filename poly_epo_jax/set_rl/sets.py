@@ -18,7 +18,7 @@ from poly_epo_jax.set_rl.groups import as_array
 Sets = Shaped[Array | np.ndarray, "K n"] | Shaped[Array | np.ndarray, "P K n"] | Sequence[Any]
 """Generation indices of sets, before `as_sets` converts and checks them."""
 
-_SMALL_TABLE = 2**16
+_SMALL_TABLE = 2**16  # number of sets
 _MAX_TABLE_BYTES = 2**30
 
 
@@ -66,7 +66,8 @@ def as_sets(sets: Sets, num_prompts: int, num_generations: int) -> Int32[Array, 
 def _is_smaller_table(sets: Any, set_size: int, seen: int, num_generations: int) -> bool:
     """Returns True if `sets` are all sets of the first `seen` of the generations, as `enumerate_sets` orders them.
 
-    Sampled sets may lack the last generations. With more than five sets, it is improbable that they are such a table.
+    Sampled sets may also lack the last generations. It is improbable that more than five sampled sets equal such a
+    table. A table of at most five sets is therefore only detected if it is the array that `enumerate_sets` returned.
     """
     given = np.asarray(sets)
     num_sets = given.shape[-2]
@@ -131,7 +132,7 @@ def sample_sets(
         rows = jax.random.choice(key, total, (num_sets,), replace=False)
         return jnp.asarray(enumerate_sets(num_generations, set_size))[rows]
 
-    # Otherwise C(N, n) may exceed the range of an integer, so sets are drawn i.i.d. and the first K distinct ones are
+    # Otherwise C(N, n) may exceed the range of an integer, so sets are drawn i.i.d. and the first K distinct sets are
     # kept. Given the distinct sets so far, the next new set is uniform over the remaining sets, so this is exactly a
     # draw without replacement.
     def draw(key: Array) -> Array:
@@ -151,7 +152,7 @@ def sample_sets(
 
 def _distinct_first(sets: Int32[Array, "M n"]) -> tuple[Int32[Array, "M n"], Int32[Array, ""]]:
     """Moves repeated rows behind the distinct rows, which keep their order, and counts the distinct rows."""
-    order = jnp.lexsort(sets.T)  # stable: of equal rows, the one drawn first comes first
+    order = jnp.lexsort(sets.T)  # stable, so equal rows keep the order in which they were drawn
     ordered = sets[order]
     is_repeat = jnp.zeros(len(sets), bool).at[order[1:]].set((ordered[1:] == ordered[:-1]).all(axis=1))
     return sets[jnp.argsort(is_repeat, stable=True)], jnp.sum(~is_repeat, dtype=jnp.int32)

@@ -60,7 +60,16 @@ class DemonstratedTask(Task, Protocol):
     def demonstration(
         self, problem: Problem, rng: np.random.Generator, style: DemonstrationStyle
     ) -> str | tuple[str, ...]:
-        """Draws a response to the problem, or its turns if the task replies: a policy turn, a reply, and so on."""
+        """Draws a demonstration of the problem.
+
+        Args:
+          problem: Problem to demonstrate.
+          rng: Random generator.
+          style: Error rate and distribution of strategies.
+
+        Returns:
+          The response or, if the task replies, the turns of the response: a policy turn, a reply, and so on.
+        """
         ...
 
 
@@ -77,6 +86,10 @@ def base_policy(config: Config, task: Task, mesh: Mesh) -> Path:
 
     Returns:
       A Hugging Face folder.
+
+    Raises:
+      ValueError: If the task has no demonstrations, or if the mesh does not fit the policy.
+      DivergenceError: If the fit diverges.
     """
     task = _demonstrated(task)
     folder = base_policy_folder(config.base, config.task, task)

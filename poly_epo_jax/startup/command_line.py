@@ -105,6 +105,7 @@ def read_arguments(arguments: Sequence[str]) -> Config:
 
     Raises:
       ConfigError: If an argument, key or value is invalid, with the error message of the command.
+      argparse.ArgumentError: If the value of a flag is missing or not allowed.
     """
     return read_config(_parse(config_parser(None), arguments)[1])
 
@@ -166,11 +167,14 @@ def _set(config: ConfigDict, override: str) -> None:
 
 
 def parse_value(text: str, kind: Any) -> Any:
-    """Parses the text of an override. Text that cannot be parsed is returned unchanged, for the checks to reject.
+    """Parses the text of an override.
+
+    Text that cannot be parsed is used as a string, which the checks reject unless the key accepts strings.
 
     Args:
       text: Text after `=`.
-      kind: Declared type of the key. Types other than str, bool, int and float are parsed as Python literals.
+      kind: Declared type of the key. Types other than str, bool, int and float are parsed as Python literals. For
+        tuples, a value that is not a list or tuple becomes the only item of a tuple.
     """
     if kind is bool or (kind is object and text in ("true", "false")):
         return BOOLEANS.get(text.lower(), text)

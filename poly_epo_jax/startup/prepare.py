@@ -88,9 +88,10 @@ def prepare(config: Config) -> Prepared:
 
 
 def model_shape(config: Config) -> ModelConfig:
-    """Returns the model configuration of a run, without loading or downloading weights.
+    """Returns the model configuration of a run, without loading weights.
 
-    It is read from the model's folder, from a preset if the folder does not exist, or from `config.base`. With
+    Without `model.path`, the configuration is taken from `config.base`. Otherwise, it is read from the model's folder
+    or, if the folder does not exist, from a preset. A model of the Hub that has no preset is downloaded. With
     `model.remat=auto`, the memory plan determines `remat`.
 
     Raises:
@@ -145,7 +146,7 @@ def check_memory(config: Config, plan: Plan, rows_that_fit: int) -> None:
       rows_that_fit: Maximum number of rows per device that fit, from `plan_of`.
 
     Raises:
-      ConfigError: If it does not fit. The message names the stage with the peak and the key to lower.
+      ConfigError: If the configuration does not fit. The message names the cause of the peak and a remedy.
     """
     if plan.memory_bytes is not None and plan.needed_bytes > MEMORY_TOLERANCE * plan.memory_bytes:
         rollouts = config.rollouts

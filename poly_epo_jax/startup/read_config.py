@@ -49,8 +49,8 @@ KNOWN_NAMES: dict[str, Collection[str]] = {
 }
 """Known names by key. They are looked up for every configuration, because users' files can register components."""
 
-MAX_SETS = 10**6  # per prompt
-MAX_UPDATES = 10**9  # counted in 32 bits
+MAX_SETS = 10**6  # maximum number of sets per prompt
+MAX_UPDATES = 10**9  # maximum number of optimizer updates of a run, because they are counted in 32 bits
 
 
 def read_config(config: ConfigDict, training: bool = True) -> Config:
@@ -120,7 +120,7 @@ def registry_entries(config: Config) -> dict[str, Entry]:
 
 
 def refuse_passwords(value: Any, key: str = "") -> None:
-    """Checks that values do not contain addresses with a user or password, because they are printed and stored.
+    """Checks that values do not contain addresses with a user or password, because values are printed and stored.
 
     Args:
       value: A value, or a nested mapping or list of values.

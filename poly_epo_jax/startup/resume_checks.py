@@ -51,7 +51,8 @@ def check_resume_config(workdir: Path, config: Config) -> None:
       config: Configuration of the resuming command.
 
     Raises:
-      ConfigError: If the saved configuration has other keys, or other values of keys that must not change.
+      ConfigError: If the saved configuration has other keys, or other values of keys that must not change, or if files
+        of the run are missing.
     """
     saved = run_folder.resumable_config(workdir)
     if saved is None:
@@ -76,7 +77,8 @@ def check_version(run: Path, saved: Mapping[str, Any]) -> None:
       saved: Content of its config.json.
 
     Raises:
-      ConfigError: If it has other keys. The message contains the version and commit that the run was trained with.
+      ConfigError: If the configuration has other keys. The message contains the version and commit that the run was
+        trained with.
     """
     if changed := changed_keys(_names(saved), _names(Config().to_dict())):
         used = [{}, *run_folder.read_about(run).get("versions", [])][-1]
@@ -134,7 +136,7 @@ def check_same_content(workdir: Path, source: str, digests: dict[str, str]) -> d
 
 
 def problem_digests(task: Task) -> dict[str, str]:
-    """Returns digests of the problems of a task, in their order, which do not depend on where they come from."""
+    """Returns digests of the training and held-out problems of a task, and of their order, see `problems_digest`."""
     parts = {"training problems": task.train_problems, "held-out problems": task.held_out_problems}
     return {name: problems_digest(part) for name, part in parts.items()}
 
@@ -155,9 +157,9 @@ def policy_digests(policy: Policy) -> dict[str, str]:
 
 
 def input_digests(config: Config) -> dict[str, str]:
-    """Returns digests of the files that a configuration names, by key: the model folder, and files in options.
+    """Returns digests of the files that a configuration names, by key.
 
-    Models of the Hub are not included.
+    These are the model folder, and the files in `task.options` and `judge.options`. Models of the Hub are not included.
     """
     folder = config.model.path
     digests = {"model.path": model_digest(Path(folder))} if folder and Path(folder).is_dir() else {}

@@ -70,8 +70,8 @@ def run_digests(run: Path, step: int) -> dict[str, str]:
       step: Step of a checkpoint.
 
     Returns:
-      "model_files", the digest of the run's configuration and tokenizer, and "weights", the digest of the checkpoint.
-      "weights" is omitted if the checkpoint does not exist or was emptied.
+      "model_files", the digest of the model configuration and tokenizer in the run folder, and "weights", the digest of
+      the checkpoint. "weights" is omitted if the checkpoint does not exist or was emptied.
     """
     weights = checkpoint_digest(run, step)
     return {"model_files": model_digest(run / POLICY)} | ({"weights": weights} if weights else {})

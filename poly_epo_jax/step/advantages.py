@@ -21,6 +21,7 @@ Features = Mapping[str, jax.Array | np.ndarray]
 OWN_FEATURES = ("rewards", "lengths", "mean_logprob")
 """Features that every generation has. All other features come from the judge."""
 FEATURES = (*OWN_FEATURES, "clusters", "embeddings")
+"""Names of the features that the estimators created by `_factory` can read. Their other parameters are options."""
 
 
 class Estimator(NamedTuple):
@@ -41,7 +42,7 @@ class Estimator(NamedTuple):
 
     @property
     def reads_judge(self) -> bool:
-        """True if features of the judge are read. Prompts on which the judge failed then take no part in the update."""
+        """True if features of the judge are read. Prompts on which the judge failed are then not trained on."""
         return not set(self.reads) <= set(OWN_FEATURES)
 
 

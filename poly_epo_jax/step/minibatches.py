@@ -1,4 +1,7 @@
-"""Packs the generations of a batch and their advantages into minibatches. Each loss is a mean over its own prompts."""
+"""Packs the generations of a batch and their advantages into minibatches.
+
+The loss of a minibatch is a mean over the prompts of this minibatch.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -1,6 +1,7 @@
 """The objective of an update, as pure functions of one microbatch: policy loss, KL and entropy terms, and metrics.
 
-Metrics are sums over response tokens, so that they can be added over microbatches. `summarize` converts them to means.
+Metrics are sums, so that they can be added over microbatches, except for the maximum `mismatch_max`. `summarize`
+combines them into the metrics of a step.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ UPDATE_METRICS = {
     *("mismatch", "mismatch_kl", "mismatch_tokens", "mismatch_max"),
     *("gradient_norm", "update_norm", "weight_norm", "learning_rate"),
 }
-"""Names of the metrics of every update. Losses must not return metrics with these names."""
+"""Names of the metrics that updates compute for any loss. Losses must not return metrics with these names."""
 
 
 class DivergenceError(RuntimeError):
@@ -44,7 +45,7 @@ class UpdateObjective:
       temperature: Temperature of the sampling distribution whose log-probabilities are trained.
       kl_coef: Weight of KL(policy || reference). 0 disables the term.
       entropy_coef: Weight of the entropy bonus. 0 disables it.
-      importance_cap: Cap of truncated importance sampling. 0 disables these weights.
+      importance_cap: Cap of truncated importance sampling. 0 disables truncated importance sampling.
       max_mismatch_ratio: Responses are masked if the geometric mean of p_old / p_sampler over their tokens is above
         `max_mismatch_ratio` or below 1 / `max_mismatch_ratio`. 0 disables masking.
     """
@@ -67,7 +68,7 @@ class UpdateObjective:
           batch: The packed sequences.
 
         Returns:
-          The loss, and metrics as sums over response tokens.
+          The loss, and the metrics of the microbatch as sums, except for the maximum `mismatch_max`.
 
         Raises:
           ValueError: If the loss function does not return scalars, or returns a metric with a reserved name.
@@ -154,7 +155,11 @@ def _mismatch(difference: Float[Array, "R T"], measured: Bool[Array, "R T"]) -> 
 
 
 def summarize(sums: Sequence[dict[str, Any]], applied: Sequence[dict[str, Any]]) -> Metrics:
-    """Combines the metrics of a step: means over trained tokens for the sums, and means over updates for the norms.
+    """Combines the metrics of the microbatches and updates of a step.
+
+    Most sums become means over trained tokens. `mismatch/mean`, `mismatch/kl` and `mismatch/truncated_fraction` are
+    means over all response tokens, including masked responses. The loss, the norms and the learning rate become means
+    over updates.
 
     Args:
       sums: Metrics of each microbatch, from `UpdateObjective`.

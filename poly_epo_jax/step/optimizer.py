@@ -19,7 +19,8 @@ def make_schedule(config: OptimizerSection, total_updates: int) -> optax.Schedul
     """Creates the learning-rate schedule: linear warm-up, then one of SCHEDULES.
 
     Args:
-      config: The `optimizer` section. The linear and cosine schedules end at `end_lr_fraction` of the peak.
+      config: The `optimizer` section. The linear and cosine schedules end at `end_lr_fraction` of the peak, which is
+        `learning_rate`.
       total_updates: Number of updates of the run, including the warm-up.
 
     Returns:

@@ -10,7 +10,8 @@ Two sequences of five tokens each, with the same prompt a b, as one row of 12 to
     segment_ids  1  2 2 2  3 3 3  0 0 0 0 0     e and h predict nothing and are omitted
     positions    0  1 2 3  1 2 3  0 0 0 0 0
 
-Tokens attend to earlier tokens of their own segment, and the segments of a shared prompt also to the prompt.
+Tokens attend to themselves and to earlier tokens of their own segment. Segments that share a prompt also attend to the
+segment of the prompt.
 """
 
 import dataclasses
@@ -90,7 +91,8 @@ def pack(
     """Packs sequences into microbatches of shape [rows_per_microbatch, row_tokens].
 
     Packing is first-fit decreasing: the longest sequences are placed first, each in the first row with enough free
-    space. Unused positions, including unused rows of the last microbatch, are padding.
+    space. With `share_prompts`, all sequences of a prompt are placed one after another, if possible in rows that
+    already store the prompt. Unused positions, including unused rows of the last microbatch, are padding.
 
     Args:
       sequences: The sequences to pack.
@@ -119,19 +121,26 @@ def pack(
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
-    """Sequences of one row that share their prompt. Its first `shared` tokens are stored once; 0 shares nothing."""
+    """Sequences with the same prompt. The first `shared` prompt tokens are stored once per row. 0 disables sharing."""
 
     shared: int
     sequences: list[TrainingSequence]
 
 
 def _own_tokens(sequence: TrainingSequence, shared: int) -> int:
-    """Returns the length of a sequence's segment. With a shared prompt, its last token replaces the omitted one."""
+    """Returns the length of a sequence's segment.
+
+    With a shared prompt, this is the number of response tokens, because the segment starts with the last prompt token
+    and omits the last response token.
+    """
     return len(sequence.response_ids) + (0 if shared else len(sequence.prompt_ids))
 
 
 def _families(sequences: Sequence[TrainingSequence], share_prompts: bool) -> list[_Family]:
-    """Groups sequences by prompt if prompts are shared, otherwise one per family. The longest families come first."""
+    """Groups sequences by prompt if prompts are shared, and otherwise creates one family per sequence.
+
+    The longest families come first.
+    """
     by_prompt: dict[int, list[TrainingSequence]] = {}
     for index, sequence in enumerate(sequences):
         is_shared = share_prompts and len(sequence.prompt_ids) > 1

@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command with `arguments` (`sys.argv` if None).
 
     Returns:
-      The exit code: 0 if all runs are finished, 1 if runs failed, 2 if the study file or a configuration is invalid, or
-      128 plus the number of the signal that stopped the study.
+      The exit code: 0 if no run failed or with --report, 1 if runs failed, 2 after an error such as an invalid study
+      file or configuration, or 128 plus the number of the signal that stopped the study.
     """
     parser = argparse.ArgumentParser("python -m poly_epo_jax.study", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("file", type=Path, metavar="FILE", help="Python file that defines get_study()")

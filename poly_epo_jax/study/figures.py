@@ -123,8 +123,11 @@ def plot_curves(results: StudyResults, task: str, metric: str) -> Figure | None:
 def plot_pass_at_k(results: StudyResults, task: str) -> Figure | None:
     """Draws pass@k of the last evaluation during training, with a panel per learning rate.
 
-    Lines are means over seeds, and bands are ranges. Returns None if there is no data. The arguments are those of
-    `plot_comparison`.
+    Lines are means over seeds, and bands are ranges. Returns None if there is no data.
+
+    Args:
+      results: Results of the study.
+      task: Name of the task.
     """
 
     def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:

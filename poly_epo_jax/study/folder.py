@@ -25,7 +25,7 @@ ATTEMPT: Columns = {
     "started": str,  # start time in ISO 8601 format
     "seconds": int | float,
     "exit": int,  # exit code of the process, or 128 plus the number of the signal that terminated it
-    "error": str,  # last line of the log if the process failed, otherwise empty
+    "error": str,  # last line of the log or the name of a signal if the process failed or was stopped, otherwise empty
 }
 
 

@@ -41,9 +41,10 @@ class Point(NamedTuple):
 def plot_frontier(results: StudyResults, task: str) -> Figure | None:
     """Draws all points with intervals over seeds on both axes, and a second panel that enlarges the densest region.
 
-    Markers are hollow and differ in size (larger for higher learning rates), so that overlapping points remain visible.
-    Learning rates are written without overlap. Arrows point to the next higher learning rate. Returns None if there is
-    no data.
+    The second panel is omitted if fewer than three points are close to each other, or if all points are. Markers are
+    hollow and differ in size (larger for higher learning rates), so that overlapping points remain visible. Learning
+    rates are written without overlap. Arrows point to the next higher learning rate. Crosses mark the last evaluations
+    of unfinished runs. Returns None if there is no data.
 
     Args:
       results: Results of the study.
@@ -89,7 +90,10 @@ def _points(results: StudyResults, task: str) -> list[Point]:
 
 
 def _crowd(points: Sequence[Point]) -> list[Point]:
-    """Returns the neighbors of the point with the most neighbors. Empty if they are fewer than three, or all points."""
+    """Returns the largest group of points that are neighbors of one point, including this point.
+
+    The result is empty if the group has fewer than three points, or contains all points.
+    """
     if not points:
         return []
     positions = np.array([(point.x.mean, point.y.mean) for point in points])
@@ -134,7 +138,10 @@ def _draw_points(axes: Axes, results: StudyResults, points: Sequence[Point]) -> 
 
 
 def _label_points(axes: Axes, results: StudyResults, points: Sequence[Point]) -> None:
-    """Writes each learning rate at a free position near its point, connected to the point by a thin line."""
+    """Writes each learning rate at a free position near its point, connected to the point by a thin line.
+
+    A learning rate without a free position is omitted.
+    """
     color_of, to_points = {method: style["color"] for method, style in line_styles(results).items()}, 72 / figures.DPI
     centers = [axes.transData.transform((point.x.mean, point.y.mean)) * to_points for point in points]
     taken = [(center, np.array([6.0, 6.0])) for center in centers]

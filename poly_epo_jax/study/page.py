@@ -40,7 +40,7 @@ def write_study_report(folder: Path) -> Path:
     Also writes the tables as Markdown, and two figures per task as PNG and PDF.
 
     Raises:
-      ValueError: If the folder does not contain a study, or contains a corrupted row.
+      ValueError: If the folder does not contain a study, or one of its files is corrupted.
       OSError: If the files cannot be written.
     """
     results = read_results(folder)
@@ -166,7 +166,7 @@ def result_rows(results: StudyResults, task: str) -> list[ResultRow]:
 
 
 def markdown(results: StudyResults) -> str:
-    """Returns two Markdown tables per task: the means, and the differences from the baseline."""
+    """Returns Markdown with two tables per task: means and, if there are any, differences from the baseline."""
     parts = []
     for task in results.tasks:
         rows = result_rows(results, task)

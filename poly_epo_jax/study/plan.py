@@ -73,7 +73,8 @@ class StudyRun:
     def is_evaluated(self) -> bool:
         """Returns True if the evaluation of the final weights exists with these settings, or if none is requested.
 
-        Files are compared by their content. Problems and the model of a judge are only compared by the evaluation.
+        The weights (unless their checkpoint was emptied) and the files that options name are compared by their content.
+        Only the evaluation command compares the problems and the model that the judge's server lists.
         """
         if self.evaluation is None:
             return True
@@ -107,8 +108,8 @@ def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[StudyRun]:
       overrides: Arguments --config.KEY=VALUE that apply to all runs.
 
     Raises:
-      ConfigError: If a configuration is invalid, or a folder contains a run that cannot be resumed with it. The message
-        has a line for each distinct problem.
+      ConfigError: If an override sets a key that the study controls, a configuration is invalid, or a folder contains a
+        run that cannot be resumed with its configuration. The message has a line for each distinct problem.
     """
     for override in overrides:
         key = override.partition("=")[0].removeprefix("--config.")

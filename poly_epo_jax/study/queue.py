@@ -25,11 +25,11 @@ from poly_epo_jax.system.limits import cpu_limit
 from poly_epo_jax.system.signals import Stopped, StopSignal
 
 Worker = dict[str, str]
-"""Environment variables of the runs of a worker. The entry `CORE`, if present, is the core that they are bound to."""
+"""Environment variables for the runs of a worker. The entry `CORE` is not a variable, but the core of the runs."""
 
 CORE = "core"
 ENDED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
-"""Exit codes of runs that were stopped by a signal, which does not count as a failure."""
+"""Exit codes of runs that were stopped by SIGTERM or Ctrl-C. The progress display does not count them as failures."""
 
 POLL_INTERVAL_SECONDS = 1.0
 

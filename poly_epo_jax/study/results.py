@@ -102,7 +102,7 @@ class StudyResults:
 
         Args:
           cell: Task, method and learning rate.
-          finished: Whether to return finished or unfinished runs.
+          finished: Whether to return the finished runs. If False, the unfinished runs are returned.
         """
         found = [one for one in self.results if one.cell == cell and one.state.is_finished == finished]
         return sorted((one for one in found if one.rows), key=lambda one: one.key.seed)
@@ -118,7 +118,14 @@ class StudyResults:
         return mean_interval(np.array(list(values.values()))) if values else None
 
     def difference(self, cell: Cell, metric: str) -> Interval | None:
-        """Returns the difference from the baseline, paired by seed, with its interval. None for the baseline itself."""
+        """Returns the difference from the baseline, paired by seed, with its interval.
+
+        Returns None for the baseline itself, and if no seed has the metric in finished runs of both methods.
+
+        Args:
+          cell: Task, method and learning rate.
+          metric: Name of the metric, see `Result.at_end`.
+        """
         task, method, rate = cell
         if method == self.baseline:
             return None
@@ -145,7 +152,7 @@ def read_results(folder: Path) -> StudyResults:
     """Reads the current results of a study.
 
     Raises:
-      ValueError: If the folder does not contain a study, or a row is corrupted.
+      ValueError: If the folder does not contain a study, or one of its files is corrupted.
     """
     try:
         plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))

@@ -42,7 +42,8 @@ class Evaluation:
     """Settings of the evaluation of each finished run with `python -m poly_epo_jax.evaluate`.
 
     Attributes:
-      benchmarks: Benchmarks, as in --benchmarks. If empty, runs are evaluated on the held-out problems of their task.
+      benchmarks: Benchmarks, as in --benchmarks. If empty, runs are evaluated on the held-out problems of their
+        synthetic task. Must not be empty for the task `math`, which is not a benchmark.
       num_generations: Number of generations per problem.
       judge: Whether the judge clusters the generations.
     """

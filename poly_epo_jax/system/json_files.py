@@ -59,7 +59,7 @@ def keep_rows(path: Path, columns: Columns, keep: Callable[[Row], bool]) -> None
 
 
 def sort_rows(path: Path, columns: Columns, key: Callable[[Row], Any]) -> None:
-    """Sorts the complete rows of a file.
+    """Sorts the complete rows of a file. An incomplete last line is removed.
 
     Args:
       path: The file.

@@ -13,7 +13,11 @@ _MEMORY = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
 
 def memory_limit() -> int:
-    """Returns the memory in bytes of the machine or, if it is smaller, of this process's control group or a parent."""
+    """Returns the number of bytes of memory that this process may use.
+
+    The result is the memory of the machine or, if it is smaller, the memory limit of the control group of this process
+    or of a parent.
+    """
     limits = [_read(group / name) for group in _groups("memory") for name in _MEMORY]
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *(int(limit) for limit in limits if limit.isdecimal())])

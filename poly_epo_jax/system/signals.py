@@ -161,7 +161,7 @@ def exit_code(
       after_ctrl_c: State of the output after Ctrl-C, and how to continue.
 
     Returns:
-      The exit code of the command: 130 after Ctrl-C.
+      The exit code of the command, `failed` after an error, or 130 after Ctrl-C.
     """
     try:
         with deliver_keyboard_interrupt():

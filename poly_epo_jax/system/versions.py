@@ -21,7 +21,10 @@ def versions() -> Versions:
 
 
 def commit(folder: Path) -> str:
-    """Returns the abbreviated commit of a folder's repository, with `+` if tracked files differ from it."""
+    """Returns the abbreviated commit of a folder's repository, with `+` if tracked files differ from it.
+
+    Returns an empty string if the folder is not in a repository, or if git is not installed or does not respond.
+    """
     described = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=12"]
     try:
         return subprocess.run(described, capture_output=True, text=True, timeout=10).stdout.strip()

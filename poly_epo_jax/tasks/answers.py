@@ -32,13 +32,16 @@ CHARACTERS = str.maketrans(
         "°": r"^\circ ",
     }
 )
-"""LaTeX commands by the Unicode or ASCII character that is often typed in their place."""
+"""LaTeX commands or ASCII characters, by the Unicode symbol that is often typed in their place.
+
+A space replaces `~`, the non-breaking space of LaTeX.
+"""
 
 SPACE = r"(?:\s|\\[ ,;:!>])"
 ESCAPE_OR_COMMAND = re.compile(r"(?<!\\)\\[bfnrt]")
 """A control character in JSON, or the beginning of a LaTeX command."""
 MATH_MODE = re.compile(r"(?<!\\)\\[][()]")
-# A font group that contains only letters is a word and becomes `\text`. Other font groups remain mathematics.
+# A font group of at least two letters is a word and becomes `\text`. Other font groups remain mathematics.
 FONT = r"\\(?:boldsymbol|bm|pmb|math(?:bf|it|sf|tt|normal))\s*"
 FONT_OF_WORD = re.compile(FONT + r"(?=\{[a-zA-Z\s]{2,}\})")
 FONT_OF_FORMULA = re.compile(
@@ -79,8 +82,10 @@ def reference_answer(value: Any, marker: str = "") -> tuple[str, str]:
 
     Args:
       value: Text or a finite number. A list of one value, or a dict with the key `ground_truth`, is replaced by this
-        value, also if the list or dict is JSON text.
-      marker: Text before the answer in a worked solution. If empty, the entire text is the answer.
+        value. The same applies to JSON text of a dict or of a list of strings. Other text in brackets, such as `[3]`,
+        is an answer.
+      marker: Text before the answer in a worked solution. The answer is the text after its last occurrence. If empty,
+        the entire text is the answer.
 
     Returns:
       The answer and an empty string or, if the answer is unusable, an empty string and the reason, which is the name of
@@ -121,10 +126,10 @@ def _from_json(text: str) -> Any:
 def normalize_latex(answer: str) -> str:
     r"""Normalizes a LaTeX answer so that math-verify parses it as intended.
 
-    Removes fonts, sizes, colors, `\[`, trailing periods and commas, and the period in `3./2`. Rewrites thousands
-    separators (`1\,296` becomes one number), mixed numbers (`33\frac13` becomes 100/3), scientific notation (`4.5e33`
-    becomes a multiple of a power of ten instead of Euler's number), repeating decimals (`8.\overline{3}` becomes 25/3),
-    and plus-minus signs (`\frac{1 \pm 5}{2}` becomes two numbers).
+    Replaces Unicode symbols. Removes fonts, sizes, colors, `\[`, trailing periods, commas and semicolons, and the
+    period in `3./2`. Rewrites thousands separators (`1\,296` becomes one number), mixed numbers (`33\frac13` becomes
+    100/3), scientific notation (`4.5e33` becomes a multiple of a power of ten instead of Euler's number), repeating
+    decimals (`8.\overline{3}` becomes 25/3), and plus-minus signs (`\frac{1 \pm 5}{2}` becomes two numbers).
     """
     answer = MATH_MODE.sub(" ", answer.translate(CHARACTERS)).strip()
     answer = FONT_OF_FORMULA.sub("", FONT_OF_WORD.sub(r"\\text", answer)).strip()

@@ -40,15 +40,15 @@ Expression = int | Sum | Product
 def equations(text: str) -> list[list[Expression]]:
     """Extracts all formulas from a text.
 
-    Multiplication may be written as `*`, a cross, a dot, their LaTeX commands, or an x between numbers. Adjacent
-    parentheses such as `(20+3)(70-3)` are also multiplied.
+    Multiplication may be written as `*`, a cross, a dot, their LaTeX commands, or an x between numbers or parentheses.
+    A parenthesis is also multiplied by a factor directly before it, as in `7(20+4)` or `(20+3)(70-3)`.
 
     Args:
       text: Free text. Only its last `MAX_CHARACTERS` characters are read.
 
     Returns:
       For each formula, in order of appearance, the expressions on the sides of its equals signs. A formula without `=`
-      has one side. Sides that cannot be parsed are omitted.
+      has one side. Sides that cannot be parsed are omitted, as are formulas without any other side.
     """
     text = text[-MAX_CHARACTERS:].translate(TIMES | MINUS)
     text = LETTER_TIMES.sub("*", LATEX_AROUND.sub(" ", LATEX_TIMES.sub("*", text)))

@@ -27,7 +27,8 @@ def decomposition(expression: Expression, a: int, b: int) -> Decomposition | Non
     Returns:
       The canonical decomposition. None if `expression` does not decompose an operand: it is a * b itself, a factor is
       1, a summand is 0, or its factors cannot be divided into factors of a and factors of b, so that it decomposes the
-      result instead of the operands.
+      result instead of the operands. Also None if it has more than `MAX_FACTORS` factors, or more than `MAX_TERMS`
+      terms when expanded.
     """
     if isinstance(expression, Product):
         candidates = iter([[_summands(factor) for factor in expression.factors]])
@@ -86,7 +87,10 @@ def _sums_of_grid(terms: list[tuple[int, tuple[int, int]]], columns: int, first:
 
 
 def _other(pair: tuple[int, int], number: int) -> int:
-    """Returns the other factor of a pair that contains `number`, or 0, which is never a valid summand."""
+    """Returns the other factor of a pair that contains `number`.
+
+    If the pair does not contain it, returns 0, which is never a valid summand.
+    """
     return pair[1 - pair.index(number)] if number in pair else 0
 
 

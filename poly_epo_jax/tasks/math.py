@@ -32,7 +32,7 @@ class MathTask:
       num_workers: Number of processes that compare answers. 0 starts one for every two CPU cores that this process
         may use, but at least 2.
       cpu_seconds: CPU time limit of one comparison, in seconds.
-      memory_gb: Memory limit of each process, in GiB.
+      memory_gb: Memory limit of each process, in GiB. It is only enforced on Linux.
       train_problems: Problems of `train` after `problems.clean_problems`.
       held_out_problems: Problems of `held_out` after `problems.clean_problems`.
       dropped: Numbers of problems that were removed from "train" and "held_out", by reason.
@@ -40,7 +40,7 @@ class MathTask:
     Raises:
       ValueError: If a source is malformed, two problems of one part have the same id, or `template` does not contain
         `{problem}` exactly once.
-      OSError: If a source is missing or unreachable.
+      OSError: If a source is missing or unreachable, or if a process that compares answers cannot start.
     """
 
     train: Annotated[str, NOT_EMPTY]

@@ -69,7 +69,7 @@ class OneWordTask(SyntheticTask):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class CategoriesTask(OneWordTask):
-    """Prompts consist of two examples and a category such as `An animal:`. A correct response is `dog`.
+    """A task whose prompts consist of two examples and a category such as `An animal:`. A correct response is `dog`.
 
     Spellings of one word, such as gray and grey, are the same answer.
     """
@@ -83,9 +83,9 @@ class CategoriesTask(OneWordTask):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class PrefixesTask(OneWordTask):
-    """Prompts consist of two examples and a line such as `A word that starts with qu:`. A correct response is `quick`.
+    """A task whose prompts consist of two examples and a line such as `A word that starts with qu:`.
 
-    Any common English word with the prefix is correct.
+    A correct response is `quick`. Any common English word with the prefix is correct.
     """
 
     num_train: Annotated[int, Range(0, 1000)] = 125
@@ -123,15 +123,16 @@ def normal_form(text: str, known: Mapping[str, str]) -> str | None:
     """Normalizes the word in a response.
 
     Converts the text to lower case and removes accents, a leading article, surrounding punctuation and, for words in
-    `known`, the plural ending. For example, "The Hippos." becomes "hippopotamus" if `known` contains "hippo", and
-    "hippos" otherwise.
+    `known`, the plural ending. For example, "The Hippos." becomes "hippopotamus" if `known` maps "hippo" to
+    "hippopotamus", and "hippos" if `known` does not contain the word.
 
     Args:
       text: Text of the response.
       known: Mapping from spellings to normal forms.
 
     Returns:
-      The normalized word, or None if the text is not a word or a name of at most four words.
+      The normalized word, or None if the text is not in `known` and is not a word or a name of at most four words and
+      `MAX_CHARACTERS` characters.
     """
     plain = _without_accents(text.strip().lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))
     bare = re.sub(r" +", " ", plain.strip("\"'`*.,;:!? "))

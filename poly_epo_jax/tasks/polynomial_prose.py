@@ -65,7 +65,10 @@ class PolynomialProseTask(SyntheticTask):
         return float(point is not None and point[1] == polynomial_value(problem.answer, point[0]))
 
     def strategy(self, problem: Problem, generation: Generation) -> tuple[Fraction, Fraction] | None:
-        """Returns the last pair (x, y) in the text, whether correct or not, or None if there is none."""
+        """Returns the last pair (x, y) in the last `MAX_CHARACTERS` characters, whether correct or not.
+
+        Returns None if these characters do not contain a pair.
+        """
         pairs = PAIR.findall(generation.text[-MAX_CHARACTERS:].replace("\N{MINUS SIGN}", "-").replace("$", ""))
         if not pairs:
             return None

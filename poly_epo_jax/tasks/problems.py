@@ -18,12 +18,12 @@ class Dropped:
 
     Attributes:
       no_answer: Number of rows whose answer is null, NaN, blank or "notfound", or does not contain the answer marker.
-      unusable_answer: Number of rows whose answer is a list of several values, a dict without `ground_truth`, a
-        boolean, infinite or too long.
+      unusable_answer: Number of rows whose answer is a list that does not contain exactly one value, a dict without
+        `ground_truth`, a boolean, infinite, or longer than `answers.MAX_ANSWER_LENGTH` characters.
       proofs: Number of rows whose answer is the word "proof".
-      duplicates: Number of additional copies of the remaining problems.
+      duplicates: Number of additional copies of problems with usable answers, whether or not the answers agree.
       conflicting: Number of different problems whose copies have conflicting answers.
-      held_out: Number of the remaining problems that are also held-out problems.
+      held_out: Number of different problems without conflicting answers that are also held-out problems.
     """
 
     no_answer: int = 0
@@ -160,8 +160,8 @@ def load_problems(
       source: File or dataset, see `read_source`.
       problem_column: Column that contains the problem text.
       answer_column: Column that contains the answer, in a form that `answers.reference_answer` accepts.
-      id_column: Column that contains the problem id. Rows without this column get the name of the source and their
-        number, counted from 1, such as `gsm8k/17`.
+      id_column: Column that contains the problem id. Rows without a value in this column get the last part of the
+        source's path or name and their number, counted from 1, such as `gsm8k/17`.
       answer_marker: Text before the answer in the answer column, see `answers.reference_answer`.
 
     Returns:
@@ -207,7 +207,7 @@ def load_problems(
 
 
 def reasons_text(dropped: Dropped | Mapping[str, int]) -> str:
-    """Formats the numbers of removed problems by reason, such as "3 duplicates, 1 too long". Omits zeros."""
+    """Formats the numbers of removed problems by reason, such as "1 unusable answer, 3 duplicates". Omits zeros."""
     counts = dataclasses.asdict(dropped) if isinstance(dropped, Dropped) else dropped
     return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items() if count)
 

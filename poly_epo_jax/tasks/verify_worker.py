@@ -1,9 +1,9 @@
 r"""Worker process of the verifier: `python -P verify_worker.py BYTES SECONDS`.
 
-Reads one JSON line `[gold, answer]` per comparison, and writes a JSON line with "right", "wrong" or "timed out". The
-arguments are the memory limit of the process and the CPU time limit of one comparison. The worker is a separate script
-so that it imports neither this package nor JAX. It grades in the main thread, because signals interrupt only that
-thread.
+Writes the JSON line "ready". Then reads one JSON line `[gold, answer]` per comparison, and writes a JSON line with
+"right", "wrong" or "timed out". The arguments are the memory limit of the process and the CPU time limit of one
+comparison. The worker is a separate script so that it imports neither this package nor JAX. It grades in the main
+thread, because signals interrupt only that thread.
 """
 
 import functools
@@ -40,8 +40,8 @@ UNCLEAR = re.compile(
 def readings(text: str) -> list[Any]:
     """Returns the possible interpretations of an answer.
 
-    Decimals are converted to exact fractions, and percentages are divided by 100. Ambiguous text is only interpreted as
-    a string.
+    Decimals are converted to exact fractions, and percentages are divided by 100. Number bases are removed, because
+    `same` compares them separately. Ambiguous text is only interpreted as a string.
     """
     text = NUMBER_AS_TEXT.sub(r"\1", text)
     if UNCLEAR.search(text):

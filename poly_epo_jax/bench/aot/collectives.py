@@ -47,7 +47,7 @@ def collective_of(program: Program, instruction: Instruction) -> Collective | No
     begins = instruction.opcode.endswith("-start") or "async-collective-start" in instruction.name
     kind = found.opcode.removesuffix("-start")
     if kind == "all-reduce" and any(one.opcode == "dynamic-slice" for one in fused):
-        kind = "reduce-scatter"  # XLA represents it this way on TPUs.
+        kind = "reduce-scatter"  # XLA for TPUs fuses an all-reduce and a dynamic-slice for this purpose.
     asynchronous = begins and '"is_sync":true' not in instruction.attributes
     types = ARRAY.search(found.shape)
     sent = _sent_bytes(program, found, kind, fused)

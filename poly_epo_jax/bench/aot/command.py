@@ -44,6 +44,7 @@ def compile_for(config: Config, name: str, num_layers: int, output: Path, consol
 
     Raises:
       ConfigError: If the machine is unknown, its compiler is not installed, or the mesh is not valid for the model.
+      OSError: If the model configuration cannot be read, or `output` cannot be written.
     """
     config = _on_machine(config, name)
     devices = preset_devices(MESHES[name])

@@ -1,8 +1,9 @@
 """Estimates a lower bound of a program's run time.
 
 Instructions run one after another, and asynchronous collectives overlap with them. On TPUs, XLA estimates the cycles of
-fusions. For all other instructions, the time is computed from peak rates: FLOP/s for matmuls, memory bandwidth for
-other instructions, and link bandwidth for collectives. The links transfer one collective at a time.
+fusions. For all other instructions, the time is computed from peak rates. Collectives take the time of their data at
+the link bandwidth, and the links transfer one collective at a time. Kernels take the time of their FLOPs. Other
+instructions take the longer of the times of their matmuls and of their memory traffic.
 """
 
 import dataclasses
@@ -65,7 +66,8 @@ class ProgramEstimate:
       kernel_flops: FLOPs of kernels.
       kernels: Number of executions of each kernel.
       collectives: Collectives of the program.
-      costs: Seconds of instructions by their origin in the model's code, without waiting for links.
+      costs: Seconds of instructions, without waiting for links, by their opcode, their origin in the model's code and
+        their shape.
     """
 
     seconds: dict[str, float] = dataclasses.field(

@@ -35,7 +35,10 @@ class Instruction(NamedTuple):
         return re.findall(r"%([\w.\-]+)", self.arguments)
 
     def called(self) -> list[str]:
-        """Returns the computations that run once per execution of this instruction, except loops and reductions."""
+        """Returns the names of the computations that this instruction calls, except those of loops and reductions.
+
+        For a conditional, these are the computations of all branches.
+        """
         if self.opcode == "conditional":
             branches = re.findall(
                 r"(?:branch_computations=\{[^}]*|(?:true|false)_computation=%[\w.\-]+)", self.attributes

@@ -160,7 +160,10 @@ class ProgramReport:
 
 
 def summarize_collectives(found: ProgramEstimate) -> Iterator[dict[str, Any]]:
-    """Yields the totals of a program's collectives, grouped by kind, dtype, and whether they are in a loop."""
+    """Yields the totals of a program's collectives.
+
+    Collectives are grouped by kind, dtype, whether they are in a loop, and whether they are asynchronous.
+    """
     groups: dict[tuple[Any, ...], list[CollectiveUse]] = {}
     for use in found.collectives:
         one = use.collective

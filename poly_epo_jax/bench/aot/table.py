@@ -8,7 +8,7 @@ from rich.table import Table
 
 from poly_epo_jax.bench.console import console_table
 
-SMALL_BYTES = 10**7  # Collectives that send fewer bytes are omitted from the table.
+SMALL_BYTES = 10**7  # Groups of collectives that send fewer bytes in total are omitted from the table.
 
 
 def show_programs(found: Mapping[str, Any], console: Console) -> None:

@@ -1,8 +1,8 @@
 """Attention in plain JAX that computes the [T, T] scores in blocks (FlashAttention-2, Dao 2023).
 
 A block of queries visits the blocks of keys from the start of its earliest segment to itself, and the blocks of shared
-prompts. The time therefore depends on the lengths of the packed sequences, not on the length of the row. On CPUs, it
-takes a third of the time of attention with the full score matrix.
+prompts. The time therefore depends on the lengths of the packed sequences, not on the length of the row. On CPUs, this
+implementation takes a third of the time of attention with the full score matrix.
 """
 
 import functools

@@ -45,7 +45,8 @@ class AttentionCheck:
     Attributes:
       implementation: Key of attention.IMPLEMENTATIONS.
       device: Device kind, as reported by JAX.
-      errors: Largest relative error of a token and its limit, keyed by array name (`values`, `dq`, `dk`, `dv`).
+      errors: Largest relative error of a token and its limit, keyed by array name (`values`, `dq`, `dk`, `dv`). Empty
+        if the kernel does not run, or if a passed check was found in the cache.
       error: Reason why the kernel does not run. Empty if it runs.
     """
 
@@ -56,7 +57,7 @@ class AttentionCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether the kernel runs and all errors are within their limits."""
+        """True if the kernel runs and all errors are within their limits."""
         return not self.error and all(found <= limit for found, limit in self.errors.values())
 
     def __str__(self) -> str:
@@ -142,7 +143,7 @@ def reference_attention(
 def _error(found: np.ndarray, expected: np.ndarray) -> float:
     """Returns the largest relative error over tokens and heads.
 
-    The error of a vector is relative to its norm or, if it is larger, to the root mean square of all norms.
+    The error of a vector is relative to its norm or to the root mean square of all norms, whichever is larger.
     """
     norms = np.linalg.norm(expected, axis=-1)
     errors = np.linalg.norm(found - expected, axis=-1) / np.maximum(norms, np.sqrt(np.mean(norms**2)))

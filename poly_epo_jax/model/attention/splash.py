@@ -17,13 +17,14 @@ from jaxtyping import Array, Float
 from poly_epo_jax.model.attention.segments import Segments, pad_to_blocks
 from poly_epo_jax.parallel.sharding import platform
 
-# Tokens per block. At the lengths above, the visited area is 1.67 times the area of the segments' triangles with blocks
-# of 512, and 1.33 times with blocks of 256. However, blocks of 256 take 3.7 times as many steps, and the overhead of a
-# step is a few tenths of a microsecond, about the compute time of a block of 512. These are estimates, not
-# measurements.
+# Tokens per block. At the lengths in the module docstring, the visited area is 1.67 times the area of the segments'
+# triangles with blocks of 512, and 1.33 times with blocks of 256. However, blocks of 256 take 3.7 times as many steps,
+# and the overhead of a step is a few tenths of a microsecond, about the compute time of a block of 512. These are
+# estimates, not measurements.
 BLOCK = 512
 LANES = 128  # Blocks are multiples of this number of tokens.
-# The arrays are stored in 1 MB of scalar memory, where each of these grid rows takes two lines of 512 bytes.
+# The kernel's arrays of grid steps are stored in 1 MB of scalar memory, where each grid row of up to LANES steps takes
+# two lines of 512 bytes.
 MAX_GRID_ROWS = 1023
 
 
@@ -122,7 +123,8 @@ def mask_infos(segments: Segments, block: int, groups: int) -> tuple[MaskInfo, M
     """Computes the blocks that the kernels visit.
 
     Grid lines are right-aligned: the last step of a line is its last block. Unused steps at the start of a line refer
-    to its first block. It is therefore fetched while the previous line is processed, and no other block is fetched.
+    to its first block. The first block is therefore fetched while the previous line is processed, and blocks outside
+    the line are not fetched.
 
     Args:
       segments: Segments of rows that are padded to a multiple of `block`.

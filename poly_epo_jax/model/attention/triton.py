@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
 
 
 # Keyed by bytes per value. A thread has 255 registers. At head width 128, the float32 accumulators (one [own, width] in
-# the forward pass, two for the gradients of keys and values) take at most half of them.
+# the forward pass, two for the gradients of keys and values) take at most 128 of them.
 FORWARD = {2: Blocks(128, 64, 8), 4: Blocks(64, 32, 4)}
 BACKWARD = {2: Blocks(64, 64, 4), 4: Blocks(32, 32, 4)}
 MIN_WIDTH = 16  # Minimum matrix width for matmuls in Triton, whose sizes must be powers of two.

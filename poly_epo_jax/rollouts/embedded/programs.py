@@ -123,7 +123,8 @@ def insert(
 ) -> SlotState:
     """Starts R generations in free slots.
 
-    The cache of a slot receives its prompt without the last token, which is the first input token of decoding.
+    The keys and values of a prompt are copied to the cache of its slot. The last token of the prompt is the first input
+    token of decoding, which overwrites the keys and values of this token.
 
     Args:
       state: The decoding state. Its buffers are donated.

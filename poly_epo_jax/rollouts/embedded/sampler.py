@@ -26,7 +26,8 @@ class EmbeddedSampler:
       stop_ids: Token ids that end a generation.
       max_prompt_tokens: Maximum number of prompt tokens of a first turn. The prompt of a later turn includes the
         previous turns, but a sequence is never longer than `max_prompt_tokens` plus the response limit.
-      max_concurrent: Maximum number of generations that are decoded at once. The others wait for a free slot.
+      max_concurrent: Maximum number of generations that are decoded at once, rounded up to a multiple of data * fsdp.
+        Other generations wait for a free slot.
     """
 
     def __init__(self, model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], max_prompt_tokens: int, max_concurrent: int):

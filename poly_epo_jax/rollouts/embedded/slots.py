@@ -22,7 +22,7 @@ from poly_epo_jax.types import Params, Sampling
 # Cache lengths as fractions of the maximum sequence length. The decoding loop is compiled for each length in use.
 CACHE_SIZES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 SHORT_CACHE = 64  # Caches of at most this length, in tokens, have a single size.
-TURNOVER = 8  # The decoding loop returns when one slot in this many has finished.
+TURNOVER = 8  # The decoding loop returns when 1 / TURNOVER of all slots have finished.
 MIN_PADDED_PROMPT = 16  # Prompts are padded to powers of two that are at least this long, in tokens.
 
 
@@ -64,11 +64,11 @@ class Slots:
       mesh: Mesh with the axes `data`, `fsdp` and `tensor`. Slots are sharded over `data` and `fsdp`.
       stop_ids: Token ids [S] that end a generation.
       prompts: Tokens [L] of each prompt.
-      jobs: Generations to decode.
+      jobs: Generations to decode, sorted by the index of their prompt.
       sampling: Sampling parameters.
       num_slots: Number of generations that are decoded at once. Must be a multiple of data * fsdp.
-      max_prompts: Number of prompts that are prefilled at once, in addition to the slots. Must be a multiple of
-        data * fsdp.
+      max_prompts: Number of prompts that are prefilled at once. Their cache is stored in addition to the cache of the
+        slots. Must be a multiple of data * fsdp.
       max_length: Maximum number of tokens of a prompt and its response. It determines the shapes of the compiled
         programs, so it should be the same in all calls.
     """
@@ -97,7 +97,7 @@ class Slots:
         self._next = 0  # Index of the next job.
         self._owner = np.full(num_slots, -1)  # Index of the job in each slot, or -1 if the slot is free.
         self._position = np.zeros(num_slots, np.int64)
-        self._chunk, self._prefilled = -1, KVCache((), ())  # The prefilled chunk of prompts.
+        self._chunk, self._prefilled = -1, KVCache((), ())  # Index of the prefilled chunk of prompts, and its cache.
         self._state: SlotState | None = None
 
     @property
@@ -198,7 +198,7 @@ def capacity(mesh: Mesh, max_concurrent: int, num_jobs: int, num_generations: in
 
     Args:
       mesh: Mesh with the axes `data` and `fsdp`.
-      max_concurrent: Maximum number of generations that are decoded at once.
+      max_concurrent: Maximum number of generations that are decoded at once, rounded up to a multiple of data * fsdp.
       num_jobs: Number of generations.
       num_generations: Number of generations per prompt.
 

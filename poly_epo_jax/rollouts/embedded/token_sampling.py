@@ -44,6 +44,7 @@ def sample_tokens(
 
     Returns:
       Token ids [B], int32, and their log-softmax(logits / temperature) [B], which is not renormalized for the filters.
+      If `temperature` is 0, the log-softmax is computed with temperature 1.
     """
     padding = -logits.shape[0] % BLOCK
     logits = jnp.pad(logits / (temperature or 1.0), ((0, padding), (0, 0)), constant_values=-jnp.inf)

@@ -1,7 +1,7 @@
 """Patches google-jetstream 0.2.2 so that it runs in the trainer's process and with current releases of JAX.
 
 JetStream is archived, and 0.2.2 is its last release. The patches are applied when this module is imported. No other
-module may import jetstream before that. They address these problems:
+module may import jetstream before that. The patches address these problems:
 
 - jetstream.engine imports seqio, which requires TensorFlow, for the vocabulary of text requests. Two empty classes
   replace the imported names, and text requests are rejected.

@@ -96,7 +96,7 @@ class JetStreamSampler:
 
         Raises:
           ValueError: If `sampling.max_tokens` exceeds the response limit of the engine.
-          RuntimeError: If JetStream or the engine has failed, or no weights have been pushed.
+          RuntimeError: If JetStream or the engine has failed, a completion is invalid, or no weights have been pushed.
         """
         if self._weights is None:
             raise RuntimeError("No weights have been pushed to the sampler; call push_weights first.")

@@ -63,7 +63,8 @@ class SGLangSampler:
       weights: Pushes the policy's weights to the servers, or adopts the weights that they have.
       stop_ids: Tokens that end a generation.
       vocab_size: Size of the vocabulary. Completions with token ids outside of it are rejected.
-      max_concurrent: Maximum number of generations that run on one server at once.
+      max_concurrent: Maximum number of generations that run on one server at once. A request with more generations is
+        sent to an idle server.
       timeout_seconds: Timeout in seconds for the generations of one prompt.
     """
 
@@ -126,7 +127,8 @@ class SGLangSampler:
           version: Number of training steps that produced the weights.
 
         Raises:
-          ServerError: If a server does not accept the weights, or generates with other weights afterwards.
+          ServerError: If a server does not respond, does not accept the weights, or generates with other weights
+            afterwards.
           OSError: If the weights cannot be written.
         """
         await self._weights.update(self.urls, params, version, self._idle)

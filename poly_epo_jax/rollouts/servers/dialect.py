@@ -1,8 +1,9 @@
 """The interface to the HTTP API of a kind of inference server.
 
-The rest of this package is independent of the API, except for `weight_sync`: each of its classes implements one way to
-load weights into one kind of server. To support another kind of server, implement `Dialect` in a file next to
-`sglang.py`, and register a sampler in `rollouts.SAMPLERS`.
+The rest of this package is independent of the API, with two exceptions. Each class of `weight_sync` implements one way
+to load weights into one kind of server. Only SGLang servers can sleep, with the functions in `sglang.py`. To support
+another kind of server, implement `Dialect` in a file next to `sglang.py`, and register a sampler in
+`rollouts.SAMPLERS`.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ class Endpoint:
     Attributes:
       url: URL of the server.
       is_router: Whether it is a router, which forwards prompts to its workers.
-      takes_weights: Whether it accepts new weights. For a router, this says nothing about its workers.
+      takes_weights: Whether it accepts new weights. The value of a router does not apply to its workers.
     """
 
     url: str
@@ -66,7 +67,9 @@ class ServerCompletion(NamedTuple):
 class Dialect(Protocol):
     """Requests to one kind of server.
 
-    All methods raise `httpx.HTTPError` if the server does not respond or its response is invalid.
+    If the server does not respond or its response is invalid, `wait_for`, `probe` and `workers` raise `ServerError`,
+    and the other methods raise `httpx.HTTPError`. If the server responds to `pause`, `resume` or `probe_weights` with
+    an error, these methods raise `ServerError`.
     """
 
     async def wait_for(self, url: str, seconds: float) -> None:

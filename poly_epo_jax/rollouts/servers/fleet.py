@@ -39,7 +39,7 @@ class ServerPool:
       urls: All servers of the batch.
       ready: Servers that can be given requests immediately. The other servers are recovered in the background.
       max_concurrent: Maximum number of generations that run on one server at once. Further requests wait for a server
-        with free capacity.
+        with free capacity. A request with more generations waits for an idle server.
       recover: Function that waits until a server can be given requests. If it raises, the server is not used for the
         rest of the batch.
     """

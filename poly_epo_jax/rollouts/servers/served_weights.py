@@ -7,8 +7,8 @@ A weight update has these steps:
 3. All servers that respond are paused, load the weights, and are resumed.
 4. Each server generates one token. It must report the new weight version and must not use its old cache.
 
-Servers that do not respond during an update, or fail later, are updated in the same way by `ensure_current` before they
-are given prompts again.
+Workers of routers that do not respond during an update, and servers that fail later, are updated in the same way by
+`ensure_current` before they are given prompts again.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class ServedWeights:
         return f"{self._run}-{self.version}"
 
     async def servers(self, urls: Sequence[str]) -> list[str]:
-        """Returns the servers in `urls` and the workers of its routers, including workers that do not respond.
+        """Returns the servers and the workers of the routers in `urls`, including workers that do not respond.
 
         If the routers list no workers, waits until each router has a worker that responds.
 
@@ -115,7 +115,7 @@ class ServedWeights:
           OSError: If the weights cannot be written.
         """
         if self._sync is not None:
-            if not self.current:  # The first update rejects servers without weight updates before it writes weights.
+            if not self.current:  # Servers that do not support updates raise an error before weights are written.
                 await self._answering(urls)
             await asyncio.to_thread(self._sync.prepare, params, f"{self._run}-{version}")
         await idle()

@@ -1,1 +1,1 @@
-"""Baseline advantage estimators, one module per kind of feature that they read (see docs/methods.md)."""
+"""Baseline advantage estimators from rewards only, or from rewards and another feature (see docs/methods.md)."""

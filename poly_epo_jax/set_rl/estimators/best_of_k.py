@@ -121,8 +121,8 @@ def _fraction_below(N: int, k: int) -> Float[np.ndarray, " steps"]:
 
 @functools.cache
 def _fraction_best(N: int, k: int) -> Float[np.ndarray, " N"]:
-    """Returns the fraction of all sets that consist of a given generation and k - 1 of the j lowest, for j = 0..N-1.
+    """Returns the fraction of all sets that consist of a given generation and k - 1 of j others, for j = 0..N-1.
 
-    For the generation with rank j, this is the fraction of all sets in which it is the best.
+    For the generation with j generations below it, this is the fraction of all sets in which it is the best.
     """
     return np.array([math.comb(j, k - 1) / math.comb(N, k) for j in range(N)], float)

@@ -7,15 +7,15 @@ from jaxtyping import Float
 from poly_epo_jax.set_rl.groups import Scalars, as_features, cluster_sizes, rarity, subtract_mean
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
-_MIN_DISTINCT_FRACTION = 0.1  # as in the authors' code
+_MIN_DISTINCT_FRACTION = 0.1  # minimum factor of DARLING, as in its authors' code
 
 
 def shaped_product_advantages(rewards: Scalars, clusters: Scalars) -> Float[Array, "P N"]:
     """Computes advantages from reward times diversity of single generations: centered r_i d_i (discussed in §5).
 
-    d_i is `rarity`. The polychromic objective multiplies the mean reward and the diversity of a set instead. Only then
-    does the advantage have a covariance term, and can an incorrect generation benefit from the correct generations in
-    its sets. `grpo_div_advantages` uses the sum instead of the product.
+    d_i is `rarity`. The polychromic objective multiplies the mean reward and the diversity of a set instead. Its
+    advantage therefore has a covariance term, and an incorrect generation can benefit from the correct generations in
+    its sets. This estimator has neither property. `grpo_div_advantages` uses the sum instead of the product.
 
     Args:
       rewards: Rewards of the N generations of P prompts.

@@ -117,7 +117,8 @@ def set_po_advantages(rewards: Scalars, embeddings: Embeddings, weight: float) -
     g_i = D(all) - D(all without i), where D(S) = mean over i in S of -log(1 + mean over j in S of k_ij) is the
     diversity of the group S. The similarity k_ij is the cosine, or 0 if the cosine is negative.
 
-    In the paper, D is the mean of g(mean k) for a bounded symmetric k and a non-increasing g; here, g is -log(1 + x).
+    In the paper, D is the mean of a non-increasing function of mean k, for a bounded symmetric k. Here, the function is
+    -log(1 + x).
     The means over j include i, as for the empirical distribution in the paper's functional. The paper adds the gain to
     the advantage without centering; here it is centered, as rewards are in GRPO. The authors' code (chenyili0818/SetPO)
     was not available, so their kernel and weight are not confirmed.

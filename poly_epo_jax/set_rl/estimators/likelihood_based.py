@@ -21,7 +21,7 @@ def unlikeliness_advantages(rewards: Scalars, mean_logprob: Scalars, beta: float
     Args:
       rewards: Rewards of the N generations of P prompts.
       mean_logprob: Mean log-probability of the tokens of each generation under the sampling policy, in nats.
-      beta: Maximum reduction of the reward, at most 1. The authors use 0.25.
+      beta: Upper limit of the fraction by which a reward is reduced, at most 1. The authors use 0.25.
 
     Returns:
       Advantages [P, N].

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from poly_epo_jax.set_rl.groups import Scalars, as_features, subtract_mean
 
-_MAX_BETA = 2.0**20  # as in the authors' code, which doubles beta until it exceeds 1e6
+_MAX_BETA = 2.0**20  # as in the code of TTT-Discover, which doubles beta until it exceeds 1e6
 _BISECTION_STEPS = 64
 
 
@@ -85,8 +85,9 @@ def entropic_advantages(rewards: Scalars, kl: float) -> Float[Array, "P N"]:
         return jnp.zeros_like(rewards)
     gaps = rewards - rewards.max(axis=-1, keepdims=True)
     # The divergence is log(N / Z) + E[beta gap], where Z is the sum of the weights. If several generations are nearly
-    # best, it may reach the target on a plateau. The difference is therefore computed without rounding errors of the
-    # order of the target: Z minus its value for an expectation of 0 is a sum of small numbers and an integer.
+    # best, the divergence may reach the target on a plateau. Rounding errors of its difference from the target must
+    # therefore be small. `level` is the value of Z at the target if the expectation is 0. The difference Z - level is
+    # computed as a sum of small numbers plus the difference of the number of nearly best generations and `level`.
     level = num_generations * math.exp(-min(kl, math.log(num_generations) / 2))
 
     def is_reached(beta: Array) -> Array:
