@@ -102,7 +102,9 @@ class JudgeSection(Section, name="judge"):
     api_key_env: str = key("", "environment variable with the API key of the judge server (empty = no key)")
     max_concurrent: int = key(64, "maximum number of concurrent requests to the judge", Range(1, 65_536))
     timeout_seconds: float = key(300.0, "timeout in seconds of one request to the judge", SECONDS)
-    wait_seconds: float = key(600.0, "maximum wait in seconds for a server that does not respond", Range(0, 10**6))
+    wait_seconds: float = key(
+        600.0, "maximum wait in seconds for a judge server that does not respond", Range(0, 10**6)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +127,9 @@ class RolloutsSection(Section, name="rollouts"):
     weights_dtype: str = key("bfloat16", "compute dtype of the servers, in which weights are sent to them", FLOATS)
     tensor_parallel: int = key(1, "tensor-parallel size of each server, for weight_sync=tensor", Range(1, 1024))
     timeout_seconds: float = key(1800.0, "timeout in seconds to generate for a prompt or to update weights", SECONDS)
-    wait_seconds: float = key(900.0, "maximum wait in seconds for a server that does not respond", Range(0, 10**6))
+    wait_seconds: float = key(
+        900.0, "maximum wait in seconds for a generation server that does not respond", Range(0, 10**6)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

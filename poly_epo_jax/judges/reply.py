@@ -33,7 +33,8 @@ def read_clustering(body: bytes, num_responses: int) -> Clustering:
       Cluster ids in 1..N or 100, with rationales.
 
     Raises:
-      ReplyError: If the body is not a chat completion, or its content does not match `reply_schema`.
+      ReplyError: If the body is not a chat completion, the reply is incomplete, or its content does not match
+        `reply_schema`.
     """
     verdicts = _parse(_content(_parse(body.decode(errors="replace"), "the completion")), "the reply")
     names = [str(number) for number in range(1, num_responses + 1)]

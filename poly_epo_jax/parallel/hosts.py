@@ -134,7 +134,7 @@ def index() -> int:
 
 
 def share(items: Sequence[T]) -> Sequence[T]:
-    """Returns the share of this process. The shares of all processes, in order of processes, are all items."""
+    """Returns the part of `items` that this process handles. Concatenated in process order, the parts equal `items`."""
     return items[len(items) * index() // count() : len(items) * (index() + 1) // count()]
 
 
