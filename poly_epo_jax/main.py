@@ -12,7 +12,6 @@ if __name__ == "__main__":
 import contextlib
 import dataclasses
 import json
-import signal
 import sys
 from collections.abc import Awaitable, Sequence
 from functools import partial
@@ -27,7 +26,6 @@ from rich.console import Console
 from poly_epo_jax.config.keys import Config, ConfigError, max_sequence_tokens, updates_per_step
 from poly_epo_jax.evaluate.held_out import evaluate_held_out
 from poly_epo_jax.experience import Experience
-from poly_epo_jax.judges import judge_identity
 from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.model.attention import SUPPORTS_SHARED_PROMPTS, resolve_implementation
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
@@ -47,9 +45,9 @@ from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import Prepared, prepare
 from poly_epo_jax.startup.resume_checks import (
     check_resume_config,
+    check_resume_inputs,
     check_resume_model,
     check_same_content,
-    input_digests,
     policy_digests,
     reference_digests,
 )
@@ -59,11 +57,11 @@ from poly_epo_jax.step.objective import DivergenceError
 from poly_epo_jax.step.packing import make_pack
 from poly_epo_jax.step.update import PolicyUpdate, make_update
 from poly_epo_jax.system.json_files import write_json
-from poly_epo_jax.system.signals import Stopped, StopSignal, run_in_loop
+from poly_epo_jax.system.signals import StopSignal, run_in_loop
 from poly_epo_jax.system.versions import versions, versions_used
 from poly_epo_jax.tasks.problems import Cleaned, reasons_text
 from poly_epo_jax.train import Trainer, TrainProgress, TrainSchedule, train
-from poly_epo_jax.types import Judge, JudgeLoad, Metrics, Problem, Sampling, Task
+from poly_epo_jax.types import JudgeLoad, Metrics, Problem, Sampling, Task
 
 
 def run(config: Config) -> None:
@@ -120,7 +118,7 @@ def _run(config: Config, prepared: Prepared) -> None:
     if reference is not None and not config.lora.rank:  # checkpoints of adapters identify the frozen weights
         weights = reference_digests(reference)
         digests |= hosts.run_on_all(lambda: check_same_content(workdir, str(policy.path), weights))
-    digests |= _check_inputs(config, prepared.judge)
+    digests |= check_resume_inputs(config, prepared.judge)
     hosts.run_on_first(lambda: _write_description(config, policy, digests))
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, local_mesh, policy.stop_ids, config, **config.rollouts.options)
@@ -154,28 +152,6 @@ def _run(config: Config, prepared: Prepared) -> None:
         finally:
             sampler.close()
             trainer.progress = trainer.reference = None  # a kept exception may hold the trainer in a closure
-
-
-def _check_inputs(config: Config, judge: Judge) -> dict[str, str]:
-    """Checks that a resumed run has the judge and the files of its start, and returns their digests.
-
-    Waits for the judge's server. A signal ends the wait.
-    """
-    workdir, stop = Path(config.workdir), StopSignal()
-
-    async def identity() -> dict[str, str]:
-        try:
-            with stop.on_signals():
-                return await stop.run_interruptible(judge_identity(judge))
-        except Stopped as stopped:
-            raise KeyboardInterrupt if stopped.number == signal.SIGINT else SystemExit(128 + stopped.number) from None
-
-    judge_digests = hosts.run_on_first(lambda: run_in_loop(identity(), stop))
-    hosts.run_on_all(lambda: check_same_content(workdir, "The judge", judge_digests))
-    files = input_digests(config)
-    compared = {name: digest for name, digest in files.items() if name != "model.path"}  # this folder may change
-    hosts.run_on_all(lambda: check_same_content(workdir, "A file in the configuration", compared))
-    return judge_digests | files
 
 
 def _write_description(config: Config, policy: Policy, digests: dict[str, str]) -> None:

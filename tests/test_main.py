@@ -38,7 +38,7 @@ from poly_epo_jax.report import build as report
 from poly_epo_jax.startup import base_policy
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.startup.read_config import read_config
-from poly_epo_jax.startup.resume_checks import check_resume_model
+from poly_epo_jax.startup.resume_checks import check_resume_inputs, check_resume_model
 from poly_epo_jax.startup.trained_policy import open_trained_policy
 from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.tasks import PolynomialTask
@@ -461,20 +461,20 @@ def test_a_run_is_not_resumed_after_a_file_in_its_configuration_has_changed(tmp_
     (tmp_path / "rules.txt").write_text("1")
     section = JudgeSection(options={"rules": str(tmp_path / "rules.txt")})
     config = Config(workdir=str(tmp_path / "run"), judge=section)
-    digests = main._check_inputs(config, NoJudge())
+    digests = check_resume_inputs(config, NoJudge())
     saved_run(tmp_path / "run")
     (tmp_path / "run" / "about.json").write_text(json.dumps({"digests": digests}))
-    assert main._check_inputs(config, NoJudge()) == digests
+    assert check_resume_inputs(config, NoJudge()) == digests
     (tmp_path / "rules.txt").write_text("2")
     with pytest.raises(ConfigError, match=r"has changed .*: judge\.options\.rules\."):
-        main._check_inputs(config, NoJudge())
+        check_resume_inputs(config, NoJudge())
 
 
 @pytest.mark.usefixtures("default_signals")
 def test_an_interrupt_in_a_notebook_ends_the_wait_for_the_judge(tmp_path: Path):
     async def cell() -> None:  # notebooks execute cells in a running event loop
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        main._check_inputs(Config(workdir=str(tmp_path / "run")), UnreachableJudge())
+        check_resume_inputs(Config(workdir=str(tmp_path / "run")), UnreachableJudge())
 
     loop, start = asyncio.new_event_loop(), time.monotonic()
     with pytest.raises(KeyboardInterrupt):

@@ -126,8 +126,8 @@ def resumable_config(folder: Path) -> dict[str, Any] | None:
         return None
     if missing := [name for name in (CONFIG, ABOUT, METRICS) if not (folder / name).exists()]:
         raise ConfigError(
-            f"{folder} contains checkpoints but no {' and no '.join(missing)}, which are required to identify "
-            "and resume their run; restore the missing files, set --config.workdir to a new folder, or delete this "
+            f"{folder} contains checkpoints but no {' and no '.join(missing)}, so that their run cannot be "
+            "identified and resumed; restore the missing files, set --config.workdir to a new folder, or delete this "
             "folder."
         )
     return read_config(folder)

@@ -6,19 +6,23 @@ the configuration refers to. A command with the same `workdir` resumes the run f
 
 import dataclasses
 import json
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.keys import Config, changed_keys
+from poly_epo_jax.judges import judge_identity
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.fingerprint import fingerprints
 from poly_epo_jax.model.policy import Policy, model_digest
+from poly_epo_jax.parallel import hosts
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.step.optimizer import decays
 from poly_epo_jax.system.digests import json_digest, option_digests
-from poly_epo_jax.types import Params, Problem, Task
+from poly_epo_jax.system.signals import Stopped, StopSignal, run_in_loop
+from poly_epo_jax.types import Judge, Params, Problem, Task
 
 MUTABLE_KEYS = (
     "workdir",
@@ -116,8 +120,7 @@ def check_same_content(workdir: Path, source: str, digests: dict[str, str]) -> d
     Args:
       workdir: Run folder. It may not exist yet.
       source: Keys or folder that the content was read from, for the error message.
-      digests: Digests by the name of the content. Names that about.json does not contain are not compared, because runs
-        of earlier versions did not record digests.
+      digests: Digests by the name of the content. Names that about.json does not contain are not compared.
 
     Returns:
       The digests, to be recorded in about.json.
@@ -133,6 +136,38 @@ def check_same_content(workdir: Path, source: str, digests: dict[str, str]) -> d
             f"--config.workdir to a new folder, or delete {workdir}."
         )
     return digests
+
+
+def check_resume_inputs(config: Config, judge: Judge) -> dict[str, str]:
+    """Checks that a resumed run has the judge and the files of its start. Every process must call this function.
+
+    Args:
+      config: Configuration of the resuming command.
+      judge: The judge. If it has a server, the function waits until the server responds.
+
+    Returns:
+      Digests of the judge and of the files that the configuration names, to be recorded in about.json.
+
+    Raises:
+      ConfigError: If a digest differs from the digest in about.json, except for `model.path`, which may change.
+      ServerError: If the judge's server does not respond within `judge.wait_seconds`.
+      KeyboardInterrupt, SystemExit: If a signal ends the wait.
+    """
+    workdir, stop = Path(config.workdir), StopSignal()
+
+    async def identity() -> dict[str, str]:
+        try:
+            with stop.on_signals():
+                return await stop.run_interruptible(judge_identity(judge))
+        except Stopped as stopped:
+            raise KeyboardInterrupt if stopped.number == signal.SIGINT else SystemExit(128 + stopped.number) from None
+
+    judge_digests = hosts.run_on_first(lambda: run_in_loop(identity(), stop))
+    hosts.run_on_all(lambda: check_same_content(workdir, "The judge", judge_digests))
+    files = input_digests(config)
+    compared = {name: digest for name, digest in files.items() if name != "model.path"}
+    hosts.run_on_all(lambda: check_same_content(workdir, "A file that the configuration names", compared))
+    return judge_digests | files
 
 
 def problem_digests(task: Task) -> dict[str, str]:

@@ -17,7 +17,8 @@ class Dropped:
     """Numbers of problems that were removed, by reason.
 
     Attributes:
-      no_answer: Number of rows whose answer is null, NaN, blank or "notfound", or does not contain the answer marker.
+      no_answer: Number of rows whose answer is null, NaN, blank or one of the words "notfound",
+        "nan" and "null", or does not contain the answer marker.
       unusable_answer: Number of rows whose answer is a list that does not contain exactly one value, a dict without
         `ground_truth`, a boolean, infinite, or longer than `answers.MAX_ANSWER_LENGTH` characters.
       proofs: Number of rows whose answer is the word "proof".
