@@ -1,4 +1,4 @@
-"""Runs a fault-injection test and reports the number of passed and failed attempts, as listed in docs/reliability.md.
+"""Runs a fault-injection test and reports how many attempts passed and failed. See docs/explanation/reliability.md.
 
     python fuzz settings --attempts 5000 [--seed 1] [--output settings.json]
 
@@ -27,7 +27,7 @@ NAMES = sorted({path.stem for path in HERE.glob("*.py")} - {"__main__", "outcome
 def main() -> int:
     """Runs the command and returns its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python fuzz", description="Runs a fault-injection test; see docs/reliability.md."
+        prog="python fuzz", description="Runs a fault-injection test; see docs/explanation/reliability.md."
     )
     parser.add_argument("name", choices=NAMES, help="name of the test")
     parser.add_argument("--attempts", type=int, default=20, help="number of attempts (default: 20)")

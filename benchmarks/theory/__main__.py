@@ -1,7 +1,7 @@
 """Tests the statements of the paper's theory on bandits: python benchmarks/theory
 
 Writes figures.json and theory.png to --output, and prints a table for each question. Only tabular policies are trained.
-Takes one to two minutes on two cores. docs/theory.md discusses the results.
+Takes one to two minutes on two cores. docs/explanation/theory.md discusses the results.
 """
 
 import argparse
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 def main() -> None:
     """Answers all questions, and writes and prints the results."""
-    parser = argparse.ArgumentParser(prog="python benchmarks/theory", description="See docs/theory.md.")
+    parser = argparse.ArgumentParser(prog="python benchmarks/theory", description="See docs/explanation/theory.md.")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/theory"), help="folder for figures.json and theory.png"
     )

@@ -1,4 +1,4 @@
-"""Plots the figure of docs/theory.md, which has nine panels in the style of reports."""
+"""Plots the figure of docs/explanation/theory.md, which has nine panels in the style of reports."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Studies compare methods over learning rates, seeds and tasks that a Python file defines, see docs/study.md."""
+"""Studies compare methods over learning rates, seeds and tasks. See docs/how_to/compare_methods.md."""
 
 from poly_epo_jax.study.spec import (
     PAPER_METHODS as PAPER_METHODS,

@@ -142,5 +142,7 @@ def read_study(file: Path) -> Study:
         traceback.print_exc()  # traceback of the code in the study file
         raise ConfigError(f"Failed to execute {file}: {type(error).__name__}: {error}") from error
     if not isinstance(study, Study):
-        raise ConfigError(f"{file} must define a function get_study() that returns a Study; see docs/study.md.")
+        raise ConfigError(
+            f"{file} must define a function get_study() that returns a Study; see docs/how_to/compare_methods.md."
+        )
     return dataclasses.replace(study, folder=study.folder or f"runs/study-{file.stem}")

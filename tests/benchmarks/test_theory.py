@@ -1,4 +1,4 @@
-"""Tests of benchmarks/theory at a small size, and of the statements in docs/theory.md about its results."""
+"""Tests of benchmarks/theory at a small size, and of the statements in docs/explanation/theory.md about its results."""
 
 import importlib
 import importlib.util

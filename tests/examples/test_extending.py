@@ -1,4 +1,4 @@
-"""Tests of the files in docs/extending.md, which run exactly as shown."""
+"""Tests of the files in docs/how_to/extend.md, which run exactly as shown."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Tests of the files in docs/integrations.md, with the trainer if it is installed, and otherwise with its interface."""
+"""Tests of the files in docs/how_to/other_trainers.md, with the trainer if it is installed, otherwise its interface."""
 
 import asyncio
 import importlib.util
@@ -13,7 +13,7 @@ import pytest
 
 from poly_epo_jax import set_rl
 
-PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how_to" / "other_trainers.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
 REWARDS = np.array([[1, 0, 1, 0, 1, 0, 0, 1], [0, 0, 0, 1, 0, 0, 1, 1]], np.float32)
 CLUSTERS = np.array([[1, 2, 1, 100, 3, 1, 4, 5], [1, 1, 1, 2, 2, 3, 2, 100]], np.int32)

@@ -1,4 +1,4 @@
-"""Tests of the model family in docs/extending.md: Mistral, which has the network of Llama, in a configuration file."""
+"""Tests of the model family in docs/how_to/extend.md: Mistral, which has the network of Llama."""
 
 import dataclasses
 import json

@@ -54,7 +54,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Creates a folder that contains only a configuration file from docs/extending.md."""
+    """Creates a folder that contains only a configuration file from docs/how_to/extend.md."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "my_objective.py").write_text(FILES["my_objective.py"])
     return folder

@@ -24,7 +24,9 @@ from user_packages import user_variables
 from poly_epo_jax import set_rl
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+SECTIONS = ("tutorials", "how_to", "explanation", "reference")
+PAGES = [page for section in SECTIONS for page in sorted((ROOT / "docs" / section).rglob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "README.md", *PAGES, ROOT / "CONTRIBUTING.md"]
 CODE = re.compile(
     r"^```(?P<language>\w*)\n(?P<fence>.*?)^```$|^ {4}(?P<indented>[^\n]+)$|`(?P<inline>[^`]+)`",
     re.DOTALL | re.MULTILINE,
@@ -272,12 +274,12 @@ def test_linked_files_exist(document: Path):
 
 
 def test_files_named_in_the_architecture_exist():
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
     named = set(re.findall(r"`([\w/.]+\.(?:py|md))`", text))
     assert len(named) > 25
     assert [name for name in named if not ((ROOT / name).exists() or (ROOT / "poly_epo_jax" / name).exists())] == []
     top = {path.name for path in (ROOT / "poly_epo_jax").glob("*.py")} - {"__init__.py"}
-    assert top == top & set(re.findall(r"\w+\.py", text)), "docs/architecture.md omits a root file"
+    assert top == top & set(re.findall(r"\w+\.py", text)), "docs/explanation/architecture.md omits a root file"
 
 
 def test_the_functions_in_the_readme():

@@ -1,1 +1,1 @@
-"""Baseline advantage estimators from rewards only, or from rewards and another feature (see docs/methods.md)."""
+"""Baseline advantage estimators from rewards, or from rewards and another feature (see docs/reference/methods.md)."""
