@@ -2,10 +2,11 @@
 
     python -m poly_epo_jax.study FILE [--num_parallel=N | --gpus=0,1,2,3] [--report] [--config.KEY=VALUE ...]
 
-FILE defines a function get_study() that returns a Study. docs/how_to/compare_methods.md describes its fields, and studies/
-contains examples. Each run is a process `python -m poly_epo_jax.main` with its own run folder. By default, each GPU executes one
-run at a time, all TPU chips together execute one, and without accelerators each core executes one. Rerun the command to
-resume an interrupted study: finished runs are skipped, and the other runs resume from their checkpoints.
+FILE defines a function get_study() that returns a Study. docs/how_to/compare_methods.md describes its fields, and
+studies/ contains examples. Each run is a process `python -m poly_epo_jax.main` with its own run folder. By default,
+each GPU executes one run at a time, all TPU chips together execute one, and without accelerators each core executes
+one. Rerun the command to resume an interrupted study: finished runs are skipped, and the other runs resume from their
+checkpoints.
 """
 
 import argparse
