@@ -134,6 +134,7 @@ def _run(config: Config, prepared: Prepared) -> None:
         progress=progress,
         reference=reference,
         set_size=config.algo.set_size,
+        positions={problem.id: position for position, problem in enumerate(train_problems)},
     )
 
     schedule = TrainSchedule(
@@ -195,10 +196,15 @@ def _restored_or_new(
     restore = partial(checkpoints.restore, like=update.abstract_state, shardings=update.shardings, frozen=base)
     newest = checkpoints.restore_latest(restore)
     if newest is None:
-        return TrainProgress(0, update.init(policy.load_params(mesh, config.seed, base)), batches.get_state())
+        return TrainProgress(0, update.init(policy.load_params(mesh, config.seed, base)), batches.get_state(), solved=0)
     step, (state, saved) = newest
+    if "solved" not in saved:
+        raise ConfigError(
+            f"Checkpoint {step} of {config.workdir} was saved by another version of poly_epo_jax. Resume with that "
+            "version, or set --config.workdir to a new folder."
+        )
     batches.set_state(saved["batches"])
-    return TrainProgress(step, state, saved["batches"])
+    return TrainProgress(step, state, saved["batches"], int(saved["solved"], 16))
 
 
 def _experience(

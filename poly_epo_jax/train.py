@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from poly_epo_jax.records.tracking import Tracker
 from poly_epo_jax.step.advantages import Features, batch_features
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import DivergenceError, check_finite
-from poly_epo_jax.step.step_metrics import logged_generations, step_metrics
+from poly_epo_jax.step.step_metrics import logged_generations, solved_problems, step_metrics
 from poly_epo_jax.step.update import PolicyUpdate, TrainState
 from poly_epo_jax.system.signals import Stopped
 from poly_epo_jax.types import Metrics, Params
@@ -34,11 +34,13 @@ class TrainProgress:
       step: Number of completed steps.
       state: Weights and optimizer state after these steps.
       data_state: State of the data iterator after the last of these steps.
+      solved: Training problems with a correct generation in any of these steps, see `solved_problems`.
     """
 
     step: int
     state: TrainState
     data_state: dict[str, Any]
+    solved: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Trainer:
       reference: Weights of the initial policy if the objective has a KL term, otherwise None. Frozen weights may be
         left out.
       set_size: Set size n, for the cluster metrics.
+      positions: Position of each training problem, by id.
     """
 
     experience: Experience
@@ -80,6 +83,7 @@ class Trainer:
     progress: TrainProgress | None
     reference: Params | None
     set_size: int
+    positions: Mapping[str, int]
 
     async def step(self, step: int) -> StepResult:
         """Trains on one batch (paper, Algorithm 1).
@@ -100,11 +104,16 @@ class Trainer:
             minibatches = await asyncio.to_thread(self.packer, batch.usable, advantages)
             minibatches = await _compute(self.update.with_old_logprobs, self.state, minibatches, self.reference)
         metrics = step_metrics(batch.graded, step, self.set_size) | batch.counts
+        assert self.progress is not None
+        solved_in_batch = solved_problems(batch.graded, self.positions)
+        solved = self.progress.solved | solved_in_batch
+        counts = {"train/solved_in_batch": solved_in_batch, "train/ever_solved": solved}
+        metrics |= {name: float(bits.bit_count()) for name, bits in counts.items()}
         with stage("update"):
             state, self.progress = self.state, None  # the update donates the buffers of the state
             state, update_metrics = await _compute(self.update, state, minibatches)
             check_finite(update_metrics, f"Step {step}")  # raises on all processes, because their metrics are equal
-            self.progress = TrainProgress(step, state, batch.data_state)
+            self.progress = TrainProgress(step, state, batch.data_state, solved)
         return StepResult(batch, advantages, metrics | update_metrics)
 
     async def push_weights(self) -> None:
@@ -189,8 +198,11 @@ async def train(
 
     def save() -> int:
         assert trainer.progress is not None
-        checkpoints.save(trainer.progress.step, trainer.progress.state, {"batches": trainer.progress.data_state})
-        return trainer.progress.step
+        progress = trainer.progress
+        checkpoints.save(
+            progress.step, progress.state, {"batches": progress.data_state, "solved": f"{progress.solved:x}"}
+        )
+        return progress.step
 
     with stop.on_signals():
         try:

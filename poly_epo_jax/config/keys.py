@@ -223,7 +223,7 @@ class LoraSection(Section, name="lora"):
 class OptimizerSection(Section, name="optimizer"):
     """AdamW optimizer and learning rate schedule."""
 
-    learning_rate: float = key(5e-4, "peak learning rate", Range(1e-12, 1))
+    learning_rate: float = key(5e-4, "peak learning rate (0 = frozen weights)", Range(1e-12, 1, special=0))
     warmup_updates: int = key(0, "number of optimizer updates of linear learning rate warm-up", Range(0, 10**9))
     schedule: str = key("linear", "learning rate schedule after the warm-up")
     end_lr_fraction: float = key(0.02, "final learning rate of linear and cosine, relative to the peak", FRACTION)

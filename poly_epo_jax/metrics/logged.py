@@ -57,6 +57,15 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             brief="solved",
             drawn=True,
         ),
+        "train/solved_in_batch": LoggedMetric(
+            "Solved problems in the batch", "Number of distinct training problems that the step's generations solve."
+        ),
+        "train/ever_solved": LoggedMetric(
+            "Problems ever solved",
+            "Number of distinct training problems that the generations of this or an earlier step solve.",
+            drawn=True,
+            digits=0,
+        ),
         "clusters/correct": LoggedMetric(
             "Correct clusters per prompt",
             "Number of distinct clusters among the correct generations of a prompt, mean over prompts.",

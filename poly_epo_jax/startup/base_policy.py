@@ -48,6 +48,13 @@ KEYED_DEMONSTRATIONS = 1000
 
 
 @runtime_checkable
+class HasDemonstratedProblems(Protocol):
+    """A task whose base policy is fitted to other problems than those of `train_problems` and `held_out_problems`."""
+
+    demonstrated_problems: Sequence[Problem]
+
+
+@runtime_checkable
 class DemonstratedTask(Task, Protocol):
     """A task that provides demonstrations of its solutions.
 
@@ -76,8 +83,9 @@ class DemonstratedTask(Task, Protocol):
 def base_policy(config: Config, task: Task, mesh: Mesh) -> Path:
     """Returns the folder of the base policy that `config.base` describes, and fits the policy if it is not cached.
 
-    The cache is keyed by the `base` and `task` sections and by the demonstrations, see `base_policy_folder`. The policy
-    is fitted to demonstrations of all problems, including the held-out ones, which are only held out from RL.
+    The cache is keyed by the `base` and `task` sections and by the demonstrations, see `base_policy_folder`. Unless the
+    task has `demonstrated_problems`, the policy is fitted to demonstrations of all problems, including the held-out
+    problems, which are only held out from RL.
 
     Args:
       config: The configuration.
@@ -127,7 +135,7 @@ def base_policy_folder(base: BaseSection, section: TaskSection, task: Task) -> P
       ValueError: If the task has no demonstrations.
     """
     task, rng = _demonstrated(task), np.random.default_rng(base.seed)
-    problems = [*task.train_problems, *task.held_out_problems]
+    problems = _demonstrated_problems(task)
     drawn = [_draw(task, problems, rng, style, KEYED_DEMONSTRATIONS) for style in _styles(base)]
     shown = [([problem.prompt for problem in drawn_problems], texts) for drawn_problems, texts in drawn]
     keys = {key: value for key, value in base.items() if key != "cache_dir"}
@@ -166,6 +174,12 @@ def _demonstrated(task: Task) -> DemonstratedTask:
     return task
 
 
+def _demonstrated_problems(task: Task) -> Sequence[Problem]:
+    if isinstance(task, HasDemonstratedProblems):
+        return task.demonstrated_problems
+    return [*task.train_problems, *task.held_out_problems]
+
+
 def _styles(base: BaseSection) -> tuple[DemonstrationStyle, DemonstrationStyle]:
     """Returns the styles of both phases: correct demonstrations, then demonstrations with mistakes."""
     return DemonstrationStyle(0.0, base.skew), DemonstrationStyle(base.error_rate, base.skew)
@@ -188,7 +202,7 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(model_config), row_tokens(config))
     model = abstract_model(model_config)
     params = jax.jit(lambda: init_params(model_config, base.seed))()
-    problems, rng = [*task.train_problems, *task.held_out_problems], np.random.default_rng(base.seed)
+    problems, rng = _demonstrated_problems(task), np.random.default_rng(base.seed)
     clean, noisy = _styles(base)
     phases = (
         ("demonstrations", base.clean_steps, base.clean_learning_rate, clean),

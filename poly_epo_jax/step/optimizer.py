@@ -11,7 +11,7 @@ from poly_epo_jax.config.keys import OptimizerSection
 SCHEDULES: dict[str, Callable[[float, float, int], optax.Schedule]] = {
     "constant": lambda peak, end, updates: optax.constant_schedule(peak),
     "linear": optax.linear_schedule,
-    "cosine": lambda peak, end, updates: optax.cosine_decay_schedule(peak, updates, end / peak),
+    "cosine": lambda peak, end, updates: optax.cosine_decay_schedule(peak, updates, end / peak if peak else 0),
 }
 
 

@@ -1,7 +1,7 @@
 """Computes the metrics of a training step, and a row for each of its generations."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -61,6 +61,20 @@ def cluster_metrics(groups: Sequence[GradedGroup], set_size: int) -> Metrics:
         "clusters/degenerate_fraction": degenerate_share(clusters),
         "clusters/synergy": float(np.abs(terms.synergy).mean()),
     }
+
+
+def solved_problems(groups: Sequence[GradedGroup], positions: Mapping[str, int]) -> int:
+    """Returns the problems with at least one correct generation, as the bits of an integer.
+
+    Args:
+      groups: Graded groups.
+      positions: Bit of each problem, by id.
+    """
+    solved = 0
+    for graded in groups:
+        if graded.correct.any():
+            solved |= 1 << positions[graded.group.problem.id]
+    return solved
 
 
 def logged_generations(

@@ -5,6 +5,7 @@ To add a task, implement the `types.Task` protocol in a new file and add one lin
 
 from collections.abc import Callable
 
+from poly_epo_jax.tasks.countdown import CountdownTask
 from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
 from poly_epo_jax.tasks.math import MathTask
 from poly_epo_jax.tasks.multiplication import MultiplicationTask
@@ -19,6 +20,7 @@ TASKS: Registry[Callable[..., Task]] = Registry(
     polynomial_prose=PolynomialProseTask,
     multiplication=MultiplicationTask,
     multiplication_prose=MultiplicationProseTask,
+    countdown=CountdownTask,
     math=MathTask,
     categories=CategoriesTask,
     prefixes=PrefixesTask,
@@ -27,6 +29,7 @@ TASKS: Registry[Callable[..., Task]] = Registry(
 __all__ = [
     "TASKS",
     "CategoriesTask",
+    "CountdownTask",
     "DemonstrationStyle",
     "MathTask",
     "MultiplicationProseTask",

@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+from jaxtyping import Real
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,8 +13,8 @@ class DemonstrationStyle:
     Attributes:
       error_rate: Non-negative multiplier of the task's probability of a deliberate mistake. 0 disables mistakes, 1 uses
         the task's own probability.
-      skew: Non-negative preference for strategies of low rank. The strategy of rank k has the weight exp(-skew k), so 0
-        makes all strategies equally likely.
+      skew: Non-negative preference for strategies of low rank or cost. The strategy of rank or cost k has the weight
+        exp(-skew k), so 0 makes all strategies equally likely.
     """
 
     error_rate: float = 0.0
@@ -29,8 +30,17 @@ class DemonstrationStyle:
         Returns:
           A rank in [0, num_strategies).
         """
-        weights = np.exp(-self.skew * np.arange(num_strategies))
-        return int(rng.choice(num_strategies, p=weights / weights.sum()))
+        return self.choose(np.arange(num_strategies), rng)
+
+    def choose(self, costs: Real[np.ndarray, " S"], rng: np.random.Generator) -> int:
+        """Draws the index of a strategy, which has the weight exp(-skew cost).
+
+        Args:
+          costs: Costs of the S strategies.
+          rng: Random generator.
+        """
+        weights = np.exp(-self.skew * costs)
+        return int(rng.choice(len(costs), p=weights / weights.sum()))
 
     def draw_mistake(self, probability: float, rng: np.random.Generator) -> bool:
         """Draws whether a demonstration contains a mistake.

@@ -16,7 +16,7 @@ import numpy as np
 
 from poly_epo_jax.config.checks import Range
 from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
-from poly_epo_jax.tasks.synthetic import SyntheticTask
+from poly_epo_jax.tasks.synthetic import CharacterTask
 from poly_epo_jax.types import Generation, Problem
 
 COMBINE = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -41,7 +41,7 @@ class DecompositionStrategy(NamedTuple):
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class MultiplicationTask(SyntheticTask):
+class MultiplicationTask(CharacterTask):
     """Multiplication of two numbers, with prompts such as `7*24:`.
 
     A correct response contains a strategy, its two intermediate terms and the result:

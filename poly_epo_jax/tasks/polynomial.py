@@ -15,7 +15,7 @@ import numpy as np
 
 from poly_epo_jax.config.checks import Range
 from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
-from poly_epo_jax.tasks.synthetic import SyntheticTask
+from poly_epo_jax.tasks.synthetic import CharacterTask
 from poly_epo_jax.types import Generation, Problem
 
 Number = TypeVar("Number", int, Fraction)
@@ -27,7 +27,7 @@ MAX_PROBLEMS = 10**6
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class PolynomialTask(SyntheticTask):
+class PolynomialTask(CharacterTask):
     """Polynomial solving with prompts such as `y=x^2+3x+7:` and responses such as `(x=1,y=11)`.
 
     Every point on the curve earns a reward of 1 and is a separate strategy. Responses may contain any x of up to 2

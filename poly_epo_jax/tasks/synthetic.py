@@ -1,8 +1,8 @@
-"""Base class of tasks with generated problems, which are divided into training and held-out problems."""
+"""Base classes of tasks with generated problems, which are divided into training and held-out problems."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
@@ -14,9 +14,9 @@ from poly_epo_jax.types import Problem
 class SyntheticTask:
     """Base class of tasks with generated problems.
 
-    Shuffles the items from which problems are generated. The first `num_train` items become training problems, the next
-    `num_held_out` become held-out problems. Subclasses implement `items` and `problem`, and set the default numbers of
-    problems.
+    Shuffles the items from which problems are generated. The first `num_train` items become training problems. The last
+    `num_held_out` items become held-out problems, which therefore do not depend on `num_train`. Subclasses implement
+    `items` and `problem`, and set the default numbers of problems.
 
     Attributes:
       seed: Seed of the shuffle.
@@ -36,29 +36,29 @@ class SyntheticTask:
     held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
-        problems = self.drawn(self.items(), self.num_train + self.num_held_out)
-        self.train_problems, self.held_out_problems = problems[: self.num_train], problems[self.num_train :]
+        self.divide(self.shuffled(self.items(), num_train=self.num_train, num_held_out=self.num_held_out))
 
-    def drawn(self, items: Sequence[Any], count: int) -> Sequence[Problem]:
-        """Generates problems from randomly selected items.
+    def divide(self, items: Sequence[Any]) -> None:
+        """Generates the training and held-out problems from shuffled items."""
+        self.train_problems = tuple(map(self.problem, items[: self.num_train]))
+        self.held_out_problems = tuple(map(self.problem, items[len(items) - self.num_held_out :]))
+
+    def shuffled(self, items: Sequence[Any], **requested: int) -> list[Any]:
+        """Returns the items in an order that `seed` determines.
 
         Args:
           items: Items from which problems can be generated.
-          count: Number of problems.
-
-        Returns:
-          The problems of the first `count` items in an order that `seed` determines.
+          requested: Number of problems by option of the task.
 
         Raises:
-          ValueError: If there are fewer than `count` items.
+          ValueError: If more problems are requested than there are items.
         """
+        count = sum(requested.values())
         if count > len(items):
-            raise ValueError(
-                f"num_train={self.num_train} and num_held_out={self.num_held_out} request {count} problems, but this "
-                f"task has at most {len(items)}; lower them."
-            )
-        order = np.random.default_rng(self.seed).permutation(len(items))[:count]
-        return tuple(self.problem(items[i]) for i in order)
+            *others, last = (f"{name}={value}" for name, value in requested.items() if value)
+            names = f"{', '.join(others)} and {last}" if others else last
+            raise ValueError(f"{count} problems are requested ({names}), but this task has at most {len(items)}.")
+        return [items[i] for i in np.random.default_rng(self.seed).permutation(len(items))]
 
     def items(self) -> Sequence[Any]:
         """Returns all items from which a problem can be generated."""
@@ -71,3 +71,28 @@ class SyntheticTask:
     def same_answer(self, problem: Problem, first: str, second: str) -> bool:
         """Returns True if two answers are identical. Each answer has only one canonical form."""
         return first == second
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class CharacterTask(SyntheticTask):
+    """Base class of synthetic tasks for tiny policies, which read and write the characters of a small alphabet.
+
+    Attributes:
+      num_demonstrated: Number of problems that are only demonstrated to the base policy: the last items of the shuffled
+        order, which the held-out items precede. 0 demonstrates the training and the held-out problems instead.
+      demonstrated_problems: Problems whose demonstrations the base policy is fitted to.
+      alphabet: Characters of all prompts and demonstrations.
+    """
+
+    num_demonstrated: Annotated[int, Range(0, 10**6)] = 0
+    demonstrated_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
+
+    alphabet: ClassVar[str]
+
+    def __post_init__(self):
+        requested = ("num_train", "num_held_out", "num_demonstrated")
+        items = self.shuffled(self.items(), **{name: getattr(self, name) for name in requested})
+        others = len(items) - self.num_demonstrated
+        self.divide(items[:others])
+        demonstrated = tuple(map(self.problem, items[others:]))
+        self.demonstrated_problems = demonstrated or (*self.train_problems, *self.held_out_problems)

@@ -33,6 +33,7 @@ LAYERS = (
     "train",
     "memory_plan",
     "startup",
+    "fit_base",
     "evaluate",
     "report",
     "export",

@@ -87,11 +87,11 @@ def train_tiny(
     rollouts, timeline, num_generations = (sampler or RandomLetters()).rollouts(task), Timeline(), 8
     stop, checkpoints = StopSignal(), Checkpoints(run_dir / "checkpoints")
     newest = checkpoints.restore_latest(lambda step: checkpoints.restore(step, update.abstract_state, update.shardings))
-    progress = TrainProgress(0, update.init(first), batches.get_state())
+    progress = TrainProgress(0, update.init(first), batches.get_state(), solved=0)
     if newest is not None:
         step, (state, data) = newest
         batches.set_state(data["batches"])
-        progress = TrainProgress(step, state, data["batches"])
+        progress = TrainProgress(step, state, data["batches"], int(data["solved"], 16))
     trainer = Trainer(
         experience=Experience(
             *(rollouts, task, judge, batches, num_generations),
@@ -110,6 +110,7 @@ def train_tiny(
         progress=progress,
         reference=on_mesh(tiny_params(), mesh) if algo.kl_coef else None,
         set_size=algo.set_size,
+        positions={problem.id: position for position, problem in enumerate(PROBLEMS)},
     )
     schedule = TrainSchedule(num_steps, config.eval.every, config.checkpoint.every, log_generations=1)
 

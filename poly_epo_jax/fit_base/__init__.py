@@ -1,0 +1,1 @@
+"""Fits a tiny base policy without training it."""

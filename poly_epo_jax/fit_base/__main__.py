@@ -1,0 +1,68 @@
+"""Fits the base policy of a configuration and writes it as a Hugging Face folder, without training it.
+
+    python -m poly_epo_jax.fit_base --config=configs/countdown.py --output=runs/models/countdown
+
+The folder can be evaluated, or be the model.path of several runs. A training command with the same `base` and `task`
+keys uses the same policy, which is fitted only once.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from poly_epo_jax.config.keys import Config, ConfigError
+from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.startup.base_policy import base_policy
+from poly_epo_jax.startup.command_line import config_parser, run_command
+from poly_epo_jax.startup.prepare import check_writable
+from poly_epo_jax.startup.read_config import make_task
+from poly_epo_jax.step.objective import DivergenceError
+
+
+def fit_base(config: Config, folder: Path) -> None:
+    """Fits the base policy of a configuration, unless it is cached, and copies it to a folder.
+
+    Args:
+      config: The configuration. Its `model.path` is empty.
+      folder: The folder to create.
+
+    Raises:
+      ConfigError: If the configuration has a `model.path`, if `folder` exists, or if it cannot be written to.
+      ValueError: If the task has no demonstrations, or if the mesh does not fit the policy.
+      DivergenceError: If the fit diverges.
+    """
+    if config.model.path:
+        raise ConfigError(f"model.path={config.model.path} is a complete policy; set --config.model.path= to fit one.")
+    if folder.exists():
+        raise ConfigError(f"--output={folder} exists; choose a new folder, or delete it.")
+    for key, path in {"--output": folder.parent, "base.cache_dir": Path(config.base.cache_dir)}.items():
+        check_writable(key, path)
+    jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache_dir).absolute()))
+    cached = base_policy(config, make_task(config.task), make_mesh(**config.mesh))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(cached, partial)
+    partial.rename(folder)  # a folder with the final name is always complete
+    print(f"policy: {folder}")
+
+
+def _run(config: Config, flags: argparse.Namespace) -> None:
+    if flags.output is None:
+        raise ConfigError("--output is missing; set it to the folder to create, such as --output=runs/models/base.")
+    fit_base(config, flags.output)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fits a base policy as specified by the command line (`sys.argv` if None), and returns the exit code."""
+    parser = config_parser(__doc__)
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="Hugging Face folder to create; must not exist")
+    return run_command(parser, arguments, _run, DivergenceError)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
