@@ -1,7 +1,7 @@
 """Evaluates and compares models on benchmarks. Generates once per model and benchmark for all metrics.
 
-    python -m poly_epo_jax.evaluate --config=configs/polynomial.py --benchmarks=polynomial \
-        --models=poly_epo=runs/polynomial-poly_epo,grpo=runs/polynomial-grpo --num_generations=64 \
+    python -m poly_epo_jax.evaluate --config=configs/polynomial.py --benchmarks=polynomial \\
+        --models=poly_epo=runs/polynomial-poly_epo,grpo=runs/polynomial-grpo --num_generations=64 \\
         --output=runs/evaluation
     python -m poly_epo_jax.report runs/evaluation
 
