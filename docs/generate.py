@@ -51,11 +51,11 @@ REGISTRY_KEYS = {
 """Keys that select a registry entry, by the keys of its options."""
 
 METRIC_GROUPS = {
-    "eval/reward": "Evaluations during training",
-    "reward": "Generations of a step",
-    "policy/entropy": "Updates of a step",
-    "judge/failed_prompts": "Failures and retries",
-    "seconds/step": "Time and memory",
+    "eval/reward": "Evaluations during training: eval/",
+    "reward": "Generations of a step: reward, solved, clusters/, response/",
+    "policy/entropy": "Updates of a step: policy/, packing/, mismatch/",
+    "judge/failed_prompts": "Failures and retries: judge/, grader/, rollouts/",
+    "seconds/step": "Time and memory: seconds/, memory/",
 }
 """Headings of the logged metrics, by the first metric below each."""
 
@@ -252,10 +252,7 @@ def set_rl_api() -> str:
     """Returns the page of `poly_epo_jax.set_rl`, with a line for each public name."""
     public = [name for name, value in vars(set_rl).items() if name[0] != "_" and not inspect.ismodule(value)]
     head = "# Set RL: sets, objectives, advantages, losses", NOTE, inspect.getdoc(set_rl) or ""
-    where = (
-        "Each line below that begins with `:::` stands for the signature and docstring of an object of "
-        "`poly_epo_jax/set_rl/`. `bash launch/site.sh` builds the site, in which this page contains them."
-    )
+    where = "Signatures and docstrings of `poly_epo_jax/set_rl/`, which the [documentation site](README.md) shows."
     return "\n\n".join([*head, where, *(f"::: poly_epo_jax.set_rl.{name}" for name in public)]) + "\n"
 
 

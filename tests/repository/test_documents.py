@@ -65,6 +65,7 @@ RULES = (
     Rule("bash launch/lock.sh", elsewhere="manual: installs the newest versions"),
     Rule("bash launch/node.sh", elsewhere="tests/launch/test_node.py, with DEVICE=cpu; requires 4 x H200"),
     Rule("bash launch/quickstart.sh", SMALL, says="report: runs/report/report.html"),
+    Rule("bash launch/site.sh", elsewhere=".ci/run; downloads mkdocs"),
     Rule("bash launch/smollm2.sh", elsewhere="tests/launch/test_smollm2.py; downloads a model"),
     Rule("bash launch/test.sh", elsewhere="runs this test"),
     Rule("bash launch/tpu.sh run", says="--config=configs/polaris.py:v5p-32 --config.hosts.coordinator_address=auto"),
