@@ -7,6 +7,7 @@ The example has six correct responses, five with strategy A and one with B, and 
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -120,3 +121,7 @@ def _rewards(text: str) -> list[float]:
         return list(map(float, text.split(",")))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} must be numbers, separated by commas") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
