@@ -79,9 +79,9 @@ def commands() -> str:
         "# Commands",
         NOTE,
         "All commands and their flags, as `--help` prints them: `python -m poly_epo_jax.main --help`, or in short "
-        "`poly-epo train --help`. `poly-epo --version` prints the version. The commands with a flag `--config` also accept each "
-        "[configuration key](configuration.md) as `--config.KEY=VALUE`, and their `--help` lists the keys with the "
-        "values of the given configuration file. Printing the help takes about 5 s on a CPU core.",
+        "`poly-epo train --help`. `poly-epo --version` prints the version. The commands with a flag `--config` also "
+        "accept each [configuration key](configuration.md) as `--config.KEY=VALUE`, and their `--help` lists the keys "
+        "with the values of the given configuration file. Printing the help takes about 5 s on a CPU core.",
         table(
             ("command", "module, after `python -m`", "purpose"),
             [(code(f"poly-epo {name}"), code(module), purpose) for name, (module, purpose) in COMMANDS.items()],
