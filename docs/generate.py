@@ -163,11 +163,12 @@ def configuration() -> str:
         "# Configuration keys",
         NOTE,
         f"All {sum(1 for _ in config.flat())} keys with their defaults, which train polynomial solving on a laptop. A "
-        "configuration file changes some of them, and `--config.KEY=VALUE` on the command line overrides the file: "
-        "`--config.algo.set_size=8`. `--print_config` prints the resulting values of all keys. Invalid values are "
-        "rejected at startup with an error message that names the key.",
-        "A colon after the file selects a method, a machine or both: `--config=configs/polaris.py:grpo,h200x8`. Both "
-        "set several keys: [methods](#methods) and [machines](#machines).",
+        "configuration file or [recipe](recipes.md), selected by `--config`, changes some of them, and "
+        "`--config.KEY=VALUE` on the command line overrides the file: `--config.algo.set_size=8`. `--print_config` "
+        "prints the resulting values of all keys. Invalid values are rejected at startup with an error message that "
+        "names the key.",
+        "A colon after the file or recipe selects a method, a machine or both, which set several keys: "
+        "`--config=configs/polaris.py:grpo,h200x8`. See [methods](#methods) and [machines](#machines).",
         table(columns, key_rows(key for key in config.flat() if "." not in key[0])),
     ]
     for name, section in config.items():
