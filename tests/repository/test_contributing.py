@@ -27,7 +27,9 @@ def test_versions_agree():
 
 def test_all_files_have_the_same_address_of_the_repository():
     address = PROJECT["urls"]["Repository"]
-    listed = subprocess.run(["git", "grep", "-lI", "poly_epo_jax"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "grep", "-lI", "poly_epo_jax"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     found = {(name, link) for name in listed.stdout.split() for link in ADDRESS.findall((ROOT / name).read_text())}
     assert {name for name, link in found if link == address} >= {"pyproject.toml", "CITATION.cff", "README.md"}
     assert {name for name, link in found if link != address} == set()
@@ -52,6 +54,16 @@ def test_the_workflow_runs_ci_on_all_supported_python_versions():
     (run,) = [step for step in steps if "run" in step]
     assert run["run"] == ".ci/run" and (ROOT / run["run"]).stat().st_mode & 0o111
     assert run["env"] == {"POLY_EPO_SHARED": ""}
+
+
+def test_the_release_workflow_publishes_the_tested_files_by_hand_only():
+    workflow = read(".github/workflows/release.yml")
+    assert workflow[True] == {"workflow_dispatch": None}  # YAML reads the key `on` as a boolean
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    assert "bash launch/package.sh" in [step.get("run") for step in build["steps"]]
+    assert publish["needs"] == "build" and "permissions" not in build
+    (trusted,) = [step for step in publish["steps"] if step["uses"].startswith("pypa/gh-action-pypi-publish@")]
+    assert publish["permissions"] == {"id-token": "write"} and "with" not in trusted
 
 
 def test_ci_rejects_a_missing_data_folder():
