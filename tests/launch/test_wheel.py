@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 from extending import FILES
+from test_documents import commands_in, rule_of
 from training_runs import SETTINGS, as_flags, environment, rows_of
 from user_packages import PROJECT, user_variables
-
-from tests.repository.test_documents import commands_in, rule_of
 
 ROOT = Path(__file__).parents[2]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
