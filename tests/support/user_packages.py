@@ -64,5 +64,5 @@ def _closure(wanted: Iterable[Requirement], installed: dict[str, importlib.metad
         lines = installed[name].requires if name in installed else None
         for requirement in map(Requirement, lines or []):
             if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-                waiting += [(canonicalize_name(requirement.name), wanted) for part in ("", *requirement.extras)]
+                waiting += [(canonicalize_name(requirement.name), part) for part in ("", *requirement.extras)]
     return {name for name, _ in seen}
