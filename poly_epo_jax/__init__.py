@@ -18,10 +18,6 @@ __all__ = ["get_config", "run"]
 
 def __getattr__(name: str) -> Any:
     """Imports `get_config` and `run` on first access, because reports and graders do not require JAX."""
-    if name == "__version__":
-        import importlib.metadata
-
-        return importlib.metadata.version("poly_epo_jax")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from poly_epo_jax import from_python

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from extending import FILES
-from test_documents import commands_in, rule_of
+from test_documents import SMALL as QUICK, commands_in, rule_of
 from training_runs import SETTINGS, as_flags, environment, rows_of
 from user_packages import PROJECT, user_variables
 
@@ -32,12 +32,9 @@ OMITTED = re.compile(r"tests/|fuzz/|benchmarks/|\.")
 README = list(dict.fromkeys(commands_in((ROOT / "README.md").read_text())))
 ELSEWHERE = {
     "bash launch/": "script of the repository",
-    "bash third_party/": "script of the repository",
     "cd ": "folder of the repository",
     "git clone": "downloads the repository",
     "pip install": "launch/package.sh, and tests/repository/test_documents.py",
-    "python benchmarks/": "program of the repository",
-    "python examples/": "program of the repository",
     "source ": "environment that a script of the repository creates",
 }
 """Beginnings of README commands that require more than the wheel, with the reason or the test that runs them."""
@@ -210,9 +207,10 @@ def test_memory_plan(works: Callable[..., str]):
     assert "Plan: 1 x cpu" in works("python -m poly_epo_jax.bench --config=my_objective.py:laptop --plan")
 
 
-def test_a_recipe_trains_by_name(works: Callable[..., str], caches: dict[str, Path]):
-    flags = " ".join(f'"{flag}"' for flag in as_flags(SETTINGS | {"train.num_steps": 2} | caches))
-    assert "Done: runs/polynomial-grpo" in works(f"poly-epo train --config=polynomial:grpo {flags}")
+@pytest.mark.parametrize("method", ["poly_epo", "grpo"])
+def test_the_runs_of_the_quick_start(method: str, works: Callable[..., str]):
+    """The commands of the README below read these runs."""
+    assert f"Done: runs/polynomial-{method}" in works(f"poly-epo train --config=polynomial:{method} {QUICK}")
 
 
 @pytest.mark.parametrize("command", HERE)
