@@ -76,7 +76,7 @@ RULES = (
         error="'openai/gsm8k:main:test' cannot be reached",
     ),
     Rule("bash third_party/jetstream/setup.sh", elsewhere="launch/test.sh; downloads JetStream"),
-    Rule("pip install", says="Successfully installed poly_epo_jax"),
+    Rule("pip install", says="Successfully installed poly-epo-jax"),
     Rule("pip install pre-commit", elsewhere="manual: downloads another project"),
     Rule("pip install --pre", elsewhere="manual: downloads another project, for tests/rollouts/test_sglang_jax.py"),
     Rule("pip install torch", elsewhere="manual: installs CUDA, for rollouts.weight_sync=tensor"),
