@@ -31,5 +31,5 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         from poly_epo_jax.system.missing_packages import explain_missing_package
 
-        raise ImportError(explain_missing_package(error)) from error
+        raise ImportError(explain_missing_package(error)) from None
     return getattr(from_python, name)
