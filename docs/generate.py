@@ -83,7 +83,7 @@ def commands() -> str:
         "accept each [configuration key](configuration.md) as `--config.KEY=VALUE`, and their `--help` lists the keys "
         "with the values of the given configuration file. Printing the help takes about 5 s on a CPU core.",
         table(
-            ("command", "module, after `python -m`", "purpose"),
+            ("command", "Python module", "purpose"),
             [(code(f"poly-epo {name}"), code(module), purpose) for name, (module, purpose) in COMMANDS.items()],
         ),
         "Exit codes: 0 after success, 1 or 2 after an error, 130 after Ctrl-C, and 128 plus the number of another "
