@@ -56,11 +56,16 @@ def open_benchmark(name: str, section: TaskSection) -> Benchmark:
       ValueError, OSError: If the benchmark cannot be read.
     """
     source, options = name.rpartition("=")[2], task_options(name, section)
-    if source in TASKS and source != "math":
+    if has_held_out_problems(source):
         task = TASKS[source](**options)
         return Benchmark(benchmark_label(name), task, task.held_out_problems)
     task = MathTask(**options)
     return Benchmark(benchmark_label(name), task, task.train_problems)
+
+
+def has_held_out_problems(name: str) -> bool:
+    """Returns True if a benchmark is the name of a task that is evaluated on its held-out problems."""
+    return name in TASKS and name != "math"
 
 
 def task_options(name: str, section: TaskSection) -> dict[str, Any]:
@@ -71,7 +76,7 @@ def task_options(name: str, section: TaskSection) -> dict[str, Any]:
       section: The `task` section of the configuration.
     """
     source = name.rpartition("=")[2]
-    if source in TASKS and source != "math":
+    if has_held_out_problems(source):
         return dict(section.options) if source == section.name else {}
     shared = {key: value for key, value in section.options.items() if key in ("template", "num_workers")}
     return BENCHMARKS.get(source, {"train": source}) | shared
