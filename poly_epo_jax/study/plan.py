@@ -9,7 +9,7 @@ from typing import Any
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.keys import Config
-from poly_epo_jax.evaluate.benchmarks import about_evaluation, benchmark_label, has_held_out_problems
+from poly_epo_jax.evaluate.benchmarks import about_evaluation, benchmark_label, check_benchmark, has_held_out_problems
 from poly_epo_jax.evaluate.folder import ABOUT, RESULTS
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.startup.command_line import read_arguments
@@ -166,6 +166,8 @@ def _check_evaluation(evaluation: Evaluation | None, config: Config) -> None:
             f"evaluation.benchmarks is empty, but task.name={config.task.name} is not a benchmark; set it, for example "
             "to ['gsm8k'] or to the path of a .jsonl file."
         )
+    for name in evaluation.benchmarks:
+        check_benchmark(name)
     if evaluation.judge:
         check_judge_limit(config.judge, "evaluation.num_generations", evaluation.num_generations)
 
