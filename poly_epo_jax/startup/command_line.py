@@ -123,8 +123,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
             raise ConfigError(f"{override} has no value; write {override}=VALUE.")
     flags, unknown = parser.parse_known_args([argument for argument in arguments if not argument.startswith(KEY)])
     if unknown:
-        name, _, value = map(_without_password, unknown[0].partition("="))
-        raise ConfigError(f"unknown argument {name}; {_hint(name.lstrip('-'), value, parser)}.")
+        raise ConfigError(unknown_argument(unknown[0], parser))
     config = load_config(flags.config)
     with config.unlocked(), config.ignore_type():
         for override in overrides:
@@ -179,10 +178,8 @@ def _set(config: ConfigDict, override: str) -> None:
     types = {name: field.type for name, field, _ in Config().flat()}
     section, _, name = key.rpartition(".")
     if key not in types and not (section in types and section.endswith("options")):
-        known = [f"config.{name}" for name in types]
-        inner = [name for name in known if name.startswith(f"config.{key}.")]
-        near = ", ".join(inner or difflib.get_close_matches(f"config.{key}", known))
-        hint = f"choose from {near}" if near else "--help lists the keys"
+        near = _similar_keys(key, list(types))
+        hint = f"choose from {', '.join(f'config.{other}' for other in near)}" if near else "--help lists the keys"
         hint = f"it is now config.{RENAMED[key]}" if key in RENAMED else hint
         raise ConfigError(f"There is no key config.{key}; {hint}.")
     values = functools.reduce(ConfigDict.__getitem__, filter(None, section.split(".")), config)
@@ -191,6 +188,17 @@ def _set(config: ConfigDict, override: str) -> None:
     refuse_passwords(value, key)
     validate(value, key, check_of_type(kind))
     values[name] = value
+
+
+def _similar_keys(key: str, known: Sequence[str]) -> list[str]:
+    """Returns the keys that may be meant by an unknown key: those of its section, if it has one, or similar ones."""
+    if inner := [other for other in known if other.startswith(f"{key}.")]:
+        return inner
+    section, _, name = key.rpartition(".")
+    own = [other.removeprefix(f"{section}.") for other in known if section and other.startswith(f"{section}.")]
+    if not own:
+        return difflib.get_close_matches(key, known)
+    return [f"{section}.{other}" for other in difflib.get_close_matches(name, own) or own]
 
 
 def parse_value(text: str, kind: Any) -> Any:
@@ -213,8 +221,23 @@ def parse_value(text: str, kind: Any) -> Any:
     return value
 
 
-def _hint(name: str, value: str, parser: argparse.ArgumentParser) -> str:
-    """Returns a suggestion for an unknown argument: matching keys with their section, or the most similar flag."""
+def unknown_argument(argument: str, parser: argparse.ArgumentParser) -> str:
+    """Returns the error message for an unknown argument of a command.
+
+    The message suggests keys of the configuration with this name, the new name of a renamed flag, or a similar flag.
+
+    Args:
+      argument: The argument. Passwords in it are not repeated.
+      parser: Parser of the command.
+    """
+    name, _, value = map(_without_password, argument.partition("="))
+    return f"unknown argument {name}; {_hint(name, value, parser)}."
+
+
+def _hint(argument: str, value: str, parser: argparse.ArgumentParser) -> str:
+    if argument.split(":")[0].endswith(".py"):
+        return f"write --config={argument}"
+    name = argument.lstrip("-")
     keys = [key for key, _, _ in Config().flat() if f".config.{key}".endswith(f".{name}")]
     near = [f"{KEY}{key}={value or '...'}" for key in keys]
     flags = re.findall(r"--[\w-]+", parser.format_help())

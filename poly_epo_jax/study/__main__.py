@@ -23,6 +23,7 @@ from pathlib import Path
 
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.config.recipes import find_file
+from poly_epo_jax.startup.command_line import unknown_argument
 from poly_epo_jax.study.folder import LOCK
 from poly_epo_jax.study.page import write_study_report
 from poly_epo_jax.study.plan import StudyRun, make_runs, write_plan
@@ -55,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="only write the report, without starting runs")
     given = sys.argv[1:] if arguments is None else arguments
     overrides = [argument for argument in given if argument.startswith("--config.")]
-    options = parser.parse_args([argument for argument in given if argument not in overrides])
+    options, unknown = parser.parse_known_args([argument for argument in given if argument not in overrides])
+    if unknown:
+        parser.error(unknown_argument(unknown[0], parser))
     workers = cores(options.num_parallel) if options.num_parallel else default_workers()
     if options.gpus:
         workers = gpus(options.gpus)

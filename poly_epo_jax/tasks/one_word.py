@@ -47,8 +47,8 @@ class OneWordTask(SyntheticTask):
     def __post_init__(self):
         train, held_out = word_list(f"{self.name}_train"), word_list(f"{self.name}_held_out")
         self._words: Mapping[str, Mapping[str, str]] = {**train, **held_out}
-        self.train_problems = self.drawn(list(train), self.num_train)
-        self.held_out_problems = self.drawn(list(held_out), self.num_held_out)
+        self.train_problems = self.drawn(list(train), "num_train")
+        self.held_out_problems = self.drawn(list(held_out), "num_held_out")
 
     def problem(self, item: str) -> Problem:
         """Returns the problem for a heading."""

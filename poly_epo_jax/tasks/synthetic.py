@@ -36,26 +36,28 @@ class SyntheticTask:
     held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
-        problems = self.drawn(self.items(), self.num_train + self.num_held_out)
+        problems = self.drawn(self.items(), "num_train", "num_held_out")
         self.train_problems, self.held_out_problems = problems[: self.num_train], problems[self.num_train :]
 
-    def drawn(self, items: Sequence[Any], count: int) -> Sequence[Problem]:
+    def drawn(self, items: Sequence[Any], *options: str) -> Sequence[Problem]:
         """Generates problems from randomly selected items.
 
         Args:
           items: Items from which problems can be generated.
-          count: Number of problems.
+          options: Attributes whose sum is the number of problems, for example `num_train`.
 
         Returns:
-          The problems of the first `count` items in an order that `seed` determines.
+          The problems of the first items, as many as requested, in an order that `seed` determines.
 
         Raises:
-          ValueError: If there are fewer than `count` items.
+          ValueError: If more problems are requested than there are items.
         """
+        count = sum(getattr(self, option) for option in options)
         if count > len(items):
+            requested = " and ".join(f"{option}={getattr(self, option)}" for option in options)
             raise ValueError(
-                f"num_train={self.num_train} and num_held_out={self.num_held_out} request {count} problems, but this "
-                f"task has at most {len(items)}; lower them."
+                f"{requested}{' together' if len(options) > 1 else ''} must be at most {len(items)}, the number of "
+                f"different problems of this task; lower {' or '.join(f'task.options.{name}' for name in options)}."
             )
         order = np.random.default_rng(self.seed).permutation(len(items))[:count]
         return tuple(self.problem(items[i]) for i in order)

@@ -62,6 +62,22 @@ def test_a_missing_study_file_is_reported(tmp_path: Path, capsys: pytest.Capture
     assert str(tmp_path / "none.py") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("--parallel=2", "unknown argument --parallel; write --num_parallel."),
+        ("--reprot", "unknown argument --reprot; write --report."),
+        ("--seed=3", "unknown argument --seed; write --config.seed=3"),
+    ],
+)
+def test_unknown_arguments_are_reported_with_a_suggestion(
+    argument: str, sentence: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        main(["studies/polynomial.py", argument])
+    assert ended.value.code == 2 and sentence in capsys.readouterr().err
+
+
 def test_default_folder_has_the_name_of_the_study_file(tmp_path: Path):
     body = "def get_study():\n    return Study({'a': StudyTask('a.py')}"
     assert read_study(write(tmp_path / "mine.py", f"{body})")).folder == "runs/study-mine"
