@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, Rectangle
 
 from poly_epo_jax import set_rl
+from poly_epo_jax.cli.explain import group_advantages, in_rms_units
 
 STRATEGIES, REWARDS = "AAAAABAC", (1, 1, 1, 1, 1, 1, 0, 0)
 KINDS = [letter + "-+"[reward] for letter, reward in zip(STRATEGIES, REWARDS, strict=True)]
@@ -48,30 +49,26 @@ def draw_sets(axes: Axes, left: float, right: float) -> None:
 
 def draw_advantages(axes: Axes, left: float) -> None:
     """Draws the advantages of both methods, in units of the root mean square advantage of the method."""
-    rewards, clusters = np.array([REWARDS]), np.array([[ord(letter) for letter in STRATEGIES]])
-    methods = {
-        "Poly-EPO": set_rl.polychromic_advantages(rewards, clusters, set_size=4),
-        "GRPO": set_rl.grpo_advantages(rewards),
-    }
-    order = sorted(set(KINDS), key=lambda kind: -methods["Poly-EPO"][0, KINDS.index(kind)])
+    advantages = group_advantages(REWARDS, list(STRATEGIES), set_size=4)
+    order = sorted(set(KINDS), key=lambda kind: -advantages["Poly-EPO"][KINDS.index(kind)])
     for row, kind in enumerate(order):
         draw_response(axes, left + 0.15, TOP + ROW * row, kind)
         if (count := KINDS.count(kind)) > 1:
             axes.text(left + 0.5, TOP + ROW * row, f"\u00d7{count}", color=FAINT)
-    for column, (method, advantages) in enumerate(methods.items()):
+    for column, (method, color) in enumerate(COLORS.items()):
         zero = left + 1.4 + 1.55 * column
-        axes.text(zero, 0.64, method, color=COLORS[method], weight="bold", fontsize=12, ha="center")
+        axes.text(zero, 0.64, method, color=color, weight="bold", fontsize=12, ha="center")
         axes.plot([zero, zero], [TOP - 0.22, TOP + 3 * ROW + 0.22], color="#bbbbbb", linewidth=0.8, zorder=0)
         for row, kind in enumerate(order):
-            value = float(advantages[0, KINDS.index(kind)] / np.sqrt(np.mean(advantages**2)))
-            axes.add_patch(Rectangle((zero, TOP + ROW * row - 0.1), value * BAR, 0.2, color=COLORS[method]))
+            value = in_rms_units(advantages[method])[KINDS.index(kind)]
+            axes.add_patch(Rectangle((zero, TOP + ROW * row - 0.1), value * BAR, 0.2, color=color))
             x, side = (value * BAR + 0.05, "left") if value > 0 else (value * BAR - 0.05, "right")
             axes.text(zero + x, TOP + ROW * row, f"{value:+.1f}".replace("-", "\u2212"), ha=side)
     axes.text(WIDTH - 0.15, TOP + 3.9 * ROW, "in units of the method's root mean square", color=FAINT, ha="right")
 
 
 def draw() -> Figure:
-    """Returns the figure. Scores and advantages are computed with `set_rl`."""
+    """Returns the figure. Scores and advantages are computed, not copied."""
     figure = Figure(figsize=(WIDTH, HEIGHT), dpi=200, facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(HEIGHT, 0))
     axes.axis("off")
