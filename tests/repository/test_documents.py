@@ -15,13 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import quick_compiles
 from training_runs import SETTINGS, as_flags
 from user_packages import user_variables
-
-from poly_epo_jax import set_rl
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = ("tutorials", "how_to", "explanation", "reference")
@@ -280,21 +277,3 @@ def test_files_named_in_the_architecture_exist():
     assert [name for name in named if not ((ROOT / name).exists() or (ROOT / "poly_epo_jax" / name).exists())] == []
     top = {path.name for path in (ROOT / "poly_epo_jax").glob("*.py")} - {"__init__.py"}
     assert top == top & set(re.findall(r"\w+\.py", text)), "docs/explanation/architecture.md omits a root file"
-
-
-def test_the_functions_in_the_readme():
-    (block,) = re.findall(r"```python\n(sets = .*?)```", DOCUMENTS[0].read_text(), re.DOTALL)
-    construction, advantages, closed = block.splitlines()
-    random = np.random.default_rng(0)
-    names = {
-        "set_rl": set_rl,
-        "my_objective": lambda rewards, embeddings: rewards.mean(axis=-1) * embeddings.std(axis=(-2, -1)),
-        "r": random.random((2, 8), np.float32),
-        "e": random.random((2, 8, 3), np.float32),
-        "rewards": random.random((2, 64), np.float32),
-        "clusters": random.integers(1, 6, (2, 64)),
-    }
-    exec(construction, names)
-    assert names["sets"].shape == (70, 4)
-    assert eval(advantages, names).shape == (2, 8)
-    assert eval(closed, names).shape == (2, 64)
