@@ -14,6 +14,7 @@ import pytest
 from training_runs import SETTINGS, Run, as_flags, environment, rows_of
 
 import poly_epo_jax
+from poly_epo_jax.config.keys import Config
 from poly_epo_jax.records.run_folder import METRICS, read_method
 from poly_epo_jax.system.signals import Stopped, StopSignal
 
@@ -24,8 +25,8 @@ SMALL = """
 import ast, asyncio, sys
 from poly_epo_jax import from_python
 
-def small(config_string="poly_epo", get_config=from_python.get_config):
-    config = get_config(config_string)
+def small(recipe="", get_config=from_python.get_config):
+    config = get_config(recipe)
     for key, value in {settings!r}.items():
         config.update_from_flattened_dict({{key: ast.literal_eval(value) if key == "task.options" else value}})
     return config
@@ -66,6 +67,35 @@ def start(code: str, settings: dict, folder: Path, *cells: str) -> subprocess.Po
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "advantages", "workdir"),
+    [
+        ("", "marginal_set", Config().workdir),
+        (":grpo", "grpo", Config().workdir),
+        ("polaris", "marginal_set", "runs/polaris-poly_epo"),
+        ("polaris:grpo,h200x8", "grpo", "runs/polaris-grpo"),
+        (str(ROOT / "configs/polynomial.py:max_rl"), "max_rl", "runs/polynomial-max_rl"),
+    ],
+)
+def test_recipes(recipe: str, advantages: str, workdir: str):
+    config = poly_epo_jax.get_config(recipe)
+    assert (config.algo.advantages, config.workdir) == (advantages, workdir)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("grpo", 'write ":grpo"'),
+        ("grpo,h200x8", 'write ":grpo,h200x8"'),
+        ("polynomail:grpo", "did you mean polynomial"),
+        (":grop", "Unknown name ':grop'"),
+    ],
+)
+def test_unknown_recipes(recipe: str, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        poly_epo_jax.get_config(recipe)
 
 
 def test_missing_attributes_raise_the_usual_errors():

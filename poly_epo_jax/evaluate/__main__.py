@@ -11,6 +11,11 @@ or benchmark in tables. The configuration defines the sampling parameters, the j
 task. Rerun the command to resume an interrupted evaluation.
 """
 
+from poly_epo_jax.system.missing_packages import report_missing_packages
+
+if __name__ == "__main__":
+    report_missing_packages()  # before the imports below
+
 import argparse
 import asyncio
 import dataclasses

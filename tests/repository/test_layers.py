@@ -41,10 +41,15 @@ LAYERS = (
     "study",
     "main",
     "from_python",
+    "cli",
+    "__main__",
 )
 """Subpackages and root files of the package, from lowest to highest."""
-FRONT = "from_python"
-"""The only module that `__init__` imports, lazily."""
+FRONT = ("from_python", "system")
+"""The only modules that `__init__` imports, lazily."""
+
+RECIPES = "config.recipes"
+"""The only module that reads files elsewhere: recipes/ of the package or, in a checkout, configs/ and studies/."""
 
 LIBRARIES = {
     "system": {"httpx"},
@@ -133,14 +138,15 @@ def violations(module: str, source: str) -> list[str]:
             elif library not in optional and normalize(DISTRIBUTIONS.get(library, library)) not in DECLARED:
                 found.append(f"{module} imports {library}, which install_requires of setup.py does not declare.")
         elif module == NAME:
-            if other != FRONT:
-                found.append(f"{module} imports {imported}, but __init__ may only import {FRONT}.")
+            if other not in FRONT:
+                found.append(f"{module} imports {imported}, but __init__ may only import {' and '.join(FRONT)}.")
         elif layer(other) < 0:
             found.append(f"{module} imports {imported}, which has no layer.")
         elif layer(other) > layer(own):
             found.append(f"{module} imports {imported}, but {own} is below {other}.")
     found += [f"{module} uses {name}, which hides imports from this test." for name in HIDING if name in names(source)]
-    if "__file__" in names(re.sub(r"Path\(__file__\)\.with_name\(\"\w+\.\w+\"\)", "None", source)):
+    is_outside = "__file__" in names(re.sub(r"Path\(__file__\)\.with_name\(\"\w+\.\w+\"\)", "None", source))
+    if is_outside and module != f"{NAME}.{RECIPES}":
         found.append(
             f"{module} uses __file__ other than in Path(__file__).with_name; only read files next to the module."
         )
@@ -173,6 +179,7 @@ def test_all_optional_imports_are_used():
         ("step.update", "def f():\n    from poly_epo_jax import startup", "but step is below startup"),
         ("experience", "from poly_epo_jax.train import Parts", "but experience is below train"),
         ("export.card", "from poly_epo_jax.main import run", "but export is below main"),
+        ("main", "from poly_epo_jax.cli import main", "but main is below cli"),
         ("system.new", "import jax", "imports jax, but system may only import httpx"),
         ("set_rl.losses", "import optax", "may only import jax, jaxtyping, numpy"),
         ("metrics.new", "from jax import numpy", "imports jax, but metrics may only import"),
@@ -189,6 +196,7 @@ def test_all_optional_imports_are_used():
         ("model.hf", "import os, jetstream", "imports jetstream, which install_requires of setup.py does not declare"),
         ("main", "def f():\n    importlib.import_module('configs')", "uses import_module, which hides"),
         ("report.new", "Path(__file__).parents[1] / 'docs'", "uses __file__ other than"),
+        ("config.new", "Path(__file__).parents[1] / 'recipes'", "uses __file__ other than"),
         ("judges.llm", "open(poly_epo_jax.__file__)", "uses __file__ other than"),
     ],
 )
