@@ -1,12 +1,14 @@
 """Tests that README.md is short, and that its numbers are those of the code and of the documents."""
 
 import contextlib
+import importlib.util
 import io
 import itertools
 import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.config.machines import MESHES
@@ -65,6 +67,21 @@ def test_the_advantages_of_the_example():
     assert f"all sets is {short(mean, sign='')}" in METHOD
     sums = {letter: sum(a for a, own in zip(advantages, STRATEGIES, strict=True) if own == letter) for letter in "ABC"}
     assert f"A {short(sums['A'])}, B {short(sums['B'])} and C {short(sums['C'])}" in METHOD
+
+
+@pytest.mark.slow
+def test_the_figure_of_the_example():
+    spec = importlib.util.spec_from_file_location("draw_example", ROOT / "docs" / "images" / "draw_example.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (axes,) = module.draw().axes
+    advantages, mean = from_all_sets()
+    unit = np.sqrt(np.mean(np.square(advantages)))
+    texts = {text.get_text().replace("\u2212", "-") for text in axes.texts}
+    assert {f"{advantage / unit:+.1f}" for advantage in advantages} | {"+0.6", "-1.7"} <= texts
+    assert f"mean of all 70 sets: {short(mean, sign='')}" in texts
+    assert {"1 \u00d7 1/4 = .25", "1 \u00d7 2/4 = .50", ".75 \u00d7 1/4 = .19", ".75 \u00d7 2/4 = .38"} <= texts
 
 
 def test_the_example_for_other_trainers_prints_its_comment():
