@@ -19,7 +19,7 @@ from poly_epo_jax.records.run_folder import METRICS, read_method
 from poly_epo_jax.system.signals import Stopped, StopSignal
 
 ROOT = Path(__file__).parents[1]
-(BLOCK,) = re.findall(r"```python\n(from poly_epo_jax import.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+(BLOCK,) = re.findall(r"```python\n(from poly_epo_jax import g.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 SMALL = """
 import ast, asyncio, sys

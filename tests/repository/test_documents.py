@@ -15,13 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import quick_compiles
 from training_runs import SETTINGS, as_flags
 from user_packages import user_variables
-
-from poly_epo_jax import set_rl
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = ("tutorials", "how_to", "explanation", "reference")
@@ -76,12 +73,18 @@ RULES = (
         error="'openai/gsm8k:main:test' cannot be reached",
     ),
     Rule("bash third_party/jetstream/setup.sh", elsewhere="launch/test.sh; downloads JetStream"),
+    Rule("cd poly_epo_jax", elsewhere="changes to the clone, which is the copy here"),
+    Rule("git clone", elsewhere="manual: downloads the repository"),
     Rule("pip install", says="Successfully installed poly-epo-jax"),
     Rule("pip install pre-commit", elsewhere="manual: downloads another project"),
     Rule("pip install --pre", elsewhere="manual: downloads another project, for tests/rollouts/test_sglang_jax.py"),
     Rule("pip install torch", elsewhere="manual: installs CUDA, for rollouts.weight_sync=tensor"),
     Rule("pre-commit install", elsewhere="tests/repository/test_contributing.py runs the hooks"),
     Rule("pytest", elsewhere="runs this test"),
+    Rule("poly-epo explain", says="+0.098"),
+    Rule("poly-epo recipes", says="polynomial"),
+    Rule("poly-epo report", says="report.html"),
+    Rule("poly-epo train --config=polynomial:grpo", SMALL, says="Done: runs/polynomial-grpo"),
     Rule("python -m poly_epo_jax.bench --config=configs/polaris.py --plan_all_meshes", says="v6e-64"),
     Rule(
         "python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan",
@@ -116,6 +119,12 @@ RULES = (
         SMALL,
         says="Done: runs/pass_at_n",
     ),
+    Rule("python -m poly_epo_jax.main --config=configs/polynomial.py:grpo", SMALL, says="Done: runs/polynomial-grpo"),
+    Rule(
+        "python -m poly_epo_jax.main --config=configs/polynomial.py:grpo --config.optimizer.learning_rate=1e-4",
+        SMALL,
+        says="Done: runs/slow",
+    ),
     Rule(
         "python -m poly_epo_jax.main --config=configs/polynomial.py:grpo --config.algo.advantages=max_rl",
         SMALL,
@@ -148,6 +157,7 @@ RULES = (
     Rule("python -m poly_epo_jax.study studies/polynomial.py --report", SMALL, says="report/report.html"),
     Rule("python -m poly_epo_jax.study studies/skewed.py", SMALL, says="(3 of 3 runs finished)"),
     Rule("python -m sglang_router", elsewhere="tests/rollouts/test_sglang.py starts the SGLang router"),
+    Rule("python examples/minimal.py", "--num_steps=1", says="step 1: reward"),
     Rule("python fuzz", elsewhere="tests/fuzz/test_fuzz.py, with a few attempts each"),
     Rule("python benchmarks/advantages.py", says="closed form"),
     Rule("python benchmarks/decode_peers.py", elsewhere=PEERS),
@@ -281,21 +291,3 @@ def test_files_named_in_the_architecture_exist():
     assert [name for name in named if not ((ROOT / name).exists() or (ROOT / "poly_epo_jax" / name).exists())] == []
     top = {path.name for path in (ROOT / "poly_epo_jax").glob("*.py")} - {"__init__.py"}
     assert top == top & set(re.findall(r"\w+\.py", text)), "docs/explanation/architecture.md omits a root file"
-
-
-def test_the_functions_in_the_readme():
-    (block,) = re.findall(r"```python\n(sets = .*?)```", DOCUMENTS[0].read_text(), re.DOTALL)
-    construction, advantages, closed = block.splitlines()
-    random = np.random.default_rng(0)
-    names = {
-        "set_rl": set_rl,
-        "my_objective": lambda rewards, embeddings: rewards.mean(axis=-1) * embeddings.std(axis=(-2, -1)),
-        "r": random.random((2, 8), np.float32),
-        "e": random.random((2, 8, 3), np.float32),
-        "rewards": random.random((2, 64), np.float32),
-        "clusters": random.integers(1, 6, (2, 64)),
-    }
-    exec(construction, names)
-    assert names["sets"].shape == (70, 4)
-    assert eval(advantages, names).shape == (2, 8)
-    assert eval(closed, names).shape == (2, 64)
