@@ -3,7 +3,7 @@
 python docs/hardware_table.py        replaces the tables of the page; takes seconds
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from poly_epo_jax.config.keys import Config
@@ -12,6 +12,7 @@ from poly_epo_jax.memory_plan.plan import make_plan, max_rows
 from poly_epo_jax.model.lora import lora_fields
 from poly_epo_jax.model.presets import PRESETS, preset_config
 from poly_epo_jax.parallel.devices import DEVICES, Machine
+from poly_epo_jax.parallel.mesh import AXES
 from poly_epo_jax.startup.command_line import read_arguments
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +24,7 @@ CARDS = {24: "rtx4090", 32: "", 48: "", 80: "h100", 141: "h200"}
 MEMORY_FRACTION = 0.95
 """Fraction of a single GPU's memory that JAX may use, as with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95."""
 ADAPTER = ("lora.rank=16", "model.param_dtype=bfloat16")
+MODELS = ("Qwen3-4B", "Qwen3-32B")
 BYTES = ("weights and moments, GB", "peak, GB")
 
 
@@ -62,23 +64,24 @@ def _meshes() -> Iterable[str]:
     yield from ("### Machines", "")
     yield "The paper's run on the meshes of `config/machines.py`: Qwen3-4B and, with the same settings, Qwen3-32B."
     yield ""
-    sizes = [f"{size}: {column}" for size in ("4B", "32B") for column in (*BYTES, "rows")]
+    sizes = [f"{model.removeprefix('Qwen3-')}: {column}" for model in MODELS for column in (*BYTES, "rows")]
     yield from _header("mesh", "devices", "hosts", "data x fsdp x tensor", "limit, GB", *sizes)
+    config = _read("polaris")
     for name, mesh in MESHES.items():
-        device = DEVICES[mesh["device_kind"]]
-        if device.memory_bytes is None:
+        kind = mesh["device_kind"]
+        if kind == "cpu":
             continue
-        axes = {axis: mesh[axis] for axis in ("data", "fsdp", "tensor")}
-        limit = int(device.memory_bytes * device.jax_share)
-        cells = [_planned(_read("polaris"), model, mesh["device_kind"], axes, limit) for model in ("Qwen3-4B", "Qwen3-32B")]
-        count, shape = f"{mesh['num_devices']} x {mesh['device_kind']}", " x ".join(map(str, axes.values()))
-        yield _row(name, count, mesh["processes"], shape, f"{limit / 1e9:.0f}", *cells[0], *cells[1])
+        axes = {axis: mesh[axis] for axis in AXES}
+        limit = int((DEVICES[kind].memory_bytes or 0) * DEVICES[kind].jax_share)
+        planned = [cell for model in MODELS for cell in _planned(config, model, kind, axes, limit)]
+        count, shape = f"{mesh['num_devices']} x {kind}", " x ".join(map(str, axes.values()))
+        yield _row(name, count, mesh["processes"], shape, f"{limit / 1e9:.0f}", *planned)
     yield ""
 
 
 def _on_cards(config: Config, model: str) -> list[str]:
     """Returns the bytes on the smallest card that fits one row or else on the largest, and the rows on each card."""
-    one = {"data": 1, "fsdp": 1, "tensor": 1}
+    one: dict[str, int] = dict.fromkeys(AXES, 1)
     plans = [
         _planned(config, model, device, one, int(MEMORY_FRACTION * gigabytes * 10**9))
         for gigabytes, device in CARDS.items()
@@ -87,7 +90,7 @@ def _on_cards(config: Config, model: str) -> list[str]:
     return [state, peak, *(rows for _, _, rows in plans)]
 
 
-def _planned(config: Config, model: str, device: str, axes: dict[str, int], limit: int) -> tuple[str, str, str]:
+def _planned(config: Config, model: str, device: str, axes: Mapping[str, int], limit: int) -> tuple[str, str, str]:
     """Returns bytes of weights and moments and of the peak with one row, in GB, and the number of rows that fit."""
     compute = {name: config.model[name] for name in ("dtype", "param_dtype", "remat")}
     shape, machine = preset_config(model, **compute, **lora_fields(config.lora)), Machine(device, axes)
