@@ -94,7 +94,6 @@ RULES = (
     Rule("python -m poly_epo_jax.bench --plan --config=configs/polaris.py:v5p-32", says="Plan: 16 x v5p"),
     Rule("python -m poly_epo_jax.bench --plan --config=configs/gsm8k.py:rtx4090x1", says="tokens: 16 GB of 18 GB"),
     Rule("python -m poly_epo_jax.bench --plan --config=configs/polaris.py:rtx4090x1", says="tokens: 14.5 GB of 18 GB"),
-    Rule("python -m poly_epo_jax.bench --plan_all_meshes", says="h200x16"),
     Rule("python -m poly_epo_jax.doctor --config=configs/polynomial.py", SMALL, says=" 0 failed, "),
     Rule(
         "python -m poly_epo_jax.doctor --config=configs/polynomial.py --config.judge.name=llm",
