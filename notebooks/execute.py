@@ -34,7 +34,7 @@ def execute(path: Path) -> None:
         "language_info": {"name": "python"},
         "code_sha256": code_digest(notebook.cells),
     }
-    path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
+    nbformat.write(notebook, path)
 
 
 if __name__ == "__main__":
