@@ -65,6 +65,7 @@ def test_stored_outputs_belong_to_the_code(path: Path):
     assert path.stat().st_size < 300_000 and str(ROOT) not in path.read_text() and "/tmp/" not in path.read_text()
 
 
+@pytest.mark.slow
 def test_the_outputs_of_the_advantages_notebook_are_reproduced_with_the_base_packages(tmp_path: Path):
     path = ROOT / "notebooks" / "advantages.ipynb"
     code = [f"print('<<{i}>>')\n{source}" for i, source in enumerate(code_of(path))]
