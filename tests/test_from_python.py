@@ -128,24 +128,6 @@ def test_a_notebook_writes_the_bytes_of_the_command(tmp_path: Path, caches: dict
 
 
 @pytest.mark.slow
-def test_the_quick_start_notebook(tmp_path: Path, caches: dict[str, Path]):
-    notebook = json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text())
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] for cell in code)
-    cells = ["".join(cell["source"]).replace("NUM_STEPS = 150", "NUM_STEPS = 2") for cell in code]
-    process = start(IN_A_NOTEBOOK, SETTINGS | caches, tmp_path, *cells)
-    out, err = process.communicate(timeout=900)
-    assert process.returncode == 0, err
-    folders = ("poly_epo", "grpo", "mostly_correct")
-    assert [read_method(tmp_path / "runs/notebook-2" / name) for name in folders] == [
-        "Poly-EPO",
-        "GRPO",
-        "Mostly correct",
-    ]
-    assert "--- GRPO" in out and re.search(r"^   \d x  .* (correct|incorrect)$", out, re.MULTILINE)
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("default_signals")
 def test_interrupting_a_kernel_saves_the_last_step(tmp_path: Path, caches: dict[str, Path]):
     process = start(IN_A_NOTEBOOK, SETTINGS | caches | {"train.num_steps": 10_000}, tmp_path, CELL)

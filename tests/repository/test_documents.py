@@ -33,6 +33,7 @@ SMALL = " ".join(
     as_flags({key: value for key, value in SETTINGS.items() if key != "task.options"} | {"train.num_steps": 2})
 )
 FEW = "--num_generations=2 --max_problems=4"
+OWN = "tests/examples/test_own_problems.py"
 PEERS = "manual: creates environments of several GB with torch, Tunix and TRL"
 
 
@@ -81,6 +82,8 @@ RULES = (
     Rule("pip install", says="Successfully installed poly-epo-jax"),
     Rule("pip install pre-commit", elsewhere="manual: downloads another project"),
     Rule("pip install --pre", elsewhere="manual: downloads another project, for tests/rollouts/test_sglang_jax.py"),
+    Rule("jupyter lab", elsewhere="manual: starts a server"),
+    Rule("pip install jupyterlab", elsewhere="manual: downloads another project"),
     Rule("pip install torch", elsewhere="manual: installs CUDA, for rollouts.weight_sync=tensor"),
     Rule("pre-commit install", elsewhere="tests/repository/test_contributing.py runs the hooks"),
     Rule("pytest", elsewhere="runs this test"),
@@ -143,10 +146,16 @@ RULES = (
         SMALL,
         says="Done: runs/rep_exp",
     ),
-    Rule(
-        "python -m poly_epo_jax.main --config=my_objective.py",
-        elsewhere="tests/examples/test_extending.py and tests/launch/test_wheel.py",
-    ),
+    Rule("python -m poly_epo_jax.main --config=my_sums.py", elsewhere="tests/examples/test_extending.py"),
+    Rule("bash ~/poly_epo_jax/launch/smollm2.sh", elsewhere="tests/launch/test_smollm2.py; downloads a model"),
+    Rule("mkdir ~/sentences", elsewhere=OWN),
+    Rule("python make_words.py", elsewhere=OWN),
+    Rule("python -m poly_epo_jax.bench --plan --config=sentences_gpu.py", elsewhere=OWN),
+    Rule("python -m poly_epo_jax.evaluate --config=sentences.py", elsewhere=OWN),
+    Rule("python -m poly_epo_jax.export runs/poly_epo policy", elsewhere=OWN),
+    Rule("python -m poly_epo_jax.main --config=sentences.py", elsewhere=OWN),
+    Rule("python -m poly_epo_jax.main --config=sentences_gpu.py", elsewhere="requires a GPU"),
+    Rule("python -m poly_epo_jax.report runs/poly_epo runs/grpo", elsewhere=OWN),
     Rule("python -m poly_epo_jax.main --config=configs/prose.py", elsewhere="trains Qwen3-1.7B with a server"),
     Rule(
         "python -m poly_epo_jax.main --config=configs/smollm2.py",
