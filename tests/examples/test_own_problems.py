@@ -12,6 +12,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from extending import ROOT, files_on
+from fork_server import ForkServer
 from responses import response
 from training_runs import SETTINGS, as_flags, environment, rows_of
 
@@ -50,9 +51,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, command: str) -> str:
-    """Types a command of the page, and returns its output."""
+    """Types a command of the page in a new process, and returns its output."""
     words = [sys.executable, *command.split()[1:]]
     done = subprocess.run(words, cwd=folder, env=environment(path=ROOT), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_module(server: ForkServer, folder: Path, command: str) -> str:
+    """Types a command `python -m ...` in a process that has already executed the slow imports."""
+    _, _, module, *arguments = command.split()
+    done = server.run(module, arguments, folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -73,7 +82,7 @@ class Demonstrated:
 
 
 @pytest.mark.slow
-def test_the_page_runs_as_typed(folder: Path, tmp_path: Path, caches: dict[str, Path]):
+def test_the_page_runs_as_typed(folder: Path, tmp_path: Path, caches: dict[str, Path], fork_server: ForkServer):
     problems, *commands = COMMANDS
     run(folder, problems)
     words = [json.loads(line)["word"] for line in (folder / "words.jsonl").read_text().splitlines()]
@@ -88,19 +97,19 @@ def test_the_page_runs_as_typed(folder: Path, tmp_path: Path, caches: dict[str, 
     flags = " ".join(as_flags(SMALL | {"compilation_cache_dir": caches["compilation_cache_dir"]}))
     train, baseline, evaluate, report, export, plan = commands
     for command, name in ((train, "poly_epo"), (baseline, "grpo")):
-        run(folder, f"{command} {flags}")
+        run_module(fork_server, folder, f"{command} {flags}")
         rows = read_rows(folder / "runs" / name / GENERATIONS)
         _check_clusters(rows)
         (before, after) = rows_of(folder / "runs" / name, "eval/largest_cluster")
         assert 1 / 16 <= min(before["eval/largest_cluster"], after["eval/largest_cluster"]) <= 1
-    output = run(folder, f"{evaluate} {flags}".replace("=64", "=8"))
+    output = run_module(fork_server, folder, f"{evaluate} {flags}".replace("=64", "=8"))
     assert "largest" in output
     for model in ("base", "grpo", "poly_epo"):
         results = json.loads((folder / "runs/evaluation/sentences" / model / "results.json").read_text())
         assert 1 / 8 <= results["metrics"]["largest_cluster"]["mean"] <= 1
-    run(folder, report)
+    run_module(fork_server, folder, report)
     assert (folder / "runs/report/report.html").stat().st_size > 50_000
-    run(folder, export)
+    run_module(fork_server, folder, export)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
         path.name for path in (folder / "policy").iterdir()
     }
