@@ -117,7 +117,6 @@ RULES = (
     Rule("python -m poly_epo_jax.export runs/lora runs/adapter", says="adapter: runs/adapter"),
     Rule("python -m poly_epo_jax.export runs/lora runs/merged", says="policy: runs/merged"),
     Rule("python -m poly_epo_jax.main --config=configs/gsm8k.py", error="'openai/gsm8k:main:test' cannot be reached"),
-    Rule("python -m poly_epo_jax.main --config=configs/multiplication.py", SMALL, says="Done: runs/my-run"),
     Rule("python -m poly_epo_jax.main --config=configs/polaris.py", error="POLARIS-Project/Polaris-Dataset-53K"),
     Rule(
         "python -m poly_epo_jax.main --config=configs/polaris.py:h200x4",
