@@ -3,8 +3,8 @@
 python -m poly_epo_jax.main --config=configs/polaris.py              (or :grpo, :grpo_div, :h200x8 after the file name)
 
 Requires running servers for the policy and the judge. `bash launch/node.sh` starts them and this command on one node,
-and documents the use of each GPU. 850 steps of 1,024 responses are two epochs. docs/how_to/paper_run.md lists the
-configuration key of each hyperparameter in the paper's table.
+and documents the use of each GPU. 850 steps of 1,024 responses are two epochs. docs/explanation/paper_and_code.md lists
+the configuration key of each hyperparameter in the paper's table.
 """
 
 from ml_collections import ConfigDict

@@ -5,7 +5,8 @@ python -m poly_epo_jax.main --config=configs/smollm2.py              (or :grpo, 
 python -m poly_epo_jax.main --config=configs/smollm2.py --config.model.path=runs/models/smollm2-135m-instruct
 python -m poly_epo_jax.main --config=configs/smollm2.py --config.task.name=prefixes --config.train.max_prompt_tokens=32
 
-A response ends at the first line break, and its strategy is its word. docs/tutorials/smollm2.md presents the results.
+A response ends at the first line break, and its strategy is its word. docs/tutorials/smollm2.md shows a run, and
+docs/explanation/smollm2_results.md the results.
 """
 
 from ml_collections import ConfigDict

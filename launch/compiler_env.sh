@@ -12,7 +12,7 @@ case ${1:-} in
   tpu | gpu) env=.venv-$1 ;;
   *) echo "Usage: bash launch/compiler_env.sh tpu|gpu" >&2; exit 2 ;;
 esac
-stamp=$env/installed-$(cat setup.py launch/lock.txt | cksum | tr -d ' ')
+stamp=$env/installed-$(cat pyproject.toml setup.py launch/lock.txt | cksum | tr -d ' ')
 [ ! -e "$stamp" ] || exit 0
 find_python
 echo "Installing into $env (a few minutes) ..."

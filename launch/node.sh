@@ -45,7 +45,7 @@ source launch/processes.sh
 device=${DEVICE:-gpu} port=${PORT:-30000} logs=${LOGS:-runs/logs${SLURM_NODEID:+/node-$SLURM_NODEID}}
 case $device in
   gpu) extra='[gpu]' servers=${SERVERS:-3} ;;
-  cpu) extra='' servers=${SERVERS:-1} ;;
+  cpu) extra='[train]' servers=${SERVERS:-1} ;;
   *) echo "Error: DEVICE must be gpu or cpu, but is $device." >&2; exit 2 ;;
 esac
 

@@ -1,8 +1,8 @@
-# Sourced by other scripts. Creates or reuses .venv in the repository, with the extras in $1 (e.g. "[test]") and the
+# Sourced by other scripts. Creates or reuses .venv in the repository, with the extras in $1 (e.g. "[train]") and the
 # exact versions in launch/lock.txt.
 #
 #   PYTHON=...     interpreter; default: the first supported one of python3, python3.13, python3.12 and python3.11
-#   LOCK=newest    newest versions that setup.py allows, instead of launch/lock.txt
+#   LOCK=newest    newest versions that pyproject.toml allows, instead of launch/lock.txt
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environments.sh
@@ -16,7 +16,7 @@ elif [ -n "${PYTHON:-}" ]; then
   [ "$found" = "$has" ] || fail "PYTHON=$PYTHON is $found, but .venv has $has; delete .venv first."
 fi
 # Packages are only installed if the requested packages have changed since the last call.
-versions=.venv/installed-$(cat setup.py launch/lock.txt - <<<"${LOCK:-}" | cksum | tr -d ' ')
+versions=.venv/installed-$(cat pyproject.toml setup.py launch/lock.txt - <<<"${LOCK:-}" | cksum | tr -d ' ')
 if [ ! -e "$versions$1" ]; then
   case ${LOCK:-} in
     "") options=(--constraint launch/lock.txt) ;;

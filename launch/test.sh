@@ -6,7 +6,7 @@
 # skipped with a warning. With POLY_EPO_REQUIRE_TORCH=1, POLY_EPO_REQUIRE_JETSTREAM=1, POLY_EPO_REQUIRE_SGLANG=1 or
 # POLY_EPO_REQUIRE_LIBTPU=1, this script fails instead.
 #
-#   LOCK=newest bash launch/test.sh     tests with the newest versions that setup.py allows
+#   LOCK=newest bash launch/test.sh     tests with the newest versions that pyproject.toml allows
 source "$(dirname "$0")/setup_env.sh" "[test]"
 
 optional() { # NAME COMMAND...

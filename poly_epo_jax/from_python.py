@@ -2,7 +2,7 @@
 
 from poly_epo_jax import get_config, run
 
-config = get_config("grpo")  # the string after a configuration file's name; or call get_config of your own file
+config = get_config(":grpo")  # the value of --config: "polynomial:grpo" is a recipe, ":grpo" the default configuration
 config.train.num_steps = 20
 folder = run(config)
 """
@@ -14,18 +14,32 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from poly_epo_jax import main
-from poly_epo_jax.config.default import get_config
+from poly_epo_jax.startup.command_line import load_config
 from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.system.signals import deliver_keyboard_interrupt
 
 __all__ = ["get_config", "run"]
 
 
+def get_config(recipe: str = "") -> ConfigDict:
+    """Returns a configuration, which can be changed before it is passed to `run`.
+
+    Args:
+      recipe: Value of --config: the name of a recipe or the path of a configuration file, optionally followed by a
+        method and a machine, as in "polynomial:grpo". Without a name, as in "" and ":grpo,h200x8", the default
+        configuration is returned.
+
+    Raises:
+      ValueError: If the recipe, file, method or machine does not exist.
+    """
+    return load_config(recipe)
+
+
 def run(config: ConfigDict) -> Path:
     """Trains a policy to the last step. Resumes the run in `config.workdir` if it has a checkpoint.
 
     Args:
-      config: The configuration, from `get_config` of this module or of a configuration file.
+      config: The configuration, from `get_config`.
 
     Returns:
       The run folder, see records/run_folder.py.

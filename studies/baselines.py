@@ -9,8 +9,8 @@ from poly_epo_jax.study import PAPER_METHODS, Study, StudyTask
 def get_study() -> Study:
     return Study(
         tasks={
-            "skewed": StudyTask("configs/polynomial.py", {"base.skew": 0.5}),
-            "multiplication": StudyTask("configs/multiplication.py"),
+            "skewed": StudyTask("polynomial", {"base.skew": 0.5}),
+            "multiplication": StudyTask("multiplication"),
         },
         methods={
             **PAPER_METHODS,  # grpo_div has lambda = 0.5

@@ -9,8 +9,8 @@ from poly_epo_jax.study import PAPER_METHODS, Study, StudyTask
 def get_study() -> Study:
     return Study(
         tasks={
-            "categories": StudyTask("configs/smollm2.py"),
-            "prefixes": StudyTask("configs/smollm2.py", {"task.name": "prefixes", "train.max_prompt_tokens": 32}),
+            "categories": StudyTask("smollm2"),
+            "prefixes": StudyTask("smollm2", {"task.name": "prefixes", "train.max_prompt_tokens": 32}),
         },
         methods={
             **PAPER_METHODS,

@@ -8,7 +8,7 @@ from poly_epo_jax.study import Study, StudyTask
 
 def get_study() -> Study:
     return Study(
-        tasks={"polynomial": StudyTask("configs/polynomial.py")},
+        tasks={"polynomial": StudyTask("polynomial")},
         learning_rates=(1e-4, 2.5e-4, 5e-4, 1e-3),
         seeds=(0, 1, 2, 3, 4),
         settings={"eval.every": 50},

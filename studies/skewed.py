@@ -8,7 +8,7 @@ from poly_epo_jax.study import Study, StudyTask
 
 def get_study() -> Study:
     return Study(
-        tasks={"skewed": StudyTask("configs/polynomial.py", {"base.skew": 0.5})},
+        tasks={"skewed": StudyTask("polynomial", {"base.skew": 0.5})},
         seeds=(0,),
         settings={"eval.every": 50},
         baseline="grpo",

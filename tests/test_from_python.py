@@ -14,18 +14,19 @@ import pytest
 from training_runs import SETTINGS, Run, as_flags, environment, rows_of
 
 import poly_epo_jax
+from poly_epo_jax.config.keys import Config
 from poly_epo_jax.records.run_folder import METRICS, read_method
 from poly_epo_jax.system.signals import Stopped, StopSignal
 
 ROOT = Path(__file__).parents[1]
-(BLOCK,) = re.findall(r"```python\n(from poly_epo_jax import.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+(BLOCK,) = re.findall(r"```python\n(from poly_epo_jax import g.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 SMALL = """
 import ast, asyncio, sys
 from poly_epo_jax import from_python
 
-def small(config_string="poly_epo", get_config=from_python.get_config):
-    config = get_config(config_string)
+def small(recipe="", get_config=from_python.get_config):
+    config = get_config(recipe)
     for key, value in {settings!r}.items():
         config.update_from_flattened_dict({{key: ast.literal_eval(value) if key == "task.options" else value}})
     return config
@@ -68,6 +69,35 @@ def start(code: str, settings: dict, folder: Path, *cells: str) -> subprocess.Po
     )
 
 
+@pytest.mark.parametrize(
+    ("recipe", "advantages", "workdir"),
+    [
+        ("", "marginal_set", Config().workdir),
+        (":grpo", "grpo", Config().workdir),
+        ("polaris", "marginal_set", "runs/polaris-poly_epo"),
+        ("polaris:grpo,h200x8", "grpo", "runs/polaris-grpo"),
+        (str(ROOT / "configs/polynomial.py:max_rl"), "max_rl", "runs/polynomial-max_rl"),
+    ],
+)
+def test_recipes(recipe: str, advantages: str, workdir: str):
+    config = poly_epo_jax.get_config(recipe)
+    assert (config.algo.advantages, config.workdir) == (advantages, workdir)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("grpo", 'write ":grpo"'),
+        ("grpo,h200x8", 'write ":grpo,h200x8"'),
+        ("polynomail:grpo", "did you mean polynomial"),
+        (":grop", "Unknown name ':grop'"),
+    ],
+)
+def test_unknown_recipes(recipe: str, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        poly_epo_jax.get_config(recipe)
+
+
 def test_missing_attributes_raise_the_usual_errors():
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = poly_epo_jax.trian
@@ -95,24 +125,6 @@ def test_a_notebook_writes_the_bytes_of_the_command(tmp_path: Path, caches: dict
     _, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     assert (tmp_path / "cell" / METRICS).read_bytes() == (tmp_path / "command" / METRICS).read_bytes()
-
-
-@pytest.mark.slow
-def test_the_quick_start_notebook(tmp_path: Path, caches: dict[str, Path]):
-    notebook = json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text())
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] for cell in code)
-    cells = ["".join(cell["source"]).replace("NUM_STEPS = 150", "NUM_STEPS = 2") for cell in code]
-    process = start(IN_A_NOTEBOOK, SETTINGS | caches, tmp_path, *cells)
-    out, err = process.communicate(timeout=900)
-    assert process.returncode == 0, err
-    folders = ("poly_epo", "grpo", "mostly_correct")
-    assert [read_method(tmp_path / "runs/notebook-2" / name) for name in folders] == [
-        "Poly-EPO",
-        "GRPO",
-        "Mostly correct",
-    ]
-    assert "--- GRPO" in out and re.search(r"^   \d x  .* (correct|incorrect)$", out, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -8,6 +8,11 @@ Weights and tokens are random, so the model is not downloaded. The configuration
 (model/presets.py). To compare meshes, rows per device or values of model.remat, run the command with each of them.
 """
 
+from poly_epo_jax.system.missing_packages import report_missing_packages
+
+if __name__ == "__main__":
+    report_missing_packages()  # before the imports below
+
 import argparse
 import dataclasses
 import sys

@@ -113,7 +113,9 @@ class RolloutsSection(Section, name="rollouts"):
 
     name: str = key("embedded", "name of the sampler")
     options: Mapping[str, Any] = key({}, "keyword arguments of the sampler, such as sleep for sglang")
-    max_concurrent: int = key(512, "maximum number of concurrent generations (with servers, per URL)", Range(1, 10**6))
+    max_concurrent: int = key(
+        512, "maximum number of concurrent generations (with servers, per server or router worker)", Range(1, 10**6)
+    )
     urls: str = key("", "comma-separated addresses of servers or routers, such as http://127.0.0.1:30000", URLS)
     shared_servers: bool = key(
         False, "whether all processes use the same servers (False = separate servers on each host)"

@@ -17,5 +17,6 @@ RENAMED = {
     "--compile-for": "--compile_for",
     "--judge": "--cluster",
     "--layers": "--num_layers",
+    "--parallel": "--num_parallel",
     "--plans": "--plan_all_meshes",
 }

@@ -76,7 +76,7 @@ CHECKS = (
     DoctorCheck("checkpoint", check_checkpoint, 60.0, "check whether the disk of workdir hangs or is full"),
     DoctorCheck("servers", check_generations, 80.0, "see the server logs", when="short"),
     DoctorCheck("servers", check_weights, 120.0, "see the server logs", when="full"),
-    DoctorCheck("judge", check_judge, 80.0, "see the log of the judge's server", needs_mesh=False),
+    DoctorCheck("judge", check_judge, 80.0, "see the log of the judge's server", needs_mesh=False, uses_devices=False),
     DoctorCheck(
         "seconds of a step",
         check_step,
@@ -118,7 +118,7 @@ def run(config: Config, is_short: bool, output: Path | None) -> None:
     failed = [one.name for one in findings if one.status == "failed"]
     if failed and runner.is_reporter:
         print(f"Error: failed: {', '.join(failed)}; see the table for details and remedies.", file=sys.stderr)
-    if runner.hanging:
+    if runner.timed_out:
         os._exit(bool(failed))  # A thread that is blocked in a device call would prevent a normal exit.
     if failed:
         sys.exit(1)

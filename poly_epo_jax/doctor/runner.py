@@ -108,6 +108,8 @@ class DoctorCheck:
       timeout_seconds: Time limit of the check, in seconds.
       remedy: Remedy that is printed if the check times out or raises an unexpected exception.
       needs_mesh: Whether the check requires the mesh and its devices.
+      uses_devices: Whether the check may still use the devices after it timed out. Later checks that require the mesh
+        are then skipped.
       status_on_timeout: Status of the check if it times out.
       when: Forms of the doctor that include the check.
     """
@@ -117,6 +119,7 @@ class DoctorCheck:
     timeout_seconds: float
     remedy: str
     needs_mesh: bool = True
+    uses_devices: bool = True
     status_on_timeout: Status = "failed"
     when: Literal["both", "short", "full"] = "both"
 
@@ -136,7 +139,7 @@ class CheckRunner:
         self._run, self._deadline = run, time.monotonic() + timeout_seconds
         # Querying JAX instead would block if the devices hang.
         self._is_single = not run.config.hosts.coordinator_address
-        self.hanging = ""  # Name of the check that timed out. Its thread may block the devices permanently.
+        self.timed_out = list[DoctorCheck]()  # Their threads may still be running.
 
     def findings(self, check: DoctorCheck) -> list[Finding]:
         """Runs a check and returns its findings, or the worst findings of all processes that run it together."""
@@ -154,8 +157,10 @@ class CheckRunner:
 
     async def _findings(self, check: DoctorCheck, has_mesh: bool = True) -> list[Finding]:
         started, seconds = time.monotonic(), min(check.timeout_seconds, self._deadline - time.monotonic())
-        if self.hanging and check.needs_mesh:
-            found = [Finding(check.name, "skipped", f"the devices are still blocked by the check {self.hanging!r}")]
+        blocking = [other.name for other in self.timed_out if other.uses_devices]
+        if blocking and check.needs_mesh:
+            reason = f"the check {blocking[0]!r} timed out and may still use the devices"
+            found = [Finding(check.name, "skipped", reason)]
         elif seconds <= 0:
             found = [Finding(check.name, "skipped", "no time was left; run the doctor on an idle machine")]
         elif not has_mesh:
@@ -170,7 +175,7 @@ class CheckRunner:
             async with asyncio.timeout(seconds):
                 return await in_daemon_thread(lambda: _run_check(check, self._run))
         except TimeoutError:
-            self.hanging = check.name
+            self.timed_out.append(check)
         found = Finding(
             check.name, check.status_on_timeout, f"the check timed out after {seconds:.0f} s; {check.remedy}"
         )

@@ -1,7 +1,7 @@
 """Evaluates and compares models on benchmarks. Generates once per model and benchmark for all metrics.
 
-    python -m poly_epo_jax.evaluate --config=configs/polynomial.py --benchmarks=polynomial \
-        --models=poly_epo=runs/polynomial-poly_epo,grpo=runs/polynomial-grpo --num_generations=64 \
+    python -m poly_epo_jax.evaluate --config=configs/polynomial.py --benchmarks=polynomial \\
+        --models=poly_epo=runs/polynomial-poly_epo,grpo=runs/polynomial-grpo --num_generations=64 \\
         --output=runs/evaluation
     python -m poly_epo_jax.report runs/evaluation
 
@@ -10,6 +10,11 @@ benchmark is a key of benchmarks.BENCHMARKS, a synthetic task, or a file. The pr
 or benchmark in tables. The configuration defines the sampling parameters, the judge and the options of the synthetic
 task. Rerun the command to resume an interrupted evaluation.
 """
+
+from poly_epo_jax.system.missing_packages import report_missing_packages
+
+if __name__ == "__main__":
+    report_missing_packages()  # before the imports below
 
 import argparse
 import asyncio

@@ -1,13 +1,17 @@
 """Opens benchmarks: mathematical benchmarks by name, held-out problems of synthetic tasks, and files or datasets."""
 
 import dataclasses
+import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from poly_epo_jax.config.keys import Config, TaskSection
+from poly_epo_jax.config.keys import Config, ConfigError, TaskSection
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.system.digests import option_digests
+from poly_epo_jax.system.text import did_you_mean
 from poly_epo_jax.tasks import TASKS, MathTask
 from poly_epo_jax.types import Problem, Sampling, Task
 
@@ -53,14 +57,32 @@ def open_benchmark(name: str, section: TaskSection) -> Benchmark:
       The benchmark with all of its problems.
 
     Raises:
-      ValueError, OSError: If the benchmark cannot be read.
+      ValueError, OSError: If the benchmark is unknown or cannot be read.
     """
+    check_benchmark(name)
     source, options = name.rpartition("=")[2], task_options(name, section)
-    if source in TASKS and source != "math":
+    if has_held_out_problems(source):
         task = TASKS[source](**options)
         return Benchmark(benchmark_label(name), task, task.held_out_problems)
     task = MathTask(**options)
     return Benchmark(benchmark_label(name), task, task.train_problems)
+
+
+def check_benchmark(name: str) -> None:
+    """Checks that the name of a benchmark is not misspelled, before it is looked up on the Hugging Face Hub.
+
+    Raises:
+      ConfigError: If the name is neither a known benchmark nor a path, but is similar to a known benchmark.
+    """
+    source, known = name.rpartition("=")[2], {*BENCHMARKS, *TASKS} - {"math"}
+    is_path = re.search("[/.:]", source) or Path(source).exists()
+    if source not in known and not is_path and difflib.get_close_matches(source, known, 1):
+        raise ConfigError(f"{source!r} is not a benchmark{did_you_mean(source, known)}")
+
+
+def has_held_out_problems(name: str) -> bool:
+    """Returns True if a benchmark is the name of a task that is evaluated on its held-out problems."""
+    return name in TASKS and name != "math"
 
 
 def task_options(name: str, section: TaskSection) -> dict[str, Any]:
@@ -71,7 +93,7 @@ def task_options(name: str, section: TaskSection) -> dict[str, Any]:
       section: The `task` section of the configuration.
     """
     source = name.rpartition("=")[2]
-    if source in TASKS and source != "math":
+    if has_held_out_problems(source):
         return dict(section.options) if source == section.name else {}
     shared = {key: value for key, value in section.options.items() if key in ("template", "num_workers")}
     return BENCHMARKS.get(source, {"train": source}) | shared

@@ -57,6 +57,7 @@ JUDGES: Registry[JudgeEntry] = Registry(
     ngrams=JudgeEntry(NgramsJudge, "shared character n-grams"),
     none=JudgeEntry(lambda task, section: NoJudge(), "no clusters", clusters=False),
 )
+"""Judges by the name that `judge.name` selects."""
 
 
 async def judge_identity(judge: Judge) -> dict[str, str]:

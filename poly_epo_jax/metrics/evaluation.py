@@ -135,6 +135,7 @@ EVALUATION_METRICS: Registry[EvaluationMetric] = Registry(
         ),
     }
 )
+"""Evaluation metrics by name, without k."""
 
 
 def at(stem: str, k: int | None) -> str:

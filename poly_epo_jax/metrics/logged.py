@@ -20,6 +20,7 @@ class LoggedMetric:
     Attributes:
       title: Name in tables and figures.
       meaning: One sentence that defines the metric, with its unit.
+      watch_for: Values that require attention and the reaction, or empty if there are none.
       brief: Short label for the progress display of a run. If empty, the display does not show the metric.
       drawn: Whether reports draw the metric over training steps.
       digits: Number of decimals in summaries.
@@ -27,6 +28,7 @@ class LoggedMetric:
 
     title: str
     meaning: str
+    watch_for: str = ""
     brief: str = ""
     drawn: bool = False
     digits: int = 3
@@ -36,24 +38,31 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
     {
         # Evaluations during training.
         "eval/reward": LoggedMetric(
-            "Held-out reward", "Mean reward of generations on problems that are not trained on.", brief="reward"
+            "Held-out reward",
+            "Mean reward of generations on problems that are not trained on.",
+            "A decrease while `reward` increases: the policy overfits to the training problems.",
+            brief="reward",
         ),
         "eval/degenerate_fraction": LoggedMetric(
             "Held-out degenerate responses", "Fraction of generations that contain no attempt at reasoning."
         ),
         "eval/judge_failed_problems": LoggedMetric(
-            "Held-out judge failures", "Number of held-out problems on which the judge failed."
+            "Held-out judge failures",
+            "Number of held-out problems on which the judge failed.",
+            "Above 0: the cluster metrics of the evaluation omit these problems.",
         ),
         # Generations of a step.
         "reward": LoggedMetric(
             "Training reward",
             "Mean reward of the step's generations, before the update.",
+            "Constantly 0: GRPO and Poly-EPO then have advantage 0 on all prompts, and nothing is learned.",
             brief="reward",
             drawn=True,
         ),
         "solved": LoggedMetric(
             "Solved prompts",
             "Fraction of the step's prompts with at least one correct generation.",
+            "Near 0: with 0/1 rewards, GRPO and Poly-EPO have advantage 0 on prompts without a correct generation.",
             brief="solved",
             drawn=True,
         ),
@@ -69,6 +78,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         "clusters/correct": LoggedMetric(
             "Correct clusters per prompt",
             "Number of distinct clusters among the correct generations of a prompt, mean over prompts.",
+            "A decrease towards 1 while `reward` increases: the policy converges to one strategy per prompt.",
             brief="correct clusters",
             drawn=True,
         ),
@@ -86,24 +96,32 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             drawn=True,
         ),
         "clusters/degenerate_fraction": LoggedMetric(
-            "Degenerate responses", "Fraction of the step's generations that contain no attempt at reasoning."
+            "Degenerate responses",
+            "Fraction of the step's generations that contain no attempt at reasoning.",
+            "An increase: read the responses with cluster 100 in generations.jsonl.",
         ),
         "response/length": LoggedMetric(
-            "Response length", "Mean number of tokens that the policy generated per response.", drawn=True
+            "Response length",
+            "Mean number of tokens that the policy generated per response.",
+            "Values near `sampling.max_tokens`: see `response/truncated`.",
+            drawn=True,
         ),
         "response/truncated": LoggedMetric(
             "Truncated responses",
             "Fraction of generations that reached sampling.max_tokens. Truncated responses rarely contain an answer.",
+            "An increase or a large fraction: increase `sampling.max_tokens`.",
             drawn=True,
         ),
         "response/staleness": LoggedMetric(
             "Staleness of responses",
             "Mean number of training steps by which the sampling weights were older than the policy before the update.",
+            "Above `train.staleness`: responses were sampled with outdated weights.",
         ),
         # Updates of a step.
         "policy/entropy": LoggedMetric(
             "Policy entropy",
             "Mean entropy of the next-token distribution over trained tokens, in nats.",
+            "Near 0: responses to a prompt are almost identical, so most advantages are 0.",
             brief="entropy",
             drawn=True,
         ),
@@ -111,6 +129,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "KL(old policy, current policy)",
             "Mean estimate of KL(old, current) over trained tokens, in nats. The old policy is the policy before the "
             "step's first update, so the metric grows with the size of the step's updates.",
+            "A sudden increase: lower `optimizer.learning_rate`. Always 0 if a step has one update.",
             drawn=True,
         ),
         "policy/reference_kl": LoggedMetric(
@@ -121,12 +140,14 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         "policy/clip_fraction": LoggedMetric(
             "Clipped tokens",
             "Fraction of trained tokens whose probability ratio is clipped by the loss.",
+            "A large fraction: lower `optimizer.learning_rate`. Always 0 if a step has one update.",
             brief="clip fraction",
             drawn=True,
         ),
         "policy/gradient_norm": LoggedMetric(
             "Gradient norm",
             "Norm of the gradient before it is clipped to optimizer.max_grad_norm, mean over the step's updates.",
+            "0: all advantages are 0. Isolated peaks: compare them with `policy/kl` and `mismatch/max`.",
             drawn=True,
         ),
         "policy/covariance_fraction": LoggedMetric(
@@ -136,7 +157,9 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         "policy/ratio": LoggedMetric(
             "Probability ratio", "Mean ratio of the current to the old policy's probability over trained tokens."
         ),
-        "policy/loss": LoggedMetric("Loss", "Value of the minimized objective, mean over the step's updates."),
+        "policy/loss": LoggedMetric(
+            "Loss", "Value of the minimized objective, mean over the step's updates.", "Not a measure of progress."
+        ),
         "policy/learning_rate": LoggedMetric("Learning rate", "Learning rate, mean over the step's updates."),
         "policy/update_norm": LoggedMetric(
             "Update norm", "Norm of the change of the trained weights, mean over the step's updates."
@@ -144,20 +167,25 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         "policy/weight_norm": LoggedMetric(
             "Weight norm", "Norm of the trained weights after an update, mean over the step's updates."
         ),
-        "packing/padding_fraction": LoggedMetric("Padding", "Fraction of the tokens in packed rows that are padding."),
+        "packing/padding_fraction": LoggedMetric(
+            "Padding",
+            "Fraction of the tokens in packed rows that are padding.",
+            "A large fraction: adjust `train.row_tokens` or `train.rows_per_device`.",
+        ),
         "mismatch/mean": LoggedMetric(
             "Sampler mismatch",
-            "Mean absolute difference of the trainer's and the sampler's log-probabilities of a response token, in "
-            "nats.",
+            "Mean absolute difference of log p between trainer and sampler over response tokens, in nats.",
+            "Values above the rounding errors of the dtype: the sampler computes another policy.",
         ),
         "mismatch/max": LoggedMetric(
             "Maximum sampler mismatch",
-            "Maximum absolute difference of the trainer's and the sampler's log-probabilities of a response token, in "
-            "nats.",
+            "Maximum absolute difference of log p between trainer and sampler over response tokens, in nats.",
+            "Large values at a small mean: set `algo.max_mismatch_ratio`, for example to 1.05.",
         ),
         "mismatch/kl": LoggedMetric(
             "KL(sampler, trainer)",
             "Mean estimate of KL(sampler, trainer) over response tokens, in nats, before the step's first update.",
+            "Above about 1e-3: set `algo.importance_cap`, for example to 2.",
         ),
         "mismatch/truncated_fraction": LoggedMetric(
             "Capped importance weights",
@@ -168,50 +196,78 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         ),
         # Failures and retries.
         "judge/failed_prompts": LoggedMetric(
-            "Judge failures", "Number of the step's prompts on which the judge failed."
+            "Judge failures",
+            "Number of the step's prompts on which the judge failed.",
+            "Above `judge.max_failed_fraction` of the prompts: a method that reads clusters stops the run.",
         ),
         "judge/failed/*": LoggedMetric(
-            "Judge failures by kind", "Number of the step's prompts on which the judge failed in this way."
+            "Judge failures by kind",
+            "Number of the step's prompts on which the judge failed in this way.",
+            "`truncated`: increase the option `max_tokens` of the judge. `refused`: prompts may be too long.",
         ),
         "judge/skipped_updates": LoggedMetric(
-            "Skipped updates", "Number of the step's updates without a prompt that could be trained on."
+            "Skipped updates",
+            "Number of the step's updates without a prompt that could be trained on.",
+            "Above 0: these updates do not change the weights, but count in the learning rate schedule.",
         ),
         "judge/retries": LoggedMetric("Judge retries", "Number of requests to the judge that were repeated."),
         "judge/shortened_responses": LoggedMetric(
-            "Shortened responses", "Number of responses that were shortened to fit into the judge's prompt."
+            "Shortened responses",
+            "Number of responses that were shortened to fit into the judge's prompt.",
+            "Above 0: the judge does not read the middle of these responses; increase `max_response_chars`.",
         ),
         "grader/timeouts": LoggedMetric(
-            "Grader timeouts", "Number of answers with reward 0 because their comparison exceeded its time limit."
+            "Grader timeouts",
+            "Number of answers with reward 0 because their comparison exceeded its time limit.",
+            "Above 0 in many steps: correct answers may have reward 0.",
         ),
         "grader/crashes": LoggedMetric(
-            "Grader crashes", "Number of answers with reward 0 because their comparison ended its worker process."
+            "Grader crashes",
+            "Number of answers with reward 0 because their comparison ended its worker process.",
+            "Above 0 in many steps: correct answers may have reward 0.",
         ),
-        "rollouts/server_failures": LoggedMetric("Server failures", "Number of failures of generation servers."),
+        "rollouts/server_failures": LoggedMetric(
+            "Server failures", "Number of failures of generation servers.", "Above 0: read the logs of the servers."
+        ),
         "rollouts/resampled": LoggedMetric("Resampled generations", "Number of generations that were resampled."),
         "rollouts/invalid_responses": LoggedMetric(
-            "Invalid server responses", "Number of generations that were resampled because a response was invalid."
+            "Invalid server responses",
+            "Number of generations that were resampled because a response was invalid.",
+            "Above 0: read the logs of the servers.",
         ),
         "checkpoints/corrupted": LoggedMetric(
-            "Corrupted checkpoints", "Number of corrupted checkpoints that were skipped when the run was resumed."
+            "Corrupted checkpoints",
+            "Number of corrupted checkpoints that were skipped when the run was resumed.",
+            "Above 0: check the disk; the files are in checkpoints.corrupted/.",
         ),
         "attention/disabled_kernels": LoggedMetric(
-            "Disabled attention kernels", "Number of attention kernels that failed the self-check and are not used."
+            "Disabled attention kernels",
+            "Number of attention kernels that failed the self-check and are not used.",
+            "Above 0: the much slower blockwise implementation is used instead; run the doctor.",
         ),
         # Time and memory.
-        "seconds/step": LoggedMetric("Step time", "Duration of the step, in seconds."),
+        "seconds/step": LoggedMetric(
+            "Step time", "Duration of the step, in seconds.", "An increase: compare the stages."
+        ),
         "seconds/*": LoggedMetric("Stage time", "Seconds for which the stage was in progress for the step's batch."),
         "exclusive_seconds/*": LoggedMetric(
-            "Exclusive stage time", "Seconds of the step in which no other stage was in progress."
+            "Exclusive stage time",
+            "Seconds of the step in which no other stage was in progress.",
+            "The largest value: halving this stage saves at least half of this time.",
         ),
         "judge/overlap_fraction": LoggedMetric(
-            "Judge overlap", "Fraction of the judge's time in which other prompts were still being generated."
+            "Judge overlap",
+            "Fraction of the judge's time in which other prompts were still being generated.",
+            "Near 0 with a judge server: the step waits for the judge after all responses are generated.",
         ),
         "sync/step_fraction": LoggedMetric(
             "Sync fraction", "Fraction of the step's duration that is spent on pushing weights."
         ),
         "tokens_per_second": LoggedMetric("Tokens per second", "Generated tokens divided by the step's duration."),
         "memory/peak_bytes": LoggedMetric(
-            "Peak memory", "Peak memory of the most heavily used local device or, on CPU, of the process, in bytes."
+            "Peak memory",
+            "Peak memory of the most heavily used local device or, on CPU, of the process, in bytes.",
+            "Values near the memory of the device: see the memory plan (bench `--plan`).",
         ),
     }
 )

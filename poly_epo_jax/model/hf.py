@@ -200,7 +200,7 @@ def _is_finite(weight: jax.Array) -> jax.Array:
 
 def _folder(path: str | Path) -> Path:
     if not Path(path).is_dir():
-        raise FileNotFoundError(f"{path} is not a folder; download the model first and specify its local folder.")
+        raise FileNotFoundError(f"{path} is not a folder; correct the path, or download the model first.")
     return Path(path)
 
 

@@ -111,8 +111,8 @@ def find_model(path: str, download: bool = True) -> Path:
         return Path(snapshot_download(path, allow_patterns=list(MODEL_FILES), local_files_only=not download))
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise OSError(
-            f"{path} is not a local folder, and downloading it failed: {first_line(error)}. Correct model.path, or "
-            "download the model elsewhere and set model.path to its folder."
+            f"{path} is not a local folder, and downloading it failed: {first_line(error)}. Correct the name, or "
+            "download the model elsewhere and set the path of its folder instead."
         ) from error
 
 

@@ -54,7 +54,8 @@ def make_mesh(
     kind = available[0].device_kind
     if device_kind and device_name(kind) != device_kind:
         raise ConfigError(
-            f"mesh.device_kind={device_kind}, but the available devices are {kind}; change mesh.device_kind."
+            f"mesh.device_kind={device_kind}, but the available devices are {kind}; set mesh.device_kind='' to use "
+            "them, or install the extra [gpu] or [tpu] if this machine has other devices."
         )
     if num_devices > len(available):
         raise ConfigError(f"mesh.num_devices={num_devices}, but only {len(available)} are available; reduce it.")

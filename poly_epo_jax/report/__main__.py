@@ -9,6 +9,11 @@ first folder if there are several. Figures:
   evaluations  evaluation_pass_at_k, majority, branches, rollout_trees
 """
 
+from poly_epo_jax.system.missing_packages import report_missing_packages
+
+if __name__ == "__main__":
+    report_missing_packages()  # before the imports below
+
 import argparse
 import sys
 from collections.abc import Sequence

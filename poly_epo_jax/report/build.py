@@ -91,7 +91,7 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     }
     tree_title = f"First {TREE_ROLLOUTS} generations of {problem}, arranged by shared prefix" if trees else ""
     all_labels = list(dict.fromkeys([*runs, *model_labels(evaluations)]))  # their order determines their colors
-    output.mkdir(parents=True, exist_ok=True)
+    _create(output)
     drawn = _draw_figures(metrics, results, tree_title, trees, figures.styles(all_labels))
     drawn["timeline"] = timeline_figures.plot_timeline(timelines)
     for name, figure in drawn.items():
@@ -116,6 +116,14 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     title = " · ".join([*evaluations, *runs])
     page.write_text(document(title, "\n".join(body), data), encoding="utf-8", errors="replace")
     return page
+
+
+def _create(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(f"The report folder {output} cannot be created ({reason}); choose another --output.") from error
 
 
 def _figure_sections(

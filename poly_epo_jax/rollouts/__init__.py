@@ -135,3 +135,4 @@ SAMPLERS: Registry[SamplerEntry] = Registry(
     jetstream=SamplerEntry(_jetstream, "JetStream", cache_growth=1.0),
     sglang=SamplerEntry(_sglang, "SGLang servers", needs_urls=True, while_training=True),
 )
+"""Samplers by the name that `rollouts.name` selects."""

@@ -58,6 +58,7 @@ class Tokens(NamedTuple):
 
 LossAndMetrics = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]
 Loss = Callable[..., LossAndMetrics]
+"""A function `(tokens, **options) -> (loss, metrics)` of `Tokens`: a scalar to minimize, and sums over tokens."""
 
 
 def ppo_clip_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossAndMetrics:
@@ -234,6 +235,7 @@ LOSSES: Registry[Loss] = Registry(
     clip_cov=clip_cov_loss,
     kl_cov=kl_cov_loss,
 )
+"""Losses by the name that `algo.loss` selects. A configuration file can register further losses."""
 
 ZERO_GRADIENT_AT_ZERO_ADVANTAGE = {"ppo_clip", "cispo", "policy_gradient", "gspo"}
 """Losses whose value and gradient do not depend on sequences with advantage 0, so that updates can skip the backward

@@ -173,3 +173,4 @@ OBJECTIVES: Registry[Objective] = Registry(
     ),
     determinant=Objective(determinant, "set RL, determinant"),
 )
+"""Set objectives by the name that `algo.objective` selects. A configuration file can register further objectives."""

@@ -24,7 +24,10 @@ from ml_collections import ConfigDict
 from poly_epo_jax.config import default
 from poly_epo_jax.config.checks import Range, check_of_type, validate
 from poly_epo_jax.config.keys import Config, ConfigError
+from poly_epo_jax.config.machines import MESHES
+from poly_epo_jax.config.methods import METHOD_PRESETS
 from poly_epo_jax.config.options import checks_of, options_of
+from poly_epo_jax.config.recipes import find_file
 from poly_epo_jax.config.renamed import RENAMED
 from poly_epo_jax.startup.read_config import KNOWN_NAMES, read_config, refuse_passwords, registry_entries
 from poly_epo_jax.system.signals import exit_code
@@ -45,7 +48,9 @@ def config_parser(description: str | None) -> argparse.ArgumentParser:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    parser.add_argument("--config", default="", metavar="FILE", help="configuration file, or FILE:METHOD,MACHINE")
+    parser.add_argument(
+        "--config", default="", metavar="FILE", help="configuration file or recipe, or FILE:METHOD,MACHINE"
+    )
     parser.add_argument("--print_config", action="store_true", help="print the configuration, one key per line")
     parser.add_argument("-h", "--help", action="store_true", help="print this help, with the values of --config")
     return parser
@@ -81,8 +86,8 @@ def run_command(
             parser.print_help()
         elif not flags.config:
             raise ConfigError(
-                "--config is missing; set it to a configuration file, such as configs/polynomial.py, or to a file that "
-                "starts from poly_epo_jax.config.default. --help lists the keys."
+                "--config is missing; set it to a configuration file, such as configs/polynomial.py, or to the name of "
+                "a recipe, such as polynomial. --help lists the keys."
             )
         elif flags.print_config:
             print("\n".join(f"{key} = {value!r}" for key, _, value in read_config(config, training=False).flat()))
@@ -118,31 +123,52 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
             raise ConfigError(f"{override} has no value; write {override}=VALUE.")
     flags, unknown = parser.parse_known_args([argument for argument in arguments if not argument.startswith(KEY)])
     if unknown:
-        name, _, value = map(_without_password, unknown[0].partition("="))
-        raise ConfigError(f"unknown argument {name}; {_hint(name.lstrip('-'), value, parser)}.")
-    file, *config_string = flags.config.split(":", 1)
-    try:
-        config = _get_config(file)(*config_string) if file else default.get_config()
-    except TypeError as error:
-        raise ConfigError(str(error)) from error
-    if not isinstance(config, ConfigDict):
-        raise ConfigError(f"{file} must define a function get_config() that returns a ConfigDict.")
+        raise ConfigError(unknown_argument(unknown[0], parser))
+    config = load_config(flags.config)
     with config.unlocked(), config.ignore_type():
         for override in overrides:
             _set(config, override)
     return flags, config
 
 
+def load_config(text: str) -> ConfigDict:
+    """Returns the configuration that the value of --config selects.
+
+    Args:
+      text: FILE or FILE:METHOD,MACHINE, where FILE is the path of a configuration file or the name of a recipe. Without
+        FILE, the default configuration is returned.
+
+    Raises:
+      ConfigError: If FILE does not exist, or does not return a configuration.
+      ValueError: If a method or machine is unknown.
+    """
+    file, *config_string = text.split(":", 1)
+    if not file:
+        return default.get_config(*config_string)
+    try:
+        path = find_file(file, "configs")
+    except ConfigError:
+        if METHOD_PRESETS.keys() | MESHES.keys() >= set(file.split(",")):
+            raise ConfigError(
+                f'{file} is not a recipe, but a method or machine; write ":{file}" for the default configuration, or '
+                f'append it to a recipe, as in "polynomial:{file}".'
+            ) from None
+        raise
+    try:
+        config = _get_config(path)(*config_string)
+    except TypeError as error:
+        raise ConfigError(str(error)) from error
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f"{path} must define a function get_config() that returns a ConfigDict.")
+    return config
+
+
 @functools.cache
-def _get_config(file: str) -> Callable[..., Any]:
+def _get_config(file: Path) -> Callable[..., Any]:
     """Executes a configuration file once, because it may register components, and returns its `get_config`."""
-    if not Path(file).is_file():
-        folder = Path(file) if Path(file).is_dir() else Path(file).parent
-        found = ", ".join(sorted(path.name for path in folder.glob("*.py"))) or "none"
-        raise ConfigError(f"--config={file} is not a file; choose a configuration file. Files in {folder}: {found}.")
-    name = f"config_{Path(file).stem}"
+    name = f"config_{file.stem}"
     module = sys.modules[name] = ModuleType(name)  # so that objects of its classes can be pickled
-    vars(module).update(runpy.run_path(file, run_name=name))
+    vars(module).update(runpy.run_path(str(file), run_name=name))
     return getattr(module, "get_config", lambda *_: None)
 
 
@@ -152,10 +178,8 @@ def _set(config: ConfigDict, override: str) -> None:
     types = {name: field.type for name, field, _ in Config().flat()}
     section, _, name = key.rpartition(".")
     if key not in types and not (section in types and section.endswith("options")):
-        known = [f"config.{name}" for name in types]
-        inner = [name for name in known if name.startswith(f"config.{key}.")]
-        near = ", ".join(inner or difflib.get_close_matches(f"config.{key}", known))
-        hint = f"choose from {near}" if near else "--help lists the keys"
+        near = _similar_keys(key, list(types))
+        hint = f"choose from {', '.join(f'config.{other}' for other in near)}" if near else "--help lists the keys"
         hint = f"it is now config.{RENAMED[key]}" if key in RENAMED else hint
         raise ConfigError(f"There is no key config.{key}; {hint}.")
     values = functools.reduce(ConfigDict.__getitem__, filter(None, section.split(".")), config)
@@ -164,6 +188,17 @@ def _set(config: ConfigDict, override: str) -> None:
     refuse_passwords(value, key)
     validate(value, key, check_of_type(kind))
     values[name] = value
+
+
+def _similar_keys(key: str, known: Sequence[str]) -> list[str]:
+    """Returns the keys that may be meant by an unknown key: those of its section, if it has one, or similar ones."""
+    if inner := [other for other in known if other.startswith(f"{key}.")]:
+        return inner
+    section, _, name = key.rpartition(".")
+    own = [other.removeprefix(f"{section}.") for other in known if section and other.startswith(f"{section}.")]
+    if not own:
+        return difflib.get_close_matches(key, known)
+    return [f"{section}.{other}" for other in difflib.get_close_matches(name, own) or own]
 
 
 def parse_value(text: str, kind: Any) -> Any:
@@ -186,8 +221,23 @@ def parse_value(text: str, kind: Any) -> Any:
     return value
 
 
-def _hint(name: str, value: str, parser: argparse.ArgumentParser) -> str:
-    """Returns a suggestion for an unknown argument: matching keys with their section, or the most similar flag."""
+def unknown_argument(argument: str, parser: argparse.ArgumentParser) -> str:
+    """Returns the error message for an unknown argument of a command.
+
+    The message suggests keys of the configuration with this name, the new name of a renamed flag, or a similar flag.
+
+    Args:
+      argument: The argument. Passwords in it are not repeated.
+      parser: Parser of the command.
+    """
+    name, _, value = map(_without_password, argument.partition("="))
+    return f"unknown argument {name}; {_hint(name, value, parser)}."
+
+
+def _hint(argument: str, value: str, parser: argparse.ArgumentParser) -> str:
+    if argument.split(":")[0].endswith(".py"):
+        return f"write --config={argument}"
+    name = argument.lstrip("-")
     keys = [key for key, _, _ in Config().flat() if f".config.{key}".endswith(f".{name}")]
     near = [f"{KEY}{key}={value or '...'}" for key in keys]
     flags = re.findall(r"--[\w-]+", parser.format_help())

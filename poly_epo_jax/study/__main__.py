@@ -3,11 +3,16 @@
     python -m poly_epo_jax.study FILE [--num_parallel=N | --gpus=0,1,2,3] [--report] [--config.KEY=VALUE ...]
 
 FILE defines a function get_study() that returns a Study. docs/how_to/compare_methods.md describes its fields, and
-studies/ contains examples. Each run is a process `python -m poly_epo_jax.main` with its own run folder. By default,
-each GPU executes one run at a time, all TPU chips together execute one, and without accelerators each core executes
-one. Rerun the command to resume an interrupted study: finished runs are skipped, and the other runs resume from their
-checkpoints.
+studies/ contains examples, which can be given by name, such as `polynomial`. Each run is a process
+`python -m poly_epo_jax.main` with its own run folder. By default, each GPU executes one run at a time, all TPU chips
+together execute one, and without accelerators each core executes one. Rerun the command to resume an interrupted study:
+finished runs are skipped, and the other runs resume from their checkpoints.
 """
+
+from poly_epo_jax.system.missing_packages import report_missing_packages
+
+if __name__ == "__main__":
+    report_missing_packages()  # before the imports below
 
 import argparse
 import asyncio
@@ -17,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from poly_epo_jax.config.keys import ConfigError
+from poly_epo_jax.config.recipes import find_file
+from poly_epo_jax.startup.command_line import unknown_argument
 from poly_epo_jax.study.folder import LOCK
 from poly_epo_jax.study.page import write_study_report
 from poly_epo_jax.study.plan import StudyRun, make_runs, write_plan
@@ -35,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       file or configuration, or 128 plus the number of the signal that stopped the study.
     """
     parser = argparse.ArgumentParser("python -m poly_epo_jax.study", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("file", type=Path, metavar="FILE", help="Python file that defines get_study()")
+    parser.add_argument("file", metavar="FILE", help="Python file that defines get_study(), or the name of a recipe")
     parser.add_argument(
         "--num_parallel",
         type=_positive,
@@ -49,14 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="only write the report, without starting runs")
     given = sys.argv[1:] if arguments is None else arguments
     overrides = [argument for argument in given if argument.startswith("--config.")]
-    options = parser.parse_args([argument for argument in given if argument not in overrides])
+    options, unknown = parser.parse_known_args([argument for argument in given if argument not in overrides])
+    if unknown:
+        parser.error(unknown_argument(unknown[0], parser))
     workers = cores(options.num_parallel) if options.num_parallel else default_workers()
     if options.gpus:
         workers = gpus(options.gpus)
     logging.getLogger("absl").setLevel(logging.WARNING)
 
     def work() -> int:
-        study = read_study(options.file)
+        study = read_study(find_file(options.file, "studies"))
         folder = Path(study.folder)
         try:
             runs = make_runs(study, overrides)

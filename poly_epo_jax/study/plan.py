@@ -9,10 +9,11 @@ from typing import Any
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.keys import Config
-from poly_epo_jax.evaluate.benchmarks import about_evaluation, benchmark_label
+from poly_epo_jax.evaluate.benchmarks import about_evaluation, benchmark_label, check_benchmark, has_held_out_problems
 from poly_epo_jax.evaluate.folder import ABOUT, RESULTS
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.startup.command_line import read_arguments
+from poly_epo_jax.startup.read_config import check_judge_limit
 from poly_epo_jax.startup.resume_checks import check_resume_config, check_same_content, input_digests
 from poly_epo_jax.startup.trained_policy import run_digests
 from poly_epo_jax.study.folder import EVALUATION, PLAN, RunKey, run_state
@@ -132,6 +133,7 @@ def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[StudyRun]:
                 raise ConfigError(
                     "hosts.coordinator_address is not supported in a study, because each run is one process; unset it."
                 )
+            _check_evaluation(study.evaluation, config)
             check_resume_config(folder, config)
             check_same_content(folder, "A file that the configuration names", input_digests(config))
             runs.append(StudyRun(run_key, folder, arguments, config, study.evaluation, study.keep_weights))
@@ -153,6 +155,21 @@ def write_plan(study: Study, runs: Sequence[StudyRun]) -> None:
     Path(study.folder).mkdir(parents=True, exist_ok=True)
     run_keys = [dataclasses.asdict(run.key) for run in runs]
     write_json(Path(study.folder) / PLAN, {"baseline": study.resolved_baseline, "runs": run_keys})
+
+
+def _check_evaluation(evaluation: Evaluation | None, config: Config) -> None:
+    """Raises ConfigError if a finished run could not be evaluated."""
+    if evaluation is None:
+        return
+    if not evaluation.benchmarks and not has_held_out_problems(config.task.name):
+        raise ConfigError(
+            f"evaluation.benchmarks is empty, but task.name={config.task.name} is not a benchmark; set it, for example "
+            "to ['gsm8k'] or to the path of a .jsonl file."
+        )
+    for name in evaluation.benchmarks:
+        check_benchmark(name)
+    if evaluation.judge:
+        check_judge_limit(config.judge, "evaluation.num_generations", evaluation.num_generations)
 
 
 def _arguments(study: Study, run_key: RunKey, folder: Path, overrides: Sequence[str]) -> list[str]:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from poly_epo_jax.config.default import METHODS
 from poly_epo_jax.config.keys import ConfigError
+from poly_epo_jax.config.methods import METHODS
 
 Changes = Mapping[str, Any]
 """Values of configuration keys by dotted name, such as {"algo.set_size": 2}."""
@@ -29,7 +29,7 @@ class StudyTask:
     """A training task of a study.
 
     Attributes:
-      config: Configuration file, such as `configs/polynomial.py` or `FILE:METHOD,MACHINE`.
+      config: Configuration file or recipe, such as `configs/polynomial.py`, `polynomial` or `FILE:METHOD,MACHINE`.
       changes: Values of the keys that the task changes.
     """
 
@@ -128,11 +128,8 @@ def read_study(file: Path) -> Study:
     """Executes a study file and returns the study of its `get_study()`, with `folder` set.
 
     Raises:
-      ConfigError: If the file or the function does not exist, or the function fails or does not return a study.
+      ConfigError: If the function does not exist, fails or does not return a study.
     """
-    if not file.is_file():
-        found = ", ".join(sorted(path.name for path in file.parent.glob("*.py"))) or "none"
-        raise ConfigError(f"Study file {file} not found; Python files in {file.parent}: {found}.")
     try:
         get_study = runpy.run_path(str(file)).get("get_study")
         study = get_study() if get_study else None

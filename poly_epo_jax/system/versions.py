@@ -16,7 +16,7 @@ def versions() -> Versions:
 
     The commit ends in `+` if tracked files differ from it, and is empty outside of a repository.
     """
-    found = {name: _installed(name) for name in PACKAGES}
+    found = {name: installed_version(name) for name in PACKAGES}
     return {"python": platform.python_version(), **found, "commit": commit(Path.cwd())}
 
 
@@ -46,7 +46,8 @@ def versions_used(about: Path, now: Versions) -> list[Versions]:
     return [*(earlier for earlier in before if earlier != now), now]
 
 
-def _installed(name: str) -> str:
+def installed_version(name: str) -> str:
+    """Returns the version of an installed package, or an empty string if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -25,6 +25,7 @@ TASKS: Registry[Callable[..., Task]] = Registry(
     categories=CategoriesTask,
     prefixes=PrefixesTask,
 )
+"""Tasks by the name that `task.name` selects. `task.options` are the keyword arguments of the class."""
 
 __all__ = [
     "TASKS",

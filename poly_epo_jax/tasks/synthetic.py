@@ -36,28 +36,29 @@ class SyntheticTask:
     held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
-        self.divide(self.shuffled(self.items(), num_train=self.num_train, num_held_out=self.num_held_out))
+        self.divide(self.shuffled(self.items(), "num_train", "num_held_out"))
 
     def divide(self, items: Sequence[Any]) -> None:
         """Generates the training and held-out problems from shuffled items."""
         self.train_problems = tuple(map(self.problem, items[: self.num_train]))
         self.held_out_problems = tuple(map(self.problem, items[len(items) - self.num_held_out :]))
 
-    def shuffled(self, items: Sequence[Any], **requested: int) -> list[Any]:
+    def shuffled(self, items: Sequence[Any], *options: str) -> list[Any]:
         """Returns the items in an order that `seed` determines.
 
         Args:
           items: Items from which problems can be generated.
-          requested: Number of problems by option of the task.
+          options: Attributes whose sum is the number of requested problems, for example `num_train`.
 
         Raises:
           ValueError: If more problems are requested than there are items.
         """
-        count = sum(requested.values())
-        if count > len(items):
-            *others, last = (f"{name}={value}" for name, value in requested.items() if value)
-            names = f"{', '.join(others)} and {last}" if others else last
-            raise ValueError(f"{count} problems are requested ({names}), but this task has at most {len(items)}.")
+        if sum(getattr(self, option) for option in options) > len(items):
+            requested = " and ".join(f"{option}={getattr(self, option)}" for option in options)
+            raise ValueError(
+                f"{requested}{' together' if len(options) > 1 else ''} must be at most {len(items)}, the number of "
+                f"different problems of this task; lower {' or '.join(f'task.options.{name}' for name in options)}."
+            )
         return [items[i] for i in np.random.default_rng(self.seed).permutation(len(items))]
 
     def items(self) -> Sequence[Any]:
@@ -90,9 +91,9 @@ class CharacterTask(SyntheticTask):
     alphabet: ClassVar[str]
 
     def __post_init__(self):
-        requested = ("num_train", "num_held_out", "num_demonstrated")
-        items = self.shuffled(self.items(), **{name: getattr(self, name) for name in requested})
+        demonstrated = ("num_demonstrated",) if self.num_demonstrated else ()
+        items = self.shuffled(self.items(), "num_train", "num_held_out", *demonstrated)
         others = len(items) - self.num_demonstrated
         self.divide(items[:others])
-        demonstrated = tuple(map(self.problem, items[others:]))
-        self.demonstrated_problems = demonstrated or (*self.train_problems, *self.held_out_problems)
+        own = tuple(map(self.problem, items[others:]))
+        self.demonstrated_problems = own or (*self.train_problems, *self.held_out_problems)

@@ -272,9 +272,9 @@ def test_meshes_that_divide_the_model_are_valid(mesh: dict[str, int]):
 
 
 def test_polaris_config_matches_the_papers_table():
-    """In each row of docs/how_to/paper_run.md, the paper's value equals the documented and the configured value."""
+    """In each row of the table in paper_and_code.md, the paper's value equals the documented and the actual value."""
     config, rows = load("polaris"), []
-    for line in (FOLDER.parent / "docs" / "how_to" / "paper_run.md").read_text().splitlines():
+    for line in (FOLDER.parent / "docs" / "explanation" / "paper_and_code.md").read_text().splitlines():
         if match := re.fullmatch(r"\| ([^|]+) \| ([^|]+) \| `([\w.]+)` \| `([^`]+)`.* \|", line):
             rows.append(match.groups())
     assert len(rows) == 16

@@ -187,6 +187,16 @@ def test_a_check_that_hangs_is_abandoned(tmp_path):
     assert runner.findings(returns(fine))[0].status == "passed"
 
 
+def test_a_judge_that_hangs_does_not_skip_the_checks_of_the_devices(tmp_path):
+    (judge,) = (check for check in doctor.CHECKS if check.name == "judge")
+    runner = CheckRunner(RunContext(tiny(tmp_path)), 60.0)
+    hangs = dataclasses.replace(judge, run=lambda run: time.sleep(60) or [], timeout_seconds=0.1)
+    assert runner.findings(hangs)[0].status == "failed"
+    fine = Finding("a check", "passed", "fine")
+    assert runner.findings(dataclasses.replace(returns(fine), needs_mesh=True))[0].status == "passed"
+    assert runner.timed_out == [hangs]
+
+
 def test_no_process_starts_a_joint_check_if_another_has_no_mesh(tmp_path, monkeypatch):
     config = dataclasses.replace(tiny(tmp_path), hosts=HostsSection("127.0.0.1:9", 2, 0))
 

@@ -18,6 +18,7 @@ from fork_server import ForkServer
 from training_runs import as_flags, environment
 
 from configs import polaris
+from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.keys import TaskSection
 from poly_epo_jax.evaluate.benchmarks import BENCHMARKS, Benchmark, about_evaluation, open_benchmark
 from poly_epo_jax.evaluate.draw import draw_generations
@@ -247,6 +248,8 @@ def test_benchmarks_by_name_task_and_file(tmp_path: Path):
     assert "1+1?" in mine.problems[0].prompt
     with pytest.raises(FileNotFoundError, match=r"missing\.jsonl"):
         open_benchmark("missing.jsonl", section)
+    with pytest.raises(ConfigError, match="'polynomail' is not a benchmark; did you mean polynomial\\?"):
+        open_benchmark("mine=polynomail", section)
     assert {"beyond_aime", "aime_2025", "aime_2026", "hmmt_feb_2025", "hmmt_nov_2025", "minerva"} <= BENCHMARKS.keys()
 
 

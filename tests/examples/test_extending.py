@@ -17,6 +17,7 @@ from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.run_folder import GENERATIONS, read_method, read_rows
 from poly_epo_jax.report.build import write_report
 from poly_epo_jax.startup.trained_policy import open_trained_policy
+from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +65,21 @@ def advantages(folder: Path) -> list[float]:
 def test_all_files_are_covered():
     covered = set(re.findall(r'train\(\s*"(\w+\.py)"', Path(__file__).read_text()))
     assert FILES.keys() == covered | {"my_family.py"}  # covered by test_model_family.py
+
+
+def test_a_single_turn_task(train: Train, folder: Path):
+    small = {key: value for key, value in SHORT.items() if key != "task.options"}
+    train("my_sums.py", "my-sums", **small)
+    rows, found = read_rows(folder / "runs/my-sums" / GENERATIONS), {}
+    for row in rows:
+        numbers = [int(number) for number in re.findall(r"\d+", row["response"])]
+        if row["correct"]:
+            assert f"{sum(numbers)}=" == row["prompt"]
+        if row["cluster"] != DEGENERATE_CLUSTER:
+            group = found.setdefault((row["step"], row["problem"]), {})
+            assert group.setdefault(tuple(sorted(numbers)), row["cluster"]) == row["cluster"]
+    assert 0 < np.mean([row["correct"] for row in rows]) < 1
+    assert all(len(set(group.values())) == len(group) for group in found.values())
 
 
 def test_a_set_objective(train: Train, folder: Path):

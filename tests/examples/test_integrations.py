@@ -184,3 +184,21 @@ def test_a_step_of_trl(tmp_path: Path):
     )
     assert np.abs(expected).max() > 0.01
     np.testing.assert_allclose(list(trainer._logs["advantages"]), np.ravel(expected), atol=1e-6)
+
+
+def test_the_functions_for_any_trainer():
+    (block,) = re.findall(r"```python\n(sets = .*?)```", PAGE, re.DOTALL)
+    construction, advantages, closed = block.splitlines()
+    random = np.random.default_rng(0)
+    names = {
+        "set_rl": set_rl,
+        "my_objective": lambda rewards, embeddings: rewards.mean(axis=-1) * embeddings.std(axis=(-2, -1)),
+        "r": random.random((2, 8), np.float32),
+        "e": random.random((2, 8, 3), np.float32),
+        "rewards": random.random((2, 64), np.float32),
+        "clusters": random.integers(1, 6, (2, 64)),
+    }
+    exec(construction, names)
+    assert names["sets"].shape == (70, 4)
+    assert eval(advantages, names).shape == (2, 8)
+    assert eval(closed, names).shape == (2, 64)

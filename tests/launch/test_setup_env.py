@@ -59,7 +59,8 @@ class Checkout:
         for script in ("setup_env.sh", "environments.sh"):
             shutil.copy(LAUNCH / script, folder / "launch")
         (folder / "launch" / "lock.txt").write_text("jax==0.10.2\n")
-        (folder / "setup.py").write_text("from setuptools import setup\nsetup(name='nothing')\n")
+        (folder / "pyproject.toml").write_text('[project]\nname = "nothing"\nversion = "0"\n')
+        (folder / "setup.py").write_text("from setuptools import setup\nsetup()\n")
         self.path.mkdir()
         for tool in TOOLS:
             (self.path / tool).symlink_to(str(shutil.which(tool)))
@@ -120,6 +121,16 @@ def test_locked_versions_are_installed_once(checkout: Checkout):
     for extras in ("", "", "[test]", "", "[test]"):
         checkout.works(extras)
     assert checkout.installed() == [f"{locked} .", f"{locked} .[test]"]
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "setup.py", "launch/lock.txt"])
+def test_packages_are_installed_again_after_a_change(checkout: Checkout, name: str):
+    checkout.works()
+    with (checkout.folder / name).open("a") as file:
+        file.write("# changed\n")
+    checkout.works()
+    checkout.works()
+    assert len(checkout.installed()) == 2
 
 
 def test_packages_are_compiled_in_advance_if_imports_must_not_write_bytecode(checkout: Checkout):

@@ -56,7 +56,7 @@ class ModelCheckout(Checkout):
             shutil.copy(LAUNCH / name, folder / "launch")
         for tool in ("mktemp", "mv", "uname"):  # the activate script of Python 3.13 calls uname
             (self.path / tool).symlink_to(str(shutil.which(tool)))
-        self.works()
+        self.works("[train]")
         (packages,) = (folder / ".venv" / "lib").glob("python*/site-packages")
         (packages / "environment.pth").write_text("\n".join(site.getsitepackages()))
 

@@ -406,6 +406,15 @@ def test_missing_runs_produce_a_one_line_error_and_exit_code_2(tmp_path: Path, c
     assert not (run / "report").exists()
 
 
+def test_an_output_folder_that_cannot_be_created_is_reported(tmp_path: Path, capsys):
+    run, output = tmp_path / "run", tmp_path / "file" / "report"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    output.parent.write_text("")
+    assert report_main.main([str(run), "--output", str(output)]) == 2
+    assert f"{output} cannot be created (Not a directory); choose another --output." in capsys.readouterr().err
+
+
 def test_missing_arguments_produce_exit_code_2(capsys):
     with pytest.raises(SystemExit) as exit:
         report_main.main([])

@@ -1,23 +1,17 @@
 """Tests that the files for contributors agree with the code: versions, Python versions, commands and paths."""
 
 import re
-import runpy
 import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import yaml
+from user_packages import PROJECT
 
 ROOT = Path(__file__).parents[2]
-
-
-def setup_arguments() -> Any:
-    with mock.patch("setuptools.setup") as setup:
-        runpy.run_path(str(ROOT / "setup.py"))
-    return setup.call_args.kwargs
+ADDRESS = re.compile(r"https?://github\.com/[\w.-]+/poly_epo_jax\b")
 
 
 def read(name: str) -> Any:
@@ -25,29 +19,51 @@ def read(name: str) -> Any:
 
 
 def test_versions_agree():
-    version = setup_arguments()["version"]
+    version = PROJECT["version"]
     assert str(read("CITATION.cff")["version"]) == version
     released = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert released[:2] == ["Unreleased", version]
 
 
+def test_all_files_have_the_same_address_of_the_repository():
+    address = PROJECT["urls"]["Repository"]
+    listed = subprocess.run(
+        ["git", "grep", "-lI", "poly_epo_jax"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = {(name, link) for name in listed.stdout.split() for link in ADDRESS.findall((ROOT / name).read_text())}
+    assert {name for name, link in found if link == address} >= {"pyproject.toml", "CITATION.cff", "README.md"}
+    assert {name for name, link in found if link != address} == set()
+    assert read("CITATION.cff")["repository-code"] == address
+
+
 def test_the_citation_names_software_and_paper():
     citation = read("CITATION.cff")
-    assert citation["cff-version"] == "1.2.0" and citation["license"] == setup_arguments()["license"]
+    assert citation["cff-version"] == "1.2.0" and citation["license"] == PROJECT["license"]
     assert citation["title"].startswith("poly_epo_jax: ") and citation["authors"]
     (paper,) = citation["references"]
-    assert paper["title"] == "Poly-EPO: Training Exploratory Reasoning Models"
+    assert paper["title"] == "Poly-EPO: Training Exploratory Reasoning Models" and paper["year"] == 2026
+    assert paper["url"] == PROJECT["urls"]["Paper"]
     assert [author["family-names"] for author in paper["authors"]][:2] == ["Orney", "Ibn Hamid"]
 
 
 def test_the_workflow_runs_ci_on_all_supported_python_versions():
     steps = read(".github/workflows/ci.yml")["jobs"]["test"]["steps"]
     (pythons,) = [step["with"]["python-version"].split() for step in steps if "setup-python" in step.get("uses", "")]
-    lowest, highest = re.findall(r"3\.(\d+)", setup_arguments()["python_requires"])
+    lowest, highest = re.findall(r"3\.(\d+)", PROJECT["requires-python"])
     assert sorted(pythons) == [f"3.{minor}" for minor in range(int(lowest), int(highest))]
     (run,) = [step for step in steps if "run" in step]
     assert run["run"] == ".ci/run" and (ROOT / run["run"]).stat().st_mode & 0o111
     assert run["env"] == {"POLY_EPO_SHARED": ""}
+
+
+def test_the_release_workflow_publishes_the_tested_files_by_hand_only():
+    workflow = read(".github/workflows/release.yml")
+    assert workflow[True] == {"workflow_dispatch": None}  # YAML reads the key `on` as a boolean
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    assert "bash launch/package.sh" in [step.get("run") for step in build["steps"]]
+    assert publish["needs"] == "build" and "permissions" not in build
+    (trusted,) = [step for step in publish["steps"] if step["uses"].startswith("pypa/gh-action-pypi-publish@")]
+    assert publish["permissions"] == {"id-token": "write"} and "with" not in trusted
 
 
 def test_ci_rejects_a_missing_data_folder():

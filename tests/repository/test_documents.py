@@ -15,13 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import quick_compiles
 from training_runs import SETTINGS, as_flags
 from user_packages import user_variables
-
-from poly_epo_jax import set_rl
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = ("tutorials", "how_to", "explanation", "reference")
@@ -36,6 +33,7 @@ SMALL = " ".join(
     as_flags({key: value for key, value in SETTINGS.items() if key != "task.options"} | {"train.num_steps": 2})
 )
 FEW = "--num_generations=2 --max_problems=4"
+OWN = "tests/examples/test_own_problems.py"
 PEERS = "manual: creates environments of several GB with torch, Tunix and TRL"
 
 
@@ -65,22 +63,34 @@ RULES = (
     Rule("bash launch/lock.sh", elsewhere="manual: installs the newest versions"),
     Rule("bash launch/node.sh", elsewhere="tests/launch/test_node.py, with DEVICE=cpu; requires 4 x H200"),
     Rule("bash launch/quickstart.sh", SMALL, says="report: runs/report/report.html"),
+    Rule("bash launch/site.sh", elsewhere=".ci/run; downloads mkdocs"),
     Rule("bash launch/smollm2.sh", elsewhere="tests/launch/test_smollm2.py; downloads a model"),
     Rule("bash launch/test.sh", elsewhere="runs this test"),
     Rule("bash launch/tpu.sh run", says="--config=configs/polaris.py:v5p-32 --config.hosts.coordinator_address=auto"),
+    Rule("bash launch/torch.sh", elsewhere="launch/test.sh; downloads torch"),
     Rule("bash benchmarks/h200.sh", elsewhere="manual, with SMALL=1; requires an H200 and minutes of compilation"),
     Rule("bash third_party/sglang/serve.sh gpu", elsewhere="requires a GPU; see tests/rollouts/test_sleep.py"),
+    Rule("bash third_party/sglang/setup.sh", elsewhere="launch/test.sh, for cpu; downloads SGLang"),
+    Rule("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m poly_epo_jax.bench --plan", says="19.8 GB of 22.8 GB"),
     Rule(
         "XLA_PYTHON_CLIENT_ALLOCATOR=platform python -m poly_epo_jax.main --config=configs/gsm8k.py",
         error="'openai/gsm8k:main:test' cannot be reached",
     ),
     Rule("bash third_party/jetstream/setup.sh", elsewhere="launch/test.sh; downloads JetStream"),
-    Rule("pip install", says="Successfully installed poly_epo_jax"),
+    Rule("cd poly_epo_jax", elsewhere="changes to the clone, which is the copy here"),
+    Rule("git clone", elsewhere="manual: downloads the repository"),
+    Rule("pip install", says="Successfully installed poly-epo-jax"),
     Rule("pip install pre-commit", elsewhere="manual: downloads another project"),
     Rule("pip install --pre", elsewhere="manual: downloads another project, for tests/rollouts/test_sglang_jax.py"),
+    Rule("jupyter lab", elsewhere="manual: starts a server"),
+    Rule("pip install jupyterlab", elsewhere="manual: downloads another project"),
     Rule("pip install torch", elsewhere="manual: installs CUDA, for rollouts.weight_sync=tensor"),
     Rule("pre-commit install", elsewhere="tests/repository/test_contributing.py runs the hooks"),
     Rule("pytest", elsewhere="runs this test"),
+    Rule("poly-epo explain", says="+0.098"),
+    Rule("poly-epo recipes", says="polynomial"),
+    Rule("poly-epo report", says="report.html"),
+    Rule("poly-epo train --config=polynomial:grpo", SMALL, says="Done: runs/polynomial-grpo"),
     Rule("python -m poly_epo_jax.bench --config=configs/polaris.py --plan_all_meshes", says="v6e-64"),
     Rule(
         "python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan",
@@ -89,9 +99,13 @@ RULES = (
     ),
     Rule("python -m poly_epo_jax.bench --config=configs/polynomial.py", says="Written to runs/bench.json."),
     Rule("python -m poly_epo_jax.bench --plan --config=configs/polaris.py:v5p-32", says="Plan: 16 x v5p"),
+    Rule("python -m poly_epo_jax.bench --plan --config=configs/gsm8k.py:rtx4090x1", says="tokens: 16 GB of 18 GB"),
     Rule("python -m poly_epo_jax.bench --plan --config=configs/polaris.py:rtx4090x1", says="tokens: 14.5 GB of 18 GB"),
-    Rule("python -m poly_epo_jax.bench --plan_all_meshes", says="h200x16"),
     Rule("python -m poly_epo_jax.doctor --config=configs/polynomial.py", SMALL, says=" 0 failed, "),
+    Rule(
+        "python -m poly_epo_jax.doctor --config=configs/polynomial.py --config.judge.name=llm",
+        elsewhere="tests/doctor/test_servers.py, with a fake judge",
+    ),
     Rule("python -m poly_epo_jax.doctor --config=configs/polaris.py", error="failed: devices"),
     Rule("python -m poly_epo_jax.evaluate --config=configs/polynomial.py", FEW, says="python -m poly_epo_jax.report"),
     Rule(
@@ -103,7 +117,6 @@ RULES = (
     Rule("python -m poly_epo_jax.export runs/lora runs/adapter", says="adapter: runs/adapter"),
     Rule("python -m poly_epo_jax.export runs/lora runs/merged", says="policy: runs/merged"),
     Rule("python -m poly_epo_jax.main --config=configs/gsm8k.py", error="'openai/gsm8k:main:test' cannot be reached"),
-    Rule("python -m poly_epo_jax.main --config=configs/multiplication.py", SMALL, says="Done: runs/my-run"),
     Rule("python -m poly_epo_jax.main --config=configs/polaris.py", error="POLARIS-Project/Polaris-Dataset-53K"),
     Rule(
         "python -m poly_epo_jax.main --config=configs/polaris.py:h200x4",
@@ -114,6 +127,12 @@ RULES = (
         "python -m poly_epo_jax.main --config=configs/polynomial.py --config.algo.objective=pass_at_n",
         SMALL,
         says="Done: runs/pass_at_n",
+    ),
+    Rule("python -m poly_epo_jax.main --config=configs/polynomial.py:grpo", SMALL, says="Done: runs/polynomial-grpo"),
+    Rule(
+        "python -m poly_epo_jax.main --config=configs/polynomial.py:grpo --config.optimizer.learning_rate=1e-4",
+        SMALL,
+        says="Done: runs/slow",
     ),
     Rule(
         "python -m poly_epo_jax.main --config=configs/polynomial.py:grpo --config.algo.advantages=max_rl",
@@ -126,10 +145,16 @@ RULES = (
         SMALL,
         says="Done: runs/rep_exp",
     ),
-    Rule(
-        "python -m poly_epo_jax.main --config=my_objective.py",
-        elsewhere="tests/examples/test_extending.py and tests/launch/test_wheel.py",
-    ),
+    Rule("python -m poly_epo_jax.main --config=my_sums.py", elsewhere="tests/examples/test_extending.py"),
+    Rule("bash ~/poly_epo_jax/launch/smollm2.sh", elsewhere="tests/launch/test_smollm2.py; downloads a model"),
+    Rule("mkdir ~/sentences", elsewhere=OWN),
+    Rule("python make_words.py", elsewhere=OWN),
+    Rule("python -m poly_epo_jax.bench --plan --config=sentences_gpu.py", elsewhere=OWN),
+    Rule("python -m poly_epo_jax.evaluate --config=sentences.py", elsewhere=OWN),
+    Rule("python -m poly_epo_jax.export runs/poly_epo policy", elsewhere=OWN),
+    Rule("python -m poly_epo_jax.main --config=sentences.py", elsewhere=OWN),
+    Rule("python -m poly_epo_jax.main --config=sentences_gpu.py", elsewhere="requires a GPU"),
+    Rule("python -m poly_epo_jax.report runs/poly_epo runs/grpo", elsewhere=OWN),
     Rule("python -m poly_epo_jax.main --config=configs/prose.py", elsewhere="trains Qwen3-1.7B with a server"),
     Rule(
         "python -m poly_epo_jax.main --config=configs/smollm2.py",
@@ -147,7 +172,9 @@ RULES = (
     Rule("python -m poly_epo_jax.study studies/polynomial.py --report", SMALL, says="report/report.html"),
     Rule("python -m poly_epo_jax.study studies/skewed.py", SMALL, says="(3 of 3 runs finished)"),
     Rule("python -m sglang_router", elsewhere="tests/rollouts/test_sglang.py starts the SGLang router"),
+    Rule("python examples/minimal.py", "--num_steps=1", says="step 1: reward"),
     Rule("python fuzz", elsewhere="tests/fuzz/test_fuzz.py, with a few attempts each"),
+    Rule("python3 -m venv .venv", elsewhere="launch/setup_env.sh creates .venv"),
     Rule("python benchmarks/advantages.py", says="closed form"),
     Rule("python benchmarks/decode_peers.py", elsewhere=PEERS),
     Rule("python benchmarks/estimators.py", says="marginal_set, polychromic"),
@@ -280,21 +307,3 @@ def test_files_named_in_the_architecture_exist():
     assert [name for name in named if not ((ROOT / name).exists() or (ROOT / "poly_epo_jax" / name).exists())] == []
     top = {path.name for path in (ROOT / "poly_epo_jax").glob("*.py")} - {"__init__.py"}
     assert top == top & set(re.findall(r"\w+\.py", text)), "docs/explanation/architecture.md omits a root file"
-
-
-def test_the_functions_in_the_readme():
-    (block,) = re.findall(r"```python\n(sets = .*?)```", DOCUMENTS[0].read_text(), re.DOTALL)
-    construction, advantages, closed = block.splitlines()
-    random = np.random.default_rng(0)
-    names = {
-        "set_rl": set_rl,
-        "my_objective": lambda rewards, embeddings: rewards.mean(axis=-1) * embeddings.std(axis=(-2, -1)),
-        "r": random.random((2, 8), np.float32),
-        "e": random.random((2, 8, 3), np.float32),
-        "rewards": random.random((2, 64), np.float32),
-        "clusters": random.integers(1, 6, (2, 64)),
-    }
-    exec(construction, names)
-    assert names["sets"].shape == (70, 4)
-    assert eval(advantages, names).shape == (2, 8)
-    assert eval(closed, names).shape == (2, 64)

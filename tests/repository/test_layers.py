@@ -1,18 +1,17 @@
 """Tests the import order of the package: a subpackage or root file only imports itself and those before it in LAYERS.
 
-The package must also be self-contained: it only imports distributions that setup.py declares, and does not read files
-outside the package.
+The package must also be self-contained: it only imports distributions that pyproject.toml declares, and does not read
+files outside the package. set_rl and the start of the command line only import the base requirements.
 """
 
 import ast
 import re
-import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
+from user_packages import requirements
 
 PACKAGE = Path(__file__).parents[2] / "poly_epo_jax"
 NAME = PACKAGE.name
@@ -42,10 +41,15 @@ LAYERS = (
     "study",
     "main",
     "from_python",
+    "cli",
+    "__main__",
 )
 """Subpackages and root files of the package, from lowest to highest."""
-FRONT = "from_python"
-"""The only module that `__init__` imports, lazily."""
+FRONT = ("from_python", "system")
+"""The only modules that `__init__` imports, lazily."""
+
+RECIPES = "config.recipes"
+"""The only module that reads files elsewhere: recipes/ of the package or, in a checkout, configs/ and studies/."""
 
 LIBRARIES = {
     "system": {"httpx"},
@@ -59,7 +63,7 @@ OPTIONAL = {
     "rollouts.servers.weight_sync": {"torch"},
     "records.tracking": {"wandb"},
 }
-"""Imports that setup.py does not install by default. The modules work without them, or report how to install them."""
+"""Imports that the extra `train` does not install. The modules work without them, or report how to install them."""
 
 DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
 """Distribution names of modules with a different name."""
@@ -83,20 +87,15 @@ def imports(source: str) -> Iterator[str]:
             yield from (f"{NAME}.{alias.name}" for alias in node.names) if origin == NAME else [origin]
 
 
-def declared() -> set[str]:
-    """Returns the normalized distribution names in install_requires of setup.py."""
-    with mock.patch("setuptools.setup") as setup:
-        runpy.run_path(str(PACKAGE.parent / "setup.py"))
-    return {
-        normalize(re.split(r"[^\w.-]", requirement)[0]) for requirement in setup.call_args.kwargs["install_requires"]
-    }
-
-
 def normalize(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-DECLARED = declared()
+BASE = {normalize(requirement.name) for requirement in requirements()}
+"""Distributions of an installation without extras."""
+
+DECLARED = BASE | {normalize(requirement.name) for requirement in requirements("train")}
+"""Distributions of an installation that can train."""
 
 
 def names(source: str) -> set[str]:
@@ -116,6 +115,40 @@ def layer(name: str) -> int:
     return LAYERS.index(name) if name in LAYERS else -1
 
 
+class _AtImport(ast.NodeTransformer):
+    """Removes the code that importing a module does not execute: functions, and imports for type checkers."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        del node
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        del node
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+
+
+def imported_with(module: str) -> tuple[set[str], set[str]]:
+    """Returns the modules of the package that importing a module executes, and the libraries that they import."""
+    waiting, own, others = [module], set[str](), set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in own:
+            continue
+        if name not in MODULES:
+            if name.split(".")[0] != NAME:
+                others.add(name.split(".")[0])
+            continue
+        own.add(name)
+        waiting.append(name.rpartition(".")[0] or NAME)
+        for node in ast.walk(_AtImport().visit(ast.parse(MODULES[name].read_text()))):
+            if isinstance(node, ast.Import):
+                waiting += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return own, others - sys.stdlib_module_names
+
+
 def violations(module: str, source: str) -> list[str]:
     """Returns an error message for each violation in the source of a module."""
     own, found = room(module), []
@@ -132,16 +165,17 @@ def violations(module: str, source: str) -> list[str]:
             if allowed is not None and library not in allowed:
                 found.append(f"{module} imports {library}, but {own} may only import {', '.join(sorted(allowed))}.")
             elif library not in optional and normalize(DISTRIBUTIONS.get(library, library)) not in DECLARED:
-                found.append(f"{module} imports {library}, which install_requires of setup.py does not declare.")
+                found.append(f"{module} imports {library}, which pyproject.toml does not declare for the extra train.")
         elif module == NAME:
-            if other != FRONT:
-                found.append(f"{module} imports {imported}, but __init__ may only import {FRONT}.")
+            if other not in FRONT:
+                found.append(f"{module} imports {imported}, but __init__ may only import {' and '.join(FRONT)}.")
         elif layer(other) < 0:
             found.append(f"{module} imports {imported}, which has no layer.")
         elif layer(other) > layer(own):
             found.append(f"{module} imports {imported}, but {own} is below {other}.")
     found += [f"{module} uses {name}, which hides imports from this test." for name in HIDING if name in names(source)]
-    if "__file__" in names(re.sub(r"Path\(__file__\)\.with_name\(\"\w+\.\w+\"\)", "None", source)):
+    is_outside = "__file__" in names(re.sub(r"Path\(__file__\)\.with_name\(\"\w+\.\w+\"\)", "None", source))
+    if is_outside and module != f"{NAME}.{RECIPES}":
         found.append(
             f"{module} uses __file__ other than in Path(__file__).with_name; only read files next to the module."
         )
@@ -156,6 +190,18 @@ def test_imports_follow_the_layers(module: str):
 def test_layers_are_the_rooms_and_files_of_the_package():
     assert len(LAYERS) == len(set(LAYERS))
     assert set(LAYERS) == {room(module) for module in MODULES} - {""}
+
+
+@pytest.mark.parametrize("module", [f"{NAME}.set_rl", f"{NAME}.cli", f"{NAME}.cli.explain", f"{NAME}.__main__"])
+def test_the_base_requirements_are_sufficient(module: str):
+    own, others = imported_with(module)
+    assert module in own and {normalize(other) for other in others} <= BASE
+
+
+def test_base_requirements_are_the_imports_of_set_rl():
+    assert LIBRARIES["set_rl"] == BASE
+    own, others = imported_with(f"{NAME}.report.figures")
+    assert {f"{NAME}.report", f"{NAME}.types"} < own and "matplotlib" in others
 
 
 def test_all_optional_imports_are_used():
@@ -174,6 +220,7 @@ def test_all_optional_imports_are_used():
         ("step.update", "def f():\n    from poly_epo_jax import startup", "but step is below startup"),
         ("experience", "from poly_epo_jax.train import Parts", "but experience is below train"),
         ("export.card", "from poly_epo_jax.main import run", "but export is below main"),
+        ("main", "from poly_epo_jax.cli import main", "but main is below cli"),
         ("system.new", "import jax", "imports jax, but system may only import httpx"),
         ("set_rl.losses", "import optax", "may only import jax, jaxtyping, numpy"),
         ("metrics.new", "from jax import numpy", "imports jax, but metrics may only import"),
@@ -185,11 +232,16 @@ def test_all_optional_imports_are_used():
             "poly_epo_jax.utils has no layer; add 'utils' to LAYERS in tests/repository/test_layers.py",
         ),
         ("", "from poly_epo_jax import set_rl", "__init__ may only import"),
-        ("bench.new", "from configs.polaris import get_config", "imports configs, which install_requires of setup.py"),
-        ("export.new", "import torch", "imports torch, which install_requires of setup.py does not declare"),
-        ("model.hf", "import os, jetstream", "imports jetstream, which install_requires of setup.py does not declare"),
+        (
+            "bench.new",
+            "from configs.polaris import get_config",
+            "imports configs, which pyproject.toml does not declare",
+        ),
+        ("export.new", "import torch", "imports torch, which pyproject.toml does not declare"),
+        ("model.hf", "import os, jetstream", "imports jetstream, which pyproject.toml does not declare"),
         ("main", "def f():\n    importlib.import_module('configs')", "uses import_module, which hides"),
         ("report.new", "Path(__file__).parents[1] / 'docs'", "uses __file__ other than"),
+        ("config.new", "Path(__file__).parents[1] / 'recipes'", "uses __file__ other than"),
         ("judges.llm", "open(poly_epo_jax.__file__)", "uses __file__ other than"),
     ],
 )

@@ -75,6 +75,28 @@ def test_invalid_setting_produces_one_line_that_names_the_first_run(
     assert not list(tmp_path.iterdir())
 
 
+MATH = {"task.name": "math", "task.options": {"train": "problems.jsonl"}, "judge.name": "llm", "judge.url": "http://a"}
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "sentence"),
+    [
+        (Evaluation(), "evaluation.benchmarks is empty, but task.name=math is not a benchmark; set it"),
+        (Evaluation(["math_500"], num_generations=500), "evaluation.num_generations=500 must be at most"),
+        (Evaluation(["math_500"], num_generations=500, judge=False), ""),
+        (Evaluation(["math_50"]), "'math_50' is not a benchmark; did you mean math_500?"),
+    ],
+)
+def test_evaluations_that_would_fail_after_training_are_rejected(tmp_path: Path, evaluation: Evaluation, sentence: str):
+    planned = study(tmp_path, settings=MATH, tasks={"math": StudyTask(POLYNOMIAL)}, evaluation=evaluation)
+    if not sentence:
+        assert make_runs(planned)
+        return
+    with pytest.raises(ConfigError) as raised:
+        make_runs(planned)
+    assert all(line.split(": ", 1)[1].startswith(sentence) for line in str(raised.value).splitlines())
+
+
 def test_all_invalid_settings_are_reported(tmp_path: Path):
     methods = {"good": {}, "bad": {"algo.set_size": 8}, "worse": {"algo.nothing": 8}}
     with pytest.raises(ConfigError) as raised:

@@ -7,6 +7,8 @@ import pytest
 
 from poly_epo_jax.config import default
 from poly_epo_jax.config.checks import ConfigError
+from poly_epo_jax.config.methods import METHODS
+from poly_epo_jax.config.recipes import find_file
 from poly_epo_jax.study import PAPER_METHODS, Study, StudyTask
 from poly_epo_jax.study.__main__ import main
 from poly_epo_jax.study.spec import read_study
@@ -15,7 +17,7 @@ TASKS = {"polynomial": StudyTask("configs/polynomial.py")}
 
 
 def test_paper_methods_equal_the_presets_of_configuration_files():
-    assert list(PAPER_METHODS) == list(default.METHODS)
+    assert list(PAPER_METHODS) == list(METHODS)
     for name, keys in PAPER_METHODS.items():
         algo = default.get_config(name).algo
         assert {key: algo[key.removeprefix("algo.")] for key in keys} == keys
@@ -60,6 +62,22 @@ def test_a_missing_study_file_is_reported(tmp_path: Path, capsys: pytest.Capture
     assert str(tmp_path / "none.py") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("--parallel=2", "unknown argument --parallel; write --num_parallel."),
+        ("--reprot", "unknown argument --reprot; write --report."),
+        ("--seed=3", "unknown argument --seed; write --config.seed=3"),
+    ],
+)
+def test_unknown_arguments_are_reported_with_a_suggestion(
+    argument: str, sentence: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        main(["studies/polynomial.py", argument])
+    assert ended.value.code == 2 and sentence in capsys.readouterr().err
+
+
 def test_default_folder_has_the_name_of_the_study_file(tmp_path: Path):
     body = "def get_study():\n    return Study({'a': StudyTask('a.py')}"
     assert read_study(write(tmp_path / "mine.py", f"{body})")).folder == "runs/study-mine"
@@ -85,8 +103,8 @@ def test_invalid_study_file_produces_an_error(tmp_path: Path, body: str, sentenc
 
 def test_missing_study_file_error_lists_existing_files(tmp_path: Path):
     write(tmp_path / "one.py", "")
-    with pytest.raises(ConfigError, match=r"other\.py not found; Python files in .*: one\.py\."):
-        read_study(tmp_path / "other.py")
+    with pytest.raises(ConfigError, match=r"other\.py is not a file; .* Python files in .*: one\.py\."):
+        find_file(str(tmp_path / "other.py"), "studies")
 
 
 @pytest.mark.parametrize(

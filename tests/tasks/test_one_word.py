@@ -40,8 +40,9 @@ def test_training_and_held_out_headings_are_disjoint(name: str, minimum: tuple[i
 def test_the_seed_selects_problems_if_fewer_are_requested():
     first, second = (CategoriesTask(seed=seed, num_train=20, num_held_out=9).held_out_problems for seed in (0, 1))
     assert len(first) == len(second) == 9 and first != second
-    with pytest.raises(ValueError, match="num_train=999"):
-        CategoriesTask(num_train=999)
+    for option, limit in (("num_train", 54), ("num_held_out", 24)):  # limited separately
+        with pytest.raises(ValueError, match=rf"^{option}=999 must be at most {limit}, .*task\.options\.{option}\.$"):
+            CategoriesTask(**{option: 999})
 
 
 @pytest.mark.parametrize(("name", "part", "heading"), LISTS, ids=[heading for *_, heading in LISTS])

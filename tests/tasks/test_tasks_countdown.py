@@ -150,7 +150,7 @@ def test_the_corpus_prefers_problems_with_a_cheap_solution():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(num_train=2000), "num_train=2000, num_held_out=50 and num_demonstrated=500.*at most 1360"),
+        (dict(num_train=2000), "num_train=2000 and num_held_out=50 and num_demonstrated=500.*at most 1360"),
         (dict(lowest=50, highest=40), "lowest=50.*highest=40"),
     ],
 )

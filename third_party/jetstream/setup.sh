@@ -4,7 +4,7 @@
 #   bash third_party/jetstream/setup.sh
 #
 # It is installed without its declared dependencies, because seqio would install TensorFlow for a tokenizer that is not
-# used. The extra `jetstream` of setup.py contains the required dependencies. rollouts/jetstream/mended.py applies
+# used. The extra `jetstream` of pyproject.toml contains the required dependencies. rollouts/jetstream/patched.py applies
 # patches at import time.
 source "$(dirname "${BASH_SOURCE[0]}")/../../launch/setup_env.sh" "[jetstream]"
 version=0.2.2

@@ -8,6 +8,7 @@ import pytest
 from fake_servers import answer_to_get, generated, open_rollouts
 from fakes import PATIENCE, collect, tiny_problems, until
 
+from poly_epo_jax.config.keys import Config
 from poly_epo_jax.rollouts.servers.fleet import ServerPool
 from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.types import Sampling
@@ -48,6 +49,17 @@ def test_the_generation_limit_of_a_server_is_only_exceeded_by_a_single_request()
         assert happened == ["the first is done", "the second is given"]
 
     asyncio.run(main())
+
+
+def test_each_server_has_the_documented_generation_limit():
+    async def main() -> list[str]:
+        pool = ServerPool(URLS, URLS, 10, never)  # the servers of `rollouts.urls`, and the workers of its routers
+        async with pool.lease(10, 1) as first, pool.lease(10, 1) as second:
+            return [first.url, second.url]
+
+    assert asyncio.run(asyncio.wait_for(main(), PATIENCE)) == URLS
+    (text,) = (field.metadata["meaning"] for key, field, _ in Config().flat() if key == "rollouts.max_concurrent")
+    assert "per server or router worker" in text
 
 
 def test_a_failed_server_is_used_again_after_it_has_recovered():

@@ -1,0 +1,115 @@
+"""Computes the tables of docs/reference/hardware.md with the memory plan, which requires no accelerator.
+
+python docs/hardware_table.py        replaces the tables of the page; takes seconds
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from poly_epo_jax.config.keys import Config
+from poly_epo_jax.config.machines import MESHES
+from poly_epo_jax.memory_plan.plan import make_plan, max_rows
+from poly_epo_jax.model.lora import lora_fields
+from poly_epo_jax.model.presets import PRESETS, preset_config
+from poly_epo_jax.parallel.devices import DEVICES, Machine
+from poly_epo_jax.parallel.mesh import AXES
+from poly_epo_jax.startup.command_line import read_arguments
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reference" / "hardware.md"
+START, END = "<!-- The following tables are written by docs/hardware_table.py. -->\n\n", "<!-- End of the tables. -->\n"
+
+CARDS = {24: "rtx4090", 32: "", 48: "", 80: "h100", 141: "h200"}
+"""Key of DEVICES of a GPU with each amount of memory in GB, or "" for a GPU that is not in DEVICES."""
+MEMORY_FRACTION = 0.95
+"""Fraction of a single GPU's memory that JAX may use, as with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95."""
+ADAPTER = ("lora.rank=16", "model.param_dtype=bfloat16")
+MODELS = ("Qwen3-4B", "Qwen3-32B")
+BYTES = ("weights and moments, GB", "peak, GB")
+
+
+def table() -> str:
+    """Returns the tables as Markdown: one GPU, adapters with long sequences, and the meshes of machines.py."""
+    return "".join(f"{line}\n" for part in (_one_gpu, _adapters, _meshes) for line in part())
+
+
+def main() -> None:
+    """Replaces the tables of the page."""
+    before, _, rest = PAGE.read_text().partition(START)
+    PAGE.write_text(before + START + table() + END + rest.partition(END)[2])
+
+
+def _one_gpu() -> Iterable[str]:
+    yield from _header("model", "trained", *BYTES, *(f"rows on {card} GB" for card in CARDS))
+    for model in PRESETS:
+        for trained, keys in (("all weights", ()), ("LoRA, rank 16", ADAPTER)):
+            config = _read("gsm8k", "model.remat=full", "rollouts.max_concurrent=16", *keys)
+            yield _row(model, trained, *_on_cards(config, model))
+    yield ""
+
+
+def _adapters() -> Iterable[str]:
+    yield from ("### LoRA with long sequences", "")
+    yield "Qwen3-4B with adapters of rank 16 and the lengths of the paper's run. Servers on other devices generate."
+    yield ""
+    yield from _header("row tokens", "remat", *BYTES, *(f"rows on {card} GB" for card in CARDS))
+    for tokens in (5_120, 8_192, 16_384, 32_768):
+        for remat in ("full", "attention"):
+            config = _read("polaris", f"train.row_tokens={tokens}", f"model.remat={remat}", *ADAPTER)
+            yield _row(f"{tokens:,}", remat, *_on_cards(config, "Qwen3-4B"))
+    yield ""
+
+
+def _meshes() -> Iterable[str]:
+    yield from ("### Machines", "")
+    yield "The paper's run on the meshes of `config/machines.py`: Qwen3-4B and, with the same settings, Qwen3-32B."
+    yield ""
+    sizes = [f"{model.removeprefix('Qwen3-')}: {column}" for model in MODELS for column in (*BYTES, "rows")]
+    yield from _header("mesh", "devices", "hosts", "data x fsdp x tensor", "limit, GB", *sizes)
+    config = _read("polaris")
+    for name, mesh in MESHES.items():
+        kind = mesh["device_kind"]
+        if kind == "cpu":
+            continue
+        axes = {axis: mesh[axis] for axis in AXES}
+        limit = int((DEVICES[kind].memory_bytes or 0) * DEVICES[kind].jax_share)
+        planned = [cell for model in MODELS for cell in _planned(config, model, kind, axes, limit)]
+        count, shape = f"{mesh['num_devices']} x {kind}", " x ".join(map(str, axes.values()))
+        yield _row(name, count, mesh["processes"], shape, f"{limit / 1e9:.0f}", *planned)
+    yield ""
+
+
+def _on_cards(config: Config, model: str) -> list[str]:
+    """Returns the bytes on the smallest card that fits one row or else on the largest, and the rows on each card."""
+    one: dict[str, int] = dict.fromkeys(AXES, 1)
+    plans = [
+        _planned(config, model, device, one, int(MEMORY_FRACTION * gigabytes * 10**9))
+        for gigabytes, device in CARDS.items()
+    ]
+    state, peak, _ = next((plan for plan in plans if plan[2] != "0"), plans[-1])
+    return [state, peak, *(rows for _, _, rows in plans)]
+
+
+def _planned(config: Config, model: str, device: str, axes: Mapping[str, int], limit: int) -> tuple[str, str, str]:
+    """Returns bytes of weights and moments and of the peak with one row, in GB, and the number of rows that fit."""
+    compute = {name: config.model[name] for name in ("dtype", "param_dtype", "remat")}
+    shape, machine = preset_config(model, **compute, **lora_fields(config.lora)), Machine(device, axes)
+    plan = make_plan(config, shape, machine, limit, num_rows=1)
+    state, peak = (f"{size / 1e9:.1f}" for size in (sum(plan.resident.values()), plan.needed_bytes))
+    return state, peak, str(max_rows(config, shape, machine, limit))
+
+
+def _read(recipe: str, *keys: str) -> Config:
+    return read_arguments([f"--config={ROOT}/configs/{recipe}.py", *(f"--config.{key}" for key in keys)])
+
+
+def _header(*columns: str) -> list[str]:
+    return [_row(*columns), "|---" * len(columns) + "|"]
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+if __name__ == "__main__":
+    main()

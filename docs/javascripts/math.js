@@ -1,0 +1,1 @@
+document$.subscribe(() => renderMathInElement(document.body));

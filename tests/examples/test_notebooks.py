@@ -1,0 +1,101 @@
+"""Tests that the notebooks run, and that their stored outputs are those of their code."""
+
+import base64
+import importlib.util
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+from test_from_python import IN_A_NOTEBOOK, start
+from training_runs import SETTINGS, environment
+
+from poly_epo_jax.records.run_folder import read_method
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+BASE_PACKAGES = """
+import sys
+
+class OnlyBasePackages:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("matplotlib", "flax", "optax", "ml_collections", "transformers"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, OnlyBasePackages())
+"""
+"""Makes the packages of the extra `train` unavailable."""
+
+
+def cells_of(path: Path) -> list[dict]:
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def code_of(path: Path) -> list[str]:
+    return ["".join(cell["source"]) for cell in cells_of(path)]
+
+
+def printed(cell: dict) -> str:
+    return "".join("".join(output["text"]) for output in cell["outputs"] if output.get("name") == "stdout")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_outputs_belong_to_the_code(path: Path):
+    spec = importlib.util.spec_from_file_location("execute", ROOT / "notebooks" / "execute.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    notebook = json.loads(path.read_text())
+    assert notebook["metadata"]["code_sha256"] == module.code_digest(notebook["cells"]), (
+        "run `python notebooks/execute.py` after changes of code cells"
+    )
+    cells = cells_of(path)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    pictures = [
+        output["data"]["image/png"]
+        for cell in cells
+        for output in cell["outputs"]
+        if "image/png" in output.get("data", {})
+    ]
+    assert pictures and all(matplotlib.image.imread(io.BytesIO(base64.b64decode(picture))).size for picture in pictures)
+    assert path.stat().st_size < 300_000 and str(ROOT) not in path.read_text() and "/tmp/" not in path.read_text()
+
+
+@pytest.mark.slow
+def test_the_outputs_of_the_advantages_notebook_are_reproduced_with_the_base_packages(tmp_path: Path):
+    path = ROOT / "notebooks" / "advantages.ipynb"
+    code = [f"print('<<{i}>>')\n{source}" for i, source in enumerate(code_of(path))]
+    done = subprocess.run(
+        [sys.executable, "-c", BASE_PACKAGES + "\n".join(code)],
+        cwd=tmp_path,
+        env=environment(path=ROOT),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    outputs = re.split(r"<<\d+>>\n", done.stdout)[1:]
+    for cell, output in zip(cells_of(path), outputs, strict=True):
+        if "Install matplotlib" not in output:
+            assert printed(cell) == output
+
+
+@pytest.mark.slow
+def test_the_quick_start_notebook(tmp_path: Path, caches: dict[str, Path]):
+    code = code_of(ROOT / "notebooks" / "quickstart.ipynb")
+    cells = [source.replace("NUM_STEPS = 30", "NUM_STEPS = 2") for source in code]
+    assert cells != code
+    process = start(IN_A_NOTEBOOK, SETTINGS | caches, tmp_path, *cells)
+    out, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+    folders = ("poly_epo", "grpo", "mostly_correct")
+    assert [read_method(tmp_path / "runs/notebook-2" / name) for name in folders] == [
+        "Poly-EPO",
+        "GRPO",
+        "Mostly correct",
+    ]
+    assert "--- GRPO" in out and re.search(r"^   \d x  .* (correct|incorrect)$", out, re.MULTILINE)
