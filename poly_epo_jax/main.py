@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Sequence
 from functools import partial
 from pathlib import Path
 
-import jax
 import numpy as np
 from grain import DatasetIterator
 from jax.sharding import Mesh
@@ -44,7 +43,7 @@ from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import drop_long_prompts, problem_batches
 from poly_epo_jax.startup.base_policy import base_policy
 from poly_epo_jax.startup.command_line import config_parser, run_command
-from poly_epo_jax.startup.prepare import Prepared, prepare
+from poly_epo_jax.startup.prepare import Prepared, prepare, use_compilation_cache
 from poly_epo_jax.startup.resume_checks import (
     check_resume_config,
     check_resume_inputs,
@@ -80,7 +79,7 @@ def run(config: Config) -> None:
     workdir = Path(config.workdir)
     with contextlib.ExitStack() as held:
         hosts.join(config.hosts)
-        jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache_dir).absolute()))
+        use_compilation_cache(config)
         check_resume_config(workdir, config)
         prepared = hosts.run_on_all(lambda: prepare(config))
         # The first process locks the run folder for all processes.

@@ -272,11 +272,16 @@ class Strategic(Task, Protocol):
 
 @runtime_checkable
 class HasAnswers(Task, Protocol):
-    """A task whose responses contain final answers that can be compared."""
+    """A task whose responses contain final answers. Unless the task compares answers, equal texts are equal answers."""
 
     def answer(self, problem: Problem, generation: Generation) -> str | None:
         """Returns the final answer of the response, or None if it has none."""
         ...
+
+
+@runtime_checkable
+class ComparesAnswers(HasAnswers, Protocol):
+    """A task whose answers can be equal although their texts differ."""
 
     def same_answer(self, problem: Problem, first: str, second: str) -> bool:
         """Returns True if two answers count as the same vote."""

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -23,7 +22,7 @@ from poly_epo_jax.doctor.runner import CheckResult, CheckRunner, DoctorCheck, Fi
 from poly_epo_jax.doctor.servers import check_generations, check_weights
 from poly_epo_jax.doctor.step import check_step
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.startup.prepare import prepare
+from poly_epo_jax.startup.prepare import prepare, use_compilation_cache
 
 
 def check_settings(run: RunContext) -> CheckResult:
@@ -102,7 +101,7 @@ def run(config: Config, is_short: bool, output: Path | None) -> None:
       SystemExit: If a check failed.
     """
     hosts.join(config.hosts)
-    jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache_dir).absolute()))
+    use_compilation_cache(config)
     console, findings = Console(), list[Finding]()
     runner = CheckRunner(RunContext(config), TIMEOUT_SECONDS)
     checks = [check for check in CHECKS if check.when in ("both", "short" if is_short else "full")]

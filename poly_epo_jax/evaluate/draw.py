@@ -15,7 +15,7 @@ from poly_epo_jax.rollouts.grading import grade_groups
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.system.json_files import Row, append_rows, keep_rows, sort_rows
-from poly_epo_jax.types import GradedGroup, HasAnswers, Judge, Problem, Sampling, Task
+from poly_epo_jax.types import ComparesAnswers, GradedGroup, HasAnswers, Judge, Problem, Sampling, Task
 
 
 async def draw_generations(
@@ -95,11 +95,15 @@ def _answer_ids(task: Task, problem: Problem, answers: Sequence[str | None], cor
     on the derivation, the equality of a grader is not transitive, and a comparison that timed out can succeed later.
     """
 
-    def same(i: int, j: int) -> bool:
-        assert isinstance(task, HasAnswers)  # tasks without this protocol have no answers
-        return bool(correct[i] == correct[j]) and task.same_answer(problem, answers[i] or "", answers[j] or "")
-
     votes = [None if answer is None else (answer, bool(correct[i])) for i, answer in enumerate(answers)]
-    firsts = first_equal_index(votes, same)
+    if isinstance(task, ComparesAnswers):
+        firsts = first_equal_index(
+            votes,
+            lambda i, j: (
+                bool(correct[i] == correct[j]) and task.same_answer(problem, answers[i] or "", answers[j] or "")
+            ),
+        )
+    else:
+        firsts = first_equal_index(votes)
     numbers = {first: number for number, first in enumerate(sorted({first for first in firsts if first is not None}))}
     return [NO_ANSWER if first is None else numbers[first] for first in firsts]

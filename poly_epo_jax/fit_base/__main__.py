@@ -12,13 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.startup.base_policy import base_policy
 from poly_epo_jax.startup.command_line import config_parser, run_command
-from poly_epo_jax.startup.prepare import check_writable
+from poly_epo_jax.startup.prepare import check_writable, use_compilation_cache
 from poly_epo_jax.startup.read_config import make_task
 from poly_epo_jax.step.objective import DivergenceError
 
@@ -41,7 +39,7 @@ def fit_base(config: Config, folder: Path) -> None:
         raise ConfigError(f"--output={folder} exists; choose a new folder, or delete it.")
     for key, path in {"--output": folder.parent, "base.cache_dir": Path(config.base.cache_dir)}.items():
         check_writable(key, path)
-    jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache_dir).absolute()))
+    use_compilation_cache(config)
     cached = base_policy(config, make_task(config.task), make_mesh(**config.mesh))
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.partial")

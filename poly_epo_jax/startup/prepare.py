@@ -6,6 +6,7 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
+import jax
 from jax.sharding import Mesh
 
 from poly_epo_jax.config.checks import ConfigError
@@ -85,6 +86,11 @@ def prepare(config: Config) -> Prepared:
     check_memory(config, plan, rows_that_fit)
     model_config = dataclasses.replace(model_config, remat=plan.remat)
     return Prepared(mesh, task, judge, model_config, plan, rows_that_fit, digests)
+
+
+def use_compilation_cache(config: Config) -> None:
+    """Makes JAX read and write compiled programs in the folder `compilation_cache_dir`, which later commands reuse."""
+    jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache_dir).absolute()))
 
 
 def model_shape(config: Config) -> ModelConfig:

@@ -69,10 +69,6 @@ class SyntheticTask:
         """Returns the problem for an item."""
         raise NotImplementedError
 
-    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
-        """Returns True if two answers are identical. Each answer has only one canonical form."""
-        return first == second
-
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class CharacterTask(SyntheticTask):

@@ -75,7 +75,7 @@ def test_a_task_without_answers_is_rejected():
         def reward(self, problem: Problem, generation: Generation) -> float:
             return 0.0
 
-    message = r"judge\.name='answer' .*answer, same_answer.* NoAnswers.* llm, ngrams, none"
+    message = r"judge\.name='answer' .*answer.* NoAnswers.* llm, ngrams, none"
     with pytest.raises(ConfigError, match=message):
         make_judge(JudgeSection(name="answer"), NoAnswers())
 
