@@ -127,7 +127,10 @@ def last_evaluation(rows: figures.Rows) -> Results:
 
 
 def plot_pass_at_k(
-    evaluations: Evaluations, line_styles: LineStyles, panel_size: tuple[float, float] = _PANEL
+    evaluations: Evaluations,
+    line_styles: LineStyles,
+    panel_size: tuple[float, float] = _PANEL,
+    label: str = "pass@k",
 ) -> Figure | None:
     """Draws pass@k over k on a log2 axis, with shaded 95% intervals. Returns None if there are no results.
 
@@ -135,6 +138,7 @@ def plot_pass_at_k(
       evaluations: Results by benchmark and model.
       line_styles: Line style of each model.
       panel_size: Width and height of a panel, in inches.
+      label: Label of the vertical axis.
     """
 
     def draw(axes: Axes, results: Results, style: Mapping[str, Any]) -> None:
@@ -148,7 +152,7 @@ def plot_pass_at_k(
 
     def finish(axes: Axes) -> None:
         log2_axis(axes, "k (attempts)")
-        axes.set_ylabel("pass@k")
+        axes.set_ylabel(label)
 
     return _benchmark_panels(evaluations, line_styles, draw, finish, panel_size)
 

@@ -1,5 +1,6 @@
 """Tests of reports on evaluations: figures, tables, shown generations, and rejected input."""
 
+import itertools
 import json
 import tracemalloc
 from pathlib import Path
@@ -13,6 +14,7 @@ from test_report import Page, data_of, svgs, write_fake_run
 
 from poly_epo_jax.evaluate.results import compute_results
 from poly_epo_jax.metrics.evaluation import EVALUATION_METRICS
+from poly_epo_jax.metrics.intervals import bootstrap_interval
 from poly_epo_jax.report import (
     __main__ as report_main,
     build as report,
@@ -23,9 +25,10 @@ from poly_epo_jax.report import (
 )
 from poly_epo_jax.report.figures import image
 from poly_epo_jax.report.generations import DEFAULT_BOUNDS, Bounds, TextExcerpt
+from poly_epo_jax.report.paired_differences import paired_differences
 
 MODELS = {"base": 0.2, "grpo": 0.4, "poly_epo": 0.5}
-FIGURES = ("evaluation_pass_at_k", "majority", "branches", "rollout_trees")
+FIGURES = ("evaluation_pass_at_k", "paired_pass_at_k", "majority", "branches", "rollout_trees")
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +89,30 @@ def test_pass_at_k_figure_shows_means_and_intervals(evaluation: Path):
     assert {metrics["pass@4"]["low"], metrics["pass@4"]["high"]} <= set(np.asarray(band)[:, 1])
     assert figure.axes[0].get_xscale() == "log"
     assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["1", "2", "4", "8"]
+
+
+def test_paired_differences_are_means_over_the_same_problems(evaluation: Path):
+    """Compares differences with brute force over subsets, and intervals with those of the differences by problem."""
+    results = results_of(evaluation)
+    for benchmark, models in paired_differences(results).items():
+        first = results[benchmark]["base"]
+        assert list(models) == ["grpo", "poly_epo"]
+        for model, found in models.items():
+            for point in evaluation_figures.curve(found, "pass"):
+                values = [
+                    solved_by_a_subset(ours, point.k) - solved_by_a_subset(theirs, point.k)
+                    for ours, theirs in zip(results[benchmark][model]["per_problem"], first["per_problem"], strict=True)
+                ]
+                low, high = bootstrap_interval(np.array(values))
+                np.testing.assert_allclose([point.mean, point.low, point.high], [np.mean(values), low, high], atol=1e-9)
+    assert paired_differences({}) == {}
+    assert paired_differences({"aime26": {"base": first}}) == {}
+
+
+def solved_by_a_subset(row: dict[str, Any], k: int) -> float:
+    """Returns the fraction of the subsets of k generations that contain a correct one."""
+    correct = [True] * row["num_correct"] + [False] * (row["num_generations"] - row["num_correct"])
+    return float(np.mean([any(subset) for subset in itertools.combinations(correct, k)]))
 
 
 def test_figures_without_intervals():
