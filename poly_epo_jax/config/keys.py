@@ -156,6 +156,9 @@ class AlgoSection(Section, name="algo"):
     set_size: int = key(4, "number n of generations per set", Range(1, 4095))
     num_sets: int = key(0, "number K of sets drawn per prompt (0 = all C(N, n) sets)", Range(0, 10**6))
     diversity_coef: float = key(0.5, "diversity coefficient lambda of algo.advantages=grpo_div", Range(0, 1000))
+    focal_gamma: float = key(
+        0.0, "exponent of the factor (1 - mean reward of the prompt) of all advantages (0 = off)", Range(0, 100)
+    )
     loss: str = key("ppo_clip", "name of the token loss")
     loss_options: Mapping[str, Any] = key({}, "keyword arguments of the loss, except clip_low and clip_high")
     clip_low: float = key(0.20, "lower clip range: probability ratios are clipped to at least 1 - clip_low", FRACTION)

@@ -47,8 +47,20 @@ class Estimator(NamedTuple):
 
 
 def make_estimator(algo: AlgoSection) -> Estimator:
-    """Returns the estimator selected by `algo.advantages`, configured with `algo.options`."""
-    return ADVANTAGES[algo.advantages](algo, **algo.options)
+    """Returns the estimator selected by `algo.advantages`, configured with `algo.options` and `algo.focal_gamma`."""
+    estimator = ADVANTAGES[algo.advantages](algo, **algo.options)
+    return _focal(estimator, algo.focal_gamma) if algo.focal_gamma else estimator
+
+
+def _focal(estimator: Estimator, gamma: float) -> Estimator:
+    """Multiplies the advantages of a prompt by (1 - r)^gamma, r being its mean reward (F-GRPO, arXiv 2602.06717)."""
+
+    def advantages(key: jax.Array, features: Features) -> jax.Array:
+        unweighted = estimator.advantages(key, {name: features[name] for name in estimator.reads})
+        return unweighted * (1 - features["rewards"].mean(axis=1, keepdims=True)) ** gamma
+
+    reads = tuple(dict.fromkeys((*estimator.reads, "rewards")))
+    return estimator._replace(advantages=advantages, reads=reads, title=f"{estimator.title}, focal {gamma:g}")
 
 
 def method_title(algo: AlgoSection) -> str:

@@ -244,3 +244,21 @@ def test_titles_are_unique():
     titles = [make_estimator(algo(advantages=name)).title for name in ADVANTAGES]
     titles += [objective.title for name, objective in set_rl.OBJECTIVES.items() if name != "polychromic"]
     assert len(set(titles)) == len(titles)
+
+
+@pytest.mark.parametrize("name", ["grpo", "marginal_set", "grpo_div"])
+@pytest.mark.parametrize("gamma", [0.5, 2.0])
+def test_focal_weights(name: str, gamma: float):
+    """Each prompt's advantages are multiplied by (1 - mean reward)^gamma, and are 0 if all responses are correct."""
+    rng = np.random.default_rng(0)
+    rewards = np.concatenate([np.ones((1, 8)), np.zeros((1, 8)), rng.integers(0, 2, (6, 8))]).astype(np.float32)
+    features = {"rewards": rewards, "clusters": rng.integers(0, 4, (8, 8)).astype(np.int32)}
+    plain, focal = (make_advantages(algo(advantages=name, focal_gamma=g), SEED)(STEP, features) for g in (0.0, gamma))
+    expected = [row * (1 - reward.mean()) ** gamma for row, reward in zip(plain, rewards, strict=True)]
+    np.testing.assert_allclose(focal, expected, rtol=1e-6, atol=1e-7)
+    assert not focal[0].any() and np.abs(plain - focal).max() > 0.01
+
+
+def test_focal_weights_require_only_the_rewards_in_addition():
+    estimator = make_estimator(algo(advantages="grpo", focal_gamma=1.0))
+    assert estimator.reads == ("rewards",) and not estimator.reads_judge and estimator.title == "GRPO, focal 1"
