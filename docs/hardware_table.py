@@ -51,8 +51,8 @@ def _one_gpu() -> Iterable[str]:
 def _adapters() -> Iterable[str]:
     yield from ("### LoRA with long sequences", "")
     yield (
-        "Qwen3-4B with adapters of rank 16 and the lengths of the paper's run, with the same memory fraction. Servers on "
-        "other devices generate."
+        "Qwen3-4B with adapters of rank 16 and the lengths of the paper's run, with the same memory fraction. Servers "
+        "on other devices generate."
     )
     yield ""
     yield from _header("row tokens", "remat", *BYTES, *(f"rows on {card} GB" for card in CARDS))
