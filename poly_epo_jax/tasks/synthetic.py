@@ -47,7 +47,7 @@ class SyntheticTask:
           options: Attributes whose sum is the number of problems, for example `num_train`.
 
         Returns:
-          The problems of the first items, as many as requested, in an order that `seed` determines.
+          The requested number of problems, in an order that `seed` determines.
 
         Raises:
           ValueError: If more problems are requested than there are items.
