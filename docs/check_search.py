@@ -10,11 +10,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def error_message() -> str:
-    """Returns the first error message of the troubleshooting page, which begins a row of a table or is a heading."""
+    """Returns the first error message of the troubleshooting page, whose messages are headings."""
     text = (ROOT / "docs" / "how_to" / "troubleshooting.md").read_text()
-    found = re.search(r"^(?:\| |#{2,4} |[-*] )`([^`]+)`", text, re.MULTILINE)
+    found = re.search(r"^### `([^`]+)`", text, re.MULTILINE)
     if not found:
-        sys.exit("Error: docs/how_to/troubleshooting.md contains no message as code in a heading, row or list.")
+        sys.exit("Error: docs/how_to/troubleshooting.md contains no message as a heading.")
     return found[1]
 
 

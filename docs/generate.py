@@ -18,9 +18,9 @@ from unittest import mock
 from poly_epo_jax import set_rl
 from poly_epo_jax.cli import COMMANDS
 from poly_epo_jax.config.checks import Check, Range
-from poly_epo_jax.config.default import METHOD_PRESETS
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.config.machines import MESHES
+from poly_epo_jax.config.methods import METHOD_PRESETS
 from poly_epo_jax.config.options import Entry, checks_of, options_of
 from poly_epo_jax.config.section import Section
 from poly_epo_jax.metrics.evaluation import EVALUATION_METRICS, EvaluationMetric

@@ -50,7 +50,10 @@ def _one_gpu() -> Iterable[str]:
 
 def _adapters() -> Iterable[str]:
     yield from ("### LoRA with long sequences", "")
-    yield "Qwen3-4B with adapters of rank 16 and the lengths of the paper's run. Servers on other devices generate."
+    yield (
+        "Qwen3-4B with adapters of rank 16 and the lengths of the paper's run, with the same memory fraction. Servers "
+        "on other devices generate."
+    )
     yield ""
     yield from _header("row tokens", "remat", *BYTES, *(f"rows on {card} GB" for card in CARDS))
     for tokens in (5_120, 8_192, 16_384, 32_768):

@@ -24,7 +24,7 @@ BAR = 0.24  # inches per unit
 
 
 def draw_response(axes: Axes, x: float, y: float, kind: str) -> None:
-    """Draws a disk with the letter of the strategy, and a check mark (correct) or a cross (incorrect) beside it."""
+    """Draws a disk with the letter of the strategy, and a check mark (correct) or a cross (incorrect) next to it."""
     is_correct = kind[1] == "+"
     axes.add_patch(Circle((x, y), 0.14, color=GREEN if is_correct else GRAY))
     axes.text(x, y + 0.005, kind[0], color="white", weight="bold", ha="center")

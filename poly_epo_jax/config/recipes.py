@@ -24,7 +24,7 @@ def recipes(kind: Kind) -> dict[str, Path]:
     """
     of_project = _IN_WHEEL[kind] if _IN_WHEEL[kind].is_dir() else _PACKAGE.parent / kind
     found = {path.stem: path for folder in (of_project, Path(kind)) for path in folder.glob("*.py")}
-    return {name: found[name] for name in sorted(found)}
+    return dict(sorted(found.items()))
 
 
 def find_file(text: str, kind: Kind) -> Path:

@@ -50,6 +50,9 @@ class SyntheticTask:
           items: Items from which problems can be generated.
           options: Attributes whose sum is the number of requested problems, for example `num_train`.
 
+        Returns:
+          All items, in an order that `seed` determines.
+
         Raises:
           ValueError: If more problems are requested than there are items.
         """

@@ -187,18 +187,20 @@ def test_a_step_of_trl(tmp_path: Path):
 
 
 def test_the_functions_for_any_trainer():
-    (block,) = re.findall(r"```python\n(sets = .*?)```", PAGE, re.DOTALL)
-    construction, advantages, closed = block.splitlines()
+    """Executes the block. With the objective of the closed form, both calls return equal advantages."""
+    (block,) = re.findall(r"```python\n(from poly_epo_jax import set_rl\n.*?)```", PAGE, re.DOTALL)
+    first, second = block.split("sets = ")
     random = np.random.default_rng(0)
+    rewards, clusters = random.random((2, 8), np.float32), random.integers(1, 6, (2, 8))
     names = {
-        "set_rl": set_rl,
-        "my_objective": lambda rewards, embeddings: rewards.mean(axis=-1) * embeddings.std(axis=(-2, -1)),
-        "r": random.random((2, 8), np.float32),
-        "e": random.random((2, 8, 3), np.float32),
-        "rewards": random.random((2, 64), np.float32),
-        "clusters": random.integers(1, 6, (2, 64)),
+        "rewards": rewards,
+        "clusters": clusters,
+        "embeddings": clusters[..., None].astype(np.float32),  # [P, N, 1]
+        "my_objective": lambda rewards, embeddings: set_rl.polychromic(rewards, embeddings[..., 0].astype(int)),
     }
-    exec(construction, names)
+    exec(first, names)
+    closed_form = names.pop("advantages")
+    exec(f"sets = {second}", names)
     assert names["sets"].shape == (70, 4)
-    assert eval(advantages, names).shape == (2, 8)
-    assert eval(closed, names).shape == (2, 64)
+    assert closed_form.shape == (2, 8) and np.abs(closed_form).max() > 0.01
+    np.testing.assert_allclose(names["advantages"], closed_form, atol=1e-6)

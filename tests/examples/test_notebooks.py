@@ -85,6 +85,26 @@ def test_the_outputs_of_the_advantages_notebook_are_reproduced_with_the_base_pac
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("[[1, 1, 1, 1, 1, 1, 0, 0]]", "[[0] * 8]"),
+        ('["A", "A", "A", "A", "A", "B", "A", "C"]', '["A"] * 8'),
+        ('["A", "A", "A", "A", "A", "B", "A", "C"]', 'list("ABCDEFGH")'),
+        ("set_size = 4", "set_size = 2"),
+    ],
+    ids=["only incorrect", "one strategy", "eight strategies", "set size"],
+)
+def test_the_changes_that_the_advantages_notebook_suggests(before: str, after: str, tmp_path: Path):
+    code = "\n".join(code_of(ROOT / "notebooks" / "advantages.ipynb"))
+    assert code.count(before) == 1
+    variables = environment(path=ROOT) | {"MPLBACKEND": "agg"}
+    command = [sys.executable, "-c", code.replace(before, after)]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_the_quick_start_notebook(tmp_path: Path, caches: dict[str, Path]):
     code = code_of(ROOT / "notebooks" / "quickstart.ipynb")
     cells = [source.replace("NUM_STEPS = 30", "NUM_STEPS = 2") for source in code]

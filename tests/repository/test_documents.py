@@ -162,7 +162,7 @@ RULES = (
     ),
     Rule("python -m poly_epo_jax.main --help", says="train.num_steps"),
     Rule("python -m poly_epo_jax.report runs/smollm2", elsewhere="reads runs that this test does not create"),
-    Rule("python -m poly_epo_jax.report", says="/report/report.html"),
+    Rule("python -m poly_epo_jax.report", says="/report.html"),
     Rule("python -m poly_epo_jax.study studies/categories.py", elsewhere="120 runs of a model with 135M weights"),
     Rule("python -m poly_epo_jax.study studies/baselines.py", elsewhere="70 runs; see the other studies"),
     Rule(

@@ -200,6 +200,9 @@ def test_the_base_requirements_are_sufficient(module: str):
 
 def test_base_requirements_are_the_imports_of_set_rl():
     assert LIBRARIES["set_rl"] == BASE
+
+
+def test_parent_packages_and_libraries_are_found_with_a_module():
     own, others = imported_with(f"{NAME}.report.figures")
     assert {f"{NAME}.report", f"{NAME}.types"} < own and "matplotlib" in others
 

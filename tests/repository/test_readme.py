@@ -1,10 +1,10 @@
 """Tests that README.md is short, and that its numbers are those of the code and of the documents."""
 
 import contextlib
-import importlib.util
 import io
 import itertools
 import re
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -71,11 +71,7 @@ def test_the_advantages_of_the_example():
 
 @pytest.mark.slow
 def test_the_figure_of_the_example():
-    spec = importlib.util.spec_from_file_location("draw_example", ROOT / "docs" / "images" / "draw_example.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    (axes,) = module.draw().axes
+    (axes,) = runpy.run_path(str(ROOT / "docs" / "images" / "draw_example.py"))["draw"]().axes
     advantages, mean = from_all_sets()
     unit = np.sqrt(np.mean(np.square(advantages)))
     texts = {text.get_text().replace("\u2212", "-") for text in axes.texts}
