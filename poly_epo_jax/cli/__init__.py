@@ -12,6 +12,7 @@ COMMANDS = {
     "evaluate": ("poly_epo_jax.evaluate", "evaluate and compare models on benchmarks"),
     "report": ("poly_epo_jax.report", "draw runs and evaluations on one page"),
     "study": ("poly_epo_jax.study", "compare methods over learning rates, seeds and tasks"),
+    "fit-base": ("poly_epo_jax.fit_base", "fit a base policy without training it"),
     "export": ("poly_epo_jax.export", "write a policy as a Hugging Face folder"),
     "doctor": ("poly_epo_jax.doctor", "check devices, servers and disk for a run"),
     "bench": ("poly_epo_jax.bench", "time the stages of a step, or plan the memory of a run"),

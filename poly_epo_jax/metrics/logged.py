@@ -66,14 +66,9 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             brief="solved",
             drawn=True,
         ),
-        "train/solved_in_batch": LoggedMetric(
-            "Solved problems in the batch", "Number of distinct training problems that the step's generations solve."
-        ),
+        "train/solved_in_batch": LoggedMetric("Problems solved", "Number of distinct problems that the step solves."),
         "train/ever_solved": LoggedMetric(
-            "Problems ever solved",
-            "Number of distinct training problems that the generations of this or an earlier step solve.",
-            drawn=True,
-            digits=0,
+            "Problems ever solved", "Number of distinct training problems solved so far.", drawn=True, digits=0
         ),
         "clusters/correct": LoggedMetric(
             "Correct clusters per prompt",

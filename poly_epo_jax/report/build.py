@@ -20,7 +20,7 @@ from poly_epo_jax.report.page import (
     results_tables,
     run_summary,
 )
-from poly_epo_jax.report.paired_differences import plot_paired_differences
+from poly_epo_jax.report.paired_differences import plot_with_differences
 from poly_epo_jax.report.settings import settings_section
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
@@ -31,12 +31,9 @@ TREE_ROLLOUTS = 12
 FIGURES = {
     "evaluation_pass_at_k": (
         "pass@k",
-        "Fraction of problems that at least one of k attempts solves. Shaded: 95% intervals over problems.",
-    ),
-    "paired_pass_at_k": (
-        "Paired differences in pass@k",
-        "pass@k minus that of the first model, on the same problems. Shaded: 95% intervals of the mean difference over "
-        "problems. They can exclude 0 although the intervals of two curves overlap.",
+        "Fraction of problems that at least one of k attempts solves, and its difference from the first model, on the "
+        "same problems. Shaded: 95% intervals over problems. The interval of a difference can exclude 0 although the "
+        "intervals of the two curves overlap.",
     ),
     "majority": (
         "Majority voting",
@@ -170,8 +167,7 @@ def _draw_figures(
         "training_dynamics": figures.plot_training_dynamics(metrics),
         "pass_at_k": evaluation_figures.plot_held_out_pass_at_k(metrics),
         "comparison": figures.plot_comparison(metrics),
-        "evaluation_pass_at_k": evaluation_figures.plot_pass_at_k(results, line_styles),
-        "paired_pass_at_k": plot_paired_differences(results, line_styles),
+        "evaluation_pass_at_k": plot_with_differences(results, line_styles),
         "majority": evaluation_figures.plot_majority(results, line_styles),
         "branches": evaluation_figures.plot_branches(results, line_styles),
         "rollout_trees": evaluation_figures.plot_rollout_trees(tree_title, trees, line_styles),

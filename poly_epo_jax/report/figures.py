@@ -36,6 +36,9 @@ DPI = 150
 COMPARED = (HELD_OUT_REWARD, HELD_OUT_CORRECT_CLUSTERS)
 """Held-out metrics by which figures and summaries compare runs."""
 
+BASE = "base"
+"""Label of the policy before training."""
+
 # Color-blind safe palette of Okabe and Ito. Lines with the same color, such as first and eighth, differ in dashes.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
 _DASHES = ("-", "--", ":", "-.")
@@ -179,15 +182,20 @@ def panels(
 
 
 def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Returns the line style of each label. Up to 28 labels have different combinations of color and dashes."""
-    return {
+    """Returns the line style of each label: a dashed black line for the label `base`, otherwise a color and dashes.
+
+    Up to 28 other labels have different combinations of color and dashes.
+    """
+    found = {
         label: {
             "label": label,
             "color": _COLORS[index % len(_COLORS)],
             "linestyle": _DASHES[index // len(_COLORS) % len(_DASHES)],
         }
-        for index, label in enumerate(labels)
+        for index, label in enumerate(label for label in labels if label != BASE)
     }
+    found[BASE] = {"label": BASE, "color": "#000000", "linestyle": "--"}
+    return {label: found[label] for label in labels}
 
 
 def add_legend(figure: Figure, line_styles: Mapping[str, Mapping[str, Any]]) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -240,6 +241,29 @@ def test_pip_without_a_network(checkout: Checkout):
     (checkout.path / "uv").unlink()
     index = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "1", "PIP_CONFIG_FILE": os.devnull}
     assert "the package index cannot be reached" in checkout.fails("", **index)
+
+
+def wheel_of_uv(folder: Path) -> None:
+    """Writes a wheel that installs the replacement of uv."""
+    info = "uv-1.0.dist-info"
+    with zipfile.ZipFile(folder / "uv-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("uv-1.0.data/scripts/uv", UV)
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: uv\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.slow
+def test_a_missing_uv_is_fetched_with_pip(checkout: Checkout):
+    (checkout.path / "uv").unlink()
+    wheel_of_uv(checkout.folder)
+    index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(checkout.folder), "PIP_CONFIG_FILE": os.devnull}
+    checkout.works("", **index)
+    assert checkout.installed() == ["--constraint launch/lock.txt --editable ."]
+    # If the fetched uv fails, pip installs, here without a package index.
+    (checkout.folder / "launch" / "lock.txt").write_text("jax==0.12\n")
+    assert "installing into .venv failed" in checkout.fails("", NO_CERTIFICATE, **index)
+    assert "setuptools" in (checkout.folder / ".venv" / "install.log").read_text()
 
 
 def test_a_killed_installation_is_repeated(checkout: Checkout):
