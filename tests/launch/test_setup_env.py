@@ -247,7 +247,9 @@ def wheel_of_uv(folder: Path) -> None:
     """Writes a wheel that installs the replacement of uv."""
     info = "uv-1.0.dist-info"
     with zipfile.ZipFile(folder / "uv-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("uv-1.0.data/scripts/uv", UV)
+        script = zipfile.ZipInfo("uv-1.0.data/scripts/uv")
+        script.external_attr = 0o100755 << 16  # an executable file
+        wheel.writestr(script, UV)
         wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: uv\nVersion: 1.0\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
