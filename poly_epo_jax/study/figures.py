@@ -83,7 +83,7 @@ def plot_comparison(results: StudyResults, task: str) -> Figure | None:
     with figures.panels(len(learning_rates) * len(metrics), len(metrics), _PANEL, **shared) as (figure, panels):
         for axes, (rate, metric) in zip(panels, itertools.product(learning_rates, metrics), strict=True):
             for method, style in line_styles(results).items():
-                _band(
+                draw_band(
                     axes,
                     [figures.series(run.rows, metric) for run in results.of((task, method, rate))],
                     style,
@@ -112,7 +112,7 @@ def plot_curves(results: StudyResults, task: str, metric: str) -> Figure | None:
     """
 
     def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:
-        _band(axes, [figures.series(run.rows, metric) for run in runs], style, marked=is_held_out(metric))
+        draw_band(axes, [figures.series(run.rows, metric) for run in runs], style, marked=is_held_out(metric))
 
     def draw_unfinished(axes: Axes, run: Result, style: Mapping[str, Any]) -> None:
         axes.plot(*figures.series(run.rows, metric), color=style["color"], linewidth=0.9, linestyle=(0, (1, 2)))
@@ -133,7 +133,7 @@ def plot_pass_at_k(results: StudyResults, task: str) -> Figure | None:
     def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:
         points = [curve(last_evaluation(run.rows), PASS) for run in runs]
         seeds = [(np.array([p.k for p in found], int), np.array([p.mean for p in found])) for found in points]
-        _band(axes, seeds, style, marked=True)
+        draw_band(axes, seeds, style, marked=True)
         log2_axis(axes, "k (attempts)")
 
     return _panels(results, task, draw, "k (attempts)")
@@ -152,7 +152,9 @@ def plot_branching(results: StudyResults, task: str, benchmark: str) -> Figure |
 
     def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:
         found = [run.evaluations[benchmark]["branching"]["mean"] for run in runs if benchmark in run.evaluations]
-        _band(axes, [(np.arange(1, len(means) + 1), np.array(means, float)) for means in found], style, marked=False)
+        draw_band(
+            axes, [(np.arange(1, len(means) + 1), np.array(means, float)) for means in found], style, marked=False
+        )
 
     return _panels(results, task, draw, "token position")
 
@@ -208,8 +210,15 @@ def _panels(
     return figure
 
 
-def _band(axes: Axes, seeds: Sequence[Curve], style: Mapping[str, Any], marked: bool) -> None:
-    """Draws the mean and range over seeds at the steps that all seeds have. Smooths values unless `marked`."""
+def draw_band(axes: Axes, seeds: Sequence[Curve], style: Mapping[str, Any], marked: bool) -> None:
+    """Draws the mean and range over seeds, at the positions that all seeds have.
+
+    Args:
+      axes: Panel to draw in.
+      seeds: Positions and values of each seed.
+      style: Line style of the method.
+      marked: Whether to draw markers. If False, values are smoothed.
+    """
     seeds = [seed for seed in seeds if len(seed[0])]
     if not seeds:
         return
