@@ -76,9 +76,7 @@ def check_benchmark(name: str) -> None:
     source, known = name.rpartition("=")[2], {*BENCHMARKS, *TASKS} - {"math"}
     is_path = re.search("[/.:]", source) or Path(source).exists()
     if source not in known and not is_path:
-        raise ConfigError(
-            f"{source!r} is not a benchmark, a file or a dataset OWNER/NAME{did_you_mean(source, known)}"
-        )
+        raise ConfigError(f"{source!r} is not a benchmark, a file or a dataset OWNER/NAME{did_you_mean(source, known)}")
 
 
 def has_held_out_problems(name: str) -> bool:

@@ -85,9 +85,8 @@ class LLMJudge:
         self._api = self.url if VERSION.search(urlsplit(self.url).path + "/") else f"{self.url}/v1"
         self._rubric = load_rubric(prompt_file)
         (self._rubric_digest,) = file_digests([rubric_file(prompt_file)])
-        self._key = _read_key(section.api_key_env)
+        self._listed_model, self._key = "", _read_key(section.api_key_env)
         self._proxy = proxy_of(self.url) if self._key else ""
-        self._listed_model = ""
         self._unreachable_since: float | None = None
         self._counts = collections.Counter[str]()
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None

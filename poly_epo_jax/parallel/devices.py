@@ -1,11 +1,12 @@
 """Vendor specifications of supported devices, and their peak memory use."""
 
+import contextlib
 import dataclasses
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -57,7 +58,7 @@ def device_name(kind: str) -> str:
 _EXTRAS = {"cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
 
 
-def find_devices() -> list[jax.Device]:
+def find_devices() -> list[Any]:
     """Returns `jax.devices()`, and starts the platform of JAX on the first call.
 
     Raises:
@@ -66,11 +67,13 @@ def find_devices() -> list[jax.Device]:
     try:
         return jax.devices()
     except (AssertionError, RuntimeError) as error:  # The assertion of JAX has no message.
-        selected = jax.config.jax_platforms
+        selected = jax.config.values["jax_platforms"]
         if not selected:
             raise ConfigError(f"JAX cannot use the devices of this machine: {first_line(error)}") from error
         jax.config.update("jax_platforms", "")
-        existing = {"cpu", jax.default_backend()}
+        existing = {"cpu"}
+        with contextlib.suppress(RuntimeError):
+            existing.add(jax.default_backend())
         # Without these lines, a second call would use another platform than the selected one.
         jax.extend.backend.clear_backends()
         jax.config.update("jax_platforms", selected)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,8 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     yield monkeypatch
 
 
-def make_judge(**section: str) -> LLMJudge:
-    keys = {"model": "judge-1", "timeout_seconds": 5.0, "wait_seconds": 0.0, "max_concurrent": 4}
+def make_judge(**section: Any) -> LLMJudge:
+    keys: dict[str, Any] = {"model": "judge-1", "timeout_seconds": 5.0, "wait_seconds": 0.0, "max_concurrent": 4}
     return LLMJudge(PolynomialTask(), JudgeSection(**keys | section), attempts=1)
 
 

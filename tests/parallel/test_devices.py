@@ -53,6 +53,7 @@ def test_a_driver_that_fails(monkeypatch: pytest.MonkeyPatch):
         raise RuntimeError("Unable to initialize backend 'cuda': no driver\nsecond line")
 
     monkeypatch.setattr(jax, "devices", fail)
-    monkeypatch.setattr(type(jax.config), "jax_platforms", "")
+    jax.config.update("jax_platforms", "")
     with pytest.raises(ConfigError, match=r"cannot use the devices .*: Unable .* 'cuda': no driver$"):
         find_devices()
+    jax.config.update("jax_platforms", "cpu")

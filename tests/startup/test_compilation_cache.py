@@ -13,7 +13,7 @@ from poly_epo_jax.startup.prepare import use_compilation_cache
 
 @pytest.fixture(autouse=True)
 def _restore_cache() -> Iterator[None]:
-    before = jax.config.jax_compilation_cache_dir
+    before = jax.config.values["jax_compilation_cache_dir"]
     yield
     jax.config.update("jax_compilation_cache_dir", before)
     compilation_cache.reset_cache()
