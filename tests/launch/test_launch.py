@@ -47,3 +47,27 @@ def test_tpu_reports_missing_arguments(tpu):
     assert "append the slice type" in tpu("create").stderr
     usage = tpu("begin")
     assert usage.returncode == 2 and "bash launch/tpu.sh create v5p-32" in usage.stderr
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_slurm_installs_once_and_starts_every_node(tmp_path: Path, nodes: int):
+    """The stand-ins of srun and of the setup scripts print their names and arguments."""
+    for name, text in {
+        "bin/srun": '#!/bin/sh\necho srun "$@"\n',
+        "launch/setup_env.sh": 'echo trainer "$1"\n',
+        "third_party/sglang/setup.sh": 'echo sglang "$1"\n',
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    ended = subprocess.run(
+        ["bash", str(LAUNCH / "slurm.sbatch"), "--config=configs/polaris.py:h200x16"],
+        env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
+        | {"SLURM_NNODES": str(nodes)},
+        capture_output=True,
+        text=True,
+    )
+    words = "srun --kill-on-bad-exit=0 --label bash launch/node.sh --config=configs/polaris.py:h200x16"
+    joined = " --config.hosts.coordinator_address=auto" if nodes > 1 else ""
+    assert ended.stdout.splitlines() == ["sglang gpu", "trainer [gpu]", words + joined], ended.stderr
+    assert ended.returncode == 0
