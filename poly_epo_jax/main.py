@@ -33,6 +33,7 @@ from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_ke
 from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.model.policy import Policy, check_stop_ids, find_model, open_policy
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.parallel.devices import find_devices
 from poly_epo_jax.parallel.sharding import host_mesh
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.records.timeline import Timeline
@@ -79,6 +80,7 @@ def run(config: Config) -> None:
     workdir = Path(config.workdir)
     with contextlib.ExitStack() as held:
         hosts.join(config.hosts)
+        find_devices()
         use_compilation_cache(config)
         check_resume_config(workdir, config)
         prepared = hosts.run_on_all(lambda: prepare(config))

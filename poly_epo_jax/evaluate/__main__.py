@@ -31,7 +31,14 @@ from rich.table import Table
 
 from poly_epo_jax.config.checks import URL, Range, validate
 from poly_epo_jax.config.keys import Config, ConfigError
-from poly_epo_jax.evaluate.benchmarks import Benchmark, about_evaluation, benchmark_label, label_of, open_benchmark
+from poly_epo_jax.evaluate.benchmarks import (
+    Benchmark,
+    about_evaluation,
+    benchmark_label,
+    check_benchmark,
+    label_of,
+    open_benchmark,
+)
 from poly_epo_jax.evaluate.draw import draw_generations
 from poly_epo_jax.evaluate.folder import RESULTS, open_folder
 from poly_epo_jax.evaluate.results import compute_results
@@ -186,6 +193,8 @@ def _check_flags(config: Config, flags: argparse.Namespace) -> None:
                     f"{flag}={','.join(given)} contains the label {label!r}, which is a duplicate or not a valid "
                     "folder name; set unique labels with label=name."
                 )
+    for name in flags.benchmarks:
+        check_benchmark(name)
     for name in flags.models:
         source = name.rpartition("=")[2]
         if source.startswith(("http://", "https://")):

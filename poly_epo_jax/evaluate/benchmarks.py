@@ -1,7 +1,6 @@
 """Opens benchmarks: mathematical benchmarks by name, held-out problems of synthetic tasks, and files or datasets."""
 
 import dataclasses
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -69,15 +68,15 @@ def open_benchmark(name: str, section: TaskSection) -> Benchmark:
 
 
 def check_benchmark(name: str) -> None:
-    """Checks that the name of a benchmark is not misspelled, before it is looked up on the Hugging Face Hub.
+    """Checks that a benchmark is known, a path, or a dataset of the Hugging Face Hub (OWNER/NAME).
 
     Raises:
-      ConfigError: If the name is neither a known benchmark nor a path, but is similar to a known benchmark.
+      ConfigError: If the benchmark is none of these. The message lists the known benchmarks.
     """
     source, known = name.rpartition("=")[2], {*BENCHMARKS, *TASKS} - {"math"}
     is_path = re.search("[/.:]", source) or Path(source).exists()
-    if source not in known and not is_path and difflib.get_close_matches(source, known, 1):
-        raise ConfigError(f"{source!r} is not a benchmark{did_you_mean(source, known)}")
+    if source not in known and not is_path:
+        raise ConfigError(f"{source!r} is not a benchmark, a file or a dataset OWNER/NAME{did_you_mean(source, known)}")
 
 
 def has_held_out_problems(name: str) -> bool:

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from poly_epo_jax.config.checks import ConfigError
@@ -90,6 +91,7 @@ def prepare(config: Config) -> Prepared:
 
 def use_compilation_cache(config: Config) -> None:
     """Makes JAX read and write compiled programs in the folder `compilation_cache_dir`, which later commands reuse."""
+    compilation_cache.reset_cache()  # JAX would continue to use the folder of an earlier run in the same process.
     jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache_dir).absolute()))
 
 

@@ -67,7 +67,8 @@ RULES = (
     Rule("bash launch/site.sh", elsewhere=".ci/run; downloads mkdocs"),
     Rule("bash launch/smollm2.sh", elsewhere="tests/launch/test_smollm2.py; downloads a model"),
     Rule("bash launch/test.sh", elsewhere="runs this test"),
-    Rule("bash launch/tpu.sh run", says="--config=configs/polaris.py:v5p-32 --config.hosts.coordinator_address=auto"),
+    Rule("bash launch/tpu.sh run", elsewhere="tests/launch/test_launch.py, with a stand-in for gcloud"),
+    Rule("JUDGE_URL=http://HOST:30010 bash launch/", elsewhere="tests/launch/, with stand-ins for servers and gcloud"),
     Rule("bash launch/torch.sh", elsewhere="launch/test.sh; downloads torch"),
     Rule("bash benchmarks/h200.sh", elsewhere="manual, with SMALL=1; requires an H200 and minutes of compilation"),
     Rule("bash third_party/sglang/serve.sh gpu", elsewhere="requires a GPU; see tests/rollouts/test_sleep.py"),
@@ -203,9 +204,8 @@ RULES = (
     Rule("source launch/setup_env.sh"),
 )
 
-# Stand-ins for programs that are not installed (gcloud and sbatch), which print their arguments, and for installers.
+# Stand-ins for sbatch, which is not installed, and for installers.
 PROGRAMS = {
-    "gcloud": 'printf "%s\\n" "$@"',
     "sbatch": 'while [ "${1#--}" != "$1" ]; do shift; done; bash -n "$1" && echo "Submitted a job of $*"',
     "pip": 'exec python -m pip "$@"',  # the pip module of the environment instead of a script in .venv/bin
     # uv would ignore the packages of the environment that runs this test.
@@ -217,7 +217,6 @@ VARIABLES = {
     "PIP_NO_BUILD_ISOLATION": "0",  # pip interprets 0 as disabling build isolation
     "PIP_NO_DEPS": "1",
     "PIP_NO_INDEX": "1",
-    "ZONE": "a-zone",  # required by launch/tpu.sh
 }
 
 
