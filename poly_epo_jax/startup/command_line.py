@@ -83,7 +83,7 @@ def run_command(
             parser.epilog = _describe_keys(
                 read_config(config, training=False), f"value in {flags.config}" if flags.config else "default"
             )
-            parser.print_help()
+            print(parser.format_help(), end="")  # `print_help` discards errors
         elif not flags.config:
             raise ConfigError(
                 "--config is missing; set it to a configuration file, such as configs/polynomial.py, or to the name of "
