@@ -23,6 +23,7 @@ from poly_epo_jax.model.stop_strings import stop_string_ids
 from poly_epo_jax.model.tokenizer_files import copy_files, write_tokenizer
 from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.system.digests import DIGESTS, check_digests, file_digests, json_digest, write_digests
+from poly_epo_jax.system.git_lfs import check_downloaded
 from poly_epo_jax.system.json_files import read_object
 from poly_epo_jax.system.text import first_line
 from poly_epo_jax.types import Params
@@ -144,6 +145,8 @@ def open_policy(
       ValueError, FileNotFoundError: If the folder is missing or corrupted, if the model is not supported, if a stop
         string is not contained in any token, or if the embedding has no row for a stop token.
     """
+    for file in (file for pattern in MODEL_FILES for file in path.glob(pattern)):
+        check_downloaded(file)
     check_digests(path)
     compute = {name: value for name, value in section.items() if name not in ("path", "stop_strings")}
     config = hf.read_model_config(path, max_sequence_tokens=max_sequence_tokens, **compute, **lora_fields(lora))

@@ -132,8 +132,13 @@ def check_writable(key: str, folder: Path) -> None:
       folder: The folder. It may not exist yet.
 
     Raises:
-      ConfigError: If the folder is not writable.
+      ConfigError: If the folder is not writable, or is a symbolic link to a folder that does not exist.
     """
+    if dangling := next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None):
+        raise ConfigError(
+            f"{key}={folder} cannot be created, because {dangling} links to {dangling.readlink()}, which does not "
+            "exist; create that folder, or choose another one."
+        )
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         with tempfile.TemporaryDirectory(dir=existing):

@@ -24,6 +24,7 @@ from pathlib import Path
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.config.recipes import find_file
 from poly_epo_jax.startup.command_line import unknown_argument
+from poly_epo_jax.startup.prepare import check_writable
 from poly_epo_jax.study.folder import LOCK
 from poly_epo_jax.study.page import write_study_report
 from poly_epo_jax.study.plan import StudyRun, make_runs, write_plan
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             workers = gpus(options.gpus)
         study = read_study(find_file(options.file, "studies"))
         folder = Path(study.folder)
+        check_writable("Study.folder", folder)
         try:
             runs = make_runs(study, overrides)
         except ConfigError as error:
