@@ -31,7 +31,14 @@ from rich.table import Table
 
 from poly_epo_jax.config.checks import URL, Range, validate
 from poly_epo_jax.config.keys import Config, ConfigError
-from poly_epo_jax.evaluate.benchmarks import Benchmark, about_evaluation, benchmark_label, label_of, open_benchmark
+from poly_epo_jax.evaluate.benchmarks import (
+    Benchmark,
+    about_evaluation,
+    benchmark_label,
+    label_of,
+    open_benchmark,
+    split_label,
+)
 from poly_epo_jax.evaluate.draw import draw_generations
 from poly_epo_jax.evaluate.folder import RESULTS, open_folder
 from poly_epo_jax.evaluate.results import compute_results
@@ -187,7 +194,7 @@ def _check_flags(config: Config, flags: argparse.Namespace) -> None:
                     "folder name; set unique labels with label=name."
                 )
     for name in flags.models:
-        source = name.rpartition("=")[2]
+        source = split_label(name)[1]
         if source.startswith(("http://", "https://")):
             validate(source, "--models", URL)
     check_writable("--output", flags.output)
@@ -196,7 +203,7 @@ def _check_flags(config: Config, flags: argparse.Namespace) -> None:
 
 
 def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
-    label, source = label_of(name), name.rpartition("=")[2]
+    label, source = label_of(name), split_label(name)[1]
     if source.startswith(("http://", "https://")):
         url = source.rstrip("/")
         try:

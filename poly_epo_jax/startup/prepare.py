@@ -114,8 +114,9 @@ def model_shape(config: Config) -> ModelConfig:
 
 def _configured_shape(config: Config, task: Task | None) -> ModelConfig:
     """Returns the model configuration with `remat` as configured. Without `model.path`, it depends on the task."""
-    compute = {name: value for name, value in config.model.items() if name not in ("path", "stop_strings")}
-    compute |= {"max_sequence_tokens": max_sequence_tokens(config)} | lora_fields(config.lora)
+    compute = (
+        config.model.compute_options | {"max_sequence_tokens": max_sequence_tokens(config)} | lora_fields(config.lora)
+    )
     if not config.model.path:
         assert task is not None
         return dataclasses.replace(base_shape(config.base, task), **compute)

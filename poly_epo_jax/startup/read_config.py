@@ -181,7 +181,8 @@ def _check_training(config: Config) -> None:
         )
     if algo.set_size >= train.num_generations:
         raise ConfigError(
-            f"algo.set_size={algo.set_size} must be smaller than train.num_generations={train.num_generations}."
+            f"algo.set_size={algo.set_size} must be smaller than train.num_generations={train.num_generations}, also "
+            "for methods without sets, because all runs log metrics of sets; lower algo.set_size."
         )
     all_sets = math.comb(train.num_generations, algo.set_size)
     if algo.num_sets > all_sets:
@@ -198,6 +199,12 @@ def _check_training(config: Config) -> None:
         raise ConfigError(
             f"train.num_steps={train.num_steps} with {updates} updates per step exceeds the maximum of {MAX_UPDATES:,} "
             "updates; lower it."
+        )
+    if config.optimizer.warmup_updates >= train.num_steps * updates:
+        raise ConfigError(
+            f"optimizer.warmup_updates={config.optimizer.warmup_updates} must be smaller than the number of updates of "
+            f"the run, {train.num_steps * updates:,} (train.num_steps={train.num_steps}); lower it, or raise "
+            "train.num_steps."
         )
     if config.lora.rank and train.trainable_pattern:
         raise ConfigError(

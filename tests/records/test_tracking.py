@@ -1,6 +1,7 @@
 """A killed and resumed run writes the same bytes as an uninterrupted run; other sinks and displays of the tracker."""
 
 import errno
+import hashlib
 import json
 import math
 import re
@@ -173,7 +174,7 @@ def test_a_run_folder_that_cannot_be_created_raises_an_error(tmp_path: Path):
 def test_missing_wandb_raises_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match="wandb_project='p', but wandb is not installed"):
-        Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, wandb_project="p")
+        Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, projects={"wandb": "p"})
     assert not (tmp_path / "run").exists()
 
 
@@ -184,12 +185,39 @@ def test_wandb_gets_metrics_and_timing(tmp_path: Path, monkeypatch: pytest.Monke
     )
     wandb = types.SimpleNamespace(init=lambda **options: (calls.append(options), run)[1])
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, wandb_project="p") as tracker:
+    with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, projects={"wandb": "p"}) as tracker:
         tracker.log(1, {"reward": 0.5})
         tracker.log_timing(1, {"seconds/step": 2.0}, WINDOW)
         tracker.publish(1)
-    options = {"project": "p", "name": "run", "id": "run", "resume": "allow", "config": {"seed": 0}}
+    digest = hashlib.sha256(str(tmp_path / "run").encode()).hexdigest()[:16]
+    options = {"project": "p", "name": "run", "id": digest, "resume": "allow", "config": {"seed": 0}}
     assert calls == [options, (1, {"reward": 0.5, "seconds/step": 2.0}), "finish"]
+
+
+def test_runs_in_folders_of_the_same_name_have_different_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """W&B rejects ids with characters such as a colon, which a folder may contain."""
+    ids = []
+    run = types.SimpleNamespace(finish=lambda: None)
+    wandb = types.SimpleNamespace(init=lambda **options: (ids.append(options["id"]), run)[1])
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path / "a" / "x:y", tmp_path / "b" / "x:y", Path("a/x:y")):
+        Tracker(folder, CONFIG, total_steps=9, resume_step=-1, projects={"wandb": "p"}).close()
+    assert ids[0] == ids[2] != ids[1] and all(re.fullmatch("[0-9a-f]{16}", name) for name in ids)
+
+
+def test_trackio_gets_metrics_and_timing_but_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    run = types.SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append(""))
+    trackio = types.SimpleNamespace(init=lambda **options: (calls.append(options), run)[1])
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, projects={"trackio": "p"}) as tracker:
+        tracker.log_generations(1, ROWS)
+        tracker.log(1, {"reward": 0.5})
+        tracker.publish(1)
+    name = calls[0].pop("name")
+    assert calls == [{"project": "p", "resume": "allow", "config": {"seed": 0}}, (1, {"reward": 0.5}), ""]
+    assert re.fullmatch("run-[0-9a-f]{8}", name)
 
 
 ROW = {"problem": "p", "prompt": "2+2=", "generation": 0, "response": "4", "reward": 1.0, "correct": True, "cluster": 1}
@@ -202,7 +230,7 @@ def test_wandb_gets_generations_as_a_table(tmp_path: Path, monkeypatch: pytest.M
     run = types.SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda: None)
     wandb = types.SimpleNamespace(init=lambda **options: run, Table=lambda columns, data: (columns, data))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, wandb_project="p") as tracker:
+    with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, projects={"wandb": "p"}) as tracker:
         for step, rows in ((1, []), (2, ROWS)):  # the generations of the first step are not logged
             tracker.log_generations(step, rows)
             tracker.log(step, {"reward": 0.5})
@@ -217,7 +245,7 @@ def test_wandb_accepts_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
     assert isinstance(tracking._wandb_table(ROWS), wandb.Table)
-    with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, wandb_project="p") as tracker:
+    with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, projects={"wandb": "p"}) as tracker:
         tracker.log(2, {"reward": 0.5})
         tracker.log_generations(2, ROWS)
         tracker.publish(2)
