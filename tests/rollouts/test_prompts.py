@@ -73,9 +73,7 @@ def test_a_saved_position_is_restored_exactly(seen: int):
 
 
 def test_too_few_problems_raise_an_error():
-    with pytest.raises(
-        ValueError, match=r"batch=11, .* only 10 .* fit train.max_prompt_tokens; raise"
-    ):
+    with pytest.raises(ValueError, match=r"batch=11, .* only 10 .* fit train.max_prompt_tokens; raise"):
         problem_batches(PROBLEMS, 11, seed=0)
 
 
