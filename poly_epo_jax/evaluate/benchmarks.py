@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -111,9 +112,13 @@ def label_of(name: str) -> str:
 
 
 def split_label(name: str) -> tuple[str, str]:
-    """Returns the label (empty without one) and the name of a model or benchmark that is given as `label=name`."""
+    """Returns the label (empty without one) and the name of a model or benchmark that is given as `label=name`.
+
+    The first = ends the label, unless a slash precedes it. Shells do not expand ~/ in `--models=~/FOLDER`.
+    """
     label, equals, source = name.partition("=")
-    return (label, source) if equals and "/" not in label else ("", name)
+    label, source = (label, source) if equals and "/" not in label else ("", name)
+    return label, os.path.expanduser(source) if source.startswith("~/") else source
 
 
 def about_evaluation(

@@ -16,6 +16,7 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttr
 
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.records.progress import TrainingProgress
+from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.system.json_files import append_rows, replace_file
 from poly_epo_jax.types import Metrics
 
@@ -67,9 +68,14 @@ class Tracker(AbstractContextManager["Tracker"]):
             self._events = EventsWriter(str(folder / run_folder.TENSORBOARD / "events"))
             # A session start makes TensorBoard discard earlier events from this step onwards.
             self._write_event(Event(step=resume_step + 1, session_log=SessionLog(status=SessionLog.START)))
-        self._progress = TrainingProgress(total_steps, max(resume_step, 0))
+        title = f"{folder}: {method}" if method else str(folder)
+        self._progress = TrainingProgress(total_steps, max(resume_step, 0), title)
         self._unpublished: Metrics = {}
         self._tables: dict[str, Any] = {}
+
+    def show_stages(self, timeline: Timeline) -> None:
+        """Makes the progress display show the stages of `timeline` that are in progress."""
+        self._progress.active_stages = timeline.active
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Writes a row of metrics.jsonl: the metrics of a trained step, or of an evaluation after it.

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 import re
 import runpy
 import sys
@@ -43,7 +44,7 @@ def load_config(text: str) -> ConfigDict:
     if not file:
         return default.get_config(*config_string)
     try:
-        path = find_file(file, "configs")
+        path = find_file(os.path.expanduser(file), "configs")
     except ConfigError:
         if METHOD_PRESETS.keys() | MESHES.keys() >= set(file.split(",")):
             raise ConfigError(

@@ -5,6 +5,7 @@ options against the signatures of registry entries, and combinations of keys.
 """
 
 import math
+import os
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -49,6 +50,17 @@ KNOWN_NAMES: dict[str, Collection[str]] = {
 }
 """Known names by key. They are looked up for every configuration, because users' files can register components."""
 
+PATHS = (
+    "workdir",
+    "compilation_cache_dir",
+    "model.path",
+    "base.cache_dir",
+    "rollouts.weights_dir",
+    "task.options.",
+    "judge.options.",
+)
+"""Keys, and prefixes of keys, whose values may be paths."""
+
 MAX_SETS = 10**6  # maximum number of sets per prompt
 MAX_UPDATES = 10**9  # maximum number of optimizer updates of a run, because they are counted in 32 bits
 
@@ -66,7 +78,7 @@ def read_config(config: ConfigDict, training: bool = True) -> Config:
     """
     values = config.to_dict()
     refuse_passwords(values)  # first, because other error messages contain values
-    sections = read_section(Config, values)
+    sections = read_section(Config, _expand_home(values))
     for key, _, value in sections.flat():
         if key in KNOWN_NAMES:
             validate(value, key, one_of(*KNOWN_NAMES[key]))
@@ -140,6 +152,16 @@ def refuse_passwords(value: Any, key: str = "") -> None:
             f"{key} contains a user or password before an @, which would be printed and stored; remove it from the "
             "address. Set judge.api_key_env for the API key of a judge."
         )
+
+
+def _expand_home(value: Any, key: str = "") -> Any:
+    """Replaces the ~ at the beginning of paths, which shells do not expand in --config.KEY=~/FOLDER."""
+    if isinstance(value, Mapping):
+        return {name: _expand_home(inner, f"{key}.{name}".removeprefix(".")) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_expand_home(inner, key) for inner in value)
+    is_path = isinstance(value, str) and value.startswith("~/") and key.startswith(PATHS)
+    return os.path.expanduser(value) if is_path else value
 
 
 def check_judge_limit(judge: JudgeSection, key: str, num_generations: int) -> None:

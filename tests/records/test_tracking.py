@@ -17,6 +17,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from poly_epo_jax.metrics.logged import LOGGED_METRICS
 from poly_epo_jax.records import progress, tracking
 from poly_epo_jax.records.run_folder import read_rows
+from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.records.tracking import Tracker
 
 FILES = ("metrics.jsonl", "timing.jsonl", "timeline.jsonl", "generations.jsonl")
@@ -270,7 +271,8 @@ def test_plain_lines_are_rare_but_include_each_evaluation_and_the_last_step(tmp_
             tracker.log_timing(step, {"seconds/step": 2.0, "tokens_per_second": 12345.6}, WINDOW)
             tracker.publish(step)
             clock[0] += 2.0
-    lines = capsys.readouterr().out.splitlines()
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title == f"{tmp_path}, 40 steps; the first evaluation and step also compile programs."
     # At 2 s per step: the first step, five steps later, the evaluation at 7, every five steps, and the last step 40.
     assert [int(line.split("/")[0].removeprefix("step ")) for line in lines] == [0, 5, 7, 12, 17, 22, 27, 32, 37, 40]
     assert lines[0] == "step 0/40  held-out reward 0.250  held-out correct clusters@8 1.50  12,346 tokens/s  2.00 s"
@@ -295,8 +297,12 @@ def test_a_terminal_shows_all_metrics_on_one_screen(tmp_path: Path, capsys, monk
         tracker.publish(0)
         tracker.log(1, metrics)
         tracker.log_timing(1, timing, WINDOW)
-        tracker.publish(1)
+        timeline = Timeline()
+        tracker.show_stages(timeline)
+        with timeline.clock(1).stage("update"), timeline.clock(2).stage("generate"):
+            tracker.publish(1)
     out = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    assert "stage: waiting (compiles programs)" in out and re.search("stage: update, generate *\n", out)
     screen = out[out.rindex("training") :].splitlines()
     assert len(screen) <= 12 and max(map(len, screen)) <= 80
     assert "1/9" in out
@@ -311,3 +317,9 @@ def test_nested_nan_is_never_written_to_json(tmp_path: Path):
             tracker.log_generations(1, [{"reward": [math.nan]}])
         tracker.log_generations(1, [{"reward": 1.0}])
     assert json.loads((tmp_path / "generations.jsonl").read_text()) == {"step": 1, "reward": 1.0}
+
+
+def test_a_resumed_run_is_announced_with_its_name_method_and_step(tmp_path: Path, capsys):
+    for step, words in ((4, "resumes after step 4 of 9; the first evaluation"), (9, "resumes after step 9 of 9.")):
+        Tracker(tmp_path, CONFIG, total_steps=9, resume_step=step, method="Poly-EPO").close()
+        assert capsys.readouterr().out.startswith(f"{tmp_path}: Poly-EPO, {words}")
