@@ -47,6 +47,7 @@
 # Ctrl-C or SIGTERM stops all processes. A trainer that is already training discards its unfinished batch, saves, and
 # exits with code 143. A second Ctrl-C discards the current step and saves the previous steps, as does the failure of a
 # server, with exit code 1.
+source "$(dirname "$0")/help.sh"
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/processes.sh

@@ -4,14 +4,18 @@
 # A second call resumes unfinished runs.
 #
 #   bash launch/quickstart.sh [--config.KEY=VALUE ...]     flags apply to all commands, e.g. --config.train.num_steps=20
+#
+# With another number of steps, the learning rate has another schedule, so the folders are separate: runs/*-20-steps.
+source "$(dirname "$0")/help.sh"
 source "$(dirname "$0")/setup_env.sh" "[train]"
 
-base=runs/models/base
-python -m poly_epo_jax.fit_base --config=configs/countdown.py --output="$base" "$@"
-for method in grpo poly_epo; do
-  python -m poly_epo_jax.main --config="configs/countdown.py:$method" "$@"
-done
-python -m poly_epo_jax.evaluate --config=configs/countdown.py --benchmarks=countdown \
-  --models="runs/countdown-grpo,runs/countdown-poly_epo,$base" --num_generations=256 --output=runs/evaluation "$@"
-python -m poly_epo_jax.report runs/evaluation runs/countdown-grpo runs/countdown-poly_epo \
-  --models=countdown-grpo,countdown-poly_epo,base --output runs/report
+steps=$(printf '%s\n' "$@" | sed -n 's/^--config\.train\.num_steps=//p' | tail -n 1)
+suffix=${steps:+-$steps-steps}
+base=runs/models/base grpo=runs/countdown-grpo$suffix poly_epo=runs/countdown-poly_epo$suffix
+python -m poly_epo_jax.fit_base --config=configs/countdown.py --output=$base "$@"
+python -m poly_epo_jax.main --config=configs/countdown.py:grpo --config.workdir="$grpo" "$@"
+python -m poly_epo_jax.main --config=configs/countdown.py:poly_epo --config.workdir="$poly_epo" "$@"
+python -m poly_epo_jax.evaluate --config=configs/countdown.py --benchmarks=countdown --models="$grpo,$poly_epo,$base" \
+  --num_generations=256 --output="runs/evaluation$suffix" "$@"
+models=$(basename "$grpo"),$(basename "$poly_epo"),$(basename "$base")
+python -m poly_epo_jax.report "runs/evaluation$suffix" "$grpo" "$poly_epo" --models="$models" --output "runs/report$suffix"

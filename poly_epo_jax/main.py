@@ -269,7 +269,9 @@ def _tracker(config: Config, step: int) -> contextlib.AbstractContextManager[Tra
     json_config = json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
     # Without a checkpoint, all rows are dropped, including those of the evaluation before the first step.
     resume_step = step or -1
-    return Tracker(Path(config.workdir), json_config, config.train.num_steps, resume_step, config.log.wandb_project)
+    projects = {"wandb": config.log.wandb_project, "trackio": config.log.trackio_project}
+    total_steps, method = config.train.num_steps, method_title(config.algo)
+    return Tracker(Path(config.workdir), json_config, total_steps, resume_step, projects, method)
 
 
 def _problems_that_fit(

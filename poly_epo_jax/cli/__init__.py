@@ -5,6 +5,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from poly_epo_jax.system.signals import exit_code
 from poly_epo_jax.system.text import did_you_mean
 
 COMMANDS = {
@@ -35,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
-        print(_help())
-        return 0
+        return exit_code(lambda: print(_help()))
     if name == "--version":
         from poly_epo_jax.system.versions import installed_version
 

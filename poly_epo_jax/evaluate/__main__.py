@@ -38,6 +38,7 @@ from poly_epo_jax.evaluate.benchmarks import (
     check_benchmark,
     label_of,
     open_benchmark,
+    split_label,
 )
 from poly_epo_jax.evaluate.draw import draw_generations
 from poly_epo_jax.evaluate.folder import RESULTS, open_folder
@@ -196,7 +197,7 @@ def _check_flags(config: Config, flags: argparse.Namespace) -> None:
     for name in flags.benchmarks:
         check_benchmark(name)
     for name in flags.models:
-        source = name.rpartition("=")[2]
+        source = split_label(name)[1]
         if source.startswith(("http://", "https://")):
             validate(source, "--models", URL)
     check_writable("--output", flags.output)
@@ -205,7 +206,7 @@ def _check_flags(config: Config, flags: argparse.Namespace) -> None:
 
 
 def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
-    label, source = label_of(name), name.rpartition("=")[2]
+    label, source = label_of(name), split_label(name)[1]
     if source.startswith(("http://", "https://")):
         url = source.rstrip("/")
         try:

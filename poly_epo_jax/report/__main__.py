@@ -35,12 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--models", default="", metavar="NAME,NAME", help="evaluated models to show, in this order (default: all)"
     )
-    options = parser.parse_args(arguments)
-    folders = options.folders
-    default = (folders[0] if len(folders) == 1 else folders[0].resolve().parent) / "report"
-    models = [name for name in options.models.split(",") if name]
 
     def work() -> None:
+        options = parser.parse_args(arguments)
+        folders = options.folders
+        default = (folders[0] if len(folders) == 1 else folders[0].resolve().parent) / "report"
+        models = [name for name in options.models.split(",") if name]
         print(f"report: {write_report(folders, options.output or default, models)}")
 
     return exit_code(work, after_ctrl_c="the report is incomplete. Rerun the command to write it again.")

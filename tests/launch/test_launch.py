@@ -1,6 +1,7 @@
 """Tests of the launch scripts that do not require the target machines."""
 
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -149,3 +150,40 @@ def test_slurm_installs_once_and_starts_every_node(tmp_path: Path, nodes: int):
     joined = " --config.hosts.coordinator_address=auto" if nodes > 1 else ""
     assert ended.stdout.splitlines() == ["sglang gpu", "trainer [gpu]", words + joined], ended.stderr
     assert ended.returncode == 0
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", "smollm2.sh", "node.sh", "test.sh"])
+def test_help_prints_the_description_without_installing(script: str, tmp_path: Path):
+    for name in (script, "help.sh"):
+        (tmp_path / name).write_text((LAUNCH / name).read_text())
+    ended = subprocess.run(["bash", str(tmp_path / script), "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    lines = ended.stdout.splitlines()
+    assert f"bash launch/{script}" in ended.stdout and not any(line.startswith(("#", "source")) for line in lines)
+    comment = (LAUNCH / script).read_text().splitlines()
+    assert lines[0] == comment[1].removeprefix("# ") and lines[-1] == comment[len(lines)].removeprefix("# ")
+
+
+def test_an_unknown_argument_of_smollm2_is_an_error():
+    ended = subprocess.run(["bash", str(LAUNCH / "smollm2.sh"), "--folder=x"], capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.startswith("Error: unknown argument --folder=x; ")
+
+
+def test_a_quick_start_with_another_number_of_steps_has_separate_folders(tmp_path: Path):
+    """In place of Python, a stand-in prints its arguments."""
+    (tmp_path / "launch").mkdir()
+    for name in ("quickstart.sh", "help.sh"):
+        (tmp_path / "launch" / name).write_text((LAUNCH / name).read_text())
+    (tmp_path / "launch" / "setup_env.sh").write_text('set -euo pipefail; python() { echo "$@"; }')
+
+    def folders(*flags: str) -> list[str]:
+        command = ["bash", "launch/quickstart.sh", *flags]
+        printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        return re.findall(r"runs/\S+", printed)
+
+    few = folders("--config.seed=1", "--config.train.num_steps=20")
+    changed = re.compile("(grpo|poly_epo|evaluation|report)")
+    assert few == [changed.sub(r"\1-20-steps", name) for name in folders("--config.seed=1")]
+    base, grpo, poly_epo, *others = folders()
+    assert (base, grpo, poly_epo) == ("runs/models/base", "runs/countdown-grpo", "runs/countdown-poly_epo")
+    assert others == [f"{grpo},{poly_epo},{base}", "runs/evaluation", "runs/evaluation", grpo, poly_epo, "runs/report"]

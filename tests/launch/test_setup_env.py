@@ -4,6 +4,7 @@ uv is replaced with a script that logs its arguments and runs a given command. p
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,7 +58,7 @@ class Checkout:
     def __init__(self, folder: Path):
         self.folder, self.path = folder, folder / "bin"
         (folder / "launch").mkdir()
-        for script in ("setup_env.sh", "environments.sh"):
+        for script in ("setup_env.sh", "environments.sh", "help.sh"):
             shutil.copy(LAUNCH / script, folder / "launch")
         (folder / "launch" / "lock.txt").write_text("jax==0.10.2\n")
         (folder / "pyproject.toml").write_text('[project]\nname = "nothing"\nversion = "0"\n')
@@ -281,3 +282,24 @@ def test_a_killed_installation_is_repeated(checkout: Checkout):
     checkout.works()
     assert not partial.exists()
     assert len(checkout.installed()) == 2
+
+
+def test_the_shell_of_a_user_keeps_its_options_and_folder(checkout: Checkout):
+    """Also after an error, which does not end the shell."""
+    checkout.works()
+    report = 'echo "$?|$(echo $- | tr -d is)|$PWD|$(set -o | grep -E "errexit|nounset|pipefail" | tr -d "\\t ")"'
+    for variables, code in (({}, 0), ({"LOCK": "oldest"}, 1)):
+        script = f"cd launch; {report}; source setup_env.sh; {report}; type fail; echo $VIRTUAL_ENV"
+        ended = subprocess.run(
+            ["bash", "--norc", "-i", "-c", script],
+            cwd=checkout.folder,
+            env={"PATH": str(checkout.path), "UV_PIP": "true", "HOME": str(checkout.folder), **variables},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        before, after = re.findall(r"(\d+)\|(.*(?:\n\w+o(?:n|ff))*)", ended.stdout)
+        assert (before[0], after[0]) == ("0", str(code)), ended.stderr
+        assert before[1] == after[1] and "errexitoff" in after[1] and str(checkout.folder / "launch") in after[1]
+        assert "fail: not found" in ended.stderr
+        assert ended.stdout.splitlines()[-1] == ("" if code else str(checkout.folder / ".venv"))

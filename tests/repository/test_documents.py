@@ -33,6 +33,11 @@ SMALL = " ".join(
     as_flags({key: value for key, value in SETTINGS.items() if key != "task.options"} | {"train.num_steps": 2})
 )
 PROBLEMS = "--config.task.options.num_train=28 --config.task.options.num_held_out=8"
+USUAL_FOLDERS = " && mv runs/evaluation-2-steps runs/evaluation" + "".join(
+    f" && mv runs/evaluation/countdown/{name}-2-steps runs/evaluation/countdown/{name}"
+    for name in ("countdown-poly_epo", "countdown-grpo")
+)
+"""Moves the evaluations of a shortened quick start to the folders of the complete one."""
 FEW = "--num_generations=2 --max_problems=4"
 OWN = "tests/examples/test_own_problems.py"
 PEERS = "manual: creates environments of several GB with torch, Tunix and TRL"
@@ -63,7 +68,11 @@ RULES = (
     Rule("bash launch/compiler_env.sh", elsewhere="launch/test.sh; downloads XLA compilers"),
     Rule("bash launch/lock.sh", elsewhere="manual: installs the newest versions"),
     Rule("bash launch/node.sh", elsewhere="tests/launch/test_node.py, with DEVICE=cpu; requires 4 x H200"),
-    Rule("bash launch/quickstart.sh", f"{SMALL} {PROBLEMS}", says="report: runs/report/report.html"),
+    Rule(
+        "bash launch/quickstart.sh",
+        f"{SMALL} {PROBLEMS}{USUAL_FOLDERS}",
+        says="report: runs/report-2-steps/report.html",
+    ),
     Rule("bash launch/site.sh", elsewhere=".ci/run; downloads mkdocs"),
     Rule("bash launch/smollm2.sh", elsewhere="tests/launch/test_smollm2.py; downloads a model"),
     Rule("bash launch/test.sh", elsewhere="runs this test"),
