@@ -31,12 +31,14 @@ TREE_ROLLOUTS = 12
 FIGURES = {
     "evaluation_pass_at_k": (
         "pass@k",
-        "Fraction of problems that at least one of k attempts solves. Shaded: 95% intervals over problems.",
+        "Fraction of problems that at least one of k attempts solves. Shaded: 95% intervals over problems, by the "
+        "method below the results.",
     ),
     "paired_pass_at_k": (
         "Paired differences in pass@k",
-        "pass@k minus that of the first model, on the same problems. Shaded: 95% intervals of the mean difference over "
-        "problems. They can exclude 0 although the intervals of two curves overlap.",
+        "pass@k minus that of the first model, on the same problems. Shaded: 95% bootstrap intervals of the mean "
+        "difference over problems. They can exclude 0 although the intervals of two curves overlap, and are too narrow "
+        "where nearly all differences are 0.",
     ),
     "majority": (
         "Majority voting",

@@ -13,6 +13,8 @@ from poly_epo_jax.report.document import table
 from poly_epo_jax.report.evaluation_figures import Evaluations, curve, finite, model_labels
 
 STEPS_AVERAGED = 10
+BOOTSTRAP = "95% bootstrap intervals over problems"
+"""Intervals of evaluations whose results.json does not name them."""
 
 
 def run_summary(label: str, rows: figures.Rows) -> str:
@@ -88,7 +90,8 @@ def results_tables(evaluations: Evaluations, labels: Sequence[str]) -> str:
         tables.append(
             f"<h3>{html.escape(benchmark)} <span class='muted'>{size}</span></h3>{table(header, rows, 'results')}"
         )
-    note = "<p class='muted'>Means over problems, with 95% bootstrap intervals over problems.</p>"
+    notes = dict.fromkeys(one.get("intervals", BOOTSTRAP) for models in evaluations.values() for one in models.values())
+    note = f"<p class='muted'>Means over problems, with {html.escape('. Others: '.join(notes))}.</p>"
     return f"<section><h2>Results</h2>{''.join(tables)}{note}{metric_list(shown.values())}</section>" if tables else ""
 
 
