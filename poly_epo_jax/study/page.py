@@ -167,7 +167,7 @@ def result_rows(results: StudyResults, task: str) -> list[ResultRow]:
 
 def markdown(results: StudyResults) -> str:
     """Returns Markdown with two tables per task: means and, if there are any, differences from the baseline."""
-    parts = []
+    parts = ["Means over training seeds, with 95% confidence intervals (Student's t) in brackets."]
     for task in results.tasks:
         rows = result_rows(results, task)
         header = ["method", "learning rate", "seeds", *results.metrics(task).values()]

@@ -80,7 +80,8 @@ def test_tables_contain_means_differences_and_unfinished_runs(page: str):
 def test_tables_and_figures_are_written_as_files(folder: Path, page: str):
     del page  # the fixture writes the files
     lines = (folder / "report" / "tables.md").read_text().splitlines()
-    assert lines[0] == "## polynomial" and lines[2].startswith("| method | learning rate | seeds | Held-out reward |")
+    assert "95% confidence intervals (Student's t)" in lines[0] and lines[2] == "## polynomial"
+    assert lines[4].startswith("| method | learning rate | seeds | Held-out reward |")
     rows = {tuple(line.split(" | ")[:2]): line for line in lines if line.startswith("| grpo_div")}
     assert "| 2 of 3 | " in rows["| grpo_div", "0.0005"] and "| 3 of 3 | " in rows["| grpo_div", "0.0001"]
     differences = lines[lines.index("Difference from grpo, by seed:") :]
