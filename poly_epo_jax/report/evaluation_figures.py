@@ -130,7 +130,7 @@ def plot_pass_at_k(
     evaluations: Evaluations,
     line_styles: LineStyles,
     panel_size: tuple[float, float] = _PANEL,
-    label: str = "pass@k",
+    label: str = "",
 ) -> Figure | None:
     """Draws pass@k over k on a log2 axis, with shaded 95% intervals. Returns None if there are no results.
 
@@ -138,7 +138,7 @@ def plot_pass_at_k(
       evaluations: Results by benchmark and model.
       line_styles: Line style of each model.
       panel_size: Width and height of a panel, in inches.
-      label: Label of the vertical axis.
+      label: Label of the vertical axis. If empty, the axis shows pass@k from 0 to 1.
     """
 
     def draw(axes: Axes, results: Results, style: Mapping[str, Any]) -> None:
@@ -152,7 +152,9 @@ def plot_pass_at_k(
 
     def finish(axes: Axes) -> None:
         log2_axis(axes, "k (attempts)")
-        axes.set_ylabel(label)
+        axes.set_ylabel(label or "pass@k")
+        if not label:
+            figures.unit_axis(axes.yaxis)
 
     return _benchmark_panels(evaluations, line_styles, draw, finish, panel_size)
 
@@ -187,7 +189,8 @@ def plot_majority(evaluations: Evaluations, line_styles: LineStyles) -> Figure |
     def finish(axes: Axes) -> None:
         axes.set_xlabel("vote share of the majority answer")
         axes.set_ylabel("majority@k accuracy")
-        axes.margins(x=0.1, y=0.15)
+        figures.unit_axis(axes.xaxis)
+        figures.unit_axis(axes.yaxis)
 
     return _benchmark_panels(evaluations, line_styles, draw, finish)
 
