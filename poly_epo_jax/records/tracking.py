@@ -133,11 +133,12 @@ def _wandb_table(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 def _open_wandb(folder: Path, config_json: str, project: str) -> Any:
     try:
-        import wandb  # pyright: ignore[reportMissingImports]
+        # `import wandb` alone would succeed if the current folder contains a folder wandb/.
+        from wandb import init  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
             f"log.wandb_project={project!r}, but wandb is not installed; install wandb or leave the key empty."
         ) from error
     # With the same id, a resumed run continues the same Weights & Biases run.
     name = folder.name
-    return wandb.init(project=project, name=name, id=name, resume="allow", config=json.loads(config_json))
+    return init(project=project, name=name, id=name, resume="allow", config=json.loads(config_json))

@@ -49,7 +49,7 @@ def write_study_report(folder: Path) -> Path:
     body = "\n".join([_summary(results), *(_task(results, task) for task in results.tasks), _reproduction(results)])
     title = f"Study: {folder.resolve().name.removeprefix('study-')}"
     page.write_text(document(title, body), encoding="utf-8", errors="replace")
-    (page.parent / "tables.md").write_text(markdown(results), encoding="utf-8")
+    (page.parent / "tables.md").write_text(markdown(results), encoding="utf-8", errors="replace")
     for task in results.tasks:
         for name, figure in {
             "frontier": plot_frontier(results, task),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import io
 import os
 import signal
 import socket
@@ -153,6 +154,9 @@ def exit_code(
 ) -> int:
     """Runs a command, and prints errors and Ctrl-C to stderr as one line.
 
+    From this call on, characters that the encoding of stdout does not contain, such as those of a folder's name, are
+    printed as escape sequences.
+
     Args:
       work: Returns the exit code of the command, or None for 0.
       errors: Exceptions with messages for users, in addition to ValueError, OSError and ImportError. All others
@@ -163,6 +167,8 @@ def exit_code(
     Returns:
       The exit code of the command, `failed` after an error, or 130 after Ctrl-C.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with deliver_keyboard_interrupt():
             return work() or 0
