@@ -154,7 +154,7 @@ def plot_pass_at_k(
         log2_axis(axes, "k (attempts)")
         axes.set_ylabel(label or "pass@k")
         if not label:
-            figures.unit_axis(axes.yaxis)
+            figures.unit_axis(axes, "y")
 
     return _benchmark_panels(evaluations, line_styles, draw, finish, panel_size)
 
@@ -189,8 +189,7 @@ def plot_majority(evaluations: Evaluations, line_styles: LineStyles) -> Figure |
     def finish(axes: Axes) -> None:
         axes.set_xlabel("vote share of the majority answer")
         axes.set_ylabel("majority@k accuracy")
-        figures.unit_axis(axes.xaxis)
-        figures.unit_axis(axes.yaxis)
+        figures.unit_axis(axes, "x", "y")
 
     return _benchmark_panels(evaluations, line_styles, draw, finish)
 

@@ -22,7 +22,6 @@ import numpy as np
 from jaxtyping import Float, Int
 from matplotlib import font_manager
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
@@ -187,7 +186,7 @@ def _panels(runs: Runs, metrics: Sequence[str], max_columns: int, panel_size: tu
                     axes.plot(steps, smooth(values), linewidth=2.2, **style)
             axes.set_title(describe(metric).title)
             if describe(metric).unit_axis:
-                unit_axis(axes.yaxis)
+                unit_axis(axes, "y")
         step_axes(drawn)
         add_legend(figure, styles(list(runs)))
     return figure
@@ -218,10 +217,15 @@ def panels(
         yield figure, drawn[:count]
 
 
-def unit_axis(axis: Axis) -> None:
-    """Sets the limits of an axis of fractions to 0 and 1, with a margin for markers."""
-    axis.set_ticks([0, 0.2, 0.4, 0.6, 0.8, 1])
-    axis.set_view_interval(-0.03, 1.03, ignore=True)
+def unit_axis(axes: Axes, *names: str) -> None:
+    """Sets the limits of axes that show fractions to 0 and 1, with a margin for markers.
+
+    Args:
+      axes: The panel.
+      *names: "x", "y" or both.
+    """
+    for name in names:
+        axes.set(**{f"{name}ticks": [0, 0.2, 0.4, 0.6, 0.8, 1], f"{name}lim": (-0.03, 1.03)})
 
 
 def step_axes(panels: Sequence[Axes], label: str = "training step") -> None:

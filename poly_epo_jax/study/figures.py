@@ -95,7 +95,7 @@ def plot_comparison(results: StudyResults, task: str) -> Figure | None:
             if metric == metrics[0] and len(learning_rates) > 1:
                 axes.set_ylabel(f"learning rate {rate:g}")
             if describe(metric).unit_axis:
-                figures.unit_axis(axes.yaxis)
+                figures.unit_axis(axes, "y")
         figures.step_axes(panels)
         for axes in panels[: -len(metrics)]:
             axes.set_xlabel("")
@@ -118,7 +118,7 @@ def plot_curves(results: StudyResults, task: str, metric: str) -> Figure | None:
     def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:
         _band(axes, [figures.series(run.rows, metric) for run in runs], style, marked=is_held_out(metric))
         if describe(metric).unit_axis:
-            figures.unit_axis(axes.yaxis)
+            figures.unit_axis(axes, "y")
 
     def draw_unfinished(axes: Axes, run: Result, style: Mapping[str, Any]) -> None:
         axes.plot(*figures.series(run.rows, metric), color=style["color"], linewidth=0.9, linestyle=(0, (1, 2)))
@@ -141,7 +141,7 @@ def plot_pass_at_k(results: StudyResults, task: str) -> Figure | None:
         seeds = [(np.array([p.k for p in found], int), np.array([p.mean for p in found])) for found in points]
         _band(axes, seeds, style, marked=True)
         log2_axis(axes, "k (attempts)")
-        figures.unit_axis(axes.yaxis)
+        figures.unit_axis(axes, "y")
 
     return _panels(results, task, draw, "k (attempts)")
 

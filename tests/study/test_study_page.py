@@ -92,6 +92,15 @@ def test_tables_and_figures_are_written_as_files(folder: Path, page: str):
         assert (folder / "report" / f"{name}.pdf").read_bytes().startswith(b"%PDF")
 
 
+def test_shared_axes_of_fractions_extend_from_0_to_1(folder: Path):
+    """All panels of a column share their axes, which the last panel must not leave at other limits."""
+    figure = figures.plot_comparison(read_results(folder), "polynomial")
+    assert figure is not None
+    rewards = [axes for axes in figure.axes if axes.get_title("left") == "Held-out reward"]
+    assert [axes.get_ylim() for axes in rewards] == [(-0.03, 1.03)] * 2
+    assert {axes.get_xticks()[-1] for axes in figure.axes} == {NUM_STEPS}
+
+
 def test_comparison_shows_means_of_finished_runs(folder: Path):
     drawn = figures.plot_comparison(read_results(folder), "polynomial")
     assert drawn is not None and len(drawn.axes) == 2 * 3
