@@ -158,12 +158,13 @@ def _open_logger(module: str, folder: Path, config_json: str, project: str) -> A
     studies, may have folders with the same name.
     """
     try:
-        library = importlib.import_module(module)
-    except ImportError as error:
+        # `import wandb` alone would succeed if the current folder contains a folder wandb/.
+        init = importlib.import_module(module).init
+    except (ImportError, AttributeError) as error:
         raise ImportError(
             f"log.{module}_project={project!r}, but {module} is not installed; install {module} or leave the key empty."
         ) from error
     digest, config = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16], json.loads(config_json)
     # Trackio identifies runs by their names.
     names = {"name": folder.name, "id": digest} if module == "wandb" else {"name": f"{folder.name}-{digest[:8]}"}
-    return library.init(project=project, resume="allow", config=config, **names)
+    return init(project=project, resume="allow", config=config, **names)

@@ -140,6 +140,7 @@ def plot_pass_at_k(
     def finish(axes: Axes) -> None:
         log2_axis(axes, "k (attempts)")
         axes.set_ylabel("pass@k")
+        figures.unit_axis(axes, "y")
 
     return _benchmark_panels(evaluations, line_styles, draw_pass_at_k, finish, panel_size)
 
@@ -191,7 +192,7 @@ def plot_majority(evaluations: Evaluations, line_styles: LineStyles) -> Figure |
     def finish(axes: Axes) -> None:
         axes.set_xlabel("vote share of the majority answer")
         axes.set_ylabel("majority@k accuracy")
-        axes.margins(x=0.1, y=0.15)
+        figures.unit_axis(axes, "x", "y")
 
     return _benchmark_panels(evaluations, line_styles, draw, finish)
 

@@ -22,7 +22,9 @@ def paired_differences(evaluations: Evaluations) -> Evaluations:
     """Returns the differences in pass@k of each further model from the first model of the report.
 
     Differences are computed for each problem that both models have, so the difficulty of the problems cancels. The 95%
-    interval of a mean difference can exclude 0 although the intervals of the two models overlap.
+    interval of a mean difference is that of `bootstrap_interval`. It can exclude 0 although the intervals of the two
+    models overlap. Differences lie in [-1, 1], twice the range of `fraction_interval`, whose intervals of 60 small
+    differences would be almost twice as wide.
 
     Args:
       evaluations: Results by benchmark and model.

@@ -50,7 +50,7 @@ def write_study_report(folder: Path) -> Path:
     body = "\n".join([_summary(results), *(_task(results, task) for task in results.tasks), _reproduction(results)])
     title = f"Study: {folder.resolve().name.removeprefix('study-')}"
     page.write_text(document(title, body), encoding="utf-8", errors="replace")
-    (page.parent / "tables.md").write_text(markdown(results), encoding="utf-8")
+    (page.parent / "tables.md").write_text(markdown(results), encoding="utf-8", errors="replace")
     for task in results.tasks:
         for name, figure in {
             "frontier": plot_frontier(results, task),
@@ -173,7 +173,7 @@ def result_rows(results: StudyResults, task: str) -> list[ResultRow]:
 
 def markdown(results: StudyResults) -> str:
     """Returns Markdown with two tables per task: means and, if there are any, differences from the baseline."""
-    parts = []
+    parts = ["Means over training seeds, with 95% confidence intervals (Student's t) in brackets."]
     for task in results.tasks:
         rows = result_rows(results, task)
         header = ["method", "learning rate", "seeds", *results.metrics(task).values()]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import io
 import os
 import select
 import signal
@@ -154,7 +155,9 @@ def exit_code(
 ) -> int:
     """Runs a command, and prints errors and Ctrl-C to stderr as one line.
 
-    If the reader of the output has closed its pipe, as `head` does, the command ends without a message.
+    If the reader of the output has closed its pipe, as `head` does, the command ends without a message. From this
+    call on, characters that the encoding of stdout does not contain, such as those of a folder's name, are printed as
+    escape sequences.
 
     Args:
       work: Returns the exit code of the command, or None for 0. May raise SystemExit, as argparse does.
@@ -166,6 +169,8 @@ def exit_code(
     Returns:
       The exit code of the command, `failed` after an error, 130 after Ctrl-C, or 141 if the output has no reader.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with deliver_keyboard_interrupt():
             return _run_and_flush(work)

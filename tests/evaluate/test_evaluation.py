@@ -15,15 +15,17 @@ import numpy as np
 import pytest
 from fakes import LETTERS, TINY, ByLetter, LetterJudge, RandomLetters, Scripted, tiny_params, unchecked, until
 from fork_server import ForkServer
+from rich.console import Console
 from training_runs import as_flags, environment
 
 from configs import polaris
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.keys import TaskSection
+from poly_epo_jax.evaluate.__main__ import _table
 from poly_epo_jax.evaluate.benchmarks import BENCHMARKS, Benchmark, about_evaluation, open_benchmark
 from poly_epo_jax.evaluate.draw import draw_generations
 from poly_epo_jax.evaluate.folder import EVALUATED_GENERATION, GENERATIONS, open_folder, read_generations
-from poly_epo_jax.evaluate.results import compute_results
+from poly_epo_jax.evaluate.results import INTERVALS, compute_results
 from poly_epo_jax.judges import NoJudge
 from poly_epo_jax.model import hf
 from poly_epo_jax.rollouts.groups import Rollouts
@@ -204,6 +206,31 @@ def test_results_by_hand(tmp_path: Path):
         {"problem": "hard", "num_correct": 1, "num_generations": 4},
     ]
     assert all(metric["low"] <= metric["mean"] <= metric["high"] for metric in found["metrics"].values())
+
+
+def test_fractions_of_0_and_1_have_wide_intervals(tmp_path: Path):
+    """Clopper-Pearson for 20 of 20 problems is [0.832, 1]. Other metrics keep the bootstrap, which has zero width."""
+    rows = [(f"p{i}", letter, 1) for i in range(20) for letter in "aa"]
+    metrics = compute_results(write(tmp_path, rows))["metrics"]
+    for name in ("pass@1", "pass@2", "solved", "majority_accuracy@2", "majority_vote_share@2"):
+        assert metrics[name] == {"mean": 1.0, "low": pytest.approx(0.832, abs=0.01), "high": pytest.approx(1.0)}, name
+    assert metrics["correct_clusters@2"] == pytest.approx({"mean": 1.0, "low": 1.0, "high": 1.0})
+
+
+def test_tables_fit_80_columns_and_name_the_intervals(tmp_path: Path):
+    rows = [(f"p{i}", letter, 1) for i in range(5) for letter in "ab" * 32]
+    found = [
+        {"benchmark": "hmmt_nov_2025", "model": model} | compute_results(write(tmp_path / model, rows))
+        for model in ("base", "grpo-trained")
+    ]
+    with (console := Console(width=80)).capture() as capture:
+        console.print(_table(found, 64))
+    lines = capture.get().splitlines()
+    assert "hmmt_nov_2025: 5 problems, 64 generations each" in lines[0]
+    widest = next(line for line in lines if "majority@64 vote share" in line)
+    assert [cell.strip() for cell in widest.strip("│").split("│")][:3] == ["majority@64 vote share", "base", "0.500"]
+    assert sum("grpo-trained" in line for line in lines) == 5 and "…" not in capture.get()
+    assert found[0]["intervals"] == INTERVALS
 
 
 def test_problems_without_clustering_are_excluded_from_cluster_metrics(tmp_path: Path):

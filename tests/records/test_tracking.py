@@ -172,6 +172,16 @@ def test_a_run_folder_that_cannot_be_created_raises_an_error(tmp_path: Path):
     assert isinstance(caught.value, NotADirectoryError)
 
 
+def test_a_folder_named_wandb_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Weights & Biases writes such a folder to the current folder, and Python imports it as an empty package."""
+    (tmp_path / "wandb" / "run-1").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ImportError, match="wandb_project='p', but wandb is not installed"):
+        tracking._open_wandb(tmp_path / "run", CONFIG, "p")
+    sys.modules.pop("wandb", None)
+
+
 def test_missing_wandb_raises_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match="wandb_project='p', but wandb is not installed"):
