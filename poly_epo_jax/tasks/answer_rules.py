@@ -14,6 +14,17 @@ BASE = re.compile(r"(?<=\d)\s*_\s*(\w|\{[^{}]*(?:\{[^{}]*\}[^{}]*)?\})", re.ASCI
 TEXT = re.compile(r"\\(?:text(?:rm|bf|it|normal)?|mathrm|mbox)(?=\s*\{)")
 DOLLARS = re.compile(r"\\\$\s*(\d[\d.,]*)", re.ASCII)
 
+DECIMAL = re.compile(r"(?<![\d.])(\d{1,3}(?:,\d{3})+|\d*)\.(\d+)(?!\d|\.\.|\\l?dots)", re.ASCII)
+# Without a multiplication sign, SymPy would parse adjacent numbers as a mixed number: 2(3) as 5.
+FACTORS = re.compile(r"((?<![\w^_.\\}])\d+|\))\s*(?=\(|\\left\s*\()|\)\s*(?=\d)", re.ASCII)
+NUMBER_AS_TEXT = re.compile(r"\\(?:text|mbox)\s*\{\s*(-?\d[\d.,]*)\s*\}", re.ASCII)
+AMBIGUOUS = re.compile(
+    rf"(?<![\w\\^_.}}])\d+(?:\.\d+)?(?:{SPACE}|\\q?quad)+[\d.]"  # two adjacent numbers
+    r"|(?<![\w^_}])\d+\s*\{|(?:^|[^}\]\w\s^_])\s*\{\d+\}\s*[\d{]|\\phantom"  # numbers in braces, or invisible content
+    r"|\\(?:text|mbox)\s*\{(?:[^{}]*[^{}\w^/])?\d|\u2030",  # text that contains a number and is not a unit; per mille
+    re.ASCII,
+)
+
 MONTH = r"(?i:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?)"
 DATE = re.compile(
     rf"(?<!\d)(?:\d{{1,2}}/\d{{1,2}}/(?:\d{{2}}|\d{{4}})|\d{{4}}([-/])\d{{1,2}}\1\d{{1,2}})(?!\d)"
@@ -24,24 +35,21 @@ DATE = re.compile(
 CLOCK = re.compile(rf"{SPACES}\d{{1,2}}:\d{{2}}(?::\d{{2}})?{SPACES}", re.ASCII)
 NOT_TEXT = re.compile(rf"\\text|{SPACE}|[{{}}.,$]")
 
-UNITS = {
-    word: words.split()[0]
-    for words in (
-        "mm millimeter millimetre|cm centimeter centimetre|dm decimeter|m meter metre|km kilometer kilometre"
-        "|in inch inches|ft foot feet|yd yard|mi mile|mg milligram|g gram gm|kg kilogram|t ton tonne|lb pound|oz ounce"
-        "|ms millisecond|s sec second|min minute|h hr hour|day|week|month|yr year|decade|century centuries"
-        "|L l liter litre|mL ml milliliter|gal gallon|quart|pint|cup|acre|ha hectare|cc|mph|kmh kph kmph"
-        "|N newton|J joule|kJ|W watt|kW|V volt|A amp ampere|K kelvin|C celsius|F fahrenheit|Pa|Hz hertz|mol mole|eV|ohm"
-        "|KB|MB megabyte|GB|rad radian|deg degree|arcsec|erg|dyn dyne"
-        "|dollar|cent|penny pennies|dime|nickel|quarter|euro|rupee|yuan|point|unit|square|cubic|sq|cu|per|th|st|nd|rd"
-        "|way|person people|man men|woman women|child children|student|boy|girl|player|team|number|digit|integer|term"
-        "|solution|root|triangle|rectangle|side|edge|vertex vertices|face|coin|ball|marble|card|book|page|apple|orange"
-        "|ticket|tile|block|cube|egg|car|game|step|move|time|pair|set|subset|arrangement|combination|permutation"
-        "|possibility possibilities|outcome|path|word|letter|handshake|song|cookie|candy candies|flower|tree|animal|dog"
-        "|cat|fish|bird|sheep|cow|chicken|house|room|chair|piece|gift|pen|pencil|box boxes|bag|bottle|meal|pie|toy"
-    ).split("|")
-    for word in words.split()
-}
+UNIT_NAMES = (
+    "mm millimeter millimetre|cm centimeter centimetre|dm decimeter|m meter metre|km kilometer kilometre"
+    "|in inch inches|ft foot feet|yd yard|mi mile|mg milligram|g gram gm|kg kilogram|t ton tonne|lb pound|oz ounce"
+    "|ms millisecond|s sec second|min minute|h hr hour|day|week|month|yr year|decade|century centuries"
+    "|L l liter litre|mL ml milliliter|gal gallon|quart|pint|cup|acre|ha hectare|cc|mph|kmh kph kmph"
+    "|N newton|J joule|kJ|W watt|kW|V volt|A amp ampere|K kelvin|C celsius|F fahrenheit|Pa|Hz hertz|mol mole|eV|ohm"
+    "|KB|MB megabyte|GB|rad radian|deg degree|arcsec|erg|dyn dyne"
+    "|dollar|cent|penny pennies|dime|nickel|quarter|euro|rupee|yuan|point|unit|square|cubic|sq|cu|per|th|st|nd|rd"
+    "|way|person people|man men|woman women|child children|student|boy|girl|player|team|number|digit|integer|term"
+    "|solution|root|triangle|rectangle|side|edge|vertex vertices|face|coin|ball|marble|card|book|page|apple|orange"
+    "|ticket|tile|block|cube|egg|car|game|step|move|time|pair|set|subset|arrangement|combination|permutation"
+    "|possibility possibilities|outcome|path|word|letter|handshake|song|cookie|candy candies|flower|tree|animal|dog"
+    "|cat|fish|bird|sheep|cow|chicken|house|room|chair|piece|gift|pen|pencil|box boxes|bag|bottle|meal|pie|toy"
+)
+UNITS = {word: words.split()[0] for words in UNIT_NAMES.split("|") for word in words.split()}
 """Units and counted things, by their abbreviations and names in the singular."""
 BEFORE_UNIT = rf"(?<=[\d)}}]){SPACES}|(?<=\\circ){SPACES}|(?<=\\pi){SPACES}"
 UNIT = rf"(?:{SPACES}/?{SPACES}\\text\s*\{{[^{{}}\d]*\}}(?:\s*\^\s*\{{?-?\d\}}?)?)+"
@@ -138,7 +146,32 @@ def _plain(text: str) -> str:
     return NOT_TEXT.sub("", TEXT.sub(r"\\text", text)).lower()
 
 
+def is_ambiguous(gold: str, answer: str) -> bool:
+    """Returns True if an answer contains numbers that are adjacent, hidden, or part of a text, and the texts differ."""
+    numbers = _numbers(gold, answer)
+    return numbers[0] != numbers[1] and any(map(AMBIGUOUS.search, numbers))
+
+
+def _numbers(gold: str, answer: str) -> tuple[str, str]:
+    """Returns both answers without units, bases and fonts of numbers."""
+    number, units = without_units(gold)
+    other, _ = without_units(answer, one_letter=bool(units))
+    number, other = (NUMBER_AS_TEXT.sub(r"\1", BASE.sub("", side)) for side in (number, other))
+    return as_date(gold) or number, as_date(answer) or other
+
+
+def _exact(text: str) -> str:
+    return FACTORS.sub(r"\g<0> \\cdot ", DECIMAL.sub(_fraction, text))
+
+
+def _fraction(match: re.Match[str]) -> str:
+    whole, digits = match.groups()
+    fraction = rf"\frac{{{whole.replace(',', '')}{digits}}}{{1{'0' * len(digits)}}}"
+    return f"{{{fraction}}}" if match.string[: match.start()].endswith(("^", "_")) else fraction
+
+
 VETOES = {
+    "ambiguous": Rule("math-verify adds adjacent numbers, and ignores hidden ones.", is_ambiguous),
     "approximation": Rule(
         "math-verify reads only one side of the sign.", lambda gold, answer: bool(APPROXIMATION.search(answer))
     ),
@@ -150,13 +183,12 @@ VETOES = {
 
 
 def comparable(gold: str, answer: str) -> tuple[str, str] | None:
-    """Rewrites two normalized answers for math-verify, without their units and bases.
+    """Rewrites two normalized answers for math-verify: without units and bases, and with fractions for decimals.
 
     Returns:
       The gold answer and the answer, or None if a rule of `VETOES` rejects the answer.
     """
     if any(rule.rejects(gold, answer) for rule in VETOES.values()):
         return None
-    number, units = without_units(gold)
-    other, _ = without_units(answer, one_letter=bool(units))
-    return as_date(gold) or BASE.sub("", number), as_date(answer) or BASE.sub("", other)
+    number, other = _numbers(gold, answer)
+    return _exact(number), _exact(other)

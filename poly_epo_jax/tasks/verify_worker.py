@@ -50,19 +50,10 @@ LATEX = LatexExtractionConfig(
     normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all")
 )
 PERCENT = re.compile(r"\\text\s*\{\s*(?:percent|pct)\s*\}|(?<![a-zA-Z])(?:percent|pct)(?![a-zA-Z])|\\?%")
-DECIMAL = re.compile(r"(?<![\d.])(\d{1,3}(?:,\d{3})+|\d*)\.(\d+)(?!\d|\.\.|\\l?dots)", re.ASCII)
-SPACE = r"(?:\s|\\[ ,;:!>]|\\q?quad)"
-# Without a multiplication sign, SymPy would parse adjacent numbers as a mixed number: 2(3) as 5.
-FACTORS = re.compile(r"((?<![\w^_.\\}])\d+|\))\s*(?=\(|\\left\s*\()|\)\s*(?=\d)", re.ASCII)
-NUMBER_AS_TEXT = re.compile(r"\\(?:text|mbox)\s*\{\s*(-?\d[\d.,]*)\s*\}", re.ASCII)
-UNCLEAR = re.compile(
-    rf"(?<![\w\\^_.}}])\d+(?:\.\d+)?{SPACE}+[\d.]"  # two adjacent numbers
-    r"|(?<![\w^_}])\d+\s*\{|(?:^|[^}\]\w\s^_])\s*\{\d+\}\s*[\d{]|\\phantom"  # numbers in braces, or invisible content
-    r"|\\(?:text|mbox)\s*\{(?:[^{}]*[^{}\w^/])?\d|\u2030",  # text that contains a number and is not a unit; per mille
-    re.ASCII,
-)
 OR, AND = (
-    re.compile(rf",?\s*(?:\\text\s*\{{\s*(?:{word})\s*\}}|(?<![a-zA-Z\\])(?:{word})(?![a-zA-Z])|\\(?:{signs})(?![a-zA-Z]))")
+    re.compile(
+        rf",?\s*(?:\\text\s*\{{\s*(?:{word})\s*\}}|(?<![a-zA-Z\\])(?:{word})(?![a-zA-Z])|\\(?:{signs})(?![a-zA-Z]))"
+    )
     for word, signs in (("or", "lor|vee"), ("and", "land|wedge"))
 )
 NAMES = (Symbol, AppliedUndef, TrigonometricFunction, Derivative)
@@ -71,36 +62,19 @@ RATIO = re.compile(r"[^:]{1,99}(?::[^:]{1,99}){2,9}")
 
 
 def readings(text: str) -> list[Any]:
-    """Returns the possible interpretations of an answer.
-
-    Decimals are converted to exact fractions, and percentages are divided by 100. Ambiguous text is only interpreted as
-    a string.
-    """
-    text = NUMBER_AS_TEXT.sub(r"\1", text)
-    if UNCLEAR.search(text):
-        return [text]
+    """Returns the possible interpretations of an answer. Percentages are divided by 100."""
+    text = PERCENT.sub(r" \\cdot \\frac{1}{100}", text)
     if RATIO.fullmatch(text):
-        first, *others = (parsed(_exact(part))[0] for part in text.split(":"))
+        first, *others = (parsed(part)[0] for part in text.split(":"))
         return [Tuple(Symbol("ratio"), *(other / first for other in others))]
     combined = [_combined(text, word, combine) for word, combine in ((AND, Intersection), (OR, Union))]
-    return combined[0] or [*parsed(_exact(text)), *combined[1]]
-
-
-def _exact(text: str) -> str:
-    text = PERCENT.sub(r" \\cdot \\frac{1}{100}", text)
-    return FACTORS.sub(r"\g<0> \\cdot ", DECIMAL.sub(_fraction, text))
-
-
-def _fraction(match: re.Match[str]) -> str:
-    whole, digits = match.groups()
-    fraction = rf"\frac{{{whole.replace(',', '')}{digits}}}{{1{'0' * len(digits)}}}"
-    return f"{{{fraction}}}" if match.string[: match.start()].endswith(("^", "_")) else fraction
+    return combined[0] or [*parsed(text), *combined[1]]
 
 
 def _combined(text: str, word: re.Pattern[str], combine: Callable[..., Any]) -> list[Any]:
     """Returns the set that inequalities describe, whose separator math-verify would read as a comma."""
     parts = word.split(text)
-    relations = [parsed(_exact(part))[0] for part in parts] if len(parts) > 1 else []
+    relations = [parsed(part)[0] for part in parts] if len(parts) > 1 else []
     inequalities = [one for one in relations if isinstance(one, Relational | And) and not any(sides(one))]
     return [combine(*(one.as_set() for one in inequalities))] if 1 < len(inequalities) == len(parts) else []
 
@@ -177,7 +151,9 @@ def is_condition(gold: Any, answer: Any) -> bool:
 
 def is_exchanged(gold: Any, answer: Any) -> bool:
     """Returns True if an answer lists the values of named variables in another order than the gold answer."""
-    if not (isinstance(gold, FiniteSet) and isinstance(answer, FiniteSet) and all(isinstance(x, Eq) for x in gold.args)):
+    if not (
+        isinstance(gold, FiniteSet) and isinstance(answer, FiniteSet) and all(isinstance(x, Eq) for x in gold.args)
+    ):
         return False
     if any(isinstance(one, Eq) for one in answer.args) or len({one.lhs for one in gold.args}) < len(gold.args):
         return False
@@ -221,9 +197,8 @@ def equal(gold: Any, answer: Any) -> bool:
         return len(gold) == len(answer) and all(map(equal, gold, answer))
     for kind in (FiniteSet, Union):
         if isinstance(gold, kind) and isinstance(answer, kind) and len(gold.args) == len(answer.args):
-            return all(any(equal(one, other) for other in answer.args) for one in gold.args) and all(
-                any(equal(one, other) for one in gold.args) for other in answer.args
-            )
+            table = [[equal(one, other) for other in answer.args] for one in gold.args]
+            return all(map(any, table)) and all(map(any, zip(*table, strict=True)))
     return verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
 
 

@@ -52,6 +52,7 @@ def test_every_pair_of_the_battery(verifier: Verifier):
 
 
 RULES = {
+    "ambiguous": (("27", "9(3)"), ("27", "26 1")),
     "approximation": (("27", "27"), ("27", r"x \approx 27")),
     "base": (("27_8", "27_{(8)}"), ("27_8", "27_{10}")),
     "date or time": ((r"\text{4:10 p.m.}", r"4:10 \text{ p.m.}"), ("2:30", "1:15")),
@@ -86,7 +87,7 @@ def test_the_table_of_rules_is_documented():
     ("text", "number", "units"),
     [
         (r"5\text{ cm}", "5", {"cm"}),
-        (r"5~\mathrm{m} / \mathrm{s}^{2}".replace("~", " "), "5", {"m/s^2"}),
+        (r"5 \mathrm{m} / \mathrm{s}^{2}", "5", {"m/s^2"}),
         (r"10\text{ square feet}", "10", {"ft^2"}),
         (r"3\text{ cm}, 4\text{ cm}", "3 , 4", {"cm"}),
         ("5 apples", "5", {"apple"}),
@@ -123,7 +124,9 @@ def test_visible_text():
     assert visible("\u202e12") == "\u202e12"
 
 
-@pytest.mark.parametrize("text", [" ", "\\,", "1 ", "a", "1a", "\\text{", "5\\text{ cm}", "jan ", "1/", "\\dot1", "^", "{"])
+@pytest.mark.parametrize(
+    "text", [" ", "\\,", "1 ", "a", "1a", "\\text{", "5\\text{ cm}", "jan ", "1/", "\\dot1", "^", "{"]
+)
 def test_rules_take_linear_time(text: str):
     start = time.process_time()
     long = ("6" + text * 2_000)[:2_000]
@@ -142,18 +145,18 @@ def test_identical_answers_are_equal_without_algebra(monkeypatch: pytest.MonkeyP
 
 def votes(kind: str) -> list[str]:
     """Returns 64 answers of which 48 are different."""
-    forms = {
-        "polynomials": [(f"(x+{i})^3", f"x^3+{3 * i}x^2+{3 * i * i}x+{i**3}") for i in range(1, 49)],
-        "surds": [(rf"\frac{{{i}}}{{\sqrt{{{i}}}+1}}", rf"\frac{{{i}(\sqrt{{{i}}}-1)}}{{{i - 1}}}") for i in range(2, 50)],
-    }[kind]
+    if kind == "polynomials":
+        forms = [(f"(x+{i})^3", f"x^3+{3 * i}x^2+{3 * i * i}x+{i**3}") for i in range(1, 49)]
+    else:
+        roots = [(i, rf"\sqrt{{{i}}}") for i in range(2, 50)]
+        forms = [(rf"\frac{{{i}}}{{{root}+1}}", rf"\frac{{{i}({root}-1)}}{{{i - 1}}}") for i, root in roots]
     return [first for first, _ in forms] + [second for _, second in forms[:16]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["polynomials", "surds"])
-def test_a_vote_over_64_expressions(verifier: Verifier, kind: str):
-    answers = [*votes(kind)[:-1], r"(9^{9^{9}})!!"]
-    start = time.monotonic()
-    firsts = first_equal_index(answers, lambda i, j: verifier.compare(answers[i], answers[j]) is Outcome.RIGHT)
-    assert firsts == [*range(48), *range(15), 63]
-    assert time.monotonic() - start < 30, "10 s on an idle machine"
+def test_a_vote_over_64_expressions_takes_less_than_10_seconds(kind: str):
+    answers, start = votes(kind), time.process_time()
+    firsts = first_equal_index(answers, lambda i, j: in_this_process(answers[i], answers[j]))
+    assert firsts == [*range(48), *range(16)]
+    assert time.process_time() - start < 10
