@@ -1,4 +1,4 @@
-"""Compares the grader with math-verify: PYTHONPATH=.:tests/support python benchmarks/grading.py [FOLDER]
+"""Compares the grader with math-verify: python benchmarks/grading.py [FOLDER]
 
 Prints the numbers of wrong decisions, in both directions, on each kind of the battery in tests/tasks/answer_pairs.txt.
 With a folder that contains math500.jsonl, deepscaler_40k.jsonl and minerva_math.jsonl, also prints them for rewritten
@@ -13,11 +13,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from answer_pairs import Pair, battery
 from math_verify import parse, verify
-from rewritten_answers import OTHER, SAME, is_plain, pairs
 
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from answer_pairs import Pair, battery
+from rewritten_answers import OTHER, SAME, is_plain, pairs
 
 DATASETS = ("math500", "deepscaler_40k", "minerva_math")
 PAIRS_PER_DIRECTION = 300
