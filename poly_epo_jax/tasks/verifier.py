@@ -18,9 +18,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from poly_epo_jax.system.limits import cpu_limit
+from poly_epo_jax.tasks.answer_rules import comparable
+from poly_epo_jax.tasks.answers import normalize_latex
 
 WORKER = Path(__file__).with_name("verify_worker.py")
 START_SECONDS = 120.0
+# Outcomes that the verifier remembers: those of several steps.
+MAX_REMEMBERED = 16_384
 
 
 class Outcome(enum.Enum):
@@ -58,10 +62,14 @@ class Verifier:
         self._idle: queue.Queue[_Worker] = queue.Queue()
         self._lock = threading.Lock()
         self._counts: collections.Counter[Outcome] = collections.Counter()
+        self._known: dict[tuple[str, ...], Outcome] = {}  # by request, in the order of their last use
         self._close = weakref.finalize(self, _stop_all, self._workers)
 
     def compare(self, gold: str, answer: str) -> Outcome:
         """Compares an answer with the gold answer. Blocks until a worker is free.
+
+        Answers with the same normalized text are equal. Otherwise the rules of `answer_rules` are applied, and a worker
+        compares the answers. An answer that cannot be read within the time limit is only tried once.
 
         Args:
           gold: Gold answer in LaTeX.
@@ -74,15 +82,39 @@ class Verifier:
           ChildProcessError: If a worker cannot start.
           ValueError: If the verifier is closed.
         """
-        self._start()
-        worker = self._idle.get()
-        try:
-            outcome = worker.compare(gold, answer, self._deadline_seconds)
-        finally:
-            self._idle.put(worker)
+        outcome = self._compare(normalize_latex(gold), normalize_latex(answer))
         with self._lock:
             self._counts[outcome] += 1
         return outcome
+
+    def _compare(self, gold: str, answer: str) -> Outcome:
+        pair = (gold, answer) if gold == answer else comparable(gold, answer)
+        if pair is None or not all(pair):
+            return Outcome.WRONG
+        if pair[0] == pair[1]:
+            return Outcome.RIGHT
+        outcome = self._known.get(pair)
+        if outcome is None:
+            self._start()
+            worker = self._idle.get()
+            try:
+                for request in (pair[:1], pair[1:], pair):
+                    outcome = self._known.get(request) or worker.ask(request, self._deadline_seconds)
+                    self._remember(request, outcome)
+                    if outcome is not Outcome.RIGHT:
+                        break
+            finally:
+                self._idle.put(worker)
+        assert outcome
+        self._remember(pair, outcome)
+        return outcome
+
+    def _remember(self, request: tuple[str, ...], outcome: Outcome) -> None:
+        with self._lock:
+            self._known.pop(request, None)
+            self._known[request] = outcome
+            if len(self._known) > MAX_REMEMBERED:
+                del self._known[next(iter(self._known))]
 
     def take_counts(self) -> dict[Outcome, int]:
         """Returns the number of comparisons with each outcome since the last call, and resets the counters."""
@@ -117,11 +149,11 @@ class _Worker:
         self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, process_group=0)
         self._ready = False
 
-    def compare(self, gold: str, answer: str, seconds: float) -> Outcome:
-        request = json.dumps([gold, answer]).encode() + b"\n"
+    def ask(self, texts: tuple[str, ...], seconds: float) -> Outcome:
+        request = json.dumps(texts).encode() + b"\n"
         # Two attempts, because the worker may have terminated for a reason unrelated to this answer.
         for _ in range(2):
-            reply = self._ask(request, seconds)
+            reply = self._reply(request, seconds)
             if reply:
                 return Outcome(json.loads(reply))
             self.stop()
@@ -131,7 +163,7 @@ class _Worker:
                 return Outcome.TIMED_OUT
         return Outcome.CRASHED
 
-    def _ask(self, request: bytes, seconds: float) -> bytes | None:
+    def _reply(self, request: bytes, seconds: float) -> bytes | None:
         """Returns the reply, None after a timeout, or an empty reply if the process has terminated."""
         if not self._ready:
             self._wait_until_ready()
