@@ -100,7 +100,8 @@ def report_style(extra: Mapping[str, Any] = MappingProxyType({})) -> Iterator[No
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"font.family": families} | STYLE | dict(extra))
+        settings: dict[Any, Any] = {"font.family": families, **STYLE, **extra}
+        matplotlib.rcParams.update(settings)
         yield
 
 
@@ -235,9 +236,7 @@ def step_axes(panels: Sequence[Axes], label: str = "training step") -> None:
       panels: The panels. All lines must have been drawn.
       label: Label of the axes.
     """
-    ends = [
-        np.max(np.asarray(line.get_xdata(), float)) for axes in panels for line in axes.lines if len(line.get_xdata())
-    ]
+    ends = [np.max(np.asarray(line.get_xdata(), float), initial=0) for axes in panels for line in axes.lines]
     last = int(max(ends, default=0))
     ticks = MaxNLocator(nbins=5, integer=True).tick_values(0, max(last, 1))
     kept = [int(tick) for tick in ticks if 0 <= tick <= last - 0.6 * (ticks[1] - ticks[0])]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+from matplotlib.figure import Figure
 from test_report import write_fake_run
 
 from poly_epo_jax.metrics.evaluation import PASS
@@ -28,7 +29,7 @@ def test_all_line_styles_are_different():
     """Seven colors with four dashes repeated after 28 runs."""
     found = figures.styles([f"run {number}" for number in range(200)])
     assert len({(style["color"], str(style["linestyle"])) for style in found.values()}) == 200
-    axes = matplotlib.figure.Figure().subplots()
+    axes = Figure().subplots()
     for style in found.values():
         axes.plot([0, 1], **style)
 
