@@ -1,7 +1,6 @@
 """Writes the records of a training run to its run folder (see run_folder.py), TensorBoard, W&B and Trackio."""
 
 import hashlib
-import importlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -158,7 +157,10 @@ def _open_logger(module: str, folder: Path, config_json: str, project: str) -> A
     studies, may have folders with the same name.
     """
     try:
-        library = importlib.import_module(module)
+        if module == "wandb":
+            import wandb as library  # pyright: ignore[reportMissingImports]
+        else:
+            import trackio as library  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
             f"log.{module}_project={project!r}, but {module} is not installed; install {module} or leave the key empty."
