@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict
 
 from poly_epo_jax.config import default
 from poly_epo_jax.config.checks import PLAIN, validate
@@ -61,9 +61,9 @@ def load_config(text: str) -> ConfigDict:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except (AttributeError, KeyError, TypeError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if Path(frame.filename) == path.absolute()]
-        if not lines or Path(frames[-1].filename).parent != Path(config_dict.__file__).parent:
+        frames = list(traceback.walk_tb(error.__traceback__))
+        lines = [line for frame, line in frames if frame.f_code.co_filename == str(path.absolute())]
+        if not lines or not frames[-1][0].f_globals["__name__"].startswith("ml_collections"):
             raise  # a mistake in other code, which the traceback shows
         reason = str(error.args[0]).partition(" Other fields present")[0].strip("'\n ").replace("\n", ". ")
         raise ConfigError(f"{path}, line {lines[-1]}: {reason}; --help lists the keys and their types.") from error
