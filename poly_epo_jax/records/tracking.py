@@ -157,17 +157,12 @@ def _open_logger(module: str, folder: Path, config_json: str, project: str) -> A
     studies, may have folders with the same name.
     """
     try:
-<<<<<<< HEAD
         # `import wandb` alone would succeed if the current folder contains a folder wandb/.
-        init = importlib.import_module(module).init
-    except (ImportError, AttributeError) as error:
-=======
         if module == "wandb":
-            import wandb as library  # pyright: ignore[reportMissingImports]
+            from wandb import init  # pyright: ignore[reportMissingImports]
         else:
-            import trackio as library  # pyright: ignore[reportMissingImports]
+            from trackio import init  # pyright: ignore[reportMissingImports]
     except ImportError as error:
->>>>>>> h43-first
         raise ImportError(
             f"log.{module}_project={project!r}, but {module} is not installed; install {module} or leave the key empty."
         ) from error
