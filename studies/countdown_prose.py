@@ -10,7 +10,7 @@ def get_study() -> Study:
     return Study(
         tasks={"countdown_prose": StudyTask("smollm2")},
         methods={name: PAPER_METHODS[name] for name in ("grpo", "poly_epo")},
-        learning_rates=(3e-5,),
+        learning_rates=(1e-5,),
         settings={
             "task.name": "countdown_prose",
             "sampling.max_tokens": 12,
@@ -18,6 +18,7 @@ def get_study() -> Study:
             "train.row_tokens": 160,  # a prompt and its eight responses
             "train.prompts_per_batch": 16,  # few responses are correct
             "train.prompts_per_minibatch": 16,
+            "train.num_steps": 20,
             "eval.every": 0,
         },
         baseline="grpo",
