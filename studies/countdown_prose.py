@@ -16,8 +16,8 @@ def get_study() -> Study:
             "sampling.max_tokens": 12,
             "train.max_prompt_tokens": 64,
             "train.row_tokens": 160,  # a prompt and its eight responses
-            "train.prompts_per_batch": 16,  # few responses are correct
-            "train.prompts_per_minibatch": 16,
+            "train.prompts_per_batch": 8,
+            "train.prompts_per_minibatch": 8,
             "train.num_steps": 20,
             "eval.every": 0,
         },
