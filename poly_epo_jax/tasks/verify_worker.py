@@ -145,7 +145,7 @@ def is_contradiction(gold: Any, answer: Any) -> bool:
 
 def is_condition(gold: Any, answer: Any) -> bool:
     """Returns True if an answer such as x^2 = 4 determines a variable, and its right side is not a value of it."""
-    named = answer.lhs if isinstance(answer, Eq) and not isinstance(gold, Eq | And) else None
+    named: Any = answer.lhs if isinstance(answer, Eq) and not isinstance(gold, Eq | And) else None
     return isinstance(named, Expr) and len(named.free_symbols) == 1 and not isinstance(named, NAMES)
 
 
@@ -224,7 +224,7 @@ def same(gold: str, answer: str) -> bool:
 
 
 def read(text: str) -> bool:
-    """Parses and evaluates an answer, and returns True. This takes as long as any comparison with it takes at least."""
+    """Parses and evaluates an answer, as every comparison with it does, and returns True."""
     for reading in readings(text):
         differ(reading, reading)
     return True
