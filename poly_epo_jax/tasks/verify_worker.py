@@ -6,6 +6,7 @@ limit of the process and the CPU time limit of one request. The worker is a sepa
 this package nor JAX. It grades in the main thread, because signals interrupt only that thread.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -19,7 +20,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.errors import TimeoutException
 from sympy import (
@@ -46,9 +46,8 @@ from sympy.core.relational import Relational
 from sympy.functions.elementary.trigonometric import TrigonometricFunction
 
 # Units are removed by `answer_rules`: math-verify would remove variables and any text after a number.
-LATEX = LatexExtractionConfig(
-    normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all")
-)
+LATEX = LatexExtractionConfig()
+LATEX = dataclasses.replace(LATEX, normalization_config=dataclasses.replace(LATEX.normalization_config, units=False))
 PERCENT = re.compile(r"\\text\s*\{\s*(?:percent|pct)\s*\}|(?<![a-zA-Z])(?:percent|pct)(?![a-zA-Z])|\\?%")
 OR, AND = (
     re.compile(
