@@ -69,7 +69,7 @@ class Rule(NamedTuple):
     """
 
     reason: str
-    rejects: Callable[..., bool]
+    rejects: Callable[[str, str], bool]
 
 
 def canonical_unit(text: str) -> str | None:

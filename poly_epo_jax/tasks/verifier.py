@@ -23,7 +23,7 @@ from poly_epo_jax.tasks.answers import normalize_latex
 
 WORKER = Path(__file__).with_name("verify_worker.py")
 START_SECONDS = 120.0
-# Outcomes that the verifier remembers: those of several steps.
+# Number of remembered outcomes, which covers several training steps.
 MAX_REMEMBERED = 16_384
 
 

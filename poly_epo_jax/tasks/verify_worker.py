@@ -6,6 +6,7 @@ limit of the process and the CPU time limit of one request. The worker is a sepa
 this package nor JAX. It grades in the main thread, because signals interrupt only that thread.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -19,7 +20,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.errors import TimeoutException
 from sympy import (
@@ -46,9 +46,8 @@ from sympy.core.relational import Relational
 from sympy.functions.elementary.trigonometric import TrigonometricFunction
 
 # Units are removed by `answer_rules`: math-verify would remove variables and any text after a number.
-LATEX = LatexExtractionConfig(
-    normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all")
-)
+LATEX = LatexExtractionConfig()
+LATEX = dataclasses.replace(LATEX, normalization_config=dataclasses.replace(LATEX.normalization_config, units=False))
 PERCENT = re.compile(r"\\text\s*\{\s*(?:percent|pct)\s*\}|(?<![a-zA-Z])(?:percent|pct)(?![a-zA-Z])|\\?%")
 OR, AND = (
     re.compile(
@@ -145,7 +144,7 @@ def is_contradiction(gold: Any, answer: Any) -> bool:
 
 def is_condition(gold: Any, answer: Any) -> bool:
     """Returns True if an answer such as x^2 = 4 determines a variable, and its right side is not a value of it."""
-    named = answer.lhs if isinstance(answer, Eq) and not isinstance(gold, Eq | And) else None
+    named: Any = answer.lhs if isinstance(answer, Eq) and not isinstance(gold, Eq | And) else None
     return isinstance(named, Expr) and len(named.free_symbols) == 1 and not isinstance(named, NAMES)
 
 
@@ -224,7 +223,7 @@ def same(gold: str, answer: str) -> bool:
 
 
 def read(text: str) -> bool:
-    """Parses and evaluates an answer, and returns True. This takes as long as any comparison with it takes at least."""
+    """Parses and evaluates an answer, as every comparison with it does, and returns True."""
     for reading in readings(text):
         differ(reading, reading)
     return True
