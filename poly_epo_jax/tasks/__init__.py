@@ -13,6 +13,7 @@ from poly_epo_jax.tasks.multiplication_prose import MultiplicationProseTask
 from poly_epo_jax.tasks.one_word import CategoriesTask, PrefixesTask
 from poly_epo_jax.tasks.polynomial import PolynomialTask
 from poly_epo_jax.tasks.polynomial_prose import PolynomialProseTask
+from poly_epo_jax.tasks.reasoning_gym import ReasoningGymTask
 from poly_epo_jax.types import Registry, Task
 
 TASKS: Registry[Callable[..., Task]] = Registry(
@@ -22,6 +23,7 @@ TASKS: Registry[Callable[..., Task]] = Registry(
     multiplication_prose=MultiplicationProseTask,
     countdown=CountdownTask,
     math=MathTask,
+    reasoning_gym=ReasoningGymTask,
     categories=CategoriesTask,
     prefixes=PrefixesTask,
 )
@@ -38,4 +40,5 @@ __all__ = [
     "PolynomialProseTask",
     "PolynomialTask",
     "PrefixesTask",
+    "ReasoningGymTask",
 ]

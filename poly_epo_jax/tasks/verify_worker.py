@@ -1,25 +1,12 @@
-r"""Worker process of the verifier: `python -P verify_worker.py BYTES SECONDS`.
-
-Writes the JSON line "ready". Then reads one JSON line `[gold, answer]` per comparison, and writes a JSON line with
-"right", "wrong" or "timed out". The arguments are the memory limit of the process and the CPU time limit of one
-comparison. The worker is a separate script so that it imports neither this package nor JAX. It grades in the main
-thread, because signals interrupt only that thread.
-"""
+r"""Compares mathematical answers with math-verify. `worker.py` runs this script, so it does not import this package."""
 
 import functools
 import itertools
-import json
-import logging
-import os
 import re
-import resource
-import signal
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
-from math_verify.errors import TimeoutException
 from sympy import And, Eq, Expr, FiniteSet, Interval, MatrixBase, Rational, Tuple
 
 PERCENT = re.compile(r"\\text\s*\{\s*(?:percent|pct)\s*\}|(?<![a-zA-Z])(?:percent|pct)(?![a-zA-Z])|\\?%")
@@ -139,63 +126,7 @@ def same(gold: str, answer: str) -> bool:
     return any(equal(*pair) for pair in itertools.product(meant, readings(answer)))
 
 
-def grade(gold: str, answer: str, cpu_seconds: float) -> str:
-    """Compares an answer with the gold answer.
-
-    Args:
-      gold: Gold answer in LaTeX.
-      answer: Answer of a response in LaTeX.
-      cpu_seconds: CPU time limit in seconds.
-
-    Returns:
-      "right", "wrong" or "timed out".
-    """
-    # CPU time does not depend on other processes. The timer repeats because SymPy catches all exceptions in some
-    # places.
-    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds, 0.5)
-    try:
-        return "right" if same(gold, answer) else "wrong"
-    except TimeoutException:
-        return "timed out"
-    except MemoryError:
-        raise
-    except Exception:  # SymPy raises many kinds of exceptions for answers that it cannot compare.
-        return "wrong"
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-
-
-def time_out(*_: object) -> None:
-    """Signal handler that cancels the current comparison."""
-    raise TimeoutException
-
-
-def main() -> None:
-    """Sets the limits of the process, and grades the lines of stdin until it is closed."""
-    memory_bytes, cpu_seconds = int(sys.argv[1]), float(sys.argv[2])
-    if sys.platform == "linux":  # Other platforms do not support lowering this limit.
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        soft = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    logging.disable(logging.CRITICAL)
-    signal.signal(signal.SIGVTALRM, time_out)
-    # Output of libraries must not be mistaken for a reply. Their warnings about unusual answers are discarded.
-    replies = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    grade("1", "1", cpu_seconds=60.0)
-    os.write(replies, b'"ready"\n')
-    os.dup2(nowhere, 2)
-    for line in sys.stdin:
-        # Some computations block Python signal handlers, and the parent may have terminated. SIGPROF is not handled, so
-        # it kills the process.
-        signal.setitimer(signal.ITIMER_PROF, 2 * cpu_seconds)
-        gold, answer = json.loads(line)
-        outcome = grade(gold, answer, cpu_seconds)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        os.write(replies, f"{json.dumps(outcome)}\n".encode())
-
-
-if __name__ == "__main__":
-    main()
+def open_grader() -> Callable[[str, str], str]:
+    """Returns a function `(gold, answer) -> "right" or "wrong"`."""
+    same("1", "1")  # imports and initializes the parser
+    return lambda gold, answer: "right" if same(gold, answer) else "wrong"
