@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import importlib.util
+import json
 import os
 import pickle
 
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 from responses import response
 
+from poly_epo_jax.config import default
 from poly_epo_jax.config.keys import ConfigError, TaskSection
 from poly_epo_jax.evaluate.benchmarks import open_benchmark
 from poly_epo_jax.judges.answer import AnswerJudge
+from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.tasks import ReasoningGymTask
 from poly_epo_jax.tasks.reasoning_gym import last_tagged
 from poly_epo_jax.tasks.worker import grade
@@ -28,7 +31,7 @@ WRONG = {
     "isomorphic_strings": ["true", "False", "maybe"],
     "list_functions": ["[]", "[1, 2]", "no list"],
     "mini_sudoku": ["1 2 3 4", "0", "\n".join(["1 2 3 4"] * 4)],
-    "prime_factorization": ["2 × 2", "1 × 7", "two", "[[1]]"],
+    "prime_factorization": ["2 \u00d7 2", "1 \u00d7 7", "two", "[[1]]"],
 }
 """Datasets, and answers that are wrong, partially correct, or make the scorer raise an exception."""
 
@@ -110,7 +113,6 @@ def test_repeated_problems_are_removed_and_counted():
     [
         ("cuntdown", {}, "dataset='cuntdown'.* similar names are countdown"),
         ("countdown", {"min_number": 3}, "unexpected keyword argument 'min_number'"),
-        ("countdown", {"min_numbers": 1}, "min_numbers must be greater than 1; correct"),
         ("countdown", {"min_target": 10**9, "max_target": 10**9}, "Failed to generate valid expression"),
     ],
 )
@@ -123,6 +125,17 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'poly-epo-jax\[reasoning-gym\]' .* C compiler"):
         make_task("countdown")
+
+
+def test_one_line_selects_the_dataset():
+    config = default.get_config("grpo")
+    config.task.name, config.judge.name = "reasoning_gym", "answer"
+    config.task.options = {"dataset": "countdown", "dataset_options": {"operators": ("+", "-")}}
+    options = read_config(config).task.options
+    assert json.dumps(options) == '{"dataset": "countdown", "dataset_options": {"operators": ["+", "-"]}}'
+    config.task.options = {"seed": 1}
+    with pytest.raises(ConfigError, match="lacks 'dataset'"):
+        read_config(config)
 
 
 def test_a_benchmark_whose_task_lacks_an_option_is_rejected():
@@ -150,6 +163,7 @@ def test_the_answer_is_the_text_in_the_last_pair_of_tags(text: str, answer: str 
 
 def test_responses_with_equal_answers_are_one_cluster():
     task = object.__new__(ReasoningGymTask)  # clusters do not depend on the dataset
+    task.train_problems = task.held_out_problems = ()
     generations = (*map(tagged, ("1+2", "2+1", " 1+2 ")), response("1+2"))
     group = Group(Problem("p", "", "1+2"), np.zeros(1, np.int32), generations)
     clustering = asyncio.run(AnswerJudge(task).cluster(group))
