@@ -62,7 +62,7 @@ class ReasoningGymTask:
     """
 
     dataset: Annotated[str, NOT_EMPTY]
-    dataset_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    dataset_options: Mapping[str, Any] | None = None
     seed: Annotated[int, SEED] = 0
     num_train: Annotated[int, Range(0, 10**6)] = 1000
     num_held_out: Annotated[int, Range(0, 10**6)] = 100
@@ -86,7 +86,7 @@ class ReasoningGymTask:
         check_template(self.template)
         self.correct_from = self.threshold if self.raw_score else 1.0
         self._entries: dict[str, str] = {}
-        self._command = (str(WORKER), self.dataset, json.dumps(dict(self.dataset_options)))
+        self._command = (str(WORKER), self.dataset, json.dumps(self.dataset_options or {}))
         limits = (self.num_workers, self.cpu_seconds, self.memory_gb)
         self._verifier = Verifier(*limits, Grader("reasoning-gym", self._command))
         lines = self._generate()
@@ -126,7 +126,7 @@ class ReasoningGymTask:
         if ended.returncode or (lines and not any(isinstance(line, list) for line in lines)):
             reason = lines[-1] if lines else ended.stderr.strip().rpartition("\n")[2]
             raise ValueError(
-                f"task.options.dataset={self.dataset!r} with dataset_options={dict(self.dataset_options)} cannot be "
+                f"task.options.dataset={self.dataset!r} with dataset_options={self.dataset_options} cannot be "
                 f"generated: {reason}; correct the name or the options."
             )
         return lines
