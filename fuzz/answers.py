@@ -16,7 +16,7 @@ from hostile_answers import HOSTILE, soups
 from outcome import Outcome
 from rewritten_answers import GOLDS, OTHER, SAME, is_plain, pairs
 
-from poly_epo_jax.tasks.answers import last_boxed, normalize_latex
+from poly_epo_jax.tasks.answers import last_boxed, visible
 from poly_epo_jax.tasks.verifier import Outcome as Graded, Verifier
 
 CPU_SECONDS = 2.0
@@ -83,8 +83,8 @@ def hostile(verifier: Verifier, kind: str, name: str, answer: str) -> Outcome:
 
 def grade(verifier: Verifier, gold: str, response: str) -> Graded:
     """Grades a response as `tasks/math.py` does."""
-    answer = last_boxed(response)
-    return Graded.WRONG if answer is None else verifier.compare(normalize_latex(gold), normalize_latex(answer))
+    answer = last_boxed(visible(response))
+    return Graded.WRONG if answer is None else verifier.compare(gold, answer)
 
 
 def corpus() -> list[str]:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import re
+import unicodedata
 from typing import Any
 
 MAX_ANSWER_LENGTH = 2_000
@@ -13,7 +14,8 @@ BOX = re.compile(r"\\boxed\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 CHARACTERS = str.maketrans(
-    {
+    {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # full-width ASCII
+    | {
         "~": " ",
         "\N{MINUS SIGN}": "-",
         "\N{EN DASH}": "-",
@@ -26,6 +28,7 @@ CHARACTERS = str.maketrans(
         "√": r"\sqrt ",
         "±": r"\pm ",
         "≈": r"\approx ",
+        "∅": r"\emptyset ",
         "≤": r"\leq ",
         "≥": r"\geq ",
         "\N{UNION}": r"\cup ",
@@ -36,6 +39,8 @@ CHARACTERS = str.maketrans(
 
 A space replaces `~`, the non-breaking space of LaTeX.
 """
+REORDERING = ("RLE", "RLO", "RLI")
+"""Bidirectional classes of the invisible characters that change the order of the visible ones."""
 
 SPACE = r"(?:\s|\\[ ,;:!>])"
 ESCAPE_OR_COMMAND = re.compile(r"(?<!\\)\\[bfnrt]")
@@ -62,6 +67,32 @@ MIXED = re.compile(
 )
 OPEN_DECIMAL = re.compile(r"(?<=\d)\.(?=/)")
 PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
+EMPTY_SET = re.compile(r"\\varnothing(?![a-zA-Z])")
+DOTTED = re.compile(r"(?<=[\d.])\\dot\s*(?:(\d)|\{(\d)\})(?:(\d{0,99})\\dot\s*(?:(\d)|\{(\d)\}))?", re.ASCII)
+# math-verify only recognizes the imaginary unit between word boundaries.
+IMAGINARY = re.compile(r"\\(?:text|math)(?:rm|it|normal)?\s*\{\s*i\s*\}|(?<=\d)i(?![a-zA-Z])")
+IN_DEGREES = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc)\s{0,9}(?:\^\s{0,9}\{?\d\}?\s{0,9})?(?:\\left\s{0,9})?[({]?\s{0,9})"
+    r"(\d{1,99}(?:\.\d{1,99})?)\s{0,9}\^\s{0,9}\\circ(?![a-zA-Z])",
+    re.ASCII,
+)
+
+
+def visible(text: str) -> str:
+    """Composes letters with their accents, writes all spaces as ASCII, and removes invisible characters.
+
+    Invisible characters that reorder the visible ones are kept, because the answer is read in another order.
+    """
+    if text.isascii():
+        return text
+    kept = []
+    for character in unicodedata.normalize("NFC", text):
+        category = unicodedata.category(character)
+        if category == "Zs":
+            kept.append(" ")
+        elif category != "Cf" or unicodedata.bidirectional(character) in REORDERING:
+            kept.append(character)
+    return "".join(kept)
 
 
 def last_boxed(text: str) -> str | None:
@@ -104,7 +135,7 @@ def reference_answer(value: Any, marker: str = "") -> tuple[str, str]:
             text = ""
         case _:
             text = "" if value != value else str(value)
-    word = text.strip().lower()
+    word = visible(text).strip().lower()
     if word in ("", "notfound", "nan", "null"):
         return "", "no_answer"
     if word == "proof":
@@ -127,17 +158,21 @@ def normalize_latex(answer: str) -> str:
     r"""Normalizes a LaTeX answer so that math-verify parses it as intended.
 
     Replaces Unicode symbols. Removes fonts, sizes, colors, `\[`, trailing periods, commas and semicolons, and the
-    period in `3./2`. Rewrites thousands separators (`1\,296` becomes one number), mixed numbers (`33\frac13` becomes
-    100/3), scientific notation (`4.5e33` becomes a multiple of a power of ten instead of Euler's number), repeating
-    decimals (`8.\overline{3}` becomes 25/3), and plus-minus signs (`\frac{1 \pm 5}{2}` becomes two numbers).
+    period in `3./2`, and a leading equals sign. Rewrites thousands separators (`1\,296` becomes one number), mixed
+    numbers (`33\frac13` becomes 100/3), scientific notation (`4.5e33` becomes a multiple of a power of ten instead of
+    Euler's number), repeating decimals (`8.\overline{3}` becomes 25/3), the imaginary unit, angles in degrees
+    (`\sin 30^\circ`), and plus-minus signs (`\frac{1 \pm 5}{2}` becomes two numbers).
     """
-    answer = MATH_MODE.sub(" ", answer.translate(CHARACTERS)).strip()
+    answer = MATH_MODE.sub(" ", visible(answer).translate(CHARACTERS)).strip().removeprefix("=").lstrip()
+    answer = EMPTY_SET.sub(r"\\emptyset", IMAGINARY.sub(" i ", answer)).strip()
     answer = FONT_OF_FORMULA.sub("", FONT_OF_WORD.sub(r"\\text", answer)).strip()
     answer = DEGREES.sub(r"^\\circ ", answer)
+    answer = IN_DEGREES.sub(r"\1\\frac{\2 \\pi}{180}", answer)
     answer = ARGUMENT.sub(r"\1", answer)
     answer = THOUSANDS.sub(lambda match: re.sub(rf"{SPACE}|[{{,}}]", "", match[0]), answer)
     answer = MIXED.sub(_mixed_number, answer)
     answer = SCIENTIFIC.sub(lambda match: rf"{match[1]} \times 10^{{{match[2].lstrip('+')}}}", answer)
+    answer = DOTTED.sub(lambda match: rf"\overline{{{''.join(digits or '' for digits in match.groups())}}}", answer)
     answer = REPEATING.sub(_repeating_decimal, answer)
     answer = OPEN_DECIMAL.sub("", answer)
     if not answer.endswith((r"\right.", r"\,", r"\;", "..")):

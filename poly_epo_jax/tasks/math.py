@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from poly_epo_jax.config.checks import NOT_EMPTY, Range
-from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH, last_boxed, normalize_latex
+from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH, last_boxed, visible
 from poly_epo_jax.tasks.problems import SLOT, Dropped, check_template, clean_problems, load_problems, prompted
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
 from poly_epo_jax.types import Generation, Problem
@@ -71,18 +71,16 @@ class MathTask:
     def reward(self, problem: Problem, generation: Generation) -> float:
         r"""Returns 1 if the last `\boxed{}` of the response equals the reference answer, otherwise 0. Thread-safe."""
         answer = self.answer(problem, generation)
-        if answer is None:
-            return 0.0
-        return float(self._verifier.compare(normalize_latex(problem.answer), normalize_latex(answer)) is Outcome.RIGHT)
+        return float(answer is not None and self.same_answer(problem, problem.answer, answer))
 
     def answer(self, problem: Problem, generation: Generation) -> str | None:
         r"""Returns the content of the last `\boxed{}`, or None if it is missing, empty or too long."""
-        answer = last_boxed(generation.text)
+        answer = last_boxed(visible(generation.text))
         return answer if answer and len(answer) <= MAX_ANSWER_LENGTH else None
 
     def same_answer(self, problem: Problem, first: str, second: str) -> bool:
         """Returns True if two answers are mathematically equal, such as 1/2 and 0.5."""
-        return self._verifier.compare(normalize_latex(first), normalize_latex(second)) is Outcome.RIGHT
+        return self._verifier.compare(first, second) is Outcome.RIGHT
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers of comparisons since the last call that timed out or crashed a worker."""

@@ -20,9 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from poly_epo_jax.system.limits import cpu_limit
+from poly_epo_jax.tasks.answer_rules import comparable
+from poly_epo_jax.tasks.answers import normalize_latex
 
 WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 120.0
+# Outcomes that the verifier remembers: those of several steps.
+MAX_REMEMBERED = 16_384
 
 
 class Grader(NamedTuple):
@@ -78,10 +82,14 @@ class Verifier:
         self._idle: queue.Queue[_Worker] = queue.Queue()
         self._lock = threading.Lock()
         self._counts: collections.Counter[Outcome] = collections.Counter()
+        self._known: dict[tuple[str, ...], Outcome] = {}  # by request, in the order of their last use
         self._close = weakref.finalize(self, _stop_all, self._workers)
 
     def compare(self, gold: str, answer: str) -> Outcome:
         """Compares an answer with the gold answer. Blocks until a worker is free.
+
+        Answers with the same normalized text are equal. Otherwise the rules of `answer_rules` are applied, and a worker
+        compares the answers. An answer that cannot be read within the time limit is only tried once.
 
         Args:
           gold: Gold answer in LaTeX.
@@ -94,8 +102,7 @@ class Verifier:
           ChildProcessError: If a worker cannot start.
           ValueError: If the verifier is closed.
         """
-        with self._free_worker() as worker:
-            outcome = Outcome(worker.ask((gold, answer), self._deadline_seconds))
+        outcome = self._compare(normalize_latex(gold), normalize_latex(answer))
         with self._lock:
             self._counts[outcome] += 1
         return outcome
@@ -128,6 +135,31 @@ class Verifier:
             "grader/timeouts": float(counts[Outcome.TIMED_OUT]),
             "grader/crashes": float(counts[Outcome.CRASHED]),
         }
+
+    def _compare(self, gold: str, answer: str) -> Outcome:
+        pair = (gold, answer) if gold == answer else comparable(gold, answer)
+        if pair is None or not all(pair):
+            return Outcome.WRONG
+        if pair[0] == pair[1]:
+            return Outcome.RIGHT
+        outcome = self._known.get(pair)
+        if outcome is None:
+            with self._free_worker() as worker:
+                for request in (pair[:1], pair[1:], pair):
+                    outcome = self._known.get(request) or Outcome(worker.ask(request, self._deadline_seconds))
+                    self._remember(request, outcome)
+                    if outcome is not Outcome.RIGHT:
+                        break
+        assert outcome
+        self._remember(pair, outcome)
+        return outcome
+
+    def _remember(self, request: tuple[str, ...], outcome: Outcome) -> None:
+        with self._lock:
+            self._known.pop(request, None)
+            self._known[request] = outcome
+            if len(self._known) > MAX_REMEMBERED:
+                del self._known[next(iter(self._known))]
 
     def take_counts(self) -> dict[Outcome, int]:
         """Returns the number of comparisons with each outcome since the last call, and resets the counters."""

@@ -178,6 +178,7 @@ RULES = (
     Rule("python benchmarks/advantages.py", says="closed form"),
     Rule("python benchmarks/decode_peers.py", elsewhere=PEERS),
     Rule("python benchmarks/estimators.py", says="marginal_set, polychromic"),
+    Rule("python benchmarks/grading.py", elsewhere="tests/tasks/test_answer_pairs.py grades the same pairs"),
     Rule("python benchmarks/theory", elsewhere="tests/benchmarks/test_theory.py, with fewer steps; takes minutes"),
     Rule("python benchmarks/step_peers.py", elsewhere=PEERS),
     Rule("python benchmarks/update_peers.py", elsewhere=PEERS),

@@ -164,9 +164,6 @@ SAME: dict[str, Rewriting] = {
     "mixed number with a thin space": of_fraction(mixed(r"\,")),
     "mixed percentage": of_fraction(mixed("", percent=True)),
     "finite decimal": of_fraction(as_decimal(6, exact=True)),
-    "approximated": of_fraction(
-        lambda value: rf"\frac{{{value.numerator}}}{{{value.denominator}}} \approx {float(value):.3f}"
-    ),
     "fraction of a decimal": matched(
         DECIMAL, lambda match: rf"\frac{{{Fraction(match[0]).numerator}}}{{{Fraction(match[0]).denominator}}}"
     ),
@@ -270,6 +267,9 @@ OTHER: dict[str, Rewriting] = {
     ),
     "six digits": of_fraction(as_decimal(6, exact=False)),
     "nine digits": of_fraction(as_decimal(9, exact=False)),
+    "approximated": of_fraction(
+        lambda value: rf"\frac{{{value.numerator}}}{{{value.denominator}}} \approx {float(value):.3f}"
+    ),
     "rounded": of_fraction(as_decimal(2, exact=False)),
     "mixed number of a product": of_fraction(
         lambda value: rf"{value.numerator} \cdot \frac{{1}}{{{value.denominator + 1}}}" if value else None

@@ -15,6 +15,7 @@ from responses import response
 from poly_epo_jax.config.keys import ConfigError, JudgeSection
 from poly_epo_jax.startup.read_config import make_judge
 from poly_epo_jax.tasks import TASKS, MathTask
+from poly_epo_jax.tasks.answer_rules import comparable
 from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH, last_boxed, normalize_latex
 from poly_epo_jax.tasks.problems import Dropped, load_problems
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
@@ -191,144 +192,24 @@ def test_finding_the_box_takes_linear_time():
         (r"\begin{pmatrix} 1 \end{pmatrix}", r"\begin{pmatrix} 1 \end{pmatrix}"),
         (r"\[ k = 3 \]", "k = 3"),
         (r"1 \\[2pt] 2", r"1 \\[2pt] 2"),
+        ("= 42", "42"),
+        ("0.\\dot3", r"\frac{3}{9}"),
+        (r"0.\dot{1}4\dot{2}", r"\frac{142}{999}"),
+        (r"\sin^2 30^\circ", r"\sin^2 \frac{30 \pi}{180}"),
+        (r"30^\circ", r"30^\circ"),
+        (r"\varnothing", r"\emptyset"),
+        (r"1-5\mathrm{i}", "1-5 i"),
+        ("1-5i", "1-5 i"),
+        ("5in", "5in"),
+        ("\u200b\uff11\u2060\uff12\ufeff", "12"),
+        ("\u202e12", "\u202e12"),
+        ("e\u0301", "\u00e9"),
         ("5~m", "5 m"),
         ("", ""),
     ],
 )
 def test_normalization(written: str, meant: str):
     assert normalize_latex(written) == meant
-
-
-PAIRS = {
-    True: [
-        (r"\frac{3}{4}", "0.75"),
-        (r"\frac34", "3/4"),
-        (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
-        ("3,1,2", "1, 2, 3"),
-        (r"\{1,2\}", r"\{2,1\}"),
-        ("(3,4]", r"\left(3, 4\right]"),
-        ("[1,2]", r"1 \le x \le 2"),
-        ("[1,2]", r"x \in [1,2]"),
-        ("5", r"5\text{ cm}"),
-        ("5", r"5~\mathrm{m/s}"),
-        ("5 apples", "5"),
-        (r"50\%", "50"),
-        ("5.5\\%", "0.055"),
-        ("0.0005", "0.05\\%"),
-        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"),
-        (r"90^\circ", "90"),
-        ("1,234,567", "1234567"),
-        ("12345", "12{,}345"),
-        ("103", r"\boxed{103}"),
-        ("025", "25"),
-        ("5", "x = 5"),
-        ("x=5", "5"),
-        ("5", "5."),
-        ("5", "$5$"),
-        ("5", r"\(5\)"),
-        ("5", r"\text{5}"),
-        (r"\text{Evelyn}", "Evelyn"),
-        (r"\text{(B)}", "B"),
-        ("p - q", "-q + p"),
-        ("4.5e33", r"4.5 \times 10^{33}"),
-        (r"4.5 \times 10^{33}", "4.5e+33"),
-        ("6.7e-27", r"x = 6.70 \cdot 10^{-27}"),
-        ("10^{-9}", r"\frac{1}{10^9}"),
-        (r"8.\overline{3}", r"\frac{25}{3}"),
-        ("-1./3", r"-\frac{1}{3}"),
-        (r"\frac{-4 \pm \sqrt{31}}{15}", r"\frac{-4 - \sqrt{31}}{15}, \frac{-4 + \sqrt{31}}{15}"),
-        ("-2, 3", r"x = \frac{1 \pm 5}{2}"),
-        (r"\{1 \pm \sqrt{5}, -2\}", r"1+\sqrt5, 1-\sqrt5, -2"),
-        (r"\pm 1, \pm 2", "-2, -1, 1, 2"),
-        ("27", r"\boldsymbol{27}"),
-        ("27", r"\bm{27}"),
-        (r"\frac{1}{2}", r"\textcolor{red}{\mathbf{\frac12}}"),
-        ("1296", r"1\,296"),
-        ("1296", "1 296"),
-        ("1,296.5", r"1\ 296.5"),
-        ("45", "45°"),
-        ("45", r"45\degree"),
-        (r"45^{\circ}", "45°"),
-        (r"\frac{1}{3}", r"33\frac13\%"),
-        (r"\frac{1}{3}", r"33 1/3 \%"),
-        (r"\frac{1}{3}", r"\frac{1}{3} \approx 0.333"),
-        ("(1,2)", "{(1,2)}"),
-        ("(1,2)", r"\{(1,2)\}"),
-        ("27", "20 + 7 = 27"),
-        ("27", "x = 20 + 7 = 27"),
-        ("27", "27_{10}"),
-        ("27_8", "27"),
-        ("27_8", r"27_{(8)}"),
-        (r"43.86\%", "43.86"),
-        (r"43.86\%", "0.4386"),
-        (r"40\%", r"40 \text{ percent}"),
-        ("52", "(26)(2)"),
-        (r"4 \frac{1}{3}", r"\frac{13}{3}"),
-        ("(0.2, 0.1)", "0.2, 0.1"),
-    ],
-    False: [
-        ("5", "6"),
-        ("5", "-5"),
-        ("5", "4, 5"),
-        ("5", "5 or 6"),
-        ("5", r"5 \text{ or } 6"),
-        ("5", "the answer is not 5"),
-        ("5", r"\foo 5"),
-        ("5", r"\frac{1 \pm 5}{2}"),
-        ("5", "5?"),
-        ("(1,2)", "(2,1)"),
-        ("(3,4]", "[3,4)"),
-        ("(3,4]", "(3,4)"),
-        (r"\frac{1}{3}", "0.333"),
-        (r"\frac{1}{3}", "0.333333"),
-        (r"\frac{1}{3000}", "0.000333"),
-        (r"\sqrt{2}", "1.414213562"),
-        ("27", "26 = 27"),
-        ("27", "27 = 26"),
-        ("27", "x = 26 = 27"),
-        ("27", r"26 \equiv 27"),
-        ("27", "20 + 8 = 27"),
-        ("27", "27_{8}"),
-        ("27_8", "27_9"),
-        ("27_8", "23"),
-        ("27", r"27\%"),
-        ("27", r"27 \text{ percent}"),
-        ("27", r"27\text{‰}"),
-        ("(27, 3)", r"(27\%, 3)"),
-        (r"50\%", r"5000\%"),
-        # SymPy would parse these texts as mixed numbers, which are sums.
-        ("27", "26(1)"),
-        ("27", "(26)(1)"),
-        ("27", "{26}{1}"),
-        ("27", "26 1"),
-        ("27", r"26 \quad 1"),
-        ("27", r"\phantom{1}26"),
-        ("1297", r"1\,296"),
-        ("27", r"27 \text{ or maybe 26}"),
-        ("(10^{-19}, 1)", r"(10^{-30}, 1)"),
-        ("4.5e33", "4.6e33"),
-        ("4.5e33", "4.5e32"),
-        ("4.5e33", "4.5"),
-        # These pairs agree to six decimals.
-        ("6.7e-27", r"6.71 \times 10^{-27}"),
-        ("6.7e-27", r"9.9 \times 10^{-30}"),
-        ("6.7e-27", r"x = 9.9 \times 10^{-30}"),
-        ("6.7e-27", "0"),
-        ("1.2e-7", "4e-7"),
-        ("12345678901234567890", "12345678901234567891"),
-        (r"1 \pm \sqrt{2}", r"1 + \sqrt{2}"),
-        ("even", r"\text{odd}"),
-        ("True", "False"),
-        ("", ""),
-    ],
-}
-
-
-@pytest.mark.parametrize("equal", PAIRS)
-def test_difficult_pairs(verifier: Verifier, equal: bool):
-    outcomes = {pair: verifier.compare(*map(normalize_latex, pair)) for pair in PAIRS[equal]}
-    expected = Outcome.RIGHT if equal else Outcome.WRONG
-    assert {pair: outcome for pair, outcome in outcomes.items() if outcome is not expected} == {}
 
 
 @pytest.mark.slow
@@ -361,6 +242,7 @@ def test_empty_and_too_long_answers_are_not_compared(make: Callable[..., MathTas
     for answer in ("", " ", "1" * (MAX_ANSWER_LENGTH + 1)):
         assert task.reward(task.train_problems[1], response(rf"\boxed{{{answer}}}")) == 0.0
     assert compared == []
+    assert task.answer(task.train_problems[1], response("\\boxed{\u200b}")) is None
     assert task.reward(task.train_problems[1], response(rf"\boxed{{{'1' * MAX_ANSWER_LENGTH}}}")) == 1.0
     assert compared == [("2", "1" * MAX_ANSWER_LENGTH, threading.current_thread())]
 
@@ -399,9 +281,9 @@ def test_gold_answers_equal_themselves(shared: Path, make: Callable[..., MathTas
         boxed = [(problem, response(rf"Hence \boxed{{{problem.answer}}}.")) for problem in problems]
         rewards = list(executor.map(lambda pair: task.reward(*pair), boxed))
     assert [problem.id for problem, reward in zip(problems, rewards, strict=True) if reward != 1.0] == []
-    unparsed = [
-        p.id for p in problems if all(isinstance(reading, str) for reading in readings(normalize_latex(p.answer)))
-    ]
+    texts = [(problem.id, normalize_latex(problem.answer)) for problem in problems]
+    received = [(name, (comparable(text, text) or (text,))[0]) for name, text in texts]
+    unparsed = [name for name, text in received if all(isinstance(reading, str) for reading in readings(text))]
     assert [identifier for identifier in unparsed if identifier not in STRINGS] == []
 
 
@@ -412,6 +294,6 @@ def test_gold_answers_differ_from_other_gold_answers(shared: Path, verifier: Ver
     assert len(numbers) > 20
     pairs = [tuple(random.Random(i).sample(sorted(numbers), 2)) for i in range(200)]
     with ThreadPoolExecutor(4) as executor:
-        outcomes = list(executor.map(lambda pair: verifier.compare(*map(normalize_latex, pair)), pairs))
+        outcomes = list(executor.map(lambda pair: verifier.compare(*pair), pairs))
     equal = [pair for pair, outcome in zip(pairs, outcomes, strict=True) if outcome is not Outcome.WRONG]
     assert [pair for pair in equal if numbers[pair[0]] != numbers[pair[1]]] == []

@@ -1,6 +1,7 @@
 """Tests of the verifier: worker processes that hang, exceed their memory or crash do not affect other answers."""
 
 import gc
+import json
 import os
 import resource
 import signal
@@ -25,9 +26,9 @@ OBEDIENT = """
 import os, sys
 os.write(1, b'"ready"\\n')
 for line in sys.stdin:
-    if "5" in line.split(",")[1]: os.write(1, b'"right"\\n')
+    if "slow" not in line and "deadly" not in line: os.write(1, b'"right"\\n')
     """
-"""Source of a worker that accepts 5. Tests append its handling of other answers."""
+"""Source of a worker that reads and accepts all answers except two. Tests append its handling of these answers."""
 
 
 def pids(pool: Verifier) -> list[int]:
@@ -83,7 +84,7 @@ def test_malicious_answers_are_not_accepted(shared_pool: Verifier, answer: str):
 
 
 def test_malicious_gold_answers_do_not_crash_workers(shared_pool: Verifier):
-    assert shared_pool.compare("(10^9)!", "5") is Outcome.TIMED_OUT
+    assert shared_pool.compare("(10^9)!", "5") is not Outcome.RIGHT
     assert shared_pool.compare("", "") is Outcome.WRONG
 
 
@@ -110,38 +111,60 @@ def cpu_seconds_of_children() -> float:
 def test_the_deadline_terminates_workers_that_use_no_cpu_time(fake_worker):
     """The CPU timers of a worker that waits forever never fire."""
     pool = fake_worker(OBEDIENT + "if 'slow' in line: __import__('signal').pause()", cpu_seconds=0.2)
-    assert pool.compare("5", "5") is Outcome.RIGHT
+    assert pool.compare("5", "5.0") is Outcome.RIGHT
     before = pids(pool)
     start = time.monotonic()
     with ThreadPoolExecutor(2) as executor:
-        assert list(executor.map(pool.compare, "55", ("slow", "slow"))) == [Outcome.TIMED_OUT] * 2
+        assert list(executor.map(pool.compare, "55", ("slow", "slower"))) == [Outcome.TIMED_OUT] * 2
     assert time.monotonic() - start >= 3
     assert not set(before) & set(pids(pool))
-    assert pool.compare("5", "5") is Outcome.RIGHT
+    assert pool.compare("5", "5.00") is Outcome.RIGHT
     assert pool.take_counts()[Outcome.TIMED_OUT] == 2
+    pool.close()
+
+
+def test_comparisons_and_unreadable_answers_are_remembered(fake_worker, tmp_path: Path):
+    log = tmp_path / "requests"
+    source = OBEDIENT.replace(":\n    if", ":\n    log.write(line)\n    if", 1)
+    slow = "if 'slow' in line: os.write(1, b'\"timed out\"\\n')"
+    pool = fake_worker(f"log = open({str(log)!r}, 'a', buffering=1)\n{source}{slow}")
+    assert [pool.compare("5", answer) for answer in ("05", "05")] == [Outcome.RIGHT] * 2
+    assert [pool.compare(gold, "slow") for gold in ("5", "6", "7", "5")] == [Outcome.TIMED_OUT] * 4
+    asked = [json.loads(line) for line in log.read_text().splitlines() if line]
+    assert asked == [["5"], ["05"], ["5", "05"], ["slow"], ["6"], ["7"]]
+    assert pool.take_counts()[Outcome.TIMED_OUT] == 4
+    pool.close()
+
+
+def test_the_oldest_comparisons_are_forgotten(fake_worker, monkeypatch):
+    monkeypatch.setattr(module, "MAX_REMEMBERED", 3)
+    pool = fake_worker(OBEDIENT)
+    for answer in ("05", "005", "0005"):
+        assert pool.compare("5", answer) is Outcome.RIGHT
+    assert set(pool._known) == {("5",), ("0005",), ("5", "0005")}
     pool.close()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_worker_is_replaced_and_its_answer_is_compared_again(pool: Verifier, sent: signal.Signals):
-    assert pool.compare("5", "5") is Outcome.RIGHT
+    assert pool.compare("5", "5.0") is Outcome.RIGHT
     (before,) = pids(pool)
     os.kill(before, sent)
-    assert pool.compare("5", "5") is Outcome.RIGHT
+    assert pool.compare("5", "5.00") is Outcome.RIGHT
     assert pids(pool) != [before]
     assert pool.take_counts()[Outcome.CRASHED] == 0
 
 
 def test_a_stopped_worker_is_killed(pool: Verifier):
-    assert pool.compare("5", "5") is Outcome.RIGHT
+    assert pool.compare("5", "5.0") is Outcome.RIGHT
     os.kill(pids(pool)[0], signal.SIGSTOP)
-    assert pool.compare("5", "5") is Outcome.TIMED_OUT
-    assert pool.compare("5", "5") is Outcome.RIGHT
+    assert pool.compare("5", "5.00") is Outcome.TIMED_OUT
+    assert pool.compare("5", "5.000") is Outcome.RIGHT
 
 
 def test_an_answer_that_kills_every_worker_is_a_crash(fake_worker):
     pool = fake_worker(OBEDIENT + "if 'deadly' in line: break")
-    assert [pool.compare("5", answer) for answer in ("5", "deadly", "5", "deadly")] == [
+    assert [pool.compare("5", answer) for answer in ("5.0", "deadly", "5.0", "deadly")] == [
         Outcome.RIGHT,
         Outcome.CRASHED,
     ] * 2
@@ -156,7 +179,7 @@ def test_an_answer_that_kills_every_worker_is_a_crash(fake_worker):
 
 def test_a_worker_that_ran_out_of_cpu_time_is_a_timeout(fake_worker):
     pool = fake_worker(OBEDIENT + "if 'slow' in line: os.kill(os.getpid(), __import__('signal').SIGPROF)")
-    assert [pool.compare("5", answer) for answer in ("slow", "5")] == [Outcome.TIMED_OUT, Outcome.RIGHT]
+    assert [pool.compare("5", answer) for answer in ("slow", "5.0")] == [Outcome.TIMED_OUT, Outcome.RIGHT]
     pool.close()
 
 
@@ -164,7 +187,7 @@ def test_a_worker_that_cannot_start_raises_an_error(fake_worker, capfd):
     pool = fake_worker("import math_verify_that_is_missing")
     for _ in range(3):
         with pytest.raises(ChildProcessError, match=r"it exited.* math-verify is installed for"):
-            pool.compare("5", "5")
+            pool.compare("5", "6")
     assert "No module named 'math_verify_that_is_missing'" in capfd.readouterr().err
     pool.close()
 
@@ -173,14 +196,14 @@ def test_a_worker_that_does_not_respond_at_startup_raises_an_error(fake_worker, 
     monkeypatch.setattr(module, "START_SECONDS", 0.3)
     pool = fake_worker("import time\ntime.sleep(60)")
     with pytest.raises(ChildProcessError, match="no response within 0 s"):
-        pool.compare("5", "5")
+        pool.compare("5", "6")
     pool.close()
     assert START_SECONDS > 60, "imports take long on a busy machine"
 
 
 @needs_linux
 def test_memory_is_limited(pool: Verifier):
-    pool.compare("5", "5")
+    pool.compare("5", "6")
     assert resource.prlimit(pids(pool)[0], resource.RLIMIT_AS)[0] == 2**30
 
 
@@ -189,10 +212,10 @@ def test_closing_terminates_the_workers():
     pool = Verifier(2)
     pool.close()
     with pytest.raises(ValueError, match="closed"):
-        pool.compare("5", "5")
+        pool.compare("5", "6")
     for end in ("close", "forget"):
         pool = Verifier(2)
-        assert pool.compare("5", "5") is Outcome.RIGHT
+        assert pool.compare("5", "5.0") is Outcome.RIGHT
         processes = [worker._process for worker in pool._workers]
         assert len(processes) == 2
         if end == "close":
@@ -222,7 +245,7 @@ _DIES = """
 import os, signal
 from poly_epo_jax.tasks.verifier import Verifier
 pool = Verifier(2)
-pool.compare("5", "5")
+pool.compare("5", "6")
 print(*(worker._process.pid for worker in pool._workers), flush=True)
 pool._workers[0]._process.stdin.write(b'["5", "(10^9)!"]\\n')
 pool._workers[0]._process.stdin.flush()

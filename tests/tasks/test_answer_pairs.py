@@ -1,0 +1,162 @@
+"""Tests the grader on a battery of answer pairs, and each rule that overrules math-verify in both directions."""
+
+import collections
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from answer_pairs import Pair, battery
+
+from poly_epo_jax.judges.answer import first_equal_index
+from poly_epo_jax.tasks import answer_rules, verify_worker
+from poly_epo_jax.tasks.answer_rules import canonical_unit, comparable, without_units
+from poly_epo_jax.tasks.answers import normalize_latex, visible
+from poly_epo_jax.tasks.verifier import Outcome, Verifier
+
+DOCUMENT = Path(__file__).parents[2] / "docs/reference/grading.md"
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    pool = Verifier(2)
+    yield pool
+    pool.close()
+
+
+def in_this_process(gold: str, answer: str) -> bool:
+    """Compares short answers as the verifier does, without its time limit."""
+    pair = comparable(normalize_latex(gold), normalize_latex(answer))
+    return pair is not None and (pair[0] == pair[1] or verify_worker.same(*pair))
+
+
+def test_the_battery_has_both_directions():
+    pairs = battery()
+    assert len(pairs) == len(set(pairs)) >= 300
+    directions = collections.defaultdict(set)
+    for pair in pairs:
+        directions[pair.kind].add(pair.is_equal)
+    assert {kind for kind, both in directions.items() if both != {True, False}} == set()
+
+
+@pytest.mark.slow
+def test_every_pair_of_the_battery(verifier: Verifier):
+    def graded(pair: Pair) -> bool:
+        return verifier.compare(pair.gold, pair.answer) is Outcome.RIGHT
+
+    pairs = battery()
+    with ThreadPoolExecutor(4) as executor:
+        outcomes = list(executor.map(graded, pairs))
+    assert [pair for pair, is_equal in zip(pairs, outcomes, strict=True) if is_equal != pair.is_equal] == []
+    assert verifier.take_counts()[Outcome.CRASHED] == 0
+
+
+RULES = {
+    "ambiguous": (("27", "9(3)"), ("27", "26 1")),
+    "approximation": (("27", "27"), ("27", r"x \approx 27")),
+    "base": (("27_8", "27_{(8)}"), ("27_8", "27_{10}")),
+    "date or time": ((r"\text{4:10 p.m.}", r"4:10 \text{ p.m.}"), ("2:30", "1:15")),
+    "unit": ((r"5\text{ cm}", r"5 \text{ centimeters}"), (r"5\text{ cm}", r"5 \text{ m}")),
+    "another value": (("10^{-19}", r"\frac{1}{10^{19}}"), ("10^{-19}", "10^{-30}")),
+    "false equation": (("27", "20 + 7 = 27"), ("27", "26 = 27")),
+    "condition": (("55", "P(4)=55"), ("4", "x^2=4")),
+    "exchanged names": (("a=1, b=2", "1, 2"), ("a=1, b=2", "2, 1")),
+}
+"""A correct and an incorrect pair of each rule. Without the rule, the incorrect pair would be accepted."""
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_each_rule_is_necessary_and_not_too_strict(name: str, monkeypatch: pytest.MonkeyPatch):
+    correct, incorrect = RULES[name]
+    assert in_this_process(*correct)
+    assert not in_this_process(*incorrect)
+    for table in (answer_rules.VETOES, verify_worker.VETOES):
+        if name in table:
+            monkeypatch.delitem(table, name)
+    assert in_this_process(*incorrect)
+
+
+def test_the_table_of_rules_is_documented():
+    assert set(RULES) == {*answer_rules.VETOES, *verify_worker.VETOES}
+    text = DOCUMENT.read_text()
+    reasons = [reason for reason, _ in (*answer_rules.VETOES.values(), *verify_worker.VETOES.values())]
+    assert [one for one in (*RULES, *reasons) if one not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "units"),
+    [
+        (r"5\text{ cm}", "5", {"cm"}),
+        (r"5 \mathrm{m} / \mathrm{s}^{2}", "5", {"m/s^2"}),
+        (r"10\text{ square feet}", "10", {"ft^2"}),
+        (r"3\text{ cm}, 4\text{ cm}", "3 , 4", {"cm"}),
+        ("5 apples", "5", {"apple"}),
+        ("5 kg", "5", {"kg"}),
+        ("2s", "2s", set()),
+        ("5m", "5m", set()),
+        (r"5\text{ million}", r"5\text{ million}", set()),
+        (r"5\text{ or }6", r"5\text{ or }6", set()),
+        (r"x\text{ cm}", r"x\text{ cm}", set()),
+        (r"\text{cm}", r"\text{cm}", set()),
+        (r"5\pi", r"5\pi", set()),
+    ],
+)
+def test_only_known_units_after_numbers_are_removed(text: str, number: str, units: set[str]):
+    assert without_units(text) == (number, units)
+
+
+def test_one_letter_is_a_unit_only_where_the_gold_answer_has_a_unit():
+    assert without_units("7 s", one_letter=True) == ("7", {"s"})
+    assert comparable(r"7\text{ s}", "7 s") == ("7", "7")
+    assert comparable("7", "7 s") == ("7", "7 s")
+
+
+def test_units_have_one_canonical_form():
+    assert canonical_unit(r"\text{ Centimetres}") == "cm"
+    assert canonical_unit("feet per second") == canonical_unit("ft/s") == "ft/s"
+    assert canonical_unit("dozen") is None
+
+
+def test_visible_text():
+    for character in "\u200b\ufeff\u200e\u2060\u00ad\u200d":
+        assert visible(f"1{character}2") == "12"
+    assert visible("1\u00a02") == visible("1\u30002") == "1 2"
+    assert visible("\u202e12") == "\u202e12"
+
+
+@pytest.mark.parametrize(
+    "text", [" ", "\\,", "1 ", "a", "1a", "\\text{", "5\\text{ cm}", "jan ", "1/", "\\dot1", "^", "{"]
+)
+def test_rules_take_linear_time(text: str):
+    start = time.process_time()
+    long = ("6" + text * 2_000)[:2_000]
+    comparable(normalize_latex(long), normalize_latex(long + "1"))
+    assert time.process_time() - start < 1, "quadratic time would be minutes"
+
+
+def test_identical_answers_are_equal_without_algebra(monkeypatch: pytest.MonkeyPatch):
+    pool = Verifier(1)
+    monkeypatch.setattr(pool, "_start", lambda: pytest.fail("a worker would compare the answers"))
+    for answer in ("9^{9^{9}}", r"(2,\infty)", "5?", "26 = 27"):
+        assert pool.compare(answer, f" {answer}.") is Outcome.RIGHT
+    assert pool.compare("", "") is pool.compare("\u200b", "\u200b") is Outcome.WRONG
+    assert pool.take_counts()[Outcome.RIGHT] == 4
+
+
+def votes(kind: str) -> list[str]:
+    """Returns 64 answers of which 48 are different."""
+    if kind == "polynomials":
+        forms = [(f"(x+{i})^3", f"x^3+{3 * i}x^2+{3 * i * i}x+{i**3}") for i in range(1, 49)]
+    else:
+        roots = [(i, rf"\sqrt{{{i}}}") for i in range(2, 50)]
+        forms = [(rf"\frac{{{i}}}{{{root}+1}}", rf"\frac{{{i}({root}-1)}}{{{i - 1}}}") for i, root in roots]
+    return [first for first, _ in forms] + [second for _, second in forms[:16]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["polynomials", "surds"])
+def test_a_vote_over_64_expressions_takes_less_than_10_seconds(kind: str):
+    answers, start = votes(kind), time.process_time()
+    firsts = first_equal_index(answers, lambda i, j: in_this_process(answers[i], answers[j]))
+    assert firsts == [*range(48), *range(16)]
+    assert time.process_time() - start < 10
