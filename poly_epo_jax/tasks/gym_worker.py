@@ -15,13 +15,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
+from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports]
 
 
 def open_grader(name: str, options: str) -> Callable[[str, str], float]:
     """Returns a function `(entry, answer) -> score in [0, 1]`. The package raises exceptions for some wrong answers."""
-    score = reasoning_gym.create_dataset(name, **json.loads(options)).score_answer
+    score = create_dataset(name, **json.loads(options)).score_answer
     return lambda entry, answer: min(1.0, max(0.0, float(score(answer, pickle.loads(base64.b64decode(entry))))))
 
 
@@ -49,7 +48,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some datasets print
     for seed, size in zip(map(int, parts[::2]), map(int, parts[1::2]), strict=True):
         try:
-            dataset = reasoning_gym.create_dataset(name, **json.loads(options), seed=seed, size=size)
+            dataset = create_dataset(name, **json.loads(options), seed=seed, size=size)
         except Exception as error:
             sys.exit(f"{type(error).__name__}: {error}")
         for index in range(size):

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,8 @@ WRONG = {
 
 
 def make_task(name: str, **options) -> ReasoningGymTask:
-    return ReasoningGymTask(dataset=name, **{"num_train": 20, "num_held_out": 5, "num_workers": 1} | options)
+    defaults: dict[str, Any] = {"num_train": 20, "num_held_out": 5, "num_workers": 1}
+    return ReasoningGymTask(dataset=name, **defaults | options)
 
 
 def tagged(answer: str):
@@ -46,10 +48,10 @@ def tagged(answer: str):
 
 def package_score(name: str, entry: dict, answer: str) -> float:
     """Returns the score of the package in this process. Its scorers raise exceptions for some wrong answers."""
-    import reasoning_gym
+    from reasoning_gym.factory import get_score_answer_fn  # pyright: ignore[reportMissingImports]
 
     try:
-        return float(reasoning_gym.get_score_answer_fn(name)(answer, entry))  # pyright: ignore[reportCallIssue]
+        return float(get_score_answer_fn(name)(answer, entry))
     except (ValueError, TypeError):
         return 0.0
 
