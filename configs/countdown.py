@@ -23,10 +23,8 @@ def get_config(config_string: str = "poly_epo") -> ConfigDict:
     config.base.skew = 0.5
 
     config.sampling.max_tokens = 9
-    config.train.max_prompt_tokens = 10
     config.train.num_steps = 300
     config.train.prompts_per_batch = 32
-    config.train.prompts_per_minibatch = 32
     config.optimizer.learning_rate = 1.5e-4
     config.eval.every = 50
     return config

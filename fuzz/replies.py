@@ -90,7 +90,7 @@ def judged(kind: str, verdicts: Verdicts, reply: httpx.Response) -> Outcome:
 async def request(num_responses: int, reply: httpx.Response) -> Clustering | JudgeFailure:
     """Clusters a group of `num_responses` responses with a judge whose server returns `reply`."""
 
-    def open_client(timeout_seconds: float) -> httpx.AsyncClient:
+    def open_client(timeout_seconds: float, proxy: str) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.MockTransport(lambda request: reply), timeout=timeout_seconds)
 
     judge = llm.LLMJudge(

@@ -1,5 +1,6 @@
-# Sourced by other scripts. Creates Python environments and installs packages into them, with uv if it is available and
-# otherwise with pip. Failures print a one-line error message, and the next call recovers from them.
+# Sourced by other scripts. Creates Python environments and installs packages into them, with uv, which is fetched with
+# pip if it is missing, and with pip if this fails. Failures print a one-line error message, and the next call recovers
+# from them.
 #
 # ENV/unfinished exists while an environment is being modified. The environment of an interrupted call is not reused but
 # created again.
@@ -40,14 +41,23 @@ make_env() { # ENV PYTHON: replaces an existing environment
 and Ubuntu, run 'apt install python3-venv', then run this command again."
 }
 
-install() { # ENV REQUIREMENTS AND OPTIONS
-  local output env=$1 log=$1/install.log tool=("$1/bin/python" -m pip install --disable-pip-version-check)
-  # Modules are compiled on first import. All packages are compiled in advance only if imports must not write bytecode.
-  if command -v uv >/dev/null; then
-    tool=(uv pip install --python "$1/bin/python" ${PYTHONDONTWRITEBYTECODE:+--compile-bytecode})
-  fi
+fetch_uv() { # ENV PIP...: installs uv into ENV with pip, unless it is already there, and prints its path
+  local uv=$1/bin/uv
   shift
-  output=$("${tool[@]}" "$@" 2>&1) && return
+  [ -x "$uv" ] || "$@" --quiet uv >/dev/null 2>&1 && echo "$uv"
+}
+
+install() { # ENV REQUIREMENTS AND OPTIONS
+  local output uv env=$1 log=$1/install.log pip=("$1/bin/python" -m pip install --disable-pip-version-check)
+  shift
+  if uv=$(command -v uv) || uv=$(fetch_uv "$env" "${pip[@]}"); then
+    # Modules are compiled on first import. All packages are compiled in advance only if imports must not write bytecode.
+    output=$("$uv" pip install --python "$env/bin/python" ${PYTHONDONTWRITEBYTECODE:+--compile-bytecode} "$@" 2>&1) &&
+      return
+    # The fetched uv does not read all settings of pip, such as its certificates.
+    if [ "$uv" = "$env/bin/uv" ]; then uv=; fi
+  fi
+  if [ -z "$uv" ]; then output=$("${pip[@]}" "$@" 2>&1) && return; fi
   fail_if_disk_full "$output"
   if is_index_error "$output"; then
     rm -f "$env/unfinished" # nothing has been changed yet

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Runs policy servers, the judge and the trainer on one node, by default with 4 x H200. Before training, the short form
-# of python -m poly_epo_jax.doctor tests devices, kernels, disk, servers and judge. If a test fails, its table shows the
-# reason and training does not start.
+# Runs policy servers, the judge and the trainer on one node: a policy server on every visible GPU except for the last
+# one, which runs the judge. Before training, the short form of python -m poly_epo_jax.doctor tests devices, kernels,
+# disk, servers and judge. If a test fails, its table shows the reason and training does not start.
 #
 #   bash launch/node.sh                                                     the paper's run; a second call resumes it
 #   bash launch/node.sh --config=configs/polaris.py:grpo --config.seed=1    another run, with any configuration keys
+#
+# With 4 x H200, for which the paper's run is configured:
 #
 #   GPU            0               1               2               3
 #   policy server  :30000          :30001          :30002          -
@@ -28,8 +30,14 @@
 # Environment variables:
 #   POLICY               model to serve and train; default: model.path of the configuration
 #   JUDGE                model of the judge; default: the judge of the paper
-#   SERVERS              number of policy servers, on GPUs 0 to SERVERS - 1; default: 3, or 1 on CPU
-#   PORT                 port of the first policy server; default: 30000; the port of the judge is PORT + 10
+#   JUDGE_URL            address of a judge on another machine; no judge is started here. Start the judge there with:
+#                          bash third_party/sglang/serve.sh gpu Qwen/Qwen3-4B-Instruct-2507 30010 --host 0.0.0.0 \
+#                            --constrained-json-disable-any-whitespace
+#   CUDA_VISIBLE_DEVICES GPUs to use; default: all GPUs of the node
+#   SERVERS              number of policy servers, on the first visible GPUs; default: all GPUs, without that of the judge
+#                        (1 on CPU)
+#   PORT                 port of the first policy server; default: 30000. The port of the judge is PORT + 10 or, with more
+#                        than ten policy servers, the next one
 #   POLICY_FLAGS         additional flags of sglang.launch_server for policy servers; with
 #                        --enable-deterministic-inference, servers respect the seeds of generations but are slower
 #   JUDGE_FLAGS          additional flags of sglang.launch_server for the judge
@@ -39,18 +47,42 @@
 # Ctrl-C or SIGTERM stops all processes. A trainer that is already training discards its unfinished batch, saves, and
 # exits with code 143. A second Ctrl-C discards the current step and saves the previous steps, as does the failure of a
 # server, with exit code 1.
+source "$(dirname "$0")/help.sh"
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/processes.sh
 device=${DEVICE:-gpu} port=${PORT:-30000} logs=${LOGS:-runs/logs${SLURM_NODEID:+/node-$SLURM_NODEID}}
+visible_gpus() { # prints their number
+  if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+    tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^[:space:]]' || true
+  else
+    nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' || true
+  fi
+}
+judges=1
+[ -z "${JUDGE_URL:-}" ] || judges=0
 case $device in
-  gpu) extra='[gpu]' servers=${SERVERS:-3} ;;
+  gpu)
+    extra='[gpu]' gpus=$(visible_gpus)
+    servers=${SERVERS:-$((gpus > judges ? gpus - judges : 1))}
+    if ((servers + judges > gpus)); then
+      echo "Error: $servers policy server(s) and $judges judge(s) require a GPU each, but $gpus are visible; lower SERVERS," \
+        "set JUDGE_URL to a judge on another machine, or set DEVICE=cpu for a test without GPUs." >&2
+      exit 1
+    fi
+    # By default, JAX assigns only one GPU to each task of a SLURM job.
+    if [ "${SLURM_NNODES:-1}" -gt 1 ]; then
+      JAX_LOCAL_DEVICE_IDS=$(seq --separator=, 0 $((gpus - 1)))
+      export JAX_LOCAL_DEVICE_IDS
+    fi
+    ;;
   cpu) extra='[train]' servers=${SERVERS:-1} ;;
   *) echo "Error: DEVICE must be gpu or cpu, but is $device." >&2; exit 2 ;;
 esac
 
 is_listening() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
-declare -A port_of=([judge]=$((port + 10)))
+declare -A port_of=()
+[ "$judges" = 0 ] || port_of[judge]=$((port + (servers > 10 ? servers : 10)))
 for ((i = 0; i < servers; i++)); do port_of[policy-$i]=$((port + i)); done
 for taken in "${port_of[@]}"; do
   is_listening "$taken" || continue
@@ -77,14 +109,16 @@ check_signals() { # exits after a signal, otherwise waits 0.5 s
   sleep 0.5 || true
 }
 
+# SGLang, which supports only one version of Python, is set up first, so that a missing version is reported at once.
 # shellcheck disable=SC2016
-start setup bash -c 'source launch/setup_env.sh "$0"; bash third_party/sglang/setup.sh "$1"' "$extra" "$device"
+start setup bash -c 'bash third_party/sglang/setup.sh "$1" && source launch/setup_env.sh "$0"' "$extra" "$device"
 while is_running setup; do check_signals; done
 wait "${pid_of[setup]}"
 source launch/setup_env.sh "$extra"
 
 # These flags are inserted after --config, so that flags of the user come later and override them.
-own_flags=(--config.rollouts.weights_dir="$weights" --config.judge.url="http://127.0.0.1:${port_of[judge]}")
+own_flags=(--config.rollouts.weights_dir="$weights")
+own_flags+=(--config.judge.url="${JUDGE_URL:-http://127.0.0.1:${port_of[judge]:-}}")
 urls=
 for ((i = 0; i < servers; i++)); do urls+=,http://127.0.0.1:$((port + i)); done
 own_flags+=(--config.rollouts.urls="${urls:1}")
@@ -133,8 +167,11 @@ for ((i = 0; i < servers; i++)); do
   # shellcheck disable=SC2086
   serve "policy-$i" "$i" "$policy" ${POLICY_FLAGS:-}
 done
-# shellcheck disable=SC2086
-serve judge "$servers" "${JUDGE:-Qwen/Qwen3-4B-Instruct-2507}" --constrained-json-disable-any-whitespace ${JUDGE_FLAGS:-}
+if [ "$judges" = 1 ]; then
+  # shellcheck disable=SC2086
+  serve judge "$servers" "${JUDGE:-Qwen/Qwen3-4B-Instruct-2507}" --constrained-json-disable-any-whitespace \
+    ${JUDGE_FLAGS:-}
+fi
 for name in "${!port_of[@]}"; do
   until is_listening "${port_of[$name]}"; do
     note_leftovers "$name"

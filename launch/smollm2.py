@@ -56,7 +56,11 @@ def main(file: Path, folder: Path) -> None:
             weight = _rotated_by_halves(weight, heads[kind])
         weights[f"model.{f'layers.{layer}.' if layer else ''}{MODULES[kind]}.weight"] = np.ascontiguousarray(weight)
     folder.mkdir(parents=True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    file = folder / "model.safetensors"
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(weights, file, metadata={"format": "pt"})
+    file.chmod(mode)  # safetensors 0.8 creates files that only their owner can read
     _write_json(folder / "config.json", _config(metadata))
     ends = {name: metadata[f"tokenizer.ggml.{key}_token_id"] for name, key in _SPECIAL_TOKEN_IDS.items()}
     _write_json(folder / "generation_config.json", ends)

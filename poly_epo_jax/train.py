@@ -191,6 +191,8 @@ async def train(
     """
     assert trainer.progress is not None
     log = _Log(trainer, tracker, schedule, checkpoints)
+    if tracker is not None:
+        tracker.show_stages(trainer.timeline)
     # A resumed run continues from the last checkpoint. It removes the rows of later steps, restores the position of the
     # data iterator, and repeats these steps with the same seeds.
     saved = logged = trainer.progress.step
@@ -209,7 +211,8 @@ async def train(
             await trainer.experience.wait_until_ready()
             await trainer.push_weights()
             if schedule.is_due(schedule.evaluate, logged) and not is_evaluated:
-                await log.evaluation(logged, await evaluate())
+                with trainer.timeline.clock(logged).stage("evaluate"):
+                    await log.evaluation(logged, await evaluate())
                 await log.publish(logged)
             trainer.timeline.cut(logged)  # the first step's time does not include waiting for servers
             for step in range(logged + 1, schedule.num_steps + 1):

@@ -210,6 +210,22 @@ def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path, error_message)
     assert str(tmp_path / "run") in text
 
 
+def test_a_run_is_not_resumed_with_fewer_steps_than_it_has_completed(tmp_path: Path, error_message):
+    saved_run(tmp_path / "run", **{"optimizer.schedule": "constant", "train.num_steps": 9})
+    flags = "--config.optimizer.schedule=constant", "--config.train.num_steps=4"
+    assert f"train.num_steps=4 is lower than the 5 steps that the run in {tmp_path / 'run'} has" in error_message(
+        FILE, *flags
+    )
+
+
+def test_a_run_folder_that_links_to_a_missing_folder(tmp_path: Path, error_message):
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    text = error_message(FILE)
+    assert f"workdir={tmp_path / 'run'} cannot be created" in text and f"links to {tmp_path / 'gone'}, which" in text
+    with pytest.raises(FileExistsError, match="already exists"):
+        hf.save_pretrained(tmp_path / "run", tiny_params(), TINY)
+
+
 def test_a_run_is_not_resumed_from_a_model_with_other_shapes(tmp_path: Path):
     saved_run(tmp_path / "run")
     (tmp_path / "run" / "policy").rmdir()
@@ -252,7 +268,7 @@ def test_settings_of_the_schedule_and_the_kl_term_cannot_change(tmp_path: Path, 
     ],
     ids=["unknown", "recorded"],
 )
-def test_a_run_of_another_version_is_not_used(tmp_path: Path, error_message, versions, named):
+def test_a_run_of_another_version_is_not_used(tmp_path: Path, error_message, capsys, versions, named):
     config = read_config(polynomial.get_config()).to_dict()
     config["judge"]["max_failed_share"] = config["judge"].pop("max_failed_fraction")
     config["task"]["options"] = {"seed": 1}  # options are not keys; these belong to another run
@@ -262,8 +278,10 @@ def test_a_run_of_another_version_is_not_used(tmp_path: Path, error_message, ver
     keys = "judge.max_failed_fraction, judge.max_failed_share"
     text = f"{tmp_path / 'run'} contains a run of poly_epo_jax {named}, with different keys {keys}; use that version"
     assert text in error_message(FILE)
-    with pytest.raises(ConfigError, match=re.escape(text)):
+    with pytest.raises(ConfigError, match=re.escape(text)):  # used by the evaluation
         open_trained_policy(tmp_path / "run", ModelSection(), make_mesh(1, 1, 1))
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "exported")]) == 2
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["config.json", "about.json", "metrics.jsonl"])
@@ -277,7 +295,7 @@ def test_checkpoints_without_the_other_files_of_their_run_are_not_resumed(tmp_pa
     assert not (tmp_path / "run" / name).exists()
 
 
-@pytest.mark.parametrize("content", ["", '{"seed": 3', "[3]", "\0" * 9])
+@pytest.mark.parametrize("content", ["", '{"seed": 3', "[3]", "[]", "3", "\0" * 9, "[" * 9999])
 def test_a_run_with_a_corrupted_configuration_is_not_resumed(tmp_path: Path, error_message, content: str):
     saved_run(tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text(content)

@@ -3,20 +3,21 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from poly_epo_jax.report.figures import STYLE
+from poly_epo_jax.report.figures import report_style
 
 BLUE, ORANGE, GREEN, PINK, YELLOW, GRAY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#444444"
 Rows = Sequence[Mapping[str, Any]]
-SMALL: dict[Any, Any] = {"font.size": 8, "axes.titlesize": 9, "legend.fontsize": 7, "axes.titlepad": 5}
+SMALL: dict[Any, Any] = {"font.size": 8, "axes.titlesize": 9, "legend.fontsize": 7, "axes.titlepad": 5} | {
+    "text.parse_math": True  # labels of logarithmic axes
+}
 
 
 def draw(found: Mapping[str, Rows]) -> Figure:
     """Plots the results of all questions."""
-    with matplotlib.rc_context(STYLE | SMALL):
+    with report_style(SMALL):
         figure = Figure(figsize=(10.5, 8.4), dpi=100, layout="constrained")
         panels = figure.subplots(3, 3).flat
         _credit(next(panels), found["credit"])

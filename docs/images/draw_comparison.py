@@ -1,4 +1,4 @@
-"""Draws docs/images/comparison.png from the two runs of `bash launch/quickstart.sh`.
+"""Draws docs/images/comparison.png from the runs of two configurations, `polynomial` and `polynomial:grpo`.
 
 python docs/images/draw_comparison.py
 """

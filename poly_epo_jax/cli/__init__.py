@@ -5,6 +5,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from poly_epo_jax.system.signals import exit_code
 from poly_epo_jax.system.text import did_you_mean
 
 COMMANDS = {
@@ -12,6 +13,7 @@ COMMANDS = {
     "evaluate": ("poly_epo_jax.evaluate", "evaluate and compare models on benchmarks"),
     "report": ("poly_epo_jax.report", "draw runs and evaluations on one page"),
     "study": ("poly_epo_jax.study", "compare methods over learning rates, seeds and tasks"),
+    "fit-base": ("poly_epo_jax.fit_base", "fit a base policy without training it"),
     "export": ("poly_epo_jax.export", "write a policy as a Hugging Face folder"),
     "doctor": ("poly_epo_jax.doctor", "check devices, servers and disk for a run"),
     "bench": ("poly_epo_jax.bench", "time the stages of a step, or plan the memory of a run"),
@@ -34,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
-        print(_help())
-        return 0
+        return exit_code(lambda: print(_help()))
     if name == "--version":
         from poly_epo_jax.system.versions import installed_version
 

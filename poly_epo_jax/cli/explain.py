@@ -108,8 +108,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--strategies", required=True, type=_names, metavar="S,S,..", help="names of strategies")
     size = AlgoSection().set_size
     parser.add_argument("--set_size", type=int, default=size, metavar="N", help=f"responses in a set (default: {size})")
-    options = parser.parse_args(arguments)
-    return exit_code(lambda: print(describe_group(options.rewards, options.strategies, options.set_size)))
+
+    def work() -> None:
+        options = parser.parse_args(arguments)
+        print(describe_group(options.rewards, options.strategies, options.set_size))
+
+    return exit_code(work)
 
 
 def _names(text: str) -> list[str]:

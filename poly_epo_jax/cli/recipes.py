@@ -41,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show = parser.add_subparsers(dest="action", metavar="show").add_parser("show", help="print a recipe")
     show.add_argument("name", metavar="NAME", help="name of the recipe")
     show.add_argument("--study", action="store_true", help="print a study file instead of a configuration file")
-    options = parser.parse_args(arguments)
 
     def work() -> None:
+        options = parser.parse_args(arguments)
         if options.action == "show":
             kind: Kind = "studies" if options.study else "configs"
             print(find_file(options.name, kind).read_text(encoding="utf-8"), end="")

@@ -18,6 +18,7 @@ from poly_epo_jax.config.checks import (
     FRACTION,
     NOT_EMPTY,
     PATTERN,
+    PLAIN,
     SEED,
     URL,
     URLS,
@@ -47,6 +48,9 @@ class ModelSection(Section, name="model"):
     stop_strings: tuple[str, ...] = key(
         (), "strings that end a response after a token that contains one, as end-of-sequence tokens of the model do"
     )
+    chat_template_options: Mapping[str, Any] = key(
+        {}, "variables of the chat template, such as --config.model.chat_template_options.enable_thinking=False", PLAIN
+    )
     dtype: str = key("float32", "dtype of activations and matrix products", FLOATS)
     param_dtype: str = key("float32", "dtype of stored weights (to train, bfloat16 requires lora.rank)", FLOATS)
     remat: str = key("none", "rematerialization policy (auto = the least recomputation that fits into memory)")
@@ -54,6 +58,11 @@ class ModelSection(Section, name="model"):
     attention: str = key(
         "auto", "attention kernel (auto = triton on GPU, splash on TPU, blockwise elsewhere or if a self-check fails)"
     )
+
+    @property
+    def compute_options(self) -> dict[str, Any]:
+        """The keys that are fields of `model.config.ModelConfig`, with their values."""
+        return {name: self[name] for name in ("dtype", "param_dtype", "remat", "scan_unroll", "attention")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,10 +297,11 @@ class EvalSection(Section, name="eval"):
 
 @dataclasses.dataclass(frozen=True)
 class LogSection(Section, name="log"):
-    """Logged generations and Weights & Biases."""
+    """Logged generations, Weights & Biases and Trackio."""
 
     generations_every: int = key(10, "interval between batches written to generations.jsonl, in steps", STEPS)
     wandb_project: str = key("", "name of the Weights & Biases project (empty = disabled)")
+    trackio_project: str = key("", "name of the Trackio project (empty = disabled)")
 
 
 @dataclasses.dataclass(frozen=True)

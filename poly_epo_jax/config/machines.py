@@ -9,6 +9,7 @@ MESHES = {
     "laptop": {"device_kind": "cpu", "num_devices": 1, "processes": 1, "data": 1, "fsdp": 1, "tensor": 1},
     "rtx4090x1": {"device_kind": "rtx4090", "num_devices": 1, "processes": 1, "data": 1, "fsdp": 1, "tensor": 1},
     "h100x1": {"device_kind": "h100", "num_devices": 1, "processes": 1, "data": 1, "fsdp": 1, "tensor": 1},
+    "h100x8": {"device_kind": "h100", "num_devices": 8, "processes": 1, "data": 1, "fsdp": 8, "tensor": 1},
     "h200x1": {"device_kind": "h200", "num_devices": 1, "processes": 1, "data": 1, "fsdp": 1, "tensor": 1},
     "h200x2": {"device_kind": "h200", "num_devices": 2, "processes": 1, "data": 1, "fsdp": 2, "tensor": 1},
     "h200x4": {"device_kind": "h200", "num_devices": 4, "processes": 1, "data": 1, "fsdp": 4, "tensor": 1},

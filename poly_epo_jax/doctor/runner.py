@@ -194,7 +194,7 @@ def _run_check(check: DoctorCheck, run: RunContext) -> list[Finding]:
     except Skipped as error:
         return [Finding(check.name, "skipped", str(error))]
     except (Failed, ValueError, OSError, ImportError) as error:  # The messages of these errors contain a remedy.
-        return [Finding(check.name, "failed", " ".join(str(error).split()))]
+        return [Finding(check.name, "failed", " ".join(str(error).split()).removesuffix("."))]
     except Exception as error:  # Compilers and drivers raise many kinds of exceptions.
         return [
             Finding(

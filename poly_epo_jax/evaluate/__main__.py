@@ -31,13 +31,21 @@ from rich.table import Table
 
 from poly_epo_jax.config.checks import URL, Range, validate
 from poly_epo_jax.config.keys import Config, ConfigError
-from poly_epo_jax.evaluate.benchmarks import Benchmark, about_evaluation, benchmark_label, label_of, open_benchmark
+from poly_epo_jax.evaluate.benchmarks import (
+    Benchmark,
+    about_evaluation,
+    benchmark_label,
+    check_benchmark,
+    label_of,
+    open_benchmark,
+    split_label,
+)
 from poly_epo_jax.evaluate.draw import draw_generations
 from poly_epo_jax.evaluate.folder import RESULTS, open_folder
-from poly_epo_jax.evaluate.results import compute_results
+from poly_epo_jax.evaluate.results import INTERVALS, compute_results
 from poly_epo_jax.judges import JUDGES, NoJudge, judge_identity
 from poly_epo_jax.judges.llm import warn_capacity
-from poly_epo_jax.metrics.evaluation import EvaluationMetric, table_columns
+from poly_epo_jax.metrics.evaluation import table_columns
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
 from poly_epo_jax.model.policy import Policy, check_stop_ids, find_model, model_digest, open_policy
 from poly_epo_jax.parallel.sharding import make_mesh
@@ -131,7 +139,9 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
                 results = labels | {key: about[key] for key in ("sampling", "digests")} | compute_results(folder)
                 write_json(folder / RESULTS, results)
             found.append(results)
-    Console().print(_table(found, f"{num_generations} generations per problem; 95% intervals over problems"))
+    for benchmark in dict.fromkeys(one["benchmark"] for one in found):
+        Console().print(_table([one for one in found if one["benchmark"] == benchmark], num_generations))
+    print(f"{INTERVALS}.")
     print(f"Create a report: python -m poly_epo_jax.report {flags.output}")
 
 
@@ -152,21 +162,23 @@ async def _draw_missing(
         await draw_generations(folder, rollouts, benchmark, judge, num_generations, sampling, show)
 
 
-def _table(results: Sequence[dict[str, Any]], title: str) -> Table:
-    """Returns a table with a row for each model and benchmark."""
-    columns = table_columns((name for one in results for name in one["metrics"]), "evaluate")
-    table = Table("benchmark", "model", *(metric.title for metric in columns.values()), title=title)
-    for one in results:
-        cells = [_format_metric(metric, one["metrics"].get(name)) for name, metric in columns.items()]
-        table.add_row(one["benchmark"], one["model"], *cells)
+def _table(results: Sequence[dict[str, Any]], num_generations: int) -> Table:
+    """Returns a table of the results on one benchmark: a row for each metric and model, within 80 columns.
+
+    Args:
+      results: Results of each model on the benchmark.
+      num_generations: Number of generations per problem.
+    """
+    title = f"{results[0]['benchmark']}: {results[0]['num_problems']} problems, {num_generations} generations each"
+    table = Table("metric", "model", "mean", "95% interval", title=title)
+    for name, metric in table_columns((name for one in results for name in one["metrics"]), "evaluate").items():
+        for one in results:
+            if name in one["metrics"]:
+                mean, low, high = (one["metrics"][name][key] for key in ("mean", "low", "high"))
+                interval = "-" if low is None else f"[{metric.format(low)}, {metric.format(high)}]"
+                table.add_row(metric.title, one["model"], metric.format(mean), interval)
+        table.add_section()
     return table
-
-
-def _format_metric(metric: EvaluationMetric, value: dict[str, float | None] | None) -> str:
-    if value is None:
-        return "-"
-    mean, low, high = ("" if end is None else metric.format(end) for end in value.values())
-    return f"{mean} [{low}, {high}]" if low else mean
 
 
 def _check_flags(config: Config, flags: argparse.Namespace) -> None:
@@ -186,8 +198,10 @@ def _check_flags(config: Config, flags: argparse.Namespace) -> None:
                     f"{flag}={','.join(given)} contains the label {label!r}, which is a duplicate or not a valid "
                     "folder name; set unique labels with label=name."
                 )
+    for name in flags.benchmarks:
+        check_benchmark(name)
     for name in flags.models:
-        source = name.rpartition("=")[2]
+        source = split_label(name)[1]
         if source.startswith(("http://", "https://")):
             validate(source, "--models", URL)
     check_writable("--output", flags.output)
@@ -196,7 +210,7 @@ def _check_flags(config: Config, flags: argparse.Namespace) -> None:
 
 
 def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
-    label, source = label_of(name), name.rpartition("=")[2]
+    label, source = label_of(name), split_label(name)[1]
     if source.startswith(("http://", "https://")):
         url = source.rstrip("/")
         try:

@@ -1,8 +1,8 @@
 """Opens benchmarks: mathematical benchmarks by name, held-out problems of synthetic tasks, and files or datasets."""
 
 import dataclasses
-import difflib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,7 +61,7 @@ def open_benchmark(name: str, section: TaskSection) -> Benchmark:
       ValueError, OSError: If the benchmark is unknown or cannot be read.
     """
     check_benchmark(name)
-    source, options = name.rpartition("=")[2], task_options(name, section)
+    source, options = split_label(name)[1], task_options(name, section)
     if has_held_out_problems(source):
         check_options("task.options", Entry(source, TASKS[source]), options)
         task = TASKS[source](**options)
@@ -71,15 +71,15 @@ def open_benchmark(name: str, section: TaskSection) -> Benchmark:
 
 
 def check_benchmark(name: str) -> None:
-    """Checks that the name of a benchmark is not misspelled, before it is looked up on the Hugging Face Hub.
+    """Checks that a benchmark is known, a path, or a dataset of the Hugging Face Hub (OWNER/NAME).
 
     Raises:
-      ConfigError: If the name is neither a known benchmark nor a path, but is similar to a known benchmark.
+      ConfigError: If the benchmark is none of these. The message lists the known benchmarks.
     """
-    source, known = name.rpartition("=")[2], {*BENCHMARKS, *TASKS} - {"math"}
+    source, known = split_label(name)[1], {*BENCHMARKS, *TASKS} - {"math"}
     is_path = re.search("[/.:]", source) or Path(source).exists()
-    if source not in known and not is_path and difflib.get_close_matches(source, known, 1):
-        raise ConfigError(f"{source!r} is not a benchmark{did_you_mean(source, known)}")
+    if source not in known and not is_path:
+        raise ConfigError(f"{source!r} is not a benchmark, a file or a dataset OWNER/NAME{did_you_mean(source, known)}")
 
 
 def has_held_out_problems(name: str) -> bool:
@@ -94,7 +94,7 @@ def task_options(name: str, section: TaskSection) -> dict[str, Any]:
       name: Name of the benchmark, see `open_benchmark`.
       section: The `task` section of the configuration.
     """
-    source = name.rpartition("=")[2]
+    source = split_label(name)[1]
     if has_held_out_problems(source):
         return dict(section.options) if source == section.name else {}
     shared = {key: value for key, value in section.options.items() if key in ("template", "num_workers")}
@@ -103,13 +103,23 @@ def task_options(name: str, section: TaskSection) -> dict[str, Any]:
 
 def benchmark_label(name: str) -> str:
     """Returns the label in `label=name` or, without one, the name of the benchmark or file without split and suffix."""
-    return label_of(name) if "=" in name else label_of(name).split(":")[0].split(".")[0]
+    return split_label(name)[0] or label_of(name).split(":")[0].split(".")[0]
 
 
 def label_of(name: str) -> str:
     """Returns the label in `label=name` or, without one, the last component of the path."""
-    label, _, source = name.rpartition("=")
+    label, source = split_label(name)
     return label or source.rstrip("/").split("/")[-1]
+
+
+def split_label(name: str) -> tuple[str, str]:
+    """Returns the label (empty without one) and the name of a model or benchmark that is given as `label=name`.
+
+    The first = ends the label, unless a slash precedes it. Shells do not expand ~/ in `--models=~/FOLDER`.
+    """
+    label, equals, source = name.partition("=")
+    label, source = (label, source) if equals and "/" not in label else ("", name)
+    return label, os.path.expanduser(source) if source.startswith("~/") else source
 
 
 def about_evaluation(
@@ -151,4 +161,6 @@ def about_evaluation(
         "judge": clustering if is_clustered else None,
         "digests": {**files, **digests},
     }
+    if config.model.chat_template_options:
+        about["chat_template_options"] = dict(config.model.chat_template_options)
     return json.loads(json.dumps(about))

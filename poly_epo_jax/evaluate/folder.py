@@ -7,14 +7,13 @@ results.json         all metrics with their intervals, see results.py. docs/how_
 lock                 locked by the process that executes the evaluation
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from poly_epo_jax.config.keys import changed_keys
 from poly_epo_jax.records.run_folder import GENERATION
-from poly_epo_jax.system.json_files import Columns, Row, read_rows, write_json
+from poly_epo_jax.system.json_files import Columns, Row, read_object, read_rows, write_json
 
 ABOUT, GENERATIONS, RESULTS = "about.json", "generations.jsonl", "results.json"
 
@@ -41,7 +40,7 @@ def open_folder(folder: Path, about: dict[str, Any]) -> None:
     """
     file = folder / ABOUT
     if file.exists():
-        changed = changed_keys(json.loads(file.read_text()), about)
+        changed = changed_keys(read_object(file, "delete the folder"), about)
         if changed:
             names = dict.fromkeys(key.removeprefix("digests.") for key in changed)
             raise ValueError(

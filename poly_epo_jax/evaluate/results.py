@@ -8,11 +8,17 @@ import numpy as np
 
 from poly_epo_jax.evaluate.folder import read_generations
 from poly_epo_jax.metrics.branching import mean_active_branches
-from poly_epo_jax.metrics.evaluation import problem_values
-from poly_epo_jax.metrics.intervals import bootstrap_interval
+from poly_epo_jax.metrics.evaluation import describe, problem_values
+from poly_epo_jax.metrics.intervals import bootstrap_interval, fraction_interval
 
 _COLUMNS = {"reward": "rewards", "correct": "correct", "answer": "answers", "cluster": "clusters"}
 """Arrays that metrics read, by their columns in generations.jsonl."""
+
+INTERVALS = (
+    "95% intervals over problems: Learned-Miller and Thomas (2019) for fractions such as pass@k and majority@k, which "
+    "equals Clopper-Pearson if all values are 0 or 1; bootstrap for other metrics"
+)
+"""Methods of the intervals in results.json."""
 
 
 def compute_results(folder: Path) -> dict[str, Any]:
@@ -24,7 +30,8 @@ def compute_results(folder: Path) -> dict[str, Any]:
     Returns:
       The content of results.json, without the labels, sampling parameters and digests that `run_evaluation` adds.
       "metrics" has an entry {"mean", "low", "high"} for each registered evaluation metric and k, with the mean over
-      problems and its 95% bootstrap interval. The bounds are None if there is only one problem. "num_problems",
+      problems and its 95% interval. The bounds are None if there is only one problem. "intervals" is `INTERVALS`, which
+      names the methods that tables and figures show. "num_problems",
       "num_generations" (per problem) and "num_clustered" (problems that have a clustering) are counts. "per_problem"
       contains the number of correct generations of each problem. Metrics that read clusters are means over the
       problems that have a clustering, and are omitted if no problem has one. "branching" contains the mean number of
@@ -55,6 +62,7 @@ def compute_results(folder: Path) -> dict[str, Any]:
         "num_problems": len(problems),
         "num_generations": num_generations,
         "num_clustered": int(is_clustered.sum()),
+        "intervals": INTERVALS,
         "metrics": metrics,
         "branching": {"mean": mean_active_branches(token_ids).tolist()},
         "per_problem": [
@@ -65,16 +73,15 @@ def compute_results(folder: Path) -> dict[str, Any]:
 
 
 def _with_intervals(values: Mapping[str, np.ndarray]) -> dict[str, dict[str, float | None]]:
-    """Returns the mean over problems and the interval of each metric. Bounds are None if they are not finite."""
-    table = np.stack(list(values.values()), axis=1).astype(float)
-    # The variation between problems cannot be estimated from a single problem.
-    low, high = bootstrap_interval(table) if len(table) > 1 else (np.full(table.shape[1], np.nan),) * 2
-    means = table.mean(axis=0)
-    return {
-        name: {"mean": float(mean), "low": _finite(bottom), "high": _finite(top)}
-        for name, mean, bottom, top in zip(values, means, low, high, strict=True)
+    """Returns the mean over problems and the interval of each metric. Bounds are None if there is one problem."""
+    entries: dict[str, dict[str, float | None]] = {
+        name: {"mean": float(column.mean()), "low": None, "high": None} for name, column in values.items()
     }
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
+    for is_fraction, interval in ((True, fraction_interval), (False, bootstrap_interval)):
+        columns = {name: column for name, column in values.items() if describe(name).is_fraction == is_fraction}
+        # The variation between problems cannot be estimated from a single problem.
+        if columns and len(next(iter(columns.values()))) > 1:
+            bounds = interval(np.stack(list(columns.values()), axis=1))
+            for name, low, high in zip(columns, *bounds, strict=True):
+                entries[name] |= {"low": float(low), "high": float(high)}
+    return entries

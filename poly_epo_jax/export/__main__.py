@@ -40,10 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--adapter", action="store_true", help="write only the adapter, in the format of PEFT")
     parser.add_argument("--base", type=Path, help="folder of the base policy of an adapter, if it was moved")
-    options = parser.parse_args(arguments)
-    dtype = options.dtype or ("float32" if options.adapter else "bfloat16")
 
     def work() -> None:
+        options = parser.parse_args(arguments)
+        dtype = options.dtype or ("float32" if options.adapter else "bfloat16")
         export(options.run, options.folder, options.step, dtype, adapter=options.adapter, base=options.base)
         print(f"{'adapter' if options.adapter else 'policy'}: {options.folder}")
         print(f"Upload it to the Hugging Face Hub with: hf upload USER/NAME {shlex.quote(str(options.folder))}")

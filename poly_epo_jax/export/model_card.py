@@ -12,7 +12,7 @@ from typing import Any
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.config.section import changed_keys
 from poly_epo_jax.metrics.logged import describe, is_held_out
-from poly_epo_jax.records.run_folder import ABOUT, METRICS, read_config, read_method, read_rows
+from poly_epo_jax.records.run_folder import METRICS, read_about, read_config, read_method, read_rows
 from poly_epo_jax.report.document import markdown_table
 
 FOLDERS = ("workdir", "compilation_cache_dir", "base.cache_dir", "rollouts.weights_dir")
@@ -65,7 +65,7 @@ def model_card(run: Path, step: int, stop_strings: Sequence[str] = ()) -> str:
         command(config),
         "```",
         "",
-        *_versions(json.loads((run / ABOUT).read_bytes()).get("versions", [])),
+        *_versions(read_about(run).get("versions", [])),
     ]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from poly_epo_jax.config.keys import Config, ConfigError
+from poly_epo_jax.model.policy import model_digest
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.startup.base_policy import base_policy
 from poly_epo_jax.startup.command_line import config_parser, run_command
@@ -26,27 +27,33 @@ def fit_base(config: Config, folder: Path) -> None:
 
     Args:
       config: The configuration. Its `model.path` is empty.
-      folder: The folder to create.
+      folder: The folder to create. Can exist if it contains this policy.
 
     Raises:
-      ConfigError: If the configuration has a `model.path`, if `folder` exists, or if it cannot be written to.
+      ConfigError: If the configuration has a `model.path`, if `folder` contains something else, or if it cannot be
+        written to.
       ValueError: If the task has no demonstrations, or if the mesh does not fit the policy.
       DivergenceError: If the fit diverges.
     """
     if config.model.path:
         raise ConfigError(f"model.path={config.model.path} is a complete policy; set --config.model.path= to fit one.")
-    if folder.exists():
-        raise ConfigError(f"--output={folder} exists; choose a new folder, or delete it.")
     for key, path in {"--output": folder.parent, "base.cache_dir": Path(config.base.cache_dir)}.items():
         check_writable(key, path)
     use_compilation_cache(config)
     cached = base_policy(config, make_task(config.task), make_mesh(**config.mesh))
+    if folder.exists() and model_digest(folder) != model_digest(cached):
+        raise ConfigError(f"--output={folder} does not contain this base policy; choose a new folder, or delete it.")
+    if not folder.exists():
+        _copy(cached, folder)
+    print(f"policy: {folder}")
+
+
+def _copy(cached: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(cached, partial)
     partial.rename(folder)  # a folder with the final name is always complete
-    print(f"policy: {folder}")
 
 
 def _run(config: Config, flags: argparse.Namespace) -> None:
@@ -58,7 +65,7 @@ def _run(config: Config, flags: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fits a base policy as specified by the command line (`sys.argv` if None), and returns the exit code."""
     parser = config_parser(__doc__)
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="Hugging Face folder to create; must not exist")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="Hugging Face folder to create")
     return run_command(parser, arguments, _run, DivergenceError)
 
 

@@ -26,6 +26,7 @@ from poly_epo_jax.system.http_client import (
     backoff_seconds,
     describe_error,
     open_client,
+    proxy_of,
     quote,
     wait_until_healthy,
 )
@@ -63,7 +64,7 @@ class LLMJudge:
 
     Raises:
       ValueError: If the prompt file does not exist or is not UTF-8 text, or if the environment variable of the API key
-        does not contain a valid key.
+        does not contain a valid key, or if HTTPS_PROXY selects a proxy that does not use HTTP.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class LLMJudge:
         self._api = self.url if VERSION.search(urlsplit(self.url).path + "/") else f"{self.url}/v1"
         self._rubric = load_rubric(prompt_file)
         (self._rubric_digest,) = file_digests([rubric_file(prompt_file)])
-        self._key = _read_key(section.api_key_env)
-        self._listed_model = ""
+        self._listed_model, self._key = "", _read_key(section.api_key_env)
+        self._proxy = proxy_of(self.url) if self._key else ""
         self._unreachable_since: float | None = None
         self._counts = collections.Counter[str]()
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
@@ -104,7 +105,7 @@ class LLMJudge:
             "temperature": self._temperature,
             "max_tokens": self._max_tokens,
         }
-        async with self._slot(), open_client(self._section.timeout_seconds) as client:
+        async with self._slot(), self._open_client() as client:
             attempt = 1
             while True:
                 outcome = await self._attempt(client, request | {"seed": _seed(group, attempt)}, len(responses))
@@ -123,7 +124,7 @@ class LLMJudge:
         """
         try:
             await wait_until_healthy(
-                f"{self._api}/models", self._section.wait_seconds, f"Judge {self.url}", self._headers()
+                f"{self._api}/models", self._section.wait_seconds, f"Judge {self.url}", self._headers(), self._proxy
             )
         except ServerError as error:
             raise ServerError(self._without_key(str(error))) from None
@@ -135,7 +136,7 @@ class LLMJudge:
           ServerError: If the server does not respond, or does not list a model.
         """
         try:
-            async with open_client(self._section.timeout_seconds) as client:
+            async with self._open_client() as client:
                 model = await self._model_name(client)
         except (ReplyError, httpx.HTTPError) as error:
             reason = describe_error(error) if isinstance(error, httpx.HTTPError) else error
@@ -148,7 +149,7 @@ class LLMJudge:
         context = self._context_tokens
         if not context:
             with contextlib.suppress(httpx.HTTPError, ReplyError):  # the first prompt reports the error
-                async with open_client(self._section.timeout_seconds) as client:
+                async with self._open_client() as client:
                     context = read_context(await self._send(client, "GET", "/models"), self.model)
         return capacity_warnings(load, self._rubric, self._max_response_chars, self._max_tokens, context)
 
@@ -156,6 +157,9 @@ class LLMJudge:
         """Returns the numbers of retried requests and of shortened responses since the last call."""
         counts, self._counts = self._counts, collections.Counter[str]()
         return {f"judge/{name}": float(counts[name]) for name in ("retries", "shortened_responses")}
+
+    def _open_client(self) -> httpx.AsyncClient:
+        return open_client(self._section.timeout_seconds, proxy=self._proxy)
 
     async def _model_name(self, client: httpx.AsyncClient) -> str:
         if not (self.model or self._listed_model):
@@ -171,13 +175,13 @@ class LLMJudge:
         except ReplyError as error:
             kind, reason = error.kind, str(error)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            kind, reason = "unreachable", f"{describe_error(error)}; start the server, or correct judge.url"
+            proxy = ", or the proxy in HTTPS_PROXY" if self._proxy else ""
+            kind, reason = "unreachable", f"{describe_error(error)}; start the server, or correct judge.url{proxy}"
         except httpx.HTTPStatusError as error:
             kind, reason = self._refusal(error.response)
-        except InvalidResponseError as error:
-            kind, reason = "malformed", describe_error(error)
         except httpx.HTTPError as error:
-            kind, reason = "unavailable", describe_error(error)
+            kind = "malformed" if isinstance(error, InvalidResponseError) else "unavailable"
+            reason = describe_error(error)
         return JudgeFailure(kind, self._without_key(f"The judge at {self.url}: {reason}."))
 
     async def _send(
@@ -237,8 +241,7 @@ def _read_key(variable: str) -> str:
 
 def _seed(group: Group, attempt: int) -> int:
     """Returns a seed that depends on the group and the attempt only. It has 31 bits, which all servers accept."""
-    versions = [generation.weight_version for generation in group.generations]
-    words = json.dumps([group.problem.id, versions, attempt]).encode()
+    words = json.dumps([group.problem.id, [one.weight_version for one in group.generations], attempt]).encode()
     return int.from_bytes(hashlib.sha256(words).digest()[:4]) >> 1
 
 

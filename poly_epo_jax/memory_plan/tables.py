@@ -13,7 +13,7 @@ from rich.table import Table
 from poly_epo_jax.config.keys import Config, ConfigError, MeshSection
 from poly_epo_jax.memory_plan.plan import Plan, make_plan, max_rows
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.parallel.devices import DEVICES, Machine, device_name
+from poly_epo_jax.parallel.devices import DEVICES, Machine, device_name, find_devices
 from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh
 from poly_epo_jax.step.packing import row_tokens
 from poly_epo_jax.system.limits import memory_limit
@@ -177,10 +177,10 @@ def machine_of(config: Config) -> tuple[Machine, int | None]:
     The local devices are only queried if `mesh.device_kind` or `mesh.num_devices` is not set.
 
     Raises:
-      ConfigError: If the devices cannot be arranged into the mesh.
+      ConfigError: If JAX finds no devices, or if the devices cannot be arranged into the mesh.
     """
     mesh = config.mesh
-    available = [] if mesh.device_kind and mesh.num_devices else jax.devices()
+    available = [] if mesh.device_kind and mesh.num_devices else find_devices()
     device = mesh.device_kind or device_name(available[0].device_kind)
     machine = Machine(device, fill_mesh(mesh, mesh.num_devices or len(available)))
     if available and (limit := (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")):

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from poly_epo_jax.metrics.diversity import correct_clusters, incorrect_clusters
+from poly_epo_jax.metrics.intervals import ROUNDING
 from poly_epo_jax.metrics.majority import answer_entropy, majority_at_k
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
 from poly_epo_jax.types import Registry
@@ -40,6 +41,8 @@ class EvaluationMetric:
         training always use powers of two. If True, tables show the metric at k = 1 and at the largest k, instead of at
         the largest k only.
       tables: Commands whose tables have the metric as a column.
+      is_fraction: Whether all values lie in [0, 1] by definition. Confidence intervals over problems are then computed
+        by `fraction_interval`, otherwise by `bootstrap_interval`.
 
     Raises:
       ValueError: If a parameter of `function` is neither `k` nor one of `ARRAYS`.
@@ -51,6 +54,7 @@ class EvaluationMetric:
     digits: int = 3
     every_k: bool = False
     tables: Collection[str] = ("evaluate", "report", "study")
+    is_fraction: bool = False
 
     def __post_init__(self):
         unknown = self.parameters - {"k", *ARRAYS}
@@ -87,23 +91,27 @@ EVALUATION_METRICS: Registry[EvaluationMetric] = Registry(
             lambda correct, k: pass_at_k(correct.shape[1], correct.sum(axis=1), k),
             "pass@{k}",
             "Probability that at least one of {k} generations of a problem is correct.",
+            is_fraction=True,
             every_k=True,
         ),
         MAJORITY_ACCURACY: EvaluationMetric(
             lambda answers, correct, k: _majority(answers.astype(int).tobytes(), correct.tobytes(), len(answers), k)[0],
             "majority@{k} accuracy",
             "Accuracy of the most frequent answer among {k} generations. Ties are broken at random.",
+            is_fraction=True,
         ),
         MAJORITY_VOTE_SHARE: EvaluationMetric(
             lambda answers, correct, k: _majority(answers.astype(int).tobytes(), correct.tobytes(), len(answers), k)[1],
             "majority@{k} vote share",
             "Fraction of {k} generations that give the most frequent answer.",
+            is_fraction=True,
             tables=("evaluate", "report"),
         ),
         "solved": EvaluationMetric(
             lambda correct: correct.any(axis=1).astype(float),
             "solved",
             "Fraction of problems with at least one correct generation.",
+            is_fraction=True,
             tables=(),
         ),
         "answer_entropy": EvaluationMetric(
@@ -181,7 +189,8 @@ def problem_values(
       Values [P] by name, such as `pass@8`.
 
     Raises:
-      ValueError: If a metric does not return a finite value for each problem, or if two metrics have the same name.
+      ValueError: If a metric does not return a finite value for each problem, if a value of a fraction is not in
+        [0, 1], or if two metrics have the same name.
     """
     num_problems, num_generations = arrays["correct"].shape
     values: dict[str, np.ndarray] = {}
@@ -200,6 +209,11 @@ def problem_values(
                 raise ValueError(
                     f"The function of the evaluation metric {stem!r} must return a finite value for each of the "
                     f"{num_problems} problems; correct it."
+                )
+            if metric.is_fraction and np.any(np.abs(found - 0.5) > 0.5 + ROUNDING):
+                raise ValueError(
+                    f"The evaluation metric {stem!r} has a value outside [0, 1]; correct its function, or remove "
+                    "is_fraction=True."
                 )
             values[name] = found
     return values

@@ -6,6 +6,9 @@ import numpy as np
 from jaxtyping import Float
 from scipy.special import ndtr, stdtrit  # normal distribution function; quantiles of Student's t
 
+ROUNDING = 1e-9
+"""Maximum distance from [0, 1] of a fraction, for rounding errors."""
+
 
 def bootstrap_interval(
     values: Float[np.ndarray, " problems *metrics"], level: float = 0.95, num_resamples: int = 2000, seed: int = 0
@@ -21,7 +24,7 @@ def bootstrap_interval(
       Values are skewed (the values of a difficult benchmark are mostly 0). Therefore the level is
         Phi(a + (a + z) / (1 - a (a + z))) with a = skewness / (6 sqrt(P)) (BCa: Efron 1987, Better Bootstrap Confidence
         Intervals; to this order, the bias correction of a mean equals its acceleration a).
-    The coverage of the studentized bootstrap is higher if nearly all values are equal, but its bounds can be infinite.
+    The interval has zero width if all values are equal. `fraction_interval` does not, but requires values in [0, 1].
 
     Only the problems are resampled. The sampling error of a problem's value, which is estimated from a finite number of
     generations, is included because it contributes to the variance between problems.
@@ -39,13 +42,7 @@ def bootstrap_interval(
       ValueError: If there are fewer than two problems, if `level` is not between 0 and 1, or if a value is not finite.
     """
     num_problems, metrics = values.shape[0], values.shape[1:]
-    if num_problems < 2:
-        raise ValueError(f"An interval over problems requires at least two problems, but there are {num_problems}.")
-    if not 0 < level < 1:
-        raise ValueError(f"level={level} must lie between 0 and 1.")
-    if not np.all(np.isfinite(values)):
-        raise ValueError("values must be finite; remove missing values.")
-    table = values.reshape(num_problems, -1).astype(np.float64)
+    table = _checked_table(values, level)
     # A resampled mean depends only on how often each problem is drawn, so one matrix product computes all means.
     uniform = np.full(num_problems, 1 / num_problems)
     counts = np.random.default_rng(seed).multinomial(num_problems, uniform, size=num_resamples)
@@ -67,6 +64,55 @@ def bootstrap_interval(
     return ends[0], ends[1]
 
 
+def fraction_interval(
+    values: Float[np.ndarray, " problems *metrics"], level: float = 0.95, num_resamples: int = 2000, seed: int = 0
+) -> tuple[Float[np.ndarray, "*metrics"], Float[np.ndarray, "*metrics"]]:
+    """Computes confidence intervals of the mean over problems for values in [0, 1].
+
+    The upper bound is the (1 + level) / 2 quantile of the weighted mean of the values and one additional value 1, with
+    weights from the uniform distribution over all non-negative weights with sum 1. The lower bound is the
+    (1 - level) / 2 quantile with an additional value 0. Learned-Miller and Thomas (2019, arXiv:1905.06208) conjecture
+    that the coverage is never below the level. If all values are 0 or 1, the bounds are those of Clopper and Pearson,
+    up to the error of the random weights. The bounds are continuous in the values, and differ even if all values are
+    equal. As in `bootstrap_interval`, only the variation between problems is estimated.
+
+    Args:
+      values: One value in [0, 1] per problem and metric, such as pass@k for several k.
+      level: Confidence level, between 0 and 1.
+      num_resamples: Number of random weightings, with the same weightings for all metrics.
+      seed: Seed of the weightings.
+
+    Returns:
+      Lower and upper bounds.
+
+    Raises:
+      ValueError: If there are fewer than two problems, if `level` is not between 0 and 1, or if a value is not in
+        [0, 1].
+    """
+    num_problems, metrics = values.shape[0], values.shape[1:]
+    table = _checked_table(values, level)
+    if np.any(np.abs(table - 0.5) > 0.5 + ROUNDING):
+        raise ValueError("values must lie between 0 and 1; use bootstrap_interval for other values.")
+    table = table.clip(0, 1)
+    weights = np.random.default_rng(seed).standard_exponential((num_resamples, num_problems + 1))
+    weights /= weights.sum(axis=1, keepdims=True)
+    means, additional = weights[:, :-1] @ table, weights[:, -1:]
+    row = round((1 + level) / 2 * (num_resamples - 1))
+    low = np.sort(means, axis=0)[num_resamples - 1 - row]
+    high = np.sort(means + additional, axis=0)[row]
+    return low.reshape(metrics), high.reshape(metrics)
+
+
+def _checked_table(values: Float[np.ndarray, " problems *metrics"], level: float) -> Float[np.ndarray, "problems all"]:
+    if len(values) < 2:
+        raise ValueError(f"An interval over problems requires at least two problems, but there are {len(values)}.")
+    if not 0 < level < 1:
+        raise ValueError(f"level={level} must lie between 0 and 1.")
+    if not np.all(np.isfinite(values)):
+        raise ValueError("values must be finite; remove missing values.")
+    return values.reshape(len(values), -1).astype(np.float64)
+
+
 class Interval(NamedTuple):
     """A mean with the bounds of its 95% confidence interval.
 
@@ -85,7 +131,7 @@ def mean_interval(values: Float[np.ndarray, " seeds"]) -> Interval:
     """Computes Student's confidence interval of the mean over seeds.
 
     The interval is exact if the values of different seeds are normally distributed. With two seeds, it extends 9
-    standard deviations to each side.
+    standard deviations to each side. It has zero width if all values are equal.
 
     Args:
       values: One value per seed.

@@ -24,6 +24,7 @@ class LoggedMetric:
       brief: Short label for the progress display of a run. If empty, the display does not show the metric.
       drawn: Whether reports draw the metric over training steps.
       digits: Number of decimals in summaries.
+      unit_axis: Whether figures draw the metric on an axis from 0 to 1.
     """
 
     title: str
@@ -32,6 +33,7 @@ class LoggedMetric:
     brief: str = ""
     drawn: bool = False
     digits: int = 3
+    unit_axis: bool = False
 
 
 LOGGED_METRICS: Registry[LoggedMetric] = Registry(
@@ -42,6 +44,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Mean reward of generations on problems that are not trained on.",
             "A decrease while `reward` increases: the policy overfits to the training problems.",
             brief="reward",
+            unit_axis=True,
         ),
         "eval/degenerate_fraction": LoggedMetric(
             "Held-out degenerate responses", "Fraction of generations that contain no attempt at reasoning."
@@ -58,6 +61,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Constantly 0: GRPO and Poly-EPO then have advantage 0 on all prompts, and nothing is learned.",
             brief="reward",
             drawn=True,
+            unit_axis=True,
         ),
         "solved": LoggedMetric(
             "Solved prompts",
@@ -65,15 +69,11 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Near 0: with 0/1 rewards, GRPO and Poly-EPO have advantage 0 on prompts without a correct generation.",
             brief="solved",
             drawn=True,
+            unit_axis=True,
         ),
-        "train/solved_in_batch": LoggedMetric(
-            "Solved problems in the batch", "Number of distinct training problems that the step's generations solve."
-        ),
+        "train/solved_in_batch": LoggedMetric("Problems solved", "Number of distinct problems that the step solves."),
         "train/ever_solved": LoggedMetric(
-            "Problems ever solved",
-            "Number of distinct training problems that the generations of this or an earlier step solve.",
-            drawn=True,
-            digits=0,
+            "Problems ever solved", "Number of distinct training problems solved so far.", drawn=True, digits=0
         ),
         "clusters/correct": LoggedMetric(
             "Correct clusters per prompt",
@@ -111,6 +111,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Fraction of generations that reached sampling.max_tokens. Truncated responses rarely contain an answer.",
             "An increase or a large fraction: increase `sampling.max_tokens`.",
             drawn=True,
+            unit_axis=True,
         ),
         "response/staleness": LoggedMetric(
             "Staleness of responses",
@@ -298,7 +299,8 @@ def describe(name: str) -> LoggedMetric:
     """Returns the entry of a logged metric. A metric without an entry has its name as title."""
     if name not in LOGGED_METRICS and is_held_out(name):
         metric = evaluation.describe(name.removeprefix(_HELD_OUT))
-        return LoggedMetric(f"Held-out {metric.title}", metric.meaning, brief=metric.title, digits=metric.digits)
+        shown = {"brief": metric.title, "digits": metric.digits, "unit_axis": metric.is_fraction}
+        return LoggedMetric(f"Held-out {metric.title}", metric.meaning, **shown)
     family = LOGGED_METRICS.get(f"{name.rpartition('/')[0]}/*", LoggedMetric(name, ""))
     return LOGGED_METRICS.get(name, family)
 

@@ -27,7 +27,7 @@ def majority_at_k(
     no generation votes, accuracy and vote share are 0.
 
     If there are at most `num_subsets` subsets, all of them are used and the result is exact. Otherwise, `num_subsets`
-    random subsets are used.
+    random subsets are used, the same for all problems.
 
     Args:
       answers: Non-negative answer ids, equal for answers that the task considers equal, or `NO_ANSWER`. Ids are
@@ -50,13 +50,13 @@ def majority_at_k(
     if np.any(answers < NO_ANSWER):
         raise ValueError(f"answers must be non-negative ids, or {NO_ANSWER} for a missing answer.")
 
-    all_subsets = None
     if math.comb(num_generations, k) <= num_subsets:
-        all_subsets = np.array(list(itertools.combinations(range(num_generations), k)))
-    rng = np.random.default_rng(seed)
+        subsets = np.array(list(itertools.combinations(range(num_generations), k)))
+    else:
+        indices = np.tile(np.arange(num_generations), (num_subsets, 1))
+        subsets = np.random.default_rng(seed).permuted(indices, axis=1)[:, :k]
     accuracy, vote_share = np.zeros(num_problems), np.zeros(num_problems)
     for problem in range(num_problems):
-        subsets = _random_subsets(num_generations, k, num_subsets, rng) if all_subsets is None else all_subsets
         ids, votes_for = np.unique(answers[problem], return_inverse=True)
         is_correct = _correct_answers(votes_for, correct[problem], ids)
         votes = _count(votes_for[subsets], len(ids))
@@ -66,13 +66,6 @@ def majority_at_k(
         accuracy[problem] = np.mean(wins @ is_correct / np.maximum(wins.sum(axis=1), 1))
         vote_share[problem] = np.mean(most) / k
     return accuracy, vote_share
-
-
-def _random_subsets(
-    num_generations: int, k: int, num_subsets: int, rng: np.random.Generator
-) -> Int[np.ndarray, "subsets k"]:
-    indices = np.tile(np.arange(num_generations), (num_subsets, 1))
-    return rng.permuted(indices, axis=1)[:, :k]
 
 
 def _correct_answers(

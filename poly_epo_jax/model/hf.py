@@ -4,6 +4,7 @@ A model folder has the format of transformers: config.json with model.safetensor
 index (hf_files.py). Host memory holds one stacked weight at a time while loading, and a few files while saving.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from poly_epo_jax.config.checks import check_of_type
 from poly_epo_jax.model.architectures import ARCHITECTURES, Weight
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import new_folder, open_tensors, write_tensors
@@ -67,7 +69,14 @@ def read_model_config(path: str | Path, **overrides: Any) -> ModelConfig:
     if family not in ARCHITECTURES:
         choices = " or ".join(ARCHITECTURES)
         raise ValueError(f"{file}: model_type {family!r} is not supported; choose a {choices} model.")
+    if "quantization_config" in written:
+        raise ValueError(
+            f"{file}: the weights are quantized (quantization_config: {str(written['quantization_config'])[:80]}), "
+            "which is not supported; choose the model in BF16, F16 or F32."
+        )
     architecture = ARCHITECTURES[family]
+    for key in ("rope_scaling", "rope_parameters"):
+        _check_value(file, key, written.get(key, {}), Mapping)
     rope = {"rope_theta": written.get("rope_theta", 1e4)}
     rope |= written.get("rope_scaling", {}) | written.get("rope_parameters", {})
     unsupported = [
@@ -82,6 +91,7 @@ def read_model_config(path: str | Path, **overrides: Any) -> ModelConfig:
         value = written[unsupported[0]]
         raise ValueError(f"{file}: {unsupported[0]} {value!r} is not supported; choose a {family} model without it.")
     shapes = _shapes(file, written, architecture.config_keys)
+    _check_value(file, "rope_theta", rope["rope_theta"], float)
     return ModelConfig(
         **shapes, **architecture.switches, family=family, rope_theta=float(rope["rope_theta"]), **overrides
     )
@@ -208,21 +218,36 @@ def _shapes(file: Path, written: Mapping[str, Any], config_keys: Mapping[str, st
     """Returns the ModelConfig fields that config.json sets. Missing keys have the defaults of Llama in transformers.
 
     Raises:
-      ValueError: If a key without a default is missing.
+      ValueError: If a key without a default is missing, a value has the wrong type, or the head sizes do not match.
     """
     found = {field: written[key] for field, key in config_keys.items() if key in written}
+    types = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
+    for field, value in found.items():
+        _check_value(file, config_keys[field], value, types[field])
     heads = found.get("num_heads", 1)
     defaults = {
         "num_kv_heads": heads,
-        "head_dim": found.get("hidden_size", 0) // heads,
         "norm_eps": 1e-6,
         "tie_word_embeddings": False,
     }
+    if found.get("hidden_size", 0) % heads == 0 and written["model_type"] != "qwen3":
+        defaults["head_dim"] = found.get("hidden_size", 0) // heads
     shapes = defaults | found
     for field, key in config_keys.items():
         if field not in shapes:
             raise ValueError(f"{file} does not contain {key!r}; add it.")
+    if heads % shapes["num_kv_heads"]:
+        kv_key, key = (config_keys[field] for field in ("num_kv_heads", "num_heads"))
+        raise ValueError(f"{file}: {kv_key}={shapes['num_kv_heads']} must divide {key}={heads}; correct it.")
     return shapes
+
+
+def _check_value(file: Path, key: str, value: Any, kind: Any) -> None:
+    """Checks the type of a value of config.json. Numbers must be positive."""
+    check = check_of_type(Mapping[str, Any] if kind is Mapping else kind)
+    if not check.is_valid(value) or (kind in (int, float) and value <= 0):
+        rule = f"{check.rule} greater than 0" if kind in (int, float) else check.rule
+        raise ValueError(f"{file}: {key}={value!r} {rule}; create or download the model folder again.")
 
 
 def _dotted(key_path: Any) -> str:

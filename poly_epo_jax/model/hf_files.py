@@ -34,7 +34,7 @@ def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
       FileExistsError: If `path` already exists and is not replaced.
       OSError: If a file cannot be written.
     """
-    if path.exists() and not replace:
+    if (path.exists() or path.is_symlink()) and not replace:
         raise FileExistsError(f"{path} already exists; choose another folder, or remove it first.")
     unfinished = path.with_name(f"{path.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # left behind by a killed process

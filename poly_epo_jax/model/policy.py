@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from poly_epo_jax.model.stop_strings import stop_string_ids
 from poly_epo_jax.model.tokenizer_files import copy_files, write_tokenizer
 from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.system.digests import DIGESTS, check_digests, file_digests, json_digest, write_digests
+from poly_epo_jax.system.git_lfs import check_downloaded
 from poly_epo_jax.system.json_files import read_object
 from poly_epo_jax.system.text import first_line
 from poly_epo_jax.types import Params
@@ -144,15 +146,19 @@ def open_policy(
       ValueError, FileNotFoundError: If the folder is missing or corrupted, if the model is not supported, if a stop
         string is not contained in any token, or if the embedding has no row for a stop token.
     """
+    for file in (file for pattern in MODEL_FILES for file in path.glob(pattern)):
+        check_downloaded(file)
     check_digests(path)
-    compute = {name: value for name, value in section.items() if name not in ("path", "stop_strings")}
-    config = hf.read_model_config(path, max_sequence_tokens=max_sequence_tokens, **compute, **lora_fields(lora))
+    compute = section.compute_options | lora_fields(lora)
+    config = hf.read_model_config(path, max_sequence_tokens=max_sequence_tokens, **compute)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # Tokenizers raise many types of errors, and few of them name the file.
         raise ValueError(
             f"Failed to load the tokenizer in {path}: {first_line(error)}. Create or download the model folder again."
         ) from error
+    # All users of the tokenizer apply its chat template with these variables.
+    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **section.chat_template_options)
     stop_ids = {*_eos_ids(path), *stop_string_ids(tokenizer, section.stop_strings)}
     if isinstance(tokenizer.eos_token_id, int):  # differs from the ids in the folder's other files for base models
         stop_ids.add(tokenizer.eos_token_id)

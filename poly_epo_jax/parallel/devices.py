@@ -1,13 +1,18 @@
 """Vendor specifications of supported devices, and their peak memory use."""
 
+import contextlib
 import dataclasses
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.extend
+
+from poly_epo_jax.config.checks import ConfigError
+from poly_epo_jax.system.text import first_line
 
 
 class Device(NamedTuple):
@@ -48,6 +53,36 @@ def device_name(kind: str) -> str:
     if kind == "TPU v5":
         return "v5p"
     return next((name for name, device in DEVICES.items() if kind.startswith(device.kinds)), "")
+
+
+_EXTRAS = {"cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
+
+
+def find_devices() -> list[Any]:
+    """Returns `jax.devices()`, and starts the platform of JAX on the first call.
+
+    Raises:
+      ConfigError: If the platform cannot be used. The message names the platforms that exist.
+    """
+    try:
+        return jax.devices()
+    except (AssertionError, RuntimeError) as error:  # The assertion of JAX has no message.
+        selected = jax.config.values["jax_platforms"]
+        if not selected:
+            raise ConfigError(f"JAX cannot use the devices of this machine: {first_line(error)}") from error
+        jax.config.update("jax_platforms", "")
+        existing = {"cpu"}
+        with contextlib.suppress(RuntimeError):
+            existing.add(jax.default_backend())
+        # Without these lines, a second call would use another platform than the selected one.
+        jax.extend.backend.clear_backends()
+        jax.config.update("jax_platforms", selected)
+        extra = next((_EXTRAS[name] for name in selected.split(",") if name in _EXTRAS), "")
+        remedy = f" or, on a machine with such devices, run: pip install 'poly-epo-jax[{extra}]'" if extra else ""
+        raise ConfigError(
+            f"JAX_PLATFORMS={selected} cannot be used, because JAX only finds {' and '.join(sorted(existing))} here; "
+            f"unset it{remedy}."
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from poly_epo_jax.config.keys import HostsSection
+from poly_epo_jax.parallel.devices import find_devices
 from poly_epo_jax.system.signals import Stopped
 from poly_epo_jax.system.text import first_line
 
@@ -48,7 +49,7 @@ def join(section: HostsSection) -> None:
       section: The `hosts` section of the configuration. Without a coordinator, nothing is done.
 
     Raises:
-      ValueError: If the section is inconsistent, or if the other processes cannot be reached.
+      ValueError: If the section is inconsistent, if the other processes cannot be reached, or if JAX finds no devices.
     """
     coordinator = section.coordinator_address
     if not coordinator:
@@ -89,6 +90,7 @@ def join(section: HostsSection) -> None:
             "Under SLURM, start all processes with srun. Otherwise, set hosts.coordinator_address to HOST:PORT of the "
             "first process, and set hosts.num_processes and hosts.process_id."
         ) from error
+    find_devices()  # before the exchanges between the processes, which use the devices
 
 
 def _check(section: HostsSection) -> None:

@@ -16,7 +16,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from poly_epo_jax.config.keys import ConfigError
-from poly_epo_jax.parallel.devices import device_name
+from poly_epo_jax.parallel.devices import device_name, find_devices
 from poly_epo_jax.parallel.mesh import AXES, RULES, fill_mesh
 from poly_epo_jax.types import Params
 
@@ -48,9 +48,9 @@ def make_mesh(
       The mesh.
 
     Raises:
-      ConfigError: If the devices are of another kind, or if their number does not match the axes.
+      ConfigError: If JAX finds no devices, if they are of another kind, or if their number does not match the axes.
     """
-    available = jax.devices() if available is None else available
+    available = find_devices() if available is None else available
     kind = available[0].device_kind
     if device_kind and device_name(kind) != device_kind:
         raise ConfigError(

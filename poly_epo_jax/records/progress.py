@@ -11,6 +11,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from poly_epo_jax.metrics.logged import (
     HELD_OUT_CORRECT_CLUSTERS,
@@ -62,16 +63,23 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]
 class TrainingProgress:
     """Progress display of a training run.
 
-    On a terminal, it is a live screen. Otherwise, a line is printed for the first step, the last step and each
-    evaluation, and if ten seconds have passed since the previous line.
+    On a terminal, it is a live screen. Otherwise, a line is printed at the beginning, for the first step, the last step
+    and each evaluation, and if ten seconds have passed since the previous line.
 
     Args:
       total_steps: Last step of the run.
       first_step: Step from which training continues.
+      title: Name and method of the run.
+
+    Attributes:
+      active_stages: Returns the names of the stages in progress, for the live screen.
     """
 
-    def __init__(self, total_steps: int, first_step: int) -> None:
-        self._total_steps = total_steps
+    def __init__(self, total_steps: int, first_step: int, title: str) -> None:
+        self.active_stages: Callable[[], list[str]] = list
+        self._total_steps, self._first_step = total_steps, first_step
+        resumed = f"resumes after step {first_step} of {total_steps}" if first_step else f"{total_steps} steps"
+        self._title, self._compiles = f"{title}, {resumed}", first_step < total_steps
         self._latest: Metrics = {}
         self._held_out = {name: describe(name).brief for name in _HELD_OUT}
         self._training = {
@@ -91,9 +99,13 @@ class TrainingProgress:
         )
         self._task = self._progress.add_task("", total=total_steps, completed=first_step)
         console = Console()
-        self._live = Live(self._screen(), console=console, refresh_per_second=2) if console.is_terminal else None
-        if self._live is not None:
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(get_renderable=self._screen, console=console, refresh_per_second=2)
             self._live.start()
+        else:
+            note = "; the first evaluation and step also compile programs" if self._compiles else ""
+            print(f"{self._title}{note}.", flush=True)
 
     def show(self, step: int, values: Metrics) -> None:
         """Shows the metrics and times of a step.
@@ -106,9 +118,10 @@ class TrainingProgress:
         evaluated = any(name in values for name in _HELD_OUT)
         if evaluated:
             self._evaluated_at = step
+        self._compiles &= step == self._first_step
         self._progress.update(self._task, completed=step)
         if self._live is not None:
-            self._live.update(self._screen())
+            self._live.refresh()
         elif self._lines.due(evaluated or step == self._total_steps):
             print(self._line(step, values), flush=True)
 
@@ -129,7 +142,9 @@ class TrainingProgress:
                 stages | {"sync/step_fraction": "sync fraction", "tokens_per_second": "tokens/s"},
             ),
         ]
-        return Group(self._progress, Columns(blocks, padding=(1, 2)))
+        stage = ", ".join(self.active_stages()) or "waiting"
+        status = Text(f"stage: {stage}{' (compiles programs)' if self._compiles else ''}")
+        return Group(Text(self._title, style="bold"), self._progress, status, Columns(blocks, padding=(1, 2)))
 
     def _line(self, step: int, values: Metrics) -> str:
         parts = [f"step {step}/{self._total_steps}"]

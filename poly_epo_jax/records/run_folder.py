@@ -121,8 +121,7 @@ def resumable_config(folder: Path) -> dict[str, Any] | None:
       ConfigError: If the folder has checkpoints, but other files of their run are missing.
       ValueError: If the configuration is not a JSON object.
     """
-    # Incomplete Orbax checkpoints have names such as 50.orbax-checkpoint-tmp.
-    if not any(path.name.isdigit() for path in (folder / CHECKPOINTS).glob("[0-9]*")):
+    if not checkpoint_steps(folder):
         return None
     if missing := [name for name in (CONFIG, ABOUT, METRICS) if not (folder / name).exists()]:
         raise ConfigError(
@@ -131,6 +130,12 @@ def resumable_config(folder: Path) -> dict[str, Any] | None:
             "folder."
         )
     return read_config(folder)
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Returns the steps of the complete checkpoints of a run, including corrupted ones."""
+    # Incomplete Orbax checkpoints have names such as 50.orbax-checkpoint-tmp.
+    return [int(path.name) for path in (folder / CHECKPOINTS).glob("[0-9]*") if path.name.isdigit()]
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -47,6 +47,11 @@ class BusyTime:
         """
         return [*self._past, (self._since, time.perf_counter())] if self._running else list(self._past)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a task is in progress."""
+        return self._running > 0
+
     def seconds(self) -> float:
         """Returns the total time so far, including tasks in progress."""
         return total_seconds(self.intervals())
@@ -156,6 +161,11 @@ class Timeline:
     def clock(self, step: int) -> StageClock:
         """Returns the clock of a step, which is created on first use."""
         return self._clocks.setdefault(step, StageClock())
+
+    def active(self) -> list[str]:
+        """Returns the names of the stages in progress. May be called from any thread."""
+        clocks = list(self._clocks.values())
+        return list(dict.fromkeys(name for clock in clocks for name, busy in clock.stages().items() if busy.is_running))
 
     def cut(self, step: int) -> Window:
         """Returns the window since the last cut, and deletes the clocks of steps before `step`, which are complete."""

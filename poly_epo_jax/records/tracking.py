@@ -1,10 +1,12 @@
-"""Writes the records of a training run to its run folder (see run_folder.py), TensorBoard and Weights & Biases."""
+"""Writes the records of a training run to its run folder (see run_folder.py), TensorBoard, W&B and Trackio."""
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tensorboardX.event_file_writer import EventsWriter
@@ -13,6 +15,7 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttr
 
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.records.progress import TrainingProgress
+from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.system.json_files import append_rows, replace_file
 from poly_epo_jax.types import Metrics
 
@@ -31,19 +34,30 @@ class Tracker(AbstractContextManager["Tracker"]):
       config_json: Full configuration, written to config.json unchanged.
       total_steps: Last step of the run.
       resume_step: Step of the restored checkpoint. Later rows are removed. -1 starts a new run and removes all rows.
-      wandb_project: Weights & Biases project to log to. Empty disables Weights & Biases.
+      projects: Projects to log to, by the module `wandb` or `trackio`. An empty name disables the module.
+      method: Name of the method, for the progress display.
 
     Raises:
       OSError: If the run folder cannot be written, for example because the disk is full. All methods raise this error.
       ValueError: If a row of the run folder is corrupted.
-      ImportError: If `wandb_project` is set and wandb is not installed.
+      ImportError: If `projects` selects a module that is not installed.
     """
 
     def __init__(
-        self, folder: Path, config_json: str, total_steps: int, resume_step: int, wandb_project: str = ""
+        self,
+        folder: Path,
+        config_json: str,
+        total_steps: int,
+        resume_step: int,
+        projects: Mapping[str, str] = MappingProxyType({}),
+        method: str = "",
     ) -> None:
         self._folder = folder
-        self._wandb: Any = _open_wandb(folder, config_json, wandb_project) if wandb_project else None
+        self._loggers = {
+            module: _open_logger(module, folder, config_json, project)
+            for module, project in projects.items()
+            if project
+        }
         with run_folder.writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / run_folder.CONFIG, [config_json.encode()])
@@ -53,9 +67,14 @@ class Tracker(AbstractContextManager["Tracker"]):
             self._events = EventsWriter(str(folder / run_folder.TENSORBOARD / "events"))
             # A session start makes TensorBoard discard earlier events from this step onwards.
             self._write_event(Event(step=resume_step + 1, session_log=SessionLog(status=SessionLog.START)))
-        self._progress = TrainingProgress(total_steps, max(resume_step, 0))
+        title = f"{folder}: {method}" if method else str(folder)
+        self._progress = TrainingProgress(total_steps, max(resume_step, 0), title)
         self._unpublished: Metrics = {}
         self._tables: dict[str, Any] = {}
+
+    def show_stages(self, timeline: Timeline) -> None:
+        """Makes the progress display show the stages of `timeline` that are in progress."""
+        self._progress.active_stages = timeline.active
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Writes a row of metrics.jsonl: the metrics of a trained step, or of an evaluation after it.
@@ -87,11 +106,11 @@ class Tracker(AbstractContextManager["Tracker"]):
           rows: One row per generation, with the columns of `LOGGED_GENERATION` except the step.
         """
         self._append(run_folder.GENERATIONS, [{"step": step, **row} for row in rows])
-        if self._wandb is not None and rows:
+        if "wandb" in self._loggers and rows:
             self._tables = {"generations": _wandb_table(rows)}
 
     def publish(self, step: int) -> None:
-        """Sends everything that was logged since the last call to TensorBoard, W&B and the progress display.
+        """Sends everything that was logged since the last call to TensorBoard, the loggers and the progress display.
 
         The rows of the run folder are written before, so that an error here does not lose them.
         """
@@ -100,15 +119,15 @@ class Tracker(AbstractContextManager["Tracker"]):
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         with run_folder.writing(self._folder):
             self._write_event(Event(step=step, summary=Summary(value=scalars)))
-        if self._wandb is not None:
-            self._wandb.log({**values, **tables}, step=step)
+        for module, logger in self._loggers.items():
+            logger.log({**values, **(tables if module == "wandb" else {})}, step=step)
         self._progress.show(step, values)
 
     def close(self) -> None:
-        """Closes the progress display, Weights & Biases and the TensorBoard file."""
+        """Closes the progress display, the loggers and the TensorBoard file."""
         self._progress.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for logger in self._loggers.values():
+            logger.finish()
         with run_folder.writing(self._folder):
             self._events.close()
 
@@ -131,13 +150,23 @@ def _wandb_table(rows: Sequence[Mapping[str, Any]]) -> Any:
     return wandb.Table(columns=list(WANDB_COLUMNS), data=[[row[name] for name in WANDB_COLUMNS] for row in rows])
 
 
-def _open_wandb(folder: Path, config_json: str, project: str) -> Any:
+def _open_logger(module: str, folder: Path, config_json: str, project: str) -> Any:
+    """Starts the run of W&B or Trackio, or continues it if the training run is resumed.
+
+    Runs are identified by a digest of the complete path of the run folder, because the runs of a study, and of two
+    studies, may have folders with the same name.
+    """
     try:
-        import wandb  # pyright: ignore[reportMissingImports]
+        # `import wandb` alone would succeed if the current folder contains a folder wandb/.
+        if module == "wandb":
+            from wandb import init  # pyright: ignore[reportMissingImports]
+        else:
+            from trackio import init  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
-            f"log.wandb_project={project!r}, but wandb is not installed; install wandb or leave the key empty."
+            f"log.{module}_project={project!r}, but {module} is not installed; install {module} or leave the key empty."
         ) from error
-    # With the same id, a resumed run continues the same Weights & Biases run.
-    name = folder.name
-    return wandb.init(project=project, name=name, id=name, resume="allow", config=json.loads(config_json))
+    digest, config = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16], json.loads(config_json)
+    # Trackio identifies runs by their names.
+    names = {"name": folder.name, "id": digest} if module == "wandb" else {"name": f"{folder.name}-{digest[:8]}"}
+    return init(project=project, resume="allow", config=config, **names)

@@ -6,13 +6,16 @@ FOLDER is the folder of a run, which may be in progress, or of an evaluation. Se
 The command writes report.html, and each figure as PNG and PDF, to FOLDER/report by default, or to report/ next to the
 first folder if there are several. Figures:
   runs         training_dynamics, comparison, pass_at_k, timeline
-  evaluations  evaluation_pass_at_k, majority, branches, rollout_trees
+  evaluations  evaluation_pass_at_k, paired_pass_at_k, majority, branches, rollout_trees
 """
+
+import os
 
 from poly_epo_jax.system.missing_packages import report_missing_packages
 
 if __name__ == "__main__":
     report_missing_packages()  # before the imports below
+    os.environ.pop("MPLBACKEND", None)  # the backend of a notebook may not be installed here, and is not used
 
 import argparse
 import sys
@@ -35,12 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--models", default="", metavar="NAME,NAME", help="evaluated models to show, in this order (default: all)"
     )
-    options = parser.parse_args(arguments)
-    folders = options.folders
-    default = (folders[0] if len(folders) == 1 else folders[0].resolve().parent) / "report"
-    models = [name for name in options.models.split(",") if name]
 
     def work() -> None:
+        options = parser.parse_args(arguments)
+        folders = options.folders
+        default = (folders[0] if len(folders) == 1 else folders[0].resolve().parent) / "report"
+        models = [name for name in options.models.split(",") if name]
         print(f"report: {write_report(folders, options.output or default, models)}")
 
     return exit_code(work, after_ctrl_c="the report is incomplete. Rerun the command to write it again.")

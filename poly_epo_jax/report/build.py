@@ -20,7 +20,7 @@ from poly_epo_jax.report.page import (
     results_tables,
     run_summary,
 )
-from poly_epo_jax.report.paired_differences import plot_paired_differences
+from poly_epo_jax.report.paired_differences import plot_with_differences
 from poly_epo_jax.report.settings import settings_section
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
@@ -31,12 +31,10 @@ TREE_ROLLOUTS = 12
 FIGURES = {
     "evaluation_pass_at_k": (
         "pass@k",
-        "Fraction of problems that at least one of k attempts solves. Shaded: 95% intervals over problems.",
-    ),
-    "paired_pass_at_k": (
-        "Paired differences in pass@k",
-        "pass@k minus that of the first model, on the same problems. Shaded: 95% intervals of the mean difference over "
-        "problems. They can exclude 0 although the intervals of two curves overlap.",
+        "Fraction of problems that at least one of k attempts solves, and its difference from the first model, on the "
+        "same problems. Shaded: 95% intervals over problems, by the method below the results, and bootstrap intervals "
+        "of the mean difference. These can exclude 0 although the intervals of the two curves overlap, and are too "
+        "narrow where nearly all differences are 0.",
     ),
     "majority": (
         "Majority voting",
@@ -96,9 +94,9 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
         for benchmark, models in evaluations.items()
     }
     tree_title = f"First {TREE_ROLLOUTS} generations of {problem}, arranged by shared prefix" if trees else ""
-    all_labels = list(dict.fromkeys([*runs, *model_labels(evaluations)]))  # their order determines their colors
+    line_styles = figures.styles(list(dict.fromkeys([*runs, *model_labels(evaluations)])))
     _create(output)
-    drawn = _draw_figures(metrics, results, tree_title, trees, figures.styles(all_labels))
+    drawn = _draw_figures(metrics, results, tree_title, trees, line_styles)
     drawn["timeline"] = timeline_figures.plot_timeline(timelines)
     for name, figure in drawn.items():
         if figure is not None:
@@ -108,7 +106,7 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     summaries += [run_summary(label, rows) for label, rows in metrics.items()]
     body = [
         f"<ul class='summary'>{''.join(f'<li>{summary}</li>' for summary in summaries)}</ul>",
-        results_tables(results, all_labels),
+        results_tables(results, line_styles),
         _figure_sections(drawn, metrics, timelines),
         asset("browser.html"),
         settings_section(
@@ -119,7 +117,7 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     ]
     data = {"collections": collections, "bounds": vars(bounds), "degenerate": DEGENERATE_CLUSTER}
     page = output / "report.html"
-    title = " · ".join([*evaluations, *runs])
+    title = " · ".join([*evaluations, *(run.folder.resolve().name for run in runs.values())])
     page.write_text(document(title, "\n".join(body), data), encoding="utf-8", errors="replace")
     return page
 
@@ -170,8 +168,7 @@ def _draw_figures(
         "training_dynamics": figures.plot_training_dynamics(metrics),
         "pass_at_k": evaluation_figures.plot_held_out_pass_at_k(metrics),
         "comparison": figures.plot_comparison(metrics),
-        "evaluation_pass_at_k": evaluation_figures.plot_pass_at_k(results, line_styles),
-        "paired_pass_at_k": plot_paired_differences(results, line_styles),
+        "evaluation_pass_at_k": plot_with_differences(results, line_styles),
         "majority": evaluation_figures.plot_majority(results, line_styles),
         "branches": evaluation_figures.plot_branches(results, line_styles),
         "rollout_trees": evaluation_figures.plot_rollout_trees(tree_title, trees, line_styles),

@@ -127,10 +127,7 @@ def last_evaluation(rows: figures.Rows) -> Results:
 
 
 def plot_pass_at_k(
-    evaluations: Evaluations,
-    line_styles: LineStyles,
-    panel_size: tuple[float, float] = _PANEL,
-    label: str = "pass@k",
+    evaluations: Evaluations, line_styles: LineStyles, panel_size: tuple[float, float] = _PANEL
 ) -> Figure | None:
     """Draws pass@k over k on a log2 axis, with shaded 95% intervals. Returns None if there are no results.
 
@@ -138,23 +135,31 @@ def plot_pass_at_k(
       evaluations: Results by benchmark and model.
       line_styles: Line style of each model.
       panel_size: Width and height of a panel, in inches.
-      label: Label of the vertical axis.
     """
-
-    def draw(axes: Axes, results: Results, style: Mapping[str, Any]) -> None:
-        points = curve(results, PASS)
-        ks, means = [point.k for point in points], [point.mean for point in points]
-        marked = [index for index, k in enumerate(ks) if k.bit_count() == 1 or index == len(ks) - 1]
-        axes.plot(ks, means, **figures.MARKED, **style, markevery=marked)
-        bounded = [point for point in points if point.low is not None and point.high is not None]
-        ks, low, high = np.array([(point.k, point.low, point.high) for point in bounded], float).reshape(-1, 3).T
-        axes.fill_between(ks, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
     def finish(axes: Axes) -> None:
         log2_axis(axes, "k (attempts)")
-        axes.set_ylabel(label)
+        axes.set_ylabel("pass@k")
+        figures.unit_axis(axes, "y")
 
-    return _benchmark_panels(evaluations, line_styles, draw, finish, panel_size)
+    return _benchmark_panels(evaluations, line_styles, draw_pass_at_k, finish, panel_size)
+
+
+def draw_pass_at_k(axes: Axes, results: Results, style: Mapping[str, Any]) -> None:
+    """Draws pass@k, or a difference in pass@k, of a model. Powers of two and the largest k have markers.
+
+    Args:
+      axes: Panel to draw in.
+      results: Content of results.json, of which "metrics" is read.
+      style: Line style of the model.
+    """
+    points = curve(results, PASS)
+    ks, means = [point.k for point in points], [point.mean for point in points]
+    marked = [index for index, k in enumerate(ks) if k.bit_count() == 1 or index == len(ks) - 1]
+    axes.plot(ks, means, **figures.MARKED, **style, markevery=marked)
+    bounded = [point for point in points if point.low is not None and point.high is not None]
+    ks, low, high = np.array([(point.k, point.low, point.high) for point in bounded], float).reshape(-1, 3).T
+    axes.fill_between(ks, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
 def plot_held_out_pass_at_k(runs: figures.Runs) -> Figure | None:
@@ -187,7 +192,7 @@ def plot_majority(evaluations: Evaluations, line_styles: LineStyles) -> Figure |
     def finish(axes: Axes) -> None:
         axes.set_xlabel("vote share of the majority answer")
         axes.set_ylabel("majority@k accuracy")
-        axes.margins(x=0.1, y=0.15)
+        figures.unit_axis(axes, "x", "y")
 
     return _benchmark_panels(evaluations, line_styles, draw, finish)
 

@@ -1,21 +1,26 @@
 """Draws the figures of runs, and provides the style and layout of all figures.
 
 `Runs` maps the label of a run to its rows of metrics.jsonl: a dict per step and a dict per evaluation. Rows can lack
-metrics. None, which stands for a value that was not finite, is treated as missing. A run has the same color in all
-figures.
+metrics. None, which stands for a value that was not finite, is treated as missing. A method has the same color in all
+figures of all reports.
 """
 
 import base64
+import collections
 import contextlib
 import html
 import io
+import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import matplotlib
 import numpy as np
 from jaxtyping import Float, Int
+from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -36,9 +41,17 @@ DPI = 150
 COMPARED = (HELD_OUT_REWARD, HELD_OUT_CORRECT_CLUSTERS)
 """Held-out metrics by which figures and summaries compare runs."""
 
-# Color-blind safe palette of Okabe and Ito. Lines with the same color, such as first and eighth, differ in dashes.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
-_DASHES = ("-", "--", ":", "-.")
+# Color-blind safe palette of Okabe and Ito. Lines with the same color differ in dashes.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
+_METHOD_COLORS = {"poly_epo": 0, "grpo": 1, "grpo_div": 2, "max_rl": 3}
+"""Index of the color of the policies of each method."""
+_OTHER_COLORS = (3, 4, 5, 0, 1, 2, 6)
+_DASHES = ("-", "--", ":")  # followed by dashes with one dot, two dots, ...
+# Families with Chinese, Japanese and Korean characters, which DejaVu Sans lacks. Installed families are used.
+_WIDE_FAMILIES = (
+    *("Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei"),
+    *("PingFang SC", "Hiragino Sans GB", "Microsoft YaHei", "SimHei", "Droid Sans Fallback", "Arial Unicode MS"),
+)
 STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.titlesize": 12,
@@ -49,6 +62,7 @@ STYLE: dict[Any, Any] = {
     "axes.edgecolor": "#888888",
     "axes.grid": True,
     "axes.axisbelow": True,
+    "text.parse_math": False,  # names of runs and models can contain $
     "axes.formatter.useoffset": False,  # tick labels show full values, even if the range is narrow
     "grid.color": "#e6e6e6",
     "grid.linewidth": 0.8,
@@ -63,12 +77,37 @@ STYLE: dict[Any, Any] = {
     "figure.constrained_layout.h_pad": 0.08,
     "figure.constrained_layout.w_pad": 0.1,
 }
+_PIXELS_PER_INCH = 96
+_SVG: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text as characters, which takes 10% of the size of outlines
+    "svg.hashsalt": "poly_epo_jax",  # deterministic ids, so that equal figures produce identical bytes
+    "font.family": ["DejaVu Sans", "sans-serif"],  # layout for the first, the widest of the common fonts
+}
 MARKED = {"linewidth": 2.2, "marker": "o", "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 1.0}
+
+
+@contextlib.contextmanager
+def report_style(extra: Mapping[str, Any] = MappingProxyType({})) -> Iterator[None]:
+    """Applies the style of reports inside the `with` block, regardless of the user's matplotlibrc.
+
+    Characters that no installed font contains are drawn as boxes in PNG and PDF files, without a warning for each.
+
+    Args:
+      extra: Further rcParams.
+    """
+    installed = set(font_manager.get_font_names())
+    families = ["DejaVu Sans", *(family for family in _WIDE_FAMILIES if family in installed)]
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        matplotlib.rcdefaults()
+        settings: dict[Any, Any] = {"font.family": families, **STYLE, **extra}
+        matplotlib.rcParams.update(settings)
+        yield
 
 
 def save(figure: Figure, output: Path, name: str) -> None:
     """Writes a figure to `output` as NAME.png and NAME.pdf. Equal figures produce identical bytes."""
-    with matplotlib.rc_context(STYLE):
+    with report_style():
         lay_out(figure)
         figure.savefig(output / f"{name}.png")
         figure.savefig(output / f"{name}.pdf", metadata={"CreationDate": None})
@@ -147,8 +186,9 @@ def _panels(runs: Runs, metrics: Sequence[str], max_columns: int, panel_size: tu
                     axes.plot(steps, values, color=style["color"], linewidth=0.7, alpha=faint, zorder=1)
                     axes.plot(steps, smooth(values), linewidth=2.2, **style)
             axes.set_title(describe(metric).title)
-            axes.set_xlabel("training step")
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+            if describe(metric).unit_axis:
+                unit_axis(axes, "y")
+        step_axes(drawn)
         add_legend(figure, styles(list(runs)))
     return figure
 
@@ -170,7 +210,7 @@ def panels(
     """
     rows = -(-count // max_columns)
     columns = -(-count // rows)
-    with matplotlib.rc_context(STYLE):
+    with report_style():
         figure = Figure(figsize=(size[0] * columns, size[1] * rows), dpi=DPI, layout="constrained")
         drawn = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
         for axes in drawn[count:]:
@@ -178,16 +218,56 @@ def panels(
         yield figure, drawn[:count]
 
 
+def unit_axis(axes: Axes, *names: str) -> None:
+    """Sets the limits of axes that show fractions to 0 and 1, with a margin for markers.
+
+    Args:
+      axes: The panel.
+      *names: "x", "y" or both.
+    """
+    for name in names:
+        axes.set(**{f"{name}ticks": [0, 0.2, 0.4, 0.6, 0.8, 1], f"{name}lim": (-0.03, 1.03)})
+
+
+def step_axes(panels: Sequence[Axes], label: str = "training step") -> None:
+    """Labels the horizontal axes of panels, with equal ticks that end at the last step of all panels.
+
+    Args:
+      panels: The panels. All lines must have been drawn.
+      label: Label of the axes.
+    """
+    ends = [np.max(np.asarray(line.get_xdata(), float), initial=0) for axes in panels for line in axes.lines]
+    last = int(max(ends, default=0))
+    ticks = MaxNLocator(nbins=5, integer=True).tick_values(0, max(last, 1))
+    kept = [int(tick) for tick in ticks if 0 <= tick <= last - 0.6 * (ticks[1] - ticks[0])]
+    for axes in panels:
+        axes.set_xlabel(label)
+        axes.set_xticks([*kept, last])
+
+
 def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Returns the line style of each label. Up to 28 labels have different combinations of color and dashes."""
-    return {
-        label: {
-            "label": label,
-            "color": _COLORS[index % len(_COLORS)],
-            "linestyle": _DASHES[index // len(_COLORS) % len(_DASHES)],
-        }
-        for index, label in enumerate(labels)
-    }
+    """Returns the line style of each label. All labels have different combinations of color and dashes.
+
+    The labels of a method, such as `poly_epo` or `polynomial-poly_epo`, have the same color in all reports. `base`, the
+    policy before training, is a dashed black line.
+    """
+    found, used = {}, collections.Counter[int]()
+    others = itertools.cycle(_OTHER_COLORS)
+    for label in labels:
+        method = label.rpartition("-")[2]
+        if method == "base":
+            found[label] = {"label": label, "color": "#000000", "linestyle": "--"}
+            continue
+        color = _METHOD_COLORS[method] if method in _METHOD_COLORS else next(others)
+        found[label] = {"label": label, "color": COLORS[color], "linestyle": _dashes(used[color])}
+        used[color] += 1
+    return found
+
+
+def _dashes(number: int) -> Any:
+    if number < len(_DASHES):
+        return _DASHES[number]
+    return (0, (6.4, 1.6) + (1.0, 1.6) * (number - len(_DASHES) + 1))
 
 
 def add_legend(figure: Figure, line_styles: Mapping[str, Mapping[str, Any]]) -> None:
@@ -200,14 +280,6 @@ def add_legend(figure: Figure, line_styles: Mapping[str, Mapping[str, Any]]) -> 
     figure.legend(handles=handles, loc="outside upper left", ncols=columns)
 
 
-_PIXELS_PER_INCH = 96
-_SVG: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text as characters, which takes 10% of the size of outlines
-    "svg.hashsalt": "poly_epo_jax",  # deterministic ids, so that equal figures produce identical bytes
-    "font.family": ["DejaVu Sans", "sans-serif"],  # layout for the first, the widest of the common fonts
-}
-
-
 def image(figure: Figure, text: str) -> str:
     """Returns an HTML image element with the figure as embedded SVG.
 
@@ -216,7 +288,7 @@ def image(figure: Figure, text: str) -> str:
       text: Alternative text.
     """
     file = io.BytesIO()
-    with matplotlib.rc_context(STYLE | _SVG):
+    with report_style(_SVG):
         lay_out(figure)
         figure.savefig(file, format="svg", metadata={"Date": None})
     width, height = (round(inches * _PIXELS_PER_INCH) for inches in figure.get_size_inches())

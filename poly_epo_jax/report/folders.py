@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from poly_epo_jax.config.methods import METHOD_PRESETS
 from poly_epo_jax.evaluate.folder import RESULTS, find_results
 from poly_epo_jax.records.run_folder import ABOUT, CONFIG, METRICS, TIMELINE, TIMING, read_rows
 from poly_epo_jax.records.timeline import Window
@@ -65,7 +66,8 @@ def read_folders(folders: Sequence[Path], models: Sequence[str] = ()) -> tuple[d
 
     Returns:
       The runs by label, and the evaluations, both in the order of `folders`. The label of a run is the name of its
-      folder, or its path if several folders have the same name.
+      folder, or its path if several folders have the same name. If all runs are named RECIPE-METHOD, with the same
+      recipe and different methods, their labels are the names of the methods, as in studies and evaluations.
 
     Raises:
       ValueError: If a folder is missing or contains neither a run nor an evaluation, if one of its files is corrupted,
@@ -81,6 +83,9 @@ def read_folders(folders: Sequence[Path], models: Sequence[str] = ()) -> tuple[d
 
 def _labels(folders: Sequence[Path]) -> dict[str, Path]:
     names = [folder.resolve().name for folder in folders]
+    recipes, methods = zip(*(name.rpartition("-")[::2] for name in names), strict=True) if names else ((), ())
+    if len({*recipes}) == 1 and METHOD_PRESETS.keys() >= {*methods} and len({*methods}) == len(names):
+        return dict(zip(methods, folders, strict=True))
     return {
         name if names.count(name) == 1 else str(folder): folder for name, folder in zip(names, folders, strict=True)
     }

@@ -53,7 +53,7 @@ _SMALLER_BOUNDS = (
 
 
 def run_collections(label: str, folder: Path) -> list[Collection]:
-    """Collects the generations of the first and the last logged step of a run.
+    """Collects the generations of the last and the first logged step of a run. The page opens at the last step.
 
     Args:
       label: Label of the run.
@@ -74,8 +74,8 @@ def run_collections(label: str, folder: Path) -> list[Collection]:
             first, last = first or last, _Collector()
         if last is not None:
             last.add(row)
-    at_steps = [shown for shown in (first, last) if shown is not None]
-    return [shown.collection(label, f"step {shown.step}", folder / GENERATIONS) for shown in at_steps]
+    at_steps = [last, first] if first is not last else [last]
+    return [shown.collection(label, f"step {shown.step}", folder / GENERATIONS) for shown in at_steps if shown]
 
 
 def evaluation_collection(

@@ -2,7 +2,7 @@
 
 import html
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from poly_epo_jax.metrics import evaluation, logged
@@ -10,9 +10,11 @@ from poly_epo_jax.metrics.evaluation import CORRECT_CLUSTERS, PASS, EvaluationMe
 from poly_epo_jax.metrics.logged import LoggedMetric
 from poly_epo_jax.report import figures
 from poly_epo_jax.report.document import table
-from poly_epo_jax.report.evaluation_figures import Evaluations, curve, finite, model_labels
+from poly_epo_jax.report.evaluation_figures import Evaluations, LineStyles, curve, finite, model_labels
 
 STEPS_AVERAGED = 10
+BOOTSTRAP = "95% bootstrap intervals over problems"
+"""Intervals of evaluations whose results.json does not name them."""
 
 
 def run_summary(label: str, rows: figures.Rows) -> str:
@@ -64,12 +66,12 @@ def _comparison_sentence(first: str, other: str, evaluations: Evaluations) -> st
     return f"{name}: {', '.join(changes)}, {where}." if changes else f"{name}: no shared benchmark."
 
 
-def results_tables(evaluations: Evaluations, labels: Sequence[str]) -> str:
+def results_tables(evaluations: Evaluations, line_styles: LineStyles) -> str:
     """Returns HTML with a table per benchmark: one row per model, one column per metric with its interval.
 
     Args:
       evaluations: Results by benchmark and model.
-      labels: All labels of the report. The position of a label determines its color.
+      line_styles: Line style of each model, whose color marks its row.
     """
     tables, shown = [], {}
     for benchmark, models in evaluations.items():
@@ -77,7 +79,7 @@ def results_tables(evaluations: Evaluations, labels: Sequence[str]) -> str:
         shown |= columns
         rows = []
         for model, results in models.items():
-            swatch = f'<span class="swatch look{labels.index(model) % 7}"></span>'
+            swatch = f'<span class="swatch look{figures.COLORS.index(line_styles[model]["color"])}"></span>'
             cells = [_metric_cell(metric, results["metrics"].get(name)) for name, metric in columns.items()]
             rows.append([f"{swatch}{html.escape(model)}", *cells])
         sizes = {(results["num_problems"], results["num_generations"]) for results in models.values()}
@@ -88,7 +90,8 @@ def results_tables(evaluations: Evaluations, labels: Sequence[str]) -> str:
         tables.append(
             f"<h3>{html.escape(benchmark)} <span class='muted'>{size}</span></h3>{table(header, rows, 'results')}"
         )
-    note = "<p class='muted'>Means over problems, with 95% bootstrap intervals over problems.</p>"
+    notes = dict.fromkeys(one.get("intervals", BOOTSTRAP) for models in evaluations.values() for one in models.values())
+    note = f"<p class='muted'>Means over problems, with {html.escape('. Others: '.join(notes))}.</p>"
     return f"<section><h2>Results</h2>{''.join(tables)}{note}{metric_list(shown.values())}</section>" if tables else ""
 
 

@@ -6,14 +6,25 @@ from matplotlib.figure import Figure
 from poly_epo_jax.metrics.evaluation import PASS, at
 from poly_epo_jax.metrics.intervals import bootstrap_interval
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
-from poly_epo_jax.report.evaluation_figures import Evaluations, LineStyles, Results, model_labels, plot_pass_at_k
+from poly_epo_jax.report import figures
+from poly_epo_jax.report.evaluation_figures import (
+    Evaluations,
+    LineStyles,
+    Results,
+    draw_pass_at_k,
+    log2_axis,
+    model_labels,
+    plot_pass_at_k,
+)
 
 
 def paired_differences(evaluations: Evaluations) -> Evaluations:
     """Returns the differences in pass@k of each further model from the first model of the report.
 
     Differences are computed for each problem that both models have, so the difficulty of the problems cancels. The 95%
-    interval of a mean difference can exclude 0 although the intervals of the two models overlap.
+    interval of a mean difference is that of `bootstrap_interval`. It can exclude 0 although the intervals of the two
+    models overlap. Differences lie in [-1, 1], twice the range of `fraction_interval`, whose intervals of 60 small
+    differences would be almost twice as wide.
 
     Args:
       evaluations: Results by benchmark and model.
@@ -48,15 +59,28 @@ def _paired_pass_at_k(results: Results, baseline: Results) -> dict[str, dict[str
     return {at(PASS, k): {"mean": mean, "low": bottom, "high": top} for k, mean, bottom, top in bounds}
 
 
-def plot_paired_differences(evaluations: Evaluations, line_styles: LineStyles) -> Figure | None:
-    """Draws the differences of `paired_differences` over k. Returns None if no benchmark has two models.
+def plot_with_differences(evaluations: Evaluations, line_styles: LineStyles) -> Figure | None:
+    """Draws pass@k over k and, beside it, the differences of `paired_differences`, with a row per benchmark.
+
+    Returns None if there are no results. The differences are omitted if no benchmark has the first and another model.
 
     Args:
       evaluations: Results by benchmark and model.
       line_styles: Line style of each model.
     """
-    first = next(iter(model_labels(evaluations)), "")
-    figure = plot_pass_at_k(paired_differences(evaluations), line_styles, label=f"pass@k minus that of {first}")
-    for axes in figure.axes if figure else ():
-        axes.axhline(0, color="#888888", linewidth=1, zorder=0)
+    differences = paired_differences(evaluations)
+    if not differences:
+        return plot_pass_at_k(evaluations, line_styles)
+    models = model_labels(evaluations)
+    with figures.panels(2 * len(evaluations), 2, (4.2, 3.1)) as (figure, panels):
+        for index, (benchmark, by_model) in enumerate(evaluations.items()):
+            left, right = panels[2 * index : 2 * index + 2]
+            for axes, shown in ((left, by_model), (right, differences.get(benchmark, {}))):
+                for model, results in shown.items():
+                    draw_pass_at_k(axes, results, line_styles[model])
+                log2_axis(axes, "k (attempts)")
+            left.set_title(f"{benchmark}: pass@k")
+            right.set_title(f"pass@k minus that of {models[0]}")
+            right.axhline(0, color=line_styles[models[0]]["color"], linewidth=1, zorder=0)
+        figures.add_legend(figure, {model: line_styles[model] for model in models})
     return figure

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -132,7 +131,7 @@ def plot_timeline(runs: Mapping[str, Windows]) -> Figure | None:
     if not drawn:
         return None
     columns = max(map(len, drawn.values()))
-    with matplotlib.rc_context(figures.STYLE):
+    with figures.report_style():
         figure = Figure(figsize=(6.0 * columns, 3.2 * len(drawn)), dpi=figures.DPI, layout="constrained")
         grid = figure.subplots(len(drawn), columns, squeeze=False)
         line_styles = figures.styles(list(runs))

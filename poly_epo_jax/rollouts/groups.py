@@ -93,7 +93,8 @@ class Rollouts:
         vocab_size: int = np.iinfo(np.int32).max,
     ):
         self.sampler, self._stop_strings, self._vocab_size = sampler, stop_strings, vocab_size
-        self._tokenizer, self._task, self.max_prompt_tokens = tokenizer, task, max_prompt_tokens
+        self._tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
+        self._conversational = task if isinstance(task, Conversational) else None
         self._conversations: set[asyncio.Future[None]] = set()
 
     async def push_weights(self, params: Params, version: int) -> None:
@@ -174,7 +175,7 @@ class Rollouts:
     @contextlib.contextmanager
     def _conversation(self) -> Iterator[None]:
         """Delays weight pushes until the context ends, if the task is conversational."""
-        if not isinstance(self._task, Conversational):
+        if self._conversational is None:
             yield
             return
         ended = asyncio.get_running_loop().create_future()
@@ -235,8 +236,8 @@ class Rollouts:
 
     async def _append_reply(self, problem: Problem, generation: Generation, max_tokens: int) -> Generation:
         """Appends the task's reply, if any. If it would leave no tokens for the policy, the response ends instead."""
-        task = self._task
-        if generation.finish_reason != "stop" or not isinstance(task, Conversational):
+        task = self._conversational
+        if generation.finish_reason != "stop" or task is None:
             return generation
         text = await in_daemon_thread(lambda: task.reply(problem, generation))
         if text is None:

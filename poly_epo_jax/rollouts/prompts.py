@@ -9,9 +9,11 @@ import grain
 import numpy as np
 from grain import DatasetIterator
 from jaxtyping import Int
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.policy import check_embedded
+from poly_epo_jax.system.text import first_line
 from poly_epo_jax.types import Problem
 
 BREAK = "\ud800"
@@ -21,7 +23,10 @@ BREAK = "\ud800"
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], vocab_size: int
 ) -> list[Int[np.ndarray, " L"]]:
-    """Encodes the prompts of problems, without adding special tokens.
+    """Encodes the prompts of problems.
+
+    Plain prompts begin with the beginning-of-sequence token if the tokenizer adds one to texts, as that of Llama 3
+    does. Chat templates contain it. No other special tokens are added.
 
     The names of control tokens in chat messages and in `Problem.untrusted` are encoded as plain text. Control tokens
     are the tokenizer's special tokens, and its added tokens that also occur in the template around this text. A name
@@ -36,8 +41,8 @@ def encode_prompts(
       The tokens [L] of each prompt, int32.
 
     Raises:
-      ValueError: If a prompt is a chat message and the tokenizer does not have a chat template, or if a token is not in
-        the policy's embedding.
+      ValueError: If a prompt is a chat message and the tokenizer does not have a chat template, if the template raises
+        an error, or if a token is not in the policy's embedding.
     """
     if not problems:
         return []
@@ -53,7 +58,11 @@ def encode_prompts(
     pieces = [_prompt_text(tokenizer, problem, added, chat).split(BREAK) for problem in problems]
     # A single call, because fast tokenizers process a batch on all cores.
     encoded = iter(tokenizer([*itertools.chain(*pieces)], add_special_tokens=False)["input_ids"])
-    prompts = [np.asarray([*itertools.chain(*(next(encoded) for _ in texts))], np.int32) for texts in pieces]
+    bos = _added_bos(tokenizer)
+    prompts = []
+    for problem, texts in zip(problems, pieces, strict=True):
+        ids = [*itertools.chain(*(next(encoded) for _ in texts))]
+        prompts.append(np.asarray(ids if problem.chat or ids[:1] == bos else bos + ids, np.int32))
     check_embedded(tokenizer, np.concatenate(prompts), vocab_size)
     return prompts
 
@@ -76,9 +85,22 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, added: Ma
     return _chat_text(tokenizer, untrusted) if problem.chat else before + untrusted + after
 
 
+def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Returns the beginning-of-sequence token that the tokenizer adds to texts, or an empty list."""
+    first = list(tokenizer("")["input_ids"])[:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
 def _chat_text(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
     messages = [{"role": "user", "content": content}]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except (TemplateError, TypeError) as error:
+        raise ValueError(
+            f"The chat template of the policy's tokenizer failed for a single user message: {first_line(error)}; "
+            "correct the template, set model.chat_template_options, or use plain prompts (task.options.template for "
+            "task math)."
+        ) from error
 
 
 def drop_long_prompts(
@@ -122,8 +144,8 @@ def problem_batches(problems: Sequence[Problem], batch_size: int, seed: int) -> 
     """
     if batch_size > len(problems):
         raise ValueError(
-            f"train.prompts_per_batch={batch_size}, but there are only {len(problems)} training problems; lower "
-            "train.prompts_per_batch or use more problems."
+            f"train.prompts_per_batch={batch_size}, but there are only {len(problems)} training problems whose prompts "
+            "fit train.max_prompt_tokens; raise train.max_prompt_tokens, or lower train.prompts_per_batch."
         )
     # `repeat(None)` means 2^63 - 1 problems in grain, which overflows for batches of size 1.
     epochs = grain.MapDataset.source(problems).shuffle(seed=seed).repeat(10**9)

@@ -24,6 +24,7 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.qwen3 import abstract_model, init_params
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.records.progress import progress_bar
+from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.step.objective import check_finite
 from poly_epo_jax.step.packing import TrainingSequence, make_pack, row_tokens
 from poly_epo_jax.step.update import PolicyUpdate
@@ -228,9 +229,9 @@ def _sequences(
     tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], demonstrations: Sequence[str | tuple[str, ...]]
 ) -> list[TrainingSequence]:
     """Tokenizes demonstrations. All tokens of policy turns have the same weight; tokens of replies are masked."""
-    prompts = tokenizer([problem.prompt for problem in problems])["input_ids"]
+    prompts = encode_prompts(tokenizer, problems, len(tokenizer))
     turns = [(demonstration,) if isinstance(demonstration, str) else demonstration for demonstration in demonstrations]
-    encoded = iter(tokenizer([text for texts in turns for text in texts])["input_ids"])
+    encoded = iter(tokenizer([text for texts in turns for text in texts], add_special_tokens=False)["input_ids"])
     responses = []
     for texts in turns:
         ids, mask = [], []
@@ -243,7 +244,7 @@ def _sequences(
     weight = 1 / sum(int(mask.sum()) for _, mask in responses)
     return [
         TrainingSequence(
-            np.array(prompt, np.int32),
+            prompt,
             ids,
             sampler_logprobs=np.zeros(len(ids), np.float32),
             loss_mask=mask,

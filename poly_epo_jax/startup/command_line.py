@@ -10,25 +10,19 @@ import functools
 import inspect
 import logging
 import re
-import runpy
 import signal
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any, get_origin
 
 from ml_collections import ConfigDict
 
-from poly_epo_jax.config import default
 from poly_epo_jax.config.checks import Range, check_of_type, validate
 from poly_epo_jax.config.keys import Config, ConfigError
-from poly_epo_jax.config.machines import MESHES
-from poly_epo_jax.config.methods import METHOD_PRESETS
 from poly_epo_jax.config.options import checks_of, options_of
-from poly_epo_jax.config.recipes import find_file
 from poly_epo_jax.config.renamed import RENAMED
+from poly_epo_jax.startup.config_file import load_config
 from poly_epo_jax.startup.read_config import KNOWN_NAMES, read_config, refuse_passwords, registry_entries
 from poly_epo_jax.system.signals import exit_code
 
@@ -83,7 +77,7 @@ def run_command(
             parser.epilog = _describe_keys(
                 read_config(config, training=False), f"value in {flags.config}" if flags.config else "default"
             )
-            parser.print_help()
+            print(parser.format_help(), end="")  # `print_help` discards errors
         elif not flags.config:
             raise ConfigError(
                 "--config is missing; set it to a configuration file, such as configs/polynomial.py, or to the name of "
@@ -129,47 +123,6 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
         for override in overrides:
             _set(config, override)
     return flags, config
-
-
-def load_config(text: str) -> ConfigDict:
-    """Returns the configuration that the value of --config selects.
-
-    Args:
-      text: FILE or FILE:METHOD,MACHINE, where FILE is the path of a configuration file or the name of a recipe. Without
-        FILE, the default configuration is returned.
-
-    Raises:
-      ConfigError: If FILE does not exist, or does not return a configuration.
-      ValueError: If a method or machine is unknown.
-    """
-    file, *config_string = text.split(":", 1)
-    if not file:
-        return default.get_config(*config_string)
-    try:
-        path = find_file(file, "configs")
-    except ConfigError:
-        if METHOD_PRESETS.keys() | MESHES.keys() >= set(file.split(",")):
-            raise ConfigError(
-                f'{file} is not a recipe, but a method or machine; write ":{file}" for the default configuration, or '
-                f'append it to a recipe, as in "polynomial:{file}".'
-            ) from None
-        raise
-    try:
-        config = _get_config(path)(*config_string)
-    except TypeError as error:
-        raise ConfigError(str(error)) from error
-    if not isinstance(config, ConfigDict):
-        raise ConfigError(f"{path} must define a function get_config() that returns a ConfigDict.")
-    return config
-
-
-@functools.cache
-def _get_config(file: Path) -> Callable[..., Any]:
-    """Executes a configuration file once, because it may register components, and returns its `get_config`."""
-    name = f"config_{file.stem}"
-    module = sys.modules[name] = ModuleType(name)  # so that objects of its classes can be pickled
-    vars(module).update(runpy.run_path(str(file), run_name=name))
-    return getattr(module, "get_config", lambda *_: None)
 
 
 def _set(config: ConfigDict, override: str) -> None:

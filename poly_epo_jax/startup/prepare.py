@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from poly_epo_jax.config.checks import ConfigError
@@ -90,6 +91,7 @@ def prepare(config: Config) -> Prepared:
 
 def use_compilation_cache(config: Config) -> None:
     """Makes JAX read and write compiled programs in the folder `compilation_cache_dir`, which later commands reuse."""
+    compilation_cache.reset_cache()  # JAX would continue to use the folder of an earlier run in the same process.
     jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache_dir).absolute()))
 
 
@@ -114,8 +116,9 @@ def model_shape(config: Config) -> ModelConfig:
 
 def _configured_shape(config: Config, task: Task | None) -> ModelConfig:
     """Returns the model configuration with `remat` as configured. Without `model.path`, it depends on the task."""
-    compute = {name: value for name, value in config.model.items() if name not in ("path", "stop_strings")}
-    compute |= {"max_sequence_tokens": max_sequence_tokens(config)} | lora_fields(config.lora)
+    compute = (
+        config.model.compute_options | {"max_sequence_tokens": max_sequence_tokens(config)} | lora_fields(config.lora)
+    )
     if not config.model.path:
         assert task is not None
         return dataclasses.replace(base_shape(config.base, task), **compute)
@@ -132,8 +135,13 @@ def check_writable(key: str, folder: Path) -> None:
       folder: The folder. It may not exist yet.
 
     Raises:
-      ConfigError: If the folder is not writable.
+      ConfigError: If the folder is not writable, or is a symbolic link to a folder that does not exist.
     """
+    if dangling := next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None):
+        raise ConfigError(
+            f"{key}={folder} cannot be created, because {dangling} links to {dangling.readlink()}, which does not "
+            "exist; create that folder, or choose another one."
+        )
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         with tempfile.TemporaryDirectory(dir=existing):

@@ -5,6 +5,7 @@ options against the signatures of registry entries, and combinations of keys.
 """
 
 import math
+import os
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -49,6 +50,17 @@ KNOWN_NAMES: dict[str, Collection[str]] = {
 }
 """Known names by key. They are looked up for every configuration, because users' files can register components."""
 
+PATHS = (
+    "workdir",
+    "compilation_cache_dir",
+    "model.path",
+    "base.cache_dir",
+    "rollouts.weights_dir",
+    "task.options.",
+    "judge.options.",
+)
+"""Keys, and prefixes of keys, whose values may be paths."""
+
 MAX_SETS = 10**6  # maximum number of sets per prompt
 MAX_UPDATES = 10**9  # maximum number of optimizer updates of a run, because they are counted in 32 bits
 
@@ -66,7 +78,7 @@ def read_config(config: ConfigDict, training: bool = True) -> Config:
     """
     values = config.to_dict()
     refuse_passwords(values)  # first, because other error messages contain values
-    sections = read_section(Config, values)
+    sections = read_section(Config, _expand_home(values))
     for key, _, value in sections.flat():
         if key in KNOWN_NAMES:
             validate(value, key, one_of(*KNOWN_NAMES[key]))
@@ -142,6 +154,16 @@ def refuse_passwords(value: Any, key: str = "") -> None:
         )
 
 
+def _expand_home(value: Any, key: str = "") -> Any:
+    """Replaces the ~ at the beginning of paths, which shells do not expand in --config.KEY=~/FOLDER."""
+    if isinstance(value, Mapping):
+        return {name: _expand_home(inner, f"{key}.{name}".removeprefix(".")) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_expand_home(inner, key) for inner in value)
+    is_path = isinstance(value, str) and value.startswith("~/") and key.startswith(PATHS)
+    return os.path.expanduser(value) if is_path else value
+
+
 def check_judge_limit(judge: JudgeSection, key: str, num_generations: int) -> None:
     """Checks that the judge supports the number of generations per prompt.
 
@@ -181,7 +203,8 @@ def _check_training(config: Config) -> None:
         )
     if algo.set_size >= train.num_generations:
         raise ConfigError(
-            f"algo.set_size={algo.set_size} must be smaller than train.num_generations={train.num_generations}."
+            f"algo.set_size={algo.set_size} must be smaller than train.num_generations={train.num_generations}, also "
+            "for methods without sets, because all runs log metrics of sets; lower algo.set_size."
         )
     all_sets = math.comb(train.num_generations, algo.set_size)
     if algo.num_sets > all_sets:
@@ -198,6 +221,12 @@ def _check_training(config: Config) -> None:
         raise ConfigError(
             f"train.num_steps={train.num_steps} with {updates} updates per step exceeds the maximum of {MAX_UPDATES:,} "
             "updates; lower it."
+        )
+    if config.optimizer.warmup_updates >= train.num_steps * updates:
+        raise ConfigError(
+            f"optimizer.warmup_updates={config.optimizer.warmup_updates} must be smaller than the number of updates of "
+            f"the run, {train.num_steps * updates:,} (train.num_steps={train.num_steps}); lower it, or raise "
+            "train.num_steps."
         )
     if config.lora.rank and train.trainable_pattern:
         raise ConfigError(

@@ -55,8 +55,8 @@ def check_resume_config(workdir: Path, config: Config) -> None:
       config: Configuration of the resuming command.
 
     Raises:
-      ConfigError: If the saved configuration has other keys, or other values of keys that must not change, or if files
-        of the run are missing.
+      ConfigError: If the saved configuration has other keys, or other values of keys that must not change, if files of
+        the run are missing, or if the run has completed more steps than configured.
     """
     saved = run_folder.resumable_config(workdir)
     if saved is None:
@@ -70,6 +70,12 @@ def check_resume_config(workdir: Path, config: Config) -> None:
         raise ConfigError(
             f"{workdir} contains a run with different values of {', '.join(reasons)}; restore them, set "
             "--config.workdir to a new folder, or delete this folder."
+        )
+    step = max(run_folder.checkpoint_steps(workdir))
+    if step > config.train.num_steps:
+        raise ConfigError(
+            f"train.num_steps={config.train.num_steps} is lower than the {step} steps that the run in {workdir} has "
+            "completed; raise it, or set --config.workdir to a new folder."
         )
 
 

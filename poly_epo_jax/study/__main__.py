@@ -9,10 +9,13 @@ together execute one, and without accelerators each core executes one. Rerun the
 finished runs are skipped, and the other runs resume from their checkpoints.
 """
 
+import os
+
 from poly_epo_jax.system.missing_packages import report_missing_packages
 
 if __name__ == "__main__":
     report_missing_packages()  # before the imports below
+    os.environ.pop("MPLBACKEND", None)  # the backend of a notebook may not be installed here, and is not used
 
 import argparse
 import asyncio
@@ -24,6 +27,7 @@ from pathlib import Path
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.config.recipes import find_file
 from poly_epo_jax.startup.command_line import unknown_argument
+from poly_epo_jax.startup.prepare import check_writable
 from poly_epo_jax.study.folder import LOCK
 from poly_epo_jax.study.page import write_study_report
 from poly_epo_jax.study.plan import StudyRun, make_runs, write_plan
@@ -54,19 +58,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--gpus", default="", metavar="0,1", help="GPUs that execute one run each (0+1,2+3 = two GPUs per run)"
     )
     parser.add_argument("--report", action="store_true", help="only write the report, without starting runs")
-    given = sys.argv[1:] if arguments is None else arguments
-    overrides = [argument for argument in given if argument.startswith("--config.")]
-    options, unknown = parser.parse_known_args([argument for argument in given if argument not in overrides])
-    if unknown:
-        parser.error(unknown_argument(unknown[0], parser))
-    workers = cores(options.num_parallel) if options.num_parallel else default_workers()
-    if options.gpus:
-        workers = gpus(options.gpus)
     logging.getLogger("absl").setLevel(logging.WARNING)
 
     def work() -> int:
+        given = sys.argv[1:] if arguments is None else arguments
+        overrides = [argument for argument in given if argument.startswith("--config.")]
+        options, unknown = parser.parse_known_args([argument for argument in given if argument not in overrides])
+        if unknown:
+            parser.error(unknown_argument(unknown[0], parser))
+        workers = cores(options.num_parallel) if options.num_parallel else default_workers()
+        if options.gpus:
+            workers = gpus(options.gpus)
         study = read_study(find_file(options.file, "studies"))
         folder = Path(study.folder)
+        check_writable("Study.folder", folder)
         try:
             runs = make_runs(study, overrides)
         except ConfigError as error:

@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from poly_epo_jax.metrics.evaluation import PASS
 from poly_epo_jax.metrics.intervals import Interval
@@ -29,7 +28,10 @@ def line_styles(results: StudyResults) -> dict[str, dict[str, Any]]:
     styles, widest = figures.styles(results.methods), 3.4
     return {
         method: style
-        | {"marker": _MARKS[index % len(_MARKS)], "linewidth": max(widest - 2.2 * index / len(styles), 0.8)}
+        | {
+            "marker": _MARKS[(index + index // len(_MARKS)) % len(_MARKS)],
+            "linewidth": max(widest - 2.2 * index / len(styles), 0.8),
+        }
         for index, (method, style) in enumerate(styles.items())
     }
 
@@ -83,7 +85,7 @@ def plot_comparison(results: StudyResults, task: str) -> Figure | None:
     with figures.panels(len(learning_rates) * len(metrics), len(metrics), _PANEL, **shared) as (figure, panels):
         for axes, (rate, metric) in zip(panels, itertools.product(learning_rates, metrics), strict=True):
             for method, style in line_styles(results).items():
-                _band(
+                draw_band(
                     axes,
                     [figures.series(run.rows, metric) for run in results.of((task, method, rate))],
                     style,
@@ -92,9 +94,11 @@ def plot_comparison(results: StudyResults, task: str) -> Figure | None:
             axes.set_title(describe(metric).title)
             if metric == metrics[0] and len(learning_rates) > 1:
                 axes.set_ylabel(f"learning rate {rate:g}")
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-        for axes in panels[-len(metrics) :]:
-            axes.set_xlabel("training step")
+            if describe(metric).unit_axis:
+                figures.unit_axis(axes, "y")
+        figures.step_axes(panels)
+        for axes in panels[: -len(metrics)]:
+            axes.set_xlabel("")
         add_legend(figure, results)
     return figure
 
@@ -112,7 +116,9 @@ def plot_curves(results: StudyResults, task: str, metric: str) -> Figure | None:
     """
 
     def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:
-        _band(axes, [figures.series(run.rows, metric) for run in runs], style, marked=is_held_out(metric))
+        draw_band(axes, [figures.series(run.rows, metric) for run in runs], style, marked=is_held_out(metric))
+        if describe(metric).unit_axis:
+            figures.unit_axis(axes, "y")
 
     def draw_unfinished(axes: Axes, run: Result, style: Mapping[str, Any]) -> None:
         axes.plot(*figures.series(run.rows, metric), color=style["color"], linewidth=0.9, linestyle=(0, (1, 2)))
@@ -133,8 +139,9 @@ def plot_pass_at_k(results: StudyResults, task: str) -> Figure | None:
     def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:
         points = [curve(last_evaluation(run.rows), PASS) for run in runs]
         seeds = [(np.array([p.k for p in found], int), np.array([p.mean for p in found])) for found in points]
-        _band(axes, seeds, style, marked=True)
+        draw_band(axes, seeds, style, marked=True)
         log2_axis(axes, "k (attempts)")
+        figures.unit_axis(axes, "y")
 
     return _panels(results, task, draw, "k (attempts)")
 
@@ -152,7 +159,9 @@ def plot_branching(results: StudyResults, task: str, benchmark: str) -> Figure |
 
     def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:
         found = [run.evaluations[benchmark]["branching"]["mean"] for run in runs if benchmark in run.evaluations]
-        _band(axes, [(np.arange(1, len(means) + 1), np.array(means, float)) for means in found], style, marked=False)
+        draw_band(
+            axes, [(np.arange(1, len(means) + 1), np.array(means, float)) for means in found], style, marked=False
+        )
 
     return _panels(results, task, draw, "token position")
 
@@ -200,16 +209,23 @@ def _panels(
                         draw_unfinished(axes, run, style)
             axes.set_title(f"learning rate {rate:g}" if len(results.learning_rates) > 1 else "")
             axes.set_xlabel(x_label)
-            if axes.get_xscale() == "linear":
-                axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        if panels[0].get_xscale() == "linear":
+            figures.step_axes(panels, x_label)
         if not any(len(np.atleast_1d(line.get_xdata())) for axes in panels for line in axes.lines):
             return None
         add_legend(figure, results)
     return figure
 
 
-def _band(axes: Axes, seeds: Sequence[Curve], style: Mapping[str, Any], marked: bool) -> None:
-    """Draws the mean and range over seeds at the steps that all seeds have. Smooths values unless `marked`."""
+def draw_band(axes: Axes, seeds: Sequence[Curve], style: Mapping[str, Any], marked: bool) -> None:
+    """Draws the mean and range over seeds, at the positions that all seeds have.
+
+    Args:
+      axes: Panel to draw in.
+      seeds: Positions and values of each seed.
+      style: Line style of the method.
+      marked: Whether to draw markers. If False, values are smoothed.
+    """
     seeds = [seed for seed in seeds if len(seed[0])]
     if not seeds:
         return

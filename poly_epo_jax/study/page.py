@@ -15,6 +15,7 @@ from poly_epo_jax.report.settings import settings_section
 from poly_epo_jax.study import figures
 from poly_epo_jax.study.folder import clock
 from poly_epo_jax.study.frontier import plot_frontier
+from poly_epo_jax.study.pass_at_k import PASS_AT_K as PASS_AT_K_OF_EVALUATIONS, pass_at_k_tables, plot_pass_at_k
 from poly_epo_jax.study.results import Cell, StudyResults, read_results
 
 INTERVAL_NOTE = (
@@ -49,7 +50,7 @@ def write_study_report(folder: Path) -> Path:
     body = "\n".join([_summary(results), *(_task(results, task) for task in results.tasks), _reproduction(results)])
     title = f"Study: {folder.resolve().name.removeprefix('study-')}"
     page.write_text(document(title, body), encoding="utf-8", errors="replace")
-    (page.parent / "tables.md").write_text(markdown(results), encoding="utf-8")
+    (page.parent / "tables.md").write_text(markdown(results), encoding="utf-8", errors="replace")
     for task in results.tasks:
         for name, figure in {
             "frontier": plot_frontier(results, task),
@@ -89,8 +90,13 @@ def _task(results: StudyResults, task: str) -> str:
     for metric in (*COMPARED, *drawn_metrics()):
         entry = describe(metric)
         parts.append(_figure(entry.title, entry.meaning, figures.plot_curves(results, task, metric), task))
-    benchmarks = {name for one in results.results if one.key.task == task for name in one.evaluations}
-    for benchmark in sorted(benchmarks):
+    for benchmark in results.benchmarks(task):
+        parts.append(
+            _figure(f"pass@k on {benchmark}", PASS_AT_K_OF_EVALUATIONS, plot_pass_at_k(results, task, benchmark), task)
+        )
+        for title, (header, *rows) in pass_at_k_tables(results, task, benchmark).items():
+            escaped = [[html.escape(cell) for cell in row] for row in rows]
+            parts.append(f"<h4>{html.escape(title)}</h4>{table([*map(html.escape, header)], escaped)}")
         figure = figures.plot_branching(results, task, benchmark)
         parts.append(_figure(f"Branching on {benchmark}", BRANCHING, figure, task))
     return "".join([*parts, "</section>"])
@@ -167,7 +173,7 @@ def result_rows(results: StudyResults, task: str) -> list[ResultRow]:
 
 def markdown(results: StudyResults) -> str:
     """Returns Markdown with two tables per task: means and, if there are any, differences from the baseline."""
-    parts = []
+    parts = ["Means over training seeds, with 95% confidence intervals (Student's t) in brackets."]
     for task in results.tasks:
         rows = result_rows(results, task)
         header = ["method", "learning rate", "seeds", *results.metrics(task).values()]
@@ -178,6 +184,9 @@ def markdown(results: StudyResults) -> str:
                 f"Difference from {results.baseline}, by seed:",
                 _table(header, compared, lambda r: r.differences, "+"),
             ]
+        for benchmark in results.benchmarks(task):
+            for title, (header, *lines) in pass_at_k_tables(results, task, benchmark).items():
+                parts += [f"{title}:", "\n".join(markdown_table(header, lines))]
     return "\n\n".join(parts) + "\n"
 
 

@@ -18,7 +18,7 @@ from poly_epo_jax.startup.resume_checks import check_resume_config, check_same_c
 from poly_epo_jax.startup.trained_policy import run_digests
 from poly_epo_jax.study.folder import EVALUATION, PLAN, RunKey, run_state
 from poly_epo_jax.study.spec import RATE, SEED, STUDY_KEYS, WORKDIR, Changes, Evaluation, Study
-from poly_epo_jax.system.json_files import write_json
+from poly_epo_jax.system.json_files import read_object, write_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class StudyRun:
             folder = self.folder.parent.parent / EVALUATION / benchmark_label(benchmark) / self.key.label
             if not (folder / RESULTS).exists():
                 return False
-            saved = json.loads((folder / ABOUT).read_text())
+            saved = read_object(folder / ABOUT, "delete the folder")
             expected["digests"] = saved.get("digests", {}) | expected["digests"]
             if saved != expected:
                 return False

@@ -29,8 +29,12 @@ class StudyProgress(Progress):
         # Set first, because the constructor of the base class renders the display once.
         self._total, self._finished, self._failed = len(runs), finished, 0
         self._began = time.monotonic()
+        self._fractions = {run.key.path: _fraction(run) for run in runs}
+        self._work = self._left = sum(1 - fraction for fraction in self._fractions.values())
         self.listener = Listener(self._started, self._ended)
         super().__init__(*columns, console=console, refresh_per_second=1, disable=not console.is_terminal)
+        if self.disable:
+            print(self._counts(), flush=True)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Reads the progress of active runs and yields the lines to show. Called by a separate thread."""
@@ -48,12 +52,26 @@ class StudyProgress(Progress):
             resumed = f" from {state}" if stage == "train" and state.step else ""
             print(f"{run.key.path}: {stage}{resumed}", flush=True)
 
+    def _time_left(self) -> str:
+        """Returns the estimated remaining time, or an empty string before any training step.
+
+        The estimate assumes that all runs take equally long, and that the same number of them is active until the end.
+        """
+        active = [task.fields["run"] for task in self.tasks]
+        done = self._work - self._left + sum(_fraction(run) - self._fractions[run.key.path] for run in active)
+        if not 0 < done < self._work:
+            return ""
+        return f", about {clock((time.monotonic() - self._began) * (self._work - done) / done)} left"
+
     def _ended(self, run: StudyRun, row: Row) -> None:
         for task in self.tasks:
             if task.description == run.key.path:
                 self.remove_task(task.id)
-        self._finished += not row["exit"] and run.is_evaluated()
+        is_finished = not row["exit"] and run.is_evaluated()
+        self._finished += is_finished
         self._failed += row["exit"] not in (0, *ENDED)
+        if row["exit"] or is_finished:  # failed runs are not repeated
+            self._left -= 1 - self._fractions[run.key.path]
         verb = {"train": "trained", "evaluate": "evaluated"}[row["stage"]]
         if row["exit"]:
             how = "was stopped" if row["exit"] in ENDED else "failed"
@@ -64,7 +82,13 @@ class StudyProgress(Progress):
 
     def _counts(self) -> str:
         failed = f", {self._failed} failed" if self._failed else ""
-        return f"{self._finished} of {self._total} runs finished{failed}"
+        return f"{self._finished} of {self._total} runs finished{failed}{self._time_left()}"
+
+
+def _fraction(run: StudyRun) -> float:
+    """Returns the fraction of the training steps of a run that are logged."""
+    state = run_state(run.folder)
+    return state.step / state.num_steps if state.num_steps else 0.0
 
 
 @contextlib.contextmanager

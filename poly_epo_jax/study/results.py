@@ -75,12 +75,14 @@ class StudyResults:
       baseline: Method that the other methods are compared with.
       results: Results of all runs.
       attempts: Rows of attempts.jsonl.
+      others: Content of results.json of other models that are evaluated in the folder, by label and benchmark.
     """
 
     folder: Path
     baseline: str
     results: Sequence[Result]
     attempts: Sequence[Row]
+    others: Mapping[str, Mapping[str, Any]]
 
     @property
     def tasks(self) -> list[str]:
@@ -96,6 +98,26 @@ class StudyResults:
     def learning_rates(self) -> list[float]:
         """Learning rates in ascending order."""
         return sorted({one.key.rate for one in self.results})
+
+    def benchmarks(self, task: str) -> list[str]:
+        """Labels of the benchmarks on which runs of a task were evaluated, sorted."""
+        return sorted({name for one in self.results if one.key.task == task for name in one.evaluations})
+
+    def references(self, task: str, benchmark: str) -> dict[str, Mapping[str, Any]]:
+        """Returns the content of results.json of the models that are evaluated but not trained by the study, by label.
+
+        A label that begins with the name of a task and a hyphen, as those of runs, is a reference of this task only.
+
+        Args:
+          task: Name of the task.
+          benchmark: Label of the benchmark.
+        """
+        own, foreign = f"{task}-", tuple(f"{other}-" for other in self.tasks if other != task)
+        return {
+            label.removeprefix(own): found[benchmark]
+            for label, found in self.others.items()
+            if benchmark in found and not label.startswith(foreign)
+        }
 
     def of(self, cell: Cell, finished: bool = True) -> list[Result]:
         """Returns the started runs of a cell, sorted by seed.
@@ -140,12 +162,15 @@ class StudyResults:
             if "study" in metric.tables
         ]
         found = {name: describe(name).title for name in (REWARD, *map(held_out, shown))}
-        runs = [one for one in self.results if one.key.task == task]
-        for benchmark in sorted({name for one in runs for name in one.evaluations}):
+        for benchmark in self.benchmarks(task):
             found |= {
                 f"{benchmark}: {name}": f"{evaluation.describe(name).title} ({benchmark}, evaluated)" for name in shown
             }
-        return {metric: title for metric, title in found.items() if any(one.at_end(metric) is not None for one in runs)}
+        return {
+            metric: title
+            for metric, title in found.items()
+            if any(one.at_end(metric) is not None for one in self.results if one.key.task == task)
+        }
 
 
 def read_results(folder: Path) -> StudyResults:
@@ -163,8 +188,8 @@ def read_results(folder: Path) -> StudyResults:
     evaluations: dict[str, dict[str, Any]] = {}
     for path in find_results(folder / EVALUATION):
         evaluations.setdefault(path.parent.name, {})[path.parent.parent.name] = read_object(path, ADVICE)
-    results = [_read_run(folder, run_key, evaluations.get(run_key.label, {})) for run_key in run_keys]
-    return StudyResults(folder, baseline, results, read_attempts(folder))
+    results = [_read_run(folder, run_key, evaluations.pop(run_key.label, {})) for run_key in run_keys]
+    return StudyResults(folder, baseline, results, read_attempts(folder), evaluations)
 
 
 def _read_run(folder: Path, run_key: RunKey, evaluations: Mapping[str, Any]) -> Result:

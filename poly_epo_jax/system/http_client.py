@@ -7,12 +7,15 @@ address.
 
 import asyncio
 import functools
+import ipaddress
 import ssl
 import sys
 import time
 from collections.abc import Mapping
 from reprlib import repr as _brief
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
@@ -84,21 +87,57 @@ def _certificates() -> ssl.SSLContext:
     return httpx.create_ssl_context()  # loading the certificates takes longer than a request
 
 
-def open_transport() -> httpx.AsyncBaseTransport:
-    """Creates a transport for an unlimited number of concurrent requests."""
+def proxy_of(url: str) -> str:
+    """Returns the proxy that the environment variables HTTPS_PROXY and NO_PROXY select for a hosted service.
+
+    Args:
+      url: Address of the service.
+
+    Returns:
+      The address of the proxy, which may contain a password. It is empty for unencrypted and local addresses.
+
+    Raises:
+      ValueError: If the proxy does not use HTTP.
+    """
+    scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
+    proxies = getproxies()
+    proxy = proxies.get("https") or proxies.get("all") or ""
+    if not proxy or scheme != "https" or _is_local(host) or proxy_bypass(host):
+        return ""
+    if "://" not in proxy:
+        return f"http://{proxy}"
+    if urlsplit(proxy).scheme not in ("http", "https"):
+        raise ValueError(
+            f"HTTPS_PROXY selects a proxy of the type {urlsplit(proxy).scheme} for {url}, which is not supported; set "
+            "it to http://HOST:PORT, or add the host to NO_PROXY."
+        )
+    return proxy
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_private
+    except ValueError:
+        return False
+
+
+def open_transport(proxy: str = "") -> httpx.AsyncBaseTransport:
+    """Creates a transport for an unlimited number of concurrent requests, through a proxy if one is given."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx.AsyncHTTPTransport(verify=_certificates(), limits=limits, trust_env=False)
+    return httpx.AsyncHTTPTransport(verify=_certificates(), limits=limits, trust_env=False, proxy=proxy or None)
 
 
-def open_client(timeout_seconds: float, max_bytes: int = MAX_BYTES) -> httpx.AsyncClient:
+def open_client(timeout_seconds: float, max_bytes: int = MAX_BYTES, proxy: str = "") -> httpx.AsyncClient:
     """Creates a client for an unlimited number of concurrent requests.
 
     Args:
       timeout_seconds: Maximum time of a complete response, in seconds.
       max_bytes: Maximum size of a response, in bytes.
+      proxy: Address of a proxy, from `proxy_of`. If empty, requests are sent directly, because the addresses of SGLang
+        servers are not accessible to proxies.
     """
     return httpx.AsyncClient(
-        transport=_BoundedTransport(open_transport(), timeout_seconds, max_bytes),
+        transport=_BoundedTransport(open_transport(proxy), timeout_seconds, max_bytes),
         timeout=httpx.Timeout(None, connect=10.0),
         headers={"Accept-Encoding": "identity"},
         trust_env=False,
@@ -158,7 +197,9 @@ def describe_error(error: Exception) -> str:
         case InvalidResponseError():
             return str(error)
         case httpx.ConnectError():
-            return "it does not accept connections"
+            reason = quote(str(error))  # such as an unknown host name, or a certificate that is not trusted
+            is_specific = reason not in ("", "All connection attempts failed")
+            return f"it does not accept connections{f' ({reason})' if is_specific else ''}"
         case httpx.TimeoutException():
             return "it did not respond in time"
         case httpx.HTTPStatusError():
@@ -167,7 +208,9 @@ def describe_error(error: Exception) -> str:
             return f"the connection failed ({quote(str(error)) or type(error).__name__})"
 
 
-async def wait_until_healthy(url: str, seconds: float, name: str, headers: Mapping[str, str] | None = None) -> None:
+async def wait_until_healthy(
+    url: str, seconds: float, name: str, headers: Mapping[str, str] | None = None, proxy: str = ""
+) -> None:
     """Waits until a health endpoint responds with a success status. Prints a message to stderr if it has to wait.
 
     Args:
@@ -175,12 +218,13 @@ async def wait_until_healthy(url: str, seconds: float, name: str, headers: Mappi
       seconds: Maximum waiting time in seconds.
       name: Name of the server in messages.
       headers: Request headers, for example an API key.
+      proxy: Address of a proxy, from `proxy_of`.
 
     Raises:
       ServerError: If the server does not become healthy within `seconds`, or if it rejects the API key.
     """
     start, announced, status = time.monotonic(), False, 0
-    async with open_client(min(10.0, max(1.0, seconds))) as client:
+    async with open_client(min(10.0, max(1.0, seconds)), proxy=proxy) as client:
         while True:
             try:
                 response = await client.get(url, headers=headers)

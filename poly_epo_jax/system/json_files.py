@@ -114,9 +114,12 @@ def read_object(path: Path, advice: str) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return dict(json.loads(path.read_bytes()))
-    except (ValueError, TypeError) as error:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a JSON object ({error}); {advice}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object (it contains a {type(content).__name__}); {advice}.")
+    return content
 
 
 def _to_line(row: Mapping[str, Any]) -> bytes:

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import gc
+import io
 import os
+import select
 import signal
 import socket
 import sys
@@ -153,25 +155,61 @@ def exit_code(
 ) -> int:
     """Runs a command, and prints errors and Ctrl-C to stderr as one line.
 
+    If the reader of the output has closed its pipe, as `head` does, the command ends without a message. From this
+    call on, characters that the encoding of stdout does not contain, such as those of a folder's name, are printed as
+    escape sequences.
+
     Args:
-      work: Returns the exit code of the command, or None for 0.
+      work: Returns the exit code of the command, or None for 0. May raise SystemExit, as argparse does.
       errors: Exceptions with messages for users, in addition to ValueError, OSError and ImportError. All others
         propagate.
       failed: Exit code after such an error.
       after_ctrl_c: State of the output after Ctrl-C, and how to continue.
 
     Returns:
-      The exit code of the command, `failed` after an error, or 130 after Ctrl-C.
+      The exit code of the command, `failed` after an error, 130 after Ctrl-C, or 141 if the output has no reader.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with deliver_keyboard_interrupt():
-            return work() or 0
+            return _run_and_flush(work)
     except KeyboardInterrupt:
         print(f"Ctrl-C: {after_ctrl_c}", file=sys.stderr)
         return 130
     except (ValueError, OSError, ImportError, *errors) as error:
+        if isinstance(error, BrokenPipeError) and _discard_unread_output():
+            return 128 + signal.SIGPIPE
         print(f"Error: {' '.join(str(error).split())}", file=sys.stderr)
         return failed
+
+
+def _run_and_flush(work: Callable[[], int | None]) -> int:
+    """Runs a command, and writes its buffered output, for which Python would ignore errors after the command."""
+    try:
+        code = work() or 0
+    except SystemExit:
+        print(end="", flush=True)
+        raise
+    print(end="", flush=True)
+    return code
+
+
+def _discard_unread_output() -> bool:
+    """Discards further output of stdout and stderr if the reader of one of them has closed its pipe.
+
+    Returns:
+      True if there is such a stream. Otherwise, a broken pipe belongs to another process, such as a worker.
+    """
+    unread = []
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):  # replaced streams, as in notebooks, may have no descriptor
+            poll = select.poll()
+            poll.register(stream.fileno(), 0)
+            unread += [descriptor for descriptor, event in poll.poll(0) if event & select.POLLERR]
+    for descriptor in unread:  # the interpreter writes the rest of its buffer at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return bool(unread)
 
 
 CTRL_C_RETRY_SECONDS = 0.01  # delay in seconds before a deferred Ctrl-C is raised again

@@ -6,6 +6,7 @@ To add a task, implement the `types.Task` protocol in a new file and add one lin
 from collections.abc import Callable
 
 from poly_epo_jax.tasks.countdown import CountdownTask
+from poly_epo_jax.tasks.countdown_prose import CountdownProseTask
 from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
 from poly_epo_jax.tasks.math import MathTask
 from poly_epo_jax.tasks.multiplication import MultiplicationTask
@@ -22,6 +23,7 @@ TASKS: Registry[Callable[..., Task]] = Registry(
     multiplication=MultiplicationTask,
     multiplication_prose=MultiplicationProseTask,
     countdown=CountdownTask,
+    countdown_prose=CountdownProseTask,
     math=MathTask,
     reasoning_gym=ReasoningGymTask,
     categories=CategoriesTask,
@@ -32,6 +34,7 @@ TASKS: Registry[Callable[..., Task]] = Registry(
 __all__ = [
     "TASKS",
     "CategoriesTask",
+    "CountdownProseTask",
     "CountdownTask",
     "DemonstrationStyle",
     "MathTask",

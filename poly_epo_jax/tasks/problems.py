@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from poly_epo_jax.system.git_lfs import check_downloaded
 from poly_epo_jax.tasks.answers import reference_answer
 from poly_epo_jax.types import Problem
 
@@ -70,11 +71,18 @@ def read_source(source: str) -> list[dict[str, Any]]:
     """
     path = Path(source)
     is_file = path.suffix in _READERS
-    folder = Path(source.split(":")[0])
-    if (is_file and not path.is_file()) or (source.startswith(("/", "./", "../")) and not folder.exists()):
+    place = path if is_file else Path(source.split(":")[0])
+    if not place.exists() and (is_file or source.startswith(("/", "./", "../"))):
         raise FileNotFoundError(f"{source} does not exist; correct the path (relative paths start at {Path.cwd()}).")
     if path.is_file() and not is_file:
         raise ValueError(f"{source} must be a {' or '.join(_READERS)} file; convert it to one of these formats.")
+    if is_file:
+        check_downloaded(path)
+    elif any((place / name).is_file() for name in _SAVED_TO_DISK):
+        raise ValueError(
+            f"{place} was written by save_to_disk; load it with datasets.load_from_disk, write a split with "
+            "to_parquet, and set the path of that .parquet file."
+        )
     rows = _READERS[path.suffix](path) if is_file else _read_data_set(source)
     if not rows:
         raise ValueError(f"{source} contains no rows.")
@@ -148,6 +156,7 @@ def _shortest_decimal(value: Any, kind: Any) -> Any:
 
 
 SURROGATE = re.compile("[\ud800-\udfff]")
+_SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # written by save_to_disk of a dataset, and of several splits
 _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
@@ -177,7 +186,8 @@ def load_problems(
         a text is not valid Unicode, or no row has a usable answer.
       OSError: If the source is missing or unreachable.
     """
-    stem, problems, reasons = Path(source.split(":")[0]).stem, [], collections.Counter[str]()
+    name = source if Path(source).suffix in _READERS else source.split(":")[0]
+    stem, problems, reasons = Path(name).stem, [], collections.Counter[str]()
     for number, row in enumerate(read_source(source), start=1):
         text, identifier = row.get(problem_column), row.get(id_column)
         is_blank = text is None or (isinstance(text, str) and not text.strip())

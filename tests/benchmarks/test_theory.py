@@ -2,8 +2,11 @@
 
 import importlib
 import importlib.util
+import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "theory"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "theory.md"
 Question = Callable[[str], ModuleType]
 
 
@@ -34,6 +38,32 @@ def test_the_lemma_holds_for_logits_and_at_first_order(module: Question, monkeyp
         assert errors[0] < 0.1 and all(8 < errors[i] / errors[i + 1] < 12 for i in range(2))
         # The statement that probability grows exactly if A > 0 does not hold.
         assert row["A > 0, probability falls"] > 0.03 and row["A < 0, probability grows"] > 0.1
+
+
+def test_the_sign_for_a_novel_incorrect_response():
+    """Compares the formula of theory.md with an enumeration of the strategies of a set: 0 only for n = 2, m = 1."""
+
+    def mean_distinct(k: int, m: int) -> Fraction:
+        return Fraction(sum(len(set(drawn)) for drawn in itertools.product(range(m), repeat=k)), m**k)
+
+    for n, m in itertools.product(range(2, 6), range(1, 5)):
+        # Rewards do not depend on strategies, so p^-1 E[f] is a product: with the response, one of n rewards is 0.
+        advantage = Fraction(n - 1, n) * (1 + mean_distinct(n - 1, m)) / n - mean_distinct(n, m) / n
+        formula = n - 1 - m + (m - n) * (1 - Fraction(1, m)) ** (n - 1)
+        assert advantage == formula / n**2
+        expected = 0 if (n, m) == (2, 1) else 1 if m <= n - 2 else -1
+        assert (formula > 0) - (formula < 0) == expected
+
+
+def test_the_page_states_the_thresholds_of_reward_shaping():
+    """With a group of 8 that contains the response: lambda (1 - E[d]) with E[d] over the other 7 generations."""
+    rows = re.findall(r"^\| ([\d.]+) \| (\d) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(), re.MULTILINE)
+    assert len(rows) == 6
+    for diversity_coef, num_strategies, *stated in rows:
+        scale, m = float(diversity_coef), int(num_strategies)
+        policy = scale * (1 - (m * (1 - (1 - 1 / m) ** 8) - 1) / 7)
+        group = scale * (1 - m * (1 - (1 - 1 / m) ** 7) / 7) * 8 / 7
+        assert stated == [f"{value:.3f}".removeprefix("0") for value in (policy, group, group)]
 
 
 @pytest.mark.slow

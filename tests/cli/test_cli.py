@@ -102,7 +102,7 @@ def test_an_unknown_recipe(typed: Typed):
     ended = typed("-m", "poly_epo_jax", "recipes", "show", "smollm")
     assert ended.returncode == 2
     assert ended.stderr.startswith(
-        "Error: There is no recipe smollm; did you mean smollm2? Recipes in configs: gsm8k, "
+        "Error: There is no recipe smollm; did you mean smollm2? Recipes in configs: countdown, "
     )
 
 

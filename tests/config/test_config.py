@@ -297,3 +297,43 @@ def test_changed_keys_lists_differences_in_nested_sections():
     new = {"a": 1, "b": {"c": 5, "d": {"e": 6}}, "came": 4, "f": {"g": 7}, "same": [1, 2]}
     assert changed_keys(old, new) == ["b.c", "b.d.e", "came", "f.g", "gone"]
     assert changed_keys(old, old) == []
+
+
+def test_the_home_folder_is_expanded_in_paths(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    keys = ("workdir", "compilation_cache_dir", "model.path", "base.cache_dir", "rollouts.weights_dir")
+    config = changed(**dict.fromkeys(keys, "~/x"))
+    config.task.name, config.judge.name = "math", "none"
+    config.algo.update(default.METHOD_PRESETS["grpo"])
+    config.task.options = {"train": "~/a.jsonl", "held_out": ["~/b.jsonl", "c~/d.jsonl"]}
+    config.log.wandb_project = "~/x"
+    read = read_config(config)
+    assert {value for key, _, value in read.flat() if key in keys} == {"/home/me/x"}
+    assert read.task.options == {"train": "/home/me/a.jsonl", "held_out": ["/home/me/b.jsonl", "c~/d.jsonl"]}
+    assert read.log.wandb_project == "~/x"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train.num_generations": 2}, r"algo\.set_size=4 .* train\.num_generations=2, .* lower algo\.set_size"),
+        (
+            {"train.num_steps": 3, "optimizer.warmup_updates": 6},
+            r"warmup_updates=6 .* run, 6 \(train\.num_steps=3",
+        ),
+        ({"model.chat_template_options": {"a": Path("x")}}, r"model\.chat_template_options=.* must consist of"),
+    ],
+)
+def test_combinations_that_cannot_train(changes: dict[str, Any], words: str):
+    config = default.get_config("grpo")
+    config.update_from_flattened_dict({key: value for key, value in changes.items() if "options" not in key})
+    if options := changes.get("model.chat_template_options"):
+        config.model.chat_template_options = options
+    with pytest.raises(ConfigError, match=words):
+        read_config(config)
+
+
+def test_grpo_trains_with_two_generations():
+    config = default.get_config("grpo")
+    config.train.num_generations, config.algo.set_size = 2, 1
+    assert read_config(config).train.num_generations == 2

@@ -15,15 +15,17 @@ import numpy as np
 import pytest
 from fakes import LETTERS, TINY, ByLetter, LetterJudge, RandomLetters, Scripted, tiny_params, unchecked, until
 from fork_server import ForkServer
+from rich.console import Console
 from training_runs import as_flags, environment
 
 from configs import polaris
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.keys import TaskSection
+from poly_epo_jax.evaluate.__main__ import _table
 from poly_epo_jax.evaluate.benchmarks import BENCHMARKS, Benchmark, about_evaluation, open_benchmark
 from poly_epo_jax.evaluate.draw import draw_generations
 from poly_epo_jax.evaluate.folder import EVALUATED_GENERATION, GENERATIONS, open_folder, read_generations
-from poly_epo_jax.evaluate.results import compute_results
+from poly_epo_jax.evaluate.results import INTERVALS, compute_results
 from poly_epo_jax.judges import NoJudge
 from poly_epo_jax.model import hf
 from poly_epo_jax.rollouts.groups import Rollouts
@@ -206,6 +208,31 @@ def test_results_by_hand(tmp_path: Path):
     assert all(metric["low"] <= metric["mean"] <= metric["high"] for metric in found["metrics"].values())
 
 
+def test_fractions_of_0_and_1_have_wide_intervals(tmp_path: Path):
+    """Clopper-Pearson for 20 of 20 problems is [0.832, 1]. Other metrics keep the bootstrap, which has zero width."""
+    rows = [(f"p{i}", letter, 1) for i in range(20) for letter in "aa"]
+    metrics = compute_results(write(tmp_path, rows))["metrics"]
+    for name in ("pass@1", "pass@2", "solved", "majority_accuracy@2", "majority_vote_share@2"):
+        assert metrics[name] == {"mean": 1.0, "low": pytest.approx(0.832, abs=0.01), "high": pytest.approx(1.0)}, name
+    assert metrics["correct_clusters@2"] == pytest.approx({"mean": 1.0, "low": 1.0, "high": 1.0})
+
+
+def test_tables_fit_80_columns_and_name_the_intervals(tmp_path: Path):
+    rows = [(f"p{i}", letter, 1) for i in range(5) for letter in "ab" * 32]
+    found = [
+        {"benchmark": "hmmt_nov_2025", "model": model} | compute_results(write(tmp_path / model, rows))
+        for model in ("base", "grpo-trained")
+    ]
+    with (console := Console(width=80)).capture() as capture:
+        console.print(_table(found, 64))
+    lines = capture.get().splitlines()
+    assert "hmmt_nov_2025: 5 problems, 64 generations each" in lines[0]
+    widest = next(line for line in lines if "majority@64 vote share" in line)
+    assert [cell.strip() for cell in widest.strip("│").split("│")][:3] == ["majority@64 vote share", "base", "0.500"]
+    assert sum("grpo-trained" in line for line in lines) == 5 and "…" not in capture.get()
+    assert found[0]["intervals"] == INTERVALS
+
+
 def test_problems_without_clustering_are_excluded_from_cluster_metrics(tmp_path: Path):
     rows = [(problem, "a", cluster) for problem, cluster in (("p", None), ("q", 1)) for _ in range(2)]
     found = compute_results(write(tmp_path, rows))
@@ -248,8 +275,10 @@ def test_benchmarks_by_name_task_and_file(tmp_path: Path):
     assert "1+1?" in mine.problems[0].prompt
     with pytest.raises(FileNotFoundError, match=r"missing\.jsonl"):
         open_benchmark("missing.jsonl", section)
-    with pytest.raises(ConfigError, match="'polynomail' is not a benchmark; did you mean polynomial\\?"):
-        open_benchmark("mine=polynomail", section)
+    # Names that are not similar to a benchmark are not looked up on the Hugging Face Hub either.
+    for name, hint in (("polynomail", r"did you mean polynomial\?"), ("another", "")):
+        with pytest.raises(ConfigError, match=rf"'{name}' is not a benchmark.*{hint}.* takes .*aime_2025.*polynomial"):
+            open_benchmark(f"mine={name}", section)
     assert {"beyond_aime", "aime_2025", "aime_2026", "hmmt_feb_2025", "hmmt_nov_2025", "minerva"} <= BENCHMARKS.keys()
 
 
@@ -295,6 +324,7 @@ def test_resumed_evaluation_has_the_same_results(model: Path, tmp_path: Path):
     [
         (["--models="], ["--models"]),
         (["--benchmarks=nowhere.jsonl"], ["nowhere.jsonl"]),
+        (["--benchmarks=aime24", "--models=/no/such/model"], ["aime24", "aime_2025"]),
         (["--models=/no/such/model"], ["/no/such/model"]),
         (["--models=http://127.0.0.1:9"], ["http://127.0.0.1:9"]),
     ],

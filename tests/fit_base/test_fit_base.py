@@ -21,7 +21,7 @@ def flags(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_folder_is_the_policy_that_training_starts_from(flags: list[str], tmp_path: Path):
+def test_the_folder_is_the_policy_that_training_starts_from(flags: list[str], tmp_path: Path, capsys):
     folder = tmp_path / "models" / "base"
     assert main([*flags, f"--output={folder}"]) == 0
     config = read_arguments(flags)
@@ -29,20 +29,22 @@ def test_the_folder_is_the_policy_that_training_starts_from(flags: list[str], tm
     files = sorted(path.name for path in cached.iterdir())
     assert "model.safetensors" in files and files == sorted(path.name for path in folder.iterdir())
     assert all((folder / name).read_bytes() == (cached / name).read_bytes() for name in files)
+    assert main([*flags, f"--output={folder}"]) == 0  # the folder contains this policy
+    assert main([*flags, "--config.base.noisy_steps=1", f"--output={folder}"])
+    assert f"--output={folder}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ([], "--output is missing"),
-        (["--output={existing}"], "exists"),
         (["--output={new}", "--config.model.path=some/model"], "model.path=some/model"),
         (["--output={new}", "--config.task.name=polynomial_prose", "--config.task.options={}"], "demonstrations"),
     ],
-    ids=["no output", "existing output", "other policy", "no demonstrations"],
+    ids=["no output", "other policy", "no demonstrations"],
 )
 def test_impossible_fits_are_refused(more: list[str], message: str, flags, tmp_path: Path, capsys):
-    names = {"existing": tmp_path, "new": tmp_path / "new"}
-    assert main([*flags, *(argument.format(**names) if "options" not in argument else argument for argument in more)])
+    new = tmp_path / "new"
+    assert main([*flags, *(argument.replace("{new}", str(new)) for argument in more)])
     assert message in capsys.readouterr().err
-    assert not names["new"].exists()
+    assert not new.exists()

@@ -76,7 +76,7 @@ def serve(monkeypatch):
     def install(*answers) -> Server:
         server = Server(*answers)
 
-        monkeypatch.setattr(servers, "open_transport", lambda: httpx.MockTransport(server))
+        monkeypatch.setattr(servers, "open_transport", lambda proxy: httpx.MockTransport(server))
         monkeypatch.setattr(llm, "backoff_seconds", lambda failures: server.backoffs.append(failures) or 0.0)
         return server
 

@@ -1,10 +1,13 @@
 """Tests of the launch scripts that do not require the target machines."""
 
 import os
+import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
+from fakes import PATIENCE
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 
@@ -28,17 +31,93 @@ def tpu(tmp_path: Path):
     return run
 
 
-def test_tpu_run_starts_the_same_command_on_all_hosts_with_the_flags_of_the_user(tpu):
-    arguments = tpu("run", "--config=configs/polaris.py:v5p-32", "--config.workdir=/elsewhere").stdout.splitlines()
-    assert "--worker=all" in arguments and "--zone=a-zone" in arguments
-    (command,) = [line for line in arguments if line.startswith("--command=")]
-    doctor, _, trainer = command.partition(" -m poly_epo_jax.doctor --short ")[2].partition(
-        " && python -m poly_epo_jax.main "
-    )
-    assert doctor.split() == trainer.rstrip().split()
-    words = command.split()
-    assert words.index("--config=configs/polaris.py:v5p-32") < words.index("--config.hosts.coordinator_address=auto")
-    assert words.index("--config.workdir=/mnt/shared/poly-epo") < words.index("--config.workdir=/elsewhere")
+def test_the_runtime_depends_on_the_type_of_the_slice(tpu):
+    for kind, runtime in (("v5p-32", "v2-alpha-tpuv5"), ("v6e-16", "v2-alpha-tpuv6e")):
+        arguments = tpu("create", kind).stdout.splitlines()
+        assert f"--accelerator-type={kind}" in arguments and f"--runtime-version={runtime}" in arguments
+    assert "--runtime-version=another" in tpu("create", "v6e-16", RUNTIME="another").stdout
+    assert "RUNTIME: is not set" in tpu("create", "v4-8", RUNTIME="").stderr
+
+
+# gcloud with a single host, whose home is the folder $HOST. pgrep finds no processes of other users of this machine.
+GCLOUD = """#!/bin/bash
+case $4 in
+  scp) cp "$5" "$HOST" ;;
+  ssh) [[ $* == *--worker=all* && ${!#} == --command=* ]] && cd "$HOST" && exec bash -c "${!#:10}" ;;
+esac
+"""
+PYTHON = """#!/bin/bash
+echo python "$@"
+[ ! -e sick ]
+"""
+
+
+@pytest.fixture
+def slice_of_one(tmp_path: Path):
+    """Creates a repository with tpu.sh, and returns the folders of the repository and of the host, and a run of it."""
+    repository, host = tmp_path / "repository", tmp_path / "host"
+    stand_ins = {
+        "bin/gcloud": GCLOUD,
+        "bin/pgrep": "#!/bin/sh\nexit 1\n",
+        "bin/python": PYTHON,
+        "host/poly_epo_jax/.venv/bin/activate": "",
+        "repository/launch/tpu.sh": (LAUNCH / "tpu.sh").read_text(),
+        "repository/.gitignore": "/runs/\n",
+        "repository/tracked.py": "tracked",
+        "repository/deleted.py": "deleted later",
+    }
+    for name, text in stand_ins.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for script in (tmp_path / "bin").iterdir():
+        script.chmod(0o755)
+    for command in (["init", "--quiet"], ["add", "."]):
+        subprocess.run(["git", *command], cwd=repository, check=True)
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "ZONE": "a-zone", "HOST": str(host)}
+        command = ["bash", str(repository / "launch" / "tpu.sh"), "run", *arguments]
+        return subprocess.run(command, env=os.environ | path | variables, capture_output=True, text=True)
+
+    return repository, host, run
+
+
+def test_tpu_run_copies_local_edits_and_starts_a_detached_run(slice_of_one):
+    repository, host, run = slice_of_one
+    (repository / "tracked.py").write_text("edited")
+    (repository / "new file.py").write_text("new")
+    (repository / "runs").mkdir()
+    (repository / "runs" / "ignored").touch()
+    ended = run("--config=configs/polaris.py:v5p-32", "--config.workdir=/else where", JUDGE_URL="http://judge:30010")
+    assert ended.returncode == 0 and "bash launch/tpu.sh log" in ended.stdout, ended.stderr
+    (doctor,) = [line for line in ended.stdout.splitlines() if "poly_epo_jax.doctor" in line]
+    deadline = time.monotonic() + PATIENCE
+    while not (log := (host / "poly_epo_jax.log")).exists() or not log.read_text().endswith("\n"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (trainer,) = log.read_text().splitlines()
+    flags = doctor.removeprefix("python -m poly_epo_jax.doctor --short ")
+    assert trainer == f"python -m poly_epo_jax.main {flags}"
+    words = flags.split(" ")
+    assert words[0] == "--config=configs/polaris.py:v5p-32"
+    assert {"--config.hosts.coordinator_address=auto", "--config.judge.url=http://judge:30010"} <= set(words)
+    assert words.index("--config.workdir=/mnt/shared/poly-epo") < words.index("--config.workdir=/else")
+
+    copied = host / "poly_epo_jax"
+    assert (copied / "tracked.py").read_text() == "edited" and (copied / "new file.py").read_text() == "new"
+    assert (copied / "deleted.py").exists() and not (copied / "runs").exists()
+    (repository / "deleted.py").unlink()
+    assert run("--config=configs/polynomial.py").returncode == 0
+    assert not (copied / "deleted.py").exists() and (copied / "tracked.py").exists()
+
+
+def test_tpu_run_does_not_train_if_the_doctor_fails(slice_of_one):
+    repository, host, run = slice_of_one
+    (repository / "sick").touch()
+    ended = run("--config=configs/polaris.py:v5p-32")
+    # An empty address is rejected for judges that are servers.
+    assert ended.returncode == 1 and "--config.judge.url= " in ended.stdout
+    assert not (host / "poly_epo_jax.log").exists()
 
 
 def test_tpu_reports_missing_arguments(tpu):
@@ -47,3 +126,64 @@ def test_tpu_reports_missing_arguments(tpu):
     assert "append the slice type" in tpu("create").stderr
     usage = tpu("begin")
     assert usage.returncode == 2 and "bash launch/tpu.sh create v5p-32" in usage.stderr
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_slurm_installs_once_and_starts_every_node(tmp_path: Path, nodes: int):
+    """The stand-ins of srun and of the setup scripts print their names and arguments."""
+    for name, text in {
+        "bin/srun": '#!/bin/sh\necho srun "$@"\n',
+        "launch/setup_env.sh": 'echo trainer "$1"\n',
+        "third_party/sglang/setup.sh": 'echo sglang "$1"\n',
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    ended = subprocess.run(
+        ["bash", str(LAUNCH / "slurm.sbatch"), "--config=configs/polaris.py:h200x16"],
+        env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
+        | {"SLURM_NNODES": str(nodes)},
+        capture_output=True,
+        text=True,
+    )
+    words = "srun --kill-on-bad-exit=0 --label bash launch/node.sh --config=configs/polaris.py:h200x16"
+    joined = " --config.hosts.coordinator_address=auto" if nodes > 1 else ""
+    assert ended.stdout.splitlines() == ["sglang gpu", "trainer [gpu]", words + joined], ended.stderr
+    assert ended.returncode == 0
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", "smollm2.sh", "node.sh", "test.sh"])
+def test_help_prints_the_description_without_installing(script: str, tmp_path: Path):
+    for name in (script, "help.sh"):
+        (tmp_path / name).write_text((LAUNCH / name).read_text())
+    ended = subprocess.run(["bash", str(tmp_path / script), "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    lines = ended.stdout.splitlines()
+    assert f"bash launch/{script}" in ended.stdout and not any(line.startswith(("#", "source")) for line in lines)
+    comment = (LAUNCH / script).read_text().splitlines()
+    assert lines[0] == comment[1].removeprefix("# ") and lines[-1] == comment[len(lines)].removeprefix("# ")
+
+
+def test_an_unknown_argument_of_smollm2_is_an_error():
+    ended = subprocess.run(["bash", str(LAUNCH / "smollm2.sh"), "--folder=x"], capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.startswith("Error: unknown argument --folder=x; ")
+
+
+def test_a_quick_start_with_another_number_of_steps_has_separate_folders(tmp_path: Path):
+    """In place of Python, a stand-in prints its arguments."""
+    (tmp_path / "launch").mkdir()
+    for name in ("quickstart.sh", "help.sh"):
+        (tmp_path / "launch" / name).write_text((LAUNCH / name).read_text())
+    (tmp_path / "launch" / "setup_env.sh").write_text('set -euo pipefail; python() { echo "$@"; }')
+
+    def folders(*flags: str) -> list[str]:
+        command = ["bash", "launch/quickstart.sh", *flags]
+        printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        return re.findall(r"runs/\S+", printed)
+
+    few = folders("--config.seed=1", "--config.train.num_steps=20")
+    changed = re.compile("(grpo|poly_epo|evaluation|report)")
+    assert few == [changed.sub(r"\1-20-steps", name) for name in folders("--config.seed=1")]
+    base, grpo, poly_epo, *others = folders()
+    assert (base, grpo, poly_epo) == ("runs/models/base", "runs/countdown-grpo", "runs/countdown-poly_epo")
+    assert others == [f"{grpo},{poly_epo},{base}", "runs/evaluation", "runs/evaluation", grpo, poly_epo, "runs/report"]

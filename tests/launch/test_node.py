@@ -88,6 +88,7 @@ signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
 worker = subprocess.Popen(["sleep", "600"], process_group=0)
 (weights,) = [word.partition("=")[2] for word in sys.argv if "weights_dir" in word]
 pathlib.Path(weights, "version").write_text("weights")
+pathlib.Path("device_ids").write_text(os.environ.get("JAX_LOCAL_DEVICE_IDS", ""))
 pathlib.Path("arguments.json").write_text(json.dumps(sys.argv[1:]))
 while True:
     time.sleep(0.05)
@@ -349,14 +350,60 @@ def test_the_trainer_receives_the_served_models_and_determines_the_exit_code(tri
     assert json.loads((trial.folder / "asked.json").read_text()) == ["--short", *arguments]
 
 
-def test_defaults_are_the_models_of_the_paper_on_four_gpus(trial, ports):
-    process = trial.start(**ports)
+def test_defaults_are_the_models_of_the_paper_on_four_gpus(trial, ports, tmp_path):
+    list_gpus = tmp_path / "nvidia-smi"
+    list_gpus.write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i: NVIDIA H200; done\n")
+    list_gpus.chmod(0o755)
+    process = trial.start(**ports, PATH=f"{tmp_path}:{os.environ['PATH']}")
     (trial.folder / "step").touch()
     assert trial.end(process) == 0, trial.output()
     started = re.findall(r"^(\S+): (\S+) on port", trial.output(), re.MULTILINE)
     policies = [(f"policy-{i}", "Qwen/Qwen3-4B-Base") for i in range(3)]
     assert started == [*policies, ("judge", "Qwen/Qwen3-4B-Instruct-2507")]
     assert "--config=configs/polaris.py" in json.loads((trial.folder / "arguments.json").read_text())
+
+
+def test_every_visible_gpu_has_a_server_if_the_judge_is_elsewhere(trial, ports):
+    url = "http://judge:30010"
+    process = trial.start(**ports, CUDA_VISIBLE_DEVICES="6,7", JUDGE_URL=url, SLURM_NNODES="2")
+    (trial.folder / "step").touch()
+    assert trial.end(process) == 0, trial.output()
+    assert re.findall(r"^(\S+): \S+ on port", trial.output(), re.MULTILINE) == ["policy-0", "policy-1"]
+    arguments = json.loads((trial.folder / "arguments.json").read_text())
+    assert [flag for flag in arguments if "judge.url" in flag] == [f"--config.judge.url={url}"]
+    assert (trial.folder / "device_ids").read_text() == "0,1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "needed"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": ""}, "1 policy server(s) and 1 judge(s) require a GPU each, but 0 are visible"),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, "1 policy server(s) and 1 judge(s) require a GPU each, but 1 are visible"),
+        (
+            {"CUDA_VISIBLE_DEVICES": "0,1", "SERVERS": "3", "JUDGE_URL": "http://judge:30010"},
+            "3 policy server(s) and 0 judge(s) require a GPU each, but 2 are visible",
+        ),
+    ],
+)
+def test_too_few_gpus_are_reported_before_anything_is_installed(trial, ports, variables, needed):
+    process = trial.start(**ports, **variables)
+    assert trial.end(process) == 1
+    assert trial.output().startswith(f"Error: {needed}; ") and trial.output().count("\n") == 1
+
+
+def test_a_missing_python_for_sglang_is_reported_before_anything_is_installed(trial, ports):
+    shutil.copytree(
+        ROOT / "third_party" / "sglang",
+        trial.folder / "third_party" / "sglang",
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("env-*"),
+    )
+    with (trial.folder / "launch" / "setup_env.sh").open("a") as file:
+        file.write("touch installed\n")
+    process = trial.start(**CPU, **ports, SGLANG_PYTHON="no-python")
+    assert trial.end(process) == 1
+    assert "Error: SGLang for cpu requires Python 3.11, but no-python is missing" in trial.output()
+    assert not (trial.folder / "installed").exists()
 
 
 def test_the_model_of_the_configuration_is_served(trial, ports):

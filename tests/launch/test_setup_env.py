@@ -4,10 +4,12 @@ uv is replaced with a script that logs its arguments and runs a given command. p
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -56,7 +58,7 @@ class Checkout:
     def __init__(self, folder: Path):
         self.folder, self.path = folder, folder / "bin"
         (folder / "launch").mkdir()
-        for script in ("setup_env.sh", "environments.sh"):
+        for script in ("setup_env.sh", "environments.sh", "help.sh"):
             shutil.copy(LAUNCH / script, folder / "launch")
         (folder / "launch" / "lock.txt").write_text("jax==0.10.2\n")
         (folder / "pyproject.toml").write_text('[project]\nname = "nothing"\nversion = "0"\n')
@@ -242,6 +244,31 @@ def test_pip_without_a_network(checkout: Checkout):
     assert "the package index cannot be reached" in checkout.fails("", **index)
 
 
+def wheel_of_uv(folder: Path) -> None:
+    """Writes a wheel that installs the replacement of uv."""
+    info = "uv-1.0.dist-info"
+    with zipfile.ZipFile(folder / "uv-1.0-py3-none-any.whl", "w") as wheel:
+        script = zipfile.ZipInfo("uv-1.0.data/scripts/uv")
+        script.external_attr = 0o100755 << 16  # an executable file
+        wheel.writestr(script, UV)
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: uv\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.slow
+def test_a_missing_uv_is_fetched_with_pip(checkout: Checkout):
+    (checkout.path / "uv").unlink()
+    wheel_of_uv(checkout.folder)
+    index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(checkout.folder), "PIP_CONFIG_FILE": os.devnull}
+    checkout.works("", **index)
+    assert checkout.installed() == ["--constraint launch/lock.txt --editable ."]
+    # If the fetched uv fails, pip installs, here without a package index.
+    (checkout.folder / "launch" / "lock.txt").write_text("jax==0.12\n")
+    assert "installing into .venv failed" in checkout.fails("", NO_CERTIFICATE, **index)
+    assert "setuptools" in (checkout.folder / ".venv" / "install.log").read_text()
+
+
 def test_a_killed_installation_is_repeated(checkout: Checkout):
     killed = checkout.start("", HANGS)
     partial = checkout.folder / ".venv" / "partial"
@@ -255,3 +282,24 @@ def test_a_killed_installation_is_repeated(checkout: Checkout):
     checkout.works()
     assert not partial.exists()
     assert len(checkout.installed()) == 2
+
+
+def test_the_shell_of_a_user_keeps_its_options_and_folder(checkout: Checkout):
+    """Also after an error, which does not end the shell."""
+    checkout.works()
+    report = 'echo "$?|$(echo $- | tr -d is)|$PWD|$(set -o | grep -E "errexit|nounset|pipefail" | tr -d "\\t ")"'
+    for variables, code in (({}, 0), ({"LOCK": "oldest"}, 1)):
+        script = f"cd launch; {report}; source setup_env.sh; {report}; type fail; echo $VIRTUAL_ENV"
+        ended = subprocess.run(
+            ["bash", "--norc", "-i", "-c", script],
+            cwd=checkout.folder,
+            env={"PATH": str(checkout.path), "UV_PIP": "true", "HOME": str(checkout.folder), **variables},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        before, after = re.findall(r"(\d+)\|(.*(?:\n\w+o(?:n|ff))*)", ended.stdout)
+        assert (before[0], after[0]) == ("0", str(code)), ended.stderr
+        assert before[1] == after[1] and "errexitoff" in after[1] and str(checkout.folder / "launch") in after[1]
+        assert "fail: not found" in ended.stderr
+        assert ended.stdout.splitlines()[-1] == ("" if code else str(checkout.folder / ".venv"))

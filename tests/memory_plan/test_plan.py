@@ -259,6 +259,7 @@ def test_plans_depend_on_sharding_dtypes_and_remat():
 
     plan = bytes_of()
     assert bytes_of("h200x8").resident["parameters"] == plan.resident["parameters"] // 2
+    assert bytes_of("h100x8").fits and bytes_of("h100x8").resident == bytes_of("h200x8").resident
     assert bytes_of(changes={"mesh.data": 2, "mesh.fsdp": 2}).resident["parameters"] == 2 * plan.resident["parameters"]
     assert bytes_of(param_dtype="bfloat16").resident["parameters"] == plan.resident["parameters"] // 2
     moments = bytes_of(changes={"optimizer.first_moment_dtype": "bfloat16"}).resident["optimizer moments"]

@@ -91,6 +91,19 @@ def test_a_metric_without_numbers_is_rejected(registered, values: object):
         problem_values(ARRAYS)
 
 
+@pytest.mark.parametrize("value", [1.5, -0.5])
+def test_a_fraction_outside_its_range_is_rejected(registered, value: float):
+    registered(lambda correct: np.full(3, value), is_fraction=True)
+    with pytest.raises(ValueError, match=r"'mine' has a value outside \[0, 1\]"):
+        problem_values(ARRAYS)
+
+
+def test_fractions_are_declared():
+    """All values of these metrics lie in [0, 1] by definition, so their intervals do not have zero width at 0 and 1."""
+    fractions = {name for name, metric in EVALUATION_METRICS.items() if metric.is_fraction}
+    assert fractions == {"pass", "majority_accuracy", "majority_vote_share", "solved"}
+
+
 def test_a_metric_can_return_a_list_or_booleans(registered):
     registered(lambda correct: correct.any(axis=1).tolist())
     assert problem_values(ARRAYS)["mine"].tolist() == [True] * 3

@@ -13,6 +13,16 @@ def test_intervals_by_hand():
     assert mean_interval(np.array([0.5, 0.5])) == Interval(0.5, 0.5, 0.5)
 
 
+# 97.5% quantiles of Student's t as in statistical tables, with 1, 2, 5 and 9 degrees of freedom.
+@pytest.mark.parametrize(("num_seeds", "quantile"), [(2, 12.706), (3, 4.303), (6, 2.571), (10, 2.262)])
+def test_half_widths_are_tabulated_quantiles(num_seeds: int, quantile: float):
+    values = np.random.default_rng(num_seeds).normal(3.0, 2.0, num_seeds)
+    mean, low, high = mean_interval(values)
+    standard_error = values.std(ddof=1) / num_seeds**0.5
+    assert (high - mean) / standard_error == pytest.approx(quantile, abs=5e-4)
+    assert (mean - low) / standard_error == pytest.approx(quantile, abs=5e-4)
+
+
 @pytest.mark.parametrize("num_seeds", [2, 3, 5, 6, 10])
 def test_intervals_cover_95_percent(num_seeds: int):
     rng = np.random.default_rng(num_seeds)

@@ -187,6 +187,21 @@ def test_saved_configs_have_old_and_new_keys(dtype, tmp_path):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .* is not supported"),
         ({"hidden_size": None}, "'hidden_size'; add it"),
         ({"vocab_size": None}, "'vocab_size'; add it"),
+        ({"head_dim": None}, "'head_dim'; add it"),  # 128 in transformers, regardless of the other sizes
+        ({"model_type": "llama", "head_dim": None, "hidden_size": 17}, "'head_dim'; add it"),
+        ({"hidden_size": "16"}, "config.json: hidden_size='16' must be a whole number"),
+        ({"num_attention_heads": 0}, "config.json: num_attention_heads=0 must be a whole number greater than 0"),
+        ({"num_hidden_layers": 2.5}, "config.json: num_hidden_layers=2.5 must be a whole number"),
+        ({"tie_word_embeddings": "yes"}, "config.json: tie_word_embeddings='yes' must be True or False"),
+        ({"rms_norm_eps": "1e-6"}, "config.json: rms_norm_eps='1e-6' must be a finite number"),
+        ({"rope_theta": "high"}, "config.json: rope_theta='high' must be a finite number"),
+        ({"rope_scaling": "linear"}, "config.json: rope_scaling='linear' must be a dictionary"),
+        ({"num_key_value_heads": 3}, "config.json: num_key_value_heads=3 must divide num_attention_heads=4"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "the weights are quantized .*fp8.*; choose the model in BF16",
+        ),
+        ({"quantization_config": True}, "the weights are quantized"),
     ],
 )
 def test_unsupported_models_are_rejected(changes, message, tmp_path):

@@ -71,3 +71,10 @@ def test_a_policy_without_stop_tokens_cannot_be_trained(folder: Path):
     with pytest.raises(ConfigError, match=r"has no stop tokens: .*model\.stop_strings"):
         check_stop_ids(policy)
     check_stop_ids(open_policy(folder, ModelSection(stop_strings=(TINY_ALPHABET[0],))))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_files_that_git_lfs_did_not_download_raise_an_error(folder: Path, name: str):
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
+    with pytest.raises(ValueError, match=rf"{name} is a Git LFS pointer without the contents; run git lfs pull"):
+        open_policy(folder, ModelSection())

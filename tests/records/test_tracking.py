@@ -1,6 +1,7 @@
 """A killed and resumed run writes the same bytes as an uninterrupted run; other sinks and displays of the tracker."""
 
 import errno
+import hashlib
 import json
 import math
 import re
@@ -16,6 +17,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from poly_epo_jax.metrics.logged import LOGGED_METRICS
 from poly_epo_jax.records import progress, tracking
 from poly_epo_jax.records.run_folder import read_rows
+from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.records.tracking import Tracker
 
 FILES = ("metrics.jsonl", "timing.jsonl", "timeline.jsonl", "generations.jsonl")
@@ -170,10 +172,20 @@ def test_a_run_folder_that_cannot_be_created_raises_an_error(tmp_path: Path):
     assert isinstance(caught.value, NotADirectoryError)
 
 
+def test_a_folder_named_wandb_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Weights & Biases writes such a folder to the current folder, and Python imports it as an empty package."""
+    (tmp_path / "wandb" / "run-1").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ImportError, match="wandb_project='p', but wandb is not installed"):
+        tracking._open_wandb(tmp_path / "run", CONFIG, "p")
+    sys.modules.pop("wandb", None)
+
+
 def test_missing_wandb_raises_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match="wandb_project='p', but wandb is not installed"):
-        Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, wandb_project="p")
+        Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, projects={"wandb": "p"})
     assert not (tmp_path / "run").exists()
 
 
@@ -184,12 +196,39 @@ def test_wandb_gets_metrics_and_timing(tmp_path: Path, monkeypatch: pytest.Monke
     )
     wandb = types.SimpleNamespace(init=lambda **options: (calls.append(options), run)[1])
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, wandb_project="p") as tracker:
+    with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, projects={"wandb": "p"}) as tracker:
         tracker.log(1, {"reward": 0.5})
         tracker.log_timing(1, {"seconds/step": 2.0}, WINDOW)
         tracker.publish(1)
-    options = {"project": "p", "name": "run", "id": "run", "resume": "allow", "config": {"seed": 0}}
+    digest = hashlib.sha256(str(tmp_path / "run").encode()).hexdigest()[:16]
+    options = {"project": "p", "name": "run", "id": digest, "resume": "allow", "config": {"seed": 0}}
     assert calls == [options, (1, {"reward": 0.5, "seconds/step": 2.0}), "finish"]
+
+
+def test_runs_in_folders_of_the_same_name_have_different_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """W&B rejects ids with characters such as a colon, which a folder may contain."""
+    ids = []
+    run = types.SimpleNamespace(finish=lambda: None)
+    wandb = types.SimpleNamespace(init=lambda **options: (ids.append(options["id"]), run)[1])
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path / "a" / "x:y", tmp_path / "b" / "x:y", Path("a/x:y")):
+        Tracker(folder, CONFIG, total_steps=9, resume_step=-1, projects={"wandb": "p"}).close()
+    assert ids[0] == ids[2] != ids[1] and all(re.fullmatch("[0-9a-f]{16}", name) for name in ids)
+
+
+def test_trackio_gets_metrics_and_timing_but_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    run = types.SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append(""))
+    trackio = types.SimpleNamespace(init=lambda **options: (calls.append(options), run)[1])
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, projects={"trackio": "p"}) as tracker:
+        tracker.log_generations(1, ROWS)
+        tracker.log(1, {"reward": 0.5})
+        tracker.publish(1)
+    name = calls[0].pop("name")
+    assert calls == [{"project": "p", "resume": "allow", "config": {"seed": 0}}, (1, {"reward": 0.5}), ""]
+    assert re.fullmatch("run-[0-9a-f]{8}", name)
 
 
 ROW = {"problem": "p", "prompt": "2+2=", "generation": 0, "response": "4", "reward": 1.0, "correct": True, "cluster": 1}
@@ -202,7 +241,7 @@ def test_wandb_gets_generations_as_a_table(tmp_path: Path, monkeypatch: pytest.M
     run = types.SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda: None)
     wandb = types.SimpleNamespace(init=lambda **options: run, Table=lambda columns, data: (columns, data))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, wandb_project="p") as tracker:
+    with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, projects={"wandb": "p"}) as tracker:
         for step, rows in ((1, []), (2, ROWS)):  # the generations of the first step are not logged
             tracker.log_generations(step, rows)
             tracker.log(step, {"reward": 0.5})
@@ -217,7 +256,7 @@ def test_wandb_accepts_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
     assert isinstance(tracking._wandb_table(ROWS), wandb.Table)
-    with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, wandb_project="p") as tracker:
+    with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, projects={"wandb": "p"}) as tracker:
         tracker.log(2, {"reward": 0.5})
         tracker.log_generations(2, ROWS)
         tracker.publish(2)
@@ -242,7 +281,8 @@ def test_plain_lines_are_rare_but_include_each_evaluation_and_the_last_step(tmp_
             tracker.log_timing(step, {"seconds/step": 2.0, "tokens_per_second": 12345.6}, WINDOW)
             tracker.publish(step)
             clock[0] += 2.0
-    lines = capsys.readouterr().out.splitlines()
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title == f"{tmp_path}, 40 steps; the first evaluation and step also compile programs."
     # At 2 s per step: the first step, five steps later, the evaluation at 7, every five steps, and the last step 40.
     assert [int(line.split("/")[0].removeprefix("step ")) for line in lines] == [0, 5, 7, 12, 17, 22, 27, 32, 37, 40]
     assert lines[0] == "step 0/40  held-out reward 0.250  held-out correct clusters@8 1.50  12,346 tokens/s  2.00 s"
@@ -267,8 +307,12 @@ def test_a_terminal_shows_all_metrics_on_one_screen(tmp_path: Path, capsys, monk
         tracker.publish(0)
         tracker.log(1, metrics)
         tracker.log_timing(1, timing, WINDOW)
-        tracker.publish(1)
+        timeline = Timeline()
+        tracker.show_stages(timeline)
+        with timeline.clock(1).stage("update"), timeline.clock(2).stage("generate"):
+            tracker.publish(1)
     out = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    assert "stage: waiting (compiles programs)" in out and re.search("stage: update, generate *\n", out)
     screen = out[out.rindex("training") :].splitlines()
     assert len(screen) <= 12 and max(map(len, screen)) <= 80
     assert "1/9" in out
@@ -283,3 +327,9 @@ def test_nested_nan_is_never_written_to_json(tmp_path: Path):
             tracker.log_generations(1, [{"reward": [math.nan]}])
         tracker.log_generations(1, [{"reward": 1.0}])
     assert json.loads((tmp_path / "generations.jsonl").read_text()) == {"step": 1, "reward": 1.0}
+
+
+def test_a_resumed_run_is_announced_with_its_name_method_and_step(tmp_path: Path, capsys):
+    for step, words in ((4, "resumes after step 4 of 9; the first evaluation"), (9, "resumes after step 9 of 9.")):
+        Tracker(tmp_path, CONFIG, total_steps=9, resume_step=step, method="Poly-EPO").close()
+        assert capsys.readouterr().out.startswith(f"{tmp_path}: Poly-EPO, {words}")

@@ -25,10 +25,10 @@ from poly_epo_jax.report import (
 )
 from poly_epo_jax.report.figures import image
 from poly_epo_jax.report.generations import DEFAULT_BOUNDS, Bounds, TextExcerpt
-from poly_epo_jax.report.paired_differences import paired_differences
+from poly_epo_jax.report.paired_differences import paired_differences, plot_with_differences
 
 MODELS = {"base": 0.2, "grpo": 0.4, "poly_epo": 0.5}
-FIGURES = ("evaluation_pass_at_k", "paired_pass_at_k", "majority", "branches", "rollout_trees")
+FIGURES = ("evaluation_pass_at_k", "majority", "branches", "rollout_trees")
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,24 @@ def test_paired_differences_are_means_over_the_same_problems(evaluation: Path):
                 np.testing.assert_allclose([point.mean, point.low, point.high], [np.mean(values), low, high], atol=1e-9)
     assert paired_differences({}) == {}
     assert paired_differences({"aime26": {"base": first}}) == {}
+
+
+def test_pass_at_k_is_drawn_beside_its_differences_from_the_first_model(evaluation: Path):
+    results = results_of(evaluation)
+    line_styles = figures.styles(list(MODELS))
+    figure = plot_with_differences(results, line_styles)
+    assert figure is not None
+    titles = [axes.get_title("left") for axes in figure.axes]
+    assert titles == ["aime26: pass@k", "pass@k minus that of base", "minerva: pass@k", "pass@k minus that of base"]
+    *others, zero = figure.axes[1].lines
+    assert [line.get_label() for line in others] == ["grpo", "poly_epo"]
+    assert zero.get_color() == line_styles["base"]["color"] == "#000000"
+    heights = [point.mean for point in evaluation_figures.curve(paired_differences(results)["aime26"]["grpo"], "pass")]
+    np.testing.assert_allclose(np.array(others[0].get_ydata()), heights)
+    alone = {benchmark: {"grpo": models["grpo"]} for benchmark, models in results.items()}
+    figure = plot_with_differences(alone, line_styles)
+    assert figure is not None and len(figure.axes) == 2
+    assert plot_with_differences({}, line_styles) is None
 
 
 def solved_by_a_subset(row: dict[str, Any], k: int) -> float:

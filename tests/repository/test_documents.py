@@ -32,6 +32,12 @@ INLINE = re.compile(r"([A-Z]+=\S+ )*(python -m|python benchmarks/|python fuzz |b
 SMALL = " ".join(
     as_flags({key: value for key, value in SETTINGS.items() if key != "task.options"} | {"train.num_steps": 2})
 )
+PROBLEMS = "--config.task.options.num_train=28 --config.task.options.num_held_out=8"
+USUAL_FOLDERS = " && mv runs/evaluation-2-steps runs/evaluation" + "".join(
+    f" && mv runs/evaluation/countdown/{name}-2-steps runs/evaluation/countdown/{name}"
+    for name in ("countdown-poly_epo", "countdown-grpo")
+)
+"""Moves the evaluations of a shortened quick start to the folders of the complete one."""
 FEW = "--num_generations=2 --max_problems=4"
 OWN = "tests/examples/test_own_problems.py"
 PEERS = "manual: creates environments of several GB with torch, Tunix and TRL"
@@ -62,11 +68,16 @@ RULES = (
     Rule("bash launch/compiler_env.sh", elsewhere="launch/test.sh; downloads XLA compilers"),
     Rule("bash launch/lock.sh", elsewhere="manual: installs the newest versions"),
     Rule("bash launch/node.sh", elsewhere="tests/launch/test_node.py, with DEVICE=cpu; requires 4 x H200"),
-    Rule("bash launch/quickstart.sh", SMALL, says="report: runs/report/report.html"),
+    Rule(
+        "bash launch/quickstart.sh",
+        f"{SMALL} {PROBLEMS}{USUAL_FOLDERS}",
+        says="report: runs/report-2-steps/report.html",
+    ),
     Rule("bash launch/site.sh", elsewhere=".ci/run; downloads mkdocs"),
     Rule("bash launch/smollm2.sh", elsewhere="tests/launch/test_smollm2.py; downloads a model"),
     Rule("bash launch/test.sh", elsewhere="runs this test"),
-    Rule("bash launch/tpu.sh run", says="--config=configs/polaris.py:v5p-32 --config.hosts.coordinator_address=auto"),
+    Rule("bash launch/tpu.sh run", elsewhere="tests/launch/test_launch.py, with a stand-in for gcloud"),
+    Rule("JUDGE_URL=http://HOST:30010 bash launch/", elsewhere="tests/launch/, with stand-ins for servers and gcloud"),
     Rule("bash launch/torch.sh", elsewhere="launch/test.sh; downloads torch"),
     Rule("bash benchmarks/h200.sh", elsewhere="manual, with SMALL=1; requires an H200 and minutes of compilation"),
     Rule("bash third_party/sglang/serve.sh gpu", elsewhere="requires a GPU; see tests/rollouts/test_sleep.py"),
@@ -90,6 +101,7 @@ RULES = (
     Rule("poly-epo explain", says="+0.098"),
     Rule("poly-epo recipes", says="polynomial"),
     Rule("poly-epo report", says="report.html"),
+    Rule("poly-epo train --config=polynomial", SMALL, says="Done: runs/polynomial-poly_epo"),
     Rule("poly-epo train --config=polynomial:grpo", SMALL, says="Done: runs/polynomial-grpo"),
     Rule("python -m poly_epo_jax.bench --config=configs/polaris.py --plan_all_meshes", says="v6e-64"),
     Rule(
@@ -107,6 +119,9 @@ RULES = (
         elsewhere="tests/doctor/test_servers.py, with a fake judge",
     ),
     Rule("python -m poly_epo_jax.doctor --config=configs/polaris.py", error="failed: devices"),
+    Rule(
+        "python -m poly_epo_jax.evaluate --config=configs/countdown.py", f"{FEW} {PROBLEMS}", says="poly_epo_jax.report"
+    ),
     Rule("python -m poly_epo_jax.evaluate --config=configs/polynomial.py", FEW, says="python -m poly_epo_jax.report"),
     Rule(
         "python -m poly_epo_jax.evaluate --config=configs/polaris.py",
@@ -116,6 +131,16 @@ RULES = (
     Rule("python -m poly_epo_jax.export", says="policy: runs/policy"),
     Rule("python -m poly_epo_jax.export runs/lora runs/adapter", says="adapter: runs/adapter"),
     Rule("python -m poly_epo_jax.export runs/lora runs/merged", says="policy: runs/merged"),
+    Rule(
+        "python -m poly_epo_jax.main --config=configs/countdown.py:max_rl",
+        f"{SMALL} {PROBLEMS}",
+        says="Done: runs/countdown-max_rl",
+    ),
+    Rule(
+        "python -m poly_epo_jax.main --config=configs/countdown.py:grpo --config.optimizer.learning_rate=0",
+        f"{SMALL} {PROBLEMS}",
+        says="Done: runs/countdown-base",
+    ),
     Rule("python -m poly_epo_jax.main --config=configs/gsm8k.py", error="'openai/gsm8k:main:test' cannot be reached"),
     Rule("python -m poly_epo_jax.main --config=configs/polaris.py", error="POLARIS-Project/Polaris-Dataset-53K"),
     Rule(
@@ -163,6 +188,7 @@ RULES = (
     Rule("python -m poly_epo_jax.main --help", says="train.num_steps"),
     Rule("python -m poly_epo_jax.report runs/smollm2", elsewhere="reads runs that this test does not create"),
     Rule("python -m poly_epo_jax.report", says="/report.html"),
+    Rule("python -m poly_epo_jax.study studies/countdown", elsewhere="60, 40 and 60 runs; see the other studies"),
     Rule("python -m poly_epo_jax.study studies/categories.py", elsewhere="120 runs of a model with 135M weights"),
     Rule("python -m poly_epo_jax.study studies/baselines.py", elsewhere="70 runs; see the other studies"),
     Rule(
@@ -178,6 +204,7 @@ RULES = (
     Rule("python benchmarks/advantages.py", says="closed form"),
     Rule("python benchmarks/decode_peers.py", elsewhere=PEERS),
     Rule("python benchmarks/estimators.py", says="marginal_set, polychromic"),
+    Rule("python benchmarks/intervals.py", elsewhere="tests/benchmarks/test_intervals.py, with fewer cases"),
     Rule("python benchmarks/grading.py", elsewhere="tests/tasks/test_answer_pairs.py grades the same pairs"),
     Rule("python benchmarks/theory", elsewhere="tests/benchmarks/test_theory.py, with fewer steps; takes minutes"),
     Rule("python benchmarks/step_peers.py", elsewhere=PEERS),
@@ -188,9 +215,8 @@ RULES = (
     Rule("source launch/setup_env.sh"),
 )
 
-# Stand-ins for programs that are not installed (gcloud and sbatch), which print their arguments, and for installers.
+# Stand-ins for sbatch, which is not installed, and for installers.
 PROGRAMS = {
-    "gcloud": 'printf "%s\\n" "$@"',
     "sbatch": 'while [ "${1#--}" != "$1" ]; do shift; done; bash -n "$1" && echo "Submitted a job of $*"',
     "pip": 'exec python -m pip "$@"',  # the pip module of the environment instead of a script in .venv/bin
     # uv would ignore the packages of the environment that runs this test.
@@ -202,7 +228,6 @@ VARIABLES = {
     "PIP_NO_BUILD_ISOLATION": "0",  # pip interprets 0 as disabling build isolation
     "PIP_NO_DEPS": "1",
     "PIP_NO_INDEX": "1",
-    "ZONE": "a-zone",  # required by launch/tpu.sh
 }
 
 

@@ -61,7 +61,7 @@ LIBRARIES = {
 OPTIONAL = {
     "rollouts.jetstream.patched": {"jetstream"},
     "rollouts.servers.weight_sync": {"torch"},
-    "records.tracking": {"wandb"},
+    "records.tracking": {"wandb", "trackio"},
     "tasks.gym_worker": {"reasoning_gym"},
 }
 """Imports that the extra `train` does not install. The modules work without them, or report how to install them."""

@@ -6,9 +6,16 @@ import os
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from poly_epo_jax.config.keys import ModelSection
+from poly_epo_jax.model import hf
+from poly_epo_jax.model.policy import open_policy
+from poly_epo_jax.model.presets import preset_config
 from poly_epo_jax.rollouts.prompts import encode_prompts, problem_batches
+from poly_epo_jax.startup import base_policy
+from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.tasks import MathTask
 from poly_epo_jax.types import Problem
 
@@ -66,7 +73,7 @@ def test_a_saved_position_is_restored_exactly(seen: int):
 
 
 def test_too_few_problems_raise_an_error():
-    with pytest.raises(ValueError, match=r"train.prompts_per_batch=11, but there are only 10"):
+    with pytest.raises(ValueError, match=r"batch=11, .* only 10 .* fit train.max_prompt_tokens; raise"):
         problem_batches(PROBLEMS, 11, seed=0)
 
 
@@ -146,3 +153,53 @@ def test_tokens_outside_the_embedding_raise_an_error(qwen: PreTrainedTokenizerBa
     assert max(encode_prompts(qwen, problems, index + 1)[1]) == index
     with pytest.raises(ValueError, match=rf"Token '<\|\w+\|>' has id {index}, .* has only {index} rows"):
         encode_prompts(qwen, problems, index)
+
+
+def with_bos(adds_bos: bool) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of words whose vocabulary has the token <s>, and that may add it to texts."""
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2, "?": 3}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    if adds_bos:
+        bos = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+        tokenizer.post_processor = bos  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="?")
+
+
+@pytest.mark.parametrize(("adds_bos", "expected"), [(True, [[0, 1, 2], [0, 1]]), (False, [[1, 2], [0, 1]])])
+def test_plain_prompts_have_one_bos_if_the_tokenizer_adds_it(adds_bos: bool, expected: list[list[int]]):
+    tokenizer = with_bos(adds_bos)
+    prompts = encode_prompts(tokenizer, [Problem("p", "a b", ""), Problem("q", "<s> a", "")], 4)
+    assert [ids.tolist() for ids in prompts] == expected
+    assert prompts[0].tolist() == tokenizer("a b")["input_ids"]
+
+
+def test_chat_prompts_have_the_bos_of_the_template():
+    tokenizer = with_bos(True)
+    for template, expected in (("<s> {{ messages[0]['content'] }}", [0, 1]), ("{{ messages[0]['content'] }}", [1])):
+        tokenizer.chat_template = template
+        assert encode_prompts(tokenizer, [Problem("p", "a", "", chat=True)], 4)[0].tolist() == expected
+
+
+def test_demonstrations_have_one_bos_before_the_prompt_and_none_before_a_turn():
+    tokenizer = with_bos(True)
+    tokenizer.eos_token = "?"
+    (sequence,) = base_policy._sequences(tokenizer, [Problem("p", "a b", "")], [("b", "a", "b")])
+    assert sequence.prompt_ids.tolist() == [0, 1, 2]
+    assert sequence.response_ids.tolist() == [2, 3, 1, 2, 3]
+
+
+def test_a_chat_template_that_raises_is_reported():
+    tokenizer = with_bos(False)
+    tokenizer.chat_template = "{{ raise_exception('a system message is required') }}"
+    with pytest.raises(ValueError, match=r"chat template .*: a system message is required; .*chat_template_options"):
+        encode_prompts(tokenizer, [Problem("p", "a", "", chat=True)], 4)
+
+
+def test_thinking_is_disabled_with_an_option_of_the_chat_template(qwen: PreTrainedTokenizerBase, tmp_path: Path):
+    qwen.save_pretrained(tmp_path)
+    write_json(tmp_path / "config.json", hf._config_json(preset_config("Qwen/Qwen3-0.6B"), "bfloat16"))
+    problem = Problem("p", "1 + 1?", "2", chat=True)
+    for options in ({}, {"enable_thinking": False}):
+        tokenizer = open_policy(tmp_path, ModelSection(chat_template_options=options)).tokenizer
+        text = str(tokenizer.decode(encode_prompts(tokenizer, [problem], VOCAB_SIZE)[0]))
+        assert text.endswith("<think>\n\n</think>\n\n") == bool(options), text

@@ -365,3 +365,24 @@ def test_sets_of_invalid_shape_are_rejected(monkeypatch):
 def test_an_objective_must_return_one_score_per_set():
     with pytest.raises(ValueError, match=r"shape \(6, 2\).*\[K\]"):
         marginal_set_advantages(lambda rewards: rewards, enumerate_sets(4, 2), rewards=np.zeros((1, 4), np.float32))
+
+
+@pytest.mark.parametrize("objective", [polychromic, pass_at_n, mean_reward])
+def test_sets_without_the_response_are_a_baseline(objective):
+    """The mean score with the response minus that without it is A N / (N - n) (docs/explanation/theory.md)."""
+    num_generations, set_size = 6, 4
+    rewards, clusters = random_group(np.random.default_rng(7), 12, num_generations)
+    features = {"rewards": rewards} | ({"clusters": clusters} if objective is polychromic else {})
+    sets = enumerate_sets(num_generations, set_size)
+    members = [np.asarray(values)[:, np.asarray(sets)] for values in features.values()]
+    scores = np.asarray(objective(*members), np.float64)
+    differences = np.stack(
+        [
+            scores[:, holds].mean(axis=1) - scores[:, ~holds].mean(axis=1)
+            for holds in (np.any(np.asarray(sets) == i, axis=1) for i in range(num_generations))
+        ],
+        axis=1,
+    )
+    advantages = np.asarray(marginal_set_advantages(objective, sets, **features))
+    scale = num_generations / (num_generations - set_size)
+    np.testing.assert_allclose(differences, scale * advantages, rtol=0, atol=2e-6)

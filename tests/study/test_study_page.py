@@ -63,7 +63,8 @@ def test_all_logged_metrics_are_drawn_and_explained(page: str):
     drawn = svgs(page)
     logged = [describe(metric) for metric in (*COMPARED, *drawn_metrics()) if metric != "policy/reference_kl"]
     expected = ["Frontier", "By learning rate", "Held-out pass@k", *(metric.title for metric in logged)]
-    assert list(drawn) == [f"{title}: polynomial" for title in [*expected, "Branching on polynomial"]]
+    expected += ["pass@k on polynomial", "Branching on polynomial"]
+    assert list(drawn) == [f"{title}: polynomial" for title in expected]
     assert all(metric.meaning in page for metric in logged)
     assert all(f">{method}</text>" in svg for svg in drawn.values() for method in ("poly_epo", "grpo", "grpo_div"))
     assert not any(word in svg for svg in drawn.values() for word in ("nan", "NaN"))
@@ -80,15 +81,26 @@ def test_tables_contain_means_differences_and_unfinished_runs(page: str):
 def test_tables_and_figures_are_written_as_files(folder: Path, page: str):
     del page  # the fixture writes the files
     lines = (folder / "report" / "tables.md").read_text().splitlines()
-    assert lines[0] == "## polynomial" and lines[2].startswith("| method | learning rate | seeds | Held-out reward |")
-    rows = {tuple(line.split(" | ")[:2]): line for line in lines if line.startswith("| grpo_div")}
+    assert "95% confidence intervals (Student's t)" in lines[0] and lines[2] == "## polynomial"
+    assert lines[4].startswith("| method | learning rate | seeds | Held-out reward |")
+    rows = {tuple(line.split(" | ")[:2]): line for line in reversed(lines) if line.startswith("| grpo_div")}
     assert "| 2 of 3 | " in rows["| grpo_div", "0.0005"] and "| 3 of 3 | " in rows["| grpo_div", "0.0001"]
-    differences = lines[lines.index("Difference from grpo, by seed:") :]
+    first = lines.index("Difference from grpo, by seed:")
+    differences = lines[first : lines.index("pass@k on polynomial:")]
     assert sum(line.startswith("| poly_epo |") and "-0.050 [-0.050, -0.050]" in line for line in differences) == 2
     assert not any(line.startswith("| grpo |") for line in differences)
     for name in ("frontier-polynomial", "comparison-polynomial"):
         assert (folder / "report" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert (folder / "report" / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_shared_axes_of_fractions_extend_from_0_to_1(folder: Path):
+    """All panels of a column share their axes, which the last panel must not leave at other limits."""
+    figure = figures.plot_comparison(read_results(folder), "polynomial")
+    assert figure is not None
+    rewards = [axes for axes in figure.axes if axes.get_title("left") == "Held-out reward"]
+    assert [axes.get_ylim() for axes in rewards] == [(-0.03, 1.03)] * 2
+    assert {axes.get_xticks()[-1] for axes in figure.axes} == {NUM_STEPS}
 
 
 def test_comparison_shows_means_of_finished_runs(folder: Path):

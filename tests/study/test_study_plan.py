@@ -84,7 +84,10 @@ MATH = {"task.name": "math", "task.options": {"train": "problems.jsonl"}, "judge
         (Evaluation(), "evaluation.benchmarks is empty, but task.name=math is not a benchmark; set it"),
         (Evaluation(["math_500"], num_generations=500), "evaluation.num_generations=500 must be at most"),
         (Evaluation(["math_500"], num_generations=500, judge=False), ""),
-        (Evaluation(["math_50"]), "'math_50' is not a benchmark; did you mean math_500?"),
+        (
+            Evaluation(["math_50"]),
+            "'math_50' is not a benchmark, a file or a dataset OWNER/NAME; did you mean math_500?",
+        ),
     ],
 )
 def test_evaluations_that_would_fail_after_training_are_rejected(tmp_path: Path, evaluation: Evaluation, sentence: str):

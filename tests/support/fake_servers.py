@@ -38,7 +38,7 @@ def open_rollouts(
       wait_seconds: Timeout in seconds for a server that does not respond.
       weight_version: Name of the weights that servers without a folder must have. If None, any weights.
     """
-    monkeypatch.setattr(servers, "open_transport", lambda: httpx.MockTransport(handle))
+    monkeypatch.setattr(servers, "open_transport", lambda proxy: httpx.MockTransport(handle))
     for module in (served_weights, sglang):
         monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
     weights = AdoptedWeights(wait_seconds, weight_version=weight_version)

@@ -69,6 +69,7 @@ def write_fake_run(folder: Path, run_key: RunKey, num_steps: int = NUM_STEPS) ->
             row |= {f"eval/pass@{k}": 1 - (1 - reward) ** k for k in (1, 2, 4, 8)}
         if step:
             row |= {"reward": 0.6 + 0.3 * progress, "solved": 0.9, "clusters/correct": 4.0, "clusters/incorrect": 2.0}
+            row |= {"train/ever_solved": 80.0 * step + run_key.seed}
             row |= {"response/length": 11.9184, "response/truncated": 0.01, "policy/kl": 1e-4, "policy/entropy": 0.5}
             row |= {
                 "policy/gradient_norm": None if step == 3 else 0.2,

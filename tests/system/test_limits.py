@@ -163,6 +163,10 @@ def test_the_host_memory_of_a_batch_is_that_of_the_container(tree: Tree):
 def test_worker_processes_respect_the_quota(tree: Tree, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     assert len(cores(0)) == 64 and Verifier()._num_workers == 32
+    # A study binds each of its 64 runs to one core. The runs start 128 worker processes together.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    assert Verifier()._num_workers == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     container(tree, "max", "600000 100000")
     assert len(cores(0)) == 6 and len(cores(7)) == 7
     assert Verifier()._num_workers == 3

@@ -86,6 +86,24 @@ def test_an_unreachable_dataset_raises_an_error_with_a_remedy(monkeypatch):
         read_source("org/name:test")
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
+
+
+def test_a_folder_of_save_to_disk_is_rejected(tmp_path: Path):
+    data_set = datasets.Dataset.from_list(ROWS)
+    data_set.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"test": data_set}).save_to_disk(tmp_path / "several")
+    for source in (tmp_path / "one", f"{tmp_path / 'several'}:test"):
+        with pytest.raises(ValueError, match=r"was written by save_to_disk; .*to_parquet"):
+            read_source(str(source))
+
+
+def test_a_folder_whose_name_contains_a_colon(tmp_path: Path):
+    (tmp_path / "a:b").mkdir()
+    source = str(write_jsonl(tmp_path / "a:b" / "rows.jsonl", [{"problem": "1?", "answer": 1}]))
+    assert load_problems(source)[0] == [Problem(id="rows/1", prompt="1?", answer="1")]
+
+
 @pytest.mark.parametrize("name", ["none.jsonl", "none.parquet", "none", "none:test"])
 def test_missing_paths_are_rejected(tmp_path: Path, name: str):
     with pytest.raises(FileNotFoundError, match=rf"{name} does not exist; correct the path"):
@@ -102,6 +120,8 @@ def test_missing_paths_are_rejected(tmp_path: Path, name: str):
         ("a.jsonl", b'{"problem": "1"}\n["2"]\n', "a.jsonl line 2 is not a JSON object"),
         ("a.parquet", b"PAR1 not", "a.parquet as Parquet: "),
         ("a.csv", b"problem,answer\n1,2\n", "a.csv must be a .jsonl or .parquet file"),
+        ("a.jsonl", POINTER, "a.jsonl is a Git LFS pointer"),
+        ("a.parquet", POINTER, "a.parquet is a Git LFS pointer"),
     ],
 )
 def test_malformed_files_are_rejected(tmp_path: Path, name: str, content: bytes, message: str):

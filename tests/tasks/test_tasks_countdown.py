@@ -64,7 +64,7 @@ def test_problems_are_exactly_the_solvable_ones():
 
 
 def test_problem_sets_are_disjoint_and_do_not_depend_on_the_number_of_training_problems():
-    task, fewer = small_task(corpus_skew=0), small_task(corpus_skew=0, num_train=20)
+    task, fewer = small_task(corpus_skew=0.0), small_task(corpus_skew=0.0, num_train=20)
     parts = (task.train_problems, task.held_out_problems, task.demonstrated_problems)
     assert [len(part) for part in parts] == [200, 50, 500]
     assert len({problem.id for part in parts for problem in part}) == 750
@@ -134,7 +134,7 @@ def test_rate_of_mistakes():
 
 
 def test_the_corpus_prefers_problems_with_a_cheap_solution():
-    even, skewed = small_task(corpus_skew=0), small_task(corpus_skew=1.0)
+    even, skewed = small_task(corpus_skew=0.0), small_task(corpus_skew=1.0)
 
     def mean_cost(task: CountdownTask) -> float:
         cheapest = [min(map(operator_cost, task.solutions(problem))) for problem in task.demonstrated_problems]

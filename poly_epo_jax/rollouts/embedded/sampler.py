@@ -72,7 +72,7 @@ class EmbeddedSampler:
         slots, version = self._slots(requests, sampling), self.version
         while not slots.is_done:
             for finished in await run_to_completion(asyncio.to_thread(slots.advance)):
-                stopped = bool(np.isin(finished.token_ids[-1], self.stop_ids))
+                stopped = bool((self.stop_ids == finished.token_ids[-1]).any())
                 reason = "stop" if stopped else "length"
                 yield Completion(*origins[finished.job], finished.token_ids, finished.logprobs, reason, version)
 

@@ -90,3 +90,4 @@ def test_tables(read):
     show_programs(json.loads(json.dumps(found)), console)
     text = console.export_text()
     assert all(name in text for name in report.programs) and "not run" in text
+    assert "would" not in text, "the tables only describe the compiled programs"

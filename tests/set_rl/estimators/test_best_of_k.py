@@ -196,6 +196,28 @@ def test_pkpo_of_max_rl_is_scaled_and_centered():
     np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
+@pytest.mark.parametrize(("N", "k", "rate", "ratio"), [(8, 4, 0.9, 1 / 7.9), (16, 2, 0.3, 2.3)])
+def test_the_variance_of_pkpo_is_not_always_the_smallest(N: int, k: int, rate: float, ratio: float):
+    """Compares with a baseline of k other generations, for a policy with one logit. The sum over c is exact."""
+
+    def solved(n: int, c: int, k: int) -> float:
+        return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+    counts = np.arange(N + 1)
+    chance = np.array([math.comb(N, c) * rate**c * (1 - rate) ** (N - c) for c in range(N + 1)])
+    ours = np.asarray(pkpo((np.arange(N) < counts[:, None]).astype(np.float32), k), np.float64)
+    theirs = np.zeros((N + 1, N))
+    for c in range(N + 1):
+        theirs[c, :c] = [k / N * (1 - solved(N - 1, c - 1, k))] * c
+        theirs[c, c:] = [k / N * (solved(N - 1, c, k - 1) - solved(N - 1, c, k))] * (N - c) if c < N else []
+    score = np.where(np.arange(N) < counts[:, None], 1 - rate, -rate)
+    gradients = (ours * score).sum(axis=1), (theirs * score).sum(axis=1)
+    means = [chance @ gradient for gradient in gradients]
+    assert means == pytest.approx([k * rate * (1 - rate) ** k] * 2, rel=1e-4)
+    variances = [chance @ (gradient - mean) ** 2 for gradient, mean in zip(gradients, means, strict=True)]
+    assert variances[0] / variances[1] == pytest.approx(ratio, rel=0.02)
+
+
 def test_pkpo_is_unbiased_for_the_gradient_of_the_best_of_k():
     """Compares sum_i s_i grad log pi(y_i) of a softmax policy over four outcomes with the exact grad E[max of k]."""
     N, k, num_draws = 4, 3, 100_000

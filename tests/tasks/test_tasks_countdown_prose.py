@@ -1,0 +1,70 @@
+"""Tests of Countdown in text: problems, grading in usual precedence, and strategies."""
+
+import itertools
+
+import pytest
+from responses import response
+
+from poly_epo_jax.tasks import TASKS, CountdownProseTask
+from poly_epo_jax.types import Problem
+
+TASK = CountdownProseTask(num_train=5, num_held_out=5)
+MADE = TASK.problem((2, 3, 7, 17))
+
+
+def test_problems_are_exactly_the_solvable_ones_without_the_examples():
+    expected = set()
+    for numbers in itertools.combinations_with_replacement(range(1, 10), 3):
+        for (a, b, c), (f, g) in itertools.product(itertools.permutations(numbers), itertools.product("+-*", repeat=2)):
+            target = eval(f"{a}{f}{b}{g}{c}")
+            if 10 <= target <= 50:
+                expected.add((*numbers, target))
+    assert set(TASK.items()) == expected - {(2, 5, 6, 16), (3, 4, 8, 15)}
+    task = TASKS["countdown_prose"]()
+    problems = [*task.train_problems, *task.held_out_problems]
+    assert len({problem.prompt for problem in problems}) == 640
+
+
+def test_the_prompt_contains_two_correct_examples():
+    *examples, last = MADE.prompt.split("\n")
+    assert last == "Use 2, 3, 7 to make 17:"
+    for example, item in zip(examples, [(2, 5, 6, 16), (3, 4, 8, 15)], strict=True):
+        line, solution = example.split(":")
+        assert line + ":" == TASK.problem(item).prompt.split("\n")[-1]
+        assert TASK.reward(TASK.problem(item), response(solution)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "strategy"),
+    [
+        (" 3+2*7", "3+2*7", "+*"),  # 35 from left to right
+        ("2 * 7 + 3\n", "2*7+3", "*+"),
+        ("(7*2)+3", "(7*2)+3", "*+"),
+    ],
+)
+def test_correct_responses(text: str, answer: str, strategy: str):
+    generation = response(text)
+    assert TASK.reward(MADE, generation) == 1
+    assert (TASK.answer(MADE, generation), TASK.strategy(MADE, generation)) == (answer, strategy)
+
+
+@pytest.mark.parametrize("text", ["2+7*3", "7+7+3", "2*7-3", "(3+2)*7", "23+7-13"])
+def test_incorrect_expressions_have_a_strategy(text: str):
+    assert TASK.reward(MADE, response(text)) == 0
+    assert TASK.strategy(MADE, response(text)) == "".join(symbol for symbol in text if symbol in "+-*")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "17", "14+3", "2*7+3=17", "2*7+3.", "(2*7+3", "2*7 3+", "-3+2*7", "2(7)+3", "3+2**7", "2*7+3 0"],
+)
+def test_other_responses_have_no_strategy(text: str):
+    generation = response(text)
+    assert (TASK.reward(MADE, generation), TASK.answer(MADE, generation)) == (0, None)
+    assert TASK.strategy(MADE, generation) is None
+
+
+@pytest.mark.parametrize("text", ["-3(4-9)", "9(-3+8)", "3*(-4+9)"])
+def test_numbers_must_be_joined_by_operators(text: str):
+    problem = Problem(id="", prompt="", answer="3,4,9,15" if "4" in text else "3,8,9,45")
+    assert TASK.reward(problem, response(text)) == 0
