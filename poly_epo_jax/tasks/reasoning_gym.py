@@ -19,10 +19,7 @@ from poly_epo_jax.tasks.verifier import Grader, Verifier
 from poly_epo_jax.types import Generation, Problem
 
 WORKER = Path(__file__).with_name("gym_worker.py")
-MESSAGE = (
-    f"{SLOT}\n\nWork through the problem one step at a time, and write only your final answer between <answer> and "
-    "</answer>."
-)
+MESSAGE = f"{SLOT}\n\nWork through the problem step by step, and write only your answer between <answer> and </answer>."
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
