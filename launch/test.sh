@@ -2,9 +2,9 @@
 # Runs all checks: style, types, and all tests, including slow tests and tests with real SGLang servers. Arguments are
 # passed to pytest, e.g. `-m "not slow"` to skip tests that take more than about two seconds.
 #
-# If torch for CPUs, JetStream, or the environment of SGLang or the TPU compiler cannot be installed, their tests are
-# skipped with a warning. With POLY_EPO_REQUIRE_TORCH=1, POLY_EPO_REQUIRE_JETSTREAM=1, POLY_EPO_REQUIRE_SGLANG=1 or
-# POLY_EPO_REQUIRE_LIBTPU=1, this script fails instead.
+# If torch for CPUs, JetStream, reasoning-gym, or the environment of SGLang or the TPU compiler cannot be installed, their
+# tests are skipped with a warning. With POLY_EPO_REQUIRE_TORCH=1, POLY_EPO_REQUIRE_JETSTREAM=1,
+# POLY_EPO_REQUIRE_REASONING_GYM=1, POLY_EPO_REQUIRE_SGLANG=1 or POLY_EPO_REQUIRE_LIBTPU=1, this script fails instead.
 #
 #   LOCK=newest bash launch/test.sh     tests with the newest versions that pyproject.toml allows
 source "$(dirname "$0")/help.sh"
@@ -18,6 +18,12 @@ optional() { # NAME COMMAND...
   echo "Warning: $name is not available; its tests are skipped." >&2
 }
 
+reasoning_gym() { # A machine without a C compiler cannot install it.
+  python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("reasoning_gym") is None)' ||
+    (install .venv --constraint launch/lock.txt reasoning-gym)
+}
+
+optional REASONING_GYM reasoning_gym
 optional TORCH bash launch/torch.sh
 optional JETSTREAM bash third_party/jetstream/setup.sh
 ruff check .

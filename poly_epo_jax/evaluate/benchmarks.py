@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from poly_epo_jax.config.keys import Config, ConfigError, TaskSection
+from poly_epo_jax.config.options import Entry, check_options
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.system.digests import option_digests
 from poly_epo_jax.system.text import did_you_mean
@@ -62,6 +63,7 @@ def open_benchmark(name: str, section: TaskSection) -> Benchmark:
     check_benchmark(name)
     source, options = split_label(name)[1], task_options(name, section)
     if has_held_out_problems(source):
+        check_options("task.options", Entry(source, TASKS[source]), options)
         task = TASKS[source](**options)
         return Benchmark(benchmark_label(name), task, task.held_out_problems)
     task = MathTask(**options)

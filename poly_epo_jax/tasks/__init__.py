@@ -14,6 +14,7 @@ from poly_epo_jax.tasks.multiplication_prose import MultiplicationProseTask
 from poly_epo_jax.tasks.one_word import CategoriesTask, PrefixesTask
 from poly_epo_jax.tasks.polynomial import PolynomialTask
 from poly_epo_jax.tasks.polynomial_prose import PolynomialProseTask
+from poly_epo_jax.tasks.reasoning_gym import ReasoningGymTask
 from poly_epo_jax.types import Registry, Task
 
 TASKS: Registry[Callable[..., Task]] = Registry(
@@ -24,6 +25,7 @@ TASKS: Registry[Callable[..., Task]] = Registry(
     countdown=CountdownTask,
     countdown_prose=CountdownProseTask,
     math=MathTask,
+    reasoning_gym=ReasoningGymTask,
     categories=CategoriesTask,
     prefixes=PrefixesTask,
 )
@@ -41,4 +43,5 @@ __all__ = [
     "PolynomialProseTask",
     "PolynomialTask",
     "PrefixesTask",
+    "ReasoningGymTask",
 ]

@@ -6,11 +6,10 @@ from typing import Annotated
 
 from poly_epo_jax.config.checks import NOT_EMPTY, Range
 from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH, last_boxed, visible
-from poly_epo_jax.tasks.problems import Dropped, clean_problems, load_problems
+from poly_epo_jax.tasks.problems import SLOT, Dropped, check_template, clean_problems, load_problems, prompted
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
 from poly_epo_jax.types import Generation, Problem
 
-SLOT = "{problem}"
 MESSAGE = f"{SLOT}\n\nWork through the problem one step at a time, and write your final answer inside \\boxed{{}}."
 
 
@@ -58,14 +57,15 @@ class MathTask:
     dropped: dict[str, Dropped] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
-        if self.template and self.template.count(SLOT) != 1:
-            raise ValueError(f"template={self.template!r} must contain {SLOT} exactly once, in place of the problem.")
+        check_template(self.template)
         self._verifier = Verifier(self.num_workers, self.cpu_seconds, self.memory_gb)
         sources = [self.held_out] if isinstance(self.held_out, str) else self.held_out
         held_out, dropped_held_out = self._load([source for source in sources if source])
         train, dropped_train = self._load([self.train], held_out)
         self.dropped = {"train": dropped_train, "held_out": dropped_held_out}
-        self.train_problems, self.held_out_problems = (tuple(map(self._prompted, part)) for part in (train, held_out))
+        self.train_problems, self.held_out_problems = (
+            tuple(prompted(problem, self.template, MESSAGE) for problem in part) for part in (train, held_out)
+        )
         self._verifier.take_counts()  # comparisons of reference answers are not metrics of the first step
 
     def reward(self, problem: Problem, generation: Generation) -> float:
@@ -84,11 +84,7 @@ class MathTask:
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers of comparisons since the last call that timed out or crashed a worker."""
-        counts = self._verifier.take_counts()
-        return {
-            "grader/timeouts": float(counts[Outcome.TIMED_OUT]),
-            "grader/crashes": float(counts[Outcome.CRASHED]),
-        }
+        return self._verifier.metrics()
 
     def close(self) -> None:
         """Terminates the processes that compare answers. They also terminate when the task is garbage-collected."""
@@ -99,9 +95,3 @@ class MathTask:
         loaded = [load_problems(source, *columns) for source in sources]
         kept, dropped = clean_problems([one for part, _ in loaded for one in part], self.same_answer, held_out)
         return kept, sum((unusable for _, unusable in loaded), start=dropped)
-
-    def _prompted(self, problem: Problem) -> Problem:
-        template, start = self.template or MESSAGE, self.template.find(SLOT)
-        untrusted = (start, start + len(problem.prompt)) if self.template else (0, 0)
-        prompt = template.replace(SLOT, problem.prompt)
-        return dataclasses.replace(problem, prompt=prompt, chat=not self.template, untrusted=untrusted)

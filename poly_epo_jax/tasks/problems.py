@@ -12,6 +12,8 @@ from poly_epo_jax.system.git_lfs import check_downloaded
 from poly_epo_jax.tasks.answers import reference_answer
 from poly_epo_jax.types import Problem
 
+SLOT = "{problem}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Dropped:
@@ -21,7 +23,8 @@ class Dropped:
       no_answer: Number of rows whose answer is null, NaN, blank or one of the words "notfound",
         "nan" and "null", or does not contain the answer marker.
       unusable_answer: Number of rows whose answer is a list that does not contain exactly one value, a dict without
-        `ground_truth`, a boolean, infinite, or longer than `answers.MAX_ANSWER_LENGTH` characters.
+        `ground_truth`, a boolean, infinite, or longer than `answers.MAX_ANSWER_LENGTH` characters. For a dataset of
+        reasoning-gym, number of problems that the package cannot generate or whose own answer it does not accept.
       proofs: Number of rows whose answer is the word "proof".
       duplicates: Number of additional copies of problems with usable answers, whether or not the answers agree.
       conflicting: Number of different problems whose copies have conflicting answers.
@@ -267,3 +270,28 @@ def _agree(first: Problem, *copies: Problem, same_answer: Callable[[Problem, str
 
 def _squeeze(text: str) -> str:
     return "".join(text.split())
+
+
+def check_template(template: str) -> None:
+    """Checks a prompt template.
+
+    Raises:
+      ValueError: If the template is not empty and does not contain `{problem}` exactly once.
+    """
+    if template and template.count(SLOT) != 1:
+        raise ValueError(f"template={template!r} must contain {SLOT} exactly once, in place of the problem.")
+
+
+def prompted(problem: Problem, template: str, message: str) -> Problem:
+    """Inserts the text of a problem into its prompt.
+
+    Args:
+      problem: Problem whose prompt is its text.
+      template: Text with `{problem}`, which may contain control tokens. Their names in the problem are encoded as plain
+        text.
+      message: Chat message with `{problem}`, which is used if the template is empty.
+    """
+    start = template.find(SLOT)
+    untrusted = (start, start + len(problem.prompt)) if template else (0, 0)
+    prompt = (template or message).replace(SLOT, problem.prompt)
+    return dataclasses.replace(problem, prompt=prompt, chat=not template, untrusted=untrusted)

@@ -1,4 +1,4 @@
-"""Compares mathematical answers in worker processes with time and memory limits.
+"""Grades answers in worker processes with time and memory limits.
 
 A malicious answer therefore cannot stall or crash the run.
 """
@@ -14,17 +14,35 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from poly_epo_jax.system.limits import cpu_limit
 from poly_epo_jax.tasks.answer_rules import comparable
 from poly_epo_jax.tasks.answers import normalize_latex
 
-WORKER = Path(__file__).with_name("verify_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 120.0
 # Number of remembered outcomes, which covers several training steps.
 MAX_REMEMBERED = 16_384
+
+
+class Grader(NamedTuple):
+    """A script that workers execute to grade answers.
+
+    Attributes:
+      package: Distribution that the script requires.
+      command: Path of the script, which defines `open_grader`, and the arguments of this function.
+    """
+
+    package: str
+    command: tuple[str, ...]
+
+
+MATH = Grader("math-verify", (str(Path(__file__).with_name("verify_worker.py")),))
+"""Compares mathematical answers."""
 
 
 class Outcome(enum.Enum):
@@ -37,9 +55,9 @@ class Outcome(enum.Enum):
 
 
 class Verifier:
-    """A thread-safe pool of worker processes that run math-verify.
+    """A thread-safe pool of worker processes that grade answers.
 
-    Workers start at the first comparison. A worker cancels a comparison after `cpu_seconds` of CPU time, and is killed
+    Workers start at the first answer. A worker cancels a comparison after `cpu_seconds` of CPU time, and is killed
     by a signal after twice that time. A worker that terminates, or does not respond within 15 times `cpu_seconds` of
     wall-clock time, is replaced. Workers terminate when `close` is called, when the verifier is garbage-collected, or
     when this process terminates for any reason.
@@ -49,15 +67,17 @@ class Verifier:
         use, but at least 2.
       cpu_seconds: CPU time limit of one comparison, in seconds.
       memory_gb: Memory limit of each worker, in GiB. It is only enforced on Linux.
+      grader: Grades the answers.
     """
 
-    def __init__(self, num_workers: int = 0, cpu_seconds: float = 2.0, memory_gb: float = 4.0):
+    def __init__(self, num_workers: int = 0, cpu_seconds: float = 2.0, memory_gb: float = 4.0, grader: Grader = MATH):
         self._num_workers = num_workers or max(2, cpu_limit() // 2)
         # On a busy machine, wall-clock time is much longer than CPU time.
         self._deadline_seconds = 15 * cpu_seconds
         limits = (str(int(memory_gb * 2**30)), str(cpu_seconds))
         # -P removes the script's folder from the import path, where math.py would shadow the standard library module.
-        self._command = [sys.executable, "-P", str(WORKER), *limits]
+        command = (sys.executable, "-P", str(WORKER), *limits, *grader.command)
+        self._grader = grader._replace(command=command)
         self._workers: list[_Worker] = []
         self._idle: queue.Queue[_Worker] = queue.Queue()
         self._lock = threading.Lock()
@@ -87,6 +107,35 @@ class Verifier:
             self._counts[outcome] += 1
         return outcome
 
+    def score(self, *request: str) -> float:
+        """Scores an answer. Blocks until a worker is free.
+
+        Args:
+          request: Arguments of the grader, which returns a float.
+
+        Returns:
+          The score, or 0 if the grader raised an exception, exceeded its time limit or crashed.
+
+        Raises:
+          ChildProcessError: If a worker cannot start.
+          ValueError: If the verifier is closed.
+        """
+        with self._free_worker() as worker:
+            reply = worker.ask(request, self._deadline_seconds)
+        if isinstance(reply, float):
+            return reply
+        with self._lock:
+            self._counts[Outcome(reply)] += 1
+        return 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the numbers of answers since the last call that timed out or crashed a worker."""
+        counts = self.take_counts()
+        return {
+            "grader/timeouts": float(counts[Outcome.TIMED_OUT]),
+            "grader/crashes": float(counts[Outcome.CRASHED]),
+        }
+
     def _compare(self, gold: str, answer: str) -> Outcome:
         pair = (gold, answer) if gold == answer else comparable(gold, answer)
         if pair is None or not all(pair):
@@ -95,16 +144,12 @@ class Verifier:
             return Outcome.RIGHT
         outcome = self._known.get(pair)
         if outcome is None:
-            self._start()
-            worker = self._idle.get()
-            try:
+            with self._free_worker() as worker:
                 for request in (pair[:1], pair[1:], pair):
-                    outcome = self._known.get(request) or worker.ask(request, self._deadline_seconds)
+                    outcome = self._known.get(request) or Outcome(worker.ask(request, self._deadline_seconds))
                     self._remember(request, outcome)
                     if outcome is not Outcome.RIGHT:
                         break
-            finally:
-                self._idle.put(worker)
         assert outcome
         self._remember(pair, outcome)
         return outcome
@@ -126,12 +171,21 @@ class Verifier:
         """Terminates the workers. No comparison may be in progress."""
         self._close()
 
+    @contextlib.contextmanager
+    def _free_worker(self) -> Iterator["_Worker"]:
+        self._start()
+        worker = self._idle.get()
+        try:
+            yield worker
+        finally:
+            self._idle.put(worker)
+
     def _start(self) -> None:
         with self._lock:
             if not self._close.alive:
                 raise ValueError("The verifier is closed; create a new one.")
             if not self._workers:
-                self._workers += [_Worker(self._command) for _ in range(self._num_workers)]
+                self._workers += [_Worker(self._grader) for _ in range(self._num_workers)]
                 for worker in self._workers:
                     self._idle.put(worker)
 
@@ -139,29 +193,30 @@ class Verifier:
 class _Worker:
     """One worker process, used by one thread at a time."""
 
-    def __init__(self, command: list[str]):
-        self._command = command
+    def __init__(self, grader: Grader):
+        self._grader = grader
         self._start()
 
     def _start(self) -> None:
         # In its own process group, the worker does not receive Ctrl-C. It exits when the parent closes its stdin.
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, process_group=0)
+        self._process = subprocess.Popen(self._grader.command, stdin=pipe, stdout=pipe, process_group=0)
         self._ready = False
 
-    def ask(self, texts: tuple[str, ...], seconds: float) -> Outcome:
+    def ask(self, texts: tuple[str, ...], seconds: float) -> Any:
+        """Returns the reply of the grader, or the value of an outcome."""
         request = json.dumps(texts).encode() + b"\n"
         # Two attempts, because the worker may have terminated for a reason unrelated to this answer.
         for _ in range(2):
             reply = self._reply(request, seconds)
             if reply:
-                return Outcome(json.loads(reply))
+                return json.loads(reply)
             self.stop()
             overran = reply is None or self._process.returncode == -signal.SIGPROF
             self._start()
             if overran:
-                return Outcome.TIMED_OUT
-        return Outcome.CRASHED
+                return Outcome.TIMED_OUT.value
+        return Outcome.CRASHED.value
 
     def _reply(self, request: bytes, seconds: float) -> bytes | None:
         """Returns the reply, None after a timeout, or an empty reply if the process has terminated."""
@@ -185,8 +240,8 @@ class _Worker:
             self.stop()
             self._start()
             raise ChildProcessError(
-                f"Failed to start a worker that compares answers: {reason}. Check that math-verify is installed for "
-                f"{sys.executable}."
+                f"Failed to start a worker that grades answers: {reason}. Check that {self._grader.package} is "
+                f"installed for {sys.executable}."
             )
 
     def _read(self, seconds: float) -> bytes | None:

@@ -1,27 +1,14 @@
-r"""Worker process of the verifier: `python -P verify_worker.py BYTES SECONDS`.
-
-Writes the JSON line "ready". Then reads one JSON line per request, `[answer]` to read an answer or `[gold, answer]` to
-compare two, and writes a JSON line with "right" (read, or equal), "wrong" or "timed out". The arguments are the memory
-limit of the process and the CPU time limit of one request. The worker is a separate script so that it imports neither
-this package nor JAX. It grades in the main thread, because signals interrupt only that thread.
-"""
+r"""Compares mathematical answers with math-verify. `worker.py` runs this script, so it does not import this package."""
 
 import dataclasses
 import functools
 import itertools
-import json
-import logging
-import os
 import re
-import resource
-import signal
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
-from math_verify.errors import TimeoutException
 from sympy import (
     And,
     Derivative,
@@ -229,61 +216,10 @@ def read(text: str) -> bool:
     return True
 
 
-def grade(texts: list[str], cpu_seconds: float) -> str:
-    """Reads an answer, or compares an answer with the gold answer.
+def open_grader() -> Callable[..., str]:
+    """Returns a function that receives one answer to read, or a gold answer and an answer to compare.
 
-    Args:
-      texts: An answer in LaTeX, or the gold answer and an answer.
-      cpu_seconds: CPU time limit in seconds.
-
-    Returns:
-      "right" (equal, or read in time), "wrong" or "timed out".
+    The function returns "right" (read in time, or equal) or "wrong".
     """
-    # CPU time does not depend on other processes. The timer repeats because SymPy catches all exceptions in some
-    # places.
-    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds, 0.5)
-    try:
-        return "right" if (read(*texts) if len(texts) == 1 else same(*texts)) else "wrong"
-    except TimeoutException:
-        return "timed out"
-    except MemoryError:
-        raise
-    except Exception:  # SymPy raises many kinds of exceptions for answers that it cannot compare.
-        return "wrong"
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-
-
-def time_out(*_: object) -> None:
-    """Signal handler that cancels the current comparison."""
-    raise TimeoutException
-
-
-def main() -> None:
-    """Sets the limits of the process, and grades the lines of stdin until it is closed."""
-    memory_bytes, cpu_seconds = int(sys.argv[1]), float(sys.argv[2])
-    if sys.platform == "linux":  # Other platforms do not support lowering this limit.
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        soft = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    logging.disable(logging.CRITICAL)
-    signal.signal(signal.SIGVTALRM, time_out)
-    # Output of libraries must not be mistaken for a reply. Their warnings about unusual answers are discarded.
-    replies = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    grade(["1", "1"], cpu_seconds=60.0)
-    os.write(replies, b'"ready"\n')
-    os.dup2(nowhere, 2)
-    for line in sys.stdin:
-        # Some computations block Python signal handlers, and the parent may have terminated. SIGPROF is not handled, so
-        # it kills the process.
-        signal.setitimer(signal.ITIMER_PROF, 2 * cpu_seconds)
-        outcome = grade(json.loads(line), cpu_seconds)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        os.write(replies, f"{json.dumps(outcome)}\n".encode())
-
-
-if __name__ == "__main__":
-    main()
+    same("1", "1")  # imports and initializes the parser
+    return lambda *texts: "right" if (read(*texts) if len(texts) == 1 else same(*texts)) else "wrong"

@@ -62,6 +62,7 @@ OPTIONAL = {
     "rollouts.jetstream.patched": {"jetstream"},
     "rollouts.servers.weight_sync": {"torch"},
     "records.tracking": {"wandb", "trackio"},
+    "tasks.gym_worker": {"reasoning_gym"},
 }
 """Imports that the extra `train` does not install. The modules work without them, or report how to install them."""
 
