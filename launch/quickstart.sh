@@ -15,7 +15,6 @@ base=runs/models/base grpo=runs/countdown-grpo$suffix poly_epo=runs/countdown-po
 python -m poly_epo_jax.fit_base --config=configs/countdown.py --output=$base "$@"
 python -m poly_epo_jax.main --config=configs/countdown.py:grpo --config.workdir="$grpo" "$@"
 python -m poly_epo_jax.main --config=configs/countdown.py:poly_epo --config.workdir="$poly_epo" "$@"
-python -m poly_epo_jax.evaluate --config=configs/countdown.py --benchmarks=countdown --models="$grpo,$poly_epo,$base" \
+python -m poly_epo_jax.evaluate --config=configs/countdown.py --benchmarks=countdown --models="grpo=$grpo,poly_epo=$poly_epo,base=$base" \
   --num_generations=256 --output="runs/evaluation$suffix" "$@"
-models=$(basename "$grpo"),$(basename "$poly_epo"),$(basename "$base")
-python -m poly_epo_jax.report "runs/evaluation$suffix" "$grpo" "$poly_epo" --models="$models" --output "runs/report$suffix"
+python -m poly_epo_jax.report "runs/evaluation$suffix" "$grpo" "$poly_epo" --models=grpo,poly_epo,base --output "runs/report$suffix"

@@ -42,7 +42,7 @@ COMPARED = (HELD_OUT_REWARD, HELD_OUT_CORRECT_CLUSTERS)
 """Held-out metrics by which figures and summaries compare runs."""
 
 # Color-blind safe palette of Okabe and Ito. Lines with the same color differ in dashes.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _METHOD_COLORS = {"poly_epo": 0, "grpo": 1, "grpo_div": 2, "max_rl": 3}
 """Index of the color of the policies of each method."""
 _OTHER_COLORS = (3, 4, 5, 0, 1, 2, 6)
@@ -256,7 +256,7 @@ def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
     for label in labels:
         method = label.rpartition("-")[2]
         if method == "base":
-            found[label] = {"label": label, "color": "#000000", "linestyle": "--"}
+            found[label] = {"label": label, "color": COLORS[-1], "linestyle": "--"}
             continue
         color = _METHOD_COLORS[method] if method in _METHOD_COLORS else next(others)
         found[label] = {"label": label, "color": COLORS[color], "linestyle": _dashes(used[color])}

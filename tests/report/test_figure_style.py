@@ -44,7 +44,7 @@ def test_a_method_has_one_color_in_all_reports():
     for labels in pages:
         for label, style in figures.styles(labels).items():
             colors.setdefault(label.rpartition("-")[2], set()).add(style["color"])
-            assert style["linestyle"] == "-" or label == "mine" or label == "max_rl"
+            assert style["linestyle"] == "-" or label in ("mine", "max_rl", "base")
     assert all(len(found) == 1 for found in colors.values())
     known = [colors[name] for name in ("poly_epo", "grpo", "grpo_div", "max_rl", "base")]
     assert all(not first & second for first, second in itertools.combinations(known, 2))
@@ -79,7 +79,7 @@ def test_swatches_have_the_colors_of_the_figures():
     results = {"metrics": {"pass@1": {"mean": 0.5, "low": 0.4, "high": 0.6}}, "num_problems": 9, "num_generations": 1}
     line_styles = figures.styles(["base", "poly_epo"])
     page = results_tables({"task": dict.fromkeys(line_styles, results)}, line_styles)
-    assert page.index("look6") < page.index("look0")  # gray for the base policy, blue for Poly-EPO
+    assert page.index("look6") < page.index("look0")  # black for the base policy, blue for Poly-EPO
     assert "95% bootstrap intervals over problems" in page  # results.json of earlier versions does not name them
     named = results | {"intervals": "by another <method>"}
     assert "by another &lt;method&gt;" in results_tables({"task": {"base": named}}, line_styles)

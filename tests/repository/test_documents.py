@@ -33,11 +33,8 @@ SMALL = " ".join(
     as_flags({key: value for key, value in SETTINGS.items() if key != "task.options"} | {"train.num_steps": 2})
 )
 PROBLEMS = "--config.task.options.num_train=28 --config.task.options.num_held_out=8"
-USUAL_FOLDERS = " && mv runs/evaluation-2-steps runs/evaluation" + "".join(
-    f" && mv runs/evaluation/countdown/{name}-2-steps runs/evaluation/countdown/{name}"
-    for name in ("countdown-poly_epo", "countdown-grpo")
-)
-"""Moves the evaluations of a shortened quick start to the folders of the complete one."""
+USUAL_FOLDER = " && mv runs/evaluation-2-steps runs/evaluation"
+"""Moves the evaluations of a shortened quick start to the folder of the complete one."""
 FEW = "--num_generations=2 --max_problems=4"
 OWN = "tests/examples/test_own_problems.py"
 PEERS = "manual: creates environments of several GB with torch, Tunix and TRL"
@@ -70,7 +67,7 @@ RULES = (
     Rule("bash launch/node.sh", elsewhere="tests/launch/test_node.py, with DEVICE=cpu; requires 4 x H200"),
     Rule(
         "bash launch/quickstart.sh",
-        f"{SMALL} {PROBLEMS}{USUAL_FOLDERS}",
+        f"{SMALL} {PROBLEMS}{USUAL_FOLDER}",
         says="report: runs/report-2-steps/report.html",
     ),
     Rule("bash launch/site.sh", elsewhere=".ci/run; downloads mkdocs"),
@@ -197,6 +194,7 @@ RULES = (
     ),
     Rule("python -m poly_epo_jax.study studies/polynomial.py --report", SMALL, says="report/report.html"),
     Rule("python -m poly_epo_jax.study studies/skewed.py", SMALL, says="(3 of 3 runs finished)"),
+    Rule("python docs/images/draw_countdown.py", elsewhere="reads the 60 runs of the study of Countdown"),
     Rule("python -m sglang_router", elsewhere="tests/rollouts/test_sglang.py starts the SGLang router"),
     Rule("python examples/minimal.py", "--num_steps=1", says="step 1: reward"),
     Rule("python fuzz", elsewhere="tests/fuzz/test_fuzz.py, with a few attempts each"),
