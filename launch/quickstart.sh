@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains GRPO and Poly-EPO on Countdown from the same base policy, samples 256 responses to each of 200 held-out problems
-# from all three policies, and draws their pass@k. It takes about five minutes on two CPU cores, including installation.
+# from all three policies, and draws their pass@k. It takes about four minutes on two CPU cores, including installation.
 # A second call resumes unfinished runs.
 #
 #   bash launch/quickstart.sh [--config.KEY=VALUE ...]     flags apply to all commands, e.g. --config.train.num_steps=20

@@ -79,6 +79,7 @@ def plot_with_differences(evaluations: Evaluations, line_styles: LineStyles) -> 
                 for model, results in shown.items():
                     draw_pass_at_k(axes, results, line_styles[model])
                 log2_axis(axes, "k (attempts)")
+            figures.unit_axis(left, "y")
             left.set_title(f"{benchmark}: pass@k")
             right.set_title(f"pass@k minus that of {models[0]}")
             right.axhline(0, color=line_styles[models[0]]["color"], linewidth=1, zorder=0)

@@ -133,7 +133,7 @@ class CountdownTask(CharacterTask):
         solutions = self.solutions(problem)
         operators = solutions[style.choose(np.array([*map(operator_cost, solutions)]), rng)]
         texts = expressions(*_parse(problem), operators)
-        text = texts[rng.integers(len(texts))]
+        text = texts[int(rng.integers(len(texts)))]
         if style.draw_mistake(0.3, rng):
             place = 1 + 2 * int(rng.integers(self.size - 1))
             text = text[:place] + str(rng.choice(list(OPERATORS))) + text[place + 1 :]

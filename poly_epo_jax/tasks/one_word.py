@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from types import MappingProxyType
 from typing import Annotated, ClassVar
@@ -50,7 +50,7 @@ class OneWordTask(SyntheticTask):
         self.train_problems = self._first(train, "num_train")
         self.held_out_problems = self._first(held_out, "num_held_out")
 
-    def _first(self, headings: Mapping[str, Mapping[str, str]], option: str) -> tuple[Problem, ...]:
+    def _first(self, headings: Mapping[str, Mapping[str, str]], option: str) -> Sequence[Problem]:
         """Returns the problems of as many shuffled headings as the option requests."""
         return tuple(map(self.problem, self.shuffled(list(headings), option)[: getattr(self, option)]))
 

@@ -178,7 +178,7 @@ def test_a_folder_named_wandb_is_not_the_package(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(ImportError, match="wandb_project='p', but wandb is not installed"):
-        tracking._open_wandb(tmp_path / "run", CONFIG, "p")
+        tracking._open_logger("wandb", tmp_path / "run", CONFIG, "p")
     sys.modules.pop("wandb", None)
 
 

@@ -3,6 +3,7 @@
 import collections
 import itertools
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from poly_epo_jax.tasks.countdown import MAX_TOTAL, NUM_DRAWN, OPERATORS, operat
 CLEAN = DemonstrationStyle()
 
 
-def small_task(**options) -> CountdownTask:
+def small_task(**options: Any) -> CountdownTask:
     """Returns a task of three numbers, whose 1,360 problems are generated quickly."""
-    return CountdownTask(**{"size": 3, "num_train": 200, "num_held_out": 50, "num_demonstrated": 500} | options)
+    small: dict[str, Any] = {"size": 3, "num_train": 200, "num_held_out": 50, "num_demonstrated": 500}
+    return CountdownTask(**small | options)
 
 
 def totals(expression: str) -> list[Fraction]:
