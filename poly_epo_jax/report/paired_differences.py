@@ -60,7 +60,7 @@ def _paired_pass_at_k(results: Results, baseline: Results) -> dict[str, dict[str
 
 
 def plot_with_differences(evaluations: Evaluations, line_styles: LineStyles) -> Figure | None:
-    """Draws pass@k over k and, beside it, the differences of `paired_differences`, with a row per benchmark.
+    """Draws pass@k over k and, to its right, the differences of `paired_differences`, with a row per benchmark.
 
     Returns None if there are no results. The differences are omitted if no benchmark has the first and another model.
 
