@@ -102,7 +102,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["configs/polynomail.py is not a file", "in configs: ", "polynomial.py"],
         ),
         (["--config=configs/"], ["configs/ is not a file", "polynomial.py"]),
-        (["--config=polynomail"], ["no recipe polynomail; did you mean polynomial? Recipes in configs: gsm8k, "]),
+        (["--config=polynomail"], ["no recipe polynomail; did you mean polynomial? Recipes in configs: countdown, "]),
         (["--config=configs"], ["no recipe configs; choose a recipe", "polynomial"]),
         (["--config=grpo,laptop"], ["grpo,laptop is not a recipe, but", '":grpo,laptop"', '"polynomial:grpo,laptop"']),
         ([FILE, "--config.train.num_stepz=3"], ["no key config.train.num_stepz", "from config.train.num_steps."]),
